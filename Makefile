@@ -1,0 +1,35 @@
+# Two commands do everything: `make demo` and `make test`. Both install what they need into .venv, once.
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+BIN := .venv/bin
+
+.PHONY: help setup demo check test test-slow clean
+
+help:  ## what there is
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: .venv/installed  ## make .venv with qwen-cache and qwen-train
+
+.venv/installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make setup PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: setup  ## the whole way on real photographs with a tiny model, on the CPU, in the folder demo/
+	@PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh
+
+check: setup  ## linter, formatter, types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: check  ## everything that takes seconds
+	$(BIN)/pytest -m "not slow"
+
+test-slow: check  ## everything
+	$(BIN)/pytest
+
+clean:  ## remove what the other commands made
+	rm -rf .venv demo .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,241 @@
+"""qwen.yaml: one file for both programs.
+
+Names are diffusers' own where it has one. An unknown key is an error that names the nearest known one; `--set
+a.b=value` and options of the commands are laid over the file; the result is saved beside every output.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+
+from qwen_cache.format.errors import ConfigError
+
+CONFIG_NAME = "qwen.yaml"
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Part of qwen.yaml: frozen, and strict about names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    path: str | None = None
+    """A diffusers folder, or a repository on the Hugging Face hub."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+
+
+class DataConfig(Section):
+    source: str = "data"
+    """What `build` reads when no SOURCE is given: a folder, a .csv, a .jsonl."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What a sample that cannot be used does to a build."""
+    allow_empty_prompt: bool = False
+    """Whether a sample may have no instruction."""
+    vae_image_size: Positive | None = None
+    """Pixels of a picture for the VAE; the model's own (1024²) when not given."""
+    condition_image_size: Positive | None = None
+    """Pixels of a picture for the text encoder; the model's own (1024² for Edit, 384² for Edit-Plus) when not given."""
+
+
+class CacheConfig(Section):
+    path: str = "shards"
+    """The folder of the cache."""
+    recipe: str | None = None
+    """The name of the recipe, where a cache holds more than one; `default` when building."""
+    format: Literal["v1", "v2"] = "v2"
+    """The format that `build` writes."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """What the encoders compute in, and what is stored."""
+    vae_device: str = "auto"
+    """The device of the VAE; `auto` is the first accelerator, or the CPU."""
+    text_device: str = "auto"
+    """The device of the text encoder; `auto` is the second accelerator, else the first, or the CPU."""
+    shard_size: ByteSize = ByteSize(1_000_000_000)
+    """A shard is closed when it has reached this many bytes."""
+
+
+class LoraConfig(Section):
+    rank: Positive = 16
+    """The rank of the update matrices."""
+    lora_alpha: float | None = None
+    """The update is scaled by lora_alpha / rank; the rank when not given."""
+    lora_dropout: Fraction = 0.0
+    """Dropout in front of the update."""
+    target_modules: list[str] | str = ["to_q", "to_k", "to_v", "to_out.0"]
+    """Names of modules, or one regular expression, as peft takes them."""
+
+
+class TrainConfig(Section):
+    output_dir: str = "out"
+    """Where checkpoints and the LoRA go."""
+    max_steps: Positive = 1000
+    """Optimizer steps."""
+    batch_size: Positive = 1
+    """Samples in one forward pass on one device."""
+    gradient_accumulation_steps: Positive = 1
+    """Forward passes before each optimizer step."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: a third more time, a small part of the memory."""
+    mixed_precision: Literal["bf16", "no"] = "bf16"
+    """bf16: frozen weights in bfloat16, LoRA weights and optimizer in float32. no: all float32."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm; 0 leaves them alone."""
+    seed: int = 0
+    """Order, noise, timesteps and dropout follow from it."""
+    caption_dropout: Fraction = 0.1
+    """How often a sample is trained with its own empty prompt."""
+    timestep_sampling: Literal["uniform", "logit_normal", "mode"] = "logit_normal"
+    """How u is drawn before the resolution's shift."""
+    logit_mean: float = 0.0
+    """Mean of logit_normal."""
+    logit_std: float = 1.0
+    """Standard deviation of logit_normal."""
+    mode_scale: float = 1.29
+    """Scale of mode."""
+    edit_mask_weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of tokens inside the edit mask, against 1 outside; normalised by the sum of weights."""
+    checkpointing_steps: Positive = 500
+    """A checkpoint every so many steps; the last step makes one too."""
+    checkpoints_total_limit: NotNegative = 3
+    """How many of the newest checkpoints to keep; 0 keeps all."""
+    lora: LoraConfig = LoraConfig()
+
+
+class OptimizerConfig(Section):
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    weight_decay: Annotated[float, Field(ge=0)] = 1e-2
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+
+
+class LrSchedulerConfig(Section):
+    name: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"] = (
+        "constant"
+    )
+    """As diffusers names them."""
+    warmup_steps: NotNegative = 0
+    num_cycles: Positive = 1
+    """For cosine_with_restarts."""
+    power: float = 1.0
+    """For polynomial."""
+
+
+class LoggingConfig(Section):
+    tracker: Literal["tensorboard", "none"] = "tensorboard"
+    """Where curves go: train.output_dir/logs."""
+    every_steps: Positive = 1
+
+
+class PredictConfig(Section):
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """What all parts compute in."""
+    num_inference_steps: Positive = 50
+    true_cfg_scale: float = 4.0
+    """Classifier-free guidance, where a negative prompt is given."""
+    negative_prompt: str | None = None
+    height: Positive | None = None
+    width: Positive | None = None
+    seed: int = 0
+
+
+class Config(Section):
+    """The whole of qwen.yaml."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    cache: CacheConfig = CacheConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lr_scheduler: LrSchedulerConfig = LrSchedulerConfig()
+    logging: LoggingConfig = LoggingConfig()
+    predict: PredictConfig = PredictConfig()
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def load_config(path: Path | None, assignments: Sequence[str] = (), **options: Any) -> Config:
+    """The file (qwen.yaml of this folder when none is named and it exists), then `a.b=value`, then command options.
+
+    `options` are keyed by dotted name with `__` for the dot; None means not given.
+    """
+    if path is None and Path(CONFIG_NAME).is_file():
+        path = Path(CONFIG_NAME)
+    value = _read(path) if path else {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError("--set takes section.key=value", found=assignment)
+        _assign(value, name.strip(), yaml.safe_load(text))
+    for name, option in options.items():
+        if option is not None:
+            _assign(value, name.replace("__", "."), option)
+    return _validate(value, str(path) if path else "the options given")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError("no such file", where=path) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"this is not YAML: {error}", where=path) from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError("a mapping of sections is expected", where=path, found=type(value).__name__)
+    return value
+
+
+def _assign(value: dict[str, Any], name: str, new: Any) -> None:
+    *parents, last = name.split(".")
+    for part in parents:
+        value = value.setdefault(part, {})
+        if not isinstance(value, dict):
+            raise ConfigError(f"{part} is not a section", found=name)
+    value[last] = new
+
+
+def _validate(value: Mapping[str, Any], where: str) -> Config:
+    try:
+        return Config.model_validate({key: {} if section is None else section for key, section in value.items()})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(
+                f"unknown key {name}", where=where, do=_nearest([str(part) for part in first["loc"]])
+            ) from None
+        raise ConfigError(f"{name}: {first['msg']}", where=where, found=repr(first["input"])) from None
+
+
+def _nearest(location: list[str]) -> str:
+    known = known_keys()
+    exact_section = [key for key in known if key.split(".")[:-1] == location[:-1]]
+    last = {key.split(".")[-1]: key for key in reversed([*exact_section, *known])}
+    found = difflib.get_close_matches(location[-1], last, n=1, cutoff=0.5)
+    if found:
+        return f"did you mean {last[found[0]]}?"
+    return "known here: " + ", ".join(sorted(key.split(".")[-1] for key in exact_section))
+
+
+def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every dotted name that qwen.yaml may contain, sections included."""
+    names: list[str] = []
+    for name, field in section.model_fields.items():
+        names.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            names += known_keys(field.annotation, f"{prefix}{name}.")
+    return names

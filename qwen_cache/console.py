@@ -1,0 +1,127 @@
+"""What both programs share at the terminal: messages on stderr, one document on stdout, and exit codes.
+
+0 done, 1 the check found faults, 2 could not do it, 130 interrupted (as shells count it).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from qwen_cache.format.errors import QwenCacheError
+
+if TYPE_CHECKING:
+    import typer
+    from rich.console import Console
+    from rich.progress import Progress
+
+FAULTS = 1
+FAILED = 2
+INTERRUPTED = 130
+
+
+def run_app(app: typer.Typer) -> NoReturn:
+    """Run a command line; errors that a user can cause become a message and an exit code."""
+    quiet_libraries()
+    try:
+        code = app(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except QwenCacheError as error:
+        code = fail(str(error))
+    except (KeyboardInterrupt, click.Abort):
+        console().print("[yellow]interrupted[/]")
+        code = INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has enough, as in `inspect | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR):
+            raise
+        code = fail(f"{error.filename or 'writing'}: {error.strerror}")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def fail(message: str) -> int:
+    """Print an error as every error here is printed."""
+    console().print("[bold red]error:[/]", end=" ")
+    console().print(message, markup=False)
+    return FAILED
+
+
+def console() -> Console:
+    """The terminal that people read; stdout is for results."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def progress(*, remaining: bool = True) -> Progress:
+    """A progress line on stderr; `remaining` time is for work whose size is known."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = [TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[count]}")]
+    columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()] if remaining else []
+    return Progress(*columns, console=console())
+
+
+@contextmanager
+def counting(what: str, total: int | None = None, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
+    """A progress line; what it yields is told how much more is done."""
+    begin, done = time.monotonic(), 0
+    with progress(remaining=total is not None) as bar:
+        task = bar.add_task(what, total=total, count="")
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            speed = done / max(time.monotonic() - begin, 1e-6)
+            text = f"{human_bytes(done)}, {human_bytes(speed)}/s" if in_bytes else f"{done}/{total}, {speed:.2f}/s"
+            bar.update(task, completed=done, count=text)
+
+        yield advance
+        bar.update(task, total=done)
+
+
+def print_json(value: Any) -> None:
+    """The one document that `--json` puts on stdout."""
+    print(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' own progress bars and advice off the terminal; their errors are ours to report."""
+    for name, value in {
+        "DIFFUSERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def human_bytes(count: float) -> str:
+    """`1.9 GB`, in powers of ten as disks are sold."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def human_time(seconds: float) -> str:
+    """`42 s`, `3 min 10 s`, `2 h 05 min`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,176 @@
+"""The cache as a directory: who may write, and how a change becomes visible all at once.
+
+cache.json is the commit point. Shards are content-named and complete before they get their name; the index waits under
+`index-<hash>.parquet` until the manifest that names it is in place. A crash anywhere leaves either the old dataset or
+the new one. Shards that a commit replaces move to `.replaced/`, where a run that still reads them finds them until
+`gc` removes them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from qwen_cache.format.errors import FormatError, QwenCacheError
+from qwen_cache.format.fields import REBUILD
+from qwen_cache.format.identity import content_hash
+from qwen_cache.format.index import INDEX_NAME
+from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN, VERSIONS, Manifest, parse_manifest
+
+STAGING = ".staging"  # shards that are being written
+REPLACED = ".replaced"  # shards that an earlier manifest named
+LOCK = ".lock"
+
+
+def load(folder: Path) -> tuple[Manifest, bytes]:
+    """The manifest and the index that belongs to it, also while another process commits."""
+    for _ in range(10):  # a commit between our two reads makes them disagree; the next pair agrees
+        data = _read(folder / MANIFEST_NAME)
+        if data is None:
+            raise FormatError(
+                "F1",
+                f"no {MANIFEST_NAME} here: not a cache, or one that was never finished",
+                where=folder,
+                do="run `qwen-cache build`",
+            )
+        manifest = parse_manifest(data, str(folder / MANIFEST_NAME))
+        for path in (folder / INDEX_NAME, pending_index(folder, manifest)):
+            index = _read(path)
+            if index is not None and content_hash(index) == manifest.index.xxh3_128:
+                return manifest, index
+        if _read(folder / MANIFEST_NAME) == data:
+            break
+    raise FormatError(
+        "F7",
+        "the index is not the one that the manifest names",
+        where=folder / INDEX_NAME,
+        expected=manifest.index.xxh3_128,
+        found="another hash" if (folder / INDEX_NAME).exists() else "no file",
+        do=REBUILD,
+    )
+
+
+def shard_path(folder: Path, name: str) -> Path:
+    """Where a shard lies; FormatError when it is gone, or its name could lead out of the folder."""
+    if not SHARD_PATTERN.fullmatch(name):
+        raise FormatError(
+            "F6", "not the name of a shard", where=folder, expected="<xxh3-128>.tar", found=name, do=REBUILD
+        )
+    for path in (folder / name, folder / REPLACED / name):
+        if path.is_file():
+            return path
+    raise FormatError("F6", "a shard that the manifest names is missing", where=folder / name, do=REBUILD)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Hold the directory for writing; refuse at once when another process does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            raise QwenCacheError(
+                "another process is writing to this cache",
+                where=folder,
+                found=holder,
+                do="wait for it, or stop it first",
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        _finish_commit(folder)
+        yield
+        lock.truncate(0)
+
+
+def commit(folder: Path, manifest: Manifest, index: bytes, shards: Sequence[Path]) -> None:
+    """Make `shards` (sealed, elsewhere in the folder), `index` and `manifest` the dataset, all at once."""
+    for path in shards:
+        os.replace(path, folder / path.name)
+    _sync(folder)
+    write_durably(pending_index(folder, manifest), index)
+    write_durably(folder / MANIFEST_NAME, manifest.to_bytes())
+    _finish_commit(folder)
+
+
+def _finish_commit(folder: Path) -> None:
+    """What comes after the commit point, also when a crash came between: the index's name, and replaced shards."""
+    data = _read(folder / MANIFEST_NAME)
+    if data is None:
+        return
+    manifest = parse_manifest(data, str(folder / MANIFEST_NAME))
+    pending = pending_index(folder, manifest)
+    if pending.exists():
+        for path in unlisted_shards(folder, manifest):
+            (folder / REPLACED).mkdir(exist_ok=True)
+            os.replace(path, folder / REPLACED / path.name)
+        os.replace(pending, folder / INDEX_NAME)
+        _sync(folder)
+
+
+def unlisted_shards(folder: Path, manifest: Manifest) -> list[Path]:
+    """Shards under their final name that the manifest does not name."""
+    listed = {shard.name for shard in manifest.shards}
+    return sorted(
+        path for path in folder.glob("*.tar") if SHARD_PATTERN.fullmatch(path.name) and path.name not in listed
+    )
+
+
+def pending_index(folder: Path, manifest: Manifest) -> Path:
+    return folder / f"index-{manifest.index.xxh3_128}.parquet"
+
+
+def leftovers(folder: Path, manifest: Manifest) -> list[Path]:
+    """Every file of ours that the manifest does not name."""
+    hidden = [path for name in (STAGING, REPLACED) for path in sorted((folder / name).rglob("*")) if path.is_file()]
+    temporary = [*folder.glob(".*.tmp"), *folder.glob(f"index-{'[0-9a-f]' * 32}.parquet")]
+    return [*unlisted_shards(folder, manifest), *hidden, *sorted(temporary)]
+
+
+def collect_garbage(folder: Path, *, dry_run: bool) -> dict[Path, int]:
+    """Remove what the dataset does not name, and what builds that were given up left; the files and their sizes."""
+    if not folder.is_dir():
+        raise FormatError("F1", "no such folder", where=folder)
+    with writing(folder):
+        data = _read(folder / MANIFEST_NAME)
+        manifest = parse_manifest(data, str(folder / MANIFEST_NAME)) if data else Manifest.empty(VERSIONS[-1])
+        found = leftovers(folder, manifest)
+        sizes = {path: path.stat().st_size for path in found}
+        if not dry_run:
+            for path in found:
+                path.unlink()
+    return sizes
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`: on disk before it gets its name, never partial under it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Make renames in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,69 @@
+"""What makes two samples the same: xxh3-128 over content and recipe.
+
+A key says everything that its tensors depend on, so nothing can go stale without the key saying so, and equal work
+is never done twice. It says nothing else: a file's name, its folder and its date are not in it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+HASH_PATTERN = re.compile(r"[0-9a-f]{32}")
+
+
+def content_hash(data: bytes | bytearray | memoryview) -> str:
+    """xxh3-128 of `data`, as 32 lower-case hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one way in which a JSON value becomes bytes here: sorted keys, no spaces, UTF-8, no NaN."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8")
+
+
+def recipe_id(recipe: dict[str, Any]) -> str:
+    """The hash of everything besides the content that the tensors depend on."""
+    return content_hash(canonical_json(recipe))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The content hashes of what a sample was made from."""
+
+    target: str
+    controls: tuple[str, ...]
+    mask: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"target": self.target, "controls": list(self.controls), "mask": self.mask}
+
+
+def sample_key(recipe: str, inputs: Inputs, prompt: str) -> str:
+    """The key of a sample: content (target, controls in order, mask, prompt) and recipe id."""
+    return content_hash(canonical_json({"recipe": recipe, "prompt": prompt, **inputs.to_json()}))
+
+
+def dataset_identity(keys: Iterable[str]) -> str:
+    """The hash of the keys in their order: what a run must find again when it resumes."""
+    return content_hash("\n".join(keys).encode("ascii"))
+
+
+def differences(old: Inputs, old_prompt: str, new: Inputs, new_prompt: str) -> list[str]:
+    """Which inputs differ, in the words that a plan is printed with: `target`, `control 1`, `mask`, `prompt`."""
+    found = ["target"] if old.target != new.target else []
+    if len(old.controls) != len(new.controls):
+        found.append("number of controls")
+    else:
+        found += [f"control {i}" for i, (a, b) in enumerate(zip(old.controls, new.controls, strict=True), 1) if a != b]
+    if old.mask != new.mask:
+        found.append("mask")
+    if old_prompt != new_prompt:
+        found.append("prompt")
+    return found

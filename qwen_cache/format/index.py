@@ -1,0 +1,169 @@
+"""index.parquet: one row per sample, enough to plan every batch without opening a shard.
+
+Rows are in the order of the source. A tensor is a struct column of its name (dtype, shape, offset, length, xxh3_128),
+null where the sample has none; offsets count from the beginning of the shard. Format v1 has the pictures' sizes in
+pixels in place of `img_shapes` and `prefix_length`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from qwen_cache.format.errors import FormatError
+from qwen_cache.format.fields import REBUILD
+from qwen_cache.format.identity import Inputs
+from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS, ImgShapes, SampleMeta, TensorSpec, check_shapes
+from qwen_cache.format.shard import Entry
+
+INDEX_NAME = "index.parquet"
+
+_TENSOR = pa.struct(
+    [
+        ("dtype", pa.string()),
+        ("shape", pa.list_(pa.int32())),
+        ("offset", pa.int64()),
+        ("length", pa.int64()),
+        ("xxh3_128", pa.string()),
+    ]
+)
+_SIZES = {
+    1: [
+        ("height", pa.int32()),
+        ("width", pa.int32()),
+        ("height_control", pa.list_(pa.int32())),
+        ("width_control", pa.list_(pa.int32())),
+    ],
+    2: [("img_shapes", pa.list_(pa.list_(pa.int32()))), ("prefix_length", pa.int32())],
+}
+
+
+def index_schema(format_version: int) -> pa.Schema:
+    """The columns of index.parquet."""
+    return pa.schema(
+        [
+            ("key", pa.string()),
+            ("recipe", pa.string()),
+            ("name", pa.string()),
+            ("prompt", pa.string()),
+            *_SIZES[format_version],
+            ("text_length", pa.int32()),
+            ("target", pa.string()),
+            ("controls", pa.list_(pa.string())),
+            ("mask", pa.string()),
+            ("shard", pa.string()),
+            ("offset", pa.int64()),
+            ("length", pa.int64()),
+            *((name, _TENSOR) for name in TENSORS[format_version]),
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class IndexRow:
+    """A sample, what the source calls it, and where it lies."""
+
+    name: str
+    shard: str
+    entry: Entry
+
+    @property
+    def meta(self) -> SampleMeta:
+        return self.entry.meta
+
+
+def write_index(rows: Sequence[IndexRow], format_version: int) -> bytes:
+    """The bytes of index.parquet; the same for the same rows."""
+    table = pa.Table.from_pylist([_to_record(row, format_version) for row in rows], index_schema(format_version))
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue()
+
+
+def read_index(data: bytes, format_version: int, where: str) -> pa.Table:
+    """The table; FormatError F7 when its columns are not those of the version."""
+    try:
+        table = pq.read_table(pa.BufferReader(data))
+    except (pa.ArrowInvalid, OSError) as error:
+        raise FormatError("F7", f"this is not a Parquet file: {error}", where=where, do=REBUILD) from None
+    expected = index_schema(format_version)
+    if not table.schema.equals(expected):
+        found = ", ".join(f"{f.name}: {f.type}" for f in table.schema if f not in list(expected))
+        raise FormatError(
+            "F7",
+            "the columns are not those of this format version",
+            where=where,
+            expected=expected.names,
+            found=found,
+            do=REBUILD,
+        )
+    return table.combine_chunks()
+
+
+def index_row(record: dict[str, Any], format_version: int, where: str) -> IndexRow:
+    """The row that a record of the table describes; FormatError when it contradicts itself."""
+    if any(
+        record[name] is None
+        for name in ("key", "recipe", "name", "prompt", "text_length", "target", "shard", "offset", "length")
+    ):
+        raise FormatError("F7", "a row of the index has a null where none is allowed", where=where, do=REBUILD)
+    present = {name: record[name] for name in TENSORS[format_version] if record[name] is not None}
+    tensors = {name: TensorSpec(t["dtype"], tuple(t["shape"]), t["xxh3_128"]) for name, t in present.items()}
+    inputs = Inputs(record["target"], tuple(record["controls"]), record["mask"])
+    shapes, prefix = _img_shapes(record, format_version), record.get("prefix_length") or 0
+    meta = SampleMeta(record["recipe"], inputs, record["prompt"], shapes, prefix, tensors)
+    where = f"{where}: {record['key']}"
+    if meta.key != record["key"]:
+        raise FormatError(
+            "F10", "the key is not the hash of content and recipe", where=where, expected=meta.key, do=REBUILD
+        )
+    check_shapes(meta, where)
+    entry = Entry(meta, record["offset"], record["length"], present["image_latents"]["offset"])
+    for name, offset in entry.tensor_offsets().items():
+        claimed = present[name]["offset"], present[name]["length"]
+        within = entry.offset <= offset and offset + tensors[name].nbytes <= entry.offset + entry.length
+        if claimed != (offset, tensors[name].nbytes) or not within or meta.text_length != record["text_length"]:
+            raise FormatError(
+                "F7", f"{name} does not lie where its sample lies", where=where, found=claimed, do=REBUILD
+            )
+    return IndexRow(record["name"], record["shard"], entry)
+
+
+def _to_record(row: IndexRow, format_version: int) -> dict[str, Any]:
+    meta, entry = row.meta, row.entry
+    record: dict[str, Any] = {
+        "key": meta.key,
+        "recipe": meta.recipe,
+        "name": row.name,
+        "prompt": meta.prompt,
+        "text_length": meta.text_length,
+        **meta.inputs.to_json(),
+        "shard": row.shard,
+        "offset": entry.offset,
+        "length": entry.length,
+    }
+    if format_version == 1:
+        (_, h, w), *controls = meta.img_shapes
+        record |= {"height": h * PIXELS_PER_TOKEN, "width": w * PIXELS_PER_TOKEN}
+        record |= {"height_control": [h * PIXELS_PER_TOKEN for _, h, _ in controls]}
+        record |= {"width_control": [w * PIXELS_PER_TOKEN for _, _, w in controls]}
+    else:
+        record |= {"img_shapes": [list(shape) for shape in meta.img_shapes], "prefix_length": meta.prefix_length}
+    for name, offset in entry.tensor_offsets().items():
+        spec = meta.tensors[name]
+        record[name] = {**spec.to_json(), "offset": offset, "length": spec.nbytes}
+    return record
+
+
+def _img_shapes(record: dict[str, Any], format_version: int) -> ImgShapes:
+    if format_version == 1:
+        heights = [record["height"], *record["height_control"]]
+        widths = [record["width"], *record["width_control"]]
+        sizes = zip(heights, widths, strict=True)
+        return tuple((1, h // PIXELS_PER_TOKEN, w // PIXELS_PER_TOKEN) for h, w in sizes)
+    return tuple((t, h, w) for t, h, w in record["img_shapes"])

@@ -1,0 +1,192 @@
+"""cache.json: what a cache holds, and the only place where the format's version is decided.
+
+Parsing refuses what it does not know: another format version, and any key that does not say of itself
+`"must_understand": false`. It never fills in what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qwen_cache.format.errors import FormatError
+from qwen_cache.format.fields import REBUILD, Fields
+from qwen_cache.format.identity import HASH_PATTERN, recipe_id
+
+FORMAT = "qwen-cache"
+VERSIONS = (1, 2)
+MANIFEST_NAME = "cache.json"
+SHARD_PATTERN = re.compile(HASH_PATTERN.pattern + r"\.tar")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar: its name is the xxh3-128 of its bytes."""
+
+    name: str
+    samples: int
+    bytes: int
+
+    @property
+    def xxh3_128(self) -> str:
+        return self.name.removesuffix(".tar")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "samples": self.samples, "bytes": self.bytes, "xxh3_128": self.xxh3_128}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the samples of one recipe were made; `identity` is the hash of their keys in order."""
+
+    recipe: dict[str, Any]
+    samples: int
+    identity: str
+
+    @property
+    def id(self) -> str:
+        return recipe_id(self.recipe)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"id": self.id, "identity": self.identity, "samples": self.samples, "recipe": self.recipe}
+
+
+@dataclass(frozen=True)
+class IndexFile:
+    """The index that belongs to this manifest."""
+
+    samples: int
+    bytes: int
+    xxh3_128: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"samples": self.samples, "bytes": self.bytes, "xxh3_128": self.xxh3_128}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The parsed cache.json."""
+
+    format_version: int
+    recipes: dict[str, Recipe]
+    index: IndexFile
+    shards: tuple[Shard, ...]
+    written_by: dict[str, str] = field(default_factory=dict)
+    ignorable: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, format_version: int) -> Manifest:
+        """What a cache that does not exist yet holds."""
+        return cls(format_version, {}, IndexFile(0, 0, ""), ())
+
+    def to_bytes(self) -> bytes:
+        """The file's content: readable, and the same for the same manifest."""
+        value = {
+            "format": FORMAT,
+            "format_version": self.format_version,
+            "recipes": {name: recipe.to_json() for name, recipe in sorted(self.recipes.items())},
+            "index": self.index.to_json(),
+            "shards": [shard.to_json() for shard in self.shards],
+            "written_by": dict(sorted(self.written_by.items())),
+            **self.ignorable,
+        }
+        return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode("utf-8")
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest at `path`; FormatError names the rule that it breaks."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise FormatError(
+            "F1",
+            f"no {MANIFEST_NAME} here, so this is not a finished cache",
+            where=path.parent,
+            do="run `qwen-cache build`",
+        ) from None
+    return parse_manifest(data, where=str(path))
+
+
+def parse_manifest(data: bytes, where: str = MANIFEST_NAME) -> Manifest:
+    """Parse and check the bytes of a manifest."""
+    fields = Fields.of_json(data, where, rule="F1")
+    if fields.take("format", str) != FORMAT:
+        raise FormatError("F1", "not a qwen-cache manifest", where=where, expected=f'"format": "{FORMAT}"', do=REBUILD)
+    version = check_version(fields.take("format_version", int), where)
+    recipes = {
+        name: _recipe(Fields(value, f"{where}: recipes.{name}")) for name, value in fields.take("recipes", dict).items()
+    }
+    index = _index(Fields(fields.take("index", dict), f"{where}: index"))
+    shards = tuple(
+        _shard(Fields(value, f"{where}: shards[{i}]")) for i, value in enumerate(fields.take("shards", list))
+    )
+    written_by = fields.take("written_by", dict)
+    manifest = Manifest(version, recipes, index, shards, written_by, fields.finish())
+    _check_counts(manifest, where)
+    return manifest
+
+
+def check_version(version: int, where: str) -> int:
+    if version not in VERSIONS:
+        raise FormatError(
+            "F2",
+            "this format version is not known to this program",
+            where=where,
+            expected=" or ".join(map(str, VERSIONS)),
+            found=version,
+            do="upgrade: pip install --upgrade qwen-cache",
+        )
+    return version
+
+
+def _check_counts(manifest: Manifest, where: str) -> None:
+    in_recipes = sum(recipe.samples for recipe in manifest.recipes.values())
+    in_shards = sum(shard.samples for shard in manifest.shards)
+    if not in_recipes == in_shards == manifest.index.samples:
+        found = f"{manifest.index.samples} in the index, {in_recipes} in the recipes, {in_shards} in the shards"
+        raise FormatError("F4", "the numbers of samples disagree", where=where, found=found, do=REBUILD)
+    names = [shard.name for shard in manifest.shards]
+    if len(set(names)) != len(names):
+        raise FormatError("F4", "a shard is listed twice", where=where, do=REBUILD)
+
+
+def _recipe(fields: Fields) -> Recipe:
+    claimed = fields.hash("id")
+    recipe = Recipe(fields.take("recipe", dict), fields.count("samples"), fields.hash("identity"))
+    fields.finish()
+    if recipe.id != claimed:
+        raise FormatError(
+            "F5",
+            "the recipe's id is not the hash of the recipe",
+            where=fields.where,
+            expected=recipe.id,
+            found=claimed,
+            do=REBUILD,
+        )
+    return recipe
+
+
+def _index(fields: Fields) -> IndexFile:
+    index = IndexFile(fields.count("samples"), fields.count("bytes"), fields.hash("xxh3_128"))
+    fields.finish()
+    return index
+
+
+def _shard(fields: Fields) -> Shard:
+    name = fields.take("name", str)
+    shard = Shard(name, fields.count("samples"), fields.count("bytes"))
+    claimed = fields.hash("xxh3_128")
+    fields.finish()
+    if not SHARD_PATTERN.fullmatch(name) or shard.xxh3_128 != claimed:
+        raise FormatError(
+            "F6",
+            "a shard's name is not its hash",
+            where=fields.where,
+            expected=f"{claimed}.tar",
+            found=name,
+            do=REBUILD,
+        )
+    return shard

@@ -1,0 +1,232 @@
+"""One sample: its metadata, its tensors, and the rules that tie their shapes together.
+
+Letters: S image tokens of the target, Sc of all controls, L text tokens, D width of the text encoder.
+Sizes of pictures are `img_shapes`: `(1, h, w)` in units of 16 pixels, the target first, then each control. Format v1
+says the same in pixels (`height`, `width`, `height_control`, …); here both are `img_shapes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qwen_cache.format.errors import FormatError
+from qwen_cache.format.fields import Fields
+from qwen_cache.format.identity import Inputs, canonical_json, sample_key
+from qwen_cache.format.manifest import check_version
+
+BYTES_PER_ELEMENT = {"BF16": 2, "F32": 4}
+LATENT_CHANNELS = 64  # 16 channels of the VAE × a patch of 2×2
+PIXELS_PER_TOKEN = 16  # 8× by the VAE, 2× by packing
+TENSORS_V1 = ("image_latents", "control_latents", "prompt_embeds", "empty_prompt_embeds")
+TENSORS = {1: TENSORS_V1, 2: (*TENSORS_V1, "edit_mask")}
+"""What a sample of each format version may have, in the order of storage."""
+
+ImgShapes = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a stored tensor is: safetensors' dtype name, shape, and the xxh3-128 of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    xxh3_128: str
+
+    @property
+    def nbytes(self) -> int:
+        return BYTES_PER_ELEMENT[self.dtype] * math.prod(self.shape)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "shape": list(self.shape), "xxh3_128": self.xxh3_128}
+
+
+@dataclass(frozen=True)
+class SampleMeta:
+    """The metadata of a sample: the member `<key>.json`.
+
+    `prefix_length` rows of `prompt_embeds` also begin the empty prompt's embeddings; only the rows after them are
+    stored as `empty_prompt_embeds`. It is 0 in v1, which stores the empty prompt whole.
+    """
+
+    recipe: str
+    inputs: Inputs
+    prompt: str
+    img_shapes: ImgShapes
+    prefix_length: int
+    tensors: dict[str, TensorSpec]
+
+    @property
+    def key(self) -> str:
+        return sample_key(self.recipe, self.inputs, self.prompt)
+
+    @property
+    def text_length(self) -> int:
+        return self.tensors["prompt_embeds"].shape[0]
+
+    def to_bytes(self, format_version: int) -> bytes:
+        """The JSON member; the same bytes for the same sample."""
+        value = {
+            "format_version": format_version,
+            "key": self.key,
+            "recipe": self.recipe,
+            "inputs": self.inputs.to_json(),
+            "prompt": self.prompt,
+            "tensors": {name: spec.to_json() for name, spec in self.tensors.items()},
+        }
+        if format_version == 1:
+            value |= pixel_sizes(self.img_shapes)
+        else:
+            value |= {"img_shapes": [list(shape) for shape in self.img_shapes], "prefix_length": self.prefix_length}
+        return canonical_json(value)
+
+
+def token_count(img_shapes: Sequence[Sequence[int]]) -> int:
+    """Σ t·h·w: the image tokens of these pictures."""
+    return sum(math.prod(shape) for shape in img_shapes)
+
+
+def pixel_sizes(img_shapes: ImgShapes) -> dict[str, int]:
+    """`img_shapes` as format v1 says it: `height`, `width`, `height_control`, `width_control`, `height_control_1`, …"""
+    sizes: dict[str, int] = {}
+    for i, (_, h, w) in enumerate(img_shapes):
+        suffix = v1_suffix(i)
+        sizes[f"height{suffix}"], sizes[f"width{suffix}"] = h * PIXELS_PER_TOKEN, w * PIXELS_PER_TOKEN
+    return sizes
+
+
+def v1_suffix(i: int) -> str:
+    """What format v1 appends to `height` and `width` for picture `i` (0 is the target)."""
+    return "" if i == 0 else "_control" if i == 1 else f"_control_{i - 1}"
+
+
+def parse_sample(data: bytes | memoryview, where: str) -> SampleMeta:
+    """Parse and check the JSON member of either version."""
+    fields = Fields.of_json(data, where, rule="F9")
+    version = check_version(fields.take("format_version", int), where)
+    key, recipe, prompt = fields.hash("key"), fields.hash("recipe"), fields.take("prompt", str)
+    inputs = _parse_inputs(Fields(fields.take("inputs", dict), f"{where}: inputs", "F9"))
+    tensors = _parse_tensors(fields.take("tensors", dict), TENSORS[version], f"{where}: tensors")
+    if version == 1:
+        img_shapes, prefix_length = _parse_pixel_sizes(fields), 0
+    else:
+        img_shapes = _parse_img_shapes(fields.take("img_shapes", list), where)
+        prefix_length = fields.count("prefix_length")
+    fields.finish()
+    meta = SampleMeta(recipe, inputs, prompt, img_shapes, prefix_length, tensors)
+    if meta.key != key:
+        raise FormatError(
+            "F10", "the key is not the hash of content and recipe", where=where, expected=meta.key, found=key
+        )
+    check_shapes(meta, where)
+    return meta
+
+
+def check_shapes(meta: SampleMeta, where: str) -> None:
+    """Every shape follows from `img_shapes` and the text; FormatError F12 names the first that does not."""
+    tensors = meta.tensors
+    needed = {"image_latents", "prompt_embeds", "empty_prompt_embeds"}
+    if len(meta.img_shapes) > 1:
+        needed.add("control_latents")
+    if missing := needed - tensors.keys():
+        raise FormatError("F11", f"{', '.join(sorted(missing))} missing", where=where)
+    if extra := tensors.keys() - needed - {"edit_mask"}:
+        raise FormatError("F11", f"{', '.join(sorted(extra))} not expected here", where=where)
+    if len(tensors["prompt_embeds"].shape) != 2:
+        raise FormatError(
+            "F12", "prompt_embeds must be [L, D]", where=where, found=list(tensors["prompt_embeds"].shape)
+        )
+    text, width = tensors["prompt_embeds"].shape
+    target, controls = token_count(meta.img_shapes[:1]), token_count(meta.img_shapes[1:])
+    suffix = tensors["empty_prompt_embeds"].shape[0] if tensors["empty_prompt_embeds"].shape else 0
+    expected = {
+        "image_latents": (target, LATENT_CHANNELS),
+        "control_latents": (controls, LATENT_CHANNELS),
+        "prompt_embeds": (text, width),
+        "empty_prompt_embeds": (suffix, width),
+        "edit_mask": (target,),
+    }
+    for name, spec in tensors.items():
+        if spec.shape != expected[name]:
+            raise FormatError(
+                "F12",
+                f"{name} does not fit img_shapes {[list(shape) for shape in meta.img_shapes]} and the text",
+                where=where,
+                expected=list(expected[name]),
+                found=list(spec.shape),
+            )
+    if meta.prefix_length > text:
+        raise FormatError(
+            "F12",
+            "prefix_length exceeds prompt_embeds",
+            where=where,
+            expected=f"at most {text}",
+            found=meta.prefix_length,
+        )
+    _check_dtypes(tensors, where)
+
+
+def _check_dtypes(tensors: dict[str, TensorSpec], where: str) -> None:
+    embedding = tensors["image_latents"].dtype
+    for name, spec in tensors.items():
+        expected = "F32" if name == "edit_mask" else embedding
+        if spec.dtype != expected:
+            raise FormatError("F13", f"{name} has another dtype", where=where, expected=expected, found=spec.dtype)
+
+
+def _parse_inputs(fields: Fields) -> Inputs:
+    inputs = Inputs(fields.hash("target"), tuple(fields.hashes("controls")), fields.hash_or_null("mask"))
+    fields.finish()
+    return inputs
+
+
+def _parse_tensors(value: dict[str, Any], names: Sequence[str], where: str) -> dict[str, TensorSpec]:
+    if unknown := sorted(value.keys() - set(names)):
+        raise FormatError("F11", "unknown tensor", where=where, expected=", ".join(names), found=unknown[0])
+    return {name: _parse_tensor(Fields(value[name], f"{where}.{name}", "F9")) for name in names if name in value}
+
+
+def _parse_tensor(fields: Fields) -> TensorSpec:
+    dtype, shape, xxh3 = fields.take("dtype", str), fields.take("shape", list), fields.hash("xxh3_128")
+    fields.finish()
+    if dtype not in BYTES_PER_ELEMENT:
+        raise FormatError(
+            "F13", "unknown dtype", where=fields.where, expected=" or ".join(BYTES_PER_ELEMENT), found=dtype
+        )
+    if not all(is_size(n) for n in shape):
+        raise FormatError("F12", "a shape is a list of positive integers", where=fields.where, found=shape)
+    return TensorSpec(dtype, tuple(shape), xxh3)
+
+
+def _parse_img_shapes(value: list[Any], where: str) -> ImgShapes:
+    good = bool(value) and all(isinstance(s, list) and len(s) == 3 and all(is_size(n) for n in s) for s in value)
+    if not good or any(shape[0] != 1 for shape in value):
+        raise FormatError(
+            "F12",
+            "img_shapes is a list of [1, h, w], the target first",
+            where=where,
+            expected="[[1, h, w], …]",
+            found=value,
+        )
+    return tuple((t, h, w) for t, h, w in value)
+
+
+def _parse_pixel_sizes(fields: Fields) -> ImgShapes:
+    shapes: list[tuple[int, int, int]] = []
+    while (suffix := v1_suffix(len(shapes))) == "" or f"height{suffix}" in fields.left:
+        height, width = fields.count(f"height{suffix}"), fields.count(f"width{suffix}")
+        if height % PIXELS_PER_TOKEN or width % PIXELS_PER_TOKEN or not height or not width:
+            raise FormatError(
+                "F12",
+                f"height{suffix} and width{suffix} must be positive multiples of {PIXELS_PER_TOKEN}",
+                where=fields.where,
+                found=f"{height}×{width}",
+            )
+        shapes.append((1, height // PIXELS_PER_TOKEN, width // PIXELS_PER_TOKEN))
+    return tuple(shapes)
+
+
+def is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,239 @@
+"""A shard: a plain, uncompressed POSIX tar whose name is the xxh3-128 of its bytes.
+
+Each sample is two members, `<key>.json` and then `<key>.safetensors`, written so that stock `webdataset` and
+`safetensors` read them and so that tensor data begins on a 64-byte boundary of the file. The same samples in the same
+order give the same bytes. Reading a shard from its tar (rather than through the index) is for `verify` and for going on
+after a kill; it trusts nothing that it reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+
+from qwen_cache.format.errors import FormatError
+from qwen_cache.format.identity import HASH_PATTERN, content_hash
+from qwen_cache.format.manifest import Shard
+from qwen_cache.format.sample import SampleMeta, TensorSpec, parse_sample
+
+BLOCK = 512
+END_OF_ARCHIVE = bytes(2 * BLOCK)
+ALIGNMENT = 64  # one cache line; also what a mapped tensor needs for any vector load
+MEMBER_PATTERN = re.compile(rf"({HASH_PATTERN.pattern})\.(json|safetensors)")
+MAX_HEADER = 1 << 20  # ours are below 1 kB; a header that claims more is forged
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A sample and where it lies: `offset`/`length` cover both members, `tensors` begin at `data` in order."""
+
+    meta: SampleMeta
+    offset: int
+    length: int
+    data: int
+
+    def tensor_offsets(self) -> dict[str, int]:
+        offsets, position = {}, self.data
+        for name, spec in self.meta.tensors.items():
+            offsets[name] = position
+            position += spec.nbytes
+        return offsets
+
+    def moved(self, offset: int) -> Entry:
+        return Entry(self.meta, offset, self.length, self.data + offset - self.offset)
+
+
+class ShardWriter:
+    """Appends samples to a tar that is not yet a shard; `seal` makes it one.
+
+    A writer that finds `path` already there goes on after the `entries` that `recover` found whole in it.
+    """
+
+    def __init__(self, path: Path, format_version: int, entries: list[Entry] | None = None) -> None:
+        self.path, self.format_version = path, format_version
+        self.entries = list(entries or [])
+        self.size = self.entries[-1].offset + self.entries[-1].length if self.entries else 0
+        self.hash = xxhash.xxh3_128()
+        self.file: BinaryIO = open(path, "r+b" if self.entries else "w+b")  # noqa: SIM115 (closed by seal or close)
+        while block := self.file.read(min(1 << 20, self.size - self.file.tell())):
+            self.hash.update(block)
+        self.file.truncate(self.size)
+
+    def add(self, meta: SampleMeta, tensors: Mapping[str, memoryview]) -> None:
+        """Append a sample; `tensors` are the bytes of `meta.tensors`, by name."""
+        start = self.size
+        metadata = meta.to_bytes(self.format_version)
+        header = safetensors_header(meta.tensors)
+        data = sum(spec.nbytes for spec in meta.tensors.values())
+        self._write(_tar_header(f"{meta.key}.json", len(metadata)), metadata, _padding(len(metadata)))
+        self._write(_tar_header(f"{meta.key}.safetensors", len(header) + data), header)
+        begin = self.size
+        self._write(*(tensors[name] for name in meta.tensors), _padding(len(header) + data))
+        self.entries.append(Entry(meta, start, self.size - start, begin))
+
+    def add_copy(self, entry: Entry, members: memoryview) -> None:
+        """Append a sample as it lies in another shard of the same format version."""
+        moved = entry.moved(self.size)
+        self._write(members)
+        self.entries.append(moved)
+
+    def seal(self, folder: Path) -> tuple[Shard, list[Entry]]:
+        """End the archive, make it durable, and give it its name in `folder`."""
+        self._write(END_OF_ARCHIVE)
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        shard = Shard(f"{self.hash.hexdigest()}.tar", len(self.entries), self.size)
+        os.replace(self.path, folder / shard.name)
+        return shard, self.entries
+
+    def close(self) -> None:
+        """Leave the file as it is, for a later run to go on with."""
+        self.file.close()
+
+    def _write(self, *pieces: bytes | memoryview) -> None:
+        for piece in pieces:
+            self.file.write(piece)
+            self.hash.update(piece)
+            self.size += len(piece) if isinstance(piece, bytes) else piece.nbytes
+
+
+def safetensors_header(tensors: Mapping[str, TensorSpec]) -> bytes:
+    """The length and the JSON that begin a safetensors file, padded so that data begins on a 64-byte boundary.
+
+    Layout: https://github.com/huggingface/safetensors#format (N as u64 little-endian, N bytes of JSON, data).
+    """
+    value: dict[str, Any] = {}
+    position = 0
+    for name, spec in tensors.items():
+        value[name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [position, position + spec.nbytes],
+        }
+        position += spec.nbytes
+    text = json.dumps(value, separators=(",", ":")).encode("ascii")
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def scan_shard(data: memoryview, where: str) -> Iterator[Entry]:
+    """Every sample of a mapped shard, from the tar alone; FormatError F8 or F9 where it stops making sense."""
+    position = 0
+    while not is_end(data, position):
+        start = position
+        key, kind, begin, size = _member(data, position, where)
+        if kind != "json":
+            raise FormatError("F8", "a sample begins with its .json member", where=where, found=f"{key}.{kind}")
+        meta = parse_sample(data[begin : begin + size], f"{where}: {key}.json")
+        position = _after(begin, size)
+        other, kind, begin, size = _member(data, position, where)
+        if (other, kind) != (key, "safetensors") or meta.key != key:
+            expected = f"{meta.key}.json, then {meta.key}.safetensors"
+            raise FormatError(
+                "F8",
+                "a sample is two members of one key",
+                where=where,
+                expected=expected,
+                found=f"{key}.json, {other}.{kind}",
+            )
+        position = _after(begin, size)
+        entry = Entry(meta, start, position - start, _tensor_data(data[begin : begin + size], meta, where) + begin)
+        yield entry
+    if data.nbytes - position != len(END_OF_ARCHIVE):
+        raise FormatError("F8", "bytes after the end of the archive", where=where)
+
+
+def recover(data: memoryview) -> list[Entry]:
+    """The samples at the head of an unsealed tar that are whole: parsed, and every tensor equal to its hash."""
+    entries: list[Entry] = []
+    try:
+        for entry in scan_shard(data, "unsealed shard"):
+            if any(
+                content_hash(piece) != entry.meta.tensors[name].xxh3_128 for name, piece in tensor_bytes(entry, data)
+            ):
+                break
+            entries.append(entry)
+    except FormatError:
+        pass  # a torn tail is what a kill leaves behind; what comes before it is whole
+    return entries
+
+
+def tensor_bytes(entry: Entry, data: memoryview) -> Iterator[tuple[str, memoryview]]:
+    """The bytes of each tensor of `entry` in its mapped shard."""
+    for name, offset in entry.tensor_offsets().items():
+        yield name, data[offset : offset + entry.meta.tensors[name].nbytes]
+
+
+def is_end(data: memoryview, position: int) -> bool:
+    return data[position : position + len(END_OF_ARCHIVE)] == END_OF_ARCHIVE
+
+
+def _member(data: memoryview, position: int, where: str) -> tuple[str, str, int, int]:
+    """Key, kind, begin and size of the member whose header is at `position`."""
+    try:
+        info = tarfile.TarInfo.frombuf(bytes(data[position : position + BLOCK]), "ascii", "strict")
+    except (tarfile.HeaderError, UnicodeError) as error:
+        raise FormatError("F8", f"no tar header at byte {position}: {error}", where=where) from None
+    match = MEMBER_PATTERN.fullmatch(info.name)
+    if info.type != tarfile.REGTYPE or not match:
+        expected = "a regular file named <key>.json or <key>.safetensors"
+        raise FormatError(
+            "F8", f"unexpected member at byte {position}", where=where, expected=expected, found=info.name
+        )
+    begin = position + BLOCK
+    if not 0 <= info.size <= data.nbytes - begin - len(_padding(info.size)):
+        raise FormatError(
+            "F8",
+            f"{info.name} reaches beyond the shard",
+            where=where,
+            expected=f"at most {data.nbytes - begin}",
+            found=info.size,
+        )
+    return match[1], match[2], begin, info.size
+
+
+def _tensor_data(member: memoryview, meta: SampleMeta, where: str) -> int:
+    """Where tensor data begins in a .safetensors member, which must be exactly what its metadata asks for."""
+    length = int.from_bytes(member[:8], "little") if member.nbytes >= 8 else MAX_HEADER + 1
+    if length > min(MAX_HEADER, member.nbytes - 8):
+        raise FormatError(
+            "F9", "the safetensors header reaches beyond its member", where=f"{where}: {meta.key}", found=length
+        )
+    begin = 8 + length
+    try:
+        claimed = json.loads(bytes(member[8:begin]))
+    except ValueError as error:
+        raise FormatError("F9", f"the safetensors header is not JSON: {error}", where=f"{where}: {meta.key}") from None
+    expected = json.loads(safetensors_header(meta.tensors)[8:])
+    if claimed != expected or member.nbytes - begin != sum(spec.nbytes for spec in meta.tensors.values()):
+        raise FormatError(
+            "F9",
+            "the safetensors header and the metadata disagree",
+            where=f"{where}: {meta.key}",
+            expected=expected,
+            found=claimed,
+        )
+    return begin
+
+
+def _tar_header(name: str, size: int) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = size, 0o644
+    return info.tobuf(tarfile.USTAR_FORMAT)
+
+
+def _padding(size: int) -> bytes:
+    return bytes(-size % BLOCK)
+
+
+def _after(begin: int, size: int) -> int:
+    return begin + size + len(_padding(size))

@@ -1,0 +1,150 @@
+"""What many tests need: a tiny model of each variant, real photographs as an edit dataset, and a cache of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageOps
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).parents[1]
+SMALL = ["--set", "data.vae_image_size=16384", "--set", "data.condition_image_size=12544", "--dtype", "float32"]
+"""Settings under which a build takes seconds: pictures of about 128² pixels for the VAE, 112² for the text encoder."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command did."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def load_tool(name: str) -> object:
+    """A script of tools/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def photograph(name: str) -> Image.Image:
+    """A real photograph that ships with scikit-learn or scikit-image, in RGB."""
+    folder = files("sklearn.datasets") / "images" if name in ("china.jpg", "flower.jpg") else files("skimage") / "data"
+    with (folder / name).open("rb") as file:
+        return Image.open(file).convert("RGB")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model: `tiny_model("edit-plus")`."""
+    made: dict[str, Path] = {}
+
+    def make(variant: str) -> Path:
+        if variant not in made:
+            tool = load_tool("make_tiny_model")
+            made[variant] = tool.make_tiny_model(tmp_path_factory.mktemp("models") / variant, variant)  # type: ignore[attr-defined]
+        return made[variant]
+
+    return make
+
+
+def write_pairs(folder: Path) -> Path:
+    """Four edit pairs of mixed sizes: two share a prompt, one has two controls, one a mask."""
+    controls, targets = folder / "control_images", folder / "target_images"
+    controls.mkdir(parents=True)
+    targets.mkdir()
+    china = photograph("china.jpg").resize((160, 107))
+    flower = photograph("flower.jpg").resize((107, 160))
+    cat = photograph("chelsea.png").resize((120, 120))
+    cup = photograph("coffee.png").resize((150, 100))
+    for name, control, target, prompt in (
+        ("china", china, ImageOps.grayscale(china), "make it black and white"),
+        ("flower", flower, ImageOps.grayscale(flower), "make it black and white"),
+        ("cat", cat, ImageOps.mirror(cat), "mirror the cat, 然后 keep the second picture's light"),
+        ("cup", cup, ImageOps.invert(cup), "invert the colours"),
+    ):
+        control.save(controls / f"{name}.png")
+        target.save(targets / f"{name}.png")
+        (targets / f"{name}.txt").write_text(prompt, encoding="utf-8")
+    china.save(controls / "cat_control_1.png")
+    mask = Image.new("L", cup.size)
+    mask.paste(255, (0, 0, cup.width // 2, cup.height))
+    mask.save(controls / "cup_mask.png")
+    return folder
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    """A fresh copy of the edit pairs, to be changed by the test."""
+    return write_pairs(tmp_path / "data")
+
+
+def command(program: str, *arguments: str | Path, cwd: Path | None = None, timeout: float = 300) -> Result:
+    """Run `qwen-cache` or `qwen-train` as a user does, in a process of its own."""
+    done = subprocess.run(
+        [Path(sys.executable).parent / program, *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def build(source: Path, out: Path, model: Path, *options: str) -> Result:
+    """`qwen-cache build` with the small settings."""
+    return run("qwen-cache", "build", source, "--out", out, "--model", model, *SMALL, *options)
+
+
+def run(program: str, *arguments: str | Path) -> Result:
+    """The same as `command`, in this process: the heavy imports are paid once for the whole suite."""
+    from contextlib import redirect_stderr, redirect_stdout
+    from io import StringIO
+
+    from qwen_cache import cli as cache_cli
+    from qwen_train import cli as train_cli
+
+    main = {"qwen-cache": cache_cli.main, "qwen-train": train_cli.main}[program]
+    out, err, argv = StringIO(), StringIO(), sys.argv
+    sys.argv = [program, *map(str, arguments)]
+    try:
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as exit_:
+            main()
+    finally:
+        sys.argv = argv
+    code = exit_.value.code
+    return Result(code if isinstance(code, int) else 0 if code is None else 1, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(scope="session")
+def built(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Path]
+) -> Callable[[str, Sequence[str]], Path]:
+    """A cache of the edit pairs, never to be changed: `built("edit-plus")`, built once per session."""
+    made: dict[tuple[str, ...], Path] = {}
+    source = write_pairs(tmp_path_factory.mktemp("source") / "data")
+
+    def make(variant: str, options: Sequence[str] = ()) -> Path:
+        key = (variant, *options)
+        if key not in made:
+            out = tmp_path_factory.mktemp("caches") / "shards"
+            result = build(source, out, tiny_model(variant), *options)
+            assert result.code == 0, result.stderr
+            made[key] = out
+        return made[key]
+
+    return make
