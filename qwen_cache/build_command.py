@@ -1,0 +1,157 @@
+"""`qwen-cache build` as people see it: a plan before the work, a progress line, a summary after."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from qwen_cache.config import CONFIG_NAME, Config
+from qwen_cache.console import FAILED, FAULTS, console, counting, human_bytes, human_time, print_json
+from qwen_cache.encode import builder
+from qwen_cache.encode.builder import Existing, Job
+from qwen_cache.encode.plan import Plan, Planned
+from qwen_cache.encode.source import Problem
+from qwen_cache.format import directory
+from qwen_cache.format.sample import LATENT_CHANNELS, token_count
+
+if TYPE_CHECKING:
+    from qwen_cache.encode.lanes import Lanes
+
+SHOWN = 20  # problems and changed samples that are listed before "and so many more"
+PIXELS_PER_CONDITION_TOKEN = 28 * 28  # Qwen2.5-VL: patches of 14, merged 2×2
+BYTES_PER_TEXT_TOKEN = 4  # English; only for the estimate
+
+
+def run_build(config: Config, source: str | None, *, dry_run: bool, check: bool, as_json: bool) -> int:
+    """Plan, say what will be done, do it, say what was done; the exit code."""
+    with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
+        job = builder.prepare(config, source, on_bytes)
+    if dry_run:
+        plan = _plan(job, builder.load_existing(job))
+        _print_plan(job, plan, as_json)
+        return FAULTS if check and (plan.to_encode or plan.removed or plan.problems) else 0
+    with directory.writing(job.folder):
+        existing = builder.load_existing(job)
+        plan = _plan(job, existing)
+        _print_plan(job, plan, as_json=False)
+        if plan.problems and config.data.on_error == "stop":
+            console().print("nothing was encoded; mend these rows, or leave them out with --on-error skip")
+            return FAILED
+        return _encode(job, existing, plan, as_json)
+
+
+def _plan(job: Job, existing: Existing) -> Plan:
+    with counting("reading the source", total=len(job.rows)) as on_rows:
+        return builder.plan_build(job, existing, lambda: on_rows(1))
+
+
+def _encode(job: Job, existing: Existing, plan: Plan, as_json: bool) -> int:
+    if not plan.samples:
+        console().print("[bold red]error:[/] no usable sample is left, so there is nothing to build")
+        return FAILED
+    if builder.is_up_to_date(job, existing, builder.plan_target(job, existing, plan)):
+        console().print(f"nothing to do: {job.folder} already holds this source")
+        if as_json:
+            print_json({"encoded": 0, "samples": len(plan.samples), "up_to_date": True})
+        return 0
+    begin = time.monotonic()
+    done = 0
+    try:
+        with counting("encoding", total=len(plan.to_encode)) as on_samples:
+
+            def count(samples: int) -> None:
+                nonlocal done
+                done += samples
+                on_samples(samples)
+
+            report = builder.run(job, existing, plan, load_lanes, count)
+    except BaseException:
+        if done:
+            console().print(f"{done} of {len(plan.to_encode)} samples are encoded and kept; the same command goes on")
+        raise
+    took = time.monotonic() - begin
+    directory.write_durably(job.folder / CONFIG_NAME, job.config.to_yaml().encode("utf-8"))
+    shards = f"{report.shards} shard{'s' * (report.shards != 1)}, {human_bytes(report.bytes)}"
+    out = console()
+    out.print(f"[bold green]done[/] in {human_time(took)}: {report.encoded} encoded")
+    out.print(f"{job.folder} holds {report.samples} samples in {shards}", markup=False)
+    if report.replaced:
+        out.print(f"{report.replaced} replaced shards stay for runs that read them; `qwen-cache gc` removes them")
+    if as_json:
+        print_json({"encoded": report.encoded, "samples": report.samples, "up_to_date": False})
+    return 0
+
+
+def load_lanes(job: Job) -> Lanes:
+    """Both encoders, each on its device."""
+    import torch
+
+    from qwen_cache.encode.devices import choose_device
+    from qwen_cache.encode.lanes import Lanes
+    from qwen_cache.encode.text import TextEncoder
+    from qwen_cache.encode.vae import VaeEncoder
+    from qwen_cache.format.identity import recipe_id
+
+    cache = job.config.cache
+    vae_device = choose_device(cache.vae_device, "--vae-device", preferred=0)
+    text_device = choose_device(cache.text_device, "--text-device", preferred=1)
+    dtype = getattr(torch, cache.dtype)
+    vae, text = VaeEncoder(job.model, vae_device, dtype), TextEncoder(job.model, text_device, dtype)
+    return Lanes(vae, text, recipe_id(job.recipe), job.condition_image_size, job.format_version)
+
+
+def _print_plan(job: Job, plan: Plan, as_json: bool) -> None:
+    if as_json:
+        print_json(_plan_json(job, plan))
+        return
+    out = console()
+    out.print(f"[bold]model[/]   {job.model.name}  ({job.model.pipeline}, {job.recipe['dtype']})")
+    size = sum(_estimate(sample, job) for sample in plan.to_encode)
+    out.print(f"[bold]plan[/]    {plan.summary()}" + (f"; about {human_bytes(size)}" if size else ""))
+    if plan.repeated:
+        out.print(f"        {plan.repeated} rows repeat what another row has, and are kept once")
+    if plan.removed:
+        out.print(f"        {len(plan.removed)} samples are no longer in the source and leave the dataset")
+    changed = [sample for sample in plan.to_encode if sample.reasons != ("new",)]
+    for sample in changed[:SHOWN]:
+        out.print(f"        {sample.row.name}: {', '.join(sample.reasons)}", markup=False)
+    if len(changed) > SHOWN:
+        out.print(f"        and {len(changed) - SHOWN} more")
+    _print_problems(plan.problems)
+
+
+def _print_problems(problems: tuple[Problem, ...]) -> None:
+    if not problems:
+        return
+    out = console()
+    out.print(f"[bold red]{len(problems)} problem{'s' * (len(problems) > 1)}[/] in the source:")
+    for problem in problems[:SHOWN]:
+        out.print(f"  {problem.where}: {problem.what}\n    → {problem.do}", markup=False)
+    if len(problems) > SHOWN:
+        out.print(f"  and {len(problems) - SHOWN} more; --dry-run --json lists all")
+
+
+def _plan_json(job: Job, plan: Plan) -> dict[str, Any]:
+    return {
+        "to_encode": len(plan.to_encode),
+        "cached": plan.cached,
+        "reasons": plan.reason_counts(),
+        "samples": [{"name": s.row.name, "key": s.key, "reasons": list(s.reasons)} for s in plan.to_encode],
+        "repeated": plan.repeated,
+        "removed": list(plan.removed),
+        "problems": [{"where": p.where, "what": p.what, "do": p.do} for p in plan.problems],
+        "bytes": sum(_estimate(sample, job) for sample in plan.to_encode),
+    }
+
+
+def _estimate(sample: Planned, job: Job) -> int:
+    """About how many bytes a sample will take."""
+    text_config = json.loads((job.model.part("text_encoder") / "config.json").read_text(encoding="utf-8"))
+    width: int = text_config.get("text_config", text_config)["hidden_size"]
+    pictures = len(sample.sizes) - 1
+    picture_tokens = pictures * math.ceil(job.condition_image_size / PIXELS_PER_CONDITION_TOKEN)
+    text_tokens = picture_tokens + len(sample.row.prompt.encode()) // BYTES_PER_TEXT_TOKEN + 10
+    elements: int = token_count(sample.img_shapes) * LATENT_CHANNELS + text_tokens * width
+    return elements * (2 if job.recipe["dtype"] == "bfloat16" else 4)

@@ -1,0 +1,134 @@
+"""The command line of `qwen-cache`. Every handler imports its work inside, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qwen_cache.console import FAULTS, run_app
+
+app = typer.Typer(
+    name="qwen-cache",
+    help="Run the frozen encoders of Qwen-Image-Edit once, and keep what they say as a dataset.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+)
+
+CachePath = Annotated[str, typer.Argument(help="The folder of the cache.", metavar="[CACHE]", show_default="shards")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
+
+
+@app.command()
+def build(
+    source: Annotated[
+        str | None, typer.Argument(help="A folder of pictures, a .csv or a .jsonl; data.source when not given.")
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="The folder of the cache.", show_default="shards")] = None,
+    model: Annotated[str | None, typer.Option(help="A diffusers folder, or a repository on the hub.")] = None,
+    vae_device: Annotated[str | None, typer.Option(help="Where the VAE runs, such as cuda:1.")] = None,
+    text_device: Annotated[str | None, typer.Option(help="Where the text encoder runs, such as cuda:2.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32: computed in, and stored as.")] = None,
+    format: Annotated[str | None, typer.Option(help="v2 or v1.", show_default="v2")] = None,
+    on_error: Annotated[str | None, typer.Option(help="stop or skip: what an unusable sample does.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The settings.", show_default="qwen.yaml")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the settings.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be encoded, and why; write nothing.")
+    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="With --dry-run: exit with 1 when there is work.")] = False,
+    json: Json = False,
+) -> int:
+    """Encode what SOURCE has and the cache does not."""
+    from qwen_cache.build_command import run_build
+    from qwen_cache.config import load_config
+
+    settings = load_config(
+        config,
+        set_ or (),
+        model__path=model,
+        cache__path=out,
+        cache__vae_device=vae_device,
+        cache__text_device=text_device,
+        cache__dtype=dtype,
+        cache__format=format,
+        data__on_error=on_error,
+    )
+    return run_build(settings, source, dry_run=dry_run, check=check, as_json=json)
+
+
+@app.command()
+def verify(cache: CachePath = "shards", json: Json = False) -> int:
+    """Check every byte of a cache against what was written."""
+    from qwen_cache.console import console, counting, print_json
+    from qwen_cache.format.verify import verify_cache
+
+    with counting("verifying", in_bytes=True) as on_bytes:
+        findings = verify_cache(Path(cache), on_bytes)
+    if json:
+        print_json({"cache": cache, "ok": not findings, "findings": [finding.to_json() for finding in findings]})
+    else:
+        for finding in findings:
+            console().print(str(finding), markup=False)
+        console().print(f"{cache}: {len(findings)} faults" if findings else f"{cache}: every byte is as it was written")
+    return FAULTS if findings else 0
+
+
+@app.command()
+def inspect(cache: CachePath = "shards", json: Json = False) -> int:
+    """Say what a cache holds."""
+    from qwen_cache.console import print_json
+    from qwen_cache.inspect import print_overview, summarise
+
+    overview = summarise(Path(cache))
+    if json:
+        print_json(overview)
+    else:
+        print_overview(overview)
+    return 0
+
+
+@app.command()
+def gc(
+    cache: CachePath = "shards",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
+    json: Json = False,
+) -> int:
+    """Remove what the dataset does not name: replaced shards, and samples of builds that were given up."""
+    from qwen_cache.console import console, human_bytes, print_json
+    from qwen_cache.format.directory import collect_garbage
+
+    found = collect_garbage(Path(cache), dry_run=dry_run)
+    total = sum(found.values())
+    if json:
+        print_json(
+            {"cache": cache, "removed": not dry_run, "files": {str(p): n for p, n in found.items()}, "bytes": total}
+        )
+        return 0
+    for path, size in found.items():
+        console().print(f"{path}  {human_bytes(size)}", markup=False)
+    console().print(f"{len(found)} files, {human_bytes(total)} {'to remove' if dry_run else 'removed'}")
+    return 0
+
+
+def _version(value: bool) -> None:
+    if value:
+        from qwen_cache import __version__
+
+        print(f"qwen-cache {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> Any:
+    run_app(app)

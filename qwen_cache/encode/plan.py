@@ -1,0 +1,191 @@
+"""The plan of a build: every picture read and hashed, every problem listed, and what is to be encoded and why.
+
+Nothing is encoded before the plan stands. Pictures that will be encoded are also decoded once, so that a corrupt file
+stops the build in its first minutes and not in its last hour. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from qwen_cache.encode.images import open_mask, open_rgb
+from qwen_cache.encode.sizes import Size, calculate_dimensions, img_shapes
+from qwen_cache.encode.source import Problem, Row
+from qwen_cache.format.errors import SourceError
+from qwen_cache.format.identity import Inputs, content_hash, differences, sample_key
+from qwen_cache.format.index import IndexRow
+from qwen_cache.format.sample import ImgShapes
+
+NEW = "new"
+ASPECT_TOLERANCE = 0.01  # a mask may be another size than its target, not another shape
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One sample of the source: its key, and why it is to be encoded (empty when the cache has it)."""
+
+    row: Row
+    inputs: Inputs
+    key: str
+    sizes: tuple[Size, ...] = ()
+    """Pixels of target and controls for the VAE; known for what is to be encoded."""
+    reasons: tuple[str, ...] = ()
+    """`new`, or what changed: `prompt`, `control 1`, `recipe: dtype`."""
+
+    @property
+    def img_shapes(self) -> ImgShapes:
+        return img_shapes(self.sizes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a build will do. `samples` are in the order of the source, each content once."""
+
+    samples: tuple[Planned, ...]
+    problems: tuple[Problem, ...]
+    repeated: int
+    """Rows whose content another row has too."""
+    removed: tuple[str, ...]
+    """Names in the cache that the source no longer has."""
+
+    @property
+    def to_encode(self) -> list[Planned]:
+        return [sample for sample in self.samples if sample.reasons]
+
+    @property
+    def cached(self) -> int:
+        return len(self.samples) - len(self.to_encode)
+
+    def reason_counts(self) -> dict[str, int]:
+        """How many samples are to be encoded for each reason, `new` first."""
+        counts = Counter(reason for sample in self.to_encode for reason in sample.reasons)
+        return dict(sorted(counts.items(), key=lambda item: (item[0] != NEW, -item[1], item[0])))
+
+    def summary(self) -> str:
+        """`312 samples, 288 cached, 24 to encode: 20 new, 4 changed (prompt 3, control 1)`."""
+        counts = self.reason_counts()
+        new = counts.pop(NEW, 0)
+        parts = [f"{new} new"] if new else []
+        if changed := len(self.to_encode) - new:
+            parts.append(f"{changed} changed ({', '.join(f'{what}: {count}' for what, count in counts.items())})")
+        reasons = ": " + ", ".join(parts) if parts else ""
+        return f"{len(self.samples)} samples, {self.cached} cached, {len(self.to_encode)} to encode{reasons}"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a model asks of the source."""
+
+    pipeline: str
+    recipe_id: str
+    vae_image_size: int
+    condition_image_size: int
+    max_controls: int | None
+
+
+def make_plan(
+    rows: Sequence[Row],
+    problems: Sequence[Problem],
+    rules: Rules,
+    cached: Mapping[str, IndexRow],
+    changed_recipe: Sequence[str] = (),
+    on_row: Callable[[], None] = lambda: None,
+) -> Plan:
+    """Read every picture of `rows` and decide.
+
+    `cached` are the rows of this recipe's name in the cache, by key; `changed_recipe` says what is different in a
+    recipe of that name, and so why none of them can be used.
+    """
+    by_name = {row.name: row for row in cached.values()}
+    usable = {} if changed_recipe else cached
+    found: list[Planned | list[Problem]] = []
+    with ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4)) as pool:
+        for result in pool.map(lambda row: _look_at(row, rules, usable), rows):
+            found.append(result)
+            on_row()
+    samples: dict[str, Planned] = {}
+    for item in found:
+        if isinstance(item, Planned) and item.key not in samples:
+            samples[item.key] = _with_reasons(item, usable, by_name.get(item.row.name), changed_recipe)
+    good = [item for item in found if isinstance(item, Planned)]
+    all_problems = [*problems, *(problem for item in found if isinstance(item, list) for problem in item)]
+    names = {row.name for row in rows}
+    removed = tuple(row.name for key, row in cached.items() if key not in samples and row.name not in names)
+    return Plan(tuple(samples.values()), tuple(all_problems), len(good) - len(samples), removed)
+
+
+def _with_reasons(
+    sample: Planned, usable: Mapping[str, IndexRow], old: IndexRow | None, changed_recipe: Sequence[str]
+) -> Planned:
+    if sample.key in usable:
+        return sample
+    reasons = [NEW]
+    if old is not None:
+        changes = differences(old.meta.inputs, old.meta.prompt, sample.inputs, sample.row.prompt)
+        reasons = changes + [f"recipe: {what}" for what in changed_recipe] or [NEW]
+    return replace(sample, reasons=tuple(reasons))
+
+
+def _look_at(row: Row, rules: Rules, cached: Mapping[str, IndexRow]) -> Planned | list[Problem]:
+    """Hash the files of one row; decode them too when they are to be encoded."""
+    if rules.max_controls is not None and len(row.controls) > rules.max_controls:
+        what = f"{row.name}: {rules.pipeline} takes {rules.max_controls} control picture, found {len(row.controls)}"
+        return [Problem(row.where, what, "drop the others, or build for Qwen-Image-Edit-2509 (Edit-Plus)")]
+    files = [row.target, *row.controls, *([row.mask] if row.mask else [])]
+    try:
+        contents = [path.read_bytes() for path in files]
+    except OSError as error:
+        return [Problem(row.where, f"{error.filename}: cannot be read: {error.strerror}", "restore the file")]
+    hashes = [content_hash(content) for content in contents]
+    pictures = 1 + len(row.controls)
+    inputs = Inputs(hashes[0], tuple(hashes[1:pictures]), hashes[pictures] if row.mask else None)
+    key = sample_key(rules.recipe_id, inputs, row.prompt)
+    if key in cached:
+        return Planned(row, inputs, key)
+    return _decode(row, contents, Planned(row, inputs, key), rules)
+
+
+def _decode(row: Row, contents: Sequence[bytes], planned: Planned, rules: Rules) -> Planned | list[Problem]:
+    problems: list[Problem] = []
+    sizes: list[Size] = []
+    target: Size | None = None
+    for path, content in zip([row.target, *row.controls], contents, strict=False):
+        try:
+            size = open_rgb(content, str(path)).size
+            target = target or size
+            sizes.append(calculate_dimensions(rules.vae_image_size, size))
+            if path != row.target:
+                calculate_dimensions(rules.condition_image_size, size)
+        except SourceError as error:
+            problems.append(as_problem(row, path, error))
+    if row.mask is not None and target is not None:
+        try:
+            problems += _mask_problems(row, open_mask(contents[-1], str(row.mask)).size, target)
+        except SourceError as error:
+            problems.append(as_problem(row, row.mask, error))
+    return problems or replace(planned, sizes=tuple(sizes))
+
+
+def _mask_problems(row: Row, mask: Size, target: Size) -> list[Problem]:
+    if abs(mask[0] * target[1] / (mask[1] * target[0]) - 1) <= ASPECT_TOLERANCE:
+        return []
+    what = f"{row.mask}: the mask is {mask[0]}×{mask[1]}, its target {target[0]}×{target[1]}"
+    return [Problem(row.where, what, "draw the mask on the target")]
+
+
+def as_problem(row: Row, path: Path, error: SourceError) -> Problem:
+    """What an error about one picture says about its row."""
+    return Problem(row.where, f"{path}: {error.fault}", error.do or "replace the file")
+
+
+def read_again(path: Path, expected: str) -> bytes:
+    """The bytes that the plan hashed; SourceError when they changed since."""
+    data = path.read_bytes()
+    if content_hash(data) != expected:
+        raise SourceError("the file changed while the cache was being built", where=path, do="build again")
+    return data

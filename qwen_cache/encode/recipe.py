@@ -1,0 +1,64 @@
+"""The recipe: everything besides the content that decides what is stored, so that a key can never be stale.
+
+Weights are known by the hash of their files, never by name or date. ENCODER_VERSION goes up with any change of the
+encoding code that changes what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from qwen_cache.config import Config
+from qwen_cache.encode.template import TEMPLATES, VAE_IMAGE_SIZE
+from qwen_cache.format.identity import canonical_json, content_hash
+from qwen_cache.model_folder import ModelFolder
+
+ENCODER_VERSION = 1
+_CHUNK = 1 << 24
+_CONFIGURATION = (".json", ".txt", ".jinja")
+
+
+def make_recipe(model: ModelFolder, config: Config, on_bytes: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
+    """The recipe of a build; `on_bytes` hears how many bytes of weights were hashed."""
+    template = TEMPLATES[model.pipeline]
+    processor = [model.part("tokenizer")] + ([model.part("processor")] if model.takes_controls else [])
+    recipe: dict[str, Any] = {
+        "encoder_version": ENCODER_VERSION,
+        "pipeline": model.pipeline,
+        "dtype": config.cache.dtype,
+        "vae": _fingerprint([model.part("vae")], (".safetensors", "config.json"), on_bytes),
+        "vae_image_size": config.data.vae_image_size or VAE_IMAGE_SIZE,
+        "text_encoder": _fingerprint([model.part("text_encoder")], (".safetensors", "config.json"), on_bytes),
+        "processor": _fingerprint(processor, _CONFIGURATION, on_bytes),
+        "template": template.frame,
+        "picture_template": template.picture,
+        "drop_idx": template.drop_idx,
+    }
+    if model.takes_controls:
+        recipe |= {
+            "condition_image_size": config.data.condition_image_size or template.condition_image_size,
+            "image_backend": "pil",  # torchvision's resize gives slightly other pixels
+            "positions": "mrope-3d",  # transformers 5 falls back to 1-D positions without mm_token_type_ids
+        }
+    return recipe
+
+
+def _fingerprint(folders: list[Path], endings: tuple[str, ...], on_bytes: Callable[[int], None]) -> str:
+    """One hash over the names and contents of the files that end so."""
+    files = [path for folder in folders for path in sorted(folder.iterdir()) if path.name.endswith(endings)]
+    return content_hash(
+        canonical_json([[f"{path.parent.name}/{path.name}", _hash_file(path, on_bytes)] for path in files])
+    )
+
+
+def _hash_file(path: Path, on_bytes: Callable[[int], None]) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            on_bytes(len(chunk))
+    return digest.hexdigest()

@@ -1,0 +1,36 @@
+"""The VAE lane: one picture in, its normalised and packed latents out, through the stock modules.
+
+What it computes is what the pipelines condition on: Lanczos resize from the original pixels, the mode of the posterior,
+`(z - latents_mean) / latents_std`, and packing of 2×2 patches.
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusers import AutoencoderKLQwenImage, QwenImageEditPlusPipeline
+from jaxtyping import Float
+from PIL import Image
+
+from qwen_cache.encode.loading import load_whole
+from qwen_cache.encode.sizes import Size
+from qwen_cache.model_folder import ModelFolder
+
+
+class VaeEncoder:
+    """AutoencoderKLQwenImage on its own device."""
+
+    def __init__(self, model: ModelFolder, device: torch.device, dtype: torch.dtype) -> None:
+        vae = load_whole(AutoencoderKLQwenImage, model.part("vae"), torch_dtype=dtype).to(device)
+        # the stock pipeline without its other parts: its own preprocessing, normalisation and packing
+        self.pipeline = QwenImageEditPlusPipeline(None, vae, None, None, None, None)
+        self.device, self.dtype = device, dtype
+
+    @torch.inference_mode()
+    def encode(self, picture: Image.Image, size: Size) -> Float[torch.Tensor, " S 64"]:
+        """The latents of an RGB picture at `size` (width, height) pixels, on the CPU."""
+        width, height = size
+        pixels = self.pipeline.image_processor.preprocess(picture, height, width).unsqueeze(2)
+        latents = self.pipeline._encode_vae_image(pixels.to(self.device, self.dtype), generator=None)
+        _, channels, _, h, w = latents.shape
+        packed: torch.Tensor = self.pipeline._pack_latents(latents, 1, channels, h, w)
+        return packed[0].cpu()

@@ -1,0 +1,619 @@
+"""What a build promises: only what is new is encoded, and it says why; a stop at any moment loses nothing that is
+done."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from qwen_cache import build_command, open_cache
+from qwen_cache.encode.builder import Job
+from qwen_cache.encode.plan import Planned
+from qwen_cache.format import directory
+from qwen_cache.format.identity import content_hash, recipe_id
+from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
+from qwen_cache.format.shard import ShardWriter
+
+from .conftest import SMALL, Result, build, run
+
+TinyModel = Callable[[str], Path]
+
+
+class FakeLanes:
+    """In place of the encoders: noise that depends on the key alone, so that a build takes milliseconds."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.encoded = job, []  # type: ignore[var-annotated]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def submit(self, sample: Planned) -> Planned:
+        return sample
+
+    def result(self, sample: Planned) -> tuple[SampleMeta, dict[str, memoryview]]:
+        shapes = sample.img_shapes
+        wanted = {"image_latents": (token_count(shapes[:1]), 64), "control_latents": (token_count(shapes[1:]), 64)}
+        wanted |= {"prompt_embeds": (20, 64), "empty_prompt_embeds": (5, 64)}
+        data = {name: memoryview(self._noise(sample.key + name, shape)) for name, shape in wanted.items()}
+        tensors = {name: TensorSpec("F32", shape, content_hash(data[name])) for name, shape in wanted.items()}
+        meta = SampleMeta(recipe_id(self.job.recipe), sample.inputs, sample.row.prompt, shapes, 15, tensors)
+        self.encoded.append(sample.row.name)
+        return meta, data
+
+    @staticmethod
+    def _noise(seed: str, shape: tuple[int, ...]) -> bytes:
+        generator = torch.Generator().manual_seed(int(content_hash(seed.encode())[:15], 16))
+        return bytes(torch.randn(shape, generator=generator).view(-1).view(torch.uint8).numpy().data)
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> list[FakeLanes]:
+    """Builds without encoders; every set of lanes that was loaded."""
+    loaded: list[FakeLanes] = []
+
+    def load(job: Job) -> FakeLanes:
+        loaded.append(FakeLanes(job))
+        return loaded[-1]
+
+    monkeypatch.setattr(build_command, "load_lanes", load)
+    return loaded
+
+
+@pytest.fixture
+def model(tiny_model: TinyModel) -> Path:
+    return tiny_model("edit-plus")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a dataset by name, but for the lock and the folders of ours that are not part of it."""
+    files = (p for p in folder.rglob("*") if p.is_file() and not p.relative_to(folder).parts[0].startswith("."))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != "qwen.yaml"}
+
+
+def plan(source: Path, out: Path, model: Path, *options: str) -> dict[str, Any]:
+    """What `--dry-run --json` says."""
+    result = build(source, out, model, "--dry-run", "--json", *options)
+    assert result.code == 0, result.stderr
+    return dict(json.loads(result.stdout))
+
+
+# ---- incremental -----------------------------------------------------------------------------------------------------
+
+
+def test_two_builds_of_one_source_are_byte_identical(pairs: Path, tmp_path: Path, model: Path) -> None:
+    """With the real encoders: the mode of the posterior, not a sample of it."""
+    for name in ("one", "two"):
+        assert build(pairs, tmp_path / name, model).code == 0
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_a_second_build_does_nothing_and_says_so(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+) -> None:
+    out = tmp_path / "shards"
+    assert build(pairs, out, model).code == 0
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir() if path.name != ".lock"}
+    result = build(pairs, out, model)
+    assert result.code == 0
+    assert "4 samples, 4 cached, 0 to encode" in result.stderr
+    assert "nothing to do" in result.stderr
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir() if path.name != ".lock"} == before
+    assert len(fast) == 1
+
+
+def change_target(pairs: Path) -> None:
+    path = pairs / "target_images" / "china.png"
+    ImageOps.flip(Image.open(path)).save(path)
+
+
+def change_control(pairs: Path) -> None:
+    path = pairs / "control_images" / "cat_control_1.png"
+    ImageOps.flip(Image.open(path)).save(path)
+
+
+def change_mask(pairs: Path) -> None:
+    path = pairs / "control_images" / "cup_mask.png"
+    ImageOps.mirror(Image.open(path)).save(path)
+
+
+def remove_mask(pairs: Path) -> None:
+    (pairs / "control_images" / "cup_mask.png").unlink()
+
+
+def add_control(pairs: Path) -> None:
+    shutil.copy(pairs / "control_images" / "china.png", pairs / "control_images" / "flower_control_1.png")
+
+
+def change_prompt(pairs: Path) -> None:
+    (pairs / "target_images" / "flower.txt").write_text("make it grey")
+
+
+def change_both(pairs: Path) -> None:
+    change_target(pairs)
+    (pairs / "target_images" / "china.txt").write_text("make it grey")
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "reasons"),
+    [
+        (change_target, "china", ["target"]),
+        (change_control, "cat", ["control 2"]),
+        (add_control, "flower", ["number of controls"]),
+        (change_mask, "cup", ["mask"]),
+        (remove_mask, "cup", ["mask"]),
+        (change_prompt, "flower", ["prompt"]),
+        (change_both, "china", ["target", "prompt"]),
+    ],
+)
+def test_one_change_encodes_one_sample_and_says_why(
+    change: Callable[[Path], None],
+    name: str,
+    reasons: list[str],
+    pairs: Path,
+    tmp_path: Path,
+    model: Path,
+    fast: list[FakeLanes],
+) -> None:
+    out = tmp_path / "shards"
+    build(pairs, out, model)
+    change(pairs)
+    expected = plan(pairs, out, model)
+    assert (expected["to_encode"], expected["cached"]) == (1, 3)
+    assert [(sample["name"], sample["reasons"]) for sample in expected["samples"]] == [(name, reasons)]
+    result = build(pairs, out, model)
+    assert result.code == 0
+    assert f"{name}: {', '.join(reasons)}" in result.stderr
+    assert fast[-1].encoded == [name]
+    assert build(pairs, tmp_path / "fresh", model).code == 0
+    ours, fresh = open_cache(out), open_cache(tmp_path / "fresh")
+    assert [sample.key for sample in ours] == [sample.key for sample in fresh]
+    assert run("qwen-cache", "verify", out).code == 0
+
+
+def test_what_makes_no_difference_encodes_nothing(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+) -> None:
+    """Names, folders and dates are not part of a key; the dataset takes the new names."""
+    out = tmp_path / "shards"
+    build(pairs, out, model)
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(pairs, moved)
+    for folder in ("control_images", "target_images"):
+        for path in (moved / folder).glob("china.*"):
+            path.rename(path.with_name("shanghai" + path.suffix))
+            os.utime(path.with_name("shanghai" + path.suffix), (0, 0))
+    assert plan(moved, out, model)["to_encode"] == 0
+    assert build(moved, out, model).code == 0
+    assert [sample.name for sample in open_cache(out)] == ["cat", "cup", "flower", "shanghai"]
+    assert len(fast) == 1
+
+
+def test_another_recipe_under_the_same_name_replaces_all_and_says_what_changed(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+) -> None:
+    out = tmp_path / "shards"
+    build(pairs, out, model)
+    size = ("--set", "data.vae_image_size=9216")
+    assert plan(pairs, out, model, *size)["reasons"] == {"recipe: vae_image_size 16384 → 9216": 4}
+    assert build(pairs, out, model, *size).code == 0
+    assert len(open_cache(out)) == 4
+    assert plan(pairs, out, model)["to_encode"] == 4
+
+
+def test_two_recipes_live_in_one_directory(pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]) -> None:
+    out = tmp_path / "shards"
+    build(pairs, out, model)
+    small = ("--set", "data.vae_image_size=9216", "--set", "cache.recipe=small")
+    assert build(pairs, out, model, *small).code == 0
+    assert plan(pairs, out, model)["to_encode"] == plan(pairs, out, model, *small)["to_encode"] == 0
+    default, other = open_cache(out, recipe="default"), open_cache(out, recipe="small")
+    assert not {sample.key for sample in default} & {sample.key for sample in other}
+    with pytest.raises(Exception, match="holds several recipes, so one must be named"):
+        open_cache(out)
+    again = build(pairs, out, model, "--set", "cache.recipe=third")
+    assert again.code == 2
+    assert "recipe 'default' of this cache is this very recipe" in again.stderr
+
+
+def test_a_removed_sample_leaves_the_dataset_and_its_shard(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+) -> None:
+    """Stock readers take every sample of every shard, so none may hold what the dataset no longer has."""
+    out = tmp_path / "shards"
+    build(pairs, out, model)
+    reader = open_cache(out)
+    gone = {sample.name: sample.key for sample in reader}["cup"]
+    for path in [*pairs.rglob("cup*")]:
+        path.unlink()
+    result = build(pairs, out, model)
+    assert "1 samples are no longer in the source" in result.stderr
+    assert len(fast) == 1, "nothing had to be encoded"
+    assert all(gone.encode() not in path.read_bytes() for path in out.glob("*.tar"))
+    assert torch.isfinite(reader[gone]["image_latents"]).all(), "a run that had opened the old dataset goes on"
+    assert build(pairs, tmp_path / "fresh", model).code == 0
+    assert contents(out) == contents(tmp_path / "fresh")
+
+
+def test_equal_rows_are_kept_once(pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]) -> None:
+    for folder in ("control_images", "target_images"):
+        for path in list((pairs / folder).glob("china.*")):
+            shutil.copy(path, path.with_name("china_again" + path.suffix))
+    result = build(pairs, tmp_path / "shards", model)
+    assert "1 rows repeat what another row has, and are kept once" in result.stderr
+    assert len(open_cache(tmp_path / "shards")) == 4
+
+
+def test_shards_are_closed_at_their_size_and_only_those_that_change_are_written_again(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+) -> None:
+    out, size = tmp_path / "shards", ("--set", "cache.shard_size=1")
+    build(pairs, out, model, *size)
+    before = {path.name for path in out.glob("*.tar")}
+    assert len(before) == 4
+    change_target(pairs)
+    build(pairs, out, model, *size)
+    after = {path.name for path in out.glob("*.tar")}
+    assert len(before & after) == 3
+    assert {path.name for path in (out / ".replaced").iterdir()} == before - after
+
+
+# ---- stopping --------------------------------------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """Raised where a process might die; nothing in the program may catch it."""
+
+
+def crash_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Die at the `count`-th of the operations that change what is on disk."""
+    left = count
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Crash
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(os, "replace", dying(os.replace))
+    monkeypatch.setattr(os, "fsync", dying(os.fsync))
+    monkeypatch.setattr(Path, "replace", dying(Path.replace))
+    monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree))
+    monkeypatch.setattr(ShardWriter, "_write", dying(ShardWriter._write))
+
+
+def crashing_build(source: Path, out: Path, model: Path, count: int, *options: str) -> bool:
+    """Whether the build died."""
+    with pytest.MonkeyPatch.context() as patch:
+        crash_after(count, patch)
+        try:
+            result = build(source, out, model, *options)
+        except Crash:
+            return True
+    assert result.code == 0
+    return False
+
+
+def tear(out: Path, chance: random.Random) -> None:
+    """What a kill does besides: the last writes of the open shard never reached the disk."""
+    for path in out.rglob("open.tar"):
+        with open(path, "r+b") as file:
+            file.truncate(chance.randint(0, path.stat().st_size))
+
+
+@pytest.mark.parametrize("size", ["1", "300000", "1GB"])
+def test_a_first_build_that_dies_anywhere_is_resumed_to_the_same_bytes(
+    size: str, pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+) -> None:
+    options = ("--set", f"cache.shard_size={size}")
+    build(pairs, tmp_path / "whole", model, *options)
+    whole, chance = contents(tmp_path / "whole"), random.Random(0)
+    count, died = 0, True
+    while died:
+        out = tmp_path / f"out-{count}"
+        died = crashing_build(pairs, out, model, count, *options)
+        tear(out, chance)
+        if (out / "cache.json").exists():
+            assert [sample.name for sample in open_cache(out)] == ["cat", "china", "cup", "flower"]
+        assert build(pairs, out, model, *options).code == 0
+        assert contents(out) == whole, f"died at operation {count}"
+        assert run("qwen-cache", "verify", out).code == 0
+        shutil.rmtree(out)
+        count += 1
+    assert count > 20
+
+
+def test_a_later_build_that_dies_anywhere_leaves_the_old_dataset_or_the_new(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+) -> None:
+    options = ("--set", "cache.shard_size=300000")
+    build(pairs, tmp_path / "base", model, *options)
+    old = [sample.key for sample in open_cache(tmp_path / "base")]
+    change_target(pairs)
+    shutil.copytree(tmp_path / "base", tmp_path / "whole")
+    build(pairs, tmp_path / "whole", model, *options)
+    whole = contents(tmp_path / "whole")
+    new = [sample.key for sample in open_cache(tmp_path / "whole")]
+    count, died = 0, True
+    while died:
+        out = tmp_path / f"out-{count}"
+        shutil.copytree(tmp_path / "base", out)
+        died = crashing_build(pairs, out, model, count, *options)
+        found = open_cache(out)
+        assert [sample.key for sample in found] in (old, new)
+        for sample in found:
+            sample.tensors()
+        assert build(pairs, out, model, *options).code == 0
+        assert contents(out) == whole, f"died at operation {count}"
+        shutil.rmtree(out)
+        count += 1
+    assert count > 20
+
+
+def test_work_that_is_done_is_not_done_again(pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]) -> None:
+    out = tmp_path / "shards"
+    assert crashing_build(pairs, out, model, 7)  # three writes a sample: two are whole, the third is torn
+    assert "partial" in run("qwen-cache", "inspect", out).stdout
+    assert build(pairs, out, model).code == 0
+    assert fast[-1].encoded == ["cup", "flower"]
+
+
+def test_a_build_that_goes_on_with_another_source_reuses_what_it_can(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+) -> None:
+    out = tmp_path / "shards"
+    assert crashing_build(pairs, out, model, 10)
+    shutil.copy(pairs / "control_images" / "cat.png", pairs / "control_images" / "ant.png")
+    shutil.copy(pairs / "target_images" / "cat.png", pairs / "target_images" / "ant.png")
+    (pairs / "target_images" / "ant.txt").write_text("comes first")
+    assert build(pairs, out, model).code == 0
+    assert sorted(fast[-1].encoded) == ["ant", "flower"]
+    assert build(pairs, tmp_path / "fresh", model).code == 0
+    assert contents(out) == contents(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_process_is_resumed_to_the_same_bytes(number: int, pairs: Path, tmp_path: Path, model: Path) -> None:
+    """The real encoders in a real process, stopped once it has written something."""
+    assert build(pairs, tmp_path / "whole", model).code == 0
+    out = tmp_path / "shards"
+    arguments = ["build", pairs, "--out", out, "--model", model, *SMALL]
+    process = subprocess.Popen(
+        [Path(sys.executable).parent / "qwen-cache", *map(str, arguments)], stderr=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and not any(path.stat().st_size for path in out.rglob("open.tar")):
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, message = process.communicate()
+    assert not (out / "cache.json").exists(), "the build was over too soon to be stopped"
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+        assert "samples are encoded and kept; the same command goes on" in message
+        assert "Traceback" not in message
+    assert build(pairs, out, model).code == 0
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_full_disk_says_so_and_loses_nothing(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, calls = ShardWriter._write, 0
+
+    def full(self: ShardWriter, *pieces: bytes | memoryview) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        write(self, *pieces)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "_write", full)
+        result = build(pairs, tmp_path / "shards", model)
+    assert result.code == 2
+    assert "No space left on device" in result.stderr
+    assert "1 of 4 samples are encoded and kept" in result.stderr
+    assert build(pairs, tmp_path / "shards", model).code == 0
+    assert fast[-1].encoded == ["china", "cup", "flower"]
+
+
+def test_a_second_writer_is_refused(pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]) -> None:
+    out = tmp_path / "shards"
+    with directory.writing(out):
+        result = build(pairs, out, model)
+    assert result.code == 2
+    assert f"another process is writing to this cache (found process {os.getpid()}" in result.stderr
+
+
+def test_gc_removes_what_the_dataset_does_not_name(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+) -> None:
+    out = tmp_path / "shards"
+    build(pairs, out, model)
+    change_target(pairs)
+    build(pairs, out, model)
+    stray = out / ("0" * 32 + ".tar")
+    stray.write_bytes(b"not ours")
+    before = contents(out)
+    assert "the dataset does not name this file [F17]" in run("qwen-cache", "verify", out).stderr
+    listed = json.loads(run("qwen-cache", "gc", out, "--dry-run", "--json").stdout)
+    assert len(listed["files"]) == 2
+    assert contents(out) == before
+    assert run("qwen-cache", "gc", out).code == 0
+    assert contents(out) == {name: data for name, data in before.items() if name != stray.name}
+    assert not list((out / ".replaced").iterdir())
+    assert run("qwen-cache", "verify", out).code == 0
+
+
+# ---- lanes -----------------------------------------------------------------------------------------------------------
+
+
+def test_both_encoders_work_at_the_same_time(
+    pairs: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits for the other to have begun: one after the other, they would wait for ever."""
+    from qwen_cache.encode.text import TextEncoder
+    from qwen_cache.encode.vae import VaeEncoder
+
+    meeting = threading.Barrier(2, timeout=60)
+    vae, text, met = VaeEncoder.encode, TextEncoder.encode, threading.Event()
+
+    def meet(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if not met.is_set():
+                meeting.wait()
+                met.set()
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(VaeEncoder, "encode", meet(vae))
+    monkeypatch.setattr(TextEncoder, "encode", meet(text))
+    assert build(pairs, tmp_path / "shards", model).code == 0
+
+
+# ---- what cannot be done ---------------------------------------------------------------------------------------------
+
+
+def failing(result: Result, *messages: str) -> None:
+    """Exit code 2, every message, and no traceback."""
+    assert result.code == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    for message in messages:
+        assert message in result.stderr
+
+
+def test_every_problem_is_listed_before_anything_is_encoded(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+) -> None:
+    out = tmp_path / "shards"
+    (pairs / "control_images" / "china.png").unlink()
+    (pairs / "target_images" / "flower.txt").write_text("  \n")
+    damaged = pairs / "target_images" / "cup.png"
+    damaged.write_bytes(damaged.read_bytes()[:-500])
+    result = build(pairs, out, model)
+    failing(result, "3 problems", "china", "flower", "empty", "cup.png: the picture is damaged", "nothing was encoded")
+    assert not fast
+    assert not (out / "cache.json").exists()
+    assert build(pairs, out, model, "--on-error", "skip").code == 0
+    assert [sample.name for sample in open_cache(out)] == ["cat"]
+    problems = plan(pairs, out, model)["problems"]
+    assert len(problems) == 3
+    assert all(problem.keys() == {"where", "what", "do"} for problem in problems)
+
+
+def test_no_usable_sample_is_an_error(pairs: Path, tmp_path: Path, model: Path) -> None:
+    for path in (pairs / "control_images").iterdir():
+        path.unlink()
+    failing(build(pairs, tmp_path / "shards", model, "--on-error", "skip"), "no usable sample is left")
+
+
+def test_a_wrong_path_names_it(tmp_path: Path, model: Path) -> None:
+    failing(build(tmp_path / "nowhere", tmp_path / "shards", model), "nowhere", "→")
+
+
+def test_a_model_without_a_part_names_it(pairs: Path, tmp_path: Path, model: Path) -> None:
+    broken = tmp_path / "model"
+    shutil.copytree(model, broken)
+    shutil.rmtree(broken / "vae")
+    failing(build(pairs, tmp_path / "shards", broken), "the model has no vae", str(broken))
+    (broken / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    failing(build(pairs, tmp_path / "shards", broken), "not a Qwen-Image model", "found FluxPipeline")
+    (broken / "model_index.json").unlink()
+    failing(build(pairs, tmp_path / "shards", broken), "it has no model_index.json")
+    failing(build(pairs, tmp_path / "shards", tmp_path / "none"), "no such folder", "none")
+
+
+def test_weights_that_lack_tensors_are_refused(pairs: Path, tmp_path: Path, model: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "model"
+    shutil.copytree(model, broken)
+    path = broken / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    del weights["encoder.conv_in.weight"]
+    save_file(weights, path)
+    failing(build(pairs, tmp_path / "shards", broken), "missing keys", "encoder.conv_in.weight")
+
+
+def test_a_device_that_is_not_there_lists_those_that_are(pairs: Path, tmp_path: Path, model: Path) -> None:
+    result = build(pairs, tmp_path / "shards", model, "--vae-device", "cuda:7")
+    failing(result, "--vae-device: no such device", "found cuda:7", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--set", "data.vae_image_sise=7"], "did you mean data.vae_image_size?"),
+        (["--set", "dat.source=x"], "did you mean data?"),
+        (["--set", "data.source"], "--set takes section.key=value"),
+        (["--dtype", "float16"], "cache.dtype"),
+        (["--format", "v3"], "cache.format"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml: no such file"),
+    ],
+)
+def test_a_wrong_setting_names_it(options: list[str], message: str, pairs: Path, tmp_path: Path, model: Path) -> None:
+    failing(build(pairs, tmp_path / "shards", model, *options), message)
+
+
+def test_a_cache_of_the_other_version_is_not_overwritten(
+    pairs: Path, tmp_path: Path, model: Path, built: Callable[..., Path]
+) -> None:
+    out = shutil.copytree(built("edit-plus", ("--format", "v1")), tmp_path / "shards")
+    before = contents(out)
+    failing(build(pairs, out, model), "another format version", "expected v2, found v1", "--format v1")
+    assert contents(out) == before
+
+
+def test_too_many_controls_for_the_pipeline(pairs: Path, tmp_path: Path, tiny_model: TinyModel) -> None:
+    result = build(pairs, tmp_path / "shards", tiny_model("edit"))
+    failing(result, "cat: QwenImageEditPipeline takes 1 control picture, found 2")
+
+
+def test_check_turns_a_stale_cache_into_an_exit_code(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+) -> None:
+    out = tmp_path / "shards"
+    assert build(pairs, out, model, "--dry-run", "--check").code == 1
+    assert not out.exists(), "a dry run writes nothing"
+    build(pairs, out, model)
+    assert build(pairs, out, model, "--dry-run", "--check").code == 0
+    change_prompt(pairs)
+    assert build(pairs, out, model, "--dry-run", "--check").code == 1
+
+
+def test_a_file_that_changes_during_the_build_is_noticed(
+    pairs: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = build_command.load_lanes
+
+    def change_then_load(job: Job) -> Any:
+        change_target(pairs)
+        return load(job)
+
+    monkeypatch.setattr(build_command, "load_lanes", change_then_load)
+    failing(build(pairs, tmp_path / "shards", model), "the file changed while the cache was being built")

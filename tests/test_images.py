@@ -1,0 +1,370 @@
+"""Pictures of every kind become the pixels that people see, compared with arithmetic in numpy and not with Pillow."""
+
+from __future__ import annotations
+
+import io
+import time
+import warnings
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import skimage
+import sklearn
+from PIL import Image, ImageCms, features
+
+from qwen_cache.encode.images import open_mask, open_rgb
+from qwen_cache.format.errors import SourceError
+
+SKLEARN = Path(sklearn.__file__).parent / "datasets/images"
+SKIMAGE = Path(skimage.__file__).parent / "data"
+
+
+@cache
+def photo() -> np.ndarray:
+    """A real photograph, cut to 48×32 and not symmetrical in any way."""
+    with Image.open(SKLEARN / "china.jpg") as image:
+        return np.asarray(image.resize((48, 32)))
+
+
+@cache
+def alpha() -> np.ndarray:
+    """Every opacity from 0 to 255, in no simple pattern."""
+    return np.random.default_rng(1).permutation(np.arange(48 * 32) % 256).reshape(32, 48).astype(np.uint8)
+
+
+def encoded(image: Image.Image | np.ndarray, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    (Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def rgb(data: bytes) -> np.ndarray:
+    image = open_rgb(data, "a.png")
+    assert image.mode == "RGB"
+    return np.asarray(image).astype(int)
+
+
+def mask(data: bytes) -> np.ndarray:
+    image = open_mask(data, "a_mask.png")
+    assert image.mode == "L"
+    return np.asarray(image).astype(int)
+
+
+def over(background: int, colour: np.ndarray, opacity: np.ndarray) -> np.ndarray:
+    share = opacity[..., None] / 255
+    return colour * share + background * (1 - share)
+
+
+def luminance(colour: np.ndarray) -> np.ndarray:
+    return colour @ np.array([0.299, 0.587, 0.114])  # ITU-R 601
+
+
+def grey_as_rgb(grey: np.ndarray) -> np.ndarray:
+    return np.stack([grey] * 3, axis=-1)
+
+
+def refusal(open_it: Callable[[bytes, str], Image.Image], data: bytes) -> str:
+    with pytest.raises(SourceError) as caught:
+        open_it(data, "data/a.png")
+    assert caught.value.where == "data/a.png"
+    assert caught.value.do
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("PNG", {}), ("BMP", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"}), ("WEBP", {"lossless": True})],
+)
+def test_lossless_files_keep_every_pixel(kind: str, options: dict[str, Any]) -> None:
+    assert (rgb(encoded(photo(), kind, **options)) == photo()).all()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(SKLEARN / name for name in ("china.jpg", "flower.jpg")),
+        *(SKIMAGE / name for name in ("astronaut.png", "coffee.png", "chelsea.png", "rocket.jpg")),
+    ],
+    ids=lambda path: path.name,
+)
+def test_photographs_as_they_are(path: Path) -> None:
+    assert (rgb(path.read_bytes()) == skimage.io.imread(path)).all()
+
+
+UPRIGHT = {  # how the stored array must be turned, from the EXIF standard's row and column of the first pixel
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.transpose(1, 0, 2),
+    6: lambda a: a.transpose(1, 0, 2)[:, ::-1],
+    7: lambda a: a.transpose(1, 0, 2)[::-1, ::-1],
+    8: lambda a: a.transpose(1, 0, 2)[::-1],
+}
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP", "JPEG"])
+def test_exif_orientation_is_applied_once(orientation: int, kind: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"lossless": True} if kind == "WEBP" else {}
+    data = encoded(photo(), kind, exif=exif, **options)
+    # a JPEG's own pixels are those of the same file without the tag
+    stored = photo() if kind != "JPEG" else np.asarray(Image.open(io.BytesIO(encoded(photo(), kind))))
+    expected = UPRIGHT[orientation](stored)
+    assert (rgb(data) == expected).all()
+    assert np.abs(mask(data) - luminance(expected)).max() <= 1
+    assert open_rgb(data, "a").getexif().get(0x0112, 1) == 1  # nobody downstream can turn it again
+
+
+def test_16_bit_grey_is_turned_too() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    stored = np.arange(48 * 32, dtype=np.uint16).reshape(32, 48) * 42
+    assert np.abs(mask(encoded(stored, exif=exif)) - np.rot90(stored, -1) / 257).max() <= 0.5
+
+
+def test_alpha_is_laid_over_white_and_for_a_mask_over_black() -> None:
+    data = encoded(np.dstack([photo(), alpha()]))
+    assert np.abs(rgb(data) - over(255, photo(), alpha())).max() <= 1
+    assert np.abs(mask(data) - luminance(over(0, photo(), alpha()))).max() <= 2
+
+
+def test_a_mask_drawn_as_transparency_counts_what_is_opaque_and_bright() -> None:
+    white = np.full_like(photo(), 255)
+    assert np.abs(mask(encoded(np.dstack([white, alpha()]))) - alpha()).max() <= 1
+
+
+def test_grey_with_alpha() -> None:
+    grey = photo()[..., 0]
+    data = encoded(np.dstack([grey, alpha()]))
+    assert np.abs(rgb(data) - over(255, grey_as_rgb(grey), alpha())).max() <= 1
+    assert np.abs(mask(data) - over(0, grey[..., None], alpha())[..., 0]).max() <= 1
+
+
+def test_grey_and_one_bit() -> None:
+    grey = photo()[..., 1]
+    assert (rgb(encoded(grey)) == grey_as_rgb(grey)).all()
+    assert (mask(encoded(grey)) == grey).all()
+    for kind in ("PNG", "TIFF"):
+        data = encoded(Image.fromarray(grey > 100), kind)
+        assert (rgb(data) == grey_as_rgb((grey > 100) * 255)).all()
+        assert (mask(data) == (grey > 100) * 255).all()
+
+
+def palette_picture() -> tuple[Image.Image, np.ndarray, np.ndarray]:
+    colours = np.random.default_rng(2).integers(0, 256, (16, 3), dtype=np.uint8)
+    indices = (photo()[..., 0] // 16).astype(np.uint8)
+    image = Image.fromarray(indices)
+    image.putpalette(colours.tobytes())
+    return image, colours[indices], indices
+
+
+def test_palettes_without_and_with_transparency() -> None:
+    image, colours, indices = palette_picture()
+    assert (rgb(encoded(image)) == colours).all()
+    assert np.abs(mask(encoded(image)) - luminance(colours)).max() <= 1
+    one = np.where(indices == 5, 0, 255)
+    assert (rgb(encoded(image, transparency=5)) == over(255, colours, one)).all()
+    assert (rgb(encoded(image, "GIF", transparency=5)) == over(255, colours, one)).all()
+    opacities = np.linspace(0, 255, 16).astype(np.uint8)
+    data = encoded(image, transparency=opacities.tobytes())
+    assert np.abs(rgb(data) - over(255, colours, opacities[indices])).max() <= 1
+    assert np.abs(mask(data) - luminance(over(0, colours, opacities[indices]))).max() <= 2
+
+
+def test_a_transparent_colour_in_a_png_without_alpha() -> None:
+    key = tuple(int(value) for value in photo()[3, 4])
+    hidden = (photo() == key).all(axis=-1)
+    assert (rgb(encoded(photo(), transparency=key)) == np.where(hidden[..., None], 255, photo())).all()
+    deep = np.arange(48 * 32, dtype=np.uint16).reshape(32, 48) * 42
+    data = encoded(deep, transparency=4200)
+    assert np.abs(rgb(data)[..., 0] - np.where(deep == 4200, 255, deep / 257)).max() <= 0.5
+    assert np.abs(mask(data) - np.where(deep == 4200, 0, deep / 257)).max() <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("PNG", "<u2"), ("TIFF", "<u2"), ("TIFF", ">u2"), ("TIFF", "<i4"), ("PPM", "<i4")]
+)
+def test_16_bits_are_scaled_not_clipped(kind: str, dtype: str) -> None:
+    deep = np.linspace(0, 65535, 48 * 32).round().astype(np.uint16).reshape(32, 48)
+    data = encoded(deep.astype(dtype), kind)
+    assert np.abs(rgb(data)[..., 2] - deep / 257).max() <= 0.5
+    assert np.abs(mask(data) - deep / 257).max() <= 0.5
+    assert rgb(data).max() == 255
+
+
+def test_floats_from_0_to_1() -> None:
+    values = (photo()[..., 0] / 255).astype(np.float32)
+    assert (rgb(encoded(values, "TIFF")) == grey_as_rgb(photo()[..., 0])).all()
+    assert (mask(encoded(values, "TIFF")) == photo()[..., 0]).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        (np.array([[0, 1.5]], np.float32), "expected 0 to 1, found 0 to 1.5"),
+        (np.array([[-0.5, 1]], np.float32), "expected 0 to 1, found -0.5 to 1"),
+        (np.array([[0, np.nan]], np.float32), "expected 0 to 1, found nan to nan"),
+        (np.array([[0, 70000]], np.int32), "expected 0 to 65535, found 0 to 70000"),
+        (np.array([[-1, 5]], np.int32), "expected 0 to 65535, found -1 to 5"),
+    ],
+)
+def test_numbers_without_an_agreed_white_are_refused(values: np.ndarray, found: str) -> None:
+    for open_it in (open_rgb, open_mask):
+        message = refusal(open_it, encoded(values, "TIFF"))
+        assert "no agreed white" in message
+        assert found in message
+
+
+def test_cmyk() -> None:
+    ink = np.dstack([255 - photo(), np.full(photo().shape[:2], 40, np.uint8)])
+    expected = (255 - ink[..., :3].astype(float)) * (255 - ink[..., 3:]) / 255
+    image = Image.fromarray(ink, "CMYK")
+    assert np.abs(rgb(encoded(image, "TIFF")) - expected).max() <= 1
+    data = encoded(image, "JPEG", quality=100, subsampling=0)
+    assert b"Adobe" in data  # Adobe's CMYK JPEGs store inverted inks, and so does Pillow
+    assert np.abs(rgb(data) - expected).max() <= 6
+    assert np.abs(mask(data) - luminance(expected)).max() <= 6
+
+
+def test_lab_and_ycbcr() -> None:
+    to_lab = ImageCms.buildTransform(ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), "RGB", "LAB")
+    lab = ImageCms.applyTransform(Image.fromarray(photo()), to_lab)
+    assert lab is not None
+    for data in (encoded(lab, "TIFF"), encoded(Image.fromarray(photo()).convert("YCbCr"), "TIFF")):
+        assert np.abs(rgb(data) - photo()).mean() < 1.5
+        assert np.abs(mask(data) - luminance(photo())).mean() < 1.5
+
+
+def test_icc_profiles_change_nothing() -> None:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("XYZ")).tobytes()
+    assert (rgb(encoded(photo(), icc_profile=profile)) == photo()).all()
+
+
+def test_a_masks_white_is_edited_whatever_its_colours() -> None:
+    drawn = np.zeros((8, 8, 3), np.uint8)
+    drawn[2:5, 3:6] = 255
+    assert (mask(encoded(drawn)) == drawn[..., 0]).all()
+    assert (mask(encoded(np.zeros((8, 8), np.uint8))) == 0).all()
+
+
+@pytest.mark.parametrize("lowest", [0, 1])
+def test_a_mask_of_zeros_and_ones_is_refused(lowest: int) -> None:
+    values = np.full((8, 8), lowest, np.uint8)
+    values[0, 0] = 1
+    assert "expected 0 (kept) to 255 (edited), found 0 and 1 only" in refusal(open_mask, encoded(values))
+    assert rgb(encoded(values)).max() == 1  # as a picture it is nearly black, and fine
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "AVIF"])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_a_truncated_file_is_refused(kind: str, share: float) -> None:
+    if kind == "AVIF" and not features.check("avif"):
+        pytest.skip("this Pillow has no AVIF")
+    whole = encoded(photo(), kind)
+    for open_it in (open_rgb, open_mask):
+        message = refusal(open_it, whole[: int(len(whole) * share)])
+        assert "damaged or incomplete" in message or "not a picture" in message
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow has no AVIF")
+def test_a_damaged_avif_is_refused() -> None:
+    data = bytearray(encoded(photo(), "AVIF"))
+    pixels = data.index(b"mdat") + 4
+    data[pixels : pixels + 40] = bytes(40)
+    assert "damaged or incomplete (found Failed to decode" in refusal(open_rgb, bytes(data))
+
+
+def test_a_truncated_photograph_is_refused_with_pillows_words() -> None:
+    data = (SKLEARN / "flower.jpg").read_bytes()
+    message = refusal(open_rgb, data[: len(data) // 2])
+    assert message.startswith("data/a.png: the picture is damaged or incomplete (found image file is truncated")
+
+
+def test_a_flipped_bit_in_a_png_is_refused_even_where_pillow_decodes_it() -> None:
+    whole = encoded(Image.open(SKLEARN / "china.jpg").resize((160, 120)))
+    decoded = 0
+    for position in range(len(whole) - 120, len(whole) - 20):  # the end of the pixels, before the last chunk
+        data = bytearray(whole)
+        data[position] ^= 1
+        assert "damaged or incomplete" in refusal(open_rgb, bytes(data))
+        try:
+            Image.open(io.BytesIO(data)).load()
+        except (OSError, SyntaxError):
+            continue
+        decoded += 1
+    assert decoded > 0
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [(b"", "found an empty file"), (b"<html><body>404", "found a file that begins with b'<html><body>'")],
+)
+def test_what_is_no_picture_is_refused(data: bytes, found: str) -> None:
+    message = refusal(open_rgb, data)
+    assert "this is not a picture that Pillow can read" in message
+    assert found in message
+
+
+def png_of(width: int, height: int) -> bytes:
+    """A PNG whose header claims a size; it has no pixels."""
+    data = bytearray(encoded(Image.new("1", (1, 1))))
+    data[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+    return bytes(data)
+
+
+def test_a_decompression_bomb_is_refused() -> None:
+    message = refusal(open_rgb, png_of(20000, 20000))
+    assert "too large to decode (found Image size (400000000 pixels) exceeds limit" in message
+
+
+def test_a_large_picture_is_fine_and_does_not_warn() -> None:
+    data = encoded(Image.new("1", (10000, 9000), 1))  # 90 MP: above Pillow's warning, below its error
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert open_mask(data, "a").size == (10000, 9000)
+
+
+def test_threads_do_not_disturb_each_others_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(stream: io.BytesIO, opening: Callable[[io.BytesIO], Image.Image] = Image.open) -> Image.Image:
+        time.sleep(0.01)
+        return opening(stream)
+
+    monkeypatch.setattr(Image, "open", slowly)
+    before = list(warnings.filters)
+    data = encoded(photo())
+    with ThreadPoolExecutor(4) as pool:
+        assert [image.size for image in pool.map(lambda _: open_rgb(data, "a"), range(8))] == [(48, 32)] * 8
+    assert warnings.filters == before
+
+
+@pytest.mark.parametrize(("size", "fine"), [((400, 2), True), ((2, 400), True), ((402, 2), False), ((2, 402), False)])
+def test_sides_beyond_1_to_200_are_refused(size: tuple[int, int], fine: bool) -> None:
+    data = encoded(Image.new("RGB", size))
+    if fine:
+        assert open_rgb(data, "a").size == size
+    else:
+        assert f"expected sides of at most 1:200, found {size[0]}×{size[1]}" in refusal(open_rgb, data)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
+def test_several_frames_or_pages_are_refused(kind: str) -> None:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "green", "blue")]
+    data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
+    assert "more than one picture (expected one frame or page, found 3)" in refusal(open_rgb, data)
+
+
+def test_the_photo_of_an_mpo_is_used() -> None:
+    first, second = Image.fromarray(photo()), Image.new("RGB", (8, 8))
+    data = encoded(first, "MPO", save_all=True, append_images=[second], quality=95)
+    assert rgb(data).shape == photo().shape
+    assert np.abs(rgb(data) - photo()).mean() < 6

@@ -1,0 +1,538 @@
+"""What people have becomes rows: exact names, nothing lost in silence, every problem in one go, with a cure."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qwen_cache.encode import source
+from qwen_cache.encode.source import COLUMNS, Problem, Row, read_source
+from qwen_cache.format.errors import SourceError
+
+
+def fill(folder: Path, files: dict[str, str | bytes] | list[str]) -> Path:
+    """Write files below `folder`; a list names pictures and prompts without caring for their content."""
+    for name, content in (files if isinstance(files, dict) else dict.fromkeys(files, "make it red")).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
+def edit(path: Path) -> tuple[list[Row], list[Problem]]:
+    return read_source(path, needs_control=True)
+
+
+def names(rows: list[Row]) -> list[str]:
+    return [row.name for row in rows]
+
+
+def only(problems: list[Problem]) -> Problem:
+    assert len(problems) == 1, problems
+    assert problems[0].do
+    return problems[0]
+
+
+def refusal(path: Path, *, needs_control: bool = True) -> str:
+    with pytest.raises(SourceError) as caught:
+        read_source(path, needs_control=needs_control)
+    assert caught.value.where is not None
+    assert str(path) in str(caught.value.where)
+    return str(caught.value)
+
+
+# Folders
+
+
+def test_a_folder_pairs_targets_with_controls_prompts_and_masks(tmp_path: Path) -> None:
+    fill(
+        tmp_path,
+        {
+            "target_images/b.png": "",
+            "target_images/b.txt": "\ufeff  paint it\nblue \r\n",
+            "target_images/a.PNG": "",
+            "target_images/a.TXT": "make it red",
+            "target_images/sub/a.png": "",
+            "target_images/sub/a.txt": "make it green",
+            "control_images/a.webp": "",
+            "control_images/b.jpg": "",
+            "control_images/b_control_2.png": "",
+            "control_images/b_control_1.JPEG": "",
+            "control_images/b_mask.png": "",
+            "control_images/sub/a.tiff": "",
+        },
+    )
+    rows, problems = edit(tmp_path)
+    targets, controls = tmp_path / "target_images", tmp_path / "control_images"
+    assert problems == []
+    assert rows == [
+        Row("a", str(targets / "a.PNG"), targets / "a.PNG", (controls / "a.webp",), None, "make it red"),
+        Row(
+            "b",
+            str(targets / "b.png"),
+            targets / "b.png",
+            (controls / "b.jpg", controls / "b_control_1.JPEG", controls / "b_control_2.png"),
+            controls / "b_mask.png",
+            "paint it\nblue",
+        ),
+        Row(
+            "sub/a",
+            str(targets / "sub/a.png"),
+            targets / "sub/a.png",
+            (controls / "sub/a.tiff",),
+            None,
+            "make it green",
+        ),
+    ]
+
+
+@pytest.mark.parametrize("targets", source.TARGET_FOLDERS)
+@pytest.mark.parametrize("controls", source.CONTROL_FOLDERS)
+def test_every_accepted_folder_name_is_accepted(tmp_path: Path, targets: str, controls: str) -> None:
+    rows, problems = edit(fill(tmp_path, [f"{targets}/a.png", f"{targets}/a.txt", f"{controls}/a.png"]))
+    assert (names(rows), problems) == (["a"], [])
+
+
+def test_names_are_compared_whole_never_by_prefix(tmp_path: Path) -> None:
+    pictures = ["1", "10", "1.b", "1 (copy)"]
+    fill(tmp_path, [f"target_images/{name}.{kind}" for name in pictures for kind in ("png", "txt")])
+    fill(tmp_path, ["control_images/10.png", "control_images/1.b.jpg", "control_images/1 (copy).png"])
+    rows, problems = edit(tmp_path)
+    assert {row.name: row.controls[0].name for row in rows} == {
+        "10": "10.png",
+        "1.b": "1.b.jpg",
+        "1 (copy)": "1 (copy).png",
+    }
+    problem = only(problems)
+    assert problem.where == str(tmp_path / "target_images/1.png")
+    assert str(tmp_path / "control_images/1.png") in problem.what
+
+
+def test_ten_controls_keep_their_numbers_order(tmp_path: Path) -> None:
+    fill(tmp_path, ["target_images/a.png", "target_images/a.txt", "control_images/a.png"])
+    fill(tmp_path, [f"control_images/a_control_{number}.png" for number in range(1, 11)])
+    [row], problems = edit(tmp_path)
+    assert [path.stem for path in row.controls] == ["a", *(f"a_control_{number}" for number in range(1, 11))]
+    assert problems == []
+
+
+def test_a_target_may_be_called_like_a_mask_or_a_control(tmp_path: Path) -> None:
+    for name in ("a", "a_mask", "a_control_1"):
+        fill(tmp_path, [f"target_images/{name}.png", f"target_images/{name}.txt", f"control_images/{name}.png"])
+    fill(tmp_path, ["control_images/a_mask_mask.png", "control_images/a_control_1_control_1.png"])
+    rows, problems = edit(tmp_path)
+    assert problems == []
+    found = {row.name: ([path.stem for path in row.controls], row.mask and row.mask.stem) for row in rows}
+    assert found == {
+        "a": (["a"], None),
+        "a_mask": (["a_mask"], "a_mask_mask"),
+        "a_control_1": (["a_control_1", "a_control_1_control_1"], None),
+    }
+
+
+def test_hidden_files_and_what_is_no_picture_are_left_out(tmp_path: Path) -> None:
+    fill(tmp_path, ["target_images/a.png", "target_images/a.txt", "control_images/a.png"])
+    rubbish = [".DS_Store", "Thumbs.db", "._a.png", "._a.txt", ".trash/b.png", "a.json", ".ipynb_checkpoints/a.png"]
+    fill(tmp_path, [f"{folder}/{name}" for folder in ("target_images", "control_images") for name in rubbish])
+    rows, problems = edit(tmp_path)
+    assert (names(rows), problems) == (["a"], [])
+
+
+def test_a_linked_subfolder_is_read(tmp_path: Path) -> None:
+    fill(tmp_path, ["elsewhere/a.png", "elsewhere/a.txt", "control_images/x/a.png", "target_images/b.png"])
+    fill(tmp_path, ["target_images/b.txt", "control_images/b.png"])
+    (tmp_path / "target_images/x").symlink_to(tmp_path / "elsewhere")
+    rows, problems = edit(tmp_path)
+    assert (names(rows), problems) == (["b", "x/a"], [])
+
+
+BROKEN_FOLDERS = {
+    "no prompt": (["-target_images/a.txt"], "target_images/a.txt is missing"),
+    "no control": (["-control_images/a.png"], "control_images/a.png (or .jpg, …) is missing, found none"),
+    "no first control": (
+        ["-control_images/a.png", "control_images/a_control_1.png"],
+        "control_images/a.png (or .jpg, …) is missing, found a_control_1.png",
+    ),
+    "a gap": (
+        ["control_images/a_control_1.png", "control_images/a_control_3.png"],
+        "control_images/a_control_2.png (or .jpg, …) is missing, found a.png, a_control_1.png, a_control_3.png",
+    ),
+    "two targets": (["target_images/a.jpg"], "target_images/a.png"),
+    "two controls": (["control_images/a.jpg"], "control_images/a.jpg"),
+    "two masks": (["control_images/a_mask.jpg", "control_images/a_mask.png"], "control_images/a_mask.jpg"),
+    "a dangling link": (["@control_images/a_mask.png"], "mask {}/control_images/a_mask.png does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_FOLDERS)
+def test_what_is_wrong_with_a_target_is_told_and_the_others_are_kept(tmp_path: Path, case: str) -> None:
+    changes, expected = BROKEN_FOLDERS[case]
+    for name in "ab":
+        fill(tmp_path, [f"target_images/{name}.png", f"target_images/{name}.txt", f"control_images/{name}.png"])
+    for change in changes:
+        if change.startswith("-"):
+            (tmp_path / change[1:]).unlink()
+        elif change.startswith("@"):
+            (tmp_path / change[1:]).symlink_to(tmp_path / "nowhere.png")
+        else:
+            fill(tmp_path, [change])
+    rows, problems = edit(tmp_path)
+    assert names(rows) == ["b"]
+    problem = only(problems)
+    assert Path(problem.where).parent == tmp_path / "target_images"
+    assert Path(problem.where).stem == "a"
+    assert expected.format(tmp_path) in problem.what
+
+
+@pytest.mark.parametrize(
+    "stray",
+    [
+        "target_images/c.txt",
+        "control_images/c.png",
+        "control_images/c_control_1.png",
+        "control_images/c_mask.png",
+        "control_images/a_control_0.png",
+        "control_images/a_control_01.png",
+        "control_images/a_1.png",
+        "control_images/sub/a.png",
+    ],
+)
+def test_a_file_without_a_target_is_told(tmp_path: Path, stray: str) -> None:
+    fill(tmp_path, ["target_images/a.png", "target_images/a.txt", "control_images/a.png", stray])
+    rows, problems = edit(tmp_path)
+    assert names(rows) == ["a"]
+    assert rows[0].controls == (tmp_path / "control_images/a.png",)
+    problem = only(problems)
+    assert problem.where == str(tmp_path / stray)
+    assert f"{tmp_path / stray} belongs to no target: {tmp_path / 'target_images'}" in problem.what
+
+
+def test_every_problem_is_told_in_one_go(tmp_path: Path) -> None:
+    fill(tmp_path, ["target_images/a.png", "target_images/b.png", "target_images/b.txt", "control_images/c.png"])
+    fill(tmp_path, {"target_images/d.png": "", "target_images/d.txt": b"caf\xe9", "control_images/d.png": ""})
+    rows, problems = edit(tmp_path)
+    assert rows == []
+    told = [(Path(problem.where).name, problem.what) for problem in problems]
+    assert [where for where, _ in told] == ["a.png", "a.png", "b.png", "d.png", "c.png"]
+    assert "control" in told[0][1]
+    assert "prompt" in told[1][1]
+    assert "d.txt cannot be read" in told[3][1]
+
+
+def test_an_empty_prompt_is_a_problem_unless_allowed(tmp_path: Path) -> None:
+    fill(tmp_path, {"target_images/a.png": "", "target_images/a.txt": " \n", "control_images/a.png": ""})
+    rows, problems = edit(tmp_path)
+    assert rows == []
+    assert only(problems).what == f"the prompt of {tmp_path / 'target_images/a.png'} is empty"
+    rows, problems = read_source(tmp_path, needs_control=True, allow_empty_prompt=True)
+    assert [row.prompt for row in rows] == [""]
+    assert problems == []
+
+
+@pytest.mark.parametrize("folder", ["target_images", "."])
+def test_text_to_image_needs_no_controls(tmp_path: Path, folder: str) -> None:
+    fill(tmp_path, [f"{folder}/y.png", f"{folder}/y.txt", f"{folder}/x/a_mask.jpg", f"{folder}/x/a_mask.txt"])
+    rows, problems = read_source(tmp_path, needs_control=False)
+    assert names(rows) == ["x/a_mask", "y"]
+    assert [row.controls for row in rows] == [(), ()]
+    assert problems == []
+
+
+def test_text_to_image_refuses_controls(tmp_path: Path) -> None:
+    fill(tmp_path, ["target_images/a.png", "target_images/a.txt", "control_images/a.png"])
+    assert "takes no controls (expected targets and prompts only, found control_images)" in refusal(
+        tmp_path, needs_control=False
+    )
+    table = fill(tmp_path, {"t.csv": "image,edit_image,prompt\na.png,b.png,red\n"}) / "t.csv"
+    assert "takes no controls (expected targets, prompts and masks only, found 'edit_image')" in refusal(
+        table, needs_control=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ([], "no target folder, which an editing model needs (expected target_images or training_images"),
+        (["a.png", "a.txt"], "found a.png, a.txt"),
+        (["target_images/a.png"], "no control folder, which an editing model needs (expected control_images or"),
+        (["target_images/a.txt", "control_images/a.png"], "there is no picture (expected .png, .jpg"),
+        (["target_images/a.png", "target/a.png", "control_images/a.png"], "found target_images, target)"),
+        (["metadata.csv", "target_images/a.png"], "more than one way"),
+        (["metadata.csv", "metadata.jsonl"], "found metadata.csv, metadata.jsonl)"),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, files: list[str], expected: str) -> None:
+    assert expected in refusal(fill(tmp_path, files))
+
+
+def test_what_is_not_there_or_of_another_kind_is_refused(tmp_path: Path) -> None:
+    fill(tmp_path, ["a.parquet"])
+    assert "there is no such source (expected a folder, or a table (.csv, .jsonl, .json))" in refusal(tmp_path / "nix")
+    assert "there is no such source" in refusal(tmp_path / "nix.csv")
+    assert "no source that can be read" in refusal(tmp_path / "a.parquet")
+
+
+# Tables
+
+
+def table(folder: Path, name: str, text: str | bytes) -> Path:
+    """A table, and the pictures that the tests below name."""
+    fill(folder, ["t/1.png", "t/10.png", "c/1.png", "c/2.png", "c/3.png", "m/1.png"])
+    return fill(folder, {name: text}) / name
+
+
+def test_a_csv_of_qwen_image_finetune(tmp_path: Path) -> None:
+    text = (
+        "\ufeffpath_target,path_control,path_control_1,prompt,path_mask\r\n"
+        't/1.png,c/1.png,c/2.png,"Say ""hi"",\r\nthen wave",m/1.png\r\n'
+        f'{tmp_path / "t/10.png"}, c/3.png, , "make it red, please",\r\n'
+    )
+    path = table(tmp_path, "train.csv", text)
+    rows, problems = edit(path)
+    assert problems == []
+    assert rows == [
+        Row(
+            "t/1",
+            f"{path}:2",
+            tmp_path / "t/1.png",
+            (tmp_path / "c/1.png", tmp_path / "c/2.png"),
+            tmp_path / "m/1.png",
+            'Say "hi",\r\nthen wave',
+        ),
+        Row("t/10", f"{path}:4", tmp_path / "t/10.png", (tmp_path / "c/3.png",), None, "make it red, please"),
+    ]
+
+
+SAME_TABLE = {
+    "qwen-image-finetune": ("a.csv", "path_target,path_control,path_control_1,prompt\nt/1.png,c/1.png,c/2.png,red\n"),
+    "columns in another order": ("a.csv", "control_2,Prompt,control_1,id,Image\nc/2.png ,red ,c/1.png,7,t/1.png \n"),
+    "DiffSynth": ("a.json", [{"image": "t/1.png", "prompt": "red", "edit_image": ["c/1.png", "c/2.png"]}]),
+    "musubi-tuner": (
+        "a.jsonl",
+        [{"image_path": "t/1.png", "control_path_0": "c/1.png", "control_path_1": "c/2.png", "caption": "red"}],
+    ),
+    "imagefolder": ("a.jsonl", [{"file_name": "t/1.png", "text": "red", "control": ["c/1.png", "c/2.png"], "n": 3}]),
+    "instruct-pix2pix": (
+        "a.csv",
+        "input_image,input_image_1,edit_prompt,edited_image\nc/1.png,c/2.png,red,t/1.png\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SAME_TABLE)
+def test_tables_of_other_trainers_give_the_same_row(tmp_path: Path, kind: str) -> None:
+    name, content = SAME_TABLE[kind]
+    if isinstance(content, list):
+        content = json.dumps(content) if name == "a.json" else "\n".join(map(json.dumps, content))
+    path = table(tmp_path, name, content)
+    [row], problems = edit(path)
+    assert problems == []
+    assert row.where == (f"{path}[0]" if name == "a.json" else f"{path}:{2 if name == 'a.csv' else 1}")
+    assert (row.name, row.target, row.prompt) == ("t/1", tmp_path / "t/1.png", "red")
+    assert row.controls == (tmp_path / "c/1.png", tmp_path / "c/2.png")
+
+
+@pytest.mark.parametrize(("role", "alias"), [(role, alias) for role, aliases in COLUMNS.items() for alias in aliases])
+def test_every_column_name_is_known_and_documented(tmp_path: Path, role: str, alias: str) -> None:
+    columns = {"target": "path_target", "control": "path_control", "mask": "path_mask", "prompt": "prompt"}
+    columns[role] = alias
+    path = table(tmp_path, "a.csv", ",".join(columns.values()) + "\nt/1.png,c/1.png,m/1.png,red\n")
+    [row], problems = edit(path)
+    assert problems == []
+    assert (row.target, row.controls, row.mask, row.prompt) == (
+        tmp_path / "t/1.png",
+        (tmp_path / "c/1.png",),
+        tmp_path / "m/1.png",
+        "red",
+    )
+    [documented] = [line for line in (source.__doc__ or "").splitlines() if line.startswith(f"    {role} ")]
+    assert alias in documented.replace(",", " ").split()
+
+
+def test_a_folder_stands_for_its_metadata_table(tmp_path: Path) -> None:
+    fill(tmp_path, ["images/1.png"])
+    path = fill(tmp_path, {"metadata.jsonl": '{"file_name": "images/1.png", "text": "a cat"}\n'}) / "metadata.jsonl"
+    rows, problems = read_source(tmp_path, needs_control=False)
+    assert problems == []
+    assert rows == [Row("images/1", f"{path}:1", tmp_path / "images/1.png", (), None, "a cat")]
+
+
+def test_a_json_line_may_hold_a_unicode_line_separator(tmp_path: Path) -> None:
+    line = '{"image": "t/1.png", "control": "c/1.png", "prompt": "one\u2028two"}'
+    [row], problems = edit(table(tmp_path, "a.jsonl", f"\n{line}\r\n\n"))
+    assert row.prompt == "one\u2028two"
+    assert row.where.endswith("a.jsonl:2")
+    assert problems == []
+
+
+def test_names_are_unique_and_do_not_depend_on_other_targets(tmp_path: Path) -> None:
+    def names_of(targets: list[str]) -> list[str]:
+        fill(tmp_path, targets)
+        lines = "".join(f"{target},red\n" for target in targets)
+        rows, problems = read_source(fill(tmp_path, {"a.csv": "image,prompt\n" + lines}) / "a.csv", needs_control=False)
+        assert problems == []
+        return names(rows)
+
+    assert names_of(["b.png", "a.png", "b.png", "b.png", "x/b.png"]) == ["b", "a", "b#2", "b#3", "x/b"]
+    assert names_of(["b.png", "b.png", "x/b.png"]) == ["b", "b#2", "x/b"]
+    awkward = names_of(["a.png", "a.png", "a#2.png", "a.jpg", "../" + tmp_path.name + "/a.png"])
+    assert awkward[:2] == ["a", "a#2"]
+    assert len(set(awkward)) == 5
+
+
+def test_the_row_with_a_missing_file_is_named_and_no_later_row_shifts(tmp_path: Path) -> None:
+    text = "path_target,path_control,prompt\nt/1.png,c/gone.png,one\nt/10.png,c/2.png,two\n"
+    path = table(tmp_path, "a.csv", text)
+    rows, problems = edit(path)
+    assert [(row.name, row.controls, row.prompt) for row in rows] == [("t/10", (tmp_path / "c/2.png",), "two")]
+    problem = only(problems)
+    assert problem.where == f"{path}:2"
+    assert problem.what == f"the control {tmp_path / 'c/gone.png'} does not exist"
+    assert "starts at the table's folder" in problem.do
+
+
+BROKEN_ROWS = {
+    "no target": ("a.csv", ",c/1.png,red,", "the target 'image' is empty"),
+    "no control": ("a.csv", "t/1.png,,red,", "t/1.png has no control"),
+    "no prompt": ("a.csv", "t/1.png,c/1.png, ,", "t/1.png is empty"),
+    "missing target": ("a.csv", "gone.png,c/1.png,red,", "gone.png does not exist"),
+    "missing mask": ("a.csv", "t/1.png,c/1.png,red,gone.png", "gone.png does not exist"),
+    "a folder as target": ("a.csv", "t,c/1.png,red,", "/t does not exist"),
+    "prompt where a path belongs": ("a.csv", f"{'long ' * 80},c/1.png,red,", "does not exist"),
+    "unquoted comma": ("a.csv", "t/1.png,c/1.png,red, and blue,", "has 5 cells, expected 4"),
+    "too few cells": ("a.csv", "t/1.png,c/1.png,red", "has 3 cells, expected 4"),
+    "a gap in a list": (
+        "a.jsonl",
+        {"control": ["c/1.png", None, "c/3.png"]},
+        "control 2 is empty, but a later one is c/3",
+    ),
+    "an empty list": ("a.jsonl", {"control": []}, "t/1.png has no control"),
+    "a prompt that is no text": ("a.jsonl", {"prompt": ["red"]}, "'prompt' is ['red'], expected text"),
+    "a control that is no text": ("a.jsonl", {"control": 3}, "'control' is 3, expected text"),
+    "two targets": ("a.jsonl", {"image": ["t/1.png", "t/10.png"]}, "'image' is ['t/1.png', 't/10.png'], expected text"),
+    "half an emoji": ("a.jsonl", {"prompt": "smile \ud83d"}, "'prompt' is 'smile \\ud83d', expected text"),
+    "null": ("a.jsonl", {"prompt": None}, "t/1.png is empty"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_ROWS)
+def test_what_is_wrong_with_a_row_is_told_and_the_others_are_kept(tmp_path: Path, case: str) -> None:
+    name, broken, expected = BROKEN_ROWS[case]
+    if isinstance(broken, dict):
+        good = {"image": "t/1.png", "control": "c/1.png", "prompt": "red"}
+        text = f"{json.dumps(good)}\n{json.dumps(good | broken)}\n{json.dumps(good)}\n"
+        line, kept = 2, 2
+    else:
+        text = f"image,control,prompt,mask\n{broken}\n\n , , , \nt/10.png,c/1.png,red,\n"
+        line, kept = 2, 1
+    path = table(tmp_path, name, text)
+    rows, problems = edit(path)
+    assert len(rows) == kept
+    problem = only(problems)
+    assert problem.where == f"{path}:{line}"
+    assert expected in problem.what
+
+
+def test_a_gap_in_a_rows_controls_is_told(tmp_path: Path) -> None:
+    text = "image,control,control_1,control_2,prompt\nt/1.png,c/1.png,,c/3.png,red\nt/10.png,c/1.png,c/2.png,,red\n"
+    rows, problems = edit(table(tmp_path, "a.csv", text))
+    assert [len(row.controls) for row in rows] == [2]
+    assert only(problems).what == "control 2 is empty, but a later one is c/3.png"
+
+
+REFUSED_TABLES = {
+    "no target": (
+        "a.csv",
+        "path_taget,control,prompt\na,b,c\n",
+        "no column holds the target",
+        "'path_taget' to 'path_target'",
+    ),
+    "no prompt": ("a.csv", "image,control,promt\na,b,c\n", "expected prompt or text or caption", "'promt' to 'prompt'"),
+    "no control": ("a.csv", "image,prompt\na,b\n", "no column holds the control", "found 'image', 'prompt'"),
+    "semicolons": ("a.csv", "image;control;prompt\na;b;c\n", "no column holds the target", "'image;control;prompt'"),
+    "typo in a control": (
+        "a.csv",
+        "image,control,contol_1,prompt\na,b,c,d\n",
+        "'contol_1' is unknown",
+        "like 'control_1'",
+    ),
+    "typo in a mask": ("a.csv", "image,control,maks,prompt\na,b,c,d\n", "'maks' is unknown", "like 'mask'"),
+    "another mask": ("a.csv", "image,control,mask_file,prompt\na,b,c,d\n", "'mask_file' is unknown", "rename it"),
+    "two masks": ("a.csv", "image,control,mask_1,prompt\na,b,c,d\n", "'mask_1' is unknown", "rename it"),
+    "twins": (
+        "a.csv",
+        "image,target,control,prompt\na,b,c,d\n",
+        "the same target: 'image' and 'target'",
+        "expected one",
+    ),
+    "twin controls": (
+        "a.csv",
+        "image,control,control_0,prompt\na,b,c,d\n",
+        "'control' and 'control_0'",
+        "expected one",
+    ),
+    "repeated column": ("a.csv", "image,control,prompt,prompt\na,b,c,d\n", "'prompt' and 'prompt'", "expected one"),
+    "gap": (
+        "a.csv",
+        "image,control,control_2,prompt\na,b,c,d\n",
+        "the control columns have a gap",
+        "found 'control', 'control_2'",
+    ),
+    "late start": ("a.csv", "image,control_2,prompt\na,b,d\n", "the control columns have a gap", "found 'control_2'"),
+    "header only": ("a.csv", "image,control,prompt\n", "has no rows", "one row per sample"),
+    "nothing": ("a.csv", "", "has no rows", "one row per sample"),
+    "no lines": ("a.jsonl", "\n", "has no rows", "one row per sample"),
+    "empty list": ("a.json", "[]", "has no rows", "one row per sample"),
+    "open quote": (
+        "a.csv",
+        'image,control,prompt\na,b,c\na,b,"c\nd,e,f\n',
+        "a.csv:3: the table cannot be read",
+        "close",
+    ),
+    "stray quote": ("a.csv", 'image,control,prompt\na,b,"say" it\n', "a.csv:2: the table cannot be read", "twice"),
+    "not UTF-8": ("a.csv", b"image,control,prompt\na,b,ok\na,b,caf\xe9\n", "a.csv:3: the table is not UTF-8", "xe9"),
+    "no JSON": ("a.jsonl", '{"image": "a"}\n{"image" "b"}\n', "a.jsonl:2: this is not JSON", "at column 10"),
+    "no JSON either": ("a.json", '[\n{"image": "a"},\n{"image" "b"}]', "a.json:3: this is not JSON", "Expecting ':'"),
+    "no list": ("a.json", '{"image": "a"}', "this is no table", "found dict"),
+    "no object": ("a.jsonl", '["a", "b"]\n', "a.jsonl:1: this is no sample", "found ['a', 'b']"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_TABLES)
+def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path, case: str) -> None:
+    name, text, *expected = REFUSED_TABLES[case]
+    message = refusal(table(tmp_path, name, text))
+    for part in expected:
+        assert part in message
+
+
+def test_other_columns_are_ignored(tmp_path: Path) -> None:
+    extra = [
+        "id",
+        "",
+        "score",
+        "width",
+        "task",
+        "image_id",
+        "image_url",
+        "caption_zh",
+        "prompt_id",
+        "split",
+        "source_id",
+    ]
+    text = f"image,control,prompt,{','.join(extra)}\nt/1.png,c/1.png,red{',x' * len(extra)}\n"
+    rows, problems = edit(table(tmp_path, "a.csv", text))
+    assert (names(rows), problems) == (["t/1"], [])
+
+
+def test_reading_sources_and_pictures_imports_no_torch() -> None:
+    code = (
+        "import sys, qwen_cache.encode.source, qwen_cache.encode.images; "
+        "print([name for name in ('torch', 'diffusers', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
