@@ -1,0 +1,102 @@
+"""Flow matching: the mathematics of training, as pure functions.
+
+Noise is at sigma = 1 and data at sigma = 0 (diffusers' convention):
+
+    x_sigma  = (1 - sigma) · x_0 + sigma · noise            (rectified flow, arXiv 2209.03003)
+    velocity = noise - x_0                                  what the transformer predicts
+    sigma    = stretch(shift(u, mu(S)))                     with u drawn from a density on (0, 1)
+
+The shift and the stretch are those of diffusers' FlowMatchEulerDiscreteScheduler, so that training sees the noise
+levels that inference visits at the resolution of each sample.
+
+Letters: B batch, S image tokens (target first, then controls, then padding), C channels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+Density = Literal["uniform", "logit_normal", "mode"]
+
+
+@dataclass(frozen=True)
+class NoiseSchedule:
+    """How a draw u becomes a noise level; from the model's scheduler configuration."""
+
+    base_image_seq_len: int = 256
+    max_image_seq_len: int = 8192
+    base_shift: float = 0.5
+    max_shift: float = 0.9
+    shift_terminal: float | None = 0.02
+
+    @classmethod
+    def of_config(cls, config: dict[str, Any]) -> NoiseSchedule:
+        """From scheduler_config.json; what the file leaves out is FlowMatchEulerDiscreteScheduler's default."""
+        defaults = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
+        values = {name: config.get(name, default) for name, default in defaults.items()}
+        return cls(**values, shift_terminal=config.get("shift_terminal"))
+
+    def mu(self, target_tokens: int) -> float:
+        """The shift for a target of this many tokens: linear between two anchors (diffusers' `calculate_shift`)."""
+        slope = (self.max_shift - self.base_shift) / (self.max_image_seq_len - self.base_image_seq_len)
+        return slope * (target_tokens - self.base_image_seq_len) + self.base_shift
+
+    def sigma(self, u: float, target_tokens: int) -> float:
+        """The noise level for a draw `u` in (0, 1), larger for larger pictures.
+
+        `time_shift_type="exponential"`, and `stretch_shift_to_terminal` in the limit of many steps: the range is
+        [shift_terminal, 1].
+        """
+        shift = math.exp(self.mu(target_tokens))
+        sigma = shift / (shift + (1 / u - 1)) if u > 0 else 0.0
+        return 1 - (1 - sigma) * (1 - (self.shift_terminal or 0.0))
+
+
+def draw_u(
+    generator: torch.Generator,
+    density: Density,
+    *,
+    logit_mean: float = 0.0,
+    logit_std: float = 1.0,
+    mode_scale: float = 1.29,
+) -> float:
+    """A draw from the density on (0, 1); the densities of Stable Diffusion 3 (arXiv 2403.03206, section 3.1)."""
+    if density == "logit_normal":
+        normal = float(torch.randn((), generator=generator, dtype=torch.float64))
+        return 1 / (1 + math.exp(-(logit_mean + logit_std * normal)))
+    u = float(torch.rand((), generator=generator, dtype=torch.float64))
+    if density == "mode":
+        return 1 - u - mode_scale * (math.cos(math.pi * u / 2) ** 2 - 1 + u)
+    return u
+
+
+def interpolate(
+    clean: Float[Tensor, "B S C"],
+    noise: Float[Tensor, "B S C"],
+    sigma: Float[Tensor, " B"],
+    is_target: Bool[Tensor, "B S"],
+) -> Float[Tensor, "B S C"]:
+    """x_sigma at the tokens of the targets; controls stay clean."""
+    level = sigma[:, None, None]
+    return torch.where(is_target[..., None], (1 - level) * clean + level * noise, clean)
+
+
+def flow_loss(
+    velocity: Float[Tensor, "B S C"],
+    clean: Float[Tensor, "B S C"],
+    noise: Float[Tensor, "B S C"],
+    weight: Float[Tensor, "B S"],
+) -> Float[Tensor, ""]:
+    """The mean over samples of each sample's weighted mean squared error over its tokens.
+
+    `weight` is 0 for controls and padding. Dividing by the sum of weights keeps the learning rate independent of how
+    large an edit mask is, and of how much padding a batch-mate brings.
+    """
+    error = (velocity.float() - (noise - clean)).square().mean(dim=-1)
+    return ((error * weight).sum(dim=1) / weight.sum(dim=1)).mean()

@@ -1,0 +1,162 @@
+"""Draw with what was trained: the stock pipeline, each part on the device that was named.
+
+The prompt is encoded by the encoder of the cache, because the stock Edit pipelines of diffusers 0.42 give Qwen2.5-VL
+one-dimensional positions under transformers 5; so training and inference agree. Everything after it is the stock
+pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+from PIL import Image
+
+from qwen_cache.config import PredictConfig
+from qwen_cache.encode.images import open_rgb
+from qwen_cache.encode.loading import load_whole
+from qwen_cache.encode.sizes import Size, calculate_dimensions
+from qwen_cache.encode.template import TEMPLATES, VAE_IMAGE_SIZE
+from qwen_cache.encode.text import TextEncoder
+from qwen_cache.format.errors import ConfigError, SourceError, TrainError
+from qwen_cache.format.sample import PIXELS_PER_TOKEN
+from qwen_cache.model_folder import ModelFolder
+from qwen_train.lora import WEIGHTS_NAME
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Where each part runs."""
+
+    vae: torch.device
+    text: torch.device
+    transformer: torch.device
+
+
+def predict(
+    model: ModelFolder,
+    pictures: Sequence[Image.Image],
+    prompt: str,
+    config: PredictConfig,
+    devices: Devices,
+    lora: Path | None = None,
+) -> Image.Image:
+    """The picture that the model draws for `prompt` about `pictures` (RGB)."""
+    check_pictures(model, pictures)
+    dtype = getattr(torch, config.dtype)
+    embeds = encode_prompts(model, pictures, prompt, config.negative_prompt, devices, dtype)
+    pipeline = load_pipeline(model, devices, dtype)
+    if lora is not None:
+        load_lora_weights(pipeline, lora)
+    width, height = output_size(pictures, config)
+    latents = pipeline(
+        **({"image": list(pictures) if len(pictures) > 1 else pictures[0]} if pictures else {}),
+        **embeds,
+        true_cfg_scale=config.true_cfg_scale if config.negative_prompt is not None else 1.0,
+        num_inference_steps=config.num_inference_steps,
+        height=height,
+        width=width,
+        generator=torch.Generator().manual_seed(config.seed),
+        output_type="latent",
+    ).images
+    return decode_latents(pipeline, latents, (width, height))
+
+
+def open_pictures(paths: Sequence[Path]) -> list[Image.Image]:
+    """The control pictures, as a build opens them."""
+    pictures = []
+    for path in paths:
+        try:
+            pictures.append(open_rgb(path.read_bytes(), str(path)))
+        except OSError as error:
+            raise SourceError(f"cannot be read: {error.strerror}", where=path) from None
+    return pictures
+
+
+def check_pictures(model: ModelFolder, pictures: Sequence[Image.Image]) -> None:
+    """As many as the pipeline takes."""
+    most = model.max_controls
+    if model.takes_controls and not pictures:
+        raise ConfigError(f"{model.pipeline} edits a picture", do="give one with --image")
+    if most is not None and len(pictures) > most:
+        raise ConfigError(f"{model.pipeline} takes {most} pictures", found=len(pictures), do="leave out some --image")
+
+
+def encode_prompts(
+    model: ModelFolder,
+    pictures: Sequence[Image.Image],
+    prompt: str,
+    negative_prompt: str | None,
+    devices: Devices,
+    dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    """`prompt_embeds` and, where one is given, `negative_prompt_embeds`, with their masks, for the pipeline."""
+    encoder = TextEncoder(model, devices.text, dtype)
+    area = TEMPLATES[model.pipeline].condition_image_size
+    seen = [p.resize(calculate_dimensions(area, p.size), Image.Resampling.LANCZOS) for p in pictures]
+    prompts = [prompt] if negative_prompt is None else [prompt, negative_prompt]
+    encoded = encoder.encode(seen, prompts)
+    arguments: dict[str, torch.Tensor] = {}
+    for i, name in enumerate(("prompt_embeds", "negative_prompt_embeds")[: len(prompts)]):
+        embeds = encoded.whole(i)[None].to(devices.transformer)
+        arguments |= {name: embeds, f"{name}_mask": embeds.new_ones(embeds.shape[:2], dtype=torch.long)}
+    return arguments
+
+
+def load_pipeline(model: ModelFolder, devices: Devices, dtype: torch.dtype) -> Any:
+    """The stock pipeline without its text encoder, the other parts where they belong."""
+    stock = getattr(diffusers, model.pipeline)
+
+    class Placed(stock):  # type: ignore[misc, valid-type]
+        """The stock pipeline, with tensors moved at the seam between transformer and VAE."""
+
+        @property
+        def _execution_device(self) -> torch.device:
+            return devices.transformer
+
+        def _encode_vae_image(self, image: torch.Tensor, generator: Any) -> torch.Tensor:
+            latents: torch.Tensor = super()._encode_vae_image(image.to(devices.vae), generator)
+            return latents.to(devices.transformer)
+
+    vae = load_whole(AutoencoderKLQwenImage, model.part("vae"), torch_dtype=dtype).to(devices.vae)
+    transformer = load_whole(QwenImageTransformer2DModel, model.part("transformer"), torch_dtype=dtype)
+    parts = {"text_encoder": None, "tokenizer": None} | ({"processor": None} if model.takes_controls else {})
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.part("scheduler"))
+    return Placed(scheduler=scheduler, vae=vae, transformer=transformer.to(devices.transformer), **parts)
+
+
+def load_lora_weights(pipeline: Any, path: Path) -> None:
+    """Load a LoRA, from a file or from the folder that `run` wrote."""
+    file = path / WEIGHTS_NAME if path.is_dir() else path
+    if not file.is_file():
+        raise TrainError("no LoRA here", where=path, expected=f"{WEIGHTS_NAME} or a .safetensors file")
+    try:
+        pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise TrainError(f"the LoRA does not fit this model: {str(error).splitlines()[0]}", where=file) from None
+
+
+def output_size(pictures: Sequence[Image.Image], config: PredictConfig) -> Size:
+    """Width and height of the result: those asked for, else the pipelines' own: about 1024² as the last picture is."""
+    size = pictures[-1].size if pictures else (1, 1)
+    width, height = calculate_dimensions(VAE_IMAGE_SIZE, size)
+    width, height = config.width or width, config.height or height
+    return width // PIXELS_PER_TOKEN * PIXELS_PER_TOKEN, height // PIXELS_PER_TOKEN * PIXELS_PER_TOKEN
+
+
+@torch.inference_mode()
+def decode_latents(pipeline: Any, latents: torch.Tensor, size: Size) -> Image.Image:
+    """The picture of packed latents `[1, S, 64]`, on the VAE's device, as the pipelines end."""
+    vae, (width, height) = pipeline.vae, size
+    z = pipeline._unpack_latents(latents, height, width, pipeline.vae_scale_factor).to(vae.device, vae.dtype)
+    mean, std = (
+        torch.tensor(values).view(1, -1, 1, 1, 1).to(z) for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    image = vae.decode(z / (1.0 / std) + mean, return_dict=False)[0][:, :, 0]
+    picture: Image.Image = pipeline.image_processor.postprocess(image, output_type="pil")[0]
+    return picture
