@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
 
 from qwen_cache.format.errors import ConfigError
 
 CONFIG_NAME = "qwen.yaml"
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 
@@ -88,11 +89,11 @@ class TrainConfig(Section):
     """Forward passes before each optimizer step."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: a third more time, a small part of the memory."""
-    mixed_precision: Literal["bf16", "no"] = "bf16"
-    """bf16: frozen weights in bfloat16, LoRA weights and optimizer in float32. no: all float32."""
-    max_grad_norm: float = 1.0
+    mixed_precision: Annotated[Literal["bf16", "no"], BeforeValidator(lambda v: "no" if v is False else v)] = "bf16"
+    """bf16: frozen weights in bfloat16, LoRA weights and optimizer in float32. no: all in float32."""
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are clipped to this norm; 0 leaves them alone."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Order, noise, timesteps and dropout follow from it."""
     caption_dropout: Fraction = 0.1
     """How often a sample is trained with its own empty prompt."""
@@ -102,8 +103,8 @@ class TrainConfig(Section):
     """Mean of logit_normal."""
     logit_std: float = 1.0
     """Standard deviation of logit_normal."""
-    mode_scale: float = 1.29
-    """Scale of mode."""
+    mode_scale: Annotated[float, Field(ge=-1, le=1.75)] = 1.29
+    """Scale of mode; beyond these bounds its density leaves (0, 1)."""
     edit_mask_weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of tokens inside the edit mask, against 1 outside; normalised by the sum of weights."""
     checkpointing_steps: Positive = 500
@@ -115,7 +116,7 @@ class TrainConfig(Section):
 
 class OptimizerConfig(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     weight_decay: Annotated[float, Field(ge=0)] = 1e-2
     eps: Annotated[float, Field(gt=0)] = 1e-8
 
@@ -222,13 +223,15 @@ def _validate(value: Mapping[str, Any], where: str) -> Config:
 
 
 def _nearest(location: list[str]) -> str:
-    known = known_keys()
-    exact_section = [key for key in known if key.split(".")[:-1] == location[:-1]]
-    last = {key.split(".")[-1]: key for key in reversed([*exact_section, *known])}
-    found = difflib.get_close_matches(location[-1], last, n=1, cutoff=0.5)
-    if found:
-        return f"did you mean {last[found[0]]}?"
-    return "known here: " + ", ".join(sorted(key.split(".")[-1] for key in exact_section))
+    """The key that was probably meant: of a like name in the same section, or of this name in another."""
+    *section, last = location
+    known = [key.split(".") for key in known_keys()]
+    here = {key[-1]: key for key in known if key[:-1] == section}
+    anywhere = {key[-1]: key for key in known}
+    for candidates, likeness in ((here, 0.6), (anywhere, 0.8)):
+        if found := difflib.get_close_matches(last, candidates, n=1, cutoff=likeness):
+            return f"did you mean {'.'.join(candidates[found[0]])}?"
+    return "known here: " + ", ".join(sorted(here))
 
 
 def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:

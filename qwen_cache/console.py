@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import click
-
 from qwen_cache.format.errors import QwenCacheError
 
 if TYPE_CHECKING:
@@ -26,28 +24,35 @@ if TYPE_CHECKING:
 FAULTS = 1
 FAILED = 2
 INTERRUPTED = 130
+USERS_ERRNO = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
 
 
 def run_app(app: typer.Typer) -> NoReturn:
     """Run a command line; errors that a user can cause become a message and an exit code."""
+    import typer
+
     quiet_libraries()
     try:
         code = app(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
     except QwenCacheError as error:
         code = fail(str(error))
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         console().print("[yellow]interrupted[/]")
         code = INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has enough, as in `inspect | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except SystemExit as leaving:  # how typer ends when the reader of our output has enough, as in `inspect | head`
+        if not isinstance(leaving.__context__, BrokenPipeError):
+            raise
         code = 0
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR):
+        if error.errno not in USERS_ERRNO:
             raise
         code = fail(f"{error.filename or 'writing'}: {error.strerror}")
+    except Exception as error:
+        show = getattr(error, "show", None)  # a usage error of click, of which typer carries a private copy
+        if show is None:
+            raise
+        show()
+        code = int(getattr(error, "exit_code", FAILED))
     sys.exit(code if isinstance(code, int) else 0)
 
 

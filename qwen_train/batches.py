@@ -1,4 +1,4 @@
-"""Batches out of a cache: batch k is a pure function of the cache, the seed and k.
+"""Batches out of a cache: each is a pure function of the cache, the seed and its position.
 
 Samples are numbered by position: position p is sample p mod n of epoch p // n, in an order drawn for that epoch.
 Noise, timestep and caption dropout of a position come from its own generator, so they do not depend on the batch or
@@ -80,14 +80,11 @@ class Batches:
     ) -> None:
         self.cache, self.config, self.schedule, self.rank, self.world_size = cache, config, schedule, rank, world_size
 
-    def positions(self, k: int) -> range:
-        """The positions of batch `k` of this process."""
-        size = self.config.batch_size
-        begin = (k * self.world_size + self.rank) * size
-        return range(begin, begin + size)
-
-    def batch(self, k: int) -> Batch:
-        return collate([self.draw(position) for position in self.positions(k)], self.config.edit_mask_weight)
+    def batch(self, position: int) -> Batch:
+        """This process's batch when `position` samples have been trained by all."""
+        begin = position + self.rank * self.config.batch_size
+        positions = range(begin, begin + self.config.batch_size)
+        return collate([self.draw(i) for i in positions], self.config.edit_mask_weight)
 
     def draw(self, position: int) -> Drawn:
         """The sample at `position` with everything that chance decides."""
@@ -107,15 +104,15 @@ class Batches:
         noise = torch.randn(tokens, sample.row.meta.tensors["image_latents"].shape[1], generator=generator)
         return Drawn(sample, self.schedule.sigma(u, tokens), noise, without_caption)
 
-    def starting_at(self, k: int) -> Generator[Batch]:
-        """Batch k, k + 1, …, without end, prepared ahead by one thread."""
+    def starting_at(self, position: int) -> Generator[Batch]:
+        """The batches after `position` trained samples, without end, prepared ahead by one thread."""
         waiting: deque[Future[Batch]] = deque()
         with ThreadPoolExecutor(1, "batches") as thread:
             try:
                 while True:
                     while len(waiting) <= AHEAD:
-                        waiting.append(thread.submit(self.batch, k))
-                        k += 1
+                        waiting.append(thread.submit(self.batch, position))
+                        position += self.config.batch_size * self.world_size
                     yield waiting.popleft().result()
             finally:
                 thread.shutdown(cancel_futures=True)

@@ -2,7 +2,7 @@
 
     checkpoint-500/
       pytorch_lora_weights.safetensors   the adapter, as the stock pipeline loads it
-      state.safetensors, state.json      optimizer, learning rate, random numbers; steps done; the identity of the cache
+      state.safetensors, state.json      optimizer, learning rate, random numbers; steps and samples done; cache, seed
 
 A checkpoint is complete under its name or not there. Nothing in it is a pickle.
 """
@@ -13,11 +13,14 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from qwen_cache.format.directory import write_durably
@@ -27,26 +30,30 @@ from qwen_train.lora import WEIGHTS_NAME, load_lora, save_lora
 NAME = re.compile(r"checkpoint-(\d+)")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """The parts of a run that change as it goes."""
+    """A run as it goes: its parts, the steps that are done, the samples that were trained, and what must not change."""
 
     transformer: Any
     optimizer: Any
     lr_scheduler: Any
-    cache_identity: str
+    fixed: dict[str, Any]
+    """What a resumed run must share with the checkpoint: the identity of the cache, the seed, the LoRA's settings."""
+    step: int = 0
+    samples: int = 0
 
 
-def save_checkpoint(folder: Path, step: int, run: Run, keep: int) -> Path:
+def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
     """Write `checkpoint-<step>`, then remove all but the newest `keep` (0 keeps all)."""
-    final, temporary = folder / f"checkpoint-{step}", folder / f".checkpoint-{step}.tmp"
+    final, temporary = folder / f"checkpoint-{run.step}", folder / f".checkpoint-{run.step}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     save_lora(run.transformer, temporary / WEIGHTS_NAME)
     tensors: dict[str, torch.Tensor] = {}
     state = {
-        "step": step,
-        "cache_identity": run.cache_identity,
+        "step": run.step,
+        "samples": run.samples,
+        "fixed": run.fixed,
         "optimizer": _flatten(run.optimizer.state_dict(), "optimizer", tensors),
         "lr_scheduler": _flatten(run.lr_scheduler.state_dict(), "lr_scheduler", tensors),
         "random": _flatten(_random_state(), "random", tensors),
@@ -66,23 +73,41 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
-def load_checkpoint(path: Path, run: Run) -> int:
-    """Put the run into the state of the checkpoint; the number of steps that are done."""
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    if state["cache_identity"] != run.cache_identity:
-        raise TrainError(
-            "this checkpoint was trained on another cache, so it cannot be resumed on this one",
-            where=path,
-            expected=state["cache_identity"],
-            found=run.cache_identity,
-            do="name the same cache, or start anew with another train.output_dir",
-        )
-    tensors = load_file(path / "state.safetensors")
-    load_lora(run.transformer, path / WEIGHTS_NAME)
+def load_checkpoint(path: Path, run: Run) -> None:
+    """Put the run into the state of the checkpoint."""
+    with _reading(path / "state.json") as file:
+        state = json.loads(file.read_text(encoding="utf-8"))
+        _check_fixed(path, state["fixed"], run.fixed)
+    with _reading(path / "state.safetensors") as file:
+        tensors = load_file(file)
+    with _reading(path / WEIGHTS_NAME) as file:
+        load_lora(run.transformer, file)
     run.optimizer.load_state_dict(_unflatten(state["optimizer"], tensors))
     run.lr_scheduler.load_state_dict(_unflatten(state["lr_scheduler"], tensors))
     _set_random_state(_unflatten(state["random"], tensors))
-    return int(state["step"])
+    run.step, run.samples = int(state["step"]), int(state["samples"])
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Path]:
+    """Whatever is wrong with a file becomes an error that names it."""
+    try:
+        yield path
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        do = "remove this checkpoint, and resume from the one before"
+        raise TrainError(f"this checkpoint is damaged: {error}", where=path, do=do) from None
+
+
+def _check_fixed(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    for name, expected in saved.items():
+        if current.get(name) != expected:
+            raise TrainError(
+                f"this checkpoint was trained with another {name}, so it cannot be resumed",
+                where=path,
+                expected=expected,
+                found=current.get(name),
+                do=f"use the same {name}, or start anew with another train.output_dir",
+            )
 
 
 def _random_state() -> dict[str, Any]:

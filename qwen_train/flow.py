@@ -22,6 +22,18 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from qwen_cache.format.errors import ModelError
+
+_SUPPORTED = {
+    "use_dynamic_shifting": True,
+    "time_shift_type": "exponential",
+    "use_karras_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_beta_sigmas": False,
+    "invert_sigmas": False,
+}
+"""Settings of FlowMatchEulerDiscreteScheduler under which inference visits the noise levels computed here."""
+
 Density = Literal["uniform", "logit_normal", "mode"]
 
 
@@ -38,6 +50,11 @@ class NoiseSchedule:
     @classmethod
     def of_config(cls, config: dict[str, Any]) -> NoiseSchedule:
         """From scheduler_config.json; what the file leaves out is FlowMatchEulerDiscreteScheduler's default."""
+        for name, supported in _SUPPORTED.items():
+            if (found := config.get(name, supported)) != supported:
+                raise ModelError(
+                    "the scheduler's setting is not supported", where=name, expected=supported, found=found
+                )
         defaults = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
         values = {name: config.get(name, default) for name, default in defaults.items()}
         return cls(**values, shift_terminal=config.get("shift_terminal"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,10 @@ def add_lora(transformer: Any, config: LoraConfig) -> list[torch.nn.Parameter]:
         target_modules=config.target_modules,
         init_lora_weights="gaussian",  # as diffusers' own trainers
     )
+    check_targets(transformer, config.target_modules)
     try:
         transformer.add_adapter(settings)
-    except ValueError as error:
+    except (ValueError, re.error) as error:
         raise ConfigError(
             f"train.lora.target_modules: {error}",
             do="name linear layers of the transformer, such as to_q or img_mlp.net.2",
@@ -44,6 +46,18 @@ def add_lora(transformer: Any, config: LoraConfig) -> list[torch.nn.Parameter]:
     return parameters
 
 
+def check_targets(transformer: Any, targets: list[str] | str) -> None:
+    """Every listed name is a module; peft is content when one of them is."""
+    names = [name for name, _ in transformer.named_modules()]
+    for target in targets if isinstance(targets, list) else []:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise ConfigError(
+                "train.lora.target_modules: no such module",
+                found=target,
+                do="name linear layers of the transformer, such as to_q or img_mlp.net.2",
+            )
+
+
 def save_lora(transformer: Any, path: Path) -> None:
     """Write the adapter, atomically."""
     weights = {
@@ -52,7 +66,7 @@ def save_lora(transformer: Any, path: Path) -> None:
     settings = transformer.peft_config["default"].to_dict()
     metadata = {f"{PREFIX}.{name}": sorted(v) if isinstance(v, set) else v for name, v in settings.items()}
     text = json.dumps(metadata, indent=2, sort_keys=True)
-    write_durably(path, save(weights, {"format": "pt", METADATA_KEY: text}))
+    write_durably(path, save(weights, {METADATA_KEY: text}))
 
 
 def load_lora(transformer: Any, path: Path) -> None:

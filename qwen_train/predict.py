@@ -48,11 +48,13 @@ def predict(
 ) -> Image.Image:
     """The picture that the model draws for `prompt` about `pictures` (RGB)."""
     check_pictures(model, pictures)
+    lora_file = find_lora(lora) if lora is not None else None
     dtype = getattr(torch, config.dtype)
     embeds = encode_prompts(model, pictures, prompt, config.negative_prompt, devices, dtype)
     pipeline = load_pipeline(model, devices, dtype)
-    if lora is not None:
-        load_lora_weights(pipeline, lora)
+    check_steps(config.num_inference_steps, pipeline.scheduler)
+    if lora_file is not None:
+        load_lora_weights(pipeline, lora_file)
     width, height = output_size(pictures, config)
     latents = pipeline(
         **({"image": list(pictures) if len(pictures) > 1 else pictures[0]} if pictures else {}),
@@ -87,6 +89,12 @@ def check_pictures(model: ModelFolder, pictures: Sequence[Image.Image]) -> None:
         raise ConfigError(f"{model.pipeline} takes {most} pictures", found=len(pictures), do="leave out some --image")
 
 
+def check_steps(steps: int, scheduler: Any) -> None:
+    """The stock scheduler divides 0 by 0 when it stretches a single step to `shift_terminal`."""
+    if steps == 1 and scheduler.config.shift_terminal:
+        raise ConfigError("one step is too few for this model's scheduler", found="--steps 1", do="use at least 2")
+
+
 def encode_prompts(
     model: ModelFolder,
     pictures: Sequence[Image.Image],
@@ -99,12 +107,13 @@ def encode_prompts(
     encoder = TextEncoder(model, devices.text, dtype)
     area = TEMPLATES[model.pipeline].condition_image_size
     seen = [p.resize(calculate_dimensions(area, p.size), Image.Resampling.LANCZOS) for p in pictures]
-    prompts = [prompt] if negative_prompt is None else [prompt, negative_prompt]
-    encoded = encoder.encode(seen, prompts)
     arguments: dict[str, torch.Tensor] = {}
-    for i, name in enumerate(("prompt_embeds", "negative_prompt_embeds")[: len(prompts)]):
-        embeds = encoded.whole(i)[None].to(devices.transformer)
-        arguments |= {name: embeds, f"{name}_mask": embeds.new_ones(embeds.shape[:2], dtype=torch.long)}
+    for name, text in (("prompt_embeds", prompt), ("negative_prompt_embeds", negative_prompt)):
+        if (
+            text is not None
+        ):  # each one whole, as the pipelines do, and not on shared keys and values: equal bit for bit
+            embeds = encoder.encode(seen, [text]).first[None].to(devices.transformer)
+            arguments |= {name: embeds, f"{name}_mask": embeds.new_ones(embeds.shape[:2], dtype=torch.long)}
     return arguments
 
 
@@ -130,15 +139,22 @@ def load_pipeline(model: ModelFolder, devices: Devices, dtype: torch.dtype) -> A
     return Placed(scheduler=scheduler, vae=vae, transformer=transformer.to(devices.transformer), **parts)
 
 
-def load_lora_weights(pipeline: Any, path: Path) -> None:
-    """Load a LoRA, from a file or from the folder that `run` wrote."""
+def find_lora(path: Path) -> Path:
+    """The file of a LoRA: `path`, or the one in the folder that `run` wrote."""
     file = path / WEIGHTS_NAME if path.is_dir() else path
     if not file.is_file():
         raise TrainError("no LoRA here", where=path, expected=f"{WEIGHTS_NAME} or a .safetensors file")
+    return file
+
+
+def load_lora_weights(pipeline: Any, file: Path) -> None:
+    """Load a LoRA by the stock loader."""
     try:
         pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
     except (ValueError, RuntimeError, KeyError) as error:
         raise TrainError(f"the LoRA does not fit this model: {str(error).splitlines()[0]}", where=file) from None
+    if not getattr(pipeline.transformer, "peft_config", None):  # the stock loader only warns
+        raise TrainError("the LoRA does not fit this model: none of its weights belong to the transformer", where=file)
 
 
 def output_size(pictures: Sequence[Image.Image], config: PredictConfig) -> Size:

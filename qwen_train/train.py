@@ -38,7 +38,7 @@ TRANSFORMER_PARTS = ("transformer", "scheduler")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is ready to go on after `done` steps."""
+    """A run that is ready to start or to go on."""
 
     out: Path
     accelerator: Accelerator
@@ -47,61 +47,77 @@ class Prepared:
     parameters: list[torch.nn.Parameter]
     run: Run
     batches: Batches
-    done: int
 
 
 def train(config: Config, *, resume: bool = False) -> Path:
     """Train as `config` says; the path of the LoRA.
 
-    Raises KeyboardInterrupt after SIGINT or SIGTERM, once a checkpoint of the step that it was in is saved.
+    Raises KeyboardInterrupt after SIGINT or SIGTERM, once the step that it was in is done and saved.
     """
     settings = config.train
     p = prepare(config, resume)
-    optimizer, lr_scheduler = p.run.optimizer, p.run.lr_scheduler
-    stream = p.batches.starting_at(p.done * settings.gradient_accumulation_steps)
-    log = MetricsLog(p.out, p.accelerator, config.logging, p.done)
-    step, saved, losses, waited, began = p.done, p.done, [], 0.0, time.monotonic()
+    run, accelerator, optimizer, lr_scheduler = p.run, p.accelerator, p.run.optimizer, p.run.lr_scheduler
+    stream = p.batches.starting_at(run.samples)
+    log = MetricsLog(p.out, accelerator, config.logging, run.step)
+    losses: list[float] = []
+    saved, waited, began = run.step, 0.0, time.monotonic()
 
-    with closing(stream), StopSignals() as stop, progress() as bar:
-        task = bar.add_task("training", total=settings.max_steps, completed=p.done, count="")
-        while step < settings.max_steps and not stop.requested:
+    with closing(log), closing(stream), StopSignals() as stop, progress() as bar:
+        task = bar.add_task("training", total=settings.max_steps, completed=run.step, count="")
+        while run.step < settings.max_steps and not (not losses and any_process(accelerator, stop.requested)):
             asked = time.monotonic()
             batch = next(stream)
             waited += time.monotonic() - asked
-            with p.accelerator.accumulate(p.transformer):
-                loss = compute_loss(p.transformer, batch.to(p.accelerator.device, p.dtype))
-                losses.append(check_loss(loss, batch, step + 1))
-                p.accelerator.backward(loss)
-                if not p.accelerator.sync_gradients:
+            with accelerator.accumulate(p.transformer):
+                loss = compute_loss(p.transformer, batch.to(accelerator.device, p.dtype))
+                losses.append(check_loss(loss, batch, run.step + 1))
+                run.samples += len(batch.keys) * accelerator.num_processes
+                accelerator.backward(loss)
+                if not accelerator.sync_gradients:
                     continue
-                norm = p.accelerator.clip_grad_norm_(p.parameters, settings.max_grad_norm or math.inf)
+                norm = accelerator.clip_grad_norm_(p.parameters, settings.max_grad_norm or math.inf)
                 learning_rate = lr_scheduler.get_last_lr()[0]
                 optimizer.step()
                 lr_scheduler.step()
                 optimizer.zero_grad()
-            step += 1
+            run.step += 1
             took, mean = time.monotonic() - began, sum(losses) / len(losses)
             log.write(
-                step,
+                run.step,
                 loss=mean,
                 learning_rate=learning_rate,
                 grad_norm=float(norm),
-                samples_per_second=len(losses) * settings.batch_size / took,
+                samples_per_second=len(losses) * len(batch.keys) * accelerator.num_processes / took,
                 data_wait=waited / took,
             )
-            bar.update(task, completed=step, count=f"{step}/{settings.max_steps}, loss {mean:.4f}, {took:.2f} s/step")
+            count = f"{run.step}/{settings.max_steps}, loss {mean:.4f}, {took:.2f} s/step"
+            bar.update(task, completed=run.step, count=count)
             losses, waited, began = [], 0.0, time.monotonic()
-            if step % settings.checkpointing_steps == 0:
-                save_checkpoint(p.out, step, p.run, settings.checkpoints_total_limit)
-                saved = step
-    log.close()
-    if step > saved:
-        save_checkpoint(p.out, step, p.run, settings.checkpoints_total_limit)
-    if step < settings.max_steps:
-        console().print(f"stopped after step {step}; `qwen-train run --resume` goes on from there")
+            if run.step % settings.checkpointing_steps == 0:
+                saved = save(p, settings.checkpoints_total_limit)
+    if run.step > saved:
+        save(p, settings.checkpoints_total_limit)
+    if run.step < settings.max_steps:
+        console().print(f"stopped after step {run.step}; `qwen-train run --resume` goes on from there")
         raise KeyboardInterrupt
-    save_lora(p.run.transformer, p.out / WEIGHTS_NAME)
+    if accelerator.is_main_process:
+        save_lora(run.transformer, p.out / WEIGHTS_NAME)
     return p.out / WEIGHTS_NAME
+
+
+def save(p: Prepared, keep: int) -> int:
+    """Write a checkpoint, from the main process; the step that it is of."""
+    if p.accelerator.is_main_process:
+        save_checkpoint(p.out, p.run, keep)
+    p.accelerator.wait_for_everyone()
+    return p.run.step
+
+
+def any_process(accelerator: Accelerator, flag: bool) -> bool:
+    """Whether `flag` is set in any process: all have to leave the loop after the same step."""
+    if accelerator.num_processes == 1:
+        return flag
+    return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device)) > 0)
 
 
 def compute_loss(transformer: Any, batch: Batch) -> torch.Tensor:
@@ -133,6 +149,8 @@ def check_loss(loss: torch.Tensor, batch: Batch, step: int) -> float:
 def prepare(config: Config, resume: bool) -> Prepared:
     """Load the transformer, add the LoRA, and find the checkpoint to go on from."""
     settings, out = config.train, Path(config.train.output_dir)
+    if out.exists() and not out.is_dir():
+        raise ConfigError("not a folder", where=out, do="set train.output_dir")
     earlier = checkpoints(out)
     if earlier and not resume:
         raise ConfigError(
@@ -159,16 +177,20 @@ def prepare(config: Config, resume: bool) -> Prepared:
     transformer.train()
     optimizer, lr_scheduler = make_optimizer(config, parameters)
     transformer, optimizer = accelerator.prepare(transformer, optimizer)
-    run = Run(accelerator.unwrap_model(transformer), optimizer, lr_scheduler, cache.identity)
-    done = load_checkpoint(earlier[-1][1], run) if earlier else 0
-    out.mkdir(parents=True, exist_ok=True)
-    write_durably(out / CONFIG_NAME, config.to_yaml().encode("utf-8"))
+    fixed = {"cache": cache.identity, "seed": settings.seed, "lora": settings.lora.model_dump(mode="json")}
+    run = Run(accelerator.unwrap_model(transformer), optimizer, lr_scheduler, fixed)
+    if earlier:
+        load_checkpoint(earlier[-1][1], run)
+    if accelerator.is_main_process:
+        out.mkdir(parents=True, exist_ok=True)
+        write_durably(out / CONFIG_NAME, config.to_yaml().encode("utf-8"))
+    accelerator.wait_for_everyone()
     schedule = NoiseSchedule.of_config(
         json.loads((model.part("scheduler") / "scheduler_config.json").read_text(encoding="utf-8"))
     )
     batches = Batches(cache, settings, schedule, rank=accelerator.process_index, world_size=accelerator.num_processes)
-    print_plan(config, cache, parameters, accelerator, done)
-    return Prepared(out, accelerator, transformer, dtype, parameters, run, batches, done)
+    print_plan(config, cache, parameters, accelerator, run.step)
+    return Prepared(out, accelerator, transformer, dtype, parameters, run, batches)
 
 
 def load_transformer(model: ModelFolder, dtype: torch.dtype) -> Any:
@@ -193,14 +215,17 @@ def make_optimizer(config: Config, parameters: list[torch.nn.Parameter]) -> tupl
     """AdamW and the learning rate's schedule."""
     o, s = config.optimizer, config.lr_scheduler
     optimizer = torch.optim.AdamW(parameters, lr=o.learning_rate, betas=o.betas, weight_decay=o.weight_decay, eps=o.eps)
-    lr_scheduler = get_scheduler(
-        s.name,
-        optimizer,
-        num_warmup_steps=s.warmup_steps,
-        num_training_steps=config.train.max_steps,
-        num_cycles=s.num_cycles,
-        power=s.power,
-    )
+    try:
+        lr_scheduler = get_scheduler(
+            s.name,
+            optimizer,
+            num_warmup_steps=s.warmup_steps,
+            num_training_steps=config.train.max_steps,
+            num_cycles=s.num_cycles,
+            power=s.power,
+        )
+    except ValueError as error:
+        raise ConfigError(f"lr_scheduler: {error}") from None
     return optimizer, lr_scheduler
 
 

@@ -589,6 +589,11 @@ def test_a_cache_of_the_other_version_is_not_overwritten(
     assert contents(out) == before
 
 
+def test_a_prompt_that_stands_for_pixels_is_refused(pairs: Path, tmp_path: Path, model: Path) -> None:
+    (pairs / "target_images" / "cup.txt").write_text("paint <|image_pad|> blue")
+    failing(build(pairs, tmp_path / "shards", model), "1 problem", "cup: the prompt contains <|image_pad|>")
+
+
 def test_too_many_controls_for_the_pipeline(pairs: Path, tmp_path: Path, tiny_model: TinyModel) -> None:
     result = build(pairs, tmp_path / "shards", tiny_model("edit"))
     failing(result, "cat: QwenImageEditPipeline takes 1 control picture, found 2")

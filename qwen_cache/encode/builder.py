@@ -22,6 +22,7 @@ from qwen_cache.encode.plan import Plan, Planned, Rules, make_plan
 from qwen_cache.encode.recipe import make_recipe
 from qwen_cache.encode.source import Problem, Row, read_source
 from qwen_cache.encode.staging import Staging
+from qwen_cache.encode.template import PIXEL_TOKENS, TEMPLATES
 from qwen_cache.format import directory
 from qwen_cache.format.cache import map_file
 from qwen_cache.format.errors import ConfigError
@@ -96,7 +97,29 @@ def prepare(config: Config, source: str | None, on_bytes: Callable[[int], None] 
         needs_control=model.takes_controls,
         allow_empty_prompt=config.data.allow_empty_prompt,
     )
-    return Job(config, Path(config.cache.path), model, make_recipe(model, config, on_bytes), rows, problems)
+    more = check_prompts(model, rows)
+    rows = [row for row in rows if row.where not in {problem.where for problem in more}]
+    return Job(config, Path(config.cache.path), model, make_recipe(model, config, on_bytes), rows, [*problems, *more])
+
+
+def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:
+    """Prompts that the encoder cannot take, or that the pipeline would cut off without a word."""
+    problems = [
+        Problem(row.where, f"{row.name}: the prompt contains {token}, which stands for a picture's pixels", "remove it")
+        for row in rows
+        for token in PIXEL_TOKENS
+        if token in row.prompt
+    ]
+    limit = TEMPLATES[model.pipeline].max_length
+    long = [row for row in rows if limit and len(row.prompt.encode()) > limit // 2]  # a token is a byte or more
+    if limit and long:
+        from qwen_cache.encode.text import kept_tokens
+
+        for row, length in zip(long, kept_tokens(model, [row.prompt for row in long]), strict=True):
+            if length > limit:
+                what = f"{row.name}: the prompt has {length} tokens, the pipeline uses {limit}"
+                problems.append(Problem(row.where, what, "shorten it"))
+    return problems
 
 
 def load_existing(job: Job) -> Existing:

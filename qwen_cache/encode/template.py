@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from qwen_cache.model_folder import PipelineName
 
 VISION_END = "<|vision_end|>"
+PIXEL_TOKENS = ("<|image_pad|>", "<|video_pad|>")
 _PICTURE = f"<|vision_start|><|image_pad|>{VISION_END}"
 _FRAME = "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"
 _EDIT = _FRAME.format(

@@ -23,6 +23,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from qwen_cache.encode.loading import load_whole
 from qwen_cache.encode.template import TEMPLATES, VISION_END
+from qwen_cache.format.errors import ModelError
 from qwen_cache.model_folder import ModelFolder
 
 
@@ -63,6 +64,12 @@ def load_processor(model: ModelFolder) -> ImageOnlyQwen2VLProcessor:
     return ImageOnlyQwen2VLProcessor(pictures, AutoTokenizer.from_pretrained(folder))
 
 
+def kept_tokens(model: ModelFolder, prompts: Sequence[str]) -> list[int]:
+    """How many tokens each prompt has after `drop_idx`, without pictures."""
+    template, tokenizer = TEMPLATES[model.pipeline], AutoTokenizer.from_pretrained(model.part("tokenizer"))
+    return [len(tokenizer(template.text(prompt, 0))["input_ids"]) - template.drop_idx for prompt in prompts]
+
+
 class TextEncoder:
     """Qwen2.5-VL without its `lm_head`, on its own device."""
 
@@ -80,7 +87,7 @@ class TextEncoder:
     def encode(self, pictures: Sequence[Image.Image], prompts: Sequence[str]) -> EncodedText:
         """The embeddings of `prompts` about `pictures` (RGB, already resized for the encoder), on the CPU."""
         inputs = self._inputs(pictures, prompts[0])
-        shared = self._shared_length(inputs["input_ids"][0])
+        shared = self._shared_length(inputs["input_ids"][0], len(pictures))
         output = self.model(**inputs, use_cache=True)
         past, first = output.past_key_values, output.last_hidden_state[0]
         others = []
@@ -99,19 +106,20 @@ class TextEncoder:
         else:
             inputs = self.processor(text=[text], images=list(pictures), return_tensors="pt")
             if "mm_token_type_ids" not in inputs:
-                raise RuntimeError(
-                    "the processor returned no mm_token_type_ids: positions would silently be one-dimensional"
+                raise ModelError(
+                    "the processor returned no mm_token_type_ids: positions would silently be one-dimensional",
+                    do="install the version of transformers that qwen-cache asks for",
                 )
         return dict(inputs.to(self.device))
 
     def _inputs_after_pictures(self, prompt: str, pictures: int) -> torch.Tensor:
         """Token ids of what follows the last picture, or the dropped part of the template where there is none."""
         text = self.template.text(prompt, pictures)
-        after = text.rpartition(VISION_END)[2] if pictures else text
+        after = text.split(VISION_END, pictures)[pictures]
         ids: torch.Tensor = self.tokenizer(after, return_tensors="pt")["input_ids"]
         return ids[:, 0 if pictures else self.template.drop_idx :].to(self.device)
 
-    def _shared_length(self, input_ids: torch.Tensor) -> int:
-        """How many tokens do not depend on the prompt."""
+    def _shared_length(self, input_ids: torch.Tensor, pictures: int) -> int:
+        """How many tokens do not depend on the prompt (which may name the end of a picture, too)."""
         ends = (input_ids == self.tokenizer.convert_tokens_to_ids(VISION_END)).nonzero()
-        return int(ends[-1]) + 1 if self.processor else self.template.drop_idx
+        return int(ends[pictures - 1]) + 1 if pictures else self.template.drop_idx

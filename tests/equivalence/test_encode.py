@@ -1,0 +1,227 @@
+"""What `qwen-cache build` stores is what the stock diffusers pipelines feed to their transformer (see `judge`)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from qwen_cache import open_cache
+from qwen_cache.encode.text import EncodedText, TextEncoder
+from qwen_cache.encode.vae import VaeEncoder
+from qwen_cache.format.cache import Sample
+from tests.conftest import SMALL, build, run, write_pairs
+
+from .judge import (
+    LONG,
+    PROMPTS,
+    SEVERAL,
+    SHAPES,
+    TOLERANCE,
+    Any,
+    Case,
+    Size,
+    Tensor,
+    TinyModel,
+    assert_is_what_stock_computes,
+    assert_same,
+    build_cache,
+    by_name,
+    case,
+    feed,
+    relative,
+    small_options,
+    stock_pipeline,
+    write_source,
+)
+
+# ---- against the pipelines -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype", "sizes"),
+    [
+        ("edit", "bfloat16", [(640, 427), (333, 517)]),
+        ("edit-plus", "bfloat16", [(640, 427), (427, 640), (451, 300)]),
+        ("edit-2511", "bfloat16", [(512, 512), (600, 400)]),
+        ("t2i", "float32", [(640, 427)]),
+    ],
+)
+def test_at_stock_sizes_a_cache_holds_what_the_pipeline_feeds_its_transformer(
+    variant: str, dtype: str, sizes: list[Size], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    it = case(sizes, "Make it look like late autumn, 像一幅水彩画")
+    opened = build_cache(tmp_path, {"it": it}, tiny_model(variant), "--dtype", dtype)
+    pipeline = stock_pipeline(tiny_model(variant), variant, getattr(torch, dtype))
+    assert_is_what_stock_computes(opened[0], it, pipeline)
+
+
+@cache
+def sweep(variant: str) -> dict[str, Case]:
+    """Shapes, prompts, modes and numbers of controls that the pipeline of `variant` takes."""
+    pair = [(150, 100), (100, 150)]
+    cases = {name: case(sizes, f"make the {name} one blue") for name, sizes in SHAPES.items()}
+    cases |= {name: case(pair, prompt) for name, prompt in PROMPTS.items()}
+    cases |= {mode: case(pair, f"from {mode}", mode) for mode in ("L", "P")}
+    if variant == "t2i":  # whose prompts end after 512 tokens
+        return {name: Case(it.target, (), it.prompt[:400]) for name, it in cases.items()}
+    if variant != "edit":
+        cases |= {name: case(sizes, LONG) for name, sizes in SEVERAL.items()}
+    return cases
+
+
+@pytest.fixture(scope="module")
+def swept(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], dict[str, Sample]]:
+    """The samples of a cache of `sweep(variant)`, by name."""
+
+    @cache
+    def make(variant: str, dtype: str) -> dict[str, Sample]:
+        folder = tmp_path_factory.mktemp("sweep")
+        options = [*small_options(variant), "--dtype", dtype, "--set", "data.allow_empty_prompt=true"]
+        return by_name(build_cache(folder, sweep(variant), tiny_model(variant), *options))
+
+    return make
+
+
+@pytest.mark.usefixtures("small_areas")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("variant", "name"), [(variant, name) for variant in ("edit", "edit-plus", "t2i") for name in sweep(variant)]
+)
+def test_whatever_the_sample_a_cache_holds_what_the_pipeline_feeds_its_transformer(
+    variant: str, name: str, dtype: str, swept: Callable[[str, str], dict[str, Sample]], tiny_model: TinyModel
+) -> None:
+    """Prompts in any script and of any length; one to four controls of any shape (traps 11, 12, 14, 17, 19)."""
+    pipeline = stock_pipeline(tiny_model(variant), variant, getattr(torch, dtype))
+    assert_is_what_stock_computes(swept(variant, dtype)[name], sweep(variant)[name], pipeline)
+
+
+@pytest.mark.parametrize("tokens", [512, 513])
+def test_a_prompt_that_text_to_image_would_cut_is_refused(tokens: int, tiny_model: TinyModel, tmp_path: Path) -> None:
+    pipeline = stock_pipeline(tiny_model("t2i"), "t2i")
+    around = len(pipeline.tokenizer(pipeline.prompt_template_encode.format("")).input_ids)
+    prompt = "7" * (tokens + pipeline.prompt_template_encode_start_idx - around)  # a digit is a token
+    source = write_source(tmp_path / "source", {"it": case([(100, 100)], prompt)})
+    options = ["--model", tiny_model("t2i"), "--dtype", "float32", *small_options("t2i")]
+    result = run("qwen-cache", "build", source, "--out", tmp_path / "shards", *options)
+    assert len(feed(pipeline, [], prompt).prompt_embeds) == 512
+    if tokens > 512:
+        assert result.code == 2
+        assert "metadata.jsonl:1: it: the prompt has 513 tokens, the pipeline uses 512" in result.stderr
+    else:
+        assert_same(open_cache(tmp_path / "shards")[0]["prompt_embeds"], feed(pipeline, [], prompt).prompt_embeds)
+
+
+# ---- one trap each ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_areas")
+def test_values_beyond_float16_are_kept_bit_for_bit(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Trap 17: a model whose embeddings reach beyond 65504, as those of the trained one do."""
+    folder = shutil.copytree(tiny_model("edit-plus"), tmp_path / "model")
+    encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "text_encoder")
+    encoder.model.language_model.norm.weight.data *= 2.0**17
+    encoder.save_pretrained(folder / "text_encoder")
+    it = case(SEVERAL["two"], "make it blue")
+    sample = build_cache(tmp_path, {"it": it}, folder, *small_options("edit-plus"))[0]
+    assert sample["prompt_embeds"].dtype == torch.bfloat16
+    assert float(sample["prompt_embeds"].abs().max()) > 65504
+    assert_is_what_stock_computes(sample, it, stock_pipeline(folder, "edit-plus", torch.bfloat16))
+
+
+def spoiled_latents(latents: Tensor, value: float) -> Tensor:
+    return latents.index_fill(1, torch.tensor([5]), value)
+
+
+def spoiled_text(text: EncodedText, value: float) -> EncodedText:
+    return replace(text, others=tuple(other * value for other in text.others))
+
+
+@pytest.mark.parametrize(
+    ("lane", "spoil", "tensor"),
+    [(VaeEncoder, spoiled_latents, "image_latents"), (TextEncoder, spoiled_text, "empty_prompt_embeds")],
+)
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_refused_and_nothing_is_committed(
+    lane: type, spoil: Callable[..., Any], tensor: str, value: float, tiny_model: TinyModel, pairs: Path, tmp_path: Path
+) -> None:
+    """Trap 17: an encoder overflows at one sample; what was encoded before it stays for the next build."""
+    out, calls, encode = tmp_path / "shards", [], lane.encode
+
+    def overflow(self: Any, *arguments: Any) -> Any:
+        calls.append(arguments)
+        result = encode(self, *arguments)
+        return spoil(result, value) if len(calls) == (1 if lane is TextEncoder else 4) else result
+
+    with patch.object(lane, "encode", overflow):
+        result = build(pairs, out, tiny_model("edit-plus"))
+    name = "cat" if lane is TextEncoder else "china"  # the VAE's fourth picture, after the cat's three
+    assert result.code == 2
+    assert f"{name}.png: {tensor} of {name} is not finite (found NaN or Inf)" in result.stderr
+    assert "build with --dtype float32, and check the model's weights" in result.stderr
+    assert not (out / "cache.json").exists()
+    assert not list(out.glob("*.tar"))
+    assert build(pairs, out, tiny_model("edit-plus")).code == 0
+    assert len(open_cache(out)) == 4
+
+
+@pytest.mark.parametrize("missing", ["cat.png", "china.png"])
+def test_a_missing_control_stops_the_build_and_names_its_row(
+    missing: str, tiny_model: TinyModel, pairs: Path, tmp_path: Path
+) -> None:
+    """Trap 18: no other control, and no other sample's, moves up."""
+    (pairs / "control_images" / missing).unlink()
+    result = build(pairs, tmp_path / "shards", tiny_model("edit-plus"))
+    assert result.code == 2
+    assert f"{pairs / 'target_images' / missing}: the control {pairs / 'control_images' / missing}" in result.stderr
+    assert "is missing" in result.stderr
+    assert "nothing was encoded" in result.stderr
+    assert not (tmp_path / "shards" / "cache.json").exists()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_missing_control_of_a_table_stops_the_build_and_names_its_row(
+    index: int, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Trap 18, where the table lists several controls."""
+    cases = {"first": case(SEVERAL["two"], "one"), "second": case(SEVERAL["two"], "two")}
+    source = write_source(tmp_path / "source", cases)
+    (source / f"second-control{index}.png").unlink()
+    result = build(source, tmp_path / "shards", tiny_model("edit-plus"))
+    assert result.code == 2
+    gone = source / f"second-control{index}.png"
+    assert f"{source / 'metadata.jsonl'}:2: the control {gone} does not exist" in result.stderr
+    assert not (tmp_path / "shards" / "cache.json").exists()
+
+
+def test_without_torchvision_a_build_is_the_same(
+    tiny_model: TinyModel, built: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Trap 25: the pictures go through PIL, and the recipe says so."""
+    program = "import sys; sys.modules['torchvision'] = None; from qwen_cache.cli import main; main()"
+    source, out = write_pairs(tmp_path / "data"), tmp_path / "shards"
+    arguments = ["build", source, "--out", out, "--model", tiny_model("edit-plus"), *SMALL]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    opened = open_cache(out)
+    assert opened.recipe.recipe["image_backend"] == "pil"
+    assert opened.identity == open_cache(built("edit-plus")).identity
+    for sample in opened:
+        for name, tensor in sample.tensors().items():
+            if name != "edit_mask":
+                assert relative(tensor, open_cache(built("edit-plus"))[sample.key][name]) < TOLERANCE

@@ -1,0 +1,96 @@
+"""The architecture holds: who imports whom, what is public, and the tree that the README draws."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import qwen_cache
+
+from .conftest import ROOT, command
+
+HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft")
+
+
+def imported_by(statement: str) -> set[str]:
+    """Every module that is loaded after `statement` in a fresh process."""
+    code = f"import sys; {statement}; print(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("statement", "forbidden"),
+    [
+        ("import qwen_cache", (*HEAVY, "pyarrow", "numpy", "pydantic")),
+        ("import qwen_cache.cli", (*HEAVY, "pyarrow", "numpy", "pydantic")),
+        ("import qwen_train.cli", (*HEAVY, "pyarrow", "numpy", "pydantic")),
+        ("import qwen_cache.format.cache, qwen_cache.format.verify, qwen_cache.inspect", HEAVY),
+        ("import qwen_cache.config, qwen_cache.model_folder", HEAVY),
+        ("import qwen_cache.encode.builder, qwen_cache.encode.plan", HEAVY),
+        ("import qwen_train.train", ("qwen_cache.encode", "diffusers.pipelines", "diffusers.models.autoencoders")),
+    ],
+)
+def test_imports_stay_light(statement: str, forbidden: tuple[str, ...]) -> None:
+    """`--help` and a build with nothing to do answer at once; a trainer never sees an encoder."""
+    assert not imported_by(statement) & set(forbidden)
+
+
+def test_imports_go_one_way() -> None:
+    """schemas <- qwen_cache.format <- {qwen_cache.encode, qwen_train}; only `predict` knows the encoders."""
+    for path in (ROOT / "qwen_cache" / "format").glob("*.py"):
+        others = set(re.findall(r"(?:from|import) (qwen_\w+(?:\.\w+)?)", path.read_text(encoding="utf-8")))
+        assert others <= {"qwen_cache.format"}, path
+    for path in (ROOT / "qwen_train").glob("*.py"):
+        if path.stem not in ("predict", "cli"):
+            assert "qwen_cache.encode" not in path.read_text(encoding="utf-8"), path
+
+
+def test_public_names() -> None:
+    assert qwen_cache.__all__ == ["Cache", "FormatError", "QwenCacheError", "Sample", "open_cache"]
+    for name in qwen_cache.__all__:
+        assert getattr(qwen_cache, name)
+    with pytest.raises(AttributeError, match="has no attribute 'open_shards'"):
+        _ = qwen_cache.open_shards
+
+
+def test_the_readme_draws_the_tree_that_is_there() -> None:
+    """Every folder, and every module of the two packages, has a line."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    drawn = re.search(r"```\n(schemas/.*?)```", text, flags=re.DOTALL)
+    assert drawn, "the README has no tree"
+    names = {re.split(r"\s{2,}", line.strip())[0] for line in drawn[1].splitlines() if line.strip()}
+    packages = [
+        ROOT / "qwen_cache",
+        ROOT / "qwen_cache" / "format",
+        ROOT / "qwen_cache" / "encode",
+        ROOT / "qwen_train",
+    ]
+    modules = {path.name for package in packages for path in package.glob("*.py") if path.stat().st_size}
+    assert modules - {"__init__.py"} <= names, f"not drawn: {modules - names}"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    present = {Path(name).name for name in listed} | {f"{part}/" for name in listed for part in Path(name).parts[:-1]}
+    present |= modules
+    assert {name for name in names if re.fullmatch(r"[\w./]+", name)} <= present, f"drawn, but gone: {names - present}"
+
+
+@pytest.mark.parametrize("program", ["qwen-cache", "qwen-train"])
+def test_help_and_version(program: str) -> None:
+    assert command(program, "--version").stdout == f"{program} {qwen_cache.__version__}\n"
+    result = command(program, "--help")
+    assert result.code == 0
+    assert "Usage" in result.stdout
+    assert command(program, "no-such-command").code == 2
+
+
+def test_a_silent_broadcast_is_an_error_in_the_tests() -> None:
+    """jaxtyping's hook is on (pyproject.toml): three noise levels against a batch of one would broadcast to three."""
+    from qwen_train.flow import interpolate
+
+    with pytest.raises(Exception, match=r"(?i)type-check error"):
+        interpolate(torch.zeros(1, 3, 4), torch.zeros(1, 3, 4), torch.zeros(3), torch.ones(1, 3, dtype=torch.bool))

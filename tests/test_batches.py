@@ -1,0 +1,332 @@
+"""Batches: every sample once per epoch, everything a function of the position, nothing lost or changed by padding.
+
+What is expected is read out of the shards by tarfile and stock safetensors, in format v1, which stores every tensor
+whole; losses are compared with those of the stock transformer on one sample at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import shutil
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from diffusers import QwenImageTransformer2DModel
+from torch import Tensor
+
+from qwen_cache import FormatError, open_cache
+from qwen_cache.config import TrainConfig
+from qwen_cache.format.cache import Cache
+from qwen_train.batches import Batch, Batches, collate
+from qwen_train.flow import NoiseSchedule
+from qwen_train.train import compute_loss
+from qwen_train.transformer import QwenImageMultiResTransformer2DModel
+
+Built = Callable[..., Path]
+V1 = ("--format", "v1")
+
+
+@pytest.fixture
+def cache(built: Built) -> Cache:
+    """Four samples of different sizes: `cat` has two controls, `cup` a mask."""
+    return open_cache(built("edit-plus"))
+
+
+@pytest.fixture
+def expected(built: Built) -> dict[str, dict[str, Tensor]]:
+    """The tensors of every sample by key, the empty prompt with its prefix."""
+    found = {}
+    for path in built("edit-plus", V1).glob("*.tar"):
+        with tarfile.open(path) as shard:
+            for member in shard.getmembers():
+                key, kind = member.name.split(".")
+                if kind == "safetensors":
+                    file = shard.extractfile(member) or io.BytesIO()
+                    found[key] = safetensors.torch.load(file.read())
+    return found
+
+
+def batches(cache: Cache, *, rank: int = 0, world_size: int = 1, **settings: Any) -> Batches:
+    return Batches(cache, TrainConfig(**settings), NoiseSchedule(), rank=rank, world_size=world_size)
+
+
+def nth(stream: Batches, k: int) -> Batch:
+    """Batch k of a stream."""
+    return stream.batch(k * stream.config.batch_size * stream.world_size)
+
+
+def singles(batch: Batch) -> Iterator[dict[str, Any]]:
+    """The samples of a batch without their padding."""
+    for i, shapes in enumerate(batch.img_shapes):
+        image = sum(math.prod(shape) for shape in shapes)
+        mask = batch.prompt_embeds_mask
+        text = batch.prompt_embeds.shape[1] if mask is None else int(mask[i].sum())
+        yield {
+            "key": batch.keys[i],
+            "img_shapes": shapes,
+            "sigma": batch.sigma[i],
+            "prompt_embeds": batch.prompt_embeds[i, :text],
+            **{name: getattr(batch, name)[i, :image] for name in ("clean", "noise", "is_target", "weight")},
+        }
+
+
+def same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+
+
+def same_batch(a: Batch, b: Batch) -> bool:
+    return all(same(getattr(a, field.name), getattr(b, field.name)) for field in fields(Batch))
+
+
+def same_sample(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+
+
+# ---- which samples ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 7])
+def test_every_epoch_has_every_sample_once(cache: Cache, batch_size: int) -> None:
+    """Also where a batch reaches from one epoch into the next."""
+    epochs, n = 6, len(cache)
+    stream = batches(cache, batch_size=batch_size)
+    keys = [key for k in range(-(-epochs * n // batch_size)) for key in nth(stream, k).keys]
+    orders = [tuple(keys[begin : begin + n]) for begin in range(0, epochs * n, n)]
+    assert [sorted(order) for order in orders] == [sorted(sample.key for sample in cache)] * epochs
+    assert len(set(orders)) > epochs // 2, "the order is not drawn anew"
+
+
+def test_a_batch_is_a_pure_function_of_its_position(cache: Cache) -> None:
+    """Fresh objects agree, in any order of asking, whatever else draws random numbers; so does iteration."""
+    settings = {"batch_size": 3, "caption_dropout": 0.5, "seed": 5}
+    expected = [nth(batches(cache, **settings), k) for k in range(8)]
+    stream = batches(open_cache(cache.folder), **settings)
+    for k in (7, 0, 3, 3, 5):
+        torch.manual_seed(k)
+        assert same_batch(nth(stream, k), expected[k])
+    for begin in (0, 5):
+        found = itertools.islice(stream.starting_at(begin * stream.config.batch_size), 8 - begin)
+        assert all(same_batch(a, b) for a, b in zip(found, expected[begin:], strict=True))
+    assert not same_batch(expected[0], expected[1])
+
+
+@pytest.mark.parametrize(("batch_size", "world_size"), [(2, 1), (1, 2), (3, 2), (2, 3)])
+def test_samples_do_not_depend_on_batch_size_and_number_of_processes(
+    cache: Cache, batch_size: int, world_size: int
+) -> None:
+    """What the processes train in a step is what one process trains with all of their samples in a batch."""
+    settings = {"caption_dropout": 0.5, "edit_mask_weight": 3.0}
+    one = batches(cache, batch_size=1, **settings)
+    ranks = [
+        batches(cache, rank=r, world_size=world_size, batch_size=batch_size, **settings) for r in range(world_size)
+    ]
+    together = batches(cache, batch_size=batch_size * world_size, **settings)
+    for k in range(3):
+        found = [sample for rank in ranks for sample in singles(nth(rank, k))]
+        first = k * batch_size * world_size
+        alone = [next(singles(nth(one, first + i))) for i in range(batch_size * world_size)]
+        for a, b, c in zip(found, alone, singles(nth(together, k)), strict=True):
+            assert same_sample(a, b)
+            assert same_sample(a, c)
+
+
+# ---- what chance decides ---------------------------------------------------------------------------------------------
+
+
+def test_another_seed_changes_order_noise_level_and_dropout(cache: Cache) -> None:
+    drawn = [
+        [batches(cache, seed=seed, caption_dropout=0.5).draw(position) for position in range(24)] for seed in (1, 2)
+    ]
+    assert [d.sample.key for d in drawn[0]] != [d.sample.key for d in drawn[1]]
+    assert [d.without_caption for d in drawn[0]] != [d.without_caption for d in drawn[1]]
+    for a, b in zip(*drawn, strict=True):
+        assert a.sigma != b.sigma
+        assert not torch.equal(a.noise[:4], b.noise[:4])
+
+
+def test_noise_is_normal_and_never_drawn_twice(cache: Cache) -> None:
+    drawn = [batches(cache).draw(position).noise for position in range(40)]
+    assert len({tuple(noise[0].tolist()) for noise in drawn}) == len(drawn)
+    values = torch.cat(drawn).flatten()
+    bound = 4 / math.sqrt(len(values))
+    assert abs(float(values.mean())) < bound
+    assert abs(float(values.var()) - 1) < 2 * bound
+    assert float((values.abs() < 1).float().mean()) == pytest.approx(math.erf(math.sqrt(0.5)), abs=bound)
+
+
+def test_noise_level_is_shifted_for_the_target_alone(cache: Cache) -> None:
+    """A logit-normal without width always draws the sigmoid of its mean, so that the level is known."""
+    schedule = NoiseSchedule(base_image_seq_len=0, max_image_seq_len=100)
+    config = TrainConfig(timestep_sampling="logit_normal", logit_mean=-1.0, logit_std=0.0)
+    for position in range(len(cache)):
+        drawn = Batches(cache, config, schedule).draw(position)
+        _, h, w = drawn.sample.img_shapes[0]
+        assert drawn.sigma == pytest.approx(schedule.sigma(1 / (1 + math.e), h * w), rel=1e-9)
+        assert drawn.noise.shape == (h * w, 64)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
+def test_captions_are_dropped_at_the_configured_rate(cache: Cache, rate: float) -> None:
+    positions = 1500
+    stream = batches(cache, caption_dropout=rate)
+    dropped = sum(stream.draw(position).without_caption for position in range(positions))
+    assert abs(dropped / positions - rate) <= 4 * math.sqrt(rate * (1 - rate) / positions)
+
+
+@pytest.mark.parametrize("options", [(), V1], ids=["v2", "v1"])
+def test_a_dropped_caption_is_the_sample_s_own_empty_prompt(
+    built: Built, expected: dict[str, dict[str, Tensor]], options: tuple[str, ...]
+) -> None:
+    """Encoded with its pictures, from the first token on, though v2 stores only what differs from the prompt."""
+    stream = batches(open_cache(built("edit-plus", options)), batch_size=16, caption_dropout=0.5)
+    used = {"prompt_embeds": set(), "empty_prompt_embeds": set()}
+    for position, sample in enumerate(singles(nth(stream, 0))):
+        name = "empty_prompt_embeds" if stream.draw(position).without_caption else "prompt_embeds"
+        assert torch.equal(sample["prompt_embeds"], expected[sample["key"]][name])
+        used[name].add(sample["key"])
+    assert used == {name: set(expected) for name in used}, "not every sample was seen with and without its caption"
+    empty = [tensors["empty_prompt_embeds"] for tensors in expected.values()]
+    assert not any(same(a, b) for a, b in itertools.combinations(empty, 2)), "the empty prompts do not differ"
+
+
+def test_caption_dropout_changes_nothing_but_the_text(cache: Cache) -> None:
+    for a, b in zip(*(singles(batches(cache, batch_size=8, caption_dropout=p).batch(0)) for p in (0, 1)), strict=True):
+        assert not torch.equal(a.pop("prompt_embeds"), b.pop("prompt_embeds"))
+        assert same_sample(a, b)
+
+
+# ---- padding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [(), V1], ids=["v2", "v1"])
+def test_rows_are_the_stored_tensors_and_then_zeros(
+    built: Built, expected: dict[str, dict[str, Tensor]], options: tuple[str, ...]
+) -> None:
+    batch = batches(open_cache(built("edit-plus", options)), batch_size=4, caption_dropout=0.0).batch(0)
+    assert sorted(batch.keys) == sorted(expected)
+    assert batch.prompt_embeds_mask is not None
+    lengths = set()
+    for i, key in enumerate(batch.keys):
+        tensors = expected[key]
+        clean = torch.cat([tensors["image_latents"], tensors["control_latents"]])
+        target, image, text = len(tensors["image_latents"]), len(clean), len(tensors["prompt_embeds"])
+        assert torch.equal(batch.clean[i, :image], clean)
+        assert torch.equal(batch.prompt_embeds[i, :text], tensors["prompt_embeds"])
+        assert batch.noise[i, :target].all()
+        for rest in (batch.clean[i, image:], batch.noise[i, target:], batch.prompt_embeds[i, text:]):
+            assert not rest.any()
+        ones = torch.arange(batch.clean.shape[1]) < target
+        assert torch.equal(batch.is_target[i], ones)
+        assert torch.equal(batch.weight[i], ones.float())
+        assert torch.equal(batch.prompt_embeds_mask[i], torch.arange(batch.prompt_embeds.shape[1]) < text)
+        lengths.add((image, text))
+    images, texts = zip(*lengths, strict=True)
+    assert (batch.clean.shape[1], batch.prompt_embeds.shape[1]) == (max(images), max(texts))
+    assert min(images) < max(images), "nothing was padded"
+    assert batch.image_tokens == sum(len(t["image_latents"]) + len(t["control_latents"]) for t in expected.values())
+
+
+def test_without_padding_there_is_no_text_mask(cache: Cache) -> None:
+    assert batches(cache).batch(0).prompt_embeds_mask is None
+    stream = batches(cache, caption_dropout=1.0)
+    cup = next(p for p in range(len(cache)) if stream.draw(p).sample.name == "cup")
+    assert collate([stream.draw(cup), stream.draw(cup)]).prompt_embeds_mask is None
+
+
+def test_edit_mask_weighs_what_was_edited(cache: Cache) -> None:
+    """In the left half of the cup tokens weigh four times what they weigh elsewhere; without a mask, all the same."""
+    drawn = [batches(cache).draw(position) for position in range(len(cache))]
+    for item, row in zip(drawn, singles(collate(drawn, edit_mask_weight=4.0)), strict=True):
+        weight = row["weight"][row["is_target"]] / row["weight"][row["is_target"]].min()
+        _, h, w = item.sample.img_shapes[0]
+        inside, border, outside = weight.view(h, w).split([w // 2 - 1, 2, w - w // 2 - 1], dim=1)
+        assert torch.equal(outside, torch.ones_like(outside))
+        assert torch.equal(inside, torch.full_like(inside, 4.0 if item.sample.name == "cup" else 1.0))
+        assert border.min() >= 1
+        assert border.max() <= 4
+        assert not row["weight"][~row["is_target"]].any()
+
+
+def test_on_its_device_only_the_text_is_in_half_precision(cache: Cache) -> None:
+    batch = batches(cache, batch_size=4).batch(0)
+    moved = batch.to(torch.device("cpu"), torch.bfloat16)
+    assert moved.prompt_embeds.dtype == torch.bfloat16
+    assert {moved.clean.dtype, moved.noise.dtype, moved.weight.dtype, moved.sigma.dtype} == {torch.float32}
+    assert same_batch(batch.to(torch.device("cpu"), torch.float32), batch)
+
+
+# ---- the loss of a batch ---------------------------------------------------------------------------------------------
+
+
+def stock_loss(stock: QwenImageTransformer2DModel, sample: dict[str, Any], mask_weight: float = 1.0) -> float:
+    """Flow matching as published, of one sample, unpadded, by the stock model."""
+    target = math.prod(sample["img_shapes"][0])
+    clean, noise, sigma = sample["clean"], sample["noise"][:target], sample["sigma"]
+    noisy = torch.cat([(1 - sigma) * clean[:target] + sigma * noise, clean[target:]])
+    with torch.no_grad():
+        velocity = stock(
+            hidden_states=noisy[None],
+            encoder_hidden_states=sample["prompt_embeds"][None],
+            timestep=sigma[None],
+            img_shapes=[list(sample["img_shapes"])],
+            return_dict=False,
+        )[0][0, :target]
+    error = (velocity - (noise - clean[:target])).square().mean(-1)
+    weight = torch.ones(target) if sample["mask"] is None else 1 + (mask_weight - 1) * sample["mask"]
+    return float((error * weight).sum() / weight.sum())
+
+
+@pytest.mark.parametrize("mask_weight", [1.0, 5.0])
+@pytest.mark.parametrize("variant", ["edit-plus", "edit-2511"])
+def test_loss_of_a_padded_batch_is_the_mean_of_stock_losses(
+    cache: Cache,
+    expected: dict[str, dict[str, Tensor]],
+    tiny_model: Callable[[str], Path],
+    variant: str,
+    mask_weight: float,
+) -> None:
+    folder = tiny_model(variant) / "transformer"
+    ours = QwenImageMultiResTransformer2DModel.from_pretrained(folder)
+    stock = QwenImageTransformer2DModel.from_pretrained(folder)
+    masks = {sample.key: sample["edit_mask"] for sample in cache if "edit_mask" in sample.row.meta.tensors}
+    assert len(masks) == 1
+    stream = batches(cache, batch_size=4, caption_dropout=0.5, edit_mask_weight=mask_weight)
+    for k in range(2):
+        batch = nth(stream, k)
+        with torch.no_grad():
+            found = float(compute_loss(ours, batch))
+        losses = [
+            stock_loss(stock, {**sample, "mask": masks.get(sample["key"])}, mask_weight) for sample in singles(batch)
+        ]
+        assert found == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+        assert max(losses) > 1.01 * min(losses), "losses so alike would hide a mistake in their mean"
+
+
+# ---- the thread ------------------------------------------------------------------------------------------------------
+
+
+def test_damaged_bytes_stop_the_iteration_and_no_thread_is_left(cache: Cache, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(cache.folder, tmp_path / "copy"))
+    last = batches(cache).draw(3).sample
+    shard = folder / last.row.shard
+    data = bytearray(shard.read_bytes())
+    data[last.row.entry.data] ^= 1
+    shard.write_bytes(data)
+    stream = batches(open_cache(folder)).starting_at(0)
+    assert [next(stream).keys for _ in range(3)] == [batches(cache).batch(k).keys for k in range(3)]
+    with pytest.raises(FormatError, match=rf"image_latents of sample {last.key} does not have the bytes .*\[F14\]"):
+        next(stream)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+    stream = batches(cache).starting_at(0)
+    next(stream)
+    stream.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]

@@ -1,0 +1,269 @@
+"""The mathematics of training, against diffusers: its scheduler, its pipeline's shift, its densities.
+
+The noise levels of training have to be those that inference visits, so the judge is the stock scheduler, set up as the
+stock pipeline does it. The loss is compared with its definition, written as loops over samples and tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift, retrieve_timesteps
+from diffusers.training_utils import compute_density_for_timestep_sampling
+from torch import Tensor
+
+from qwen_cache import QwenCacheError
+from qwen_train.flow import Density, NoiseSchedule, draw_u, flow_loss, interpolate
+
+TOKENS = [64, 256, 1600, 4096, 8192, 12288]
+DRAWS = 20_000
+SAME_DISTRIBUTION = 1.95 * math.sqrt(2 / DRAWS)
+"""Kolmogorov and Smirnov's bound for two samples of that many draws, at one false alarm in a thousand."""
+
+
+@pytest.fixture
+def scheduler(tiny_model: Callable[[str], Path]) -> FlowMatchEulerDiscreteScheduler:
+    """The stock scheduler with the settings of the published models."""
+    return FlowMatchEulerDiscreteScheduler.from_pretrained(tiny_model("edit-plus") / "scheduler")
+
+
+def stock_sigmas(scheduler: FlowMatchEulerDiscreteScheduler, steps: int, tokens: int) -> np.ndarray[Any, Any]:
+    """The noise levels at which the stock pipeline calls the transformer, from 1 downwards."""
+    config = scheduler.config
+    mu = calculate_shift(
+        tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+    )
+    retrieve_timesteps(scheduler, steps, "cpu", sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+    return scheduler.sigmas[:-1].double().numpy()
+
+
+def our_sigmas(schedule: NoiseSchedule, steps: int, tokens: int) -> np.ndarray[Any, Any]:
+    return np.array([schedule.sigma(u, tokens) for u in np.linspace(1.0, 1 / steps, steps)])
+
+
+def distance(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
+    """The largest difference between two empirical distributions (Kolmogorov and Smirnov's statistic)."""
+    values = np.concatenate([a, b])
+    shares = [np.searchsorted(np.sort(draws), values, side="right") / len(draws) for draws in (a, b)]
+    return float(np.abs(shares[0] - shares[1]).max())
+
+
+# ---- noise levels ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_sigma_is_the_scheduler_s_as_its_steps_become_many(
+    scheduler: FlowMatchEulerDiscreteScheduler, tokens: int
+) -> None:
+    """With n steps the scheduler divides 1 - sigma by a factor that puts its last level, of u = 1/n, on the terminal.
+
+    We have no last level, so we take the limit: u = 0 is put there. The two differ by about sigma(1/n), that is, by
+    less than e^mu / n; a hundred times the steps are a hundredth of the difference.
+    """
+    schedule = NoiseSchedule.of_config(dict(scheduler.config))
+    errors = {n: np.abs(our_sigmas(schedule, n, tokens) - stock_sigmas(scheduler, n, tokens)).max() for n in (50, 5000)}
+    for n, error in errors.items():
+        assert error < math.exp(schedule.mu(tokens)) / n
+    assert errors[5000] == pytest.approx(errors[50] / 100, rel=0.1)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_without_a_terminal_sigma_is_the_scheduler_s_at_any_number_of_steps(
+    scheduler: FlowMatchEulerDiscreteScheduler, tokens: int
+) -> None:
+    stock = FlowMatchEulerDiscreteScheduler.from_config({**scheduler.config, "shift_terminal": None})
+    schedule = NoiseSchedule.of_config(dict(stock.config))
+    np.testing.assert_allclose(our_sigmas(schedule, 50, tokens), stock_sigmas(stock, 50, tokens), rtol=1e-6)
+
+
+def test_what_the_configuration_leaves_out_is_the_scheduler_s_default() -> None:
+    stock = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    schedule = NoiseSchedule.of_config({"use_dynamic_shifting": True})
+    np.testing.assert_allclose(our_sigmas(schedule, 50, 4096), stock_sigmas(stock, 50, 4096), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "other", [{"use_dynamic_shifting": False, "shift": 3.0}, {"time_shift_type": "linear"}, {"use_beta_sigmas": True}]
+)
+def test_a_scheduler_of_another_kind_is_refused(
+    scheduler: FlowMatchEulerDiscreteScheduler, other: dict[str, Any]
+) -> None:
+    """Its noise levels are others: to train on those of the exponential shift would be wrong without a word."""
+    with pytest.raises(QwenCacheError, match=next(iter(other))):
+        NoiseSchedule.of_config({**scheduler.config, **other})
+
+
+@pytest.mark.parametrize("tokens", [256, 8192])
+def test_histogram_of_training_is_that_of_inference(scheduler: FlowMatchEulerDiscreteScheduler, tokens: int) -> None:
+    """Uniform draws, shifted for the resolution, are spread as the steps of a long inference are."""
+    schedule, generator = NoiseSchedule.of_config(dict(scheduler.config)), torch.Generator().manual_seed(0)
+    drawn = np.array([schedule.sigma(draw_u(generator, "uniform"), tokens) for _ in range(DRAWS)])
+    visited = stock_sigmas(scheduler, DRAWS, tokens)
+    assert distance(drawn, visited) < SAME_DISTRIBUTION
+    other = stock_sigmas(scheduler, DRAWS, 8192 + 256 - tokens)
+    assert distance(drawn, other) > 3 * SAME_DISTRIBUTION, "the comparison does not see the resolution"
+
+
+@pytest.mark.parametrize("terminal", [0.02, None])
+def test_sigma_begins_at_the_terminal_ends_at_one_and_grows(terminal: float | None) -> None:
+    schedule = NoiseSchedule(shift_terminal=terminal)
+    for tokens in TOKENS:
+        levels = [schedule.sigma(u, tokens) for u in (0.0, 1e-9, 0.1, 0.5, 0.9, 1.0)]
+        assert levels == sorted(levels)
+        assert levels[0] == pytest.approx(terminal or 0.0, abs=1e-12)
+        assert levels[-1] == 1.0
+    middle = [schedule.sigma(0.5, tokens) for tokens in TOKENS]
+    assert middle == sorted(middle)
+    assert len(set(middle)) == len(TOKENS)
+
+
+# ---- densities -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("density", "settings"),
+    [
+        ("uniform", {}),
+        ("logit_normal", {"logit_mean": 0.0, "logit_std": 1.0}),
+        ("logit_normal", {"logit_mean": -0.7, "logit_std": 0.5}),
+        ("mode", {"mode_scale": 1.29}),
+        ("mode", {"mode_scale": -0.8}),
+    ],
+)
+def test_densities_are_those_of_diffusers(density: Density, settings: dict[str, float]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    ours = np.array([draw_u(generator, density, **settings) for _ in range(DRAWS)])
+    stock = compute_density_for_timestep_sampling(
+        density, DRAWS, **settings, generator=torch.Generator().manual_seed(2)
+    ).numpy()
+    assert distance(ours, stock) < SAME_DISTRIBUTION
+    assert ours.min() >= 0
+    assert ours.max() <= 1
+    uniform = np.linspace(0, 1, DRAWS)
+    assert density == "uniform" or distance(ours, uniform) > 3 * SAME_DISTRIBUTION, "nothing tells it from uniform"
+
+
+def test_a_draw_depends_on_the_generator_alone() -> None:
+    draws = [draw_u(torch.Generator().manual_seed(7), "mode") for _ in range(2)]
+    torch.rand(3)
+    assert draws == [draw_u(torch.Generator().manual_seed(7), "mode")] * 2
+    assert draws[0] != draw_u(torch.Generator().manual_seed(8), "mode")
+
+
+# ---- noise and velocity ----------------------------------------------------------------------------------------------
+
+
+def padded_batch(*sizes: tuple[int, int], channels: int = 8, length: int | None = None) -> dict[str, Tensor]:
+    """Random samples of (target, control) tokens, in rows of `length`; padding is 0 as the batches make it."""
+    generator = torch.Generator().manual_seed(3)
+    length = length or max(map(sum, sizes))
+    batch = {
+        "clean": torch.zeros(len(sizes), length, channels),
+        "noise": torch.zeros(len(sizes), length, channels),
+        "is_target": torch.zeros(len(sizes), length, dtype=torch.bool),
+    }
+    for i, (target, control) in enumerate(sizes):
+        batch["clean"][i, : target + control] = torch.randn(target + control, channels, generator=generator)
+        batch["noise"][i, :target] = torch.randn(target, channels, generator=generator)
+        batch["is_target"][i, :target] = True
+    return batch
+
+
+def test_stock_scheduler_steps_along_our_velocity(scheduler: FlowMatchEulerDiscreteScheduler) -> None:
+    """The same conventions: stock `scale_noise` is `interpolate`, and stock steps by noise - clean stay on the line."""
+    batch = padded_batch((12, 0))
+    clean, noise, is_target = batch["clean"], batch["noise"], batch["is_target"]
+    levels = torch.from_numpy(stock_sigmas(scheduler, 5, 256)).float()
+    x = interpolate(clean, noise, levels[:1], is_target)
+    torch.testing.assert_close(x, noise)  # the first level is 1
+    for i, t in enumerate(scheduler.timesteps):
+        torch.testing.assert_close(x, scheduler.scale_noise(clean, t[None], noise), rtol=0, atol=1e-6)
+        x = scheduler.step(noise - clean, t, x, return_dict=False)[0]
+        level = levels[i + 1 : i + 2] if i + 1 < len(levels) else torch.zeros(1)
+        torch.testing.assert_close(x, interpolate(clean, noise, level, is_target), rtol=0, atol=1e-6)
+    torch.testing.assert_close(x, clean, rtol=0, atol=1e-6)
+
+
+def test_subtracting_sigma_times_velocity_gives_the_clean_target_and_controls_stay_clean() -> None:
+    batch, sigma = padded_batch((6, 4), (3, 5), (9, 0)), torch.tensor([0.02, 0.5, 1.0])
+    noisy = interpolate(**batch, sigma=sigma)
+    target = batch["is_target"][..., None].expand_as(noisy)
+    restored = noisy - sigma[:, None, None] * (batch["noise"] - batch["clean"])
+    torch.testing.assert_close(restored[target], batch["clean"][target], rtol=0, atol=1e-6)
+    assert torch.equal(noisy[~target], batch["clean"][~target])
+    assert not torch.equal(noisy[target], batch["clean"][target])
+
+
+# ---- loss ------------------------------------------------------------------------------------------------------------
+
+SIZES = ((6, 4), (3, 5), (9, 0))
+
+
+def plain_loss(velocity: Tensor, batch: dict[str, Tensor], sizes: tuple[tuple[int, int], ...] = SIZES) -> float:
+    """The definition: over the samples, the mean of the mean squared error of the target's tokens."""
+    losses = []
+    for i, (target, _) in enumerate(sizes):
+        wanted = batch["noise"][i, :target] - batch["clean"][i, :target]
+        losses.append(float(torch.nn.functional.mse_loss(velocity[i, :target], wanted)))
+    return sum(losses) / len(losses)
+
+
+def loss_of(velocity: Tensor, batch: dict[str, Tensor], weight: Tensor) -> float:
+    return float(flow_loss(velocity, batch["clean"], batch["noise"], weight).detach())
+
+
+def random_velocity(batch: dict[str, Tensor]) -> Tensor:
+    return torch.randn(batch["clean"].shape, generator=torch.Generator().manual_seed(4))
+
+
+def test_loss_is_the_mean_over_samples_of_the_target_s_mean_squared_error() -> None:
+    batch = padded_batch(*SIZES)
+    velocity, weight = random_velocity(batch), batch["is_target"].float()
+    assert loss_of(velocity, batch, weight) == pytest.approx(plain_loss(velocity, batch), rel=1e-6)
+    assert loss_of(batch["noise"] - batch["clean"], batch, weight) == 0
+
+
+def test_what_the_model_says_of_controls_and_padding_does_not_count() -> None:
+    batch = padded_batch(*SIZES)
+    velocity, weight = random_velocity(batch).requires_grad_(), batch["is_target"].float()
+    elsewhere = torch.where(batch["is_target"][..., None], velocity, 1e3)
+    assert loss_of(elsewhere, batch, weight) == loss_of(velocity, batch, weight)
+    (gradient,) = torch.autograd.grad(flow_loss(velocity, batch["clean"], batch["noise"], weight), velocity)
+    assert not gradient[~batch["is_target"]].any()
+    assert gradient[batch["is_target"]].all()
+
+
+@pytest.mark.parametrize("length", [10, 11, 64])
+def test_loss_does_not_depend_on_padding_and_is_the_mean_of_single_samples(length: int) -> None:
+    batch = padded_batch(*SIZES, length=length)
+    velocity, weight = random_velocity(batch), batch["is_target"].float()
+    singles = []
+    for i, (target, control) in enumerate(SIZES):
+        row = slice(i, i + 1), slice(0, target + control)
+        singles.append(loss_of(velocity[row], {name: t[row] for name, t in batch.items()}, weight[row]))
+    assert loss_of(velocity, batch, weight) == pytest.approx(sum(singles) / len(singles), rel=1e-6)
+
+
+def test_weights_are_a_mean_so_their_scale_means_nothing() -> None:
+    """Equal weights inside and outside of a mask give the plain loss, and doubling all changes nothing."""
+    batch = padded_batch(*SIZES)
+    velocity, plain = random_velocity(batch), batch["is_target"].float()
+    uneven = plain * torch.linspace(0.5, 2, plain.numel()).view_as(plain)
+    assert loss_of(velocity, batch, 7 * plain) == pytest.approx(loss_of(velocity, batch, plain), rel=1e-6)
+    assert loss_of(velocity, batch, 7 * uneven) == pytest.approx(loss_of(velocity, batch, uneven), rel=1e-6)
+    assert loss_of(velocity, batch, uneven) != pytest.approx(loss_of(velocity, batch, plain), rel=1e-3)
+
+
+def test_weighted_loss_by_hand() -> None:
+    """Two tokens, errors 1 and 4, weights 3 and 1: (3 * 1 + 1 * 4) / 4."""
+    clean, noise = torch.zeros(1, 3, 2), torch.zeros(1, 3, 2)
+    velocity = torch.tensor([[[1.0, 1.0], [2.0, -2.0], [9.0, 9.0]]])
+    assert float(flow_loss(velocity, clean, noise, torch.tensor([[3.0, 1.0, 0.0]]))) == pytest.approx(7 / 4)
+    assert flow_loss(velocity.bfloat16(), clean, noise, torch.tensor([[3.0, 1.0, 0.0]])).dtype == torch.float32

@@ -1,0 +1,183 @@
+"""What comes out of training: a LoRA file that the stock pipelines load, and that then does what was trained.
+
+The judge is the stock loader and the stock transformer, on a single sample, against the transformer that was trained,
+as it stood in memory when training ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from diffusers import QwenImageTransformer2DModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from qwen_cache import open_cache
+from qwen_cache.config import load_config
+from qwen_cache.format.cache import Sample
+from qwen_train import train as training
+from qwen_train.lora import save_lora
+
+from .conftest import build, photograph
+
+Built = Callable[[str, Sequence[str]], Path]
+PIPELINES = {
+    "edit": "QwenImageEditPipeline",
+    "edit-plus": "QwenImageEditPlusPipeline",
+    "edit-2511": "QwenImageEditPlusPipeline",
+    "t2i": "QwenImagePipeline",
+}
+ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The file, the transformer that it was written from, and a sample to compare them on."""
+
+    file: Path
+    model: Path
+    transformer: Any
+    sample: Sample
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Path]) -> Path:
+    """A cache of two pictures with captions, for text-to-image."""
+    folder = tmp_path_factory.mktemp("text-to-image")
+    targets = folder / "data" / "target_images"
+    targets.mkdir(parents=True)
+    for name, size, prompt in (("china.jpg", (128, 96), "a temple"), ("chelsea.png", (96, 128), "a cat, close up")):
+        photograph(name).resize(size).save(targets / f"{name}.png")
+        (targets / f"{name}.txt").write_text(prompt, encoding="utf-8")
+    result = build(folder / "data", folder / "shards", tiny_model("t2i"))
+    assert result.code == 0, result.stderr
+    return folder / "shards"
+
+
+@pytest.fixture
+def fit(
+    built: Built, pictures: Path, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Trained]]:
+    """Train a few steps, fast enough that the outputs change by a tenth and more."""
+    prepare = training.prepare
+
+    def train(variant: str = "edit-plus", **settings: Any) -> Trained:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        options = ("--on-error", "skip") if variant == "edit" else ()
+        cache, model = pictures if variant == "t2i" else built(variant, options), tiny_model(variant)
+        prepared = []
+        monkeypatch.setattr(training, "prepare", lambda *a: prepared.append(prepare(*a)) or prepared[-1])
+        settings = {"rank": 4, **settings}
+        config = load_config(
+            None,
+            [
+                *("train.mixed_precision='no'", "train.max_steps=4", "train.batch_size=2", "logging.tracker=none"),
+                *("optimizer.learning_rate=0.02", f"train.output_dir={json.dumps(str(tmp_path / variant))}"),
+                *(f"train.lora.{name}={json.dumps(value)}" for name, value in settings.items()),
+            ],
+            cache__path=str(cache),
+            model__path=str(model),
+        )
+        file = training.train(config)
+        return Trained(file, model, prepared[0].transformer.eval(), open_cache(cache)[0])
+
+    yield train
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def stock_with(file: Path, variant: str, model: Path) -> QwenImageTransformer2DModel:
+    """The stock transformer, with the adapter as the stock pipeline loads it."""
+    pipeline_class = getattr(diffusers, PIPELINES[variant])
+    transformer = QwenImageTransformer2DModel.from_pretrained(model / "transformer")
+    parts = {"scheduler", "vae", "text_encoder", "tokenizer"} | (set() if variant == "t2i" else {"processor"})
+    pipeline = pipeline_class(transformer=transformer, **dict.fromkeys(parts))
+    pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
+    return pipeline.transformer.eval()
+
+
+@torch.no_grad()
+def output(transformer: Any, sample: Sample) -> Tensor:
+    tensors = [sample[name] for name in ("image_latents", "control_latents") if name in sample.row.meta.tensors]
+    velocity: Tensor = transformer(
+        hidden_states=torch.cat(tensors)[None],
+        encoder_hidden_states=sample["prompt_embeds"][None],
+        timestep=torch.tensor([0.6]),
+        img_shapes=[list(sample.img_shapes)],
+        return_dict=False,
+    )[0]
+    return velocity
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("variant", PIPELINES)
+def test_stock_pipeline_with_the_file_equals_what_was_trained(fit: Callable[..., Trained], variant: str) -> None:
+    trained = fit(variant)
+    expected = output(trained.transformer, trained.sample)
+    assert relative_error(output(stock_with(trained.file, variant, trained.model), trained.sample), expected) < 1e-5
+    untrained = QwenImageTransformer2DModel.from_pretrained(trained.model / "transformer")
+    assert relative_error(output(untrained, trained.sample), expected) > 0.01, "the LoRA changes nothing"
+
+
+@pytest.mark.parametrize("lora_alpha", [2, 6.0, 16])
+def test_an_alpha_that_is_not_the_rank_reaches_the_stock_loader(fit: Callable[..., Trained], lora_alpha: float) -> None:
+    """It stands in the metadata of the file; without that the stock loader takes the rank for it."""
+    trained = fit(lora_alpha=lora_alpha, target_modules=[*ATTENTION, "add_q_proj", "img_mlp.net.2"])
+    expected = output(trained.transformer, trained.sample)
+    found = output(stock_with(trained.file, "edit-plus", trained.model), trained.sample)
+    assert relative_error(found, expected) < 1e-5
+
+    bare = trained.file.with_name("bare.safetensors")
+    save_file(load_file(trained.file), bare)
+    found = output(stock_with(bare, "edit-plus", trained.model), trained.sample)
+    assert relative_error(found, expected) > 1e-3, "the metadata makes no difference"
+
+
+def test_the_file_has_diffusers_names_and_says_rank_alpha_and_modules(fit: Callable[..., Trained]) -> None:
+    trained = fit(lora_alpha=10)
+    assert trained.file.name == diffusers.loaders.lora_pipeline.LORA_WEIGHT_NAME_SAFE
+    weights = load_file(trained.file)
+    assert set(weights) == {
+        f"transformer.transformer_blocks.{block}.attn.{module}.lora_{side}.weight"
+        for block in range(2)
+        for module in ATTENTION
+        for side in "AB"
+    }
+    for name, tensor in weights.items():
+        assert tensor.dtype == torch.float32
+        assert tensor.shape == ((4, 64) if "lora_A" in name else (64, 4))
+    with safe_open(trained.file, framework="pt") as file:
+        metadata = json.loads(file.metadata()["lora_adapter_metadata"])
+    assert metadata["transformer.r"] == 4
+    assert metadata["transformer.lora_alpha"] == 10
+    assert metadata["transformer.target_modules"] == sorted(ATTENTION)
+
+
+def test_modules_may_be_named_by_a_regular_expression(fit: Callable[..., Trained]) -> None:
+    trained = fit(target_modules=r".*\.1\.attn\.to_[qk]")
+    assert {name.split(".lora_")[0] for name in load_file(trained.file)} == {
+        f"transformer.transformer_blocks.1.attn.to_{letter}" for letter in "qk"
+    }
+    expected = output(trained.transformer, trained.sample)
+    found = output(stock_with(trained.file, "edit-plus", trained.model), trained.sample)
+    assert relative_error(found, expected) < 1e-5
+
+
+def test_equal_weights_are_equal_files(fit: Callable[..., Trained]) -> None:
+    """To the byte, so that a hash of the file tells whether anything changed."""
+    trained = fit()
+    again = trained.file.with_name("again.safetensors")
+    for _ in range(8):
+        save_lora(trained.transformer, again)
+        assert again.read_bytes() == trained.file.read_bytes()

@@ -1,0 +1,712 @@
+"""`qwen-train run`: it learns, it can be stopped anywhere, it does what a plain loop does, and it says what is wrong.
+
+The judges: a loop over the stock transformer and one sample at a time; the run that was not interrupted, bit for bit;
+the learning rate's formula. Nothing but the transformer may be loaded, which a process of its own shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState
+from diffusers import QwenImageTransformer2DModel
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from qwen_cache import open_cache
+from qwen_cache.config import Config, load_config
+from qwen_cache.format.directory import commit
+from qwen_cache.format.identity import content_hash, dataset_identity
+from qwen_cache.format.index import write_index
+from qwen_cache.format.manifest import IndexFile, Manifest, Recipe
+from qwen_train import checkpoint
+from qwen_train import train as training
+from qwen_train.batches import Batches
+from qwen_train.flow import NoiseSchedule
+
+from .conftest import Result, command, run
+
+LORA = "pytorch_lora_weights.safetensors"
+SMALL = {"train.mixed_precision": "no", "train.max_steps": 3, "logging.tracker": "none"}
+EVERYTHING_RANDOM = {
+    **SMALL,
+    "train.batch_size": 2,
+    "train.gradient_accumulation_steps": 2,
+    "train.caption_dropout": 0.5,
+    "train.lora.lora_dropout": 0.3,
+    "optimizer.learning_rate": 0.01,
+    "lr_scheduler.name": "cosine",
+    "lr_scheduler.warmup_steps": 1,
+}
+"""A run in which chance and the past decide as much as they can: three steps of two batches."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps device and precision for the life of a process, in which a user trains once."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class Trainer:
+    """`qwen-train run` on the small cache, with settings by their dotted names."""
+
+    def __init__(self, cache: Path, model: Path, folder: Path) -> None:
+        self.cache, self.model, self.folder = cache, model, folder
+
+    def arguments(self, out: str = "out", **changes: Any) -> list[str | Path]:
+        settings = {"train.output_dir": str(self.folder / out), **changes.pop("settings", SMALL)}
+        settings |= {name.replace("__", "."): value for name, value in changes.items()}
+        assignments = [["--set", f"{name}={json.dumps(value)}"] for name, value in settings.items()]
+        return ["run", self.cache, "--model", self.model, *itertools.chain(*assignments)]
+
+    def try_(self, *options: str, **changes: Any) -> Result:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return run("qwen-train", *self.arguments(**changes), *options)
+
+    def __call__(self, *options: str, **changes: Any) -> Path:
+        """The output folder of a run that works."""
+        result = self.try_(*options, **changes)
+        assert result.code == 0, result.stderr
+        return self.folder / str(changes.get("out", "out"))
+
+    def config(self, **changes: Any) -> Config:
+        _, cache, _, model, *assignments = self.arguments(**changes)
+        return load_config(None, [str(it) for it in assignments[1::2]], cache__path=str(cache), model__path=str(model))
+
+    def batches(self, **changes: Any) -> Batches:
+        schedule = json.loads((self.model / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
+        return Batches(open_cache(self.cache), self.config(**changes).train, NoiseSchedule.of_config(schedule))
+
+
+@pytest.fixture
+def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
+    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
+
+
+def metrics(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def column(out: Path, name: str) -> list[float]:
+    return [line[name] for line in metrics(out)]
+
+
+def outcome(out: Path) -> dict[str, object]:
+    """Everything of a finished run that does not tell the time."""
+    newest = checkpoint.checkpoints(out)[-1][1]
+    files = [out / LORA, *sorted(newest.iterdir())]
+    curves = {name: column(out, name) for name in ("step", "loss", "learning_rate", "grad_norm")}
+    return {str(path.relative_to(out)): path.read_bytes() for path in files} | curves
+
+
+def differences(a: dict[str, object], b: dict[str, object]) -> list[str]:
+    """The names under which two outcomes differ."""
+    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+
+
+def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    error = sum(float((found[name] - expected[name]).square().sum()) for name in expected)
+    return math.sqrt(error / sum(float(tensor.square().sum()) for tensor in expected.values()))
+
+
+# ---- what a run leaves -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_lora_metrics_settings_checkpoint_and_curves(train: Trainer) -> None:
+    changes = {"settings": EVERYTHING_RANDOM, "logging__tracker": "tensorboard", "train__max_steps": 4}
+    out = train(**changes)
+    assert sorted(path.name for path in out.iterdir()) == [
+        "checkpoint-4",
+        "logs",
+        "metrics.jsonl",
+        LORA,
+        "qwen.yaml",
+    ]
+    saved = sorted(path.name for path in (out / "checkpoint-4").iterdir())
+    assert saved == [LORA, "state.json", "state.safetensors"]
+    assert (out / LORA).read_bytes() == (out / "checkpoint-4" / LORA).read_bytes()
+    assert column(out, "step") == [1, 2, 3, 4]
+    assert load_config(out / "qwen.yaml") == train.config(**changes)
+    curves = EventAccumulator(str(out / "logs")).Reload()
+    assert curves.Tags()["scalars"]
+    for name in ("loss", "learning_rate", "grad_norm"):
+        assert [event.step for event in curves.Scalars(name)] == [1, 2, 3, 4]
+        assert [event.value for event in curves.Scalars(name)] == pytest.approx(column(out, name), rel=1e-6)
+
+
+def test_the_saved_settings_repeat_the_run_bit_for_bit(train: Trainer) -> None:
+    first = train(settings=EVERYTHING_RANDOM)
+    again = train.folder / "again"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    result = run("qwen-train", "run", "--config", first / "qwen.yaml", "--set", f"train.output_dir={again}")
+    assert result.code == 0, result.stderr
+    assert differences(outcome(again), outcome(first)) == []
+    other = train(settings=EVERYTHING_RANDOM, train__seed=1, out="other")
+    assert {LORA, "loss"} <= set(differences(outcome(other), outcome(first)))
+
+
+def test_only_every_nth_step_is_logged(train: Trainer) -> None:
+    assert column(train(train__max_steps=5, logging__every_steps=2), "step") == [2, 4]
+
+
+def test_the_loss_falls(train: Trainer) -> None:
+    out = train(
+        train__max_steps=40, train__batch_size=4, optimizer__learning_rate=0.01, train__gradient_checkpointing=False
+    )
+    losses = column(out, "loss")
+    assert sum(losses[-8:]) < 0.8 * sum(losses[:8])
+
+
+def test_equals_a_plain_loop_over_the_stock_transformer(train: Trainer) -> None:
+    """AdamW, clipping, accumulation and the order of samples: written out, one unpadded sample at a time."""
+    settings = {**SMALL, "train.batch_size": 2, "train.gradient_accumulation_steps": 2, "train.caption_dropout": 0.5}
+    settings |= {"train.lora.rank": 4, "train.lora.lora_alpha": 12, "train.max_grad_norm": 0.02}
+    settings |= {"optimizer.learning_rate": 0.01, "optimizer.weight_decay": 0.5, "optimizer.betas": [0.8, 0.9]}
+    out = train(settings=settings)
+    start = get_peft_model_state_dict(training.prepare(train.config(settings=settings, out="start"), False).transformer)
+
+    stock = QwenImageTransformer2DModel.from_pretrained(train.model / "transformer").requires_grad_(False)
+    stock.add_adapter(LoraConfig(r=4, lora_alpha=12, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    set_peft_model_state_dict(stock, start)
+    parameters = [p for p in stock.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.5, betas=(0.8, 0.9))
+    draws = train.batches(settings=settings)
+    losses, norms = [], []
+    for step in range(3):
+        optimizer.zero_grad()
+        total = 0.0
+        for position in range(4 * step, 4 * step + 4):
+            loss = single_loss(stock, draws, position) / 4
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, 0.02).item())
+        optimizer.step()
+
+    trained = {name.removeprefix("transformer."): t for name, t in load_file(out / LORA).items()}
+    expected = get_peft_model_state_dict(stock)
+    assert column(out, "loss") == pytest.approx(losses, rel=1e-5)
+    assert column(out, "grad_norm") == pytest.approx(norms, rel=1e-4)
+    assert min(norms) > 0.02, "nothing was clipped"
+    assert relative_error(trained, expected) < 1e-4
+    assert relative_error(start, expected) > 0.01, "nothing was learnt"
+
+
+def single_loss(stock: QwenImageTransformer2DModel, draws: Batches, position: int) -> torch.Tensor:
+    drawn = draws.draw(position)
+    sample, noise, sigma = drawn.sample, drawn.noise, drawn.sigma
+    clean = sample["image_latents"]
+    velocity = stock(
+        hidden_states=torch.cat([(1 - sigma) * clean + sigma * noise, sample["control_latents"]])[None],
+        encoder_hidden_states=sample["empty_prompt_embeds" if drawn.without_caption else "prompt_embeds"][None],
+        timestep=torch.tensor([sigma]),
+        img_shapes=[list(sample.img_shapes)],
+        return_dict=False,
+    )[0][0, : len(clean)]
+    return torch.nn.functional.mse_loss(velocity, noise - clean)
+
+
+# ---- equal ways to the same result -----------------------------------------------------------------------------------
+
+
+def test_accumulating_two_batches_equals_one_batch_of_both(train: Trainer) -> None:
+    """A large eps, because AdamW with a small one makes whole steps of gradients that are nothing but rounding."""
+    changes = {"optimizer__learning_rate": 0.1, "optimizer__eps": 1e-3}
+    one = train(**changes, train__batch_size=2)
+    two = train(**changes, train__gradient_accumulation_steps=2, out="accumulated")
+    for name in ("loss", "grad_norm"):
+        assert column(two, name) == pytest.approx(column(one, name), rel=1e-4)
+    assert relative_error(load_file(two / LORA), load_file(one / LORA)) < 1e-4
+
+
+def test_gradient_checkpointing_changes_memory_not_the_result(train: Trainer) -> None:
+    """With dropout too: what is recomputed has to drop the same again."""
+    changes = {"train__batch_size": 2, "train__lora__lora_dropout": 0.5, "optimizer__learning_rate": 0.01}
+    plain = train(**changes, train__gradient_checkpointing=False)
+    recomputed = train(**changes, train__gradient_checkpointing=True, out="recomputed")
+    assert column(recomputed, "loss") == pytest.approx(column(plain, "loss"), rel=1e-5)
+    assert relative_error(load_file(recomputed / LORA), load_file(plain / LORA)) < 1e-5
+
+
+def test_bf16_holds_frozen_weights_in_bfloat16_and_trains_in_float32(train: Trainer) -> None:
+    full = train(out="full")
+    half = train(train__mixed_precision="bf16")
+    assert {tensor.dtype for tensor in load_file(half / LORA).values()} == {torch.float32}
+    state = load_file(half / "checkpoint-3" / "state.safetensors")
+    assert {tensor.dtype for name, tensor in state.items() if name.startswith("optimizer")} == {torch.float32}
+    assert column(half, "loss") == pytest.approx(column(full, "loss"), rel=0.02)
+    assert column(half, "loss") != pytest.approx(column(full, "loss"), rel=1e-5)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    transformer = training.prepare(train.config(train__mixed_precision="bf16", out="frozen"), False).transformer
+    for name, parameter in transformer.named_parameters():
+        assert parameter.dtype == (torch.float32 if "lora" in name else torch.bfloat16), name
+        assert parameter.requires_grad == ("lora" in name), name
+
+
+def test_mixed_precision_no_needs_no_quotes(train: Trainer) -> None:
+    """YAML 1.1 reads a bare `no` as false; the setting is called so nevertheless."""
+    settings = train.folder / "qwen.yaml"
+    settings.write_text("train:\n  mixed_precision: no\n", encoding="utf-8")
+    assert load_config(settings).train.mixed_precision == "no"
+    assert load_config(None, ["train.mixed_precision=no"]).train.mixed_precision == "no"
+
+
+@pytest.mark.parametrize("name", ["constant_with_warmup", "linear", "cosine"])
+def test_learning_rate_follows_its_schedule_by_optimizer_steps(train: Trainer, name: str) -> None:
+    """Not by batches, of which there are two in a step."""
+    out = train(
+        train__max_steps=6,
+        train__gradient_accumulation_steps=2,
+        optimizer__learning_rate=0.01,
+        lr_scheduler__name=name,
+        lr_scheduler__warmup_steps=2,
+    )
+    decay = {
+        "constant_with_warmup": lambda done: 1.0,
+        "linear": lambda done: 1 - done,
+        "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    }[name]
+    expected = [0.0, 0.005, *(0.01 * decay(i / 4) for i in range(4))]
+    assert column(out, "learning_rate") == pytest.approx(expected, rel=1e-6)
+
+
+def test_edit_mask_weight_changes_the_loss_of_the_sample_with_a_mask_alone(train: Trainer) -> None:
+    changes = {"train__max_steps": 4, "optimizer__learning_rate": 1e-9, "train__caption_dropout": 0.0}
+    plain = column(train(**changes), "loss")
+    weighted = column(train(**changes, train__edit_mask_weight=5.0, out="weighted"), "loss")
+    names = [train.batches(**changes).draw(position).sample.name for position in range(4)]
+    assert sorted(names) == ["cat", "china", "cup", "flower"]
+    for name, a, b in zip(names, plain, weighted, strict=True):
+        assert (a == pytest.approx(b, rel=1e-5)) == (name != "cup"), name
+
+
+# ---- stop and resume -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, object]:
+    train = Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path_factory.mktemp("uninterrupted"))
+    return outcome(train(settings=EVERYTHING_RANDOM))
+
+
+def send(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, in_batch: int, times: int = 1) -> None:
+    """Let the process get a signal while it works on that batch, counted from 0."""
+    batches, compute_loss = itertools.count(), training.compute_loss
+
+    def interrupted(*arguments: Any) -> torch.Tensor:
+        if next(batches) == in_batch:
+            for _ in range(times):
+                os.kill(os.getpid(), number)
+        return compute_loss(*arguments)
+
+    monkeypatch.setattr(training, "compute_loss", interrupted)
+
+
+@pytest.mark.parametrize("in_batch", range(4))
+def test_stopped_in_any_batch_and_resumed_equals_uninterrupted(
+    train: Trainer, uninterrupted: dict[str, object], monkeypatch: pytest.MonkeyPatch, in_batch: int
+) -> None:
+    """Bit for bit: weights, optimizer, learning rate, random numbers, metrics; also from the middle of a step."""
+    with monkeypatch.context() as patch:
+        send(patch, signal.SIGTERM, in_batch)
+        assert train.try_(settings=EVERYTHING_RANDOM).code == 130
+    assert differences(outcome(train("--resume", settings=EVERYTHING_RANDOM)), uninterrupted) == []
+
+
+def test_stopped_after_every_single_step_equals_uninterrupted(
+    train: Trainer, uninterrupted: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        with monkeypatch.context() as patch:
+            send(patch, signal.SIGINT, in_batch=1)
+            assert train.try_("--resume", settings=EVERYTHING_RANDOM).code == 130
+        assert [number for number, _ in checkpoint.checkpoints(train.folder / "out")][-1] == step
+    assert differences(outcome(train("--resume", settings=EVERYTHING_RANDOM)), uninterrupted) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("in_batch", [2, 3])
+def test_a_signal_finishes_the_step_saves_it_and_says_how_to_go_on(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, in_batch: int
+) -> None:
+    handler = signal.getsignal(number)
+    send(monkeypatch, number, in_batch)
+    result = train.try_(settings=EVERYTHING_RANDOM)
+    assert result.code == 130
+    assert "stopped after step 2; `qwen-train run --resume` goes on from there" in result.stderr
+    assert [step for step, _ in checkpoint.checkpoints(train.folder / "out")] == [2]
+    assert column(train.folder / "out", "step") == [1, 2]
+    assert not (train.folder / "out" / LORA).exists(), "an unfinished run must not look finished"
+    assert signal.getsignal(number) == handler
+
+
+def test_a_second_signal_stops_at_once(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    send(monkeypatch, signal.SIGINT, in_batch=2, times=2)
+    assert train.try_(settings=EVERYTHING_RANDOM, train__checkpointing_steps=1).code == 130
+    assert [step for step, _ in checkpoint.checkpoints(train.folder / "out")] == [1]
+
+
+def test_killed_at_a_random_moment_and_resumed_equals_uninterrupted(train: Trainer) -> None:
+    changes = {"settings": EVERYTHING_RANDOM, "train__max_steps": 12, "train__checkpointing_steps": 1}
+    expected = outcome(train(**changes, out="uninterrupted"))
+    program = Path(sys.executable).parent / "qwen-train"
+    process = subprocess.Popen(
+        [program, *map(str, train.arguments(**changes))],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=dict(os.environ),
+    )
+    step, moment = random.randrange(1, 9), random.uniform(0, 0.05)
+    while not (train.folder / "out" / f"checkpoint-{step}").exists():
+        assert process.poll() is None
+        time.sleep(0.002)
+    time.sleep(moment)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    out = train("--resume", **changes)
+    assert differences(outcome(out), expected) == [], f"killed {moment} s after checkpoint {step}"
+    assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
+
+
+class Crash(BaseException):
+    """The process dies here."""
+
+
+@pytest.mark.parametrize("renames", range(4), ids=["weights", "state.safetensors", "state.json", "the whole"])
+def test_a_crash_while_saving_leaves_the_checkpoint_before_it(
+    train: Trainer, uninterrupted: dict[str, object], monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    """Before any of the files of a checkpoint, and the checkpoint itself, have their names."""
+    calls, replace = itertools.count(), os.replace
+
+    def crash(source: Path, target: Path) -> None:
+        if "checkpoint-2" in str(target) and next(calls) == renames:
+            raise Crash
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", crash)
+        with pytest.raises(Crash):
+            train.try_(settings=EVERYTHING_RANDOM, train__checkpointing_steps=1)
+    out = train.folder / "out"
+    assert [step for step, _ in checkpoint.checkpoints(out)] == [1]
+    train("--resume", settings=EVERYTHING_RANDOM, train__checkpointing_steps=1)
+    assert differences(outcome(out), uninterrupted) == []
+    assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
+
+
+def test_resuming_on_the_same_samples_in_another_format_is_exact(
+    train: Trainer, uninterrupted: dict[str, object], built: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What counts is what the cache holds, not how it is stored or where it lies."""
+    with monkeypatch.context() as patch:
+        send(patch, signal.SIGTERM, in_batch=3)
+        assert train.try_(settings=EVERYTHING_RANDOM).code == 130
+    train.cache = built("edit-plus", ("--format", "v1"))
+    assert differences(outcome(train("--resume", settings=EVERYTHING_RANDOM)), uninterrupted) == []
+
+
+def test_resuming_a_finished_run_changes_nothing(train: Trainer) -> None:
+    before = outcome(train())
+    assert differences(outcome(train("--resume")), before) == []
+    assert [path.name for path in train.folder.glob("out/checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_resume_without_a_checkpoint_begins(train: Trainer) -> None:
+    assert column(train("--resume"), "step") == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(1, [5]), (2, [4, 5]), (0, [1, 2, 3, 4, 5])])
+def test_only_the_newest_checkpoints_are_kept(train: Trainer, limit: int, kept: list[int]) -> None:
+    out = train(train__max_steps=5, train__checkpointing_steps=1, train__checkpoints_total_limit=limit)
+    assert sorted(int(path.name.removeprefix("checkpoint-")) for path in out.glob("checkpoint-*")) == kept
+
+
+def test_checkpoints_are_ordered_by_number(train: Trainer) -> None:
+    """Step 10 comes after step 9, though not in the alphabet."""
+    out = train(train__max_steps=10, train__checkpointing_steps=3, train__checkpoints_total_limit=2)
+    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-9", "checkpoint-10"}
+    result = train.try_("--resume", train__max_steps=11)
+    assert "resume  after step 10" in result.stderr
+    assert column(out, "step") == list(range(1, 12))
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def refused(result: Result, *parts: str) -> None:
+    """Exit code 2, a message with all of `parts`, no traceback."""
+    assert result.code == 2, result.stderr
+    assert "error:" in result.stderr
+    assert "Traceback" not in result.stderr
+    for part in parts:
+        assert part in result.stderr
+
+
+def test_a_second_run_into_the_same_folder_is_refused(train: Trainer) -> None:
+    before = outcome(train())
+    out = str(train.folder / "out")
+    refused(train.try_(), out, "already holds a run (found checkpoint-3)", "--resume", "train.output_dir")
+    assert differences(outcome(train.folder / "out"), before) == []
+
+
+def test_resuming_on_another_cache_is_refused(train: Trainer, built: Callable[..., Path]) -> None:
+    before = outcome(train())
+    first, train.cache = train.cache, built("edit-plus", ("--set", "data.vae_image_size=9216"))
+    result = train.try_("--resume", train__max_steps=4)
+    identities = open_cache(first).identity, open_cache(train.cache).identity
+    refused(result, "checkpoint-3", "another cache", f"(expected {identities[0]}, found {identities[1]})")
+    assert differences(outcome(train.folder / "out"), before) == []
+
+
+def test_resuming_with_another_rank_is_refused(train: Trainer) -> None:
+    train()
+    result = train.try_("--resume", train__lora__rank=8, train__max_steps=4)
+    refused(result, "checkpoint-3", "another lora", "use the same lora")
+
+
+def test_resuming_with_another_seed_is_refused(train: Trainer) -> None:
+    train()
+    refused(train.try_("--resume", train__seed=7, train__max_steps=4), "another seed", "(expected 0, found 7)")
+
+
+def test_resuming_with_another_batch_size_loses_and_repeats_no_sample(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three samples are trained before; the next batch begins with the fourth."""
+    seen: list[str] = []
+    compute = training.compute_loss
+    monkeypatch.setattr(
+        training, "compute_loss", lambda model, batch: (seen.extend(batch.keys), compute(model, batch))[1]
+    )
+    train()
+    train("--resume", train__batch_size=5, train__max_steps=4)
+    assert len(seen) == 8
+    keys = sorted(sample.key for sample in open_cache(train.cache))
+    assert sorted(seen[:4]) == sorted(seen[4:]) == keys
+
+
+@pytest.mark.parametrize("name", ["state.json", "state.safetensors", LORA])
+@pytest.mark.parametrize("damage", ["missing", "cut off"])
+def test_a_broken_checkpoint_is_refused_by_name(train: Trainer, name: str, damage: str) -> None:
+    file = train() / "checkpoint-3" / name
+    data = file.read_bytes()
+    file.unlink()
+    if damage == "cut off":
+        file.write_bytes(data[: len(data) // 2])
+    refused(train.try_("--resume", train__max_steps=4), str(file))
+
+
+def test_an_output_folder_that_is_a_file_is_refused(train: Trainer) -> None:
+    (train.folder / "out").write_text("mine", encoding="utf-8")
+    refused(train.try_(), str(train.folder / "out"))
+    assert (train.folder / "out").read_text(encoding="utf-8") == "mine"
+
+
+def test_a_cache_for_another_pipeline_is_refused(train: Trainer, built: Callable[..., Path]) -> None:
+    train.cache = built("edit", ("--on-error", "skip"))  # one sample has two controls, which this model does not take
+    refused(train.try_(), str(train.cache), "(expected QwenImageEditPlusPipeline, found QwenImageEditPipeline)")
+    assert not (train.folder / "out").exists()
+
+
+def test_a_cache_of_another_width_is_refused(train: Trainer) -> None:
+    model = train.folder / "model"
+    shutil.copytree(train.model, model, ignore=shutil.ignore_patterns("transformer", "vae", "text_encoder"))
+    transformer = QwenImageTransformer2DModel.from_pretrained(train.model / "transformer")
+    QwenImageTransformer2DModel.from_config({**transformer.config, "joint_attention_dim": 32}).save_pretrained(
+        model / "transformer"
+    )
+    train.model = model
+    refused(train.try_(), str(train.cache), "(expected width 32, found width 64)")
+
+
+def test_missing_weights_are_refused(train: Trainer) -> None:
+    """diffusers fills them in at random with no more than a warning."""
+    model = train.folder / "model"
+    shutil.copytree(train.model, model, ignore=shutil.ignore_patterns("vae", "text_encoder"))
+    (file,) = (model / "transformer").glob("*.safetensors")
+    weights = load_file(file)
+    del weights["transformer_blocks.1.attn.to_k.bias"]
+    save_file(weights, file, {"format": "pt"})
+    train.model = model
+    refused(train.try_(), str(model / "transformer"), "(found transformer_blocks.1.attn.to_k.bias)")
+    file.unlink()
+    refused(train.try_(), str(model / "transformer"), "cannot be loaded")
+
+
+def test_a_missing_cache_model_or_settings_file_is_refused(train: Trainer) -> None:
+    model, train.model = train.model, train.folder / "nowhere"
+    refused(train.try_(), str(train.model), "no such folder")
+    train.model, train.cache = model, train.folder / "nowhere"
+    refused(train.try_(), str(train.cache), "no cache.json here", "qwen-cache build")
+    refused(train.try_("--config", "absent.yaml"), "absent.yaml", "no such file")
+
+
+def test_an_empty_cache_is_refused(train: Trainer) -> None:
+    index = write_index([], 2)
+    recipe = Recipe(open_cache(train.cache).recipe.recipe, 0, dataset_identity([]))
+    train.cache = train.folder / "empty"
+    train.cache.mkdir()
+    commit(train.cache, Manifest(2, {"default": recipe}, IndexFile(0, len(index), content_hash(index)), ()), index, [])
+    refused(train.try_(), str(train.cache), "the cache has no samples", "qwen-cache build")
+
+
+def test_damaged_bytes_stop_the_run(train: Trainer) -> None:
+    shards, train.cache = train.cache, train.folder / "damaged"
+    shutil.copytree(shards, train.cache)
+    row = train.batches().draw(2).sample.row
+    shard = train.cache / row.shard
+    data = bytearray(shard.read_bytes())
+    data[row.entry.data] ^= 1
+    shard.write_bytes(data)
+    refused(train.try_(), row.shard, f"image_latents of sample {row.meta.key}", "[F14]")
+
+
+@pytest.mark.parametrize(
+    ("setting", "parts"),
+    [
+        ("train.max_step=5", ["unknown key train.max_step", "did you mean train.max_steps?"]),
+        ("train.lora.alpha=5", ["unknown key train.lora.alpha", "did you mean train.lora.lora_alpha?"]),
+        ("optimiser.learning_rate=1", ["unknown key optimiser", "did you mean optimizer?"]),
+        ("train.max_steps=many", ["train.max_steps: Input should be a valid integer", "(found 'many')"]),
+        ("train.max_steps=0", ["train.max_steps: Input should be greater than 0", "(found 0)"]),
+        ("train.max_grad_norm=-1", ["train.max_grad_norm: Input should be greater than or equal to 0", "(found -1)"]),
+        ("train.lora.lora_dropout=1.5", ["train.lora.lora_dropout", "less than or equal to 1", "(found 1.5)"]),
+        ("train.mode_scale=5", ["train.mode_scale", "(found 5)"]),  # draws beyond 0..1, noise levels beyond 1
+        ("train.seed=-1", ["train.seed", "(found -1)"]),
+        ("optimizer.betas=[0.9, 1.0]", ["optimizer.betas.1", "less than 1", "(found 1.0)"]),
+        ("train.max_steps", ["--set takes section.key=value", "(found train.max_steps)"]),
+        ("train.seed.more=1", ["train.seed", "Input should be a valid integer"]),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(train: Trainer, setting: str, parts: list[str]) -> None:
+    refused(train.try_("--set", setting), *parts)
+    assert not (train.folder / "out").exists()
+
+
+def test_a_wrong_key_in_the_file_names_the_file_and_the_nearest_key(train: Trainer) -> None:
+    settings = train.folder / "mine.yaml"
+    settings.write_text(yaml.safe_dump({"train": {"max_step": 5}}), encoding="utf-8")
+    refused(train.try_("--config", str(settings)), str(settings), "unknown key train.max_step", "train.max_steps?")
+
+
+@pytest.mark.parametrize("target_modules", [["to_query"], ["norm_q"], ["to_q", "to_query"], "to_(q", []])
+def test_target_modules_that_name_nothing_trainable_are_refused(train: Trainer, target_modules: object) -> None:
+    """Each of the names: one that is misspelt among others would go untrained in silence."""
+    result = train.try_(train__lora__target_modules=target_modules)
+    refused(result, "train.lora.target_modules", "name linear layers of the transformer, such as to_q")
+
+
+def test_a_loss_that_is_no_number_names_the_samples(train: Trainer) -> None:
+    """A learning rate beyond all bounds ruins the weights in the first step, so that the second step's loss is NaN."""
+    changes = {"optimizer__learning_rate": 1e30, "train__batch_size": 2, "train__checkpointing_steps": 1}
+    result = train.try_(**changes)
+    names = ", ".join(train.batches(**changes).batch(2).keys)
+    refused(result, "the loss of step 2 is not a number", f"nan for the samples {names}", "optimizer.learning_rate")
+    assert column(train.folder / "out", "step") == [1]
+    assert not (train.folder / "out" / LORA).exists()
+
+
+@pytest.mark.parametrize("arguments", [["run", "--no-such-option"], ["no-such-command"]])
+def test_a_wrong_command_line_is_a_message_and_exit_code_2(arguments: list[str]) -> None:
+    result = command("qwen-train", *arguments)
+    assert result.code == 2
+    assert arguments[-1] in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# ---- what is loaded --------------------------------------------------------------------------------------------------
+
+
+def modules_after(program: str, *arguments: str, folder: Path) -> set[str]:
+    """Everything that a process of its own has imported at its end."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}\nimport sys\nprint('modules', *sys.modules)", *arguments],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+def within(modules: set[str], packages: tuple[str, ...]) -> list[str]:
+    return sorted(name for name in modules if any(name == p or name.startswith((f"{p}.", f"{p}_")) for p in packages))
+
+
+def test_training_loads_no_encoder_and_no_pipeline(train: Trainer) -> None:
+    program = (
+        "import sys\n"
+        "from qwen_cache.config import load_config\n"
+        "from qwen_train.train import train\n"
+        "train(load_config(None, sys.argv[3:], cache__path=sys.argv[1], model__path=sys.argv[2]))"
+    )
+    _, cache, _, model, *assignments = map(str, train.arguments(logging__tracker="tensorboard"))
+    modules = modules_after(program, cache, model, *assignments[1::2], folder=train.folder)
+    assert (train.folder / "out" / LORA).exists()
+    forbidden = ("diffusers.models.autoencoders", "diffusers.pipelines", "transformers.models.qwen2_5_vl")
+    assert within(modules, (*forbidden, "qwen_cache.encode", "torchvision")) == []
+    assert "diffusers.models.transformers.transformer_qwenimage" in modules
+
+
+@pytest.mark.parametrize(
+    ("program", "forbidden"),
+    [
+        ("import qwen_train.cli", ("torch", "diffusers", "transformers", "accelerate", "peft")),
+        ("import qwen_cache.cli", ("torch", "diffusers", "transformers", "accelerate", "peft")),
+        (
+            "import importlib, pkgutil, qwen_cache.format as f\n"
+            "for m in pkgutil.iter_modules(f.__path__): importlib.import_module(f'{f.__name__}.{m.name}')",
+            ("torch", "diffusers", "transformers"),
+        ),
+        ("import qwen_cache", ("torch", "diffusers", "transformers", "pyarrow", "numpy")),
+    ],
+    ids=["qwen_train.cli", "qwen_cache.cli", "qwen_cache.format", "qwen_cache"],
+)
+def test_imports_stay_light(program: str, forbidden: tuple[str, ...], tmp_path: Path) -> None:
+    assert within(modules_after(program, folder=tmp_path), forbidden) == []
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one_with_twice_the_batch(train: Trainer) -> None:
+    one = train(train__batch_size=2, optimizer__learning_rate=0.01, train__checkpointing_steps=1)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    arguments = train.arguments(optimizer__learning_rate=0.01, train__checkpointing_steps=1, out="two")
+    done = subprocess.run(
+        [*torchrun, Path(sys.executable).parent / "qwen-train", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+    )
+    two = train.folder / "two"
+    assert done.returncode == 0, done.stderr
+    assert relative_error(load_file(two / LORA), load_file(one / LORA)) < 1e-4
+    assert [step for step, _ in checkpoint.checkpoints(two)] == [1, 2, 3]
+    assert column(two, "step") == [1, 2, 3]
