@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from qwen_cache.config import CONFIG_NAME, Config
-from qwen_cache.console import FAILED, FAULTS, console, counting, human_bytes, human_time, print_json
+from qwen_cache.console import FAILED, FAULTS, console, counting, human_bytes, human_time, plural, print_json
 from qwen_cache.encode import builder
 from qwen_cache.encode.builder import Existing, Job
 from qwen_cache.encode.plan import Plan, Planned
@@ -69,16 +69,20 @@ def _encode(job: Job, existing: Existing, plan: Plan, as_json: bool) -> int:
             report = builder.run(job, existing, plan, load_lanes, count)
     except BaseException:
         if done:
-            console().print(f"{done} of {len(plan.to_encode)} samples are encoded and kept; the same command goes on")
+            console().print(
+                f"{done} of {plural(len(plan.to_encode), 'sample')} encoded and kept; the same command goes on"
+            )
         raise
     took = time.monotonic() - begin
     directory.write_durably(job.folder / CONFIG_NAME, job.config.to_yaml().encode("utf-8"))
-    shards = f"{report.shards} shard{'s' * (report.shards != 1)}, {human_bytes(report.bytes)}"
+    shards = f"{plural(report.shards, 'shard')}, {human_bytes(report.bytes)}"
     out = console()
     out.print(f"[bold green]done[/] in {human_time(took)}: {report.encoded} encoded")
-    out.print(f"{job.folder} holds {report.samples} samples in {shards}", markup=False)
+    out.print(f"{job.folder} holds {plural(report.samples, 'sample')} in {shards}", markup=False)
     if report.replaced:
-        out.print(f"{report.replaced} replaced shards stay for runs that read them; `qwen-cache gc` removes them")
+        out.print(
+            f"{plural(report.replaced, 'replaced shard')} kept for runs that read them; `qwen-cache gc` removes them"
+        )
     if as_json:
         print_json({"encoded": report.encoded, "samples": report.samples, "up_to_date": False})
     return 0
@@ -111,9 +115,9 @@ def _print_plan(job: Job, plan: Plan, as_json: bool) -> None:
     size = sum(_estimate(sample, job) for sample in plan.to_encode)
     out.print(f"[bold]plan[/]    {plan.summary()}" + (f"; about {human_bytes(size)}" if size else ""))
     if plan.repeated:
-        out.print(f"        {plan.repeated} rows repeat what another row has, and are kept once")
+        out.print(f"        {plural(plan.repeated, 'row')} repeated what another has, and kept once")
     if plan.removed:
-        out.print(f"        {len(plan.removed)} samples are no longer in the source and leave the dataset")
+        out.print(f"        {plural(len(plan.removed), 'sample')} gone from the source, and from the dataset")
     changed = [sample for sample in plan.to_encode if sample.reasons != ("new",)]
     for sample in changed[:SHOWN]:
         out.print(f"        {sample.row.name}: {', '.join(sample.reasons)}", markup=False)
@@ -126,7 +130,7 @@ def _print_problems(problems: tuple[Problem, ...]) -> None:
     if not problems:
         return
     out = console()
-    out.print(f"[bold red]{len(problems)} problem{'s' * (len(problems) > 1)}[/] in the source:")
+    out.print(f"[bold red]{plural(len(problems), 'problem')}[/] in the source:")
     for problem in problems[:SHOWN]:
         out.print(f"  {problem.where}: {problem.what}\n    → {problem.do}", markup=False)
     if len(problems) > SHOWN:

@@ -62,7 +62,7 @@ def build(
 @app.command()
 def verify(cache: CachePath = "shards", json: Json = False) -> int:
     """Check every byte of a cache against what was written."""
-    from qwen_cache.console import console, counting, print_json
+    from qwen_cache.console import console, counting, plural, print_json
     from qwen_cache.format.verify import verify_cache
 
     with counting("verifying", in_bytes=True) as on_bytes:
@@ -72,7 +72,9 @@ def verify(cache: CachePath = "shards", json: Json = False) -> int:
     else:
         for finding in findings:
             console().print(str(finding), markup=False)
-        console().print(f"{cache}: {len(findings)} faults" if findings else f"{cache}: every byte is as it was written")
+        console().print(
+            f"{cache}: {plural(len(findings), 'fault')}" if findings else f"{cache}: every byte is as it was written"
+        )
     return FAULTS if findings else 0
 
 
@@ -97,7 +99,7 @@ def gc(
     json: Json = False,
 ) -> int:
     """Remove what the dataset does not name: replaced shards, and samples of builds that were given up."""
-    from qwen_cache.console import console, human_bytes, print_json
+    from qwen_cache.console import console, human_bytes, plural, print_json
     from qwen_cache.format.directory import collect_garbage
 
     found = collect_garbage(Path(cache), dry_run=dry_run)
@@ -109,7 +111,7 @@ def gc(
         return 0
     for path, size in found.items():
         console().print(f"{path}  {human_bytes(size)}", markup=False)
-    console().print(f"{len(found)} files, {human_bytes(total)} {'to remove' if dry_run else 'removed'}")
+    console().print(f"{plural(len(found), 'file')}, {human_bytes(total)} {'to remove' if dry_run else 'removed'}")
     return 0
 
 

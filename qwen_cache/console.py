@@ -113,6 +113,11 @@ def quiet_libraries() -> None:
         os.environ.setdefault(name, value)
 
 
+def plural(count: int, noun: str) -> str:
+    """`1 shard`, `2 shards`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def human_bytes(count: float) -> str:
     """`1.9 GB`, in powers of ten as disks are sold."""
     for unit in ("B", "kB", "MB", "GB"):

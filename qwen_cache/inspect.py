@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qwen_cache.console import human_bytes
+from qwen_cache.console import human_bytes, plural
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, open_cache
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.format.sample import BYTES_PER_ELEMENT, PIXELS_PER_TOKEN, token_count
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 BAR_WIDTH = 24
 SHOWN = 12  # rows of a histogram
@@ -83,20 +86,19 @@ def _prefix_bytes(row: IndexRow) -> int:
     return row.meta.prefix_length * spec.shape[1] * BYTES_PER_ELEMENT[spec.dtype]
 
 
-def print_overview(overview: dict[str, Any]) -> None:
+def print_overview(overview: dict[str, Any], out: Console | None = None) -> None:
     """The summary as tables, on stdout."""
     from rich.console import Console
 
-    out = Console(highlight=False)
+    out = out or Console(highlight=False)
     if overview["state"] == "partial":
         size = human_bytes(overview["staged_bytes"])
         state = f"[yellow]partial[/]: {size} encoded; the same build command goes on"
         out.print(f"[bold]{overview['cache']}[/]  {state}")
         return
     size = human_bytes(overview["bytes"])
-    out.print(
-        f"[bold]{overview['cache']}[/]  format v{overview['format_version']}, {overview['shards']} shards, {size}"
-    )
+    shards = plural(overview["shards"], "shard")
+    out.print(f"[bold]{overview['cache']}[/]  format v{overview['format_version']}, {shards}, {size}")
     if overview["garbage_bytes"]:
         out.print(f"{human_bytes(overview['garbage_bytes'])} are not part of the dataset; `qwen-cache gc` removes them")
     for name, recipe in overview["recipes"].items():

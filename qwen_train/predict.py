@@ -18,6 +18,7 @@ from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, Q
 from PIL import Image
 
 from qwen_cache.config import PredictConfig
+from qwen_cache.console import plural
 from qwen_cache.encode.images import open_rgb
 from qwen_cache.encode.loading import load_whole
 from qwen_cache.encode.sizes import Size, calculate_dimensions
@@ -86,7 +87,9 @@ def check_pictures(model: ModelFolder, pictures: Sequence[Image.Image]) -> None:
     if model.takes_controls and not pictures:
         raise ConfigError(f"{model.pipeline} edits a picture", do="give one with --image")
     if most is not None and len(pictures) > most:
-        raise ConfigError(f"{model.pipeline} takes {most} pictures", found=len(pictures), do="leave out some --image")
+        raise ConfigError(
+            f"{model.pipeline} takes {plural(most, 'picture')}", found=len(pictures), do="leave out some --image"
+        )
 
 
 def check_steps(steps: int, scheduler: Any) -> None:

@@ -248,7 +248,7 @@ def test_a_removed_sample_leaves_the_dataset_and_its_shard(
     for path in [*pairs.rglob("cup*")]:
         path.unlink()
     result = build(pairs, out, model)
-    assert "1 samples are no longer in the source" in result.stderr
+    assert "1 sample gone from the source" in result.stderr
     assert len(fast) == 1, "nothing had to be encoded"
     assert all(gone.encode() not in path.read_bytes() for path in out.glob("*.tar"))
     assert torch.isfinite(reader[gone]["image_latents"]).all(), "a run that had opened the old dataset goes on"
@@ -261,7 +261,7 @@ def test_equal_rows_are_kept_once(pairs: Path, tmp_path: Path, model: Path, fast
         for path in list((pairs / folder).glob("china.*")):
             shutil.copy(path, path.with_name("china_again" + path.suffix))
     result = build(pairs, tmp_path / "shards", model)
-    assert "1 rows repeat what another row has, and are kept once" in result.stderr
+    assert "1 row repeated what another has, and kept once" in result.stderr
     assert len(open_cache(tmp_path / "shards")) == 4
 
 
@@ -413,7 +413,7 @@ def test_a_killed_process_is_resumed_to_the_same_bytes(number: int, pairs: Path,
     assert not (out / "cache.json").exists(), "the build was over too soon to be stopped"
     if number == signal.SIGINT:
         assert process.returncode == 130
-        assert "samples are encoded and kept; the same command goes on" in message
+        assert "samples encoded and kept; the same command goes on" in message
         assert "Traceback" not in message
     assert build(pairs, out, model).code == 0
     assert contents(out) == contents(tmp_path / "whole")
@@ -436,7 +436,7 @@ def test_a_full_disk_says_so_and_loses_nothing(
         result = build(pairs, tmp_path / "shards", model)
     assert result.code == 2
     assert "No space left on device" in result.stderr
-    assert "1 of 4 samples are encoded and kept" in result.stderr
+    assert "1 of 4 samples encoded and kept" in result.stderr
     assert build(pairs, tmp_path / "shards", model).code == 0
     assert fast[-1].encoded == ["china", "cup", "flower"]
 

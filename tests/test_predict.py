@@ -120,7 +120,7 @@ def test_a_picture_too_many_for_the_pipeline(pictures: list[Path], tmp_path: Pat
     out = tmp_path / "out.png"
     result = run("qwen-train", "predict", "--prompt", "x", "--model", tiny_model("edit"), "--out", out, *two)
     assert result.code == 2
-    assert "QwenImageEditPipeline takes 1 pictures (found 2)" in result.stderr
+    assert "QwenImageEditPipeline takes 1 picture (found 2)" in result.stderr
 
 
 def test_a_lora_of_another_model_is_refused(pictures: list[Path], tmp_path: Path, tiny_model: TinyModel) -> None:

@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 folder=demo
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
-run() { printf '\n\033[1m$ %s\033[0m\n' "$*"; "$@"; }
+run() { printf '\n\033[1m$ %s\033[0m\n' "$1"; eval "$1"; }
 
 say "A tiny random model with the real classes, and 13 edits of real photographs, into $folder/"
 rm -rf "$folder/out" "$folder/data"
@@ -15,17 +15,18 @@ python tools/make_demo_data.py "$folder/data"
 cp tools/demo.yaml "$folder/qwen.yaml"
 cd "$folder"
 
-run qwen-cache build data/ --out shards --model tiny/ --vae-device cpu --text-device cpu
-run qwen-cache verify shards
-run qwen-cache inspect shards
-run qwen-train run shards/ --config qwen.yaml
-run qwen-train predict --image data/control_images/china_black_and_white.jpg --prompt "make it black and white" \
-    --lora out --out prediction.png
+run "qwen-cache build data/ --out shards --model tiny/ --vae-device cpu --text-device cpu"
+run "qwen-cache verify shards"
+run "qwen-cache inspect shards"
+run "qwen-train run shards/ --config qwen.yaml"
+control=data/control_images/china_black_and_white.jpg
+run "qwen-train predict --image $control --prompt 'make it black and white' --lora out --out prediction.png"
 
 say "What was made, in $PWD:"
 cat <<END
   data/            the photographs: control_images, target_images with their prompts
   shards/          the cache: cache.json, index.parquet, one .tar
   out/             the LoRA (pytorch_lora_weights.safetensors), a checkpoint, metrics.jsonl, logs for TensorBoard
-  prediction.png   what the tiny model draws with it (its weights are random: colours and shapes, not a photograph)
+  prediction.png   what the tiny model draws with it: the photograph, coarsely (its weights are random; it does not
+                   follow the prompt)
 END

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from qwen_cache.console import plural
 from qwen_cache.encode.images import open_mask, open_rgb
 from qwen_cache.encode.sizes import Size, calculate_dimensions, img_shapes
 from qwen_cache.encode.source import Problem, Row
@@ -74,7 +75,7 @@ class Plan:
         if changed := len(self.to_encode) - new:
             parts.append(f"{changed} changed ({', '.join(f'{what}: {count}' for what, count in counts.items())})")
         reasons = ": " + ", ".join(parts) if parts else ""
-        return f"{len(self.samples)} samples, {self.cached} cached, {len(self.to_encode)} to encode{reasons}"
+        return f"{plural(len(self.samples), 'sample')}, {self.cached} cached, {len(self.to_encode)} to encode{reasons}"
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,8 @@ def _with_reasons(
 def _look_at(row: Row, rules: Rules, cached: Mapping[str, IndexRow]) -> Planned | list[Problem]:
     """Hash the files of one row; decode them too when they are to be encoded."""
     if rules.max_controls is not None and len(row.controls) > rules.max_controls:
-        what = f"{row.name}: {rules.pipeline} takes {rules.max_controls} control picture, found {len(row.controls)}"
+        takes = f"{rules.pipeline} takes {plural(rules.max_controls, 'control picture')}"
+        what = f"{row.name}: {takes}, found {len(row.controls)}"
         return [Problem(row.where, what, "drop the others, or build for Qwen-Image-Edit-2509 (Edit-Plus)")]
     files = [row.target, *row.controls, *([row.mask] if row.mask else [])]
     try:
