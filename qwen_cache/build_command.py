@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from qwen_cache.config import CONFIG_NAME, Config
 from qwen_cache.console import FAILED, FAULTS, console, counting, human_bytes, human_time, plural, print_json
 from qwen_cache.encode import builder
-from qwen_cache.encode.builder import Existing, Job
+from qwen_cache.encode.builder import Job
 from qwen_cache.encode.plan import Plan, Planned
 from qwen_cache.encode.source import Problem
 from qwen_cache.format import directory
 from qwen_cache.format.sample import LATENT_CHANNELS, token_count
+from qwen_cache.format.update import Existing
 
 if TYPE_CHECKING:
     from qwen_cache.encode.lanes import Lanes
@@ -51,7 +52,8 @@ def _encode(job: Job, existing: Existing, plan: Plan, as_json: bool) -> int:
     if not plan.samples:
         console().print("[bold red]error:[/] no usable sample is left, so there is nothing to build")
         return FAILED
-    if builder.is_up_to_date(job, existing, builder.plan_target(job, existing, plan)):
+    update = builder.make_update(job, existing, plan)
+    if update.is_nothing:
         console().print(f"nothing to do: {job.folder} already holds this source")
         if as_json:
             print_json({"encoded": 0, "samples": len(plan.samples), "up_to_date": True})
@@ -66,7 +68,7 @@ def _encode(job: Job, existing: Existing, plan: Plan, as_json: bool) -> int:
                 done += samples
                 on_samples(samples)
 
-            report = builder.run(job, existing, plan, load_lanes, count)
+            report = builder.run(job, update, plan.to_encode, load_lanes, count)
     except BaseException:
         if done:
             console().print(

@@ -63,6 +63,8 @@ class CacheConfig(Section):
     """The device of the VAE; `auto` is the first accelerator, or the CPU."""
     text_device: str = "auto"
     """The device of the text encoder; `auto` is the second accelerator, else the first, or the CPU."""
+    compression: Literal["none", "zstd"] = "none"
+    """zstd: a third less on disk and on the wire, for CPU time at every reading; v2 only."""
     shard_size: ByteSize = ByteSize(1_000_000_000)
     """A shard is closed when it has reached this many bytes."""
 

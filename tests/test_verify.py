@@ -102,7 +102,7 @@ def test_a_missing_shard_is_found(shards: Path) -> None:
 def test_a_manifest_from_the_future_is_refused(shards: Path) -> None:
     rewrite(shards, lambda value: value.update(format_version=3))
     assert findings(shards) == {"F2"}
-    with pytest.raises(FormatError, match=r"not known to this program \[F2\] \(expected 1 or 2, found 3\)"):
+    with pytest.raises(FormatError, match=r"not known to this program \(expected 1 or 2, found 3\) \[F2\]"):
         open_cache(shards)
 
 

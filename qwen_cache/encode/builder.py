@@ -8,10 +8,10 @@ samples in staging; the same command goes on from there and gives the same bytes
 
 from __future__ import annotations
 
-import shutil
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +21,22 @@ from qwen_cache.config import Config
 from qwen_cache.encode.plan import Plan, Planned, Rules, make_plan
 from qwen_cache.encode.recipe import make_recipe
 from qwen_cache.encode.source import Problem, Row, read_source
-from qwen_cache.encode.staging import Staging
 from qwen_cache.encode.template import PIXEL_TOKENS, TEMPLATES
 from qwen_cache.format import directory
 from qwen_cache.format.cache import map_file
 from qwen_cache.format.errors import ConfigError
-from qwen_cache.format.identity import content_hash, dataset_identity, recipe_id
-from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, write_index
-from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recipe, Shard
+from qwen_cache.format.identity import recipe_id
+from qwen_cache.format.shard import compress
+from qwen_cache.format.staging import Staging
+from qwen_cache.format.update import (
+    Existing,
+    Listed,
+    Update,
+    commit_update,
+    open_staging,
+    plan_update,
+    read_existing,
+)
 from qwen_cache.model_folder import ModelFolder, open_model
 
 if TYPE_CHECKING:
@@ -65,19 +73,6 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Existing:
-    """What a cache holds already: all recipes."""
-
-    manifest: Manifest
-    rows: list[IndexRow]
-
-    def of_recipe(self, name: str) -> dict[str, IndexRow]:
-        """The rows of the recipe called `name`, by key."""
-        recipe = self.manifest.recipes.get(name)
-        return {row.meta.key: row for row in self.rows if recipe and row.meta.recipe == recipe.id}
-
-
-@dataclass(frozen=True)
 class Report:
     """What a build did."""
 
@@ -91,6 +86,8 @@ class Report:
 
 def prepare(config: Config, source: str | None, on_bytes: Callable[[int], None] = lambda _: None) -> Job:
     """Find the model, read the source, fingerprint the weights."""
+    if config.cache.format == "v1" and config.cache.compression != "none":
+        raise ConfigError("format v1 knows no compression", found=f"cache.compression={config.cache.compression}")
     model = open_model(config.model.path, ENCODER_PARTS, config.model.revision)
     rows, problems = read_source(
         Path(source or config.data.source),
@@ -124,25 +121,22 @@ def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:
 
 def load_existing(job: Job) -> Existing:
     """The cache as it is; ConfigError when it cannot take this recipe."""
-    if not (job.folder / MANIFEST_NAME).exists():
-        return Existing(Manifest.empty(job.format_version), [])
-    manifest, index = directory.load(job.folder)
+    existing = read_existing(job.folder, job.format_version)
+    manifest = existing.manifest
     if manifest.format_version != job.format_version:
         raise ConfigError(
             "this cache is of another format version",
             where=job.folder,
             expected=f"v{job.format_version}",
             found=f"v{manifest.format_version}",
-            do=f"build with --format v{manifest.format_version}, or into another folder",
+            do=f"run `qwen-cache migrate`, build with --format v{manifest.format_version}, or into another folder",
         )
     same = [name for name, recipe in manifest.recipes.items() if recipe.id == recipe_id(job.recipe)]
     if same and same != [job.recipe_name]:
         raise ConfigError(
             f"recipe {same[0]!r} of this cache is this very recipe", where=job.folder, do=f"set cache.recipe={same[0]}"
         )
-    where = str(job.folder / INDEX_NAME)
-    records = read_index(index, manifest.format_version, where).to_pylist()
-    return Existing(manifest, [index_row(record, manifest.format_version, where) for record in records])
+    return existing
 
 
 def plan_build(job: Job, existing: Existing, on_row: Callable[[], None] = lambda: None) -> Plan:
@@ -170,50 +164,19 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return found
 
 
-@dataclass(frozen=True)
-class Target:
-    """What the dataset will be: all samples in order, and those that have to be written, from where."""
-
-    rows: list[tuple[str, str]]
-    """Name and key of every sample."""
-    kept: dict[str, IndexRow]
-    """By key: samples that stay where they are."""
-    copied: dict[str, IndexRow]
-    """By key: samples that stay, out of shards that do not."""
-    encoded: dict[str, Planned]
-
-    @property
-    def order(self) -> list[str]:
-        """The keys to be written, in order."""
-        return [key for _, key in self.rows if key not in self.kept]
-
-
-def plan_target(job: Job, existing: Existing, plan: Plan) -> Target:
-    """A shard stays as it is while every sample in it does; one that holds anything else is written anew."""
+def make_update(job: Job, existing: Existing, plan: Plan) -> Update:
+    """The dataset that the build shall make: the other recipes as they are, then this one in the order of the
+    source."""
     mine = existing.of_recipe(job.recipe_name)
-    others = [row for row in existing.rows if row.meta.key not in mine]
-    rows = [(row.name, row.meta.key) for row in others] + [(s.row.name, s.key) for s in plan.samples]
-    encoded = {sample.key: sample for sample in plan.to_encode}
-    alive = {row.meta.key: row for row in [*others, *mine.values()]}
-    alive = {key: alive[key] for _, key in rows if key in alive and key not in encoded}
-    count: dict[str, int] = {}
-    for row in alive.values():
-        count[row.shard] = count.get(row.shard, 0) + 1
-    whole = {shard.name for shard in existing.manifest.shards if count.get(shard.name) == shard.samples}
-    kept = {key: row for key, row in alive.items() if row.shard in whole}
-    return Target(rows, kept, {key: row for key, row in alive.items() if key not in kept}, encoded)
-
-
-def is_up_to_date(job: Job, existing: Existing, target: Target) -> bool:
-    """Whether the cache is already what the build would make."""
-    rows = [(row.name, row.meta.key) for row in existing.rows]
-    return job.recipe_name in existing.manifest.recipes and target.rows == rows
+    others = [Listed(row.name, row.meta.key, row.source_rows) for row in existing.rows if row.meta.key not in mine]
+    ours = [Listed(sample.row.name, sample.key, sample.source_rows) for sample in plan.samples]
+    return plan_update(job.folder, existing, job.format_version, [*others, *ours])
 
 
 def run(
     job: Job,
-    existing: Existing,
-    plan: Plan,
+    update: Update,
+    to_encode: Sequence[Planned],
     load_lanes: Callable[[Job], Lanes],
     on_sample: Callable[[int], None] = lambda _: None,
 ) -> Report:
@@ -221,89 +184,58 @@ def run(
 
     `on_sample` hears how many samples are done: at once those that an earlier run left, then one by one.
     """
-    target = plan_target(job, existing, plan)
-    staging = open_staging(job, existing, target)
+    encoded = {sample.key: sample for sample in to_encode}
+    staging = open_staging(update, recipe_id(job.recipe), int(job.config.cache.shard_size))
     try:
-        on_sample(sum(key in target.encoded for key in target.order[: staging.position]))
-        _write(job, target, staging, load_lanes, on_sample)
-        shards = staging.finish()
+        on_sample(sum(key in encoded for key in update.order[: staging.position]))
+        _write(job, update, encoded, staging, load_lanes, on_sample)
+        recipes = {name: recipe.recipe for name, recipe in update.existing.manifest.recipes.items()}
+        libraries = {name: version(name) for name in ("diffusers", "torch", "transformers")}
+        written_by = {"qwen-cache": __version__, **libraries}
+        manifest = commit_update(update, staging, {**recipes, job.recipe_name: job.recipe}, written_by)
     finally:
         staging.close()
-    manifest, index = _describe(job, existing, target, shards)
-    directory.commit(job.folder, manifest, index, [staging.folder / shard.name for shard, _ in shards])
-    shutil.rmtree(staging.folder)
+    before, after = ({s.name for s in m.shards} for m in (update.existing.manifest, manifest))
     return Report(
-        encoded=len(target.encoded),
+        encoded=len(encoded),
         samples=manifest.recipes[job.recipe_name].samples,
-        shards=len(manifest.shards),
+        shards=len(after),
         bytes=sum(shard.bytes for shard in manifest.shards),
-        replaced=len({shard.name for shard in existing.manifest.shards} - {shard.name for shard in manifest.shards}),
+        replaced=len(before - after),
     )
 
 
-def open_staging(job: Job, existing: Existing, target: Target) -> Staging:
-    """The staging folder of this recipe, with the shards that a crash left under their final names."""
-    folder = job.folder / directory.STAGING / f"{recipe_id(job.recipe)}-v{job.format_version}"
-    for path in directory.unlisted_shards(job.folder, existing.manifest):
-        folder.mkdir(parents=True, exist_ok=True)
-        path.replace(folder / path.name)
-    return Staging(folder, target.order, job.format_version, int(job.config.cache.shard_size))
-
-
 def _write(
-    job: Job, target: Target, staging: Staging, load_lanes: Callable[[Job], Lanes], on_sample: Callable[[int], None]
+    job: Job,
+    update: Update,
+    encoded: Mapping[str, Planned],
+    staging: Staging,
+    load_lanes: Callable[[Job], Lanes],
+    on_sample: Callable[[int], None],
 ) -> None:
     """Write what is missing, in order; the encoders are loaded only when there is something to encode."""
-    order = target.order[staging.position :]
-    if not any(key in target.encoded and staging.left_over(key) is None for key in order):
-        for key in order:
-            _copy(job, key, target, staging)
-            on_sample(key in target.encoded)
-        return
-    with load_lanes(job) as lanes:
-        for key, work in _ahead(order, target, staging, lanes):
-            if work is None:
-                _copy(job, key, target, staging)
+    order = update.order[staging.position :]
+    missing = {key for key in order if key in encoded and staging.left_over(key) is None}
+    with load_lanes(job) if missing else nullcontext() as lanes:
+        for key, work in _ahead(order, encoded, missing, lanes):
+            if work is None or lanes is None:
+                left = staging.left_over(key)
+                if left is None:
+                    row = update.moved[key]
+                    left = row.entry, map_file(directory.shard_path(job.folder, row.shard))
+                staging.add_copy(*left)
             else:
-                staging.add(*lanes.result(work))
-            on_sample(key in target.encoded)
+                staging.add(*compress(*lanes.result(work), job.config.cache.compression))
+            on_sample(key in encoded)
 
 
-def _ahead(order: list[str], target: Target, staging: Staging, lanes: Lanes) -> Iterator[tuple[str, InFlight | None]]:
+def _ahead(
+    order: Sequence[str], encoded: Mapping[str, Planned], missing: set[str], lanes: Lanes | None
+) -> Iterator[tuple[str, InFlight | None]]:
     """Each key with its work, of which up to IN_FLIGHT pieces are under way; None for what is copied."""
     waiting: deque[tuple[str, InFlight | None]] = deque()
     for key in order:
-        encode = key in target.encoded and staging.left_over(key) is None
-        waiting.append((key, lanes.submit(target.encoded[key]) if encode else None))
+        waiting.append((key, lanes.submit(encoded[key]) if lanes and key in missing else None))
         if len(waiting) >= IN_FLIGHT:
             yield waiting.popleft()
     yield from waiting
-
-
-def _copy(job: Job, key: str, target: Target, staging: Staging) -> None:
-    left = staging.left_over(key)
-    if left is None:
-        row = target.copied[key]
-        left = row.entry, map_file(directory.shard_path(job.folder, row.shard))
-    staging.add_copy(*left)
-
-
-def _describe(
-    job: Job, existing: Existing, target: Target, shards: list[tuple[Shard, list[Any]]]
-) -> tuple[Manifest, bytes]:
-    """The manifest and the index of the new dataset."""
-    places = {entry.meta.key: (shard.name, entry) for shard, entries in shards for entry in entries}
-    places |= {key: (row.shard, row.entry) for key, row in target.kept.items()}
-    rows = [IndexRow(name, *places[key]) for name, key in target.rows]
-    index = write_index(rows, job.format_version)
-    mine = [row.meta.key for row in rows if row.meta.recipe == recipe_id(job.recipe)]
-    recipes = {**existing.manifest.recipes, job.recipe_name: Recipe(job.recipe, len(mine), dataset_identity(mine))}
-    kept = {row.shard for row in target.kept.values()}
-    libraries = {name: version(name) for name in ("diffusers", "torch", "transformers")}
-    return replace(
-        existing.manifest,
-        recipes=recipes,
-        index=IndexFile(len(rows), len(index), content_hash(index)),
-        shards=(*(old for old in existing.manifest.shards if old.name in kept), *(shard for shard, _ in shards)),
-        written_by={"qwen-cache": __version__, **libraries},
-    ), index

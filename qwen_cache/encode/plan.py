@@ -37,6 +37,8 @@ class Planned:
     """Pixels of target and controls for the VAE; known for what is to be encoded."""
     reasons: tuple[str, ...] = ()
     """`new`, or what changed: `prompt`, `control 1`, `recipe: dtype`."""
+    source_rows: int = 1
+    """How many rows of the source have this content."""
 
     @property
     def img_shapes(self) -> ImgShapes:
@@ -49,8 +51,6 @@ class Plan:
 
     samples: tuple[Planned, ...]
     problems: tuple[Problem, ...]
-    repeated: int
-    """Rows whose content another row has too."""
     removed: tuple[str, ...]
     """Names in the cache that the source no longer has."""
 
@@ -61,6 +61,11 @@ class Plan:
     @property
     def cached(self) -> int:
         return len(self.samples) - len(self.to_encode)
+
+    @property
+    def repeated(self) -> int:
+        """How many rows have the content of an earlier one."""
+        return sum(sample.source_rows - 1 for sample in self.samples)
 
     def reason_counts(self) -> dict[str, int]:
         """How many samples are to be encoded for each reason, `new` first."""
@@ -109,15 +114,17 @@ def make_plan(
         for result in pool.map(lambda row: _look_at(row, rules, usable), rows):
             found.append(result)
             on_row()
-    samples: dict[str, Planned] = {}
-    for item in found:
-        if isinstance(item, Planned) and item.key not in samples:
-            samples[item.key] = _with_reasons(item, usable, by_name.get(item.row.name), changed_recipe)
     good = [item for item in found if isinstance(item, Planned)]
+    times = Counter(item.key for item in good)
+    samples: dict[str, Planned] = {}
+    for item in good:
+        if item.key not in samples:
+            once = replace(item, source_rows=times[item.key])
+            samples[item.key] = _with_reasons(once, usable, by_name.get(item.row.name), changed_recipe)
     all_problems = [*problems, *(problem for item in found if isinstance(item, list) for problem in item)]
     names = {row.name for row in rows}
     removed = tuple(row.name for key, row in cached.items() if key not in samples and row.name not in names)
-    return Plan(tuple(samples.values()), tuple(all_problems), len(good) - len(samples), removed)
+    return Plan(tuple(samples.values()), tuple(all_problems), removed)
 
 
 def _with_reasons(

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from qwen_cache.format import directory
-from qwen_cache.format.errors import FormatError, QwenCacheError
-from qwen_cache.format.fields import REBUILD
+from qwen_cache.format.codec import decode
+from qwen_cache.format.errors import ChecksumError, IndexFileError, QwenCacheError, SampleKeyError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index
 from qwen_cache.format.manifest import Manifest, Recipe
@@ -43,13 +43,11 @@ def open_cache(path: str | Path, *, recipe: str | None = None) -> Cache:
     if len(manifest.recipes) > 1:
         table = table.filter(pa.compute.equal(table["recipe"], manifest.recipes[name].id)).combine_chunks()
     if table.num_rows != manifest.recipes[name].samples:
-        raise FormatError(
-            "F7",
+        raise IndexFileError(
             f"the index does not have the samples of recipe {name!r} that the manifest counts",
             where=folder / INDEX_NAME,
             expected=manifest.recipes[name].samples,
             found=table.num_rows,
-            do=REBUILD,
         )
     return Cache(folder, manifest, name, table)
 
@@ -123,7 +121,7 @@ class Cache:
         keys = self.table["key"].to_pylist()
         positions = {key: i for i, key in enumerate(keys)}
         if len(positions) != len(keys):
-            raise FormatError("F10", "a key stands twice in the index", where=self.folder / INDEX_NAME, do=REBUILD)
+            raise SampleKeyError("a key stands twice in the index", where=self.folder / INDEX_NAME)
         return positions
 
 
@@ -153,20 +151,23 @@ class Sample:
         return self.row.meta.img_shapes
 
     def buffer(self, name: str) -> memoryview:
-        """The stored bytes of a tensor, checked against their hash."""
+        """The bytes of a tensor, checked against their hash; a view of the shard, unless they are compressed."""
         meta, entry = self.row.meta, self.row.entry
         if name not in meta.tensors:
             raise KeyError(f"sample {self.key} has no {name!r}; it has {', '.join(meta.tensors)}")
         spec, offset = meta.tensors[name], entry.tensor_offsets()[name]
-        data = self._shard(self.row.shard)[offset : offset + spec.nbytes]
-        if data.nbytes != spec.nbytes or (found := content_hash(data)) != spec.xxh3_128:
-            raise FormatError(
-                "F14",
-                f"{name} of sample {self.key} does not have the bytes that were written",
+        stored = self._shard(self.row.shard)[offset : offset + spec.stored_bytes]
+        what = f"{name} of sample {self.key}"
+        if stored.nbytes != spec.stored_bytes:
+            found = f"{stored.nbytes} of {spec.stored_bytes} bytes"
+            raise ChecksumError(f"{what} reaches beyond its shard", where=self.row.shard, found=found)
+        data = decode(stored, spec, f"{self.row.shard}: {what}")
+        if (found := content_hash(data)) != spec.xxh3_128:
+            raise ChecksumError(
+                f"{what} does not have the bytes that were written",
                 where=self.row.shard,
                 expected=spec.xxh3_128,
-                found=f"{data.nbytes} of {spec.nbytes} bytes" if data.nbytes != spec.nbytes else found,
-                do="restore the shard from a copy, or delete it and run `qwen-cache build` again",
+                found=found,
             )
         return data
 

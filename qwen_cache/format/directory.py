@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from qwen_cache.format.errors import FormatError, QwenCacheError
-from qwen_cache.format.fields import REBUILD
+from qwen_cache.format.errors import IndexFileError, ManifestError, QwenCacheError, ShardError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN, VERSIONS, Manifest, parse_manifest
@@ -31,8 +31,7 @@ def load(folder: Path) -> tuple[Manifest, bytes]:
     for _ in range(10):  # a commit between our two reads makes them disagree; the next pair agrees
         data = _read(folder / MANIFEST_NAME)
         if data is None:
-            raise FormatError(
-                "F1",
+            raise ManifestError(
                 f"no {MANIFEST_NAME} here: not a cache, or one that was never finished",
                 where=folder,
                 do="run `qwen-cache build`",
@@ -44,26 +43,22 @@ def load(folder: Path) -> tuple[Manifest, bytes]:
                 return manifest, index
         if _read(folder / MANIFEST_NAME) == data:
             break
-    raise FormatError(
-        "F7",
+    raise IndexFileError(
         "the index is not the one that the manifest names",
         where=folder / INDEX_NAME,
         expected=manifest.index.xxh3_128,
         found="another hash" if (folder / INDEX_NAME).exists() else "no file",
-        do=REBUILD,
     )
 
 
 def shard_path(folder: Path, name: str) -> Path:
     """Where a shard lies; FormatError when it is gone, or its name could lead out of the folder."""
     if not SHARD_PATTERN.fullmatch(name):
-        raise FormatError(
-            "F6", "not the name of a shard", where=folder, expected="<xxh3-128>.tar", found=name, do=REBUILD
-        )
+        raise ShardError("not the name of a shard", where=folder, expected="<xxh3-128>.tar", found=name)
     for path in (folder / name, folder / REPLACED / name):
         if path.is_file():
             return path
-    raise FormatError("F6", "a shard that the manifest names is missing", where=folder / name, do=REBUILD)
+    raise ShardError("a shard that the manifest names is missing", where=folder / name)
 
 
 @contextmanager
@@ -137,7 +132,7 @@ def leftovers(folder: Path, manifest: Manifest) -> list[Path]:
 def collect_garbage(folder: Path, *, dry_run: bool) -> dict[Path, int]:
     """Remove what the dataset does not name, and what builds that were given up left; the files and their sizes."""
     if not folder.is_dir():
-        raise FormatError("F1", "no such folder", where=folder)
+        raise ManifestError("no such folder", where=folder)
     with writing(folder):
         data = _read(folder / MANIFEST_NAME)
         manifest = parse_manifest(data, str(folder / MANIFEST_NAME)) if data else Manifest.empty(VERSIONS[-1])
@@ -147,6 +142,19 @@ def collect_garbage(folder: Path, *, dry_run: bool) -> dict[Path, int]:
             for path in found:
                 path.unlink()
     return sizes
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make the immutable file `source` available as `target`: without a copy where the file system allows it."""
+    if target.exists():
+        return
+    temporary = target.with_name(f".{target.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError:
+        shutil.copyfile(source, temporary)
+    os.replace(temporary, target)
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -14,6 +14,12 @@ commands print it on one or a few lines, without a traceback, and exit with code
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+RESTORE = "restore the file from a copy, or run `qwen-cache build` into an empty folder"
+RESTORE_SHARD = "restore the shard from a copy, or delete it and run `qwen-cache build` again"
+UPGRADE = "upgrade: pip install --upgrade qwen-cache"
+
 
 class QwenCacheError(Exception):
     """What is wrong (`what`), and where, expected, found and the cure (`do`) when they apply."""
@@ -63,11 +69,13 @@ class TrainError(QwenCacheError):
 
 
 class FormatError(QwenCacheError):
-    """A cache breaks a rule of schemas/FORMAT.md; `rule` is its number there, such as `F7`."""
+    """A cache breaks a rule of schemas/FORMAT.md. Each rule has a class: its number, and the usual cure."""
+
+    rule: ClassVar[str]
+    cure: ClassVar[str] = RESTORE
 
     def __init__(
         self,
-        rule: str,
         what: str,
         *,
         where: object | None = None,
@@ -75,5 +83,133 @@ class FormatError(QwenCacheError):
         found: object | None = None,
         do: str | None = None,
     ) -> None:
-        self.rule = rule
-        super().__init__(f"{what} [{rule}]", where=where, expected=expected, found=found, do=do)
+        super().__init__(what, where=where, expected=expected, found=found, do=do or self.cure)
+
+    @property
+    def fault(self) -> str:
+        return f"{super().fault} [{self.rule}]"
+
+    def to_json(self) -> dict[str, str]:
+        """As a finding of `verify`."""
+        return {"rule": self.rule, "where": str(self.where), "what": super().fault, "do": str(self.do)}
+
+
+class ManifestError(FormatError):
+    """cache.json is missing, or is not what its schema says."""
+
+    rule = "F1"
+
+
+class VersionError(FormatError):
+    """The format version is not known."""
+
+    rule = "F2"
+    cure = UPGRADE
+
+
+class UnknownKeyError(FormatError):
+    """A key is not known, and does not say that it may be ignored."""
+
+    rule = "F3"
+    cure = UPGRADE
+
+
+class CountError(FormatError):
+    """The numbers of samples disagree, or a shard is listed twice."""
+
+    rule = "F4"
+
+
+class RecipeError(FormatError):
+    """A recipe, its id, or the samples that belong to it are not what the manifest says."""
+
+    rule = "F5"
+
+
+class ShardError(FormatError):
+    """A shard is missing, or its name or size is not that of its bytes."""
+
+    rule = "F6"
+    cure = RESTORE_SHARD
+
+
+class IndexFileError(FormatError):
+    """index.parquet is not the one of the manifest, or contradicts itself."""
+
+    rule = "F7"
+
+
+class ArchiveError(FormatError):
+    """A shard is not a tar of pairs of members."""
+
+    rule = "F8"
+    cure = RESTORE_SHARD
+
+
+class MemberError(FormatError):
+    """A member is not what its schema or the safetensors format says."""
+
+    rule = "F9"
+    cure = RESTORE_SHARD
+
+
+class SampleKeyError(FormatError):
+    """A key is not the hash of content and recipe, or stands twice."""
+
+    rule = "F10"
+
+
+class TensorSetError(FormatError):
+    """A tensor is missing, or not expected."""
+
+    rule = "F11"
+
+
+class ShapeError(FormatError):
+    """A shape does not follow from img_shapes and the text."""
+
+    rule = "F12"
+
+
+class DtypeError(FormatError):
+    """A dtype is not allowed, or differs within a sample."""
+
+    rule = "F13"
+
+
+class ChecksumError(FormatError):
+    """The bytes of a tensor are not those that were written."""
+
+    rule = "F14"
+    cure = RESTORE_SHARD
+
+
+class NotFiniteError(FormatError):
+    """A tensor has NaN or Inf."""
+
+    rule = "F15"
+    cure = "build these samples again"
+
+
+class DisagreementError(FormatError):
+    """Index and shard disagree."""
+
+    rule = "F16"
+    cure = RESTORE_SHARD
+
+
+class StrayFileError(FormatError):
+    """A shard lies there that the manifest does not name."""
+
+    rule = "F17"
+    cure = "run `qwen-cache gc`"
+
+
+class CodecError(FormatError):
+    """A compressed tensor cannot be decoded."""
+
+    rule = "F18"
+    cure = RESTORE_SHARD
+
+
+RULES: dict[str, type[FormatError]] = {error.rule: error for error in FormatError.__subclasses__()}

@@ -9,49 +9,40 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from qwen_cache.format.errors import FormatError
+from qwen_cache.format.errors import FormatError, ManifestError, UnknownKeyError
 from qwen_cache.format.identity import HASH_PATTERN
-
-REBUILD = "restore the file from a copy, or run `qwen-cache build` into an empty folder"
 
 
 class Fields:
     """A JSON object that is taken apart key by key; `finish` refuses what is left over."""
 
-    def __init__(self, value: Any, where: str, rule: str = "F1") -> None:
+    def __init__(self, value: Any, where: str, error: type[FormatError] = ManifestError) -> None:
         if not isinstance(value, dict):
-            raise FormatError(
-                rule, "a JSON object is expected here", where=where, found=type(value).__name__, do=REBUILD
-            )
-        self.left, self.where, self.rule = dict(value), where, rule
+            raise error("a JSON object is expected here", where=where, found=type(value).__name__)
+        self.left, self.where, self.error = dict(value), where, error
 
     @classmethod
-    def of_json(cls, data: bytes | memoryview, where: str, rule: str) -> Fields:
+    def of_json(cls, data: bytes | memoryview, where: str, error: type[FormatError]) -> Fields:
         try:
             value = json.loads(bytes(data), object_pairs_hook=_refuse_repeated_keys, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise FormatError(rule, f"this is not valid JSON: {error}", where=where, do=REBUILD) from None
-        return cls(value, where, rule)
+        except (ValueError, RecursionError) as fault:
+            raise error(f"this is not valid JSON: {fault}", where=where) from None
+        return cls(value, where, error)
 
     def take(self, key: str, kind: type) -> Any:
         if key not in self.left:
-            raise FormatError(self.rule, f'the key "{key}" is missing', where=self.where, do=REBUILD)
+            raise self.error(f'the key "{key}" is missing', where=self.where)
         value = self.left.pop(key)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise FormatError(
-                self.rule,
-                f'"{key}" is of the wrong type',
-                where=self.where,
-                expected=kind.__name__,
-                found=type(value).__name__,
-                do=REBUILD,
+            raise self.error(
+                f'"{key}" is of the wrong type', where=self.where, expected=kind.__name__, found=type(value).__name__
             )
         return value
 
     def count(self, key: str) -> int:
         value = self.take(key, int)
         if value < 0:
-            raise FormatError(self.rule, f'"{key}" must not be negative', where=self.where, found=value, do=REBUILD)
+            raise self.error(f'"{key}" must not be negative', where=self.where, found=value)
         return int(value)
 
     def hash(self, key: str) -> str:
@@ -67,20 +58,16 @@ class Fields:
     def _check_hash(self, key: str, value: Any) -> str:
         if not (isinstance(value, str) and HASH_PATTERN.fullmatch(value)):
             expected = "32 lower-case hexadecimal digits"
-            raise FormatError(
-                self.rule, f'"{key}" is not an xxh3-128', where=self.where, expected=expected, found=value, do=REBUILD
-            )
+            raise self.error(f'"{key}" is not an xxh3-128', where=self.where, expected=expected, found=value)
         return value
 
     def finish(self) -> dict[str, Any]:
         """The keys that may be ignored; any other key that is left is refused."""
         for key, value in self.left.items():
             if not (isinstance(value, Mapping) and value.get("must_understand") is False):
-                raise FormatError(
-                    "F3",
+                raise UnknownKeyError(
                     f'the key "{key}" is not known to this program and does not say that it may be ignored',
                     where=self.where,
-                    do="upgrade: pip install --upgrade qwen-cache",
                 )
         return self.left
 

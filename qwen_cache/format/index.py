@@ -15,8 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from qwen_cache.format.errors import FormatError
-from qwen_cache.format.fields import REBUILD
+from qwen_cache.format.errors import IndexFileError, SampleKeyError
 from qwen_cache.format.identity import Inputs
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS, ImgShapes, SampleMeta, TensorSpec, check_shapes
 from qwen_cache.format.shard import Entry
@@ -30,6 +29,7 @@ _TENSOR = pa.struct(
         ("offset", pa.int64()),
         ("length", pa.int64()),
         ("xxh3_128", pa.string()),
+        ("codec", pa.string()),
     ]
 )
 _SIZES = {
@@ -56,6 +56,7 @@ def index_schema(format_version: int) -> pa.Schema:
             ("target", pa.string()),
             ("controls", pa.list_(pa.string())),
             ("mask", pa.string()),
+            ("source_rows", pa.int32()),
             ("shard", pa.string()),
             ("offset", pa.int64()),
             ("length", pa.int64()),
@@ -71,6 +72,8 @@ class IndexRow:
     name: str
     shard: str
     entry: Entry
+    source_rows: int = 1
+    """How many rows of the source have this content; it is stored, and trained, once."""
 
     @property
     def meta(self) -> SampleMeta:
@@ -90,48 +93,48 @@ def read_index(data: bytes, format_version: int, where: str) -> pa.Table:
     try:
         table = pq.read_table(pa.BufferReader(data))
     except (pa.ArrowInvalid, OSError) as error:
-        raise FormatError("F7", f"this is not a Parquet file: {error}", where=where, do=REBUILD) from None
+        raise IndexFileError(f"this is not a Parquet file: {error}", where=where) from None
     expected = index_schema(format_version)
     if not table.schema.equals(expected):
         found = ", ".join(f"{f.name}: {f.type}" for f in table.schema if f not in list(expected))
-        raise FormatError(
-            "F7",
-            "the columns are not those of this format version",
-            where=where,
-            expected=expected.names,
-            found=found,
-            do=REBUILD,
+        raise IndexFileError(
+            "the columns are not those of this format version", where=where, expected=expected.names, found=found
         )
     return table.combine_chunks()
 
 
 def index_row(record: dict[str, Any], format_version: int, where: str) -> IndexRow:
     """The row that a record of the table describes; FormatError when it contradicts itself."""
-    if any(
-        record[name] is None
-        for name in ("key", "recipe", "name", "prompt", "text_length", "target", "shard", "offset", "length")
-    ):
-        raise FormatError("F7", "a row of the index has a null where none is allowed", where=where, do=REBUILD)
-    present = {name: record[name] for name in TENSORS[format_version] if record[name] is not None}
-    tensors = {name: TensorSpec(t["dtype"], tuple(t["shape"]), t["xxh3_128"]) for name, t in present.items()}
-    inputs = Inputs(record["target"], tuple(record["controls"]), record["mask"])
-    shapes, prefix = _img_shapes(record, format_version), record.get("prefix_length") or 0
-    meta = SampleMeta(record["recipe"], inputs, record["prompt"], shapes, prefix, tensors)
     where = f"{where}: {record['key']}"
+    try:
+        return _index_row(record, format_version, where)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:  # nulls where none may be
+        raise IndexFileError(f"a row of the index cannot be read: {error}", where=where) from None
+
+
+def _index_row(record: dict[str, Any], format_version: int, where: str) -> IndexRow:
+    present = {name: record[name] for name in TENSORS[format_version] if record[name] is not None}
+    tensors = {name: _tensor_spec(tensor) for name, tensor in present.items()}
+    inputs = Inputs(record["target"], tuple(record["controls"]), record["mask"])
+    shapes, prefix = _img_shapes(record, format_version), record.get("prefix_length", 0)
+    meta = SampleMeta(record["recipe"], inputs, record["prompt"], shapes, prefix, tensors)
     if meta.key != record["key"]:
-        raise FormatError(
-            "F10", "the key is not the hash of content and recipe", where=where, expected=meta.key, do=REBUILD
-        )
+        raise SampleKeyError("the key is not the hash of content and recipe", where=where, expected=meta.key)
     check_shapes(meta, where)
-    entry = Entry(meta, record["offset"], record["length"], present["image_latents"]["offset"])
+    if meta.text_length != record["text_length"]:
+        raise IndexFileError("text_length", where=where, expected=meta.text_length, found=record["text_length"])
+    entry = Entry(meta, int(record["offset"]), int(record["length"]), int(present["image_latents"]["offset"]))
     for name, offset in entry.tensor_offsets().items():
         claimed = present[name]["offset"], present[name]["length"]
-        within = entry.offset <= offset and offset + tensors[name].nbytes <= entry.offset + entry.length
-        if claimed != (offset, tensors[name].nbytes) or not within or meta.text_length != record["text_length"]:
-            raise FormatError(
-                "F7", f"{name} does not lie where its sample lies", where=where, found=claimed, do=REBUILD
-            )
-    return IndexRow(record["name"], record["shard"], entry)
+        within = entry.offset <= offset and offset + tensors[name].stored_bytes <= entry.offset + entry.length
+        if claimed != (offset, tensors[name].stored_bytes) or not within:
+            raise IndexFileError(f"{name} does not lie where its sample lies", where=where, found=claimed)
+    return IndexRow(str(record["name"]), str(record["shard"]), entry, int(record["source_rows"]))
+
+
+def _tensor_spec(record: dict[str, Any]) -> TensorSpec:
+    compressed = record["length"] if record["codec"] else None
+    return TensorSpec(record["dtype"], tuple(record["shape"]), record["xxh3_128"], record["codec"], compressed)
 
 
 def _to_record(row: IndexRow, format_version: int) -> dict[str, Any]:
@@ -143,6 +146,7 @@ def _to_record(row: IndexRow, format_version: int) -> dict[str, Any]:
         "prompt": meta.prompt,
         "text_length": meta.text_length,
         **meta.inputs.to_json(),
+        "source_rows": row.source_rows,
         "shard": row.shard,
         "offset": entry.offset,
         "length": entry.length,
@@ -156,7 +160,7 @@ def _to_record(row: IndexRow, format_version: int) -> dict[str, Any]:
         record |= {"img_shapes": [list(shape) for shape in meta.img_shapes], "prefix_length": meta.prefix_length}
     for name, offset in entry.tensor_offsets().items():
         spec = meta.tensors[name]
-        record[name] = {**spec.to_json(), "offset": offset, "length": spec.nbytes}
+        record[name] = {**spec.to_json(), "offset": offset, "length": spec.stored_bytes}
     return record
 
 

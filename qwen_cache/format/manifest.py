@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.format.errors import FormatError
-from qwen_cache.format.fields import REBUILD, Fields
+from qwen_cache.format.errors import CountError, ManifestError, RecipeError, ShardError, VersionError
+from qwen_cache.format.fields import Fields
 from qwen_cache.format.identity import HASH_PATTERN, recipe_id
 
 FORMAT = "qwen-cache"
@@ -101,8 +101,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise FormatError(
-            "F1",
+        raise ManifestError(
             f"no {MANIFEST_NAME} here, so this is not a finished cache",
             where=path.parent,
             do="run `qwen-cache build`",
@@ -112,9 +111,9 @@ def read_manifest(path: Path) -> Manifest:
 
 def parse_manifest(data: bytes, where: str = MANIFEST_NAME) -> Manifest:
     """Parse and check the bytes of a manifest."""
-    fields = Fields.of_json(data, where, rule="F1")
+    fields = Fields.of_json(data, where, error=ManifestError)
     if fields.take("format", str) != FORMAT:
-        raise FormatError("F1", "not a qwen-cache manifest", where=where, expected=f'"format": "{FORMAT}"', do=REBUILD)
+        raise ManifestError("not a qwen-cache manifest", where=where, expected=f'"format": "{FORMAT}"')
     version = check_version(fields.take("format_version", int), where)
     recipes = {
         name: _recipe(Fields(value, f"{where}: recipes.{name}")) for name, value in fields.take("recipes", dict).items()
@@ -131,13 +130,11 @@ def parse_manifest(data: bytes, where: str = MANIFEST_NAME) -> Manifest:
 
 def check_version(version: int, where: str) -> int:
     if version not in VERSIONS:
-        raise FormatError(
-            "F2",
+        raise VersionError(
             "this format version is not known to this program",
             where=where,
             expected=" or ".join(map(str, VERSIONS)),
             found=version,
-            do="upgrade: pip install --upgrade qwen-cache",
         )
     return version
 
@@ -147,10 +144,10 @@ def _check_counts(manifest: Manifest, where: str) -> None:
     in_shards = sum(shard.samples for shard in manifest.shards)
     if not in_recipes == in_shards == manifest.index.samples:
         found = f"{manifest.index.samples} in the index, {in_recipes} in the recipes, {in_shards} in the shards"
-        raise FormatError("F4", "the numbers of samples disagree", where=where, found=found, do=REBUILD)
+        raise CountError("the numbers of samples disagree", where=where, found=found)
     names = [shard.name for shard in manifest.shards]
     if len(set(names)) != len(names):
-        raise FormatError("F4", "a shard is listed twice", where=where, do=REBUILD)
+        raise CountError("a shard is listed twice", where=where)
 
 
 def _recipe(fields: Fields) -> Recipe:
@@ -158,13 +155,8 @@ def _recipe(fields: Fields) -> Recipe:
     recipe = Recipe(fields.take("recipe", dict), fields.count("samples"), fields.hash("identity"))
     fields.finish()
     if recipe.id != claimed:
-        raise FormatError(
-            "F5",
-            "the recipe's id is not the hash of the recipe",
-            where=fields.where,
-            expected=recipe.id,
-            found=claimed,
-            do=REBUILD,
+        raise RecipeError(
+            "the recipe's id is not the hash of the recipe", where=fields.where, expected=recipe.id, found=claimed
         )
     return recipe
 
@@ -181,12 +173,5 @@ def _shard(fields: Fields) -> Shard:
     claimed = fields.hash("xxh3_128")
     fields.finish()
     if not SHARD_PATTERN.fullmatch(name) or shard.xxh3_128 != claimed:
-        raise FormatError(
-            "F6",
-            "a shard's name is not its hash",
-            where=fields.where,
-            expected=f"{claimed}.tar",
-            found=name,
-            do=REBUILD,
-        )
+        raise ShardError("a shard's name is not its hash", where=fields.where, expected=f"{claimed}.tar", found=name)
     return shard

@@ -12,7 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qwen_cache.format.errors import FormatError
+from qwen_cache.format.codec import MAX_RATIO, PLANES_ZSTD
+from qwen_cache.format.errors import (
+    UPGRADE,
+    CodecError,
+    DtypeError,
+    MemberError,
+    SampleKeyError,
+    ShapeError,
+    TensorSetError,
+)
 from qwen_cache.format.fields import Fields
 from qwen_cache.format.identity import Inputs, canonical_json, sample_key
 from qwen_cache.format.manifest import check_version
@@ -23,24 +32,39 @@ PIXELS_PER_TOKEN = 16  # 8× by the VAE, 2× by packing
 TENSORS_V1 = ("image_latents", "control_latents", "prompt_embeds", "empty_prompt_embeds")
 TENSORS = {1: TENSORS_V1, 2: (*TENSORS_V1, "edit_mask")}
 """What a sample of each format version may have, in the order of storage."""
+OPTIONAL = {"empty_prompt_embeds", "edit_mask"}
 
 ImgShapes = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a stored tensor is: safetensors' dtype name, shape, and the xxh3-128 of its bytes."""
+    """What a tensor is: safetensors' dtype name, shape, the xxh3-128 of its bytes; and how it is stored."""
 
     dtype: str
     shape: tuple[int, ...]
     xxh3_128: str
+    codec: str | None = None
+    compressed_bytes: int | None = None
+
+    @property
+    def element_size(self) -> int:
+        return BYTES_PER_ELEMENT[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        return BYTES_PER_ELEMENT[self.dtype] * math.prod(self.shape)
+        return self.element_size * math.prod(self.shape)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What it takes in a shard."""
+        return self.nbytes if self.compressed_bytes is None else self.compressed_bytes
 
     def to_json(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "shape": list(self.shape), "xxh3_128": self.xxh3_128}
+        value = {"dtype": self.dtype, "shape": list(self.shape), "xxh3_128": self.xxh3_128}
+        return (
+            value if self.codec is None else {**value, "codec": self.codec, "compressed_bytes": self.compressed_bytes}
+        )
 
 
 @dataclass(frozen=True)
@@ -104,11 +128,11 @@ def v1_suffix(i: int) -> str:
 
 def parse_sample(data: bytes | memoryview, where: str) -> SampleMeta:
     """Parse and check the JSON member of either version."""
-    fields = Fields.of_json(data, where, rule="F9")
+    fields = Fields.of_json(data, where, error=MemberError)
     version = check_version(fields.take("format_version", int), where)
     key, recipe, prompt = fields.hash("key"), fields.hash("recipe"), fields.take("prompt", str)
-    inputs = _parse_inputs(Fields(fields.take("inputs", dict), f"{where}: inputs", "F9"))
-    tensors = _parse_tensors(fields.take("tensors", dict), TENSORS[version], f"{where}: tensors")
+    inputs = _parse_inputs(Fields(fields.take("inputs", dict), f"{where}: inputs", MemberError))
+    tensors = _parse_tensors(fields.take("tensors", dict), version, f"{where}: tensors")
     if version == 1:
         img_shapes, prefix_length = _parse_pixel_sizes(fields), 0
     else:
@@ -117,9 +141,7 @@ def parse_sample(data: bytes | memoryview, where: str) -> SampleMeta:
     fields.finish()
     meta = SampleMeta(recipe, inputs, prompt, img_shapes, prefix_length, tensors)
     if meta.key != key:
-        raise FormatError(
-            "F10", "the key is not the hash of content and recipe", where=where, expected=meta.key, found=key
-        )
+        raise SampleKeyError("the key is not the hash of content and recipe", where=where, expected=meta.key, found=key)
     check_shapes(meta, where)
     return meta
 
@@ -127,20 +149,17 @@ def parse_sample(data: bytes | memoryview, where: str) -> SampleMeta:
 def check_shapes(meta: SampleMeta, where: str) -> None:
     """Every shape follows from `img_shapes` and the text; FormatError F12 names the first that does not."""
     tensors = meta.tensors
-    needed = {"image_latents", "prompt_embeds", "empty_prompt_embeds"}
-    if len(meta.img_shapes) > 1:
-        needed.add("control_latents")
+    needed = {"image_latents", "prompt_embeds"} | ({"control_latents"} if len(meta.img_shapes) > 1 else set())
     if missing := needed - tensors.keys():
-        raise FormatError("F11", f"{', '.join(sorted(missing))} missing", where=where)
-    if extra := tensors.keys() - needed - {"edit_mask"}:
-        raise FormatError("F11", f"{', '.join(sorted(extra))} not expected here", where=where)
+        raise TensorSetError(f"{', '.join(sorted(missing))} missing", where=where)
+    if extra := tensors.keys() - needed - OPTIONAL:
+        raise TensorSetError(f"{', '.join(sorted(extra))} not expected here", where=where)
     if len(tensors["prompt_embeds"].shape) != 2:
-        raise FormatError(
-            "F12", "prompt_embeds must be [L, D]", where=where, found=list(tensors["prompt_embeds"].shape)
-        )
+        raise ShapeError("prompt_embeds must be [L, D]", where=where, found=list(tensors["prompt_embeds"].shape))
     text, width = tensors["prompt_embeds"].shape
     target, controls = token_count(meta.img_shapes[:1]), token_count(meta.img_shapes[1:])
-    suffix = tensors["empty_prompt_embeds"].shape[0] if tensors["empty_prompt_embeds"].shape else 0
+    empty = tensors.get("empty_prompt_embeds")
+    suffix = empty.shape[0] if empty and empty.shape else 0
     expected = {
         "image_latents": (target, LATENT_CHANNELS),
         "control_latents": (controls, LATENT_CHANNELS),
@@ -150,30 +169,31 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
     }
     for name, spec in tensors.items():
         if spec.shape != expected[name]:
-            raise FormatError(
-                "F12",
+            raise ShapeError(
                 f"{name} does not fit img_shapes {[list(shape) for shape in meta.img_shapes]} and the text",
                 where=where,
                 expected=list(expected[name]),
                 found=list(spec.shape),
             )
     if meta.prefix_length > text:
-        raise FormatError(
-            "F12",
+        raise ShapeError(
             "prefix_length exceeds prompt_embeds",
             where=where,
             expected=f"at most {text}",
             found=meta.prefix_length,
         )
-    _check_dtypes(tensors, where)
+    _check_storage(tensors, where)
 
 
-def _check_dtypes(tensors: dict[str, TensorSpec], where: str) -> None:
+def _check_storage(tensors: dict[str, TensorSpec], where: str) -> None:
+    """One known dtype for all embeddings, and codecs that are known."""
     embedding = tensors["image_latents"].dtype
     for name, spec in tensors.items():
         expected = "F32" if name == "edit_mask" else embedding
-        if spec.dtype != expected:
-            raise FormatError("F13", f"{name} has another dtype", where=where, expected=expected, found=spec.dtype)
+        if spec.dtype not in BYTES_PER_ELEMENT or spec.dtype != expected:
+            expected = expected if expected in BYTES_PER_ELEMENT else " or ".join(BYTES_PER_ELEMENT)
+            raise DtypeError(f"{name} has a wrong dtype", where=where, expected=expected, found=spec.dtype)
+        check_codec(spec, f"{where}: {name}")
 
 
 def _parse_inputs(fields: Fields) -> Inputs:
@@ -182,29 +202,40 @@ def _parse_inputs(fields: Fields) -> Inputs:
     return inputs
 
 
-def _parse_tensors(value: dict[str, Any], names: Sequence[str], where: str) -> dict[str, TensorSpec]:
+def _parse_tensors(value: dict[str, Any], version: int, where: str) -> dict[str, TensorSpec]:
+    names = TENSORS[version]
     if unknown := sorted(value.keys() - set(names)):
-        raise FormatError("F11", "unknown tensor", where=where, expected=", ".join(names), found=unknown[0])
-    return {name: _parse_tensor(Fields(value[name], f"{where}.{name}", "F9")) for name in names if name in value}
+        raise TensorSetError("unknown tensor", where=where, expected=", ".join(names), found=unknown[0])
+    fields = {name: Fields(value[name], f"{where}.{name}", MemberError) for name in names if name in value}
+    return {name: _parse_tensor(each, version) for name, each in fields.items()}
 
 
-def _parse_tensor(fields: Fields) -> TensorSpec:
+def _parse_tensor(fields: Fields, version: int) -> TensorSpec:
     dtype, shape, xxh3 = fields.take("dtype", str), fields.take("shape", list), fields.hash("xxh3_128")
+    codec, compressed = None, None
+    if version > 1 and "codec" in fields.left:
+        codec, compressed = fields.take("codec", str), fields.count("compressed_bytes")
     fields.finish()
-    if dtype not in BYTES_PER_ELEMENT:
-        raise FormatError(
-            "F13", "unknown dtype", where=fields.where, expected=" or ".join(BYTES_PER_ELEMENT), found=dtype
-        )
     if not all(is_size(n) for n in shape):
-        raise FormatError("F12", "a shape is a list of positive integers", where=fields.where, found=shape)
-    return TensorSpec(dtype, tuple(shape), xxh3)
+        raise ShapeError("a shape is a list of positive integers", where=fields.where, found=shape)
+    return TensorSpec(dtype, tuple(shape), xxh3, codec, compressed)
+
+
+def check_codec(spec: TensorSpec, where: str) -> None:
+    """A codec that is known, and no more bytes than such compressed ones may stand for."""
+    if spec.codec is None:
+        return
+    if spec.codec != PLANES_ZSTD:
+        raise CodecError("unknown codec", where=where, expected=PLANES_ZSTD, found=spec.codec, do=UPGRADE)
+    if spec.nbytes > MAX_RATIO * spec.stored_bytes:
+        found = f"{spec.stored_bytes} for {spec.nbytes}"
+        raise CodecError("too few compressed bytes", where=where, expected=f"at least 1 for {MAX_RATIO}", found=found)
 
 
 def _parse_img_shapes(value: list[Any], where: str) -> ImgShapes:
     good = bool(value) and all(isinstance(s, list) and len(s) == 3 and all(is_size(n) for n in s) for s in value)
     if not good or any(shape[0] != 1 for shape in value):
-        raise FormatError(
-            "F12",
+        raise ShapeError(
             "img_shapes is a list of [1, h, w], the target first",
             where=where,
             expected="[[1, h, w], …]",
@@ -218,8 +249,7 @@ def _parse_pixel_sizes(fields: Fields) -> ImgShapes:
     while (suffix := v1_suffix(len(shapes))) == "" or f"height{suffix}" in fields.left:
         height, width = fields.count(f"height{suffix}"), fields.count(f"width{suffix}")
         if height % PIXELS_PER_TOKEN or width % PIXELS_PER_TOKEN or not height or not width:
-            raise FormatError(
-                "F12",
+            raise ShapeError(
                 f"height{suffix} and width{suffix} must be positive multiples of {PIXELS_PER_TOKEN}",
                 where=fields.where,
                 found=f"{height}×{width}",

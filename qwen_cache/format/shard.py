@@ -13,13 +13,14 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import xxhash
 
-from qwen_cache.format.errors import FormatError
+from qwen_cache.format.codec import MAX_RATIO, PLANES_ZSTD, decode, encode
+from qwen_cache.format.errors import ArchiveError, FormatError, MemberError
 from qwen_cache.format.identity import HASH_PATTERN, content_hash
 from qwen_cache.format.manifest import Shard
 from qwen_cache.format.sample import SampleMeta, TensorSpec, parse_sample
@@ -44,7 +45,7 @@ class Entry:
         offsets, position = {}, self.data
         for name, spec in self.meta.tensors.items():
             offsets[name] = position
-            position += spec.nbytes
+            position += spec.stored_bytes
         return offsets
 
     def moved(self, offset: int) -> Entry:
@@ -68,11 +69,11 @@ class ShardWriter:
         self.file.truncate(self.size)
 
     def add(self, meta: SampleMeta, tensors: Mapping[str, memoryview]) -> None:
-        """Append a sample; `tensors` are the bytes of `meta.tensors`, by name."""
+        """Append a sample; `tensors` are the stored bytes of `meta.tensors`, by name."""
         start = self.size
         metadata = meta.to_bytes(self.format_version)
         header = safetensors_header(meta.tensors)
-        data = sum(spec.nbytes for spec in meta.tensors.values())
+        data = sum(spec.stored_bytes for spec in meta.tensors.values())
         self._write(_tar_header(f"{meta.key}.json", len(metadata)), metadata, _padding(len(metadata)))
         self._write(_tar_header(f"{meta.key}.safetensors", len(header) + data), header)
         begin = self.size
@@ -106,6 +107,21 @@ class ShardWriter:
             self.size += len(piece) if isinstance(piece, bytes) else piece.nbytes
 
 
+def compress(
+    meta: SampleMeta, tensors: dict[str, memoryview], compression: str
+) -> tuple[SampleMeta, dict[str, memoryview]]:
+    """The sample as it is stored under `compression` (`none` or `zstd`): compressed is what gets smaller by 5 %."""
+    if compression == "none":
+        return meta, tensors
+    specs, stored = dict(meta.tensors), dict(tensors)
+    for name, spec in meta.tensors.items():
+        smaller = encode(tensors[name], spec.element_size)
+        if spec.nbytes / MAX_RATIO < len(smaller) < 0.95 * spec.nbytes:
+            specs[name] = replace(spec, codec=PLANES_ZSTD, compressed_bytes=len(smaller))
+            stored[name] = memoryview(smaller)
+    return replace(meta, tensors=specs), stored
+
+
 def safetensors_header(tensors: Mapping[str, TensorSpec]) -> bytes:
     """The length and the JSON that begin a safetensors file, padded so that data begins on a 64-byte boundary.
 
@@ -114,12 +130,11 @@ def safetensors_header(tensors: Mapping[str, TensorSpec]) -> bytes:
     value: dict[str, Any] = {}
     position = 0
     for name, spec in tensors.items():
-        value[name] = {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [position, position + spec.nbytes],
-        }
-        position += spec.nbytes
+        kind = {"dtype": spec.dtype, "shape": list(spec.shape)}
+        if spec.codec is not None:
+            kind = {"dtype": "U8", "shape": [spec.stored_bytes]}
+        value[name] = {**kind, "data_offsets": [position, position + spec.stored_bytes]}
+        position += spec.stored_bytes
     text = json.dumps(value, separators=(",", ":")).encode("ascii")
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
@@ -132,14 +147,13 @@ def scan_shard(data: memoryview, where: str) -> Iterator[Entry]:
         start = position
         key, kind, begin, size = _member(data, position, where)
         if kind != "json":
-            raise FormatError("F8", "a sample begins with its .json member", where=where, found=f"{key}.{kind}")
+            raise ArchiveError("a sample begins with its .json member", where=where, found=f"{key}.{kind}")
         meta = parse_sample(data[begin : begin + size], f"{where}: {key}.json")
         position = _after(begin, size)
         other, kind, begin, size = _member(data, position, where)
         if (other, kind) != (key, "safetensors") or meta.key != key:
             expected = f"{meta.key}.json, then {meta.key}.safetensors"
-            raise FormatError(
-                "F8",
+            raise ArchiveError(
                 "a sample is two members of one key",
                 where=where,
                 expected=expected,
@@ -149,7 +163,7 @@ def scan_shard(data: memoryview, where: str) -> Iterator[Entry]:
         entry = Entry(meta, start, position - start, _tensor_data(data[begin : begin + size], meta, where) + begin)
         yield entry
     if data.nbytes - position != len(END_OF_ARCHIVE):
-        raise FormatError("F8", "bytes after the end of the archive", where=where)
+        raise ArchiveError("bytes after the end of the archive", where=where)
 
 
 def recover(data: memoryview) -> list[Entry]:
@@ -157,10 +171,10 @@ def recover(data: memoryview) -> list[Entry]:
     entries: list[Entry] = []
     try:
         for entry in scan_shard(data, "unsealed shard"):
-            if any(
-                content_hash(piece) != entry.meta.tensors[name].xxh3_128 for name, piece in tensor_bytes(entry, data)
-            ):
-                break
+            for name, stored in tensor_bytes(entry, data):
+                spec = entry.meta.tensors[name]
+                if content_hash(decode(stored, spec, name)) != spec.xxh3_128:
+                    return entries
             entries.append(entry)
     except FormatError:
         pass  # a torn tail is what a kill leaves behind; what comes before it is whole
@@ -168,9 +182,9 @@ def recover(data: memoryview) -> list[Entry]:
 
 
 def tensor_bytes(entry: Entry, data: memoryview) -> Iterator[tuple[str, memoryview]]:
-    """The bytes of each tensor of `entry` in its mapped shard."""
+    """The stored bytes of each tensor of `entry` in its mapped shard."""
     for name, offset in entry.tensor_offsets().items():
-        yield name, data[offset : offset + entry.meta.tensors[name].nbytes]
+        yield name, data[offset : offset + entry.meta.tensors[name].stored_bytes]
 
 
 def is_end(data: memoryview, position: int) -> bool:
@@ -182,17 +196,14 @@ def _member(data: memoryview, position: int, where: str) -> tuple[str, str, int,
     try:
         info = tarfile.TarInfo.frombuf(bytes(data[position : position + BLOCK]), "ascii", "strict")
     except (tarfile.HeaderError, UnicodeError) as error:
-        raise FormatError("F8", f"no tar header at byte {position}: {error}", where=where) from None
+        raise ArchiveError(f"no tar header at byte {position}: {error}", where=where) from None
     match = MEMBER_PATTERN.fullmatch(info.name)
     if info.type != tarfile.REGTYPE or not match:
         expected = "a regular file named <key>.json or <key>.safetensors"
-        raise FormatError(
-            "F8", f"unexpected member at byte {position}", where=where, expected=expected, found=info.name
-        )
+        raise ArchiveError(f"unexpected member at byte {position}", where=where, expected=expected, found=info.name)
     begin = position + BLOCK
     if not 0 <= info.size <= data.nbytes - begin - len(_padding(info.size)):
-        raise FormatError(
-            "F8",
+        raise ArchiveError(
             f"{info.name} reaches beyond the shard",
             where=where,
             expected=f"at most {data.nbytes - begin}",
@@ -205,18 +216,17 @@ def _tensor_data(member: memoryview, meta: SampleMeta, where: str) -> int:
     """Where tensor data begins in a .safetensors member, which must be exactly what its metadata asks for."""
     length = int.from_bytes(member[:8], "little") if member.nbytes >= 8 else MAX_HEADER + 1
     if length > min(MAX_HEADER, member.nbytes - 8):
-        raise FormatError(
-            "F9", "the safetensors header reaches beyond its member", where=f"{where}: {meta.key}", found=length
+        raise MemberError(
+            "the safetensors header reaches beyond its member", where=f"{where}: {meta.key}", found=length
         )
     begin = 8 + length
     try:
         claimed = json.loads(bytes(member[8:begin]))
     except ValueError as error:
-        raise FormatError("F9", f"the safetensors header is not JSON: {error}", where=f"{where}: {meta.key}") from None
+        raise MemberError(f"the safetensors header is not JSON: {error}", where=f"{where}: {meta.key}") from None
     expected = json.loads(safetensors_header(meta.tensors)[8:])
-    if claimed != expected or member.nbytes - begin != sum(spec.nbytes for spec in meta.tensors.values()):
-        raise FormatError(
-            "F9",
+    if claimed != expected or member.nbytes - begin != sum(spec.stored_bytes for spec in meta.tensors.values()):
+        raise MemberError(
             "the safetensors header and the metadata disagree",
             where=f"{where}: {meta.key}",
             expected=expected,

@@ -1,0 +1,76 @@
+"""How the bytes of a tensor are stored: as they are, or compressed without loss.
+
+`planes-zstd` splits elements of k bytes into k planes (all first bytes, all second bytes, …) and compresses each by
+itself with zstandard; a plane that does not get smaller is kept as it is. In bfloat16 the plane with the exponents is
+worth compressing, the one with the mantissas is noise (`tools/bench_compression.py`).
+
+    stored = k lengths (u64, little-endian), then k planes; a plane of the full length is not compressed
+
+Decoding allocates what the tensor needs and no more, whatever the compressed bytes claim.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qwen_cache.format.errors import CodecError
+
+if TYPE_CHECKING:
+    from qwen_cache.format.sample import TensorSpec
+
+PLANES_ZSTD = "planes-zstd"
+LEVEL = 1  # higher levels are slower and no better on these planes
+MAX_RATIO = 100  # of a tensor to its compressed bytes: a forged header cannot ask for more memory than that
+
+
+def encode(data: memoryview, width: int) -> bytes:
+    """Compress elements of `width` bytes."""
+    import zstandard
+
+    compressor = zstandard.ZstdCompressor(level=LEVEL)
+    planes = np.frombuffer(data, np.uint8).reshape(-1, width)
+    pieces = []
+    for i in range(width):
+        plane = np.ascontiguousarray(planes[:, i]).tobytes()
+        smaller = compressor.compress(plane)
+        pieces.append(smaller if len(smaller) < len(plane) else plane)
+    return b"".join([*(len(piece).to_bytes(8, "little") for piece in pieces), *pieces])
+
+
+def decode(stored: memoryview, spec: TensorSpec, where: str) -> memoryview:
+    """The bytes of the tensor; without a codec, `stored` itself. CodecError when they cannot be its."""
+    if spec.codec is None:
+        return stored
+    import zstandard
+
+    width = spec.element_size
+    size = spec.nbytes // width
+    lengths = [int.from_bytes(stored[8 * i : 8 * i + 8], "little") for i in range(width)]
+    if stored.nbytes != 8 * width + sum(lengths) or any(length > size for length in lengths):
+        raise CodecError(
+            "the planes do not fit", where=where, expected=f"{width} planes of at most {size} bytes", found=lengths
+        )
+    planes = np.empty((size, width), np.uint8)
+    position = 8 * width
+    for i, length in enumerate(lengths):
+        piece = stored[position : position + length]
+        position += length
+        try:
+            plane = piece if length == size else zstandard.ZstdDecompressor().decompress(_checked(piece, size), size)
+        except zstandard.ZstdError as error:
+            raise CodecError(f"a plane cannot be decompressed: {error}", where=where) from None
+        if len(plane) != size:
+            raise CodecError("a plane has another length", where=where, expected=size, found=len(plane))
+        planes[:, i] = np.frombuffer(plane, np.uint8)
+    return planes.reshape(-1).data
+
+
+def _checked(frame: memoryview, size: int) -> memoryview:
+    """Refuse a frame that claims another size: zstandard would allocate what it claims."""
+    import zstandard
+
+    if (claimed := zstandard.frame_content_size(frame)) != size:
+        raise zstandard.ZstdError(f"the frame claims {claimed} bytes, expected {size}")
+    return frame

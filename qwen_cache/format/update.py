@@ -1,0 +1,135 @@
+"""Changing a dataset: from the rows that it shall have to one commit. What `build`, `migrate`, `merge` and `import`
+share.
+
+A shard stays as it is while every sample in it does; one that holds anything else is written anew, because stock
+readers take every sample of every shard. Everything that has to be written is written in one order, into staging.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from qwen_cache.format import directory
+from qwen_cache.format.identity import content_hash, dataset_identity, recipe_id
+from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, write_index
+from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recipe
+from qwen_cache.format.shard import Entry
+from qwen_cache.format.staging import Staging
+
+
+@dataclass(frozen=True)
+class Existing:
+    """What a folder holds already: all recipes."""
+
+    manifest: Manifest
+    rows: list[IndexRow]
+
+    def of_recipe(self, name: str) -> dict[str, IndexRow]:
+        """The rows of the recipe called `name`, by key."""
+        recipe = self.manifest.recipes.get(name)
+        return {row.meta.key: row for row in self.rows if recipe and row.meta.recipe == recipe.id}
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A row of the dataset to be."""
+
+    name: str
+    key: str
+    source_rows: int = 1
+
+
+@dataclass(frozen=True)
+class Update:
+    """The dataset to be."""
+
+    folder: Path
+    existing: Existing
+    format_version: int
+    rows: list[Listed]
+    kept: dict[str, IndexRow]
+    """By key: samples that stay where they are."""
+    moved: dict[str, IndexRow]
+    """By key: samples that stay, out of shards that do not."""
+
+    @property
+    def order(self) -> list[str]:
+        """The keys to be written, in order."""
+        return [row.key for row in self.rows if row.key not in self.kept]
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether the dataset is what it shall be."""
+        before = [Listed(row.name, row.meta.key, row.source_rows) for row in self.existing.rows]
+        return self.format_version == self.existing.manifest.format_version and self.rows == before
+
+
+def read_existing(folder: Path, format_version: int) -> Existing:
+    """The dataset in `folder`; an empty one of `format_version` where there is none."""
+    if not (folder / MANIFEST_NAME).exists():
+        return Existing(Manifest.empty(format_version), [])
+    manifest, index = directory.load(folder)
+    where = str(folder / INDEX_NAME)
+    records = read_index(index, manifest.format_version, where).to_pylist()
+    return Existing(manifest, [index_row(record, manifest.format_version, where) for record in records])
+
+
+def plan_update(folder: Path, existing: Existing, format_version: int, rows: Sequence[Listed]) -> Update:
+    """Which samples stay where they are, which move, and so which have to be written."""
+    wanted = {row.key for row in rows}
+    alive = {row.meta.key: row for row in existing.rows if row.meta.key in wanted}
+    count = Counter(row.shard for row in alive.values())
+    whole = {shard.name for shard in existing.manifest.shards if count[shard.name] == shard.samples}
+    if format_version != existing.manifest.format_version:
+        whole = set()
+    kept = {key: row for key, row in alive.items() if row.shard in whole}
+    moved = {key: row for key, row in alive.items() if key not in kept}
+    return Update(folder, existing, format_version, list(rows), kept, moved)
+
+
+def open_staging(update: Update, name: str, shard_size: int, linked: Iterable[Path] = ()) -> Staging:
+    """The staging folder `name`, with what an earlier run left there, the shards that a crash left under their final
+    names, and the shards `linked` from other caches."""
+    folder = update.folder / directory.STAGING / f"{name}-v{update.format_version}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in directory.unlisted_shards(update.folder, update.existing.manifest):
+        path.replace(folder / path.name)
+    for path in linked:
+        directory.link_or_copy(path, folder / path.name)
+    return Staging(folder, update.order, update.format_version, shard_size)
+
+
+def commit_update(
+    update: Update, staging: Staging, recipes: dict[str, dict[str, Any]], written_by: dict[str, str]
+) -> Manifest:
+    """Make the update the dataset. `recipes` are those of the dataset to be, by name; all of `order` is staged."""
+    shards = staging.finish()
+    places: dict[str, tuple[str, Entry]] = {
+        entry.meta.key: (shard.name, entry) for shard, entries in shards for entry in entries
+    }
+    places |= {key: (row.shard, row.entry) for key, row in update.kept.items()}
+    rows = [IndexRow(row.name, *places[row.key], row.source_rows) for row in update.rows]
+    index = write_index(rows, update.format_version)
+    kept = {row.shard for row in update.kept.values()}
+    old = update.existing.manifest
+    manifest = replace(
+        old,
+        format_version=update.format_version,
+        recipes={name: _describe(recipe, rows) for name, recipe in recipes.items()},
+        index=IndexFile(len(rows), len(index), content_hash(index)),
+        shards=(*(shard for shard in old.shards if shard.name in kept), *(shard for shard, _ in shards)),
+        written_by=written_by,
+    )
+    directory.commit(update.folder, manifest, index, [staging.folder / shard.name for shard, _ in shards])
+    shutil.rmtree(staging.folder)
+    return manifest
+
+
+def _describe(recipe: dict[str, Any], rows: Sequence[IndexRow]) -> Recipe:
+    mine = [row.meta.key for row in rows if row.meta.recipe == recipe_id(recipe)]
+    return Recipe(recipe, len(mine), dataset_identity(mine))
