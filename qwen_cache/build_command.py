@@ -116,6 +116,8 @@ def _print_plan(job: Job, plan: Plan, as_json: bool) -> None:
     out.print(f"[bold]model[/]   {job.model.name}  ({job.model.pipeline}, {job.recipe['dtype']})")
     size = sum(_estimate(sample, job) for sample in plan.to_encode)
     out.print(f"[bold]plan[/]    {plan.summary()}" + (f"; about {human_bytes(size)}" if size else ""))
+    if job.masks_left_out:
+        out.print(f"        {plural(job.masks_left_out, 'edit mask')} left out: format v1 has none")
     if plan.repeated:
         out.print(f"        {plural(plan.repeated, 'row')} repeated what another has, and kept once")
     if plan.removed:

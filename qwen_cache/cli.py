@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -18,6 +18,10 @@ app = typer.Typer(
 )
 
 CachePath = Annotated[str, typer.Argument(help="The folder of the cache.", metavar="[CACHE]", show_default="shards")]
+ReadPath = Annotated[
+    str, typer.Argument(help="The folder of the cache, or its URL.", metavar="[CACHE]", show_default="shards")
+]
+Version = Literal["v1", "v2"]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 
 
@@ -44,6 +48,7 @@ def build(
     """Encode what SOURCE has and the cache does not."""
     from qwen_cache.build_command import run_build
     from qwen_cache.config import load_config
+    from qwen_cache.format.remote import local_folder
 
     settings = load_config(
         config,
@@ -56,17 +61,18 @@ def build(
         cache__format=format,
         data__on_error=on_error,
     )
+    local_folder(settings.cache.path)
     return run_build(settings, source, dry_run=dry_run, check=check, as_json=json)
 
 
 @app.command()
-def verify(cache: CachePath = "shards", json: Json = False) -> int:
+def verify(cache: ReadPath = "shards", json: Json = False) -> int:
     """Check every byte of a cache against what was written."""
     from qwen_cache.console import console, counting, plural, print_json
     from qwen_cache.format.verify import verify_cache
 
     with counting("verifying", in_bytes=True) as on_bytes:
-        findings = verify_cache(Path(cache), on_bytes)
+        findings = verify_cache(cache, on_bytes)
     if json:
         print_json({"cache": cache, "ok": not findings, "findings": [finding.to_json() for finding in findings]})
     else:
@@ -79,17 +85,103 @@ def verify(cache: CachePath = "shards", json: Json = False) -> int:
 
 
 @app.command()
-def inspect(cache: CachePath = "shards", json: Json = False) -> int:
+def inspect(cache: ReadPath = "shards", json: Json = False) -> int:
     """Say what a cache holds."""
     from qwen_cache.console import print_json
     from qwen_cache.inspect import print_overview, summarise
 
-    overview = summarise(Path(cache))
+    overview = summarise(cache)
     if json:
         print_json(overview)
     else:
         print_overview(overview)
     return 0
+
+
+@app.command()
+def migrate(
+    old: Annotated[Version, typer.Argument(help="v1 or v2: what the cache is.", metavar="v1|v2")],
+    new: Annotated[Version, typer.Argument(help="v1 or v2: what it shall be.", metavar="v1|v2")],
+    cache: CachePath = "shards",
+    out: Annotated[str | None, typer.Option(help="Where to; the same folder when not given.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The settings.", show_default="qwen.yaml")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the settings.")] = None,
+    json: Json = False,
+) -> int:
+    """Bring a cache from one format version to another, without the encoders."""
+    from qwen_cache.change_command import run_migrate
+    from qwen_cache.config import load_config
+
+    settings = load_config(config, set_ or (), cache__path=out or cache)
+    return run_migrate(settings, cache, int(old[1:]), int(new[1:]), as_json=json)
+
+
+@app.command()
+def merge(
+    caches: Annotated[list[str], typer.Argument(help="The caches to take samples from.")],
+    out: Annotated[str, typer.Option(help="The cache to make, or to add to.")],
+    select: Annotated[
+        list[str] | None, typer.Option(help="Only samples of such names: 'cats/*', or @FILE with a name per line.")
+    ] = None,
+    compression: Annotated[
+        str | None, typer.Option(help="none or zstd: store every sample anew.", show_default="as it lies")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="The settings.", show_default="qwen.yaml")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the settings.")] = None,
+    json: Json = False,
+) -> int:
+    """Make one cache of several, or of some of the samples of one."""
+    from qwen_cache.change_command import run_merge
+    from qwen_cache.config import load_config
+
+    settings = load_config(config, set_ or (), cache__path=out, cache__compression=compression)
+    return run_merge(settings, caches, select or [], anew=compression is not None, as_json=json)
+
+
+@app.command("import")
+def import_(
+    tool: Annotated[
+        Literal["qflux", "musubi", "diffusion-pipe"],
+        typer.Argument(help="Which trainer made it.", metavar="qflux|musubi|diffusion-pipe"),
+    ],
+    source: Annotated[Path, typer.Argument(help="The folder of its cache.")],
+    out: Annotated[str, typer.Option(help="The folder of the cache to be made.")],
+    model: Annotated[
+        str, typer.Option(help="Which model wrote it, such as Qwen/Qwen-Image-Edit-2509: recorded as claimed.")
+    ],
+    pipeline: Annotated[str | None, typer.Option(help="Its diffusers pipeline, where --model does not tell.")] = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float32"] | None, typer.Option(help="Stored as.", show_default="what holds it exactly")
+    ] = None,
+    image_size: Annotated[
+        list[str] | None, typer.Option(help="qflux: WIDTHxHEIGHT of the resized pictures; each size that occurs.")
+    ] = None,
+    captions: Annotated[Path | None, typer.Option(help="qflux: the folder of the prompts' .txt files.")] = None,
+    on_error: Annotated[str | None, typer.Option(help="stop or skip: what an unusable sample does.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The settings.", show_default="qwen.yaml")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the settings.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Read everything and say what would be imported; write nothing.")
+    ] = False,
+    json: Json = False,
+) -> int:
+    """Make a cache of one that another trainer made, without the encoders."""
+    from qwen_cache.config import load_config
+    from qwen_cache.importers.command import run_import
+
+    settings = load_config(config, set_ or (), cache__path=out, data__on_error=on_error)
+    return run_import(
+        settings,
+        tool,
+        source,
+        model=model,
+        pipeline=pipeline,
+        dtype=dtype,
+        image_sizes=image_size or [],
+        captions=captions,
+        dry_run=dry_run,
+        as_json=json,
+    )
 
 
 @app.command()
@@ -101,8 +193,9 @@ def gc(
     """Remove what the dataset does not name: replaced shards, and samples of builds that were given up."""
     from qwen_cache.console import console, human_bytes, plural, print_json
     from qwen_cache.format.directory import collect_garbage
+    from qwen_cache.format.remote import local_folder
 
-    found = collect_garbage(Path(cache), dry_run=dry_run)
+    found = collect_garbage(local_folder(cache), dry_run=dry_run)
     total = sum(found.values())
     if json:
         print_json(

@@ -12,6 +12,7 @@ from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, open_cache
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import MANIFEST_NAME
+from qwen_cache.format.remote import location
 from qwen_cache.format.sample import BYTES_PER_ELEMENT, PIXELS_PER_TOKEN, token_count
 
 if TYPE_CHECKING:
@@ -21,24 +22,26 @@ BAR_WIDTH = 24
 SHOWN = 12  # rows of a histogram
 
 
-def summarise(folder: Path) -> dict[str, Any]:
-    """Everything that `inspect` says, as one JSON value."""
-    staged = sorted((folder / directory.STAGING).rglob("*.tar"))
-    if staged and not (folder / MANIFEST_NAME).exists():
+def summarise(path: str | Path) -> dict[str, Any]:
+    """Everything that `inspect` says, as one JSON value; behind a URL, nothing of what is not part of the dataset."""
+    folder = location(path)
+    staged = sorted((folder / directory.STAGING).rglob("*.tar")) if isinstance(folder, Path) else []
+    if isinstance(folder, Path) and staged and not (folder / MANIFEST_NAME).exists():
         size = sum(path.stat().st_size for path in staged)
         return {"cache": str(folder), "state": "partial", "staged_bytes": size, "recipes": {}}
     manifest, _ = directory.load(folder)
-    garbage = directory.leftovers(folder, manifest)
-    return {
+    overview = {
         "cache": str(folder),
         "state": "complete",
         "format_version": manifest.format_version,
         "written_by": manifest.written_by,
         "shards": len(manifest.shards),
         "bytes": sum(shard.bytes for shard in manifest.shards),
-        "garbage_bytes": sum(path.stat().st_size for path in garbage),
         "recipes": {name: _recipe(open_cache(folder, recipe=name)) for name in sorted(manifest.recipes)},
     }
+    if isinstance(folder, Path):
+        overview["garbage_bytes"] = sum(path.stat().st_size for path in directory.leftovers(folder, manifest))
+    return overview
 
 
 def _recipe(cache: Cache) -> dict[str, Any]:
@@ -53,7 +56,24 @@ def _recipe(cache: Cache) -> dict[str, Any]:
         "text_tokens": _spread([row.meta.text_length for row in rows]),
         "image_tokens": _spread([token_count(row.meta.img_shapes) for row in rows]),
         "tensor_bytes": _tensor_bytes(rows),
-        "shared_prefix_bytes": sum(_prefix_bytes(row) for row in rows),
+        "saved": _saved(rows),
+    }
+
+
+def _saved(rows: Sequence[IndexRow]) -> dict[str, int]:
+    """What is there once instead of many times."""
+    pictures = [
+        (digest, shape)
+        for row in rows
+        for digest, shape in zip((row.meta.inputs.target, *row.meta.inputs.controls), row.meta.img_shapes, strict=False)
+    ]
+    edited = [row.meta.inputs.controls for row in rows if row.meta.inputs.controls]
+    return {
+        "repeated_rows": sum(row.source_rows - 1 for row in rows),
+        "vae_passes": len(pictures) - len(set(pictures)),
+        "prefix_passes": len(edited) - len(set(edited)),
+        "prefix_bytes": sum(_prefix_bytes(row) for row in rows),
+        "compression_bytes": sum(spec.nbytes - spec.stored_bytes for row in rows for spec in row.meta.tensors.values()),
     }
 
 
@@ -99,7 +119,7 @@ def print_overview(overview: dict[str, Any], out: Console | None = None) -> None
     size = human_bytes(overview["bytes"])
     shards = plural(overview["shards"], "shard")
     out.print(f"[bold]{overview['cache']}[/]  format v{overview['format_version']}, {shards}, {size}")
-    if overview["garbage_bytes"]:
+    if overview.get("garbage_bytes"):
         out.print(f"{human_bytes(overview['garbage_bytes'])} are not part of the dataset; `qwen-cache gc` removes them")
     for name, recipe in overview["recipes"].items():
         _print_recipe(out, name, recipe)
@@ -113,14 +133,16 @@ def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_row("recipe", f"[bold]{name}[/]  {made['pipeline']}, {made['dtype']}")
+    if "imported_from" in made:
+        facts.add_row("imported", f"from {made['imported_from']}; claimed to be of {made['claimed']['model']}")
     facts.add_row("samples", f"{recipe['samples']}, {recipe['edit_masks']} with an edit mask")
     for kind in ("image", "text"):
         spread = recipe[f"{kind}_tokens"]
         if spread:
             facts.add_row(f"{kind} tokens", f"{spread['min']} to {spread['max']}, median {spread['median']}")
     facts.add_row("identity", recipe["identity"])
-    saved = recipe["shared_prefix_bytes"]
-    facts.add_row("shared prefix", f"{human_bytes(saved)} of empty prompts need not be stored")
+    for what, how_much in _savings(recipe["saved"]):
+        facts.add_row(what, how_much)
     out.print(facts)
     sizes = {tensor: human_bytes(count) for tensor, count in recipe["tensor_bytes"].items()}
     tables = [
@@ -129,6 +151,17 @@ def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
         _two_columns("tensor", "size", sizes),
     ]
     out.print(Columns(tables, padding=(1, 3)))
+
+
+def _savings(saved: dict[str, int]) -> list[tuple[str, str]]:
+    """What was saved, in words; nothing of what was not."""
+    runs = [plural(saved[f"{kind}_passes"], f"{kind} run") for kind in ("vae", "prefix") if saved[f"{kind}_passes"]]
+    lines = [("not stored", f"{human_bytes(saved['prefix_bytes'])} of empty prompts: their prefix is the prompt's")]
+    if saved["repeated_rows"]:
+        lines.append(("", f"{plural(saved['repeated_rows'], 'row')} of the source with the content of another"))
+    if saved["compression_bytes"]:
+        lines.append(("", f"{human_bytes(saved['compression_bytes'])} by compression"))
+    return lines + ([("not computed", f"{' and '.join(runs)} over pictures seen before")] if runs else [])
 
 
 def _histogram(title: str, counts: dict[str, int]) -> Any:

@@ -21,7 +21,6 @@ import torch
 import xxhash
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from qwen_cache.config import TrainConfig
 from qwen_cache.format.cache import Cache, Sample
@@ -29,6 +28,7 @@ from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_train.flow import NoiseSchedule, draw_u
 
 AHEAD = 2  # batches in preparation while one is trained
+FETCHED_AHEAD = 8  # more batches whose samples are on their way, where the cache lies behind a URL
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,25 @@ class Batches:
 
     def batch(self, position: int) -> Batch:
         """This process's batch when `position` samples have been trained by all."""
+        return collate([self.draw(i) for i in self._positions(position)], self.config.edit_mask_weight)
+
+    def prefetch(self, position: int) -> None:
+        """Begin to fetch the samples of that batch, where the cache lies behind a URL."""
+        self.cache.prefetch(self._index(i) for i in self._positions(position))
+
+    def _positions(self, position: int) -> range:
         begin = position + self.rank * self.config.batch_size
-        positions = range(begin, begin + self.config.batch_size)
-        return collate([self.draw(i) for i in positions], self.config.edit_mask_weight)
+        return range(begin, begin + self.config.batch_size)
+
+    def _index(self, position: int) -> int:
+        """Which sample of the cache is trained at `position`."""
+        epoch, place = divmod(position, len(self.cache))
+        return int(_order(self.config.seed, epoch, len(self.cache))[place])
 
     def draw(self, position: int) -> Drawn:
         """The sample at `position` with everything that chance decides."""
         config = self.config
-        epoch, place = divmod(position, len(self.cache))
-        sample = self.cache[int(_order(config.seed, epoch, len(self.cache))[place])]
+        sample = self.cache[self._index(position)]
         generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{config.seed} {position}".encode()) >> 1)
         u = draw_u(
             generator,
@@ -107,42 +117,75 @@ class Batches:
     def starting_at(self, position: int) -> Generator[Batch]:
         """The batches after `position` trained samples, without end, prepared ahead by one thread."""
         waiting: deque[Future[Batch]] = deque()
+        step = self.config.batch_size * self.world_size
         with ThreadPoolExecutor(1, "batches") as thread:
             try:
+                for ahead in range(FETCHED_AHEAD):
+                    thread.submit(self.prefetch, position + ahead * step)
                 while True:
                     while len(waiting) <= AHEAD:
+                        thread.submit(self.prefetch, position + FETCHED_AHEAD * step)
                         waiting.append(thread.submit(self.batch, position))
-                        position += self.config.batch_size * self.world_size
+                        position += step
                     yield waiting.popleft().result()
             finally:
                 thread.shutdown(cancel_futures=True)
+                self.cache.stop_prefetch()
 
 
 def collate(drawn: Sequence[Drawn], edit_mask_weight: float = 1.0) -> Batch:
-    """Pad samples of any sizes into one batch."""
-    clean, noise, weight, text = [], [], [], []
-    for item in drawn:
-        sample, tensors = item.sample, item.sample.row.meta.tensors
-        parts = [sample[name].float() for name in ("image_latents", "control_latents") if name in tensors]
-        target, controls = len(parts[0]), sum(len(part) for part in parts[1:])
-        clean.append(torch.cat(parts))
-        noise.append(torch.cat([item.noise, torch.zeros(controls, item.noise.shape[1])]))
+    """Pad samples of any sizes into one batch; every tensor is copied once, to its place."""
+    samples = [item.sample for item in drawn]
+    targets = [token_count(sample.img_shapes[:1]) for sample in samples]
+    images = [token_count(sample.img_shapes) for sample in samples]
+    texts = [_text_tokens(item) for item in drawn]
+    first = samples[0].row.meta.tensors
+    embeds_dtype = {"BF16": torch.bfloat16, "F32": torch.float32}[first["prompt_embeds"].dtype]
+    clean = _padded(images, first["image_latents"].shape[1], torch.float32)
+    noise = _padded(targets, drawn[0].noise.shape[1], torch.float32, max(images))
+    weight = torch.zeros(len(drawn), max(images))
+    prompt_embeds = _padded(texts, first["prompt_embeds"].shape[1], embeds_dtype)
+    for i, (item, sample) in enumerate(zip(drawn, samples, strict=True)):
+        target, tensors = targets[i], sample.row.meta.tensors
+        sample.copy_into("image_latents", clean[i, :target])
+        if "control_latents" in tensors:
+            sample.copy_into("control_latents", clean[i, target : images[i]])
+        noise[i, :target] = item.noise
         mask = sample["edit_mask"] if "edit_mask" in tensors else torch.ones(target)
-        weight.append(torch.cat([1 + (edit_mask_weight - 1) * mask, torch.zeros(controls)]))
-        text.append(sample["empty_prompt_embeds" if item.without_caption else "prompt_embeds"])
-    text_mask = pad_sequence([torch.ones(len(t), dtype=torch.bool) for t in text], batch_first=True)
-    targets = [torch.arange(len(c)) < len(item.noise) for c, item in zip(clean, drawn, strict=True)]
+        weight[i, :target] = 1 + (edit_mask_weight - 1) * mask
+        sample.copy_into(_text_name(item), prompt_embeds[i, : texts[i]])
     return Batch(
-        keys=tuple(item.sample.key for item in drawn),
-        img_shapes=tuple(item.sample.img_shapes for item in drawn),
-        clean=pad_sequence(clean, batch_first=True),
-        noise=pad_sequence(noise, batch_first=True),
-        is_target=pad_sequence(targets, batch_first=True),
-        weight=pad_sequence(weight, batch_first=True),
+        keys=tuple(sample.key for sample in samples),
+        img_shapes=tuple(sample.img_shapes for sample in samples),
+        clean=clean,
+        noise=noise,
+        is_target=_below(targets, max(images)),
+        weight=weight,
         sigma=torch.tensor([item.sigma for item in drawn], dtype=torch.float32),
-        prompt_embeds=pad_sequence(text, batch_first=True),
-        prompt_embeds_mask=None if text_mask.all() else text_mask,
+        prompt_embeds=prompt_embeds,
+        prompt_embeds_mask=None if min(texts) == max(texts) else _below(texts, max(texts)),
     )
+
+
+def _text_name(item: Drawn) -> str:
+    return "empty_prompt_embeds" if item.without_caption else "prompt_embeds"
+
+
+def _text_tokens(item: Drawn) -> int:
+    meta = item.sample.row.meta
+    return meta.tensors[_text_name(item)].shape[0] + (meta.prefix_length if item.without_caption else 0)
+
+
+def _padded(lengths: Sequence[int], width: int, dtype: torch.dtype, longest: int = 0) -> Float[Tensor, "B N W"]:
+    """Rows to be filled up to `lengths`; zero from there on."""
+    rows = torch.empty(len(lengths), longest or max(lengths), width, dtype=dtype)
+    for row, length in zip(rows, lengths, strict=True):
+        row[length:] = 0
+    return rows
+
+
+def _below(lengths: Sequence[int], longest: int) -> Bool[Tensor, "B N"]:
+    return torch.arange(longest) < torch.tensor(lengths)[:, None]
 
 
 @lru_cache(maxsize=2)

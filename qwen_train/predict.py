@@ -110,12 +110,11 @@ def encode_prompts(
     encoder = TextEncoder(model, devices.text, dtype)
     area = TEMPLATES[model.pipeline].condition_image_size
     seen = [p.resize(calculate_dimensions(area, p.size), Image.Resampling.LANCZOS) for p in pictures]
+    prefix = encoder.read(seen)
     arguments: dict[str, torch.Tensor] = {}
     for name, text in (("prompt_embeds", prompt), ("negative_prompt_embeds", negative_prompt)):
-        if (
-            text is not None
-        ):  # each one whole, as the pipelines do, and not on shared keys and values: equal bit for bit
-            embeds = encoder.encode(seen, [text]).first[None].to(devices.transformer)
+        if text is not None:
+            embeds = torch.cat([prefix.embeds, encoder.embed(prefix, text)])[None].to(devices.transformer)
             arguments |= {name: embeds, f"{name}_mask": embeds.new_ones(embeds.shape[:2], dtype=torch.long)}
     return arguments
 

@@ -159,7 +159,12 @@ def prepare(config: Config, resume: bool) -> Prepared:
             found=earlier[-1][1].name,
             do="go on with --resume, or set train.output_dir",
         )
-    cache = open_cache(config.cache.path, recipe=config.cache.recipe)
+    cache = open_cache(
+        config.cache.path,
+        recipe=config.cache.recipe,
+        local_copies=config.cache.local_copies,
+        local_copies_size=config.cache.local_copies_size,
+    )
     model = open_model(config.model.path, TRANSFORMER_PARTS, config.model.revision)
     accelerator = Accelerator(
         mixed_precision=settings.mixed_precision,
@@ -171,6 +176,7 @@ def prepare(config: Config, resume: bool) -> Prepared:
     dtype = torch.bfloat16 if settings.mixed_precision == "bf16" else torch.float32
     transformer = load_transformer(model, dtype)
     check_cache(cache, model, transformer)
+    check_empty_prompts(cache, settings.caption_dropout)
     if settings.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     parameters = add_lora(transformer, settings.lora)
@@ -250,6 +256,18 @@ def check_cache(cache: Cache, model: ModelFolder, transformer: Any) -> None:
             expected=f"width {transformer.config.joint_attention_dim}",
             found=f"width {width}",
             do="build the cache with the text encoder of this model",
+        )
+
+
+def check_empty_prompts(cache: Cache, caption_dropout: float) -> None:
+    """Refuse caption dropout where samples lack what it needs: an imported cache need not have it."""
+    missing = cache.table["empty_prompt_embeds"].null_count
+    if caption_dropout and missing:
+        raise TrainError(
+            "caption dropout needs the embeddings of the empty prompt, which this cache lacks",
+            where=cache.folder,
+            found=f"{missing} of {len(cache)} samples without them, train.caption_dropout={caption_dropout}",
+            do="set train.caption_dropout=0, or run `qwen-cache build` on the pictures",
         )
 
 

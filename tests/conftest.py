@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image, ImageOps
@@ -91,6 +93,39 @@ def write_pairs(folder: Path) -> Path:
 def pairs(tmp_path: Path) -> Path:
     """A fresh copy of the edit pairs, to be changed by the test."""
     return write_pairs(tmp_path / "data")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a dataset by name, but for the lock and the folders of ours that are not part of it."""
+    files = (p for p in folder.rglob("*") if p.is_file() and not p.relative_to(folder).parts[0].startswith("."))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != "qwen.yaml"}
+
+
+class Crash(BaseException):
+    """Raised where a process might die; nothing in the program may catch it."""
+
+
+def crash_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Die at the `count`-th of the operations that change what is on disk."""
+    from qwen_cache.format.shard import ShardWriter
+
+    left = count
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Crash
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(os, "replace", dying(os.replace))
+    monkeypatch.setattr(os, "fsync", dying(os.fsync))
+    monkeypatch.setattr(Path, "replace", dying(Path.replace))
+    monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree))
+    monkeypatch.setattr(ShardWriter, "_write", dying(ShardWriter._write))
 
 
 def command(program: str, *arguments: str | Path, cwd: Path | None = None, timeout: float = 300) -> Result:

@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from qwen_cache import FormatError, open_cache
 from qwen_cache.config import TrainConfig
@@ -43,16 +44,23 @@ def cache(built: Built) -> Cache:
 
 @pytest.fixture
 def expected(built: Built) -> dict[str, dict[str, Tensor]]:
-    """The tensors of every sample by key, the empty prompt with its prefix."""
+    """The tensors of every sample of `cache` by key, the empty prompt with its prefix."""
+    return whole_tensors(built)
+
+
+def whole_tensors(built: Built, *options: str) -> dict[str, dict[str, Tensor]]:
+    """The tensors of the cache built with `options`, by its keys, out of the shards of a v1 build in the same order."""
+    v1 = built("edit-plus", (*options, *(() if options[-2:] == V1 else V1)))
     found = {}
-    for path in built("edit-plus", V1).glob("*.tar"):
+    for path in v1.glob("*.tar"):
         with tarfile.open(path) as shard:
             for member in shard.getmembers():
                 key, kind = member.name.split(".")
                 if kind == "safetensors":
                     file = shard.extractfile(member) or io.BytesIO()
                     found[key] = safetensors.torch.load(file.read())
-    return found
+    samples = zip(open_cache(built("edit-plus", options)), open_cache(v1), strict=True)
+    return {sample.key: found[other.key] for sample, other in samples}
 
 
 def batches(cache: Cache, *, rank: int = 0, world_size: int = 1, **settings: Any) -> Batches:
@@ -183,10 +191,9 @@ def test_captions_are_dropped_at_the_configured_rate(cache: Cache, rate: float) 
 
 
 @pytest.mark.parametrize("options", [(), V1], ids=["v2", "v1"])
-def test_a_dropped_caption_is_the_sample_s_own_empty_prompt(
-    built: Built, expected: dict[str, dict[str, Tensor]], options: tuple[str, ...]
-) -> None:
+def test_a_dropped_caption_is_the_sample_s_own_empty_prompt(built: Built, options: tuple[str, ...]) -> None:
     """Encoded with its pictures, from the first token on, though v2 stores only what differs from the prompt."""
+    expected = whole_tensors(built, *options)
     stream = batches(open_cache(built("edit-plus", options)), batch_size=16, caption_dropout=0.5)
     used = {"prompt_embeds": set(), "empty_prompt_embeds": set()}
     for position, sample in enumerate(singles(nth(stream, 0))):
@@ -208,9 +215,8 @@ def test_caption_dropout_changes_nothing_but_the_text(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("options", [(), V1], ids=["v2", "v1"])
-def test_rows_are_the_stored_tensors_and_then_zeros(
-    built: Built, expected: dict[str, dict[str, Tensor]], options: tuple[str, ...]
-) -> None:
+def test_rows_are_the_stored_tensors_and_then_zeros(built: Built, options: tuple[str, ...]) -> None:
+    expected = whole_tensors(built, *options)
     batch = batches(open_cache(built("edit-plus", options)), batch_size=4, caption_dropout=0.0).batch(0)
     assert sorted(batch.keys) == sorted(expected)
     assert batch.prompt_embeds_mask is not None
@@ -233,6 +239,35 @@ def test_rows_are_the_stored_tensors_and_then_zeros(
     assert (batch.clean.shape[1], batch.prompt_embeds.shape[1]) == (max(images), max(texts))
     assert min(images) < max(images), "nothing was padded"
     assert batch.image_tokens == sum(len(t["image_latents"]) + len(t["control_latents"]) for t in expected.values())
+
+
+@pytest.mark.parametrize("codec", [(), ("--set", "cache.compression=zstd")], ids=["plain", "compressed"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_batch_is_what_pad_sequence_makes_of_its_samples(built: Built, dtype: str, codec: tuple[str, ...]) -> None:
+    """Bit for bit, whatever the memory held before that the batch is written into."""
+    tensors = whole_tensors(built, "--dtype", dtype)
+    stream = batches(open_cache(built("edit-plus", ("--dtype", dtype, *codec))), caption_dropout=0.5)
+    for order in itertools.permutations(range(len(stream.cache)), 3):
+        drawn = [stream.draw(position) for position in order]
+        rows: dict[str, list[Tensor]] = {"clean": [], "noise": [], "is_target": [], "weight": [], "prompt_embeds": []}
+        for item in drawn:
+            stored = tensors[item.sample.key]
+            clean = torch.cat([stored["image_latents"], stored["control_latents"]]).float()
+            target = len(stored["image_latents"])
+            rows["clean"].append(clean)
+            rows["noise"].append(item.noise)
+            rows["is_target"].append(torch.arange(len(clean)) < target)
+            mask = item.sample["edit_mask"] if "edit_mask" in item.sample.row.meta.tensors else torch.ones(target)
+            rows["weight"].append(1 + (3.3 - 1) * mask)
+            rows["prompt_embeds"].append(stored["empty_prompt_embeds" if item.without_caption else "prompt_embeds"])
+        [torch.full((n,), math.nan) for n in (10_000, 100_000, 1_000_000)]
+        batch = collate(drawn, edit_mask_weight=3.3)
+        for name, each in rows.items():
+            expected, found = pad_sequence(each, batch_first=True), getattr(batch, name)
+            beyond = found[:, expected.shape[1] :]
+            assert found.dtype == expected.dtype
+            assert torch.equal(found[:, : expected.shape[1]], expected), name
+            assert not beyond.any(), name
 
 
 def test_without_padding_there_is_no_text_mask(cache: Cache) -> None:

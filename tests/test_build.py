@@ -30,7 +30,7 @@ from qwen_cache.format.identity import content_hash, recipe_id
 from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
 from qwen_cache.format.shard import ShardWriter
 
-from .conftest import SMALL, Result, build, run
+from .conftest import SMALL, Crash, Result, build, contents, crash_after, run
 
 TinyModel = Callable[[str], Path]
 
@@ -84,12 +84,6 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[FakeLanes]:
 @pytest.fixture
 def model(tiny_model: TinyModel) -> Path:
     return tiny_model("edit-plus")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a dataset by name, but for the lock and the folders of ours that are not part of it."""
-    files = (p for p in folder.rglob("*") if p.is_file() and not p.relative_to(folder).parts[0].startswith("."))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != "qwen.yaml"}
 
 
 def plan(source: Path, out: Path, model: Path, *options: str) -> dict[str, Any]:
@@ -282,31 +276,6 @@ def test_shards_are_closed_at_their_size_and_only_those_that_change_are_written_
 # ---- stopping --------------------------------------------------------------------------------------------------------
 
 
-class Crash(BaseException):
-    """Raised where a process might die; nothing in the program may catch it."""
-
-
-def crash_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Die at the `count`-th of the operations that change what is on disk."""
-    left = count
-
-    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise Crash
-            return function(*arguments)
-
-        return call
-
-    monkeypatch.setattr(os, "replace", dying(os.replace))
-    monkeypatch.setattr(os, "fsync", dying(os.fsync))
-    monkeypatch.setattr(Path, "replace", dying(Path.replace))
-    monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree))
-    monkeypatch.setattr(ShardWriter, "_write", dying(ShardWriter._write))
-
-
 def crashing_build(source: Path, out: Path, model: Path, count: int, *options: str) -> bool:
     """Whether the build died."""
     with pytest.MonkeyPatch.context() as patch:
@@ -469,6 +438,17 @@ def test_gc_removes_what_the_dataset_does_not_name(
     assert run("qwen-cache", "verify", out).code == 0
 
 
+def test_a_deleted_shard_is_built_again(pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]) -> None:
+    """As the cure of F6, F8, F9, F14, F16 and F18 says."""
+    out = tmp_path / "shards"
+    assert build(pairs, out, model, "--set", "cache.shard_size=1").code == 0
+    before = contents(out)
+    (out / open_cache(out).manifest.shards[0].name).unlink()
+    assert build(pairs, out, model, "--set", "cache.shard_size=1").code == 0
+    assert run("qwen-cache", "verify", out).code == 0
+    assert before.keys() == contents(out).keys()
+
+
 # ---- lanes -----------------------------------------------------------------------------------------------------------
 
 
@@ -480,7 +460,7 @@ def test_both_encoders_work_at_the_same_time(
     from qwen_cache.encode.vae import VaeEncoder
 
     meeting = threading.Barrier(2, timeout=60)
-    vae, text, met = VaeEncoder.encode, TextEncoder.encode, threading.Event()
+    vae, text, met = VaeEncoder.encode, TextEncoder.read, threading.Event()
 
     def meet(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -492,7 +472,7 @@ def test_both_encoders_work_at_the_same_time(
         return call
 
     monkeypatch.setattr(VaeEncoder, "encode", meet(vae))
-    monkeypatch.setattr(TextEncoder, "encode", meet(text))
+    monkeypatch.setattr(TextEncoder, "read", meet(text))
     assert build(pairs, tmp_path / "shards", model).code == 0
 
 

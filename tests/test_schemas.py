@@ -1,27 +1,49 @@
-"""FORMAT.md, the JSON Schemas and the parser agree: on every example, and on whatever the writer can produce."""
+"""FORMAT.md, the JSON Schemas, the parser, `verify` and readers agree: on every example, and on whatever the writer can
+produce. The examples are golden: the tool that wrote them writes them again, and stock libraries read them."""
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import safetensors.torch
+import torch
+import webdataset
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qwen_cache import open_cache
 from qwen_cache.format.errors import RULES, FormatError
 from qwen_cache.format.identity import Inputs, dataset_identity
 from qwen_cache.format.manifest import IndexFile, Manifest, Recipe, Shard, parse_manifest
 from qwen_cache.format.sample import SampleMeta, TensorSpec, parse_sample
+from qwen_cache.format.verify import verify_cache
 
+from .conftest import load_tool, run
+
+examples: Any = load_tool("make_examples")
 SCHEMAS = Path(__file__).parents[1] / "schemas"
 VALID = sorted((SCHEMAS / "examples" / "valid").glob("*.json"))
 INVALID = sorted((SCHEMAS / "examples" / "invalid").glob("*.json"))
 ONLY_THE_PARSER = {"F4", "F5", "F6-name", "F10", "F11-no-control", "F12-sides", "F12-prefix", "F13-mixed"}
 """What relates two places of a document, or a hash to its content, is beyond JSON Schema."""
+VALID_CACHES = sorted(path for path in (SCHEMAS / "examples" / "valid").iterdir() if path.is_dir())
+INVALID_CACHES = sorted(path for path in (SCHEMAS / "examples" / "invalid").iterdir() if path.is_dir())
+ONLY_VERIFY = {
+    *("F5-another-order", "F15", "F16-another-prefix", "F17"),
+    *("F6-bytes-appended", "F6-flipped-bit-in-padding", "F6+F8-flipped-bit-in-a-tar-header"),
+    *("F8-member", "F8-symbolic", "F8-hard", "F8-no-end", "F8-bytes"),
+    *("F9-metadata", "F9-key", "F9-header-claims", "F9-header-of", "F9-header-is"),
+}
+"""What readers do not look at: they take a tensor's place from the index and check its bytes."""
 
 
 def schema_of(path: Path) -> jsonschema.Draft202012Validator:
@@ -54,8 +76,8 @@ def test_invalid_examples_are_refused_by_the_rule_they_are_named_after(path: Pat
         assert not schema_of(path).is_valid(json.loads(path.read_text(encoding="utf-8")))
 
 
-def test_every_rule_that_json_can_break_has_an_example() -> None:
-    assert {path.name.split("-")[0] for path in INVALID} == {f"F{n}" for n in (1, 2, 3, 4, 5, 6, 9, 10, 11, 12, 13)}
+def test_every_rule_has_an_example_that_breaks_it() -> None:
+    assert {rule for path in (*INVALID, *INVALID_CACHES) for rule in rules_of(path)} == set(RULES)
 
 
 def test_the_code_and_format_md_have_the_same_rules() -> None:
@@ -79,6 +101,138 @@ def test_text_that_is_not_strict_json_is_refused(text: str, message: str) -> Non
         parse_manifest(text.encode("latin-1"))
     assert error.value.rule == "F1"
 
+
+# ---- whole caches ----------------------------------------------------------------------------------------------------
+
+
+def rules_of(path: Path) -> set[str]:
+    """`F6+F14-flipped-bit` breaks F6, and thereby F14."""
+    return set(path.name.split("-")[0].split("+"))
+
+
+def read_all(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Every tensor as stored, by the key of its sample and its name; samples are also asked for by key."""
+    cache = open_cache(folder)
+    return {sample.key: {name: cache[sample.key].stored(name) for name in sample.row.meta.tensors} for sample in cache}
+
+
+def assert_is(tensor: torch.Tensor, array: Any) -> None:
+    """The tensor is what the tool wrote; its bfloat16 are 16 bits in numpy."""
+    found = tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype is torch.bfloat16 else tensor.numpy()
+    assert (found.dtype, found.shape) == (array.dtype, array.shape)
+    assert found.tobytes() == array.tobytes()
+
+
+def test_the_tool_writes_the_examples_again(tmp_path: Path) -> None:
+    """Byte for byte, but for what depends on pyarrow's version: the index, and its hash in the manifest."""
+    examples.write_examples(tmp_path)
+    again = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
+    assert again == {path.relative_to(SCHEMAS / "examples") for path in (SCHEMAS / "examples").rglob("*")}
+    for path in again:
+        old, new = SCHEMAS / "examples" / path, tmp_path / path
+        if path.name == "cache.json":
+            assert without_index(new) == without_index(old), path
+        elif path.name == "index.parquet" and path.parts[0] == "valid":
+            assert pq.read_table(new).equals(pq.read_table(old)), path
+        elif path.name != "index.parquet" and old.is_file():
+            assert new.read_bytes() == old.read_bytes(), path
+
+
+def without_index(path: Path) -> dict[str, Any]:
+    value = json.loads(path.read_text(encoding="utf-8"))
+    return {**value, "index": value["index"]["samples"]}
+
+
+@pytest.mark.parametrize("path", VALID_CACHES, ids=lambda path: path.name)
+def test_valid_caches_are_clean_and_hold_what_the_tool_wrote(path: Path) -> None:
+    assert verify_cache(path) == []
+    found = read_all(path)
+    _, made = examples.VALID_CACHES[path.name]
+    assert list(found) == [each.meta.key for each in made]
+    for each in made:
+        assert found[each.meta.key].keys() == each.arrays.keys()
+        for name, array in each.arrays.items():
+            assert_is(found[each.meta.key][name], array)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("path", VALID_CACHES, ids=lambda path: path.name)
+def test_stock_libraries_read_the_valid_caches(path: Path) -> None:
+    """webdataset, safetensors, pyarrow and zstandard, which know nothing of us, find what the tool wrote."""
+    version, made = examples.VALID_CACHES[path.name]
+    urls = [str(shard) for shard in sorted(path.glob("*.tar"))]
+    items = {item["__key__"]: item for item in webdataset.WebDataset(urls, shardshuffle=False, empty_check=False)}
+    gc.collect()  # webdataset leaves its files to the garbage collector, which warns: here, where it is ignored
+    rows = pq.read_table(path / "index.parquet").to_pylist()
+    assert [row["key"] for row in rows] == [each.meta.key for each in made]
+    assert items.keys() == {row["key"] for row in rows}
+    assert len({row["shard"] for row in rows}) > 1
+    for row, each in zip(rows, made, strict=True):
+        metadata = json.loads(items[row["key"]]["json"])
+        schema_of(Path(f"x.sample.v{version}.json")).validate(metadata)
+        assert (row["name"], row["prompt"], metadata["prompt"]) == (each.name, each.meta.prompt, each.meta.prompt)
+        stored = safetensors.torch.load(items[row["key"]]["safetensors"])
+        assert stored.keys() == each.arrays.keys()
+        for name, array in each.arrays.items():
+            spec = row[name]
+            data = (path / row["shard"]).read_bytes()[spec["offset"] : spec["offset"] + spec["length"]]
+            assert data == bytes(stored[name].view(torch.uint8).numpy())
+            assert_is(decompressed(stored[name], array.shape) if spec["codec"] else stored[name], array)
+
+
+def decompressed(stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """What F18 says in words, of the tensor whose second plane is compressed and whose first is not."""
+    data = bytes(stored.numpy())
+    first, second = np.frombuffer(data[:16], "<u8")
+    assert len(data) == 16 + first + second
+    low = np.frombuffer(data[16 : 16 + first], np.uint8)
+    high = np.frombuffer(zstandard.ZstdDecompressor().decompress(data[16 + first :]), np.uint8)
+    return torch.from_numpy(np.stack([low, high], 1)).view(torch.bfloat16).view(shape)
+
+
+def test_the_valid_caches_hold_every_kind_of_sample() -> None:
+    for path in VALID_CACHES:
+        rows = pq.read_table(path / "index.parquet").to_pylist()
+        assert {len(row["controls"]) for row in rows} >= {1, 3}
+        assert any(row["empty_prompt_embeds"] is None for row in rows)
+    assert {len(row["controls"]) for row in rows} == {0, 1, 3}  # of v2, the last
+    assert any(row["edit_mask"] for row in rows)
+    assert any(row["image_latents"]["codec"] for row in rows)
+    assert any(row["prefix_length"] for row in rows)
+
+
+@pytest.mark.parametrize("path", INVALID_CACHES, ids=lambda path: path.name)
+def test_verify_names_the_rules_that_an_invalid_cache_breaks_and_what_mends_it(path: Path) -> None:
+    """No other rule: everything that the fault does not concern is signed again."""
+    result = run("qwen-cache", "verify", path, "--json")
+    assert result.code == 1
+    findings = json.loads(result.stdout)["findings"]
+    assert {finding["rule"] for finding in findings} == rules_of(path)
+    for finding in findings:
+        assert finding["where"].startswith(str(path))
+        assert finding["do"]
+
+
+@pytest.mark.parametrize("path", INVALID_CACHES, ids=lambda path: path.name)
+def test_readers_refuse_an_invalid_cache_or_give_what_was_written(path: Path) -> None:
+    if any(path.name.startswith(prefix) for prefix in ONLY_VERIFY):
+        written = {
+            each.meta.key: each for each in (examples.INVALID_SAMPLES.get(path.name, examples.EDIT), examples.PLAIN)
+        }
+        found = read_all(path)
+        assert found.keys() == written.keys()
+        for key, tensors in found.items():
+            for name, tensor in tensors.items():
+                assert_is(tensor, written[key].arrays[name])
+    else:
+        with pytest.raises(FormatError) as error:
+            read_all(path)
+        assert error.value.rule in rules_of(path) | {
+            "F14"
+        }  # a tensor that is not where the index says has another hash
+
+
+# ---- whatever the writer can produce ---------------------------------------------------------------------------------
 
 hashes = st.text("0123456789abcdef", min_size=32, max_size=32)
 counts = st.integers(0, 2**40)
@@ -121,7 +275,7 @@ def samples(draw: st.DrawFn) -> tuple[int, SampleMeta]:
     if version == 2 and draw(st.booleans()):
         wanted["edit_mask"] = ("F32", (tokens[0],))
     tensors = {name: TensorSpec(kind, shape, draw(hashes)) for name, (kind, shape) in wanted.items()}
-    inputs = Inputs(draw(hashes), tuple(draw(st.lists(hashes, max_size=3))), draw(st.none() | hashes))
+    inputs = Inputs(draw(hashes), tuple(draw(hashes) for _ in shapes[1:]), draw(st.none() | hashes))
     prefix = draw(st.integers(0, text)) if version == 2 else 0
     return version, SampleMeta(draw(hashes), inputs, draw(st.text(max_size=30)), shapes, prefix, tensors)
 

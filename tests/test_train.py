@@ -417,14 +417,15 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before_it(
     assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
 
 
-def test_resuming_on_the_same_samples_in_another_format_is_exact(
-    train: Trainer, uninterrupted: dict[str, object], built: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+def test_resuming_on_the_same_samples_stored_in_another_way_is_exact(
+    train: Trainer, uninterrupted: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What counts is what the cache holds, not how it is stored or where it lies."""
     with monkeypatch.context() as patch:
         send(patch, signal.SIGTERM, in_batch=3)
         assert train.try_(settings=EVERYTHING_RANDOM).code == 130
-    train.cache = built("edit-plus", ("--format", "v1"))
+    assert run("qwen-cache", "merge", train.cache, "--out", tmp_path / "small", "--compression", "zstd").code == 0
+    train.cache = tmp_path / "small"
     assert differences(outcome(train("--resume", settings=EVERYTHING_RANDOM)), uninterrupted) == []
 
 

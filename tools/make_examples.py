@@ -1,23 +1,37 @@
-"""Write schemas/examples: valid manifests and sample metadata, and for each rule that JSON can break one file that
-breaks it.
+"""Write schemas/examples: what a dataset may be, and for each rule of FORMAT.md what breaks it and nothing else.
 
     python tools/make_examples.py
 
-A file in `invalid` is named by the rule that it breaks: `F2-unknown-version.cache.json`. The test suite holds parser
-and schemas to all of them.
+`valid` and `invalid` hold manifests and sample metadata as JSON, and whole caches of a few kilobytes. Whatever is
+invalid is named by the rules that it breaks (`F2-version-3.cache.v2.json`, `F6+F16-swapped-shards/`) and signed again:
+every hash and count that the fault does not concern is right. The test suite holds parser, schemas, `verify` and
+readers to all of them. Equal code gives equal bytes, but for index.parquet, in which pyarrow writes its own version.
 """
 
 from __future__ import annotations
 
 import copy
+import io
 import json
-from collections.abc import Callable
+import shutil
+import tarfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.format.identity import Inputs, content_hash, dataset_identity
-from qwen_cache.format.manifest import IndexFile, Manifest, Recipe, Shard
-from qwen_cache.format.sample import SampleMeta, TensorSpec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from qwen_cache.format.codec import PLANES_ZSTD
+from qwen_cache.format.directory import STAGING
+from qwen_cache.format.identity import Inputs, content_hash, dataset_identity, recipe_id
+from qwen_cache.format.index import INDEX_NAME, index_schema
+from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recipe, Shard
+from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
+from qwen_cache.format.shard import END_OF_ARCHIVE
+from qwen_cache.format.update import Existing, Listed, commit_update, open_staging, plan_update
 
 EXAMPLES = Path(__file__).parents[1] / "schemas" / "examples"
 RECIPE = {"encoder_version": 1, "pipeline": "QwenImageEditPlusPipeline", "dtype": "bfloat16"}
@@ -126,15 +140,384 @@ INVALID = {
 }
 
 
-def main() -> None:
+# ---- whole caches ----------------------------------------------------------------------------------------------------
+
+Array = np.ndarray[Any, np.dtype[Any]]
+WIDTH = 8  # of the text encoder
+
+
+@dataclass(frozen=True)
+class Made:
+    """A sample of an example: its numbers (bfloat16 as 16 bits), and the bytes that are stored for them."""
+
+    name: str
+    meta: SampleMeta
+    arrays: dict[str, Array]
+    stored: dict[str, bytes]
+
+
+def numbers(seed: str, shape: tuple[int, ...]) -> Array:
+    """Finite bfloat16 of both signs, 0.5 to 2, that look random; as 16 bits."""
+    words = np.frombuffer(b"".join(bytes.fromhex(digest(f"{seed} {i}")) for i in range(np.prod(shape) // 8)), np.uint16)
+    return (words & 0x80FF | 0x3F00).reshape(shape)
+
+
+def make(
+    name: str,
+    prompt: str,
+    *sizes: tuple[int, int],
+    rows: tuple[int, int | None] = (7, 3),
+    prefix: int = 0,
+    mask: bool = False,
+) -> Made:
+    """A sample of pictures of these sizes (h, w), the target first; `rows` of the prompt and the empty prompt."""
+    shapes = tuple((1, h, w) for h, w in sizes)
+    wanted: dict[str, tuple[int, ...]] = {"image_latents": (token_count(shapes[:1]), 64)}
+    wanted |= {"control_latents": (token_count(shapes[1:]), 64)} if len(shapes) > 1 else {}
+    wanted |= {"prompt_embeds": (rows[0], WIDTH)}
+    wanted |= {"empty_prompt_embeds": (rows[1], WIDTH)} if rows[1] else {}
+    arrays = {each: numbers(f"{name} {each}", shape) for each, shape in wanted.items()}
+    if mask:
+        arrays["edit_mask"] = np.linspace(0, 1, token_count(shapes[:1]), dtype=np.float32)
+    controls = tuple(digest(f"{name} control {i}") for i in range(len(sizes) - 1))
+    inputs = Inputs(digest(f"{name} target"), controls, digest(f"{name} mask") if mask else None)
+    meta = SampleMeta(recipe_id(RECIPE), inputs, prompt, shapes, prefix, {})
+    return with_arrays(Made(name, meta, {}, {}), arrays)
+
+
+def with_arrays(made: Made, arrays: dict[str, Array]) -> Made:
+    """`made` with these tensors in place of its own, uncompressed."""
+    stored = {name: array.tobytes() for name, array in arrays.items()}
+    specs = {
+        name: TensorSpec("F32" if array.dtype == np.float32 else "BF16", array.shape, content_hash(stored[name]))
+        for name, array in arrays.items()
+    }
+    return Made(made.name, replace(made.meta, tensors=specs), arrays, stored)
+
+
+def with_stored(made: Made, name: str, data: bytes, **spec: Any) -> Made:
+    """`made` with these bytes, and another specification, for one tensor."""
+    changed = replace(made.meta.tensors[name], **spec)
+    meta = replace(made.meta, tensors={**made.meta.tensors, name: changed})
+    return replace(made, meta=meta, stored={**made.stored, name: data})
+
+
+def compressed(made: Made, name: str) -> Made:
+    """The tensor in planes-zstd, of which the frames are written by hand: another zstandard would write others."""
+    positive = made.arrays[name] & 0x7FFF  # so that the first byte of all numbers is the same
+    made = with_arrays(made, {**made.arrays, name: positive})
+    data = planes(positive.astype("<u2").tobytes()[::2], frame(positive.size, [(positive.size, 0x3F)]))
+    return with_stored(made, name, data, codec=PLANES_ZSTD, compressed_bytes=len(data))
+
+
+def planes(*pieces: bytes) -> bytes:
+    return b"".join([*(len(piece).to_bytes(8, "little") for piece in pieces), *pieces])
+
+
+def frame(claimed: int, runs: Sequence[tuple[int, int]]) -> bytes:
+    """A zstandard frame (RFC 8878) that says that it holds `claimed` bytes, and holds runs of (length, byte)."""
+    blocks = [(length << 3 | 0b010 | (i == len(runs) - 1), value) for i, (length, value) in enumerate(runs)]
+    header = 0xFD2FB528.to_bytes(4, "little") + b"\xe0" + claimed.to_bytes(8, "little")
+    return header + b"".join(head.to_bytes(3, "little") + bytes([value]) for head, value in blocks)
+
+
+def write_cache(folder: Path, format_version: int, samples: Iterable[Made], shard_size: int) -> None:
+    """Write `samples` as a build does, from its staging to its commit."""
+    made = {each.meta.key: each for each in samples}
+    listed = [Listed(each.name, key) for key, each in made.items()]
+    update = plan_update(folder, Existing(Manifest.empty(format_version), []), format_version, listed)
+    staging = open_staging(update, "example", shard_size)
+    for each in made.values():
+        staging.add(each.meta, {name: memoryview(data) for name, data in each.stored.items()})
+    commit_update(update, staging, {"default": RECIPE}, {"qwen-cache": "0.1.0"})
+    (folder / STAGING).rmdir()
+
+
+CACHE_V1 = [
+    make("edit", "make it 黑白", (2, 3), (3, 2)),
+    make("three controls", "put them into one picture", (2, 2), (1, 2), (2, 1), (1, 1)),
+    make("imported", "no empty prompt is known", (1, 2), (1, 1), rows=(5, None)),
+]
+CACHE_V2 = [
+    compressed(make("edit", "make it 黑白", (2, 3), (3, 2), prefix=4, mask=True), "image_latents"),
+    make("three controls", "put them into one picture", (2, 2), (1, 2), (2, 1), (1, 1), prefix=7),
+    make("no control", "a cat", (1, 3)),
+    make("imported", "no empty prompt is known", (1, 2), (1, 1), rows=(5, None)),
+]
+VALID_CACHES = {"cache.v1": (1, CACHE_V1), "cache.v2": (2, CACHE_V2)}
+SHARD_SIZE = 8000  # two samples
+
+
+# ---- what is wrong with a cache --------------------------------------------------------------------------------------
+
+EDIT = make("edit", "make it night", (1, 1), (1, 2), prefix=2, mask=True)
+PLAIN = make("plain", "a cat", (1, 2))
+"""What invalid caches hold unless the fault asks for another sample: each in a shard of its own, EDIT in the first."""
+
+Row = dict[str, Any]
+
+
+def forge(
+    folder: Path,
+    *,
+    shard: Callable[[bytes], bytes] = lambda data: data,
+    rows: Callable[[list[Row]], Any] = lambda _: None,
+    index: Callable[[pa.Table], pa.Table] = lambda table: table,
+    manifest: Callable[[dict[str, Any]], Any] = lambda _: None,
+) -> None:
+    """Change the first shard, the rows of the index, its table, the manifest; after each, sign what names it again.
+
+    The index is written without what Parquet can do without, which makes it half as large.
+    """
+    value = json.loads((folder / MANIFEST_NAME).read_bytes())
+    records = pq.read_table(folder / INDEX_NAME).to_pylist()
+    old = value["shards"][0]
+    data = shard((folder / old["name"]).read_bytes())
+    (folder / old["name"]).unlink()
+    new = Shard(f"{content_hash(data)}.tar", old["samples"], len(data))
+    (folder / new.name).write_bytes(data)
+    value["shards"][0] = new.to_json()
+    for record in records:
+        record["shard"] = new.name if record["shard"] == old["name"] else record["shard"]
+    rows(records)
+    value["recipes"]["default"]["identity"] = dataset_identity(record["key"] for record in records)
+    sink = io.BytesIO()
+    table = index(pa.Table.from_pylist(records, index_schema(value["format_version"])))
+    pq.write_table(table, sink, compression="zstd", write_statistics=False, use_dictionary=False, store_schema=False)
+    (folder / INDEX_NAME).write_bytes(sink.getvalue())
+    size, hashed = sink.tell(), content_hash(sink.getvalue())
+    value["index"] = IndexFile(value["index"]["samples"], size, hashed).to_json()
+    manifest(value)
+    (folder / MANIFEST_NAME).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def damage(folder: Path, change: Callable[[bytes], bytes]) -> None:
+    """Change the first shard and sign nothing."""
+    path = folder / first_shard(folder)
+    path.write_bytes(change(path.read_bytes()))
+
+
+def first_shard(folder: Path) -> str:
+    return str(json.loads((folder / MANIFEST_NAME).read_bytes())["shards"][0]["name"])
+
+
+def sign_index(folder: Path, data: bytes) -> None:
+    """Put `data` in the place of index.parquet, with a manifest that names it."""
+    (folder / INDEX_NAME).write_bytes(data)
+    forged = {"bytes": len(data), "xxh3_128": content_hash(data)}
+    value = json.loads((folder / MANIFEST_NAME).read_bytes())
+    value["index"] |= forged
+    (folder / MANIFEST_NAME).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def members(data: bytes) -> list[tuple[tarfile.TarInfo, bytes]]:
+    """What stock tarfile finds in a shard."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        return [(info, tar.extractfile(info).read()) for info in tar.getmembers()]  # type: ignore[union-attr]
+
+
+def archive(found: Iterable[tuple[tarfile.TarInfo, bytes]]) -> bytes:
+    """The tar of these members; a member's size is that of its bytes."""
+    pieces = []
+    for info, data in found:
+        info.size = len(data)
+        pieces += [info.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % tarfile.BLOCKSIZE)]
+    return b"".join([*pieces, END_OF_ARCHIVE])
+
+
+def insert_member(folder: Path, name: str, **attributes: Any) -> None:
+    """Put an empty member in front, and say so in the index."""
+    info = tarfile.TarInfo(name)
+    for attribute, value in attributes.items():
+        setattr(info, attribute, value)
+    header = info.tobuf(tarfile.USTAR_FORMAT)
+    forge(folder, shard=lambda data: header + data, rows=lambda rows: move(rows[0], len(header)))
+
+
+def with_metadata(change: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
+    """Change the text of the first .json member."""
+
+    def changed(data: bytes) -> bytes:
+        (info, text), *others = members(data)
+        return archive([(info, change(text)), *others])
+
+    return changed
+
+
+def with_header(change: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
+    """Change the JSON of the first .safetensors header, and its stated length to match."""
+
+    def changed(data: bytes) -> bytes:
+        first, (info, member), *others = members(data)
+        end = 8 + int.from_bytes(member[:8], "little")
+        text = change(member[8:end])
+        return archive([first, (info, len(text).to_bytes(8, "little") + text + member[end:]), *others])
+
+    return changed
+
+
+def overwrite(find: bytes, new: bytes, offset: int = 0) -> Callable[[bytes], bytes]:
+    """Put `new` at `offset` bytes after the first `find`."""
+
+    def changed(data: bytes) -> bytes:
+        begin = data.index(find) + offset
+        return data[:begin] + new + data[begin + len(new) :]
+
+    return changed
+
+
+def flip(data: bytes, position: int) -> bytes:
+    return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+
+
+def move(record: Row, distance: int) -> None:
+    """Move a sample, with all of its tensors, in what the index says."""
+    for place in (record, *(value for value in record.values() if isinstance(value, dict))):
+        place["offset"] += distance
+
+
+def link_to_the_manifest(folder: Path) -> None:
+    path = folder / first_shard(folder)
+    path.unlink()
+    path.symlink_to(MANIFEST_NAME)
+
+
+def swap_shards(folder: Path) -> None:
+    one, two = sorted(folder.glob("*.tar"))
+    data = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(data)
+
+
+def stray_shard(folder: Path) -> None:
+    (folder / f"{content_hash(END_OF_ARCHIVE)}.tar").write_bytes(END_OF_ARCHIVE)
+
+
+def with_codec(data: bytes, **spec: Any) -> Made:
+    """EDIT with these bytes in place of its compressed image_latents, [1, 64] of bfloat16."""
+    return with_stored(EDIT, "image_latents", data, codec=PLANES_ZSTD, compressed_bytes=len(data), **spec)
+
+
+def with_number(name: str, value: float) -> Made:
+    """EDIT with this as the third number of a tensor, or the first where there are no three."""
+    array = EDIT.arrays[name].copy()
+    word = np.float32(value) if array.dtype == np.float32 else np.float32(value).view(np.uint32) >> 16
+    array.reshape(-1)[min(2, array.size - 1)] = word
+    return with_arrays(EDIT, {**EDIT.arrays, name: array})
+
+
+RAW = EDIT.stored["image_latents"][::2]  # the plane of 64 mantissas
+INVALID_SAMPLES: dict[str, Made] = {
+    "F14-another-hash": with_stored(
+        EDIT, "prompt_embeds", EDIT.stored["prompt_embeds"], xxh3_128=digest("other bytes")
+    ),
+    "F15-nan-in-bf16": with_number("prompt_embeds", float("nan")),
+    "F15-inf-in-bf16": with_number("image_latents", float("-inf")),
+    "F15-nan-in-f32": with_number("edit_mask", float("nan")),
+    "F15-inf-in-f32": with_number("edit_mask", float("inf")),
+    "F18-frame-claims-a-terabyte": with_codec(planes(RAW, frame(1 << 40, [(64, 0x3F)]))),
+    "F18-frame-expands-beyond-its-claim": with_codec(planes(RAW, frame(64, [(1 << 17, 0x3F)] * 10))),
+    "F18-frame-is-shorter-than-its-claim": with_codec(planes(RAW, frame(64, [(63, 0x3F)]))),
+    "F18-no-frame": with_codec(planes(RAW, b"not a frame")),
+    "F18-plane-of-2-to-63-bytes": with_codec((1 << 63).to_bytes(8, "little") * 2 + RAW),
+    "F18-planes-end-early": with_codec(planes(RAW, RAW)[:-1]),
+    "F18-shorter-than-the-lengths": with_codec(bytes(9)),
+    "F5+F18-too-few-bytes": with_codec(b"\0"),
+    "F5+F18-unknown-codec": with_stored(EDIT, "image_latents", RAW, codec="lzma", compressed_bytes=len(RAW)),
+}
+"""Sample in place of EDIT. F5 where the row cannot be read: it is then none of its recipe."""
+
+INVALID_CACHES: dict[str, Callable[[Path], Any]] = {
+    "F5-another-order": lambda folder: forge(
+        folder,
+        rows=list.reverse,
+        manifest=lambda v: v["recipes"]["default"].update(
+            identity=dataset_identity([EDIT.meta.key, PLAIN.meta.key]),
+        ),
+    ),
+    "F6-missing-shard": lambda folder: (folder / first_shard(folder)).unlink(),
+    "F6-truncated-shard": lambda folder: damage(folder, lambda data: data[: len(data) // 2]),
+    "F6-bytes-appended": lambda folder: damage(folder, lambda data: data + bytes(512)),
+    "F6+F16-swapped-shards": swap_shards,
+    "F6-link-to-another-file": link_to_the_manifest,
+    "F6-flipped-bit-in-padding": lambda folder: damage(folder, lambda data: flip(data, len(data) - 1025)),
+    "F6+F8-flipped-bit-in-a-tar-header": lambda folder: damage(folder, lambda data: flip(data, 100)),
+    "F6+F14-flipped-bit-in-a-tensor": lambda folder: damage(
+        folder, lambda data: flip(data, data.index(EDIT.stored["prompt_embeds"]))
+    ),
+    "F6+F16-row-outside-the-directory": lambda folder: forge(
+        folder, rows=lambda rows: rows[0].update(shard=f"../{rows[0]['shard']}")
+    ),
+    "F7-another-hash": lambda folder: (folder / INDEX_NAME).write_bytes((folder / INDEX_NAME).read_bytes() + b"\0"),
+    "F7-not-parquet": lambda folder: sign_index(folder, b"PAR1" + bytes(64) + b"PAR1"),
+    "F7-column-missing": lambda folder: forge(folder, index=lambda table: table.drop_columns(["mask"])),
+    "F7-column-too-many": lambda folder: forge(
+        folder, index=lambda table: table.append_column("width", table["text_length"])
+    ),
+    "F7-column-of-another-type": lambda folder: forge(
+        folder, index=lambda table: table.set_column(0, "key", table["key"].cast(pa.binary()))
+    ),
+    "F7+F5+F16-null-in-a-list": lambda folder: forge(
+        folder, rows=lambda rows: rows[0].update(img_shapes=[[1, 1, 1], [1, None, 2]])
+    ),
+    "F7+F5+F16-null-offset": lambda folder: forge(folder, rows=lambda rows: rows[0].update(offset=None)),
+    "F7+F5+F16-text-length": lambda folder: forge(folder, rows=lambda rows: rows[0].update(text_length=8)),
+    "F7+F5+F16-tensor-outside-its-sample": lambda folder: forge(
+        folder, rows=lambda rows: rows[0].update(offset=rows[0]["offset"] + 4096)
+    ),
+    "F8-member-outside-the-directory": lambda folder: insert_member(folder, "../../x"),
+    "F8-symbolic-link": lambda folder: insert_member(
+        folder, f"{EDIT.meta.key}.json", type=tarfile.SYMTYPE, linkname="/etc/passwd"
+    ),
+    "F8-hard-link": lambda folder: insert_member(
+        folder, f"{EDIT.meta.key}.json", type=tarfile.LNKTYPE, linkname="cache.json"
+    ),
+    "F8-no-end": lambda folder: forge(folder, shard=lambda data: data[: -len(END_OF_ARCHIVE)]),
+    "F8-bytes-after-the-end": lambda folder: forge(folder, shard=lambda data: data + bytes(512)),
+    "F8-tensors-first": lambda folder: forge(folder, shard=lambda data: archive(members(data)[::-1])),
+    "F8-tensors-missing": lambda folder: forge(folder, shard=lambda data: archive(members(data)[:1])),
+    "F9-metadata-without-prompt": lambda folder: forge(folder, shard=overwrite(b'"prompt":', b'"prmopt":')),
+    "F9-key-given-twice": lambda folder: forge(
+        folder, shard=with_metadata(lambda text: text.replace(b'"recipe"', b'"prompt":"a cat","recipe"'))
+    ),
+    "F9-header-claims-2-to-60-bytes": lambda folder: forge(
+        folder, shard=overwrite(b'{"image_latents"', (1 << 60).to_bytes(8, "little"), -8)
+    ),
+    "F9-header-of-another-shape": lambda folder: forge(
+        folder, shard=with_header(lambda text: text.replace(b"[1,64]", b"[64,1]"))
+    ),
+    "F9-header-is-not-json": lambda folder: forge(folder, shard=overwrite(b'{"image_latents"', b"[")),
+    "F9-header-with-metadata": lambda folder: forge(
+        folder, shard=with_header(lambda text: text.replace(b"{", b'{"__metadata__":{"a":"b"},', 1))
+    ),
+    "F10+F16-key-twice": lambda folder: forge(folder, rows=lambda rows: rows.__setitem__(1, rows[0])),
+    "F16-another-place": lambda folder: forge(folder, rows=lambda rows: move(rows[0], 512)),
+    "F16-another-prefix": lambda folder: forge(folder, rows=lambda rows: rows[0].update(prefix_length=1)),
+    "F17-stray-shard": stray_shard,
+}
+"""What is done to a cache of EDIT and PLAIN. F16 beside another rule: the sample's row or bytes cannot be read, so that
+index and shard disagree as well."""
+
+
+def write_invalid_cache(folder: Path, name: str) -> None:
+    write_cache(folder, 2, [INVALID_SAMPLES.get(name, EDIT), PLAIN], shard_size=1)
+    forge(folder)  # for a small index
+    INVALID_CACHES.get(name, lambda _: None)(folder)
+
+
+def write_examples(out: Path) -> None:
+    """Everything, in place of what is there."""
+    shutil.rmtree(out, ignore_errors=True)
     for folder, examples in (("valid", VALID), ("invalid", INVALID)):
-        (EXAMPLES / folder).mkdir(parents=True, exist_ok=True)
-        for old in (EXAMPLES / folder).glob("*.json"):
-            old.unlink()
+        (out / folder).mkdir(parents=True)
         for name, value in examples.items():
             text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-            (EXAMPLES / folder / name).write_text(text, encoding="utf-8")
+            (out / folder / name).write_text(text, encoding="utf-8")
+    for name, (format_version, samples) in VALID_CACHES.items():
+        write_cache(out / "valid" / name, format_version, samples, SHARD_SIZE)
+    for name in (*INVALID_CACHES, *INVALID_SAMPLES):
+        write_invalid_cache(out / "invalid" / name, name)
 
 
 if __name__ == "__main__":
-    main()
+    write_examples(EXAMPLES)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,9 @@ from qwen_cache.encode.source import Problem, Row, read_source
 from qwen_cache.encode.template import PIXEL_TOKENS, TEMPLATES
 from qwen_cache.format import directory
 from qwen_cache.format.cache import map_file
-from qwen_cache.format.errors import ConfigError
+from qwen_cache.format.errors import ConfigError, ShardError
 from qwen_cache.format.identity import recipe_id
+from qwen_cache.format.index import IndexRow
 from qwen_cache.format.shard import compress
 from qwen_cache.format.staging import Staging
 from qwen_cache.format.update import (
@@ -57,6 +58,8 @@ class Job:
     recipe: dict[str, Any]
     rows: list[Row]
     problems: list[Problem]
+    masks_left_out: int = 0
+    """Masks of the source that the format version has no place for."""
 
     @property
     def recipe_name(self) -> str:
@@ -96,7 +99,12 @@ def prepare(config: Config, source: str | None, on_bytes: Callable[[int], None] 
     )
     more = check_prompts(model, rows)
     rows = [row for row in rows if row.where not in {problem.where for problem in more}]
-    return Job(config, Path(config.cache.path), model, make_recipe(model, config, on_bytes), rows, [*problems, *more])
+    masks = 0
+    if config.cache.format == "v1":
+        masks = sum(row.mask is not None for row in rows)
+        rows = [replace(row, mask=None) for row in rows]
+    recipe = make_recipe(model, config, on_bytes)
+    return Job(config, Path(config.cache.path), model, recipe, rows, [*problems, *more], masks)
 
 
 def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:
@@ -136,7 +144,17 @@ def load_existing(job: Job) -> Existing:
         raise ConfigError(
             f"recipe {same[0]!r} of this cache is this very recipe", where=job.folder, do=f"set cache.recipe={same[0]}"
         )
-    return existing
+    return replace(existing, rows=_present(job, existing))
+
+
+def _present(job: Job, existing: Existing) -> list[IndexRow]:
+    """The rows whose shard is there. What was in one that is gone is encoded again, if this recipe can."""
+    shards = existing.manifest.shards
+    here = {s.name for s in shards if any(path.is_file() for path in directory.shard_places(job.folder, s.name))}
+    for row in existing.rows:
+        if row.shard not in here and row.meta.recipe != recipe_id(job.recipe):
+            raise ShardError("a shard with samples of another recipe is missing", where=job.folder / row.shard)
+    return [row for row in existing.rows if row.shard in here]
 
 
 def plan_build(job: Job, existing: Existing, on_row: Callable[[], None] = lambda: None) -> Plan:
@@ -170,7 +188,8 @@ def make_update(job: Job, existing: Existing, plan: Plan) -> Update:
     mine = existing.of_recipe(job.recipe_name)
     others = [Listed(row.name, row.meta.key, row.source_rows) for row in existing.rows if row.meta.key not in mine]
     ours = [Listed(sample.row.name, sample.key, sample.source_rows) for sample in plan.samples]
-    return plan_update(job.folder, existing, job.format_version, [*others, *ours])
+    order = [row.key for row in others] + plan.order
+    return plan_update(job.folder, existing, job.format_version, [*others, *ours], order)
 
 
 def run(
@@ -219,11 +238,12 @@ def _write(
     with load_lanes(job) if missing else nullcontext() as lanes:
         for key, work in _ahead(order, encoded, missing, lanes):
             if work is None or lanes is None:
-                left = staging.left_over(key)
-                if left is None:
+                if (left := staging.left_over(key)) is not None:
+                    staging.add_copy(*left)
+                else:
                     row = update.moved[key]
-                    left = row.entry, map_file(directory.shard_path(job.folder, row.shard))
-                staging.add_copy(*left)
+                    path = directory.shard_path(job.folder, row.shard)
+                    staging.add_copy(row.entry, map_file(path), path)
             else:
                 staging.add(*compress(*lanes.result(work), job.config.cache.compression))
             on_sample(key in encoded)

@@ -59,6 +59,14 @@ class Plan:
         return [sample for sample in self.samples if sample.reasons]
 
     @property
+    def order(self) -> list[str]:
+        """The keys in the order of encoding: samples about the same controls one after the other."""
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for sample in self.samples:
+            groups.setdefault(sample.inputs.controls, []).append(sample.key)
+        return [key for group in groups.values() for key in group]
+
+    @property
     def cached(self) -> int:
         return len(self.samples) - len(self.to_encode)
 

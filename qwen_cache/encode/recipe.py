@@ -17,7 +17,7 @@ from qwen_cache.encode.template import TEMPLATES, VAE_IMAGE_SIZE
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.model_folder import ModelFolder
 
-ENCODER_VERSION = 1
+ENCODER_VERSION = 2
 _CHUNK = 1 << 24
 _CONFIGURATION = (".json", ".txt", ".jinja")
 

@@ -1,8 +1,8 @@
 """The text lane: pictures and prompts in, prompt embeddings out, through the stock Qwen2.5-VL.
 
 The model is causal and the pictures come before the instruction, so everything up to the last picture is the same for
-every prompt about them. The first prompt is encoded whole; of every further one (the empty prompt, for caption
-dropout) only the tokens after the pictures are run, on the kept keys and values.
+every prompt about them: it is run once (`read`), and of each prompt only what follows, on the kept keys and values
+(`embed`). What comes out depends on the pictures and that prompt alone, whichever other prompts there are.
 
 Refuses to run with 1-D positions: transformers 5 silently falls back to them when `mm_token_type_ids` is missing, and
 diffusers 0.42's Edit pipelines do not pass it (huggingface/diffusers issue 14194). The pipelines' `lm_head` is not
@@ -41,20 +41,17 @@ class ImageOnlyQwen2VLProcessor(Qwen2VLProcessor):  # type: ignore[misc]  # tran
 
 
 @dataclass(frozen=True)
-class EncodedText:
-    """Embeddings of several prompts about the same pictures.
+class Prefix:
+    """What every prompt about some pictures begins with, and the keys and values to go on from.
 
-    `first` is that of the first prompt, whole (`[L, D]`); its first `prefix_length` rows begin those of every other
-    prompt, of which `others` hold the rest (`[L', D]`).
+    `embeds` is what is kept of it (`[P, D]`, on the CPU); `next_position` is that of the next token, in all three axes.
+    Without pictures nothing is shared: `past` is None.
     """
 
-    first: Float[torch.Tensor, "L D"]
-    prefix_length: int
-    others: tuple[Float[torch.Tensor, "_ D"], ...]
-
-    def whole(self, i: int) -> Float[torch.Tensor, "_ D"]:
-        """The embeddings of prompt `i` with the shared prefix."""
-        return self.first if i == 0 else torch.cat([self.first[: self.prefix_length], self.others[i - 1]])
+    pictures: int
+    embeds: Float[torch.Tensor, "P D"]
+    past: Any
+    next_position: int
 
 
 def load_processor(model: ModelFolder) -> ImageOnlyQwen2VLProcessor:
@@ -84,42 +81,54 @@ class TextEncoder:
         self.device = device
 
     @torch.inference_mode()
-    def encode(self, pictures: Sequence[Image.Image], prompts: Sequence[str]) -> EncodedText:
-        """The embeddings of `prompts` about `pictures` (RGB, already resized for the encoder), on the CPU."""
-        inputs = self._inputs(pictures, prompts[0])
-        shared = self._shared_length(inputs["input_ids"][0], len(pictures))
+    def read(self, pictures: Sequence[Image.Image]) -> Prefix:
+        """Run everything up to the end of the last of `pictures` (RGB, already resized for the encoder)."""
+        if not pictures:
+            return Prefix(0, torch.empty(0, self.model.config.text_config.hidden_size, dtype=self.model.dtype), None, 0)
+        inputs = self._inputs(pictures)
         output = self.model(**inputs, use_cache=True)
-        past, first = output.past_key_values, output.last_hidden_state[0]
-        others = []
-        for prompt in prompts[1:]:
-            past.crop(shared - past.get_seq_length())
-            suffix = self._inputs_after_pictures(prompt, len(pictures))
-            output = self.model(input_ids=suffix, past_key_values=past, use_cache=True)
-            others.append(output.last_hidden_state[0].cpu())
-        drop = self.template.drop_idx
-        return EncodedText(first[drop:].cpu(), shared - drop, tuple(others))
+        past, hidden = output.past_key_values, output.last_hidden_state[0]
+        next_position = past.get_seq_length() + int(self.model.rope_deltas)
+        return Prefix(len(pictures), hidden[self.template.drop_idx :].cpu(), past, next_position)
 
-    def _inputs(self, pictures: Sequence[Image.Image], prompt: str) -> dict[str, torch.Tensor]:
-        text = self.template.text(prompt, len(pictures))
-        if self.processor is None:
-            inputs = self.tokenizer(text, return_tensors="pt")
-        else:
-            inputs = self.processor(text=[text], images=list(pictures), return_tensors="pt")
-            if "mm_token_type_ids" not in inputs:
-                raise ModelError(
-                    "the processor returned no mm_token_type_ids: positions would silently be one-dimensional",
-                    do="install the version of transformers that qwen-cache asks for",
-                )
+    @torch.inference_mode()
+    def embed(self, prefix: Prefix, prompt: str) -> Float[torch.Tensor, "_ D"]:
+        """The embeddings of `prompt` after `prefix.embeds`, on the CPU."""
+        if prefix.past is None:
+            ids = self._ids(self.template.text(prompt, 0))
+            return self.model(input_ids=ids).last_hidden_state[0, self.template.drop_idx :].cpu()  # type: ignore[no-any-return]
+        ids = self._ids(self._split(prompt, prefix.pictures)[1])
+        positions = torch.arange(prefix.next_position, prefix.next_position + ids.shape[1], device=self.device)
+        length = prefix.past.get_seq_length()
+        output = self.model(
+            input_ids=ids,
+            position_ids=positions.expand(3, 1, -1),
+            past_key_values=prefix.past,
+            use_cache=True,
+        )
+        prefix.past.crop(length - prefix.past.get_seq_length())
+        embeds: torch.Tensor = output.last_hidden_state[0].cpu()
+        return embeds
+
+    def _inputs(self, pictures: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+        """What the model takes for `pictures` before any prompt."""
+        assert self.processor is not None
+        inputs = self.processor(text=[self._split("", len(pictures))[0]], images=list(pictures), return_tensors="pt")
+        if "mm_token_type_ids" not in inputs:
+            raise ModelError(
+                "the processor returned no mm_token_type_ids: positions would silently be one-dimensional",
+                do="install the version of transformers that qwen-cache asks for",
+            )
         return dict(inputs.to(self.device))
 
-    def _inputs_after_pictures(self, prompt: str, pictures: int) -> torch.Tensor:
-        """Token ids of what follows the last picture, or the dropped part of the template where there is none."""
-        text = self.template.text(prompt, pictures)
-        after = text.split(VISION_END, pictures)[pictures]
-        ids: torch.Tensor = self.tokenizer(after, return_tensors="pt")["input_ids"]
-        return ids[:, 0 if pictures else self.template.drop_idx :].to(self.device)
+    def _split(self, prompt: str, pictures: int) -> tuple[str, str]:
+        """The whole input up to the end of the last picture, and what follows.
 
-    def _shared_length(self, input_ids: torch.Tensor, pictures: int) -> int:
-        """How many tokens do not depend on the prompt (which may name the end of a picture, too)."""
-        ends = (input_ids == self.tokenizer.convert_tokens_to_ids(VISION_END)).nonzero()
-        return int(ends[pictures - 1]) + 1 if pictures else self.template.drop_idx
+        A special token stands between them, so both are cut into the same tokens as the whole.
+        """
+        *before, after = self.template.text(prompt, pictures).split(VISION_END, pictures)
+        return "".join(part + VISION_END for part in before), after
+
+    def _ids(self, text: str) -> torch.Tensor:
+        ids: torch.Tensor = self.tokenizer(text, return_tensors="pt")["input_ids"]
+        return ids.to(self.device)

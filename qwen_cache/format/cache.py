@@ -1,47 +1,60 @@
 """Reading a cache: `open_cache`, its samples by position or key, their tensors without a copy.
 
 Tensors are views of the mapped shard; nothing is read until they are touched, and the bytes of a tensor are checked
-against its hash when it is asked for. Importing this imports no torch; asking for a tensor does.
+against its hash when it is asked for. Of a cache behind a URL, what is mapped are local copies (`remote`). Importing
+this imports no torch; asking for a tensor does.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute
 
 from qwen_cache.format import directory
 from qwen_cache.format.codec import decode
-from qwen_cache.format.errors import ChecksumError, IndexFileError, QwenCacheError, SampleKeyError
-from qwen_cache.format.identity import content_hash
-from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index
+from qwen_cache.format.errors import ChecksumError, CodecError, IndexFileError, QwenCacheError, SampleKeyError
+from qwen_cache.format.identity import content_hash, copy_hashed
+from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, record_reader
 from qwen_cache.format.manifest import Manifest, Recipe
-from qwen_cache.format.sample import ImgShapes
+from qwen_cache.format.remote import LOCAL_COPIES_SIZE, LocalCopies, RemoteShards, Url, location
+from qwen_cache.format.sample import ImgShapes, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
+ROWS_KEPT = 1 << 14  # parsed rows in memory, at 4 kB each; more than most sets that people fine-tune on
 OPEN_SHARDS = 64  # each mapping holds a file descriptor; the usual limit is 1024
 
 
-def open_cache(path: str | Path, *, recipe: str | None = None) -> Cache:
-    """Open the cache in the folder `path`.
+def open_cache(
+    path: str | Path | Url,
+    *,
+    recipe: str | None = None,
+    local_copies: str | Path | None = None,
+    local_copies_size: int = LOCAL_COPIES_SIZE,
+) -> Cache:
+    """Open the cache in the folder `path`, or behind the URL: any that fsspec reads.
 
     A cache can hold several recipes of one source (another model, another resolution); then `recipe` must name one.
-    Raises FormatError when the folder is not a cache, is of an unknown version, or contradicts itself.
+    What is read through a URL is kept in the folder `local_copies` (the user's cache folder when not given), up to
+    `local_copies_size` bytes. Raises FormatError when the folder is not a cache, is of an unknown version, or
+    contradicts itself.
     """
-    folder = Path(path)
+    folder = location(path)
     manifest, index = directory.load(folder)
     name = _choose(manifest, recipe, folder)
     table = read_index(index, manifest.format_version, str(folder / INDEX_NAME))
-    if len(manifest.recipes) > 1:
-        table = table.filter(pa.compute.equal(table["recipe"], manifest.recipes[name].id)).combine_chunks()
+    if table["recipe"].unique().to_pylist() != [manifest.recipes[name].id]:
+        table = table.filter(pyarrow.compute.equal(table["recipe"], manifest.recipes[name].id)).combine_chunks()
     if table.num_rows != manifest.recipes[name].samples:
         raise IndexFileError(
             f"the index does not have the samples of recipe {name!r} that the manifest counts",
@@ -49,15 +62,20 @@ def open_cache(path: str | Path, *, recipe: str | None = None) -> Cache:
             expected=manifest.recipes[name].samples,
             found=table.num_rows,
         )
-    return Cache(folder, manifest, name, table)
+    return Cache(folder, manifest, name, table, LocalCopies.of(local_copies, local_copies_size))
 
 
 class Cache:
     """An opened cache: a sequence of samples in the order of the source; pickles without its open files."""
 
-    def __init__(self, folder: Path, manifest: Manifest, recipe_name: str, table: pa.Table) -> None:
+    def __init__(
+        self, folder: Path | Url, manifest: Manifest, recipe_name: str, table: pa.Table, copies: LocalCopies
+    ) -> None:
         self.folder, self.manifest, self.recipe_name, self.table = folder, manifest, recipe_name, table
-        self._shards: OrderedDict[str, memoryview] = OrderedDict()
+        self.copies = copies
+        self._record = record_reader(table)
+        self._rows: dict[int, IndexRow] = {}
+        self.shards = LocalShards(folder) if isinstance(folder, Path) else RemoteShards(folder, manifest, copies)
 
     @property
     def format_version(self) -> int:
@@ -80,12 +98,23 @@ class Cache:
 
     def __getitem__(self, which: int | str) -> Sample:
         """A sample by its position (negative counts from the end) or by its key."""
-        return Sample(self.row(self._position(which)), self.shard)
+        return Sample(self.row(self._position(which)), self.shards)
+
+    def prefetch(self, positions: Iterable[int]) -> None:
+        """Begin to fetch these samples, and return at once; does nothing, and reads nothing, in a local cache."""
+        self.shards.prefetch(self.row(position) for position in positions)
+
+    def stop_prefetch(self) -> None:
+        """Give up what `prefetch` has asked for and has not begun."""
+        self.shards.stop_prefetch()
 
     def row(self, position: int) -> IndexRow:
         """What the index says of the sample at `position`, checked for consistency."""
-        record = self.table.slice(position, 1).to_pylist()[0]
-        return index_row(record, self.format_version, str(self.folder / INDEX_NAME))
+        if (row := self._rows.get(position)) is None:
+            row = index_row(self._record(position), self.format_version, str(self.folder / INDEX_NAME))
+            if len(self._rows) < ROWS_KEPT:
+                self._rows[position] = row
+        return row
 
     def rows(self) -> Iterator[IndexRow]:
         """What the index says of every sample."""
@@ -95,17 +124,13 @@ class Cache:
                 yield index_row(record, self.format_version, where)
 
     def shard(self, name: str) -> memoryview:
-        """The bytes of a shard, mapped."""
-        data = self._shards.pop(name, None)
-        if data is None:
-            data = map_file(directory.shard_path(self.folder, name))
-        self._shards[name] = data
-        while len(self._shards) > OPEN_SHARDS:
-            self._shards.popitem(last=False)  # tensors that still use it keep the mapping alive
-        return data
+        """The bytes of a shard of a local cache, mapped."""
+        if isinstance(self.shards, RemoteShards):
+            raise QwenCacheError("a whole shard is not read through a URL", where=self.folder, found=name)
+        return self.shards.map(name)
 
     def __reduce__(self) -> tuple[Callable[..., Cache], tuple[Any, ...]]:
-        return _reopen, (self.folder, self.recipe_name)
+        return _reopen, (self.folder, self.recipe_name, self.copies)
 
     def _position(self, which: int | str) -> int:
         if isinstance(which, str):
@@ -125,12 +150,43 @@ class Cache:
         return positions
 
 
+class LocalShards:
+    """The shards of a folder, mapped."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: OrderedDict[str, memoryview] = OrderedDict()
+
+    def bytes_of(self, row: IndexRow) -> memoryview:
+        """The shard of a sample."""
+        return self.map(row.shard)
+
+    def map(self, name: str) -> memoryview:
+        data = self._open.pop(name, None)
+        if data is None:
+            data = map_file(directory.shard_path(self.folder, name))
+        self._open[name] = data
+        while len(self._open) > OPEN_SHARDS:
+            self._open.popitem(last=False)  # tensors that still use it keep the mapping alive
+        return data
+
+    def renew(self, row: IndexRow) -> bool:
+        """False: there is no other place to read a sample from."""
+        return False
+
+    def prefetch(self, rows: Iterable[IndexRow]) -> None:
+        """Nothing: what the disk has is here."""
+
+    def stop_prefetch(self) -> None:
+        """Nothing."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """One sample. `sample["image_latents"]` and the like are torch tensors; `tensors()` is all of them."""
 
     row: IndexRow
-    _shard: Callable[[str], memoryview]
+    _shards: LocalShards | RemoteShards
 
     @property
     def key(self) -> str:
@@ -152,22 +208,50 @@ class Sample:
 
     def buffer(self, name: str) -> memoryview:
         """The bytes of a tensor, checked against their hash; a view of the shard, unless they are compressed."""
-        meta, entry = self.row.meta, self.row.entry
-        if name not in meta.tensors:
-            raise KeyError(f"sample {self.key} has no {name!r}; it has {', '.join(meta.tensors)}")
-        spec, offset = meta.tensors[name], entry.tensor_offsets()[name]
-        stored = self._shard(self.row.shard)[offset : offset + spec.stored_bytes]
-        what = f"{name} of sample {self.key}"
+        return self._read(name)
+
+    def copy_into(self, name: str, out: torch.Tensor) -> None:
+        """Copy a tensor, checked on the way, to `out`: contiguous, on the CPU, of its shape and of any dtype.
+
+        In the dtype that is stored, checking costs next to nothing: the bytes come from memory once.
+        """
+        import torch
+
+        prefix = self.row.meta.prefix_length if name == "empty_prompt_embeds" else 0
+        if prefix:
+            out[:prefix] = self.stored("prompt_embeds")[:prefix]
+            out = out[prefix:]
+        spec = self.row.meta.tensors[name]
+        if out.shape != spec.shape:
+            raise ValueError(f"{name} is {list(spec.shape)}, not {list(out.shape)}")
+        if out.dtype == _dtype(spec):
+            self._read(name, out.view(-1).view(torch.uint8).numpy().data)
+        else:
+            out.copy_(self.stored(name))
+
+    def _read(self, name: str, target: memoryview | None = None) -> memoryview:
+        if name not in self.row.meta.tensors:
+            raise KeyError(f"sample {self.key} has no {name!r}; it has {', '.join(self.row.meta.tensors)}")
+        try:
+            return self._checked(name, target)
+        except (ChecksumError, CodecError):  # where there is only a local copy, it may be damaged
+            if not self._shards.renew(self.row):
+                raise
+            return self._checked(name, target)
+
+    def _checked(self, name: str, target: memoryview | None) -> memoryview:
+        """The bytes of a tensor when they have its hash; also copied to `target`, if there is one."""
+        spec, offset = self.row.meta.tensors[name], self.row.entry.tensor_offsets()[name]
+        what, where = f"{name} of sample {self.key}", self._shards.folder / self.row.shard
+        stored = self._shards.bytes_of(self.row)[offset : offset + spec.stored_bytes]
         if stored.nbytes != spec.stored_bytes:
             found = f"{stored.nbytes} of {spec.stored_bytes} bytes"
-            raise ChecksumError(f"{what} reaches beyond its shard", where=self.row.shard, found=found)
-        data = decode(stored, spec, f"{self.row.shard}: {what}")
-        if (found := content_hash(data)) != spec.xxh3_128:
+            raise ChecksumError(f"{what} reaches beyond its shard", where=where, found=found)
+        data = decode(stored, spec, f"{where}: {what}")
+        found = content_hash(data) if target is None else copy_hashed(data, target)
+        if found != spec.xxh3_128:
             raise ChecksumError(
-                f"{what} does not have the bytes that were written",
-                where=self.row.shard,
-                expected=spec.xxh3_128,
-                found=found,
+                f"{what} does not have the bytes that were written", where=where, expected=spec.xxh3_128, found=found
             )
         return data
 
@@ -177,8 +261,7 @@ class Sample:
 
         data = self.buffer(name)
         spec = self.row.meta.tensors[name]
-        dtype = {"BF16": torch.bfloat16, "F32": torch.float32}[spec.dtype]
-        return torch.frombuffer(data, dtype=dtype).view(spec.shape)
+        return torch.frombuffer(data, dtype=_dtype(spec)).view(spec.shape)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A tensor: without a copy, but for `empty_prompt_embeds`, which v2 stores without its shared prefix."""
@@ -194,17 +277,25 @@ class Sample:
         return {name: self[name] for name in self.row.meta.tensors}
 
 
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    import torch
+
+    return {"BF16": torch.bfloat16, "F32": torch.float32}[spec.dtype]
+
+
 def map_file(path: Path) -> memoryview:
     """The bytes of a file, mapped privately; torch warns of tensors over read-only memory, so it is copy-on-write."""
     with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:  # which the system refuses to map
+            return memoryview(b"")
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
-def _reopen(folder: Path, recipe: str) -> Cache:
-    return open_cache(folder, recipe=recipe)
+def _reopen(folder: Path | Url, recipe: str, copies: LocalCopies) -> Cache:
+    return open_cache(folder, recipe=recipe, local_copies=copies.folder, local_copies_size=copies.size)
 
 
-def _choose(manifest: Manifest, recipe: str | None, folder: Path) -> str:
+def _choose(manifest: Manifest, recipe: str | None, folder: Path | Url) -> str:
     names = sorted(manifest.recipes)
     if recipe is None and len(names) == 1:
         return names[0]

@@ -15,18 +15,24 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from qwen_cache.format.errors import IndexFileError, ManifestError, QwenCacheError, ShardError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN, VERSIONS, Manifest, parse_manifest
 
+if TYPE_CHECKING:
+    from qwen_cache.format.remote import Url
+
+Folder = TypeVar("Folder", "Path", "Url", "Path | Url")  # what is asked of one gives one of its kind
+
 STAGING = ".staging"  # shards that are being written
 REPLACED = ".replaced"  # shards that an earlier manifest named
 LOCK = ".lock"
 
 
-def load(folder: Path) -> tuple[Manifest, bytes]:
+def load(folder: Path | Url) -> tuple[Manifest, bytes]:
     """The manifest and the index that belongs to it, also while another process commits."""
     for _ in range(10):  # a commit between our two reads makes them disagree; the next pair agrees
         data = _read(folder / MANIFEST_NAME)
@@ -34,28 +40,35 @@ def load(folder: Path) -> tuple[Manifest, bytes]:
             raise ManifestError(
                 f"no {MANIFEST_NAME} here: not a cache, or one that was never finished",
                 where=folder,
-                do="run `qwen-cache build`",
+                do="run `qwen-cache build`" if isinstance(folder, Path) else "check the address",
             )
-        manifest = parse_manifest(data, str(folder / MANIFEST_NAME))
+        manifest, found = parse_manifest(data, str(folder / MANIFEST_NAME)), "no file"
         for path in (folder / INDEX_NAME, pending_index(folder, manifest)):
-            index = _read(path)
-            if index is not None and content_hash(index) == manifest.index.xxh3_128:
+            if (index := _read(path)) is None:
+                continue
+            if (len(index), content_hash(index)) == (manifest.index.bytes, manifest.index.xxh3_128):
                 return manifest, index
+            found = "another hash"
         if _read(folder / MANIFEST_NAME) == data:
             break
     raise IndexFileError(
         "the index is not the one that the manifest names",
         where=folder / INDEX_NAME,
         expected=manifest.index.xxh3_128,
-        found="another hash" if (folder / INDEX_NAME).exists() else "no file",
+        found=found,
     )
 
 
-def shard_path(folder: Path, name: str) -> Path:
-    """Where a shard lies; FormatError when it is gone, or its name could lead out of the folder."""
+def shard_places(folder: Folder, name: str) -> tuple[Folder, Folder]:
+    """Where a shard may lie; FormatError when its name could lead out of the folder."""
     if not SHARD_PATTERN.fullmatch(name):
         raise ShardError("not the name of a shard", where=folder, expected="<xxh3-128>.tar", found=name)
-    for path in (folder / name, folder / REPLACED / name):
+    return folder / name, folder / REPLACED / name
+
+
+def shard_path(folder: Folder, name: str) -> Folder:
+    """Where a shard lies; FormatError when it is gone, or its name could lead out of the folder."""
+    for path in shard_places(folder, name):
         if path.is_file():
             return path
     raise ShardError("a shard that the manifest names is missing", where=folder / name)
@@ -65,6 +78,7 @@ def shard_path(folder: Path, name: str) -> Path:
 def writing(folder: Path) -> Iterator[None]:
     """Hold the directory for writing; refuse at once when another process does."""
     folder.mkdir(parents=True, exist_ok=True)
+    _refuse_links(folder)
     with open(folder / LOCK, "a+", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,6 +97,14 @@ def writing(folder: Path) -> Iterator[None]:
         _finish_commit(folder)
         yield
         lock.truncate(0)
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuse links among the files that we write, empty and delete: they could lead to any file of the user."""
+    ours = [folder / name for name in (LOCK, STAGING, REPLACED)]
+    for path in (*ours, *folder.glob(".*.tmp"), *(folder / STAGING).rglob("*"), *(folder / REPLACED).rglob("*")):
+        if path.is_symlink():
+            raise QwenCacheError("a symbolic link where this program writes", where=path, do="remove it")
 
 
 def commit(folder: Path, manifest: Manifest, index: bytes, shards: Sequence[Path]) -> None:
@@ -110,15 +132,14 @@ def _finish_commit(folder: Path) -> None:
         _sync(folder)
 
 
-def unlisted_shards(folder: Path, manifest: Manifest) -> list[Path]:
+def unlisted_shards(folder: Folder, manifest: Manifest) -> list[Folder]:
     """Shards under their final name that the manifest does not name."""
     listed = {shard.name for shard in manifest.shards}
-    return sorted(
-        path for path in folder.glob("*.tar") if SHARD_PATTERN.fullmatch(path.name) and path.name not in listed
-    )
+    found = (path for path in folder.glob("*.tar") if SHARD_PATTERN.fullmatch(path.name) and path.name not in listed)
+    return sorted(found, key=lambda path: path.name)
 
 
-def pending_index(folder: Path, manifest: Manifest) -> Path:
+def pending_index(folder: Folder, manifest: Manifest) -> Folder:
     return folder / f"index-{manifest.index.xxh3_128}.parquet"
 
 
@@ -177,7 +198,9 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _read(path: Path) -> bytes | None:
+def _read(path: Path | Url) -> bytes | None:
+    if isinstance(path, Path) and path.exists() and not path.is_file():  # reading a pipe would wait for ever
+        raise ManifestError("this is not a regular file", where=path)
     try:
         return path.read_bytes()
     except FileNotFoundError:

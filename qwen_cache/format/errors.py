@@ -188,7 +188,7 @@ class NotFiniteError(FormatError):
     """A tensor has NaN or Inf."""
 
     rule = "F15"
-    cure = "build these samples again"
+    cure = "delete the shard and run `qwen-cache build` again; if it comes back, look at the source or the encoder"
 
 
 class DisagreementError(FormatError):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen_cache.format.errors import FormatError, ManifestError, UnknownKeyError
-from qwen_cache.format.identity import HASH_PATTERN
+from qwen_cache.format.identity import HASH_PATTERN, canonical_json
 
 
 class Fields:
@@ -24,8 +24,10 @@ class Fields:
     @classmethod
     def of_json(cls, data: bytes | memoryview, where: str, error: type[FormatError]) -> Fields:
         try:
-            value = json.loads(bytes(data), object_pairs_hook=_refuse_repeated_keys, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as fault:
+            text = bytes(data).decode("utf-8")  # json.loads itself would take UTF-16 and halves of surrogate pairs
+            value = json.loads(text, object_pairs_hook=_refuse_repeated_keys, parse_constant=_refuse_constant)
+            canonical_json(value)  # "\ud800", 1e999 and towers of brackets can be read, but not written or hashed
+        except (ValueError, RecursionError) as fault:  # UnicodeError is a ValueError
             raise error(f"this is not valid JSON: {fault}", where=where) from None
         return cls(value, where, error)
 
@@ -41,8 +43,8 @@ class Fields:
 
     def count(self, key: str) -> int:
         value = self.take(key, int)
-        if value < 0:
-            raise self.error(f'"{key}" must not be negative', where=self.where, found=value)
+        if not 0 <= value < 1 << 63:
+            raise self.error(f'"{key}" must not be negative, nor beyond 63 bits', where=self.where, found=value)
         return int(value)
 
     def hash(self, key: str) -> str:

@@ -8,7 +8,7 @@ pixels in place of `img_shapes` and `prefix_length`.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from qwen_cache.format.errors import IndexFileError, SampleKeyError
-from qwen_cache.format.identity import Inputs
+from qwen_cache.format.identity import HASH_PATTERN, Inputs
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS, ImgShapes, SampleMeta, TensorSpec, check_shapes
 from qwen_cache.format.shard import Entry
 
 INDEX_NAME = "index.parquet"
+NULLABLE = {"mask", *TENSORS[2]}
 
 _TENSOR = pa.struct(
     [
@@ -91,16 +92,59 @@ def write_index(rows: Sequence[IndexRow], format_version: int) -> bytes:
 def read_index(data: bytes, format_version: int, where: str) -> pa.Table:
     """The table; FormatError F7 when its columns are not those of the version."""
     try:
-        table = pq.read_table(pa.BufferReader(data))
-    except (pa.ArrowInvalid, OSError) as error:
+        # read_table would import pyarrow.dataset for 0.1 s; pyarrow's threads abort a process with torch that ends soon
+        table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
+        table.validate(full=True)  # UTF-8, offsets: what is read from the buffers later must lie in them
+        found = ", ".join(f"{f.name}: {f.type}" for f in table.schema if f not in list(index_schema(format_version)))
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise IndexFileError(f"this is not a Parquet file: {error}", where=where) from None
     expected = index_schema(format_version)
     if not table.schema.equals(expected):
-        found = ", ".join(f"{f.name}: {f.type}" for f in table.schema if f not in list(expected))
         raise IndexFileError(
             "the columns are not those of this format version", where=where, expected=expected.names, found=found
         )
     return table.combine_chunks()
+
+
+def record_reader(table: pa.Table) -> Callable[[int], dict[str, Any]]:
+    """What gives the record of a row of `table`, like `table.to_pylist()[row]`.
+
+    It looks into the buffers of the columns. Converting one row by pyarrow takes four times as long, and converting
+    all at once would take gigabytes for a million samples.
+    """
+    columns = [(name, _reader(table[name])) for name in table.column_names]
+    return lambda row: {name: read(row) for name, read in columns}
+
+
+def _reader(column: pa.ChunkedArray) -> Callable[[int], Any]:
+    if column.num_chunks != 1:  # pyarrow does not put more than 2 GB of text into one
+        return lambda i: column[i].as_py()
+    return _array_reader(column.chunk(0))
+
+
+def _array_reader(array: pa.Array) -> Callable[[int], Any]:
+    """Arrow's layout is a bitmap of what is not null, then offsets for what has a length of its own, then values."""
+    read, valid, first = _value_reader(array), array.buffers()[0], array.offset
+    if not array.null_count:
+        return read
+    bits = memoryview(valid)
+    return lambda i: read(i) if bits[(first + i) >> 3] >> ((first + i) & 7) & 1 else None
+
+
+def _value_reader(array: pa.Array) -> Callable[[int], Any]:
+    """Reads values that are not null, of the types of `index_schema`."""
+    kind = array.type
+    if pa.types.is_struct(kind):
+        fields = [(field.name, _array_reader(array.field(i))) for i, field in enumerate(kind)]
+        return lambda i: {name: read(i) for name, read in fields}
+    numbers = memoryview(array.buffers()[1] or b"").cast("q" if pa.types.is_int64(kind) else "i")[array.offset :]
+    if pa.types.is_list(kind):
+        item = _array_reader(array.values)
+        return lambda i: [item(j) for j in range(numbers[i], numbers[i + 1])]
+    if pa.types.is_string(kind):
+        text = memoryview(array.buffers()[2] or b"")
+        return lambda i: str(text[numbers[i] : numbers[i + 1]], "utf-8")
+    return numbers.__getitem__
 
 
 def index_row(record: dict[str, Any], format_version: int, where: str) -> IndexRow:
@@ -114,10 +158,15 @@ def index_row(record: dict[str, Any], format_version: int, where: str) -> IndexR
 
 def _index_row(record: dict[str, Any], format_version: int, where: str) -> IndexRow:
     present = {name: record[name] for name in TENSORS[format_version] if record[name] is not None}
-    tensors = {name: _tensor_spec(tensor) for name, tensor in present.items()}
+    if missing := [name for name, value in record.items() if value is None and name not in NULLABLE]:
+        raise IndexFileError(f"{missing[0]} is null", where=where)
+    tensors = {name: _tensor_spec(tensor, format_version) for name, tensor in present.items()}
     inputs = Inputs(record["target"], tuple(record["controls"]), record["mask"])
     shapes, prefix = _img_shapes(record, format_version), record.get("prefix_length", 0)
     meta = SampleMeta(record["recipe"], inputs, record["prompt"], shapes, prefix, tensors)
+    hashes = [meta.recipe, inputs.target, *inputs.controls, *(spec.xxh3_128 for spec in tensors.values())]
+    if not all(HASH_PATTERN.fullmatch(value) for value in (*hashes, inputs.mask or inputs.target)):
+        raise IndexFileError("a hash is not an xxh3-128", where=where)
     if meta.key != record["key"]:
         raise SampleKeyError("the key is not the hash of content and recipe", where=where, expected=meta.key)
     check_shapes(meta, where)
@@ -132,8 +181,10 @@ def _index_row(record: dict[str, Any], format_version: int, where: str) -> Index
     return IndexRow(str(record["name"]), str(record["shard"]), entry, int(record["source_rows"]))
 
 
-def _tensor_spec(record: dict[str, Any]) -> TensorSpec:
+def _tensor_spec(record: dict[str, Any], format_version: int) -> TensorSpec:
     compressed = record["length"] if record["codec"] else None
+    if format_version == 1 and record["codec"] is not None:
+        raise ValueError("format v1 knows no compression")
     return TensorSpec(record["dtype"], tuple(record["shape"]), record["xxh3_128"], record["codec"], compressed)
 
 
@@ -168,6 +219,8 @@ def _img_shapes(record: dict[str, Any], format_version: int) -> ImgShapes:
     if format_version == 1:
         heights = [record["height"], *record["height_control"]]
         widths = [record["width"], *record["width_control"]]
+        if any(side % PIXELS_PER_TOKEN for side in (*heights, *widths)):
+            raise ValueError(f"sides must be multiples of {PIXELS_PER_TOKEN}")
         sizes = zip(heights, widths, strict=True)
         return tuple((1, h // PIXELS_PER_TOKEN, w // PIXELS_PER_TOKEN) for h, w in sizes)
-    return tuple((t, h, w) for t, h, w in record["img_shapes"])
+    return tuple((int(t), int(h), int(w)) for t, h, w in record["img_shapes"])  # no nulls

@@ -122,7 +122,8 @@ def parse_manifest(data: bytes, where: str = MANIFEST_NAME) -> Manifest:
     shards = tuple(
         _shard(Fields(value, f"{where}: shards[{i}]")) for i, value in enumerate(fields.take("shards", list))
     )
-    written_by = fields.take("written_by", dict)
+    writers = Fields(fields.take("written_by", dict), f"{where}: written_by")
+    written_by = {name: writers.take(name, str) for name in list(writers.left)}
     manifest = Manifest(version, recipes, index, shards, written_by, fields.finish())
     _check_counts(manifest, where)
     return manifest

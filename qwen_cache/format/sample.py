@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from qwen_cache.format.codec import MAX_RATIO, PLANES_ZSTD
 from qwen_cache.format.errors import (
+    RESTORE_SHARD,
     UPGRADE,
     CodecError,
     DtypeError,
@@ -21,6 +23,7 @@ from qwen_cache.format.errors import (
     SampleKeyError,
     ShapeError,
     TensorSetError,
+    VersionError,
 )
 from qwen_cache.format.fields import Fields
 from qwen_cache.format.identity import Inputs, canonical_json, sample_key
@@ -51,7 +54,7 @@ class TensorSpec:
     def element_size(self) -> int:
         return BYTES_PER_ELEMENT[self.dtype]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.element_size * math.prod(self.shape)
 
@@ -82,7 +85,7 @@ class SampleMeta:
     prefix_length: int
     tensors: dict[str, TensorSpec]
 
-    @property
+    @cached_property
     def key(self) -> str:
         return sample_key(self.recipe, self.inputs, self.prompt)
 
@@ -126,10 +129,13 @@ def v1_suffix(i: int) -> str:
     return "" if i == 0 else "_control" if i == 1 else f"_control_{i - 1}"
 
 
-def parse_sample(data: bytes | memoryview, where: str) -> SampleMeta:
-    """Parse and check the JSON member of either version."""
+def parse_sample(data: bytes | memoryview, where: str, format_version: int | None = None) -> SampleMeta:
+    """Parse and check the JSON member; VersionError when it is not of `format_version` (None: of any known one)."""
     fields = Fields.of_json(data, where, error=MemberError)
     version = check_version(fields.take("format_version", int), where)
+    if format_version not in (None, version):
+        what = "this sample is of another format version than its dataset"
+        raise VersionError(what, where=where, expected=format_version, found=version, do=RESTORE_SHARD)
     key, recipe, prompt = fields.hash("key"), fields.hash("recipe"), fields.take("prompt", str)
     inputs = _parse_inputs(Fields(fields.take("inputs", dict), f"{where}: inputs", MemberError))
     tensors = _parse_tensors(fields.take("tensors", dict), version, f"{where}: tensors")
@@ -149,6 +155,7 @@ def parse_sample(data: bytes | memoryview, where: str) -> SampleMeta:
 def check_shapes(meta: SampleMeta, where: str) -> None:
     """Every shape follows from `img_shapes` and the text; FormatError F12 names the first that does not."""
     tensors = meta.tensors
+    _check_sizes(meta, where)
     needed = {"image_latents", "prompt_embeds"} | ({"control_latents"} if len(meta.img_shapes) > 1 else set())
     if missing := needed - tensors.keys():
         raise TensorSetError(f"{', '.join(sorted(missing))} missing", where=where)
@@ -183,6 +190,21 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
             found=meta.prefix_length,
         )
     _check_storage(tensors, where)
+
+
+def _check_sizes(meta: SampleMeta, where: str) -> None:
+    """Numbers that can be sizes, whichever file says them."""
+    if not meta.img_shapes or not all(t == 1 and is_size(h) and is_size(w) for t, h, w in meta.img_shapes):
+        found = [list(shape) for shape in meta.img_shapes]
+        raise ShapeError("img_shapes is a list of [1, h, w]", where=where, expected="[[1, h, w], …]", found=found)
+    for name, spec in meta.tensors.items():
+        if not all(is_size(n) for n in spec.shape):
+            raise ShapeError(f"{name} has a size that is not positive", where=where, found=list(spec.shape))
+    if len(meta.inputs.controls) != len(meta.img_shapes) - 1:
+        what = "img_shapes does not have the pictures of inputs"
+        raise ShapeError(what, where=where, expected=1 + len(meta.inputs.controls), found=len(meta.img_shapes))
+    if meta.prefix_length < 0:
+        raise ShapeError("prefix_length is negative", where=where, found=meta.prefix_length)
 
 
 def _check_storage(tensors: dict[str, TensorSpec], where: str) -> None:
@@ -259,4 +281,5 @@ def _parse_pixel_sizes(fields: Fields) -> ImgShapes:
 
 
 def is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    """A positive number that the index can hold."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 31

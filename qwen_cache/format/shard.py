@@ -20,8 +20,9 @@ from typing import Any, BinaryIO
 import xxhash
 
 from qwen_cache.format.codec import MAX_RATIO, PLANES_ZSTD, decode, encode
-from qwen_cache.format.errors import ArchiveError, FormatError, MemberError
-from qwen_cache.format.identity import HASH_PATTERN, content_hash
+from qwen_cache.format.errors import ArchiveError, ChecksumError, FormatError, MemberError
+from qwen_cache.format.fields import Fields
+from qwen_cache.format.identity import HASH_PATTERN, canonical_json, content_hash
 from qwen_cache.format.manifest import Shard
 from qwen_cache.format.sample import SampleMeta, TensorSpec, parse_sample
 
@@ -108,13 +109,15 @@ class ShardWriter:
 
 
 def compress(
-    meta: SampleMeta, tensors: dict[str, memoryview], compression: str
+    meta: SampleMeta, tensors: Mapping[str, memoryview], compression: str
 ) -> tuple[SampleMeta, dict[str, memoryview]]:
-    """The sample as it is stored under `compression` (`none` or `zstd`): compressed is what gets smaller by 5 %."""
-    if compression == "none":
-        return meta, tensors
-    specs, stored = dict(meta.tensors), dict(tensors)
-    for name, spec in meta.tensors.items():
+    """The sample as it is stored under `compression` (`none` or `zstd`): compressed is what gets smaller by 5 %.
+
+    `tensors` are the bytes of the tensors themselves, however `meta` says that they were stored.
+    """
+    specs = {name: replace(spec, codec=None, compressed_bytes=None) for name, spec in meta.tensors.items()}
+    stored = dict(tensors)
+    for name, spec in specs.items() if compression == "zstd" else ():
         smaller = encode(tensors[name], spec.element_size)
         if spec.nbytes / MAX_RATIO < len(smaller) < 0.95 * spec.nbytes:
             specs[name] = replace(spec, codec=PLANES_ZSTD, compressed_bytes=len(smaller))
@@ -140,7 +143,7 @@ def safetensors_header(tensors: Mapping[str, TensorSpec]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def scan_shard(data: memoryview, where: str) -> Iterator[Entry]:
+def scan_shard(data: memoryview, where: str, format_version: int) -> Iterator[Entry]:
     """Every sample of a mapped shard, from the tar alone; FormatError F8 or F9 where it stops making sense."""
     position = 0
     while not is_end(data, position):
@@ -148,7 +151,7 @@ def scan_shard(data: memoryview, where: str) -> Iterator[Entry]:
         key, kind, begin, size = _member(data, position, where)
         if kind != "json":
             raise ArchiveError("a sample begins with its .json member", where=where, found=f"{key}.{kind}")
-        meta = parse_sample(data[begin : begin + size], f"{where}: {key}.json")
+        meta = parse_sample(data[begin : begin + size], f"{where}: {key}.json", format_version)
         position = _after(begin, size)
         other, kind, begin, size = _member(data, position, where)
         if (other, kind) != (key, "safetensors") or meta.key != key:
@@ -166,19 +169,25 @@ def scan_shard(data: memoryview, where: str) -> Iterator[Entry]:
         raise ArchiveError("bytes after the end of the archive", where=where)
 
 
-def recover(data: memoryview) -> list[Entry]:
+def recover(data: memoryview, format_version: int) -> list[Entry]:
     """The samples at the head of an unsealed tar that are whole: parsed, and every tensor equal to its hash."""
     entries: list[Entry] = []
     try:
-        for entry in scan_shard(data, "unsealed shard"):
-            for name, stored in tensor_bytes(entry, data):
-                spec = entry.meta.tensors[name]
-                if content_hash(decode(stored, spec, name)) != spec.xxh3_128:
-                    return entries
+        for entry in scan_shard(data, "unsealed shard", format_version):
+            check_tensors(entry, data, "unsealed shard")
             entries.append(entry)
     except FormatError:
         pass  # a torn tail is what a kill leaves behind; what comes before it is whole
     return entries
+
+
+def check_tensors(entry: Entry, data: memoryview, where: str) -> None:
+    """ChecksumError or CodecError when a tensor in this mapped shard is not what was written."""
+    for name, stored in tensor_bytes(entry, data):
+        spec, what = entry.meta.tensors[name], f"{name} of sample {entry.meta.key}"
+        if (found := content_hash(decode(stored, spec, f"{where}: {what}"))) != spec.xxh3_128:
+            what += " does not have the bytes that were written"
+            raise ChecksumError(what, where=where, expected=spec.xxh3_128, found=found)
 
 
 def tensor_bytes(entry: Entry, data: memoryview) -> Iterator[tuple[str, memoryview]]:
@@ -220,12 +229,14 @@ def _tensor_data(member: memoryview, meta: SampleMeta, where: str) -> int:
             "the safetensors header reaches beyond its member", where=f"{where}: {meta.key}", found=length
         )
     begin = 8 + length
-    try:
-        claimed = json.loads(bytes(member[8:begin]))
-    except ValueError as error:
-        raise MemberError(f"the safetensors header is not JSON: {error}", where=f"{where}: {meta.key}") from None
+    place = f"{where}: {meta.key}.safetensors"
+    claimed = Fields.of_json(member[8:begin], place, MemberError).left
+    if begin % ALIGNMENT:  # members begin on 512 bytes
+        raise MemberError(f"tensor data does not begin on {ALIGNMENT} bytes", where=place, found=begin)
     expected = json.loads(safetensors_header(meta.tensors)[8:])
-    if claimed != expected or member.nbytes - begin != sum(spec.stored_bytes for spec in meta.tensors.values()):
+    # as text, because 1, 1.0 and true are equal in Python
+    differs = canonical_json(claimed) != canonical_json(expected)
+    if differs or member.nbytes - begin != sum(spec.stored_bytes for spec in meta.tensors.values()):
         raise MemberError(
             "the safetensors header and the metadata disagree",
             where=f"{where}: {meta.key}",

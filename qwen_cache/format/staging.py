@@ -8,14 +8,18 @@ sample in it is copied when its turn comes.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from qwen_cache.format.cache import map_file
+from qwen_cache.format.errors import FormatError
+from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import SHARD_PATTERN, Shard
 from qwen_cache.format.sample import SampleMeta
-from qwen_cache.format.shard import Entry, ShardWriter, recover, scan_shard
+from qwen_cache.format.shard import Entry, ShardWriter, check_tensors, recover, scan_shard
 
 OPEN = "open.tar"
 
@@ -41,8 +45,9 @@ class Staging:
         self._next(meta.key).add(meta, tensors)
         self._seal_if_full()
 
-    def add_copy(self, entry: Entry, shard: memoryview) -> None:
-        """Append a sample as it lies in another shard."""
+    def add_copy(self, entry: Entry, shard: memoryview, where: object = "what an earlier run left") -> None:
+        """Append a sample as it lies in the shard `where`, once every tensor in it is what was written."""
+        check_tensors(entry, shard, str(where))
         self._next(entry.meta.key).add_copy(entry, shard[entry.offset : entry.offset + entry.length])
         self._seal_if_full()
 
@@ -74,30 +79,41 @@ class Staging:
 
     def _adopt(self) -> None:
         """Take over what is the beginning of `order`; remember the rest by key."""
-        sealed: dict[str, tuple[Path, list[Entry]]] = {}
-        for path in sorted(self.folder.glob("*.tar")):
-            if SHARD_PATTERN.fullmatch(path.name) and (entries := list(scan_shard(map_file(path), path.name))):
-                sealed[entries[0].meta.key] = path, entries
+        shards = (path for path in sorted(self.folder.glob("*.tar")) if SHARD_PATTERN.fullmatch(path.name))
+        paths = [path for path in shards if path.is_file() and not path.is_symlink()]  # no pipe, no folder
+        sealed: dict[str, list[tuple[Path, list[Entry]]]] = {}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for path, entries in zip(paths, pool.map(self._whole, paths), strict=True):
+                if entries:
+                    sealed.setdefault(entries[0].meta.key, []).append((path, entries))
         while (found := self._expected(sealed)) is not None:
-            path, entries = sealed.pop(found)
+            path, entries = found
+            sealed[entries[0].meta.key].remove(found)
             self.sealed.append((Shard(path.name, len(entries), path.stat().st_size), entries))
             self.position += len(entries)
         self._adopt_open()
-        for path, entries in sealed.values():
+        for path, entries in itertools.chain(*sealed.values()):
             self._left |= {entry.meta.key: (path, entry) for entry in entries}
 
-    def _expected(self, sealed: Mapping[str, tuple[Path, list[Entry]]]) -> str | None:
-        """The first key of a sealed shard that holds exactly what comes next."""
-        if self.position == len(self.order) or (key := self.order[self.position]) not in sealed:
-            return None
-        return key if self._is_next(sealed[key][1]) else None
+    def _whole(self, path: Path) -> list[Entry]:
+        """The samples of a shard that has the bytes of its name; none when it is damaged or of another version."""
+        try:
+            data = map_file(path)
+            return list(scan_shard(data, path.name, self.format_version)) if content_hash(data) == path.stem else []
+        except (FormatError, OSError, ValueError):  # ValueError: an empty file cannot be mapped
+            return []
+
+    def _expected(self, sealed: Mapping[str, list[tuple[Path, list[Entry]]]]) -> tuple[Path, list[Entry]] | None:
+        """A sealed shard that holds exactly what comes next; `sealed` is by first key."""
+        key = self.order[self.position] if self.position < len(self.order) else ""
+        return next((shard for shard in sealed.get(key, ()) if self._is_next(shard[1])), None)
 
     def _is_next(self, entries: Sequence[Entry]) -> bool:
         return [e.meta.key for e in entries] == list(self.order[self.position : self.position + len(entries)])
 
     def _adopt_open(self) -> None:
         path = self.folder / OPEN
-        entries = recover(map_file(path)) if path.is_file() and path.stat().st_size else []
+        entries = recover(map_file(path), self.format_version) if path.is_file() else []
         if entries and self._is_next(entries):
             self.writer = ShardWriter(path, self.format_version, entries)
             self.position += len(entries)
@@ -105,5 +121,5 @@ class Staging:
         elif entries:
             kept = self.folder / f"left-{len(list(self.folder.glob('left-*.tar')))}.tar"
             os.replace(path, kept)
-        for path in self.folder.glob("left-*.tar"):
-            self._left |= {entry.meta.key: (path, entry) for entry in recover(map_file(path))}
+        for path in filter(Path.is_file, self.folder.glob("left-*.tar")):
+            self._left |= {entry.meta.key: (path, entry) for entry in recover(map_file(path), self.format_version)}

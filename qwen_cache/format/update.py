@@ -18,6 +18,7 @@ from qwen_cache.format import directory
 from qwen_cache.format.identity import content_hash, dataset_identity, recipe_id
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, write_index
 from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recipe
+from qwen_cache.format.remote import Url
 from qwen_cache.format.shard import Entry
 from qwen_cache.format.staging import Staging
 
@@ -56,11 +57,8 @@ class Update:
     """By key: samples that stay where they are."""
     moved: dict[str, IndexRow]
     """By key: samples that stay, out of shards that do not."""
-
-    @property
-    def order(self) -> list[str]:
-        """The keys to be written, in order."""
-        return [row.key for row in self.rows if row.key not in self.kept]
+    order: list[str]
+    """The keys to be written, in the order in which they shall lie."""
 
     @property
     def is_nothing(self) -> bool:
@@ -69,9 +67,9 @@ class Update:
         return self.format_version == self.existing.manifest.format_version and self.rows == before
 
 
-def read_existing(folder: Path, format_version: int) -> Existing:
+def read_existing(folder: Path | Url, format_version: int) -> Existing:
     """The dataset in `folder`; an empty one of `format_version` where there is none."""
-    if not (folder / MANIFEST_NAME).exists():
+    if isinstance(folder, Path) and not (folder / MANIFEST_NAME).exists():
         return Existing(Manifest.empty(format_version), [])
     manifest, index = directory.load(folder)
     where = str(folder / INDEX_NAME)
@@ -79,8 +77,14 @@ def read_existing(folder: Path, format_version: int) -> Existing:
     return Existing(manifest, [index_row(record, manifest.format_version, where) for record in records])
 
 
-def plan_update(folder: Path, existing: Existing, format_version: int, rows: Sequence[Listed]) -> Update:
-    """Which samples stay where they are, which move, and so which have to be written."""
+def plan_update(
+    folder: Path, existing: Existing, format_version: int, rows: Sequence[Listed], order: Iterable[str] | None = None
+) -> Update:
+    """Which samples stay where they are, which move, and so which have to be written.
+
+    `order` has the keys of `rows` as they shall lie in the shards, if they have to be written; that of `rows` when not
+    given.
+    """
     wanted = {row.key for row in rows}
     alive = {row.meta.key: row for row in existing.rows if row.meta.key in wanted}
     count = Counter(row.shard for row in alive.values())
@@ -89,7 +93,14 @@ def plan_update(folder: Path, existing: Existing, format_version: int, rows: Seq
         whole = set()
     kept = {key: row for key, row in alive.items() if row.shard in whole}
     moved = {key: row for key, row in alive.items() if key not in kept}
-    return Update(folder, existing, format_version, list(rows), kept, moved)
+    keys = [row.key for row in rows] if order is None else order
+    return Update(folder, existing, format_version, list(rows), kept, moved, [key for key in keys if key not in kept])
+
+
+def by_place(manifest: Manifest, rows: Iterable[IndexRow]) -> list[str]:
+    """The keys of `rows` in the order in which they lie in the shards of `manifest`."""
+    number = {shard.name: i for i, shard in enumerate(manifest.shards)}
+    return [row.meta.key for row in sorted(rows, key=lambda row: (number[row.shard], row.entry.offset))]
 
 
 def open_staging(update: Update, name: str, shard_size: int, linked: Iterable[Path] = ()) -> Staging:

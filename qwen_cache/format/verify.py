@@ -1,7 +1,7 @@
 """Check a whole cache: structure, every hash, every shape, every number.
 
 Each fault is an error of `errors.RULES`, with the rule of schemas/FORMAT.md that it breaks and the cure; nothing is
-mended.
+mended. Behind a URL everything is read anew, past all local copies; two shards at a time lie on the disk.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from qwen_cache.format.cache import map_file
 from qwen_cache.format.codec import decode
 from qwen_cache.format.errors import (
     ChecksumError,
+    CountError,
     DisagreementError,
     FormatError,
     ManifestError,
@@ -33,17 +34,24 @@ from qwen_cache.format.errors import (
 from qwen_cache.format.identity import content_hash, dataset_identity
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest, Shard
+from qwen_cache.format.remote import Url, location
 from qwen_cache.format.shard import Entry, scan_shard, tensor_bytes
 
+REMOTE_SHARDS = 2  # on the disk at once: one comes while the other is hashed
 
-def verify_cache(folder: Path, on_bytes: Callable[[int], None] = lambda _: None) -> list[FormatError]:
-    """Every fault of the cache; `on_bytes` hears how many bytes were checked.
+
+def verify_cache(path: str | Path, on_bytes: Callable[[int], None] = lambda _: None) -> list[FormatError]:
+    """Every fault of the cache in a folder or behind a URL; `on_bytes` hears how many bytes were checked.
 
     Raises ManifestError where there is no cache at all.
     """
+    folder = location(path)
     if not (folder / MANIFEST_NAME).is_file():
         what = f"no {MANIFEST_NAME} here, so this is not a cache"
-        raise ManifestError(what, where=folder, do="run `qwen-cache build`")
+        do = "run `qwen-cache build`" if isinstance(folder, Path) else "check the address"
+        raise ManifestError(what, where=folder, do=do)
+    if isinstance(folder, Url):
+        folder.require_ranges()
     try:
         manifest, index = directory.load(folder)
         table = read_index(index, manifest.format_version, str(folder / INDEX_NAME))
@@ -54,17 +62,27 @@ def verify_cache(folder: Path, on_bytes: Callable[[int], None] = lambda _: None)
     by_shard: dict[str, list[IndexRow]] = {shard.name: [] for shard in manifest.shards}
     for row in rows:
         by_shard.setdefault(row.shard, []).append(row)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(lambda shard: list(_shard_faults(folder, shard, by_shard[shard.name])), manifest.shards)
+    with ThreadPoolExecutor(os.cpu_count() if isinstance(folder, Path) else REMOTE_SHARDS) as pool:
+        version = manifest.format_version
+        found = pool.map(lambda s: list(_shard_faults(folder, version, s, by_shard[s.name])), manifest.shards)
         for shard, more in zip(manifest.shards, found, strict=True):
             faults += more
             on_bytes(shard.bytes)
-    stray = directory.unlisted_shards(folder, manifest)
-    return faults + [StrayFileError("the dataset does not name this file", where=path) for path in stray]
+    return faults + list(_stray_faults(folder, manifest))
+
+
+def _stray_faults(folder: Path | Url, manifest: Manifest) -> Iterator[FormatError]:
+    """What stock readers of `*.tar` would take for a part of the dataset; `gc` removes only what is called a shard."""
+    ours = {path.name for path in directory.unlisted_shards(folder, manifest)}
+    found: list[Path | Url] = [*folder.glob("*.tar")]
+    for path in sorted(found, key=lambda path: path.name):
+        if path.name not in {shard.name for shard in manifest.shards}:
+            cure = None if path.name in ours and isinstance(folder, Path) else "move it out of the folder"
+            yield StrayFileError("the dataset does not name this file", where=path, do=cure)
 
 
 def _index_rows(
-    records: list[dict[str, Any]], manifest: Manifest, folder: Path
+    records: list[dict[str, Any]], manifest: Manifest, folder: Path | Url
 ) -> tuple[list[IndexRow], list[FormatError]]:
     rows, faults = [], []
     for record in records:
@@ -75,7 +93,7 @@ def _index_rows(
     return rows, faults
 
 
-def _index_faults(rows: Sequence[IndexRow], manifest: Manifest, folder: Path) -> Iterator[FormatError]:
+def _index_faults(rows: Sequence[IndexRow], manifest: Manifest, folder: Path | Url) -> Iterator[FormatError]:
     where = folder / INDEX_NAME
     for key, count in Counter(row.meta.key for row in rows).items():
         if count > 1:
@@ -94,29 +112,35 @@ def _index_faults(rows: Sequence[IndexRow], manifest: Manifest, folder: Path) ->
             yield RecipeError(what, where=folder / MANIFEST_NAME)
 
 
-def _shard_faults(folder: Path, shard: Shard, rows: Sequence[IndexRow]) -> Iterator[FormatError]:
+def _shard_faults(
+    folder: Path | Url, format_version: int, shard: Shard, rows: Sequence[IndexRow]
+) -> Iterator[FormatError]:
     """Faults of one shard, seen from its bytes and not from the index."""
     try:
         path = directory.shard_path(folder, shard.name)
-        if (size := path.stat().st_size) != shard.bytes:
+        size = path.stat().st_size if isinstance(path, Path) else path.size()
+        if size not in (shard.bytes, None):
             yield ShardError("the shard has another size", where=path, expected=shard.bytes, found=size)
             return
-        data = map_file(path)
+        data = map_file(path) if isinstance(path, Path) else path.download(shard.bytes)
         if (digest := content_hash(data)) != shard.xxh3_128:
             yield ShardError("the bytes are not those that were written", where=path, found=digest)
-        indexed = {row.meta.key: row.entry for row in rows}
-        for entry in scan_shard(data, str(path)):
+        indexed, samples = {row.meta.key: row.entry for row in rows}, 0
+        for entry in scan_shard(data, str(path), format_version):
+            samples += 1
             if indexed.pop(entry.meta.key, None) != entry:
                 what = f"sample {entry.meta.key} is not what the index says, or is not in it"
                 yield DisagreementError(what, where=path)
             yield from _tensor_faults(entry, data, path)
+        if samples != shard.samples:
+            yield CountError("the manifest counts other samples", where=path, expected=shard.samples, found=samples)
         for key in indexed:
             yield DisagreementError(f"sample {key} of the index is not in its shard", where=path)
     except FormatError as error:
         yield error
 
 
-def _tensor_faults(entry: Entry, data: memoryview, path: Path) -> Iterator[FormatError]:
+def _tensor_faults(entry: Entry, data: memoryview, path: Path | Url) -> Iterator[FormatError]:
     for name, stored in tensor_bytes(entry, data):
         spec, what = entry.meta.tensors[name], f"{name} of {entry.meta.key}"
         try:
@@ -128,6 +152,13 @@ def _tensor_faults(entry: Entry, data: memoryview, path: Path) -> Iterator[Forma
             yield ChecksumError(f"{what} does not have its hash", where=path)
         elif not _is_finite(piece, spec.dtype):
             yield NotFiniteError(f"{what} has NaN or Inf", where=path)
+        elif name == "edit_mask" and not _is_share(piece):
+            yield NotFiniteError(f"{what} has numbers outside 0 to 1", where=path)
+
+
+def _is_share(data: memoryview) -> bool:
+    values: npt.NDArray[Any] = np.frombuffer(data, np.float32)
+    return bool(np.all((values >= 0) & (values <= 1)))
 
 
 def _is_finite(data: memoryview, dtype: str) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -17,7 +17,7 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from qwen_cache import open_cache
-from qwen_cache.encode.text import EncodedText, TextEncoder
+from qwen_cache.encode.text import TextEncoder
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format.cache import Sample
 from tests.conftest import SMALL, build, run, write_pairs
@@ -139,31 +139,73 @@ def test_values_beyond_float16_are_kept_bit_for_bit(tiny_model: TinyModel, tmp_p
     assert_is_what_stock_computes(sample, it, stock_pipeline(folder, "edit-plus", torch.bfloat16))
 
 
+def test_the_same_work_is_done_once_and_changes_nothing(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """One picture under many prompts, not even side by side: bit for bit what each gives alone."""
+    cases = {
+        f"{prompt[-3:]}-{size[0]}": case([(150, 100), size], prompt)
+        for prompt in ("make it red", "make it blue", "")
+        for size in ((96, 96), (100, 64))
+    }
+    calls: dict[str, int] = {}
+
+    def counting(owner: type, method: str) -> Any:
+        original = getattr(owner, method)
+
+        def call(*arguments: Any) -> Any:
+            calls[method] = calls.get(method, 0) + 1
+            return original(*arguments)
+
+        return patch.object(owner, method, call)
+
+    options = ["--dtype", "float32", "--set", "data.allow_empty_prompt=true", *small_options("edit-plus")]
+    with counting(VaeEncoder, "encode"), counting(TextEncoder, "read"):
+        together = by_name(build_cache(tmp_path / "all", cases, tiny_model("edit-plus"), *options))
+    assert calls == {"encode": 3, "read": 2}  # a target and two controls; two controls
+    for name, it in cases.items():
+        alone = build_cache(tmp_path / name, {name: it}, tiny_model("edit-plus"), *options)[0]
+        assert together[name].key == alone.key
+        assert together[name].row.meta == alone.row.meta  # with the hash of every tensor
+    saved = json.loads(run("qwen-cache", "inspect", tmp_path / "all" / "shards", "--json").stdout)
+    assert saved["recipes"]["default"]["saved"]["vae_passes"] == 12 - 3
+    assert saved["recipes"]["default"]["saved"]["prefix_passes"] == 6 - 2
+    assert "9 vae runs and 4 prefix runs" in run("qwen-cache", "inspect", tmp_path / "all" / "shards").stdout
+
+
 def spoiled_latents(latents: Tensor, value: float) -> Tensor:
     return latents.index_fill(1, torch.tensor([5]), value)
 
 
-def spoiled_text(text: EncodedText, value: float) -> EncodedText:
-    return replace(text, others=tuple(other * value for other in text.others))
+def spoiled_text(embeds: Tensor, value: float) -> Tensor:
+    return embeds * value
 
 
 @pytest.mark.parametrize(
-    ("lane", "spoil", "tensor"),
-    [(VaeEncoder, spoiled_latents, "image_latents"), (TextEncoder, spoiled_text, "empty_prompt_embeds")],
+    ("lane", "method", "spoil", "tensor"),
+    [
+        (VaeEncoder, "encode", spoiled_latents, "image_latents"),
+        (TextEncoder, "embed", spoiled_text, "empty_prompt_embeds"),
+    ],
 )
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_not_finite_is_refused_and_nothing_is_committed(
-    lane: type, spoil: Callable[..., Any], tensor: str, value: float, tiny_model: TinyModel, pairs: Path, tmp_path: Path
+    lane: type,
+    method: str,
+    spoil: Callable[..., Any],
+    tensor: str,
+    value: float,
+    tiny_model: TinyModel,
+    pairs: Path,
+    tmp_path: Path,
 ) -> None:
     """Trap 17: an encoder overflows at one sample; what was encoded before it stays for the next build."""
-    out, calls, encode = tmp_path / "shards", [], lane.encode
+    out, calls, encode = tmp_path / "shards", [], getattr(lane, method)
 
     def overflow(self: Any, *arguments: Any) -> Any:
         calls.append(arguments)
         result = encode(self, *arguments)
         return spoil(result, value) if len(calls) == (1 if lane is TextEncoder else 4) else result
 
-    with patch.object(lane, "encode", overflow):
+    with patch.object(lane, method, overflow):
         result = build(pairs, out, tiny_model("edit-plus"))
     name = "cat" if lane is TextEncoder else "china"  # the VAE's fourth picture, after the cat's three
     assert result.code == 2

@@ -74,6 +74,12 @@ def pictures(count: int) -> list[Image.Image]:
     return [picture(name, size) for name, size in zip(PHOTOGRAPHS, SIZES[:count], strict=False)]
 
 
+def our_embeds(encoder: TextEncoder, controls: list[Image.Image], *prompts: str) -> list[Tensor]:
+    """`[L, D]` of each prompt, all on one prefix."""
+    prefix = encoder.read(controls)
+    return [torch.cat([prefix.embeds, encoder.embed(prefix, prompt)]) for prompt in prompts]
+
+
 @torch.no_grad()
 def stock_embeds(pipeline: Any, controls: list[Image.Image], prompt: str) -> Tensor:
     """`[L, D]`: one prompt by itself, from the first token on."""
@@ -109,11 +115,12 @@ def test_the_tokens_are_the_pipelines_and_so_is_what_is_dropped(
     pipeline = stock_pipeline(tiny_model(variant), variant)
     for prompt in (prompt[:400] for prompt in PROMPTS.values()):
         with recording(Qwen2_5_VLModel) as calls:
-            encoded = text_encoder(variant).encode(pictures(count), [prompt])
+            (encoded,) = our_embeds(text_encoder(variant), pictures(count), prompt)
             stock_embeds(pipeline, pictures(count), prompt)
-        ours, stock = (call["input_ids"] for call in calls)
+        *pieces, stock = (call["input_ids"] for call in calls)
+        ours = torch.cat(pieces, dim=1)
         assert torch.equal(ours, stock)
-        assert len(encoded.first) == ours.shape[1] - pipeline.prompt_template_encode_start_idx
+        assert len(encoded) == ours.shape[1] - pipeline.prompt_template_encode_start_idx
     decoded = pipeline.tokenizer.decode(ours[0])
     assert decoded.count("Picture ") == (count if variant in ("edit-plus", "edit-2511") else 0)
     assert decoded.count("<|vision_end|>") == count
@@ -138,12 +145,9 @@ def test_special_tokens_in_a_prompt_do_not_move_the_prefix(
     word: str, text_encoder: TextEncoders, tiny_model: TinyModel
 ) -> None:
     prompts = [f"write {word} on the wall", "", f"paint {word} twice: {word}"]
-    encoded = text_encoder("edit-plus").encode(pictures(2), prompts)
-    for i, prompt in enumerate(prompts):
-        assert_same(
-            encoded.whole(i),
-            stock_embeds(stock_pipeline(tiny_model("edit-plus"), "edit-plus"), pictures(2), prompt),
-        )
+    pipeline = stock_pipeline(tiny_model("edit-plus"), "edit-plus")
+    for prompt, ours in zip(prompts, our_embeds(text_encoder("edit-plus"), pictures(2), *prompts), strict=True):
+        assert_same(ours, stock_embeds(pipeline, pictures(2), prompt))
 
 
 def test_the_end_of_a_long_instruction_about_three_pictures_is_there(
@@ -151,7 +155,7 @@ def test_the_end_of_a_long_instruction_about_three_pictures_is_there(
 ) -> None:
     """Trap 12: no limit counts the pictures' tokens first and then has no room for the words."""
     encoder, pipeline = text_encoder("edit-plus"), stock_pipeline(tiny_model("edit-plus"), "edit-plus")
-    three, seven = (encoder.encode(pictures(3), [f"{LONG} Number {digit}"]).first for digit in "37")
+    three, seven = our_embeds(encoder, pictures(3), f"{LONG} Number 3", f"{LONG} Number 7")
     after = len(pipeline.tokenizer("3<|im_end|>\n<|im_start|>assistant\n").input_ids)
     assert len(three) == len(seven) > 1024
     assert torch.equal(three[:-after], seven[:-after])
@@ -171,7 +175,7 @@ def test_a_prompt_alone_equals_its_row_of_a_padded_batch(
     assert mask[0].all()
     assert not mask[1].all()
     for i, prompt in enumerate(prompts):
-        ours = text_encoder(variant).encode(pictures(len(images)), [prompt]).first
+        (ours,) = our_embeds(text_encoder(variant), pictures(len(images)), prompt)
         assert_same(ours, embeds[i][mask[i].bool()])
         assert_same(ours, stock_embeds(pipeline, pictures(len(images)), prompt))
 
@@ -219,17 +223,15 @@ def test_positions_are_three_dimensional(variant: str, count: int, text_encoder:
     encoder = text_encoder(variant)
     picture_token = encoder.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     with recording(Qwen2_5_VLTextModel) as model_calls, recording(Qwen2_5_VLModel) as calls:
-        encoder.encode(pictures(count), ["make it blue", ""])
+        our_embeds(encoder, pictures(count), "make it blue", "")
     positions, ids = [call["position_ids"] for call in model_calls], [call["input_ids"] for call in calls]
     merged = [(h // 2, w // 2) for _, h, w in calls[0]["image_grid_thw"].tolist()]
-    is_picture = ids[0][0] == picture_token
-    expected = counted_positions(is_picture.tolist(), merged)
-    assert torch.equal(positions[0], expected)
-    _, rows, columns = expected[:, 0, is_picture]
-    assert not torch.equal(rows, columns)
-    begin = expected[0, 0, is_picture.nonzero()[-1] + 1].item()  # of <|vision_end|>
-    after = torch.arange(begin + 1, begin + 1 + ids[1].shape[1])
-    assert torch.equal(positions[1], after.expand(3, 1, -1))
+    for i in (1, 2):
+        is_picture = torch.cat([ids[0], ids[i]], dim=1)[0] == picture_token
+        expected = counted_positions(is_picture.tolist(), merged)
+        assert torch.equal(torch.cat([positions[0], positions[i]], dim=2), expected)
+        _, rows, columns = expected[:, 0, is_picture]
+        assert not torch.equal(rows, columns)
 
 
 def test_a_processor_without_token_types_is_refused(text_encoder: TextEncoders) -> None:
@@ -245,7 +247,7 @@ def test_a_processor_without_token_types_is_refused(text_encoder: TextEncoders) 
         patch.object(ImageOnlyQwen2VLProcessor, "__call__", forget),
         pytest.raises(ModelError, match="no mm_token_type_ids: positions would silently be one-dimensional"),
     ):
-        text_encoder("edit-plus").encode(pictures(1), ["make it blue"])
+        text_encoder("edit-plus").read(pictures(1))
 
 
 @pytest.mark.parametrize("variant", ["edit", "edit-plus", "edit-2511"])
@@ -253,7 +255,7 @@ def test_the_unmended_pipeline_says_something_else(
     variant: str, text_encoder: TextEncoders, tiny_model: TinyModel
 ) -> None:
     """Trap 23: why the judge is mended, and why `predict` has to pass embeddings of ours."""
-    ours = text_encoder(variant).encode(pictures(1), ["make it blue"]).first
+    (ours,) = our_embeds(text_encoder(variant), pictures(1), "make it blue")
     mended, unmended = (
         stock_embeds(stock_pipeline(tiny_model(variant), variant, mended=mended), pictures(1), "make it blue")
         for mended in (True, False)
@@ -272,13 +274,13 @@ def test_every_prompt_equals_a_full_pass_of_its_own(
 ) -> None:
     prompts = ["make it blue", *(prompt[:400] for prompt in PROMPTS.values()), "make it blue"]
     encoder, pipeline = text_encoder(variant, dtype), stock_pipeline(tiny_model(variant), variant, dtype)
-    encoded = encoder.encode(pictures(count), prompts)
-    assert_same(encoded.first, stock_embeds(pipeline, pictures(count), prompts[0]))
-    for i, prompt in enumerate(prompts):
+    together = our_embeds(encoder, pictures(count), *prompts)
+    for prompt, ours in zip(prompts, together, strict=True):
         stock = stock_embeds(pipeline, pictures(count), prompt)
-        assert encoded.whole(i).shape == stock.shape
-        assert relative(encoded.whole(i), stock) < (TOLERANCE if dtype == torch.float32 else ROUNDING)
-        assert_same(encoder.encode(pictures(count), [prompt]).first, stock)
+        assert (ours.shape, ours.dtype) == (stock.shape, stock.dtype)
+        assert relative(ours, stock) < (TOLERANCE if dtype == torch.float32 else ROUNDING)
+        (alone,) = our_embeds(encoder, pictures(count), prompt)
+        assert torch.equal(ours, alone)  # bit for bit, whatever was embedded before it
 
 
 @pytest.mark.parametrize(("variant", "size"), [("edit", (1024, 1024)), ("edit-plus", (384, 384))])
@@ -290,9 +292,9 @@ def test_two_prompts_cost_as_much_as_one(
     with recording(Qwen2_5_VLTextModel) as stock:
         stock_embeds(stock_pipeline(tiny_model(variant), variant), controls, prompt)
     with recording(Qwen2_5_VLTextModel) as ours, recording(Qwen2_5_VisionTransformerPretrainedModel) as vision:
-        text_encoder(variant).encode(controls, [prompt, ""])
+        our_embeds(text_encoder(variant), controls, prompt, "")
     one_pass, both = (sum(call["inputs_embeds"].shape[1] for call in calls) for calls in (stock, ours))
-    assert (len(stock), len(ours), len(vision)) == (1, 2, 1)
+    assert (len(stock), len(ours), len(vision)) == (1, 3, 1)
     assert one_pass < both < 1.05 * one_pass
 
 

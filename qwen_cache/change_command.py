@@ -1,0 +1,73 @@
+"""`qwen-cache migrate` and `merge` as people see them: progress, and a summary after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from qwen_cache import __version__
+from qwen_cache.config import Config
+from qwen_cache.console import console, counting, human_bytes, plural, print_json
+from qwen_cache.format import directory
+from qwen_cache.format.errors import ConfigError
+from qwen_cache.format.manifest import Manifest
+from qwen_cache.format.merge import Selection, merge, plan_merge
+from qwen_cache.format.migrate import migrate, plan_migration
+from qwen_cache.format.remote import local_folder, location
+from qwen_cache.format.update import Update
+
+OnSample = Callable[[int], None]
+
+
+def run_migrate(config: Config, cache: str, old: int, new: int, *, as_json: bool) -> int:
+    """Migrate `cache` into `config.cache.path`; the exit code."""
+    source, target = location(cache), local_folder(config.cache.path)
+    directory.load(source)  # before a folder is made for the lock
+    with directory.writing(target):
+        update = plan_migration(source, target, old, new)
+
+        def write(on_sample: OnSample) -> Manifest:
+            compression = config.cache.compression if new > 1 else "none"
+            return migrate(source, update, int(config.cache.shard_size), compression, __version__, on_sample)
+
+        return _change(update, write, f"migrating to v{new}", as_json)
+
+
+def run_merge(config: Config, caches: list[str], select: list[str], *, anew: bool, as_json: bool) -> int:
+    """Merge `caches` into `config.cache.path`; the exit code."""
+    sources, target = [location(cache) for cache in caches], local_folder(config.cache.path)
+    if any(isinstance(source, Path) and source.resolve() == target.resolve() for source in sources):
+        raise ConfigError("a cache cannot be merged into itself", where=target, do="choose another folder with --out")
+    selection = Selection.of(select)
+    for source in sources:
+        directory.load(source)  # before a folder is made for the lock
+    with directory.writing(target):
+        plan = plan_merge(sources, target, selection)
+
+        def write(on_sample: OnSample) -> Manifest:
+            compression = config.cache.compression if anew else None
+            return merge(plan, int(config.cache.shard_size), compression, __version__, on_sample)
+
+        return _change(plan.update, write, "merging", as_json)
+
+
+def _change(update: Update, write: Callable[[OnSample], Manifest], what: str, as_json: bool) -> int:
+    """Write the update, and say what the folder holds now."""
+    if not update.is_nothing:
+        with counting(what, total=len(update.order)) as on_sample:
+            manifest = write(on_sample)
+    else:
+        manifest = update.existing.manifest
+    size, samples = sum(shard.bytes for shard in manifest.shards), manifest.index.samples
+    if as_json:
+        print_json({"cache": str(update.folder), "written": len(update.order), "samples": samples, "bytes": size})
+        return 0
+    out = console()
+    out.print("nothing to do" if update.is_nothing else "[bold green]done[/]", end=": ")
+    version, shards = f"v{manifest.format_version}", plural(len(manifest.shards), "shard")
+    out.print(
+        f"{update.folder} holds {plural(samples, 'sample')} in {shards}, {human_bytes(size)}, {version}", markup=False
+    )
+    if {shard.name for shard in update.existing.manifest.shards} - {shard.name for shard in manifest.shards}:
+        out.print("replaced shards are kept for runs that read them; `qwen-cache gc` removes them")
+    return 0

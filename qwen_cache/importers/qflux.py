@@ -1,0 +1,198 @@
+"""Caches of qwen-image-finetune ("qflux"): trees of `.pt` files with one JSON per sample, its v1.0 and v2.0.
+
+Read in tsiendragon/qwen-image-finetune, data/cache_manager.py, data/dataset.py, trainer/qwen_image_edit_trainer.py
+and utils/tools.py (18cf6ac to 294c2f5):
+
+    metadata/<hash>.json, or <hash>_metadata.json    {"image_latents": <hash>, "control_latents": <hash>, …}
+    <kind>/<hash>.pt                                 image_latents [S, 64], control_latents [Sc, 64] (all controls),
+                                                     prompt_embeds [L, D], prompt_embeds_mask [L], empty_… of both
+
+v2.0 has `"version": "2.0"`. All tensors, masks too, were cast to float16, which float32 holds exactly; what had been
+beyond 65504 is Inf, and refused. Latents are normalised and packed. What the picture's sizes were is written in some
+releases only (`img_shapes`, as a tensor or as JSON); otherwise `--image-size` has to say it. A prompt is known by its
+MD5 alone; `--captions` finds it again.
+
+Refused, because it cannot be known which sample the file is of: embeddings shared by samples of different controls
+(they are filed under the prompt's hash, and contain the control pictures), and latents shared under a perceptual hash
+(16 digits, used for datasets off the hub), under which different pictures collide. The oldest trees (`pixel_latent/`)
+do not say which files belong together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qwen_cache.format.errors import SourceError
+from qwen_cache.format.sample import PIXELS_PER_TOKEN, ImgShapes, token_count
+from qwen_cache.importers.source import Found, Imported, Options, check_tensor, load_pickled, unpad
+
+TENSORS = ("image_latents", "control_latents", "prompt_embeds", "empty_prompt_embeds")
+MASKS = {"prompt_embeds": "prompt_embeds_mask", "empty_prompt_embeds": "empty_prompt_embeds_mask"}
+KINDS = {*TENSORS, *MASKS.values(), "img_shapes"}
+HASH = re.compile(r"[0-9a-f]{16,}")
+MD5_DIGITS = 32  # of a file; a perceptual hash has 16
+
+
+def find(folder: Path, options: Options) -> Iterator[Found | SourceError]:
+    """The samples in `folder`, by the name of their JSON."""
+    paths = sorted([*folder.glob("metadata/*.json"), *folder.glob("*_metadata.json")])
+    if not paths:
+        raise _no_samples(folder)
+    prompts = _prompts(options.captions)
+    samples: dict[Path, dict[str, Any]] = {}
+    for path in paths:
+        try:
+            samples[path] = _parse(path)
+        except SourceError as error:
+            yield error
+    ambiguous: set[Path] = set()
+    for problem, sharing in _shared(folder, samples):
+        ambiguous |= sharing
+        yield problem
+    for path, entry in samples.items():
+        if path not in ambiguous:
+            yield _found(folder, path, entry, prompts, options)
+
+
+def _no_samples(folder: Path) -> SourceError:
+    if (folder / "pixel_latent").is_dir():
+        return SourceError(
+            "this early layout does not say which latents belong to which embeddings",
+            where=folder,
+            expected="metadata/*.json",
+            found="pixel_latent/, and no metadata",
+            do="run `qwen-cache build` on the pictures",
+        )
+    return SourceError(
+        "not a cache of qwen-image-finetune", where=folder, expected="metadata/*.json or *_metadata.json", found="none"
+    )
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    """The JSON of a sample; what is not known in it is refused."""
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"not JSON: {error}", where=path, do="make this sample's cache again") from None
+    if not isinstance(entry, dict) or not {"image_latents", "prompt_embeds"} <= entry.keys():
+        raise SourceError("not the metadata of a sample", where=path, expected="image_latents and prompt_embeds")
+    if (version := entry.pop("version", "1.0")) not in ("1.0", "2.0"):
+        raise SourceError("an unknown version of the layout", where=path, expected="1.0 or 2.0", found=version)
+    if unknown := sorted(entry.keys() - KINDS):
+        raise SourceError("a cache of another model, such as FLUX", where=path, found=", ".join(unknown))
+    for kind, value in entry.items():
+        is_hash = isinstance(value, str) and HASH.fullmatch(value)
+        if not is_hash and not (kind == "img_shapes" and isinstance(value, list)):
+            raise SourceError(f"{kind} does not name a file", where=path, expected="a hash", found=value)
+    return entry
+
+
+def _shared(folder: Path, samples: Mapping[Path, Mapping[str, Any]]) -> Iterator[tuple[SourceError, set[Path]]]:
+    """Files that several samples share and at most one of them can own."""
+    users: dict[tuple[str, str], set[Path]] = defaultdict(set)
+    for path, entry in samples.items():
+        for kind in TENSORS:
+            if kind in entry:
+                users[kind, entry[kind]].add(path)
+    for (kind, digest), paths in users.items():
+        where, names = folder / kind / f"{digest}.pt", ", ".join(path.name for path in sorted(paths))
+        if kind in MASKS and len({samples[path].get("control_latents") for path in paths}) > 1:
+            what = "samples of different control pictures share these embeddings, which are those of the last one"
+        elif kind not in MASKS and len(paths) > 1 and len(digest) % MD5_DIGITS:
+            what = "samples share these latents under a perceptual hash, under which different pictures collide"
+        else:
+            continue
+        do = "run `qwen-cache build` on the pictures, or leave these samples out with --on-error skip"
+        yield SourceError(what, where=where, found=names, do=do), paths
+
+
+def _found(folder: Path, path: Path, entry: Mapping[str, Any], prompts: Mapping[str, str], options: Options) -> Found:
+    prompt = prompts.get(entry["prompt_embeds"], "")
+    return Found(path.stem.removesuffix("_metadata"), str(path), lambda: _read(folder, path, entry, prompt, options))
+
+
+def _read(folder: Path, path: Path, entry: Mapping[str, Any], prompt: str, options: Options) -> Imported:
+    def load(kind: str, shape: str) -> torch.Tensor:
+        file = folder / kind / f"{entry[kind]}.pt"
+        return check_tensor(load_pickled(file, str(file)), shape, str(file))
+
+    tensors = {}
+    for kind in TENSORS:
+        if kind in entry:
+            tensors[kind] = load(kind, "[L, D]" if kind in MASKS else "[S, 64]")
+            if (mask := MASKS.get(kind)) in entry:
+                tensors[kind] = unpad(tensors[kind], load(str(mask), "[L]"), f"{path}: {mask}")
+    shapes = entry.get("img_shapes")
+    if shapes is None:
+        img_shapes = _shapes_from_sizes(tensors, _controls(entry), options, str(path))
+    else:
+        rows = shapes if isinstance(shapes, list) else load("img_shapes", "[N, 3]").tolist()
+        img_shapes = _stored_shapes(rows, str(path))
+    return Imported(prompt, img_shapes, tensors)
+
+
+def _controls(entry: Mapping[str, Any]) -> int:
+    """How many controls there are: their hashes, each as long as the target's, are strung together."""
+    return len(entry.get("control_latents", "")) // len(entry["image_latents"])
+
+
+def _stored_shapes(rows: list[Any], where: str) -> ImgShapes:
+    """`(1, h, w)` of each picture; rows with 3 channels are in pixels."""
+    shapes = []
+    for row in rows:
+        numbers = isinstance(row, list) and len(row) == 3 and all(isinstance(n, (int, float)) for n in row)
+        if not numbers or row[0] not in (1, 3) or not all(n > 0 and n == int(n) for n in row):
+            expected = "[1, h, w] in tokens or [3, height, width] in pixels"
+            raise SourceError("img_shapes is not a list of sizes", where=where, expected=expected, found=row)
+        scale = PIXELS_PER_TOKEN if row[0] == 3 else 1
+        shapes.append((1, int(row[1]) // scale, int(row[2]) // scale))
+    return tuple(shapes)
+
+
+def _shapes_from_sizes(tensors: Mapping[str, torch.Tensor], controls: int, options: Options, where: str) -> ImgShapes:
+    """The only choice among the sizes that the user named with which the numbers of tokens agree."""
+    if not options.image_sizes:
+        raise SourceError(
+            "this release of qwen-image-finetune does not store the sizes of the pictures",
+            where=where,
+            do="name all that occur, as in --image-size 832x576 (width and height after resizing)",
+        )
+    sizes = [(1, h, w) for h, w in dict.fromkeys(options.image_sizes)]
+    target = len(tensors["image_latents"])
+    control = len(tensors["control_latents"]) if "control_latents" in tensors else 0
+    first = [shape for shape in sizes if token_count([shape]) == target]
+    rest = [some for some in itertools.product(sizes, repeat=controls) if token_count(some) == control]
+    if len(first) != 1 or len(rest) != 1:
+        raise SourceError(
+            "--image-size does not settle the sizes of this sample's pictures",
+            where=where,
+            expected=f"one choice with {target} tokens, and one of {controls} controls with {control}",
+            found=f"{len(first)} and {len(rest)}",
+            do="name those that occur; where a size and its transpose do, run `qwen-cache build` on the pictures",
+        )
+    return (*first, *rest[0])
+
+
+def _prompts(folder: Path | None) -> dict[str, str]:
+    """The captions below `folder` by their MD5, as qwen-image-finetune reads and hashes them."""
+    if folder is None:
+        return {}
+    if not folder.is_dir():
+        raise SourceError("no such folder", where=folder, do="give the folder of the .txt files to --captions")
+    prompts = {}
+    for path in sorted(folder.rglob("*.txt")):
+        try:
+            text = path.read_text(encoding="utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise SourceError(f"not UTF-8: {error}", where=path) from None
+        prompts[hashlib.md5(text.encode("utf-8"), usedforsecurity=False).hexdigest()] = text
+    return prompts

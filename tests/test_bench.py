@@ -1,0 +1,87 @@
+"""The benchmarks of tools/, tiny: they report what they promise, and every reader gives the same batches."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import load_tool
+
+NUMBERS = {"cpu_seconds_per_gb", "gb_per_second", "first_batch_seconds"}
+
+
+@pytest.fixture
+def bench_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The tool with tiny samples, its workers in this process."""
+    tool: Any = load_tool("bench_read")
+    samples, folder = tool.Samples(10, side=4, text=24), tmp_path / "formats"
+    monkeypatch.setattr(tool, "run_worker", lambda task, name, _: tool.work(task, name, samples, folder))
+    options = ("--total", "0.1", "--side", "4", "--text", "24", "--repeats", "2", "--json")
+    monkeypatch.setattr(sys, "argv", ["bench_read", *options])
+    return tool
+
+
+def run(tool: Any, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    with pytest.raises(SystemExit) as exit_:
+        tool.main()
+    return exit_.value.code, json.loads(capsys.readouterr().out)  # type: ignore[return-value]
+
+
+@pytest.mark.filterwarnings("ignore")  # of other people's readers
+def test_all_readers_give_equal_batches(bench_read: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run(bench_read, capsys)
+    assert code == 0
+    assert report["equal"]
+    assert set(report["results"]) == {"sequential", "shuffled"}
+    for found in report["results"].values():
+        assert set(found) | set(report["skipped"]) == set(bench_read.FORMATS)
+        assert {"memcpy", "memcpy + xxh3", "qwen-cache", ".safetensors", ".pt", "webdataset"} <= set(found)
+        assert len({each["digest"] for each in found.values()}) == 1
+        assert {each["samples"] for each in found.values()} == {10}
+        assert all(each[name] > 0 for each in found.values() for name in NUMBERS)
+    bench_read.show(report)
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in bench_read.FORMATS)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_reader_that_gives_other_batches_is_found_out(
+    bench_read: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_changed(folder: Path, shuffled: bool) -> Any:
+        def epoch() -> Any:
+            for i, tensors in enumerate(bench_read.open_pt(folder, shuffled)()):
+                tensors["prompt_embeds"][0, 0] += i == 9
+                yield tensors
+
+        return epoch
+
+    few = {name: bench_read.FORMATS[name] for name in ("memcpy", ".pt")}
+    few[".pt"] = bench_read.Format("pt", bench_read.write_pt, open_changed)
+    monkeypatch.setattr(bench_read, "FORMATS", few)
+    code, report = run(bench_read, capsys)
+    assert (code, report["equal"]) == (1, False)
+
+
+def test_compression_is_lossless_and_its_gain_is_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool: Any = load_tool("bench_compression")
+    monkeypatch.setattr(sys, "argv", ["bench_compression", "--side", "128", "--rows", "24", "--repeats", "1", "--json"])
+    code, report = run(tool, capsys)
+    assert code == 0
+    assert set(report["results"]) == {"image latents", "half-flat picture", "prompt embeddings", "normal numbers"}
+    for found in report["results"].values():
+        assert set(found) == {"zstd-1", "zstd-3", "zstd-1 of both planes", "planes-zstd"}
+        assert all(each["lossless"] for each in found.values())
+        assert all(each[name] > 0 for each in found.values() for name in each if name != "lossless")
+        assert found["planes-zstd"]["ratio"] > found["zstd-1"]["ratio"] > 1
+    sample = report["sample"]
+    disk = sample["decode_gb_per_second"] * 1e3 * (1 - 1 / sample["ratio"])
+    assert sample["mb_per_second"] == pytest.approx(disk)
+    tool.show(report)
+    assert "MB/s" in capsys.readouterr().out

@@ -1,0 +1,234 @@
+"""What a damaged or hostile folder cannot do: touch files outside of it, hang a reader, or pass for a dataset.
+
+`test_fuzz` changes bytes; here are the things that chance does not find.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qwen_cache import FormatError, QwenCacheError, open_cache
+from qwen_cache.format import directory
+from qwen_cache.format.errors import RULES
+from qwen_cache.format.identity import content_hash
+from qwen_cache.format.verify import verify_cache
+
+from .conftest import load_tool
+
+examples: Any = load_tool("make_examples")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A cache of EDIT and PLAIN."""
+    examples.write_cache(tmp_path / "shards", 2, [examples.EDIT, examples.PLAIN], 1)
+    return tmp_path / "shards"
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A file of the user, outside of the cache."""
+    path = tmp_path / "home" / "thesis.txt"
+    path.parent.mkdir()
+    path.write_text("years of work")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_hang() -> Iterator[None]:
+    """What blocks for ever fails here."""
+
+    def interrupt(*_: object) -> None:
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.alarm(10)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def rules(folder: Path) -> set[str]:
+    return {fault.rule for fault in verify_cache(folder)}
+
+
+# ---- links and pipes: the user's files -------------------------------------------------------------------------------
+
+
+def test_gc_deletes_nothing_behind_a_link(cache: Path, victim: Path) -> None:
+    (cache / ".replaced").symlink_to(victim.parent)
+    with pytest.raises(QwenCacheError, match="symbolic link"):
+        directory.collect_garbage(cache, dry_run=False)
+    assert victim.exists()
+
+
+@pytest.mark.parametrize("name", [".lock", ".cache.json.tmp"])
+def test_nothing_is_written_through_a_link(name: str, cache: Path, victim: Path) -> None:
+    (cache / name).symlink_to(victim)
+    with pytest.raises(QwenCacheError, match="symbolic link"), directory.writing(cache):
+        directory.write_durably(cache / "cache.json", (cache / "cache.json").read_bytes())
+    assert victim.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("name", ["cache.json", "index.parquet"])
+def test_a_pipe_in_place_of_a_file_is_refused(name: str, cache: Path) -> None:
+    (cache / name).unlink()
+    os.mkfifo(cache / name)
+    with pytest.raises(FormatError):
+        open_cache(cache)
+
+
+@pytest.mark.parametrize("name", ["cache.json", "index.parquet"])
+def test_a_folder_in_place_of_a_file_is_refused(name: str, cache: Path) -> None:
+    (cache / name).unlink()
+    (cache / name).mkdir()
+    with pytest.raises(FormatError):
+        open_cache(cache)
+    with pytest.raises(FormatError):
+        raise verify_cache(cache)[0]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["a pipe", "a folder"])
+def test_what_is_called_like_a_shard_and_is_none_is_not_adopted(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make_folder = tmp_path / "shards"
+    make_folder.mkdir()
+    make(make_folder / f"{'0' * 32}.tar")
+    examples.write_cache(make_folder, 2, [examples.EDIT], 1)
+    assert len(open_cache(make_folder)) == 1
+
+
+# ---- empty, and counts that lie --------------------------------------------------------------------------------------
+
+
+def test_a_shard_of_no_bytes_is_refused_when_it_is_read(cache: Path) -> None:
+    (cache / examples.first_shard(cache)).write_bytes(b"")
+    with pytest.raises(FormatError):
+        open_cache(cache)[0].buffer("image_latents")
+
+
+def test_an_empty_shard_that_the_manifest_names_is_found(cache: Path) -> None:
+    name = f"{content_hash(b'')}.tar"
+    (cache / name).write_bytes(b"")
+    shard = {"name": name, "samples": 0, "bytes": 0, "xxh3_128": content_hash(b"")}
+    examples.forge(cache, manifest=lambda value: value["shards"].append(shard))
+    assert rules(cache) == {"F8"}
+
+
+def test_the_samples_of_each_shard_are_counted(cache: Path) -> None:
+    def lie(value: dict[str, Any]) -> None:
+        value["shards"][0]["samples"], value["shards"][1]["samples"] = 2, 0
+
+    examples.forge(cache, manifest=lie)
+    assert rules(cache) == {"F4"}
+
+
+def test_the_bytes_of_the_index_are_checked(cache: Path) -> None:
+    examples.forge(cache, manifest=lambda value: value["index"].update(bytes=value["index"]["bytes"] + 1))
+    assert rules(cache) == {"F7"}
+    with pytest.raises(FormatError, match="F7"):
+        open_cache(cache)
+
+
+def test_two_names_for_one_recipe_count_twice(cache: Path) -> None:
+    def lie(value: dict[str, Any]) -> None:
+        value["recipes"]["again"] = value["recipes"]["default"]
+        value["index"]["samples"] = 4
+        value["shards"][0]["samples"] = 3
+
+    examples.forge(cache, manifest=lie)
+    assert rules(cache) == {"F4"}
+
+
+def test_a_row_of_another_recipe_is_refused_by_readers(cache: Path) -> None:
+    """A mixture of two recipes must not be trained on, whatever the manifest counts."""
+    other = replace(examples.PLAIN.meta, recipe=examples.digest("another recipe"))
+    examples.forge(cache, rows=lambda rows: rows[1].update(recipe=other.recipe, key=other.key))
+    with pytest.raises(FormatError, match="samples of recipe"):
+        open_cache(cache)
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_negative_prefix_is_refused_by_readers(cache: Path) -> None:
+    """It would cut rows off the empty prompt in silence."""
+    examples.forge(cache, rows=lambda rows: rows[0].update(prefix_length=-1))
+    with pytest.raises(FormatError):
+        open_cache(cache)[0]["empty_prompt_embeds"]
+
+
+@pytest.mark.parametrize("shapes", [[[1, -1, -1], [1, 1, 2]], [[-1, 1, -1], [1, 1, 2]], [[1, 1, 1], [1, -1, -2]]])
+def test_sizes_of_pictures_that_multiply_to_the_right_count_are_not_enough(shapes: list[Any], cache: Path) -> None:
+    examples.forge(cache, rows=lambda rows: rows[0].update(img_shapes=shapes))
+    with pytest.raises(FormatError):
+        open_cache(cache)[0]
+
+
+@pytest.mark.parametrize("shape", [[-7, -8], [0, 8]])
+def test_a_shape_that_no_tensor_has_is_refused_by_readers(shape: list[int], cache: Path) -> None:
+    def lie(rows: list[dict[str, Any]]) -> None:
+        rows[0]["prompt_embeds"]["shape"], rows[0]["text_length"] = shape, shape[0]
+
+    examples.forge(cache, rows=lie)
+    with pytest.raises(FormatError):
+        open_cache(cache)[0]["prompt_embeds"]
+
+
+@pytest.mark.parametrize("value", [-0.5, 1.5, 1e30])
+def test_an_edit_mask_beyond_0_to_1_is_found(value: float, tmp_path: Path) -> None:
+    examples.write_cache(tmp_path / "shards", 2, [examples.with_number("edit_mask", value)], 1)
+    assert rules(tmp_path / "shards") == {"F15"}
+
+
+def test_numbers_of_thousands_of_digits_are_refused(cache: Path) -> None:
+    from qwen_cache.format.sample import parse_sample
+
+    value = json.loads(examples.EDIT.meta.to_bytes(2))
+    value["img_shapes"][0] = [1, 10**4000, 10**4000]
+    with pytest.raises(FormatError):
+        parse_sample(json.dumps(value).encode(), "a sample")
+
+
+# ---- safetensors -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: b'{"a":' * 100_000,
+        lambda text: text.replace(b"{", b'{"image_latents":1,', 1),
+        lambda text: text.replace(b"[1,64]", b"[true,64.0]"),
+        lambda text: text + b" " * 8,
+        lambda text: text.decode().encode("utf-16"),
+    ],
+    ids=["a tower", "a key twice", "numbers that are none", "data on 8 bytes", "utf-16"],
+)
+def test_a_safetensors_header_that_stock_readers_take_otherwise_is_found(
+    change: Callable[[bytes], bytes], cache: Path
+) -> None:
+    examples.forge(cache, shard=examples.with_header(change))
+    assert rules(cache) <= {"F9"}
+    assert rules(cache)
+
+
+# ---- cures and strays ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_the_cure_of_every_rule_is_a_command(name: str) -> None:
+    assert "`qwen-cache " in RULES[name].cure or "pip install" in RULES[name].cure
+
+
+def test_a_tar_that_the_manifest_does_not_name_is_found_whatever_it_is_called(cache: Path) -> None:
+    """Stock webdataset would read it with `shards/*.tar`."""
+    shutil.copy(cache / examples.first_shard(cache), cache / "more.tar")
+    assert rules(cache) == {"F17"}

@@ -1,0 +1,142 @@
+"""What merge promises: every sample of several caches once, or those of one that were asked for, checked on the way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from qwen_cache import open_cache
+
+from .conftest import Crash, Result, build, contents, crash_after, run
+
+Built = Callable[..., Path]
+SHARDS = ("--set", "cache.shard_size=80kB")  # more shards than one
+
+
+def merge(out: Path, *arguments: str | Path) -> Result:
+    return run("qwen-cache", "merge", *arguments, "--out", out, *SHARDS)
+
+
+@pytest.fixture(scope="module")
+def whole(built: Built) -> Path:
+    """cat, china, cup and flower, in several shards."""
+    return built("edit-plus", SHARDS)
+
+
+@pytest.fixture
+def parts(whole: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Two caches that share one sample, as two machines might have made them."""
+    assert merge(tmp_path / "a", whole, "--select", "c[ah]*").code == 0
+    assert merge(tmp_path / "b", whole, "--select", "china", "--select", "flower", "--select", "cup").code == 0
+    return tmp_path / "a", tmp_path / "b"
+
+
+def test_two_caches_become_one_with_each_sample_once(whole: Path, parts: tuple[Path, Path], tmp_path: Path) -> None:
+    assert [sample.name for sample in open_cache(parts[0])] == ["cat", "china"]
+    assert [sample.name for sample in open_cache(parts[1])] == ["china", "cup", "flower"]
+    result = merge(tmp_path / "both", *parts)
+    assert result.code == 0, result.stderr
+    assert run("qwen-cache", "verify", tmp_path / "both").code == 0
+    both, expected = open_cache(tmp_path / "both"), open_cache(whole)
+    assert [sample.key for sample in both] == [sample.key for sample in expected]
+    assert both.identity == expected.identity
+    for one, other in zip(both, expected, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other.tensors())
+
+
+def test_merging_again_changes_nothing_and_adding_keeps_what_is_there(parts: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "both"
+    assert merge(out, parts[0]).code == 0
+    before = contents(out)
+    again = merge(out, parts[0])
+    assert (again.code, contents(out)) == (0, before)
+    assert "nothing to do" in again.stderr
+    assert merge(out, parts[1]).code == 0
+    assert [sample.name for sample in open_cache(out)] == ["cat", "china", "cup", "flower"]
+    assert before.keys() - {"cache.json", "index.parquet"} <= contents(out).keys()
+
+
+def test_whole_shards_are_linked_and_not_copied(whole: Path, tmp_path: Path) -> None:
+    assert merge(tmp_path / "copy", whole).code == 0
+    for shard in open_cache(whole).manifest.shards:
+        assert (tmp_path / "copy" / shard.name).stat().st_ino == (whole / shard.name).stat().st_ino
+
+
+def test_the_merged_cache_is_up_to_date_for_build(
+    parts: tuple[Path, Path], pairs: Path, tmp_path: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    assert merge(tmp_path / "both", *parts).code == 0
+    plan = json.loads(build(pairs, tmp_path / "both", tiny_model("edit-plus"), "--dry-run", "--json").stdout)
+    assert (plan["cached"], plan["to_encode"]) == (4, 0)
+
+
+def test_names_from_a_file_are_exact(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "names.txt").write_text("cup\n\nflower\n")
+    assert merge(tmp_path / "some", whole, "--select", f"@{tmp_path / 'names.txt'}").code == 0
+    assert [sample.name for sample in open_cache(tmp_path / "some")] == ["cup", "flower"]
+    (tmp_path / "names.txt").write_text("c*\n")
+    result = merge(tmp_path / "none", whole, "--select", f"@{tmp_path / 'names.txt'}")
+    assert result.code == 2
+    assert "no sample has such a name (found c*)" in result.stderr
+    assert "the list cannot be read" in merge(tmp_path / "none", whole, "--select", "@nowhere.txt").stderr
+
+
+def test_compression_can_be_turned_on_and_off(whole: Path, tmp_path: Path) -> None:
+    assert merge(tmp_path / "small", whole, "--compression", "zstd").code == 0
+    assert merge(tmp_path / "plain", tmp_path / "small", "--compression", "none").code == 0
+    small, plain = open_cache(tmp_path / "small"), open_cache(tmp_path / "plain")
+    assert sum(s.bytes for s in small.manifest.shards) < sum(s.bytes for s in plain.manifest.shards)
+    assert [s.name for s in plain.manifest.shards] == [s.name for s in open_cache(whole).manifest.shards]
+    for one, other in zip(small, open_cache(whole), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other.tensors())
+    assert run("qwen-cache", "verify", tmp_path / "small").code == 0
+
+
+def test_a_merge_that_dies_anywhere_goes_on(whole: Path, parts: tuple[Path, Path], tmp_path: Path) -> None:
+    keys = [sample.key for sample in open_cache(whole)]
+    count, died = 0, True
+    while died:
+        out, died = tmp_path / f"out-{count}", False
+        with pytest.MonkeyPatch.context() as patch:
+            crash_after(count, patch)
+            try:
+                assert merge(out, *parts).code == 0
+            except Crash:
+                died = True
+        assert merge(out, *parts).code == 0
+        assert [sample.key for sample in open_cache(out)] == keys, f"died at operation {count}"
+        assert run("qwen-cache", "gc", out).code == 0
+        assert run("qwen-cache", "verify", out).code == 0
+        count += 1
+    assert count > 10
+
+
+@pytest.mark.parametrize("select", [(), ("--select", "c*")], ids=["linked", "copied"])
+def test_damage_is_never_carried_over(select: tuple[str, ...], whole: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(whole, tmp_path / "broken"))
+    sample = next(sample for sample in open_cache(broken) if sample.name == "cup")
+    path = broken / sample.row.shard
+    data = bytearray(path.read_bytes())
+    data[sample.row.entry.tensor_offsets()["prompt_embeds"]] ^= 1
+    path.write_bytes(data)
+    result = merge(tmp_path / "out", broken, *select)
+    assert result.code == 2
+    assert f"{path}: prompt_embeds of sample {sample.key} does not have the bytes that were written" in result.stderr
+    assert not (tmp_path / "out" / "cache.json").exists()
+
+
+def test_what_does_not_go_together_is_refused(whole: Path, built: Built, tmp_path: Path) -> None:
+    other = merge(tmp_path / "x", whole, built("edit-plus", ("--format", "v1")))
+    assert other.code == 2
+    assert "of different format versions" in other.stderr
+    assert "run `qwen-cache migrate`" in other.stderr
+    recipe = merge(tmp_path / "x", whole, built("edit-plus", ("--dtype", "bfloat16")))
+    assert recipe.code == 2
+    assert "two different recipes are called 'default'" in recipe.stderr
+    assert "cannot be merged into itself" in merge(whole, whole).stderr
+    assert "no cache.json here" in merge(tmp_path / "x", whole, tmp_path / "nothing").stderr

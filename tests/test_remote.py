@@ -1,0 +1,809 @@
+"""A cache behind a URL reads as the folder that it is a copy of, whatever happens to servers, connections and copies.
+
+The servers are real: moto speaks S3, a small HTTP server here counts what it is asked and fails as told. The judge is
+the same cache, opened as a folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from accelerate.state import AcceleratorState
+from moto.server import ThreadedMotoServer
+
+from qwen_cache import FormatError, QwenCacheError, open_cache
+from qwen_cache.config import TrainConfig, load_config
+from qwen_cache.format import remote
+from qwen_cache.format.cache import Cache, Sample
+from qwen_cache.format.identity import content_hash
+from qwen_cache.format.index import write_index
+from qwen_train.batches import Batches
+from qwen_train.flow import NoiseSchedule
+
+from .conftest import command, run
+
+BUCKET = "bucket"
+SHARDS = ("--set", "cache.shard_size=1")
+"""A shard for each of the four samples."""
+
+
+# ---- servers ---------------------------------------------------------------------------------------------------------
+
+
+class Server(ThreadingHTTPServer):
+    """HTTP with ranges out of a folder; notes every request for a shard, and fails as it is told."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder = folder
+        self.asked: list[tuple[str, int, int]] = []
+        self.failures: Iterator[str | int] = iter(())
+        self.before_answer: Callable[[], object] = lambda: None
+        self.ranges = True
+        self.hidden: set[str] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def fail(self, *failures: str | int) -> None:
+        """How the next requests for a shard fail: `cut` in the middle, `short` without a word, or by a status."""
+        self.failures = iter(failures)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, *, body: bool) -> None:
+        path = self.server.folder / self.path.lstrip("/")
+        if not path.is_file():
+            return self.send_error(404)
+        if path.name in self.server.hidden:
+            return self.send_error(403)
+        data = path.read_bytes()
+        match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")) if self.server.ranges else None
+        begin, end = (int(match[1]), int(match[2]) + 1) if match else (0, len(data))
+        data = data[begin:end]
+        failure = None
+        if body and path.suffix == ".tar":
+            self.server.asked.append((path.name, begin, end))
+            self.server.before_answer()
+            failure = next(self.server.failures, None)
+        if isinstance(failure, int):
+            return self.send_error(failure)
+        self.send_response(206 if match else 200)
+        if failure != "short":
+            self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.close_connection = failure is not None
+        self.wfile.write(data[: len(data) // 2] if failure else data if body else b"")
+        return None
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def served(local: Path, tmp_path: Path) -> Iterator[Server]:
+    """The cache by HTTP, out of a copy that may be damaged."""
+    with serving(Server(Path(shutil.copytree(local, tmp_path / "served")))) as server:
+        yield server
+
+
+class serving:  # noqa: N801 (used as a function is)
+    """Run a server while in the block."""
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
+
+    def __enter__(self) -> Any:
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return self.server
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+class Proxy:
+    """A TCP proxy that cuts connections: each of the first `cuts` after `after` bytes of answers."""
+
+    def __init__(self, target: tuple[str, int], cuts: float, after: int = 60_000) -> None:
+        self.target, self.cuts, self.after = target, cuts, after
+        self.cut = 0
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
+
+    def serve_forever(self, poll_interval: float) -> None:
+        while True:
+            try:
+                client, _ = self.listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self.forward, args=(client,), daemon=True).start()
+
+    def forward(self, client: socket.socket) -> None:
+        left = self.after
+        with client, socket.create_connection(self.target) as server:
+            while True:
+                for source in select.select([client, server], [], [])[0]:
+                    try:
+                        data = source.recv(65_536)
+                    except OSError:
+                        return
+                    if not data:
+                        return
+                    if source is server and self.cut < self.cuts:
+                        data, left = data[:left], left - len(data)
+                    (client if source is server else server).sendall(data)
+                    if left <= 0:
+                        self.cut += 1
+                        return
+
+    def shutdown(self) -> None:
+        self.listening.shutdown(socket.SHUT_RDWR)
+
+    def server_close(self) -> None:
+        self.listening.close()
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[tuple[str, int]]:
+    """moto's server; every S3 client of this process and its children speaks to it."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    address = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "AWS_ENDPOINT_URL": f"http://{address[0]}:{address[1]}",
+            "AWS_ACCESS_KEY_ID": "somebody",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_MAX_ATTEMPTS": "1",
+        }.items():
+            patch.setenv(name, value)
+        fresh_clients()
+        fsspec.filesystem("s3").call_s3("create_bucket", Bucket=BUCKET)
+        yield address
+    fresh_clients()
+    server.stop()
+
+
+def fresh_clients() -> None:
+    """Let go of clients that were made under other settings."""
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+def upload(folder: Path, name: str, protocol: str = "s3") -> str:
+    """Copy a cache into the bucket, readable for everybody; its URL."""
+    files, options = fsspec.filesystem(protocol), {"ACL": "public-read"} if protocol == "s3" else {}
+    for path in folder.iterdir():
+        if path.is_file():
+            files.pipe_file(f"{BUCKET}/{name}/{path.name}", path.read_bytes(), **options)
+    return f"{protocol}://{BUCKET}/{name}"
+
+
+# ---- the cache, and its copies ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def local(built: Callable[..., Path]) -> Path:
+    return built("edit-plus", SHARDS)
+
+
+@pytest.fixture(autouse=True)
+def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where local copies lie, of this test alone. Nobody waits here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.001)
+    return tmp_path / "home" / "qwen-cache" / "shards"
+
+
+def contents(cache: Cache) -> dict[str, dict[str, bytes]]:
+    return {sample.key: tensors(sample) for sample in cache}
+
+
+def tensors(sample: Sample) -> dict[str, bytes]:
+    return {name: bytes(sample.buffer(name)) for name in sample.row.meta.tensors}
+
+
+def disk_bytes(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.glob("*.part"))
+
+
+def ranges(cache: Cache) -> set[tuple[str, int, int]]:
+    """Where the samples lie."""
+    return {(row.shard, row.entry.offset, row.entry.offset + row.entry.length) for row in cache.rows()}
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def place(cache: Cache, which: int, name: str = "prompt_embeds") -> tuple[str, int]:
+    """A shard, and a byte in the middle of a tensor in it."""
+    row = cache.row(which)
+    return row.shard, row.entry.tensor_offsets()[name] + row.meta.tensors[name].stored_bytes // 2
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", ["s3", "http", "memory", "file"])
+@pytest.mark.parametrize("options", [SHARDS, ("--format", "v1")], ids=["shards", "v1"])
+def test_every_address_reads_what_the_folder_reads(
+    protocol: str, options: tuple[str, ...], built: Callable[..., Path], s3: tuple[str, int], copies: Path
+) -> None:
+    folder = built("edit-plus", options)
+    url = {
+        "s3": lambda: upload(folder, "read") + "/",
+        "http": lambda: upload(folder, "read").replace("s3://", f"http://{s3[0]}:{s3[1]}/"),
+        "memory": lambda: upload(folder, "read", "memory"),
+        "file": lambda: f"file://{folder}",
+    }[protocol]()
+    expected, found = open_cache(folder), open_cache(url)
+    assert found.identity == expected.identity
+    assert contents(found) == contents(expected)
+    assert list(found.rows()) == list(expected.rows())
+    again = pickle.loads(pickle.dumps(found))
+    assert contents(again) == contents(expected)
+    assert copies.exists() is (protocol != "file"), "what lies on the disk needs no copy"
+
+
+def test_tensors_of_a_copy_are_mapped_and_aligned_as_those_of_a_folder(local: Path, served: Server) -> None:
+    for ours, theirs in zip(open_cache(served.url), open_cache(local), strict=True):
+        for name, tensor in theirs.tensors().items():
+            assert ours[name].equal(tensor)
+            assert ours.stored(name).data_ptr() % 64 == theirs.stored(name).data_ptr() % 64
+
+
+def test_only_what_is_asked_for_is_fetched_and_only_once(built: Callable[..., Path], tmp_path: Path) -> None:
+    """One shard, four samples: a sample is one range, whatever reads it later."""
+    with serving(Server(built("edit-plus"))) as server:
+        cache = open_cache(server.url)
+        assert server.asked == []
+        tensors(cache[2])
+        row = cache.row(2)
+        assert server.asked == [(row.shard, row.entry.offset, row.entry.offset + row.entry.length)]
+        for sample in [*cache, *cache, *open_cache(server.url)]:
+            tensors(sample)
+        assert sorted(server.asked) == sorted(ranges(cache))
+
+
+def test_an_index_of_many_blocks(served: Server, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "BLOCK", 1000)
+    assert list(open_cache(served.url).rows()) == list(open_cache(local).rows())
+    (served.folder / "index.parquet").write_bytes(bytes(3000))
+    with pytest.raises(FormatError, match=r"the index is not the one that the manifest names .*another hash\) \[F7\]"):
+        open_cache(served.url)
+
+
+def test_local_reading_knows_nothing_of_it(local: Path) -> None:
+    code = (
+        "import sys; from qwen_cache import open_cache; [s.buffer(n) for s in open_cache(sys.argv[1]) "
+        "for n in s.row.meta.tensors]; print({'fsspec', 'torch', 's3fs', 'aiohttp'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, local], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_an_index_that_waits_for_its_manifest_is_found(served: Server, local: Path) -> None:
+    index = open_cache(local).manifest.index.xxh3_128
+    (served.folder / "index.parquet").rename(served.folder / f"index-{index}.parquet")
+    assert len(open_cache(served.url)) == 4
+
+
+def test_a_replaced_shard_is_found(served: Server, local: Path) -> None:
+    (served.folder / ".replaced").mkdir()
+    for path in served.folder.glob("*.tar"):
+        path.rename(served.folder / ".replaced" / path.name)
+    assert contents(open_cache(served.url)) == contents(open_cache(local))
+
+
+# ---- many at once ----------------------------------------------------------------------------------------------------
+
+
+def test_prefetched_samples_come_at_once_and_are_not_asked_for_again(served: Server) -> None:
+    """No request is answered before all four are there."""
+    served.before_answer = threading.Barrier(4, timeout=10).wait
+    cache = open_cache(served.url)
+    cache.prefetch(range(4))
+    contents(cache)
+    assert sorted(served.asked) == sorted(ranges(cache))
+
+
+def test_the_trainer_asks_for_the_batches_ahead(served: Server, local: Path) -> None:
+    """With batches of one, the first batch comes only when the samples of three others are on their way."""
+    served.before_answer = threading.Barrier(4, timeout=10).wait
+    config = TrainConfig(batch_size=1)
+    ours, theirs = (
+        Batches(open_cache(where), config, NoiseSchedule()).starting_at(0) for where in (served.url, str(local))
+    )
+    for a, b in itertools.islice(zip(ours, theirs, strict=True), 8):
+        assert a.keys == b.keys
+        assert a.clean.equal(b.clean)
+        assert a.prompt_embeds.equal(b.prompt_embeds)
+    ours.close()
+    theirs.close()
+    assert len(served.asked) == 4
+
+
+def test_what_was_asked_ahead_can_be_given_up(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FETCHERS", 1)
+    asked, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        asked.set()
+        assert go_on.wait(10)
+
+    served.before_answer = wait
+    cache = open_cache(served.url)
+    cache.prefetch(range(4))
+    assert asked.wait(10)
+    cache.stop_prefetch()
+    go_on.set()
+    tensors(cache[3])
+    assert [name for name, _, _ in served.asked] == [cache.row(0).shard, cache.row(3).shard]
+    contents(cache)
+    assert len(served.asked) == 4
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_reads_on(served: Server, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FETCHERS", 1)  # the parent's only thread is not in the child
+    cache = open_cache(served.url)
+    tensors(cache[0])
+    arguments = cache, contents(open_cache(local))
+    child = multiprocessing.get_context("fork").Process(target=exit_with, args=arguments, daemon=True)
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0
+
+
+def exit_with(cache: Cache, expected: dict[str, dict[str, bytes]]) -> None:
+    cache.prefetch(range(4))
+    sys.exit(contents(cache) != expected)
+
+
+READER = """
+import random, sys
+from qwen_cache import open_cache
+
+seed, url, folder, copies, size = sys.argv[1:]
+ours, theirs = open_cache(url, local_copies=copies, local_copies_size=int(size)), open_cache(folder)
+expected = [{n: bytes(s.buffer(n)) for n in s.row.meta.tensors} for s in theirs]
+chance = random.Random(seed)
+for _ in range(100):
+    ours.prefetch([chance.randrange(4)])
+    i = chance.randrange(4)
+    assert {n: bytes(ours[i].buffer(n)) for n in ours[i].row.meta.tensors} == expected[i]
+"""
+
+
+def test_processes_that_share_too_little_room_read_what_is_right(served: Server, local: Path, copies: Path) -> None:
+    """Three processes fill and remove the same copies under one another, one of them is killed on the way."""
+    arguments = [served.url, str(local), str(copies), "150000"]
+    readers = [subprocess.Popen([sys.executable, "-c", READER, str(seed), *arguments]) for seed in range(4)]
+    while len(served.asked) < 20:
+        assert readers[0].poll() is None
+    readers[0].kill()
+    assert [reader.wait(60) for reader in readers] == [-9, 0, 0, 0]
+    assert len(served.asked) > 100, "nothing was removed, so nothing was shown"
+
+
+# ---- connections -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failure", ["cut", "short", 503, 429])
+def test_a_broken_connection_costs_one_block(
+    failure: str | int, served: Server, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three failures in a row on the way: three requests more than blocks."""
+    monkeypatch.setattr(remote, "BLOCK", 20_000)
+    cache = open_cache(served.url)
+    expected, length = tensors(open_cache(local)[0]), cache.row(0).entry.length
+    served.failures = itertools.chain([""], [failure] * 3)  # the first block comes
+    assert tensors(cache[0]) == expected
+    blocks = -(-length // 20_000)
+    assert blocks > 2
+    assert len(served.asked) == blocks + 3
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"), [("cut", "ClientPayloadError"), ("short", r"EOFError: \d+ of \d+ bytes came"), (500, "500")]
+)
+def test_a_connection_that_always_breaks_is_an_error_that_says_all(
+    failure: str | int, reason: str, served: Server, local: Path
+) -> None:
+    served.failures = itertools.repeat(failure)
+    cache = open_cache(served.url)
+    row = cache.row(0)
+    place = re.escape(f"{served.url}/{row.shard}: reading the bytes {row.entry.offset} to ")
+    with pytest.raises(QwenCacheError, match=rf"{place}\d+ failed 5 times \(found .*{reason}(.|\n)*→ check the conn"):
+        tensors(cache[0])
+    assert len(served.asked) == 5
+    served.fail()
+    assert tensors(cache[0]) == tensors(open_cache(local)[0]), "the same cache goes on when the server does"
+
+
+def test_an_s3_connection_that_breaks_in_the_middle(
+    s3: tuple[str, int], local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = upload(local, "broken")
+    with serving(Proxy(s3, cuts=4)) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        fresh_clients()
+        assert contents(open_cache(url)) == contents(open_cache(local))
+        assert proxy.cut == 4
+    fresh_clients()
+
+
+def test_an_s3_connection_that_always_breaks(s3: tuple[str, int], local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = upload(local, "broken")
+    monkeypatch.setattr(remote, "ATTEMPTS", 2)
+    monkeypatch.setattr(fsspec.get_filesystem_class("s3"), "retries", 1)
+    with serving(Proxy(s3, cuts=float("inf"))) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        fresh_clients()
+        cache = open_cache(url)
+        with pytest.raises(QwenCacheError, match=rf"{url}/\w+\.tar: reading the bytes 0 to \d+ failed 2 times \(found"):
+            contents(cache)
+    fresh_clients()
+
+
+def test_what_cannot_get_better_is_not_tried_again(served: Server) -> None:
+    cache = open_cache(served.url)
+    shard = cache.row(0).shard
+    served.failures = itertools.repeat(403)
+    with pytest.raises(QwenCacheError, match=r"is refused \(found .*403(.|\n)*→ check the credentials"):
+        tensors(cache[0])
+    assert len(served.asked) == 1
+    (served.folder / shard).unlink()
+    with pytest.raises(FormatError, match=rf"{served.url}/{shard}: a shard that the manifest names is missing \[F6\]"):
+        tensors(cache[0])
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://bucket/nothing", r"s3://bucket/nothing: no cache.json here(.|\n)*\[F1\]\n  → check the address"),
+        ("s3://no-such-bucket/x", r"s3://no-such-bucket/x: no cache.json here(.|\n)*→ check the address"),
+        ("gopher://x/y", r"gopher://x/y/cache.json: reading is not possible \(found ValueError: Protocol not known"),
+        ("gs://x/y", r"gs:// needs a package that is missing \(found ImportError(.|\n)*→ pip install 'qwen-cache\[gs"),
+    ],
+)
+def test_addresses_that_lead_nowhere(
+    url: str, message: str, s3: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    monkeypatch.setattr(remote, "ATTEMPTS", 0)  # an attempt that is not the last would be the first of endless ones
+    with pytest.raises(QwenCacheError, match=message):
+        open_cache(url)
+
+
+def test_without_credentials_it_says_so_at_once(s3: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr(remote, "ATTEMPTS", 0)
+    fresh_clients()
+    with pytest.raises(QwenCacheError, match="NoCredentialsError: Unable to locate credentials"):
+        open_cache("s3://bucket/nothing")
+    fresh_clients()
+
+
+def test_a_server_without_ranges_is_refused_before_it_sends_a_shard(local: Path) -> None:
+    """Python's own http.server is one."""
+    asked: list[str] = []
+
+    class Plain(SimpleHTTPRequestHandler):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, directory=str(local))
+
+        def log_message(self, *_: Any) -> None:
+            asked.append(self.path)
+
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Plain)) as server:
+        cache = open_cache(f"http://127.0.0.1:{server.server_port}")
+        message = r"cache.json: the server does not answer requests for a range of bytes \(expected 1 bytes, found \d+ "
+        with pytest.raises(QwenCacheError, match=message):
+            tensors(cache[0])
+        result = run("qwen-cache", "verify", f"http://127.0.0.1:{server.server_port}")
+        assert result.code == 2
+        assert "does not answer requests for a range" in result.stderr
+    assert not any(path.endswith(".tar") for path in asked)
+
+
+# ---- bytes that are not what they should be --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [(), ("--set", "cache.compression=zstd")], ids=["plain", "compressed"])
+def test_flipped_bytes_on_the_server_are_refused_and_not_kept(
+    codec: tuple[str, ...], built: Callable[..., Path], tmp_path: Path
+) -> None:
+    local = built("edit-plus", (*SHARDS, *codec))
+    with serving(Server(Path(shutil.copytree(local, tmp_path / "damaged")))) as server:
+        cache = open_cache(server.url)
+        shard, offset = place(cache, 1)
+        flip(server.folder / shard, offset)
+        for name in cache.row(1).meta.tensors:  # of whatever tensor: a sample comes whole
+            with pytest.raises(FormatError, match=rf"^{server.url}/{shard}.*prompt_embeds of.*(\[F14\]|\[F18\])"):
+                cache[1].buffer(name)
+        flip(server.folder / shard, offset)
+        assert contents(cache) == contents(open_cache(local))
+
+
+@pytest.mark.parametrize("codec", [(), ("--set", "cache.compression=zstd")], ids=["plain", "compressed"])
+@pytest.mark.parametrize("opened", ["before", "after"])
+@pytest.mark.parametrize("damage", ["flipped", "zeros", "truncated", "longer"])
+def test_a_damaged_copy_is_fetched_again(
+    damage: str, opened: str, codec: tuple[str, ...], built: Callable[..., Path], copies: Path
+) -> None:
+    local = built("edit-plus", (*SHARDS, *codec))
+    with serving(Server(local)) as server:
+        cache = open_cache(server.url)
+        shard, offset = place(cache, 1)
+        tensors(cache[1])
+        copy = copies / f"{shard}.part"
+        assert copy.read_bytes()[offset] == (local / shard).read_bytes()[offset]
+        if damage == "flipped":
+            flip(copy, offset)
+        elif damage == "zeros":
+            with open(copy, "r+b") as file:
+                file.write(bytes(copy.stat().st_size))
+        elif opened == "after":
+            os.truncate(copy, offset if damage == "truncated" else 2 * copy.stat().st_size)
+        reader = cache if opened == "before" else open_cache(server.url)
+        assert tensors(reader[1]) == tensors(open_cache(local)[1])
+        again = damage != "longer" and (opened == "after" or damage != "truncated")
+        assert len(server.asked) == 1 + again
+
+
+def test_a_good_copy_outlives_damage_on_the_server(served: Server, local: Path) -> None:
+    before = contents(open_cache(served.url))
+    for path in served.folder.glob("*.tar"):
+        path.write_bytes(bytes(path.stat().st_size))
+    assert contents(open_cache(served.url)) == before == contents(open_cache(local))
+
+
+def test_a_copy_never_lies_outside_its_folder(served: Server, local: Path, tmp_path: Path, copies: Path) -> None:
+    """An index that names what lies elsewhere."""
+    path, name = served.folder / "cache.json", "../../../elsewhere"
+    rows = [replace(row, shard=name) for row in open_cache(local).rows()]
+    index = write_index(rows, 2)
+    (served.folder / "index.parquet").write_bytes(index)
+    value = json.loads(path.read_text())
+    value["index"] |= {"bytes": len(index), "xxh3_128": content_hash(index)}
+    path.write_text(json.dumps(value))
+    with pytest.raises(FormatError, match=r"not the name of a shard .*found \.\./\.\./\.\./elsewhere\) \[F6\]"):
+        tensors(open_cache(served.url)[0])
+    assert not list(tmp_path.rglob("elsewhere*"))
+
+
+def test_a_sample_beyond_its_shard_is_refused(served: Server) -> None:
+    """A manifest that says less than the index asks nobody for anything."""
+    path = served.folder / "cache.json"
+    value = json.loads(path.read_text())
+    for shard in value["shards"]:
+        shard["bytes"] = 1000
+    path.write_text(json.dumps(value))
+    with pytest.raises(FormatError, match=r"reaches beyond its shard \(expected at most 1000 bytes\) \[F16\]"):
+        tensors(open_cache(served.url)[0])
+    assert served.asked == []
+
+
+# ---- the disk --------------------------------------------------------------------------------------------------------
+
+
+def test_copies_stay_within_their_bound_and_views_of_removed_ones_hold(
+    served: Server, local: Path, copies: Path
+) -> None:
+    expected = contents(open_cache(local))
+    sizes = [row.entry.length for row in open_cache(local).rows()]
+    bound = 2 * max(sizes) + 20_000
+    cache = open_cache(served.url, local_copies_size=bound)
+    views = {}
+    chance = random.Random(0)
+    for _ in range(40):
+        sample = cache[chance.randrange(4)]
+        views[sample.key] = {name: sample.buffer(name) for name in sample.row.meta.tensors}
+        assert 0 < disk_bytes(copies) <= bound
+    assert len(served.asked) > 8, "nothing was removed"
+    assert {key: {name: bytes(view) for name, view in found.items()} for key, found in views.items()} == expected
+
+
+def test_a_copy_takes_the_room_of_what_was_read_and_not_of_its_shard(built: Callable[..., Path], copies: Path) -> None:
+    with serving(Server(built("edit-plus"))) as server:
+        for _ in range(3):
+            cache = open_cache(server.url, local_copies_size=100_000)
+            assert cache.manifest.shards[0].bytes > 200_000
+            tensors(cache[1])
+        assert len(server.asked) == 1
+
+
+def test_the_least_recently_used_goes_first(
+    served: Server, local: Path, copies: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "TOUCH_AFTER", 0)
+    rows = list(open_cache(local).rows())
+    cache = open_cache(served.url)
+    for i in (0, 1, 2, 3, 0, 2):
+        tensors(cache[i])
+    assert len(served.asked) == 4
+    smaller = int((disk_bytes(copies) - 5000) / 0.9)  # one must go
+    remote.LocalCopies(copies, smaller).evict()
+    assert {path.name.removesuffix(".part") for path in copies.glob("*.part")} == {rows[i].shard for i in (0, 2, 3)}
+
+
+def test_the_disk_gets_the_bytes_of_removed_copies_back(served: Server, copies: Path) -> None:
+    cache = open_cache(served.url, local_copies_size=1)
+    for _ in range(3):
+        for sample in cache:
+            tensors(sample)
+    held = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert [path for path in held if path.startswith(str(copies)) and path.endswith("(deleted)")] == []
+    assert disk_bytes(copies) == 0
+
+
+def test_a_copy_that_vanishes_is_made_again(served: Server, local: Path, copies: Path) -> None:
+    cache = open_cache(served.url)
+    contents(cache)
+    shutil.rmtree(copies)
+    assert contents(cache) == contents(open_cache(local))
+    assert len(served.asked) == 8
+
+
+def test_a_full_disk_names_the_settings(served: Server, monkeypatch: pytest.MonkeyPatch, copies: Path) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(QwenCacheError, match=r"\(found No space left on device\)\n  → set cache.local_copies to a"):
+        tensors(open_cache(served.url)[0])
+
+
+def test_copies_go_where_the_settings_say(served: Server, copies: Path, tmp_path: Path) -> None:
+    settings = load_config(None, ["cache.local_copies_size=3GB", f"cache.local_copies={tmp_path / 'mine'}"])
+    assert settings.cache.local_copies_size == 3_000_000_000
+    cache = open_cache(served.url, local_copies=settings.cache.local_copies)
+    tensors(cache[0])
+    tensors(pickle.loads(pickle.dumps(cache))[1])
+    assert len(list((tmp_path / "mine").glob("*.part"))) == 2
+    assert not copies.exists()
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda path: None,
+    "flipped": lambda path: flip(path, path.stat().st_size // 2),
+    "truncated": lambda path: os.truncate(path, 5000),
+    "longer": lambda path: os.truncate(path, path.stat().st_size + 512),
+    "missing": lambda path: path.unlink(),
+    "stray": lambda path: shutil.copyfile(path, path.with_name(f"{'0' * 32}.tar")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_verify_finds_behind_a_url_what_it_finds_in_the_folder(
+    damage: str, local: Path, s3: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where whole copies lie here: what is verified is what the server has."""
+    monkeypatch.setattr(remote, "BLOCK", 20_000)
+    contents(open_cache(upload(local, f"verify-{damage}")))
+    shards = Path(shutil.copytree(local, tmp_path / "shards"))
+    first = sorted(shards.glob("*.tar"))[0]
+    DAMAGE[damage](first)
+    fsspec.filesystem("s3").rm_file(f"{BUCKET}/verify-{damage}/{first.name}")
+    url = upload(shards, f"verify-{damage}")
+    theirs, ours = (run("qwen-cache", "verify", where, "--json") for where in (shards, url))
+    assert ours.code == theirs.code == (damage != "nothing"), ours.stderr
+    expected = [{**finding, "where": finding["where"].replace(str(shards), url)} for finding in faults(theirs)]
+    if damage == "stray":
+        expected = [{**finding, "do": "move it out of the folder"} for finding in expected]
+    assert faults(ours) == expected
+
+
+def faults(result: Any) -> list[dict[str, str]]:
+    return list(json.loads(result.stdout)["findings"])
+
+
+def test_verify_by_http_needs_no_listing(served: Server) -> None:
+    assert run("qwen-cache", "verify", served.url).code == 0
+    path = sorted(served.folder.glob("*.tar"))[0]
+    flip(path, 3000)
+    assert {finding["rule"] for finding in faults(run("qwen-cache", "verify", served.url, "--json"))} >= {"F6"}
+    assert run("qwen-cache", "verify", f"{served.url}/nothing").code == 2
+
+
+def test_inspect_says_the_same_and_opens_no_shard(served: Server, local: Path) -> None:
+    theirs, ours = (json.loads(run("qwen-cache", "inspect", w, "--json").stdout) for w in (local, served.url))
+    assert ours == {**{k: v for k, v in theirs.items() if k != "garbage_bytes"}, "cache": served.url}
+    assert served.asked == []
+    assert "4, 1 with an edit mask" in run("qwen-cache", "inspect", served.url).stdout
+
+
+def test_commands_of_a_user_on_s3(s3: tuple[str, int], local: Path) -> None:
+    url = upload(local, "commands")
+    done = command("qwen-cache", "verify", url)
+    assert (done.code, done.stdout) == (0, "")
+    assert f"{url}: every byte is as it was written" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Unclosed" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("gc",), ("build", "data", "--model", "model", "--out"), ("gc", "--dry-run")])
+def test_nothing_is_written_to_a_url(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("qwen-cache", *arguments, "s3://bucket/shards")
+    assert result.code == 2
+    assert "s3://bucket/shards: a cache is built and changed on a local disk only" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_from_s3_is_training_from_the_folder(
+    s3: tuple[str, int], local: Path, tiny_model: Callable[[str], Path], tmp_path: Path, copies: Path
+) -> None:
+    """The same losses and the same LoRA, bit for bit; the copies stay where the settings say."""
+    outcomes = []
+    for where in (str(local), upload(local, "train")):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        out = tmp_path / f"out-{len(outcomes)}"
+        settings = {
+            "train.output_dir": out,
+            "train.mixed_precision": "no",
+            "train.max_steps": 4,
+            "train.batch_size": 2,
+            "logging.tracker": "none",
+            "cache.local_copies": tmp_path / "mine",
+            "cache.local_copies_size": "1MB",
+        }
+        options = itertools.chain(*(("--set", f"{name}={value}") for name, value in settings.items()))
+        result = run("qwen-train", "run", where, "--model", tiny_model("edit-plus"), *options)
+        assert result.code == 0, result.stderr
+        lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        outcomes.append(([json.loads(line)["loss"] for line in lines], (out / "pytorch_lora_weights.safetensors")))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (losses, lora), (other_losses, other_lora) = outcomes
+    assert losses == other_losses
+    assert lora.read_bytes() == other_lora.read_bytes()
+    assert list((tmp_path / "mine").glob("*.part"))
+    assert not copies.exists()

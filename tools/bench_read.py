@@ -1,0 +1,384 @@
+"""Compare how fast one process reads the same samples out of different formats into padded batches.
+
+    python tools/bench_read.py [--total 2000] [--folder DIR] [--repeats 3] [--json]
+
+A sample is what Qwen-Image-Edit needs at a megapixel: two [4096, 64] latents and about 700 rows of prompt embeddings
+in bfloat16, 6 MB. Every reader gives the same samples to the same collation, which copies them into batch buffers that
+it reuses; only ours hashes what it reads (but for the second `memcpy`). Each measurement is a process of its own: time
+to the first batch, one pass that warms up and checks every byte, one pass that is timed. Files are in the page cache.
+
+`pip install webdataset litdata` for two of the others. mosaicml-streaming 0.13 asks for old versions of numpy and
+transformers: `pip install --no-deps mosaicml-streaming`, with what it imports. What is not installed is skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qwen_cache.format import directory
+from qwen_cache.format.cache import Sample, open_cache
+from qwen_cache.format.identity import Inputs, content_hash, copy_hashed, recipe_id
+from qwen_cache.format.sample import SampleMeta, TensorSpec
+from qwen_cache.format.update import Listed, commit_update, open_staging, plan_update, read_existing
+
+BATCH = 4
+CHUNK = 1 << 26  # bytes per shard or chunk, in every format that has them
+WIDTH = {"image_latents": 64, "control_latents": 64, "prompt_embeds": 3584}
+ORDERS = ("sequential", "shuffled")
+Tensors = dict[str, torch.Tensor]
+Rows = dict[str, int]
+Epoch = Callable[[], Iterator[Any]]
+"""Begins a pass over an opened dataset."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What is written: `count` samples of random numbers, of which each is the same in every format."""
+
+    count: int
+    side: int
+    text: int
+
+    def __getitem__(self, i: int) -> Tensors:
+        rows = {"image_latents": self.side**2, "control_latents": self.side**2, "prompt_embeds": self.text_length(i)}
+        generator = torch.Generator().manual_seed(i)
+        return {n: torch.randn(rows[n], width, generator=generator).bfloat16() for n, width in WIDTH.items()}
+
+    def text_length(self, i: int) -> int:
+        """Within a sixteenth of `text`, so that there is something to pad."""
+        return self.text + i * 37 % (self.text // 8 + 1) - self.text // 16
+
+    def longest(self) -> dict[str, int]:
+        text = max(self.text_length(i) for i in range(self.count))
+        return {"image_latents": self.side**2, "control_latents": self.side**2, "prompt_embeds": text}
+
+    def __iter__(self) -> Iterator[Tensors]:
+        return (self[i] for i in range(self.count))
+
+
+# ---- the formats: how each is written, and opened --------------------------------------------------------------------
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+
+
+def as_tensors(parts: dict[str, Any]) -> Tensors:
+    return {n: torch.frombuffer(parts[n], dtype=torch.bfloat16).view(-1, width) for n, width in WIDTH.items()}
+
+
+def order(count: int, shuffled: bool) -> list[int]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randperm(count, generator=generator).tolist() if shuffled else list(range(count))
+
+
+def write_cache(samples: Samples, folder: Path) -> None:
+    recipe = {"what": "random numbers"}
+    grid = (1, samples.side, samples.side)
+
+    def describe(i: int, tensors: Tensors) -> SampleMeta:
+        source = content_hash(str(i).encode())
+        specs = {n: TensorSpec("BF16", tuple(t.shape), content_hash(as_bytes(t))) for n, t in tensors.items()}
+        return SampleMeta(recipe_id(recipe), Inputs(source, (source,), None), f"edit {i}", (grid, grid), 0, specs)
+
+    with directory.writing(folder):
+        listed = [Listed(str(i), describe(i, {}).key) for i in range(samples.count)]
+        update = plan_update(folder, read_existing(folder, 2), 2, listed)
+        staging = open_staging(update, "bench", CHUNK)
+        for i, tensors in enumerate(samples):
+            staging.add(describe(i, tensors), {n: as_bytes(t) for n, t in tensors.items()})
+        commit_update(update, staging, {"default": recipe}, {"program": "bench_read"})
+
+
+def open_ours(folder: Path, shuffled: bool) -> Epoch:
+    cache = open_cache(folder)
+    return lambda: (cache[i] for i in order(len(cache), shuffled))
+
+
+def open_mapped(folder: Path, shuffled: bool) -> Epoch:
+    """Tensors that are mapped and touched already: what is left is the copy."""
+    samples = [sample.tensors() for sample in open_ours(folder, shuffled)()]
+    return lambda: iter(samples)
+
+
+def open_webdataset(folder: Path, shuffled: bool) -> Epoch:
+    """Out of our shards, which are webdataset's too."""
+    import safetensors.torch
+    import webdataset
+
+    names = [shard["name"] for shard in json.loads((folder / "cache.json").read_text())["shards"]]
+    shards = [str(folder / name) for name in names]
+    data = webdataset.WebDataset(shards, shardshuffle=len(shards) if shuffled else False, empty_check=False)
+    data = data.shuffle(100) if shuffled else data
+    return lambda: (safetensors.torch.load(item["safetensors"]) for item in data)
+
+
+def write_pt(samples: Samples, folder: Path) -> None:
+    for i, tensors in enumerate(samples):
+        torch.save(tensors, folder / f"{i:06}.pt")
+
+
+def open_pt(folder: Path, shuffled: bool) -> Epoch:
+    paths = sorted(folder.iterdir())
+    return lambda: (torch.load(paths[i], weights_only=True) for i in order(len(paths), shuffled))
+
+
+def write_safetensors(samples: Samples, folder: Path) -> None:
+    import safetensors.torch
+
+    for i, tensors in enumerate(samples):
+        safetensors.torch.save_file(tensors, folder / f"{i:06}.safetensors")
+
+
+def open_safetensors(folder: Path, shuffled: bool) -> Epoch:
+    import safetensors.torch
+
+    paths = sorted(folder.iterdir())
+    return lambda: (safetensors.torch.load_file(paths[i]) for i in order(len(paths), shuffled))
+
+
+def write_mds(samples: Samples, folder: Path) -> None:
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(folder), columns=dict.fromkeys(WIDTH, "bytes"), size_limit=CHUNK) as writer:
+        for tensors in samples:
+            writer.write({name: bytes(as_bytes(tensor)) for name, tensor in tensors.items()})
+
+
+def open_mds(folder: Path, shuffled: bool) -> Epoch:
+    from streaming import StreamingDataset
+
+    data = StreamingDataset(local=str(folder), shuffle=shuffled, batch_size=BATCH, num_canonical_nodes=1)
+    return lambda: (as_tensors(item) for item in data)
+
+
+def write_litdata(samples: Samples, folder: Path) -> None:
+    from litdata.streaming import Cache
+
+    cache = Cache(str(folder), chunk_bytes=CHUNK)
+    for i, tensors in enumerate(samples):
+        cache[i] = {name: tensor.view(torch.int16) for name, tensor in tensors.items()}  # it takes no bfloat16
+    cache.done()
+    cache.merge()
+
+
+def open_litdata(folder: Path, shuffled: bool) -> Epoch:
+    from litdata import StreamingDataset
+
+    data = StreamingDataset(str(folder), shuffle=shuffled)
+    return lambda: ({name: tensor.view(torch.bfloat16) for name, tensor in item.items()} for item in data)
+
+
+@dataclass(frozen=True)
+class Format:
+    """`module` is what must be installed. Formats that name the same `files` share them."""
+
+    files: str
+    write: Callable[[Samples, Path], None]
+    open: Callable[[Path, bool], Epoch]
+    module: str = "torch"
+    hashed: bool = False
+
+
+FORMATS = {
+    "memcpy": Format("qwen-cache", write_cache, open_mapped),
+    "memcpy + xxh3": Format("qwen-cache", write_cache, open_mapped, hashed=True),
+    "qwen-cache": Format("qwen-cache", write_cache, open_ours),
+    ".safetensors": Format("safetensors", write_safetensors, open_safetensors),
+    ".pt": Format("pt", write_pt, open_pt),
+    "webdataset": Format("qwen-cache", write_cache, open_webdataset, "webdataset"),
+    "MosaicML Streaming": Format("mds", write_mds, open_mds, "streaming"),
+    "LitData": Format("litdata", write_litdata, open_litdata, "litdata"),
+}
+
+
+# ---- one measurement -------------------------------------------------------------------------------------------------
+
+
+def collate(items: Iterator[Any], buffers: Tensors, hashed: bool) -> Iterator[list[Rows]]:
+    """Fill `buffers` with one padded batch after another; how many rows each sample has in them."""
+    while batch := list(itertools.islice(items, BATCH)):
+        rows = [count_rows(item) for item in batch]
+        for name, buffer in buffers.items():
+            padded = max(each[name] for each in rows)
+            for i, item in enumerate(batch):
+                place = buffer[i, : rows[i][name]]
+                buffer[i, rows[i][name] : padded] = 0
+                if isinstance(item, Sample):
+                    item.copy_into(name, place)
+                elif hashed:
+                    copy_hashed(as_bytes(item[name]), as_bytes(place))
+                else:
+                    place.copy_(item[name])
+        yield rows
+
+
+def count_rows(item: Sample | Tensors) -> Rows:
+    tensors = item.row.meta.tensors if isinstance(item, Sample) else item
+    return {name: tensors[name].shape[0] for name in WIDTH}
+
+
+def digests(rows: list[Rows], buffers: Tensors) -> list[str]:
+    """One hash for each sample of a batch, over all its tensors."""
+    for name, buffer in buffers.items():
+        padded = max(each[name] for each in rows)
+        assert not any(buffer[i, each[name] : padded].any() for i, each in enumerate(rows)), "padding is not zero"
+    pieces = ([as_bytes(buffers[n][i, :count]) for n, count in each.items()] for i, each in enumerate(rows))
+    return [content_hash("".join(map(content_hash, piece)).encode()) for piece in pieces]
+
+
+def cpu_seconds() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def measure(name: str, shuffled: bool, samples: Samples, root: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    kind, longest = FORMATS[name], samples.longest()
+    buffers = {n: torch.zeros(BATCH, longest[n], width, dtype=torch.bfloat16) for n, width in WIDTH.items()}
+    begin = time.perf_counter()
+    epoch = kind.open(root / kind.files, shuffled)
+    next(collate(epoch(), buffers, kind.hashed))
+    first = time.perf_counter() - begin
+    seen = [digest for rows in collate(epoch(), buffers, kind.hashed) for digest in digests(rows, buffers)]
+    cpu, wall, copied = cpu_seconds(), time.perf_counter(), 0
+    for rows in collate(epoch(), buffers, kind.hashed):
+        copied += sum(2 * each[n] * width for each in rows for n, width in WIDTH.items())
+    cpu, wall = cpu_seconds() - cpu, time.perf_counter() - wall
+    return {
+        "samples": len(seen),
+        "digest": content_hash("".join(sorted(seen) if shuffled else seen).encode()),
+        "cpu_seconds_per_gb": cpu / copied * 1e9,
+        "gb_per_second": copied / wall / 1e9,
+        "first_batch_seconds": first,
+    }
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--total", type=float, default=2000, help="MB that each format holds")
+    parser.add_argument("--folder", type=Path, help="where to write; what is there is used again (default: temporary)")
+    parser.add_argument("--repeats", type=int, default=3, help="of which the median is reported")
+    parser.add_argument("--side", type=int, default=64, help="of a picture, in tokens")
+    parser.add_argument("--text", type=int, default=700, help="tokens of prompt embeddings")
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--worker", nargs=2, metavar=("TASK", "FORMAT"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    size = 2 * (2 * options.side**2 * WIDTH["image_latents"] + options.text * WIDTH["prompt_embeds"])
+    samples = Samples(max(BATCH + 1, round(options.total * 1e6 / size)), options.side, options.text)
+    if options.worker:
+        task, name = options.worker
+        print(json.dumps(work(task, name, samples, options.folder)))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        arguments = [f"--{n}={getattr(options, n)}" for n in ("total", "side", "text")]
+        results, skipped = compare([*arguments, f"--folder={options.folder or temporary}"], options.repeats)
+    equal = all(len({result["digest"] for result in results[order].values()}) == 1 for order in ORDERS)
+    report = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "samples": samples.count,
+        "bytes_per_sample": size,
+        "equal": equal,
+        "skipped": skipped,
+        "results": results,
+    }
+    if options.json:
+        print(json.dumps(report, indent=1))
+    else:
+        show(report)
+    sys.exit(0 if equal else 1)
+
+
+def work(task: str, name: str, samples: Samples, root: Path) -> Any:
+    """In a process of its own: write a format, or measure a reader."""
+    if task in ORDERS:
+        return measure(name, task == "shuffled", samples, root)
+    folder = root / FORMATS[name].files
+    if not folder.exists():
+        partial_folder = root / f"{FORMATS[name].files}.partial"
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        partial_folder.mkdir(parents=True)
+        FORMATS[name].write(samples, partial_folder)
+        partial_folder.rename(folder)
+    return samples.count
+
+
+def run_worker(task: str, name: str, arguments: list[str]) -> Any:
+    """This script in a process of its own; what it printed last."""
+    command = [sys.executable, "-W", "ignore", __file__, *arguments, "--worker", task, name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{name}, {task}: {done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(arguments: list[str], repeats: int) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """The median of each reader in each order, and why others were left out. The order of processes alternates."""
+    skipped = {n: f"{kind.module} is not installed" for n, kind in FORMATS.items() if not find_spec(kind.module)}
+    names = [name for name in FORMATS if name not in skipped]
+    for name in names:
+        run_worker("write", name, arguments)
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {order: {name: [] for name in names} for order in ORDERS}
+    for repeat in range(repeats):
+        tasks = [(order, name) for order in ORDERS for name in names]
+        for order, name in reversed(tasks) if repeat % 2 else tasks:
+            print(f"{repeat + 1} of {repeats}: {name}, {order}", file=sys.stderr)
+            runs[order][name].append(run_worker(order, name, arguments))
+    return {order: {name: median(found) for name, found in each.items()} for order, each in runs.items()}, skipped
+
+
+def median(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of every number; what is not a number is the same in all runs, or the readers are not deterministic."""
+    assert len({run["digest"] for run in runs}) == 1, "passes differ"
+    return {n: statistics.median(run[n] for run in runs) if n != "digest" else v for n, v in runs[0].items()}
+
+
+def show(report: dict[str, Any]) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    size = report["samples"] * report["bytes_per_sample"] / 1e9
+    title = f"{report['samples']} samples, {size:.2f} GB, batches of {BATCH}; {report['machine']}"
+    table = Table("", title=title, box=SIMPLE, caption="sequential, then shuffled; CPU-seconds per GB of batches")
+    for column in ("CPU-s/GB", "", "× memcpy", "", "GB/s", "", "first batch", ""):
+        table.add_column(column, justify="right", no_wrap=True)
+    columns = [report["results"][order] for order in ORDERS]
+    for name in columns[0]:
+        cpu = [found[name]["cpu_seconds_per_gb"] for found in columns]
+        ratios = [each / found["memcpy"]["cpu_seconds_per_gb"] for each, found in zip(cpu, columns, strict=True)]
+        speeds = [found[name]["gb_per_second"] for found in columns]
+        firsts = ["" if name.startswith("memcpy") else f"{f[name]['first_batch_seconds']:.2f} s" for f in columns]
+        cells = [f"{x:.3f}" for x in cpu] + [f"{x:.2f}" for x in ratios] + [f"{x:.1f}" for x in speeds]
+        table.add_row(name, *cells, *firsts)
+    console = Console(width=110)
+    console.print(table)
+    for name, reason in report["skipped"].items():
+        console.print(f"{name} was left out: {reason}")
+    if not report["equal"]:
+        console.print("[bold]The readers did not give the same batches.[/bold]")
+
+
+if __name__ == "__main__":
+    main()
