@@ -528,6 +528,18 @@ def test_without_credentials_it_says_so_at_once(s3: tuple[str, int], monkeypatch
     fresh_clients()
 
 
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_a_server_that_does_not_answer_is_not_one_without_the_file(command: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    result = run("qwen-cache", command, f"http://127.0.0.1:{port}/shards")
+    assert result.code == 2
+    assert f"http://127.0.0.1:{port}/shards/cache.json" in result.stderr
+    assert "failed 5 times (found ClientConnectorError" in result.stderr
+    assert "check the connection" in result.stderr
+
+
 def test_a_server_without_ranges_is_refused_before_it_sends_a_shard(local: Path) -> None:
     """Python's own http.server is one."""
     asked: list[str] = []

@@ -152,9 +152,10 @@ class Url:
             try:
                 files, base = url_to_fs(self.root)
                 return operation(files, f"{base.rstrip('/')}/{self.path}")
-            except FileNotFoundError:
-                raise
-            except Exception as error:
+            except Exception as raised:
+                error = _true_cause(raised)
+                if isinstance(error, FileNotFoundError):
+                    raise
                 if attempt == ATTEMPTS or _is_final(error):
                     raise self._refusal(error, what, attempt) from error
                 time.sleep(FIRST_WAIT * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
@@ -167,7 +168,7 @@ class Url:
             extra = EXTRAS.get(protocol)
             do = f"pip install 'qwen-cache[{extra}]'" if extra else "install what is missing"
             return QwenCacheError(f"{protocol}:// needs a package that is missing", where=self, found=reason, do=do)
-        if isinstance(error, PermissionError) or _status(error) in (401, 403):
+        if isinstance(error, PermissionError) or _status(error) in (401, 403) or _is_about_credentials(error):
             do = "check the credentials, and that the address is right: many servers hide so what does not exist"
             return QwenCacheError(f"{what} is refused", where=self, found=reason, do=do)
         if _is_final(error):
@@ -184,8 +185,22 @@ def _is_final(error: Exception) -> bool:
         isinstance(error, (*kinds, NotImplementedError))
         or (status is not None and 400 <= status < 500 and status not in (408, 425, 429))
         or (isinstance(error, OSError) and error.errno == EINVAL)  # as s3fs calls a request that S3 finds invalid
-        or "Credentials" in type(error).__name__  # of botocore and google.auth, which may not be installed
+        or _is_about_credentials(error)
     )
+
+
+def _true_cause(error: Exception) -> Exception:
+    """What is wrong when a file is said to be missing: fsspec's HTTP says so of a server that does not answer, too."""
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+        return error
+    unreachable = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+    return cause if unreachable or _status(cause) not in (None, 404, 410) else error
+
+
+def _is_about_credentials(error: Exception) -> bool:
+    """Of botocore or google.auth, which may not be installed."""
+    return "Credentials" in type(error).__name__
 
 
 def _status(error: Exception) -> int | None:
