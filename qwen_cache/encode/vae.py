@@ -1,7 +1,7 @@
 """The VAE lane: one picture in, its normalised and packed latents out, through the stock modules.
 
 What it computes is what the pipelines condition on: Lanczos resize from the original pixels, the mode of the posterior,
-`(z - latents_mean) / latents_std`, and packing of 2×2 patches.
+`(z - latents_mean) / latents_std`, and packing of 2×2 patches. Its convolutions run in two dimensions (`single_frame`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from jaxtyping import Float
 from PIL import Image
 
 from qwen_cache.encode.loading import load_whole
+from qwen_cache.encode.single_frame import for_single_frames
 from qwen_cache.encode.sizes import Size
 from qwen_cache.model_folder import ModelFolder
 
@@ -20,7 +21,7 @@ class VaeEncoder:
     """AutoencoderKLQwenImage on its own device."""
 
     def __init__(self, model: ModelFolder, device: torch.device, dtype: torch.dtype) -> None:
-        vae = load_whole(AutoencoderKLQwenImage, model.part("vae"), torch_dtype=dtype).to(device)
+        vae = for_single_frames(load_whole(AutoencoderKLQwenImage, model.part("vae"), torch_dtype=dtype)).to(device)
         # the stock pipeline without its other parts: its own preprocessing, normalisation and packing
         self.pipeline = QwenImageEditPlusPipeline(None, vae, None, None, None, None)
         self.device, self.dtype = device, dtype

@@ -6,6 +6,7 @@ decoder gives the picture back.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from functools import cache
@@ -22,6 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from qwen_cache.encode.builder import ENCODER_PARTS
+from qwen_cache.encode.single_frame import for_single_frames
 from qwen_cache.encode.sizes import calculate_dimensions
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format.errors import SourceError
@@ -134,6 +136,48 @@ def test_latents_are_the_mode_of_the_posterior_and_no_draw(
         with torch.no_grad():
             draw = vae.encode(pipeline.image_processor.preprocess(original).unsqueeze(2)).latent_dist.sample()
         assert relative(plain_tokens(((draw - mean) / std)[:, :, 0]), ours) > 0.01
+
+
+# ---- two dimensions --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real_vae() -> AutoencoderKLQwenImage:
+    """The structure and size of the trained one, with random weights."""
+    torch.manual_seed(0)
+    return AutoencoderKLQwenImage().eval()
+
+
+@pytest.mark.parametrize("size", [(64, 64), (96, 32)])
+def test_two_dimensions_give_what_three_give_with_nothing_before_the_picture(
+    size: Size, real_vae: AutoencoderKLQwenImage
+) -> None:
+    ours = for_single_frames(copy.deepcopy(real_vae))
+    pixels, latents = torch.randn(2, 3, 1, *size), torch.randn(2, 16, 1, size[0] // 8, size[1] // 8)
+    with torch.no_grad():
+        assert relative(ours.encode(pixels).latent_dist.mode(), real_vae.encode(pixels).latent_dist.mode()) < 1e-5
+        assert relative(ours.decode(latents).sample, real_vae.decode(latents).sample) < 1e-5
+
+
+def test_no_convolution_of_a_build_has_three_dimensions(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the patches of the text encoder's vision tower, which transformers writes so."""
+    seen: list[tuple[int, ...]] = []
+    convolve = torch.nn.Conv3d._conv_forward
+
+    def count(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        seen.append(self.kernel_size)
+        return convolve(self, x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.Conv3d, "_conv_forward", count)
+    build_cache(tmp_path, {"it": case(SEVERAL["two"], "make it blue")}, tiny_model("edit-plus"))
+    assert set(seen) == {(2, 14, 14)}
+
+
+def test_more_frames_than_one_are_refused(real_vae: AutoencoderKLQwenImage) -> None:
+    with pytest.raises(ValueError, match="made for single pictures, found 4 frames"):
+        for_single_frames(copy.deepcopy(real_vae)).encode(torch.randn(1, 3, 5, 32, 32))
 
 
 # ---- the picture comes back ------------------------------------------------------------------------------------------
