@@ -91,20 +91,21 @@ def _encode(job: Job, existing: Existing, plan: Plan, as_json: bool) -> int:
 
 
 def load_lanes(job: Job) -> Lanes:
-    """Both encoders, each on its device."""
+    """Both encoders, each on its devices."""
     import torch
 
-    from qwen_cache.encode.devices import choose_device
+    from qwen_cache.encode.devices import choose_devices
     from qwen_cache.encode.lanes import Lanes
     from qwen_cache.encode.text import TextEncoder
     from qwen_cache.encode.vae import VaeEncoder
     from qwen_cache.format.identity import recipe_id
 
     cache = job.config.cache
-    vae_device = choose_device(cache.vae_device, "--vae-device", preferred=0)
-    text_device = choose_device(cache.text_device, "--text-device", preferred=1)
+    vae_devices = choose_devices(cache.vae_device, "--vae-device", preferred=0)
+    text_devices = choose_devices(cache.text_device, "--text-device", preferred=1)
     dtype = getattr(torch, cache.dtype)
-    vae, text = VaeEncoder(job.model, vae_device, dtype), TextEncoder(job.model, text_device, dtype)
+    vae = [VaeEncoder(job.model, device, dtype) for device in vae_devices]
+    text = [TextEncoder(job.model, device, dtype) for device in text_devices]
     return Lanes(vae, text, recipe_id(job.recipe), job.condition_image_size, job.format_version)
 
 

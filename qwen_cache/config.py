@@ -61,9 +61,9 @@ class CacheConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """What the encoders compute in, and what is stored."""
     vae_device: str = "auto"
-    """The device of the VAE; `auto` is the first accelerator, or the CPU."""
+    """The device of the VAE, or several with commas; `auto` is the first accelerator, or the CPU."""
     text_device: str = "auto"
-    """The device of the text encoder; `auto` is the second accelerator, else the first, or the CPU."""
+    """The device of the text encoder, or several; `auto` is the second accelerator, else the first, or the CPU."""
     compression: Literal["none", "zstd"] = "none"
     """zstd: 0.7 of the bytes; worth it when what is read from is slower than 0.8 GB/s. v2 only."""
     shard_size: ByteSize = ByteSize(1_000_000_000)

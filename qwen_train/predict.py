@@ -110,7 +110,7 @@ def encode_prompts(
     encoder = TextEncoder(model, devices.text, dtype)
     area = TEMPLATES[model.pipeline].condition_image_size
     seen = [p.resize(calculate_dimensions(area, p.size), Image.Resampling.LANCZOS) for p in pictures]
-    prefix = encoder.read(seen)
+    prefix = encoder.read(encoder.inputs(seen))
     arguments: dict[str, torch.Tensor] = {}
     for name, text in (("prompt_embeds", prompt), ("negative_prompt_embeds", negative_prompt)):
         if text is not None:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from qwen_cache.encode.lanes import InFlight, Lanes
 
 ENCODER_PARTS = ("vae", "text_encoder", "tokenizer", "processor")
-IN_FLIGHT = 8  # samples decoded ahead of the writer: enough for uneven lanes, about 100 MB of pixels
+IN_FLIGHT = 16  # samples ahead of the writer: enough for uneven lanes, about 300 MB of pixels at a megapixel
 DEFAULT_RECIPE = "default"
 
 

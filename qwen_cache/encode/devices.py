@@ -15,6 +15,11 @@ def available_devices() -> list[str]:
     return ["cpu"]
 
 
+def choose_devices(names: str, option: str, preferred: int = 0) -> list[torch.device]:
+    """The devices called `names`, separated by commas."""
+    return [choose_device(name.strip(), option, preferred) for name in names.split(",")]
+
+
 def choose_device(name: str, option: str, preferred: int = 0) -> torch.device:
     """The device called `name`; `auto` is accelerator number `preferred`, else the last there is, else the CPU."""
     devices = available_devices()

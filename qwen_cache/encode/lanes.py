@@ -1,19 +1,22 @@
 """decode → VAE ∥ text: the two encoders at work on their own devices, at the same time.
 
-One thread for each encoder and a few that decode, so that the slower encoder decides the time. What is in flight is
-bounded by whoever submits: a sample is decoded when it is submitted, and held until its result is taken. A picture that
-was just encoded is not encoded again, and samples about the same pictures, one after the other, share their prefix.
+One thread for each copy of an encoder, which does nothing but feed its device, and as many as there are cores for
+decoding, resizing and whatever else the CPU does; so the slower encoder decides the time. Work goes to the copy that
+has the least of it, which changes nothing in the result. What is in flight is bounded by whoever submits. A picture
+that was just encoded is not encoded again, and samples about the same pictures, one after the other, share their
+prefix.
 """
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -28,8 +31,10 @@ from qwen_cache.format.errors import QwenCacheError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, SampleMeta, TensorSpec
 
-DECODE_THREADS = 4
+DECODE_THREADS = min(32, max(4, os.cpu_count() or 1))
 LATENTS_KEPT = 256  # of pictures that may come again: 128 MB at a megapixel in bfloat16
+Encoder = TypeVar("Encoder")
+Result = TypeVar("Result")
 _SAFETENSORS_NAME = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
@@ -52,19 +57,43 @@ class InFlight:
     mask: Future[torch.Tensor] | None
 
 
+class Lane(Generic[Encoder]):
+    """One copy of an encoder on its device, and the thread that feeds it."""
+
+    def __init__(self, encoder: Encoder, name: str) -> None:
+        self.encoder, self.thread = encoder, ThreadPoolExecutor(1, name)
+        self._open: set[Future[Any]] = set()
+
+    @property
+    def load(self) -> int:
+        """How many pieces of work it has."""
+        return len(self._open)
+
+    def submit(self, work: Callable[[Encoder], Result]) -> Future[Result]:
+        future = self.thread.submit(work, self.encoder)
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        return future
+
+
 class Lanes:
-    """Both encoders. Leaving the context drops what has not begun."""
+    """Both encoders, each in one copy or more. Leaving the context drops what has not begun."""
 
     def __init__(
-        self, vae: VaeEncoder, text: TextEncoder, recipe_id: str, condition_image_size: int, format_version: int
+        self,
+        vae: Sequence[VaeEncoder],
+        text: Sequence[TextEncoder],
+        recipe_id: str,
+        condition_image_size: int,
+        format_version: int,
     ) -> None:
-        self.vae, self.text = vae, text
         self.recipe_id, self.condition_image_size, self.format_version = recipe_id, condition_image_size, format_version
         self.decoders = ThreadPoolExecutor(DECODE_THREADS, "decode")
-        self.vae_lane, self.text_lane = ThreadPoolExecutor(1, "vae"), ThreadPoolExecutor(1, "text")
+        self.vae = [Lane(encoder, f"vae-{i}") for i, encoder in enumerate(vae)]
+        self.text = [Lane(encoder, f"text-{i}") for i, encoder in enumerate(text)]
         self._known: OrderedDict[tuple[str, Size], Future[torch.Tensor]] = OrderedDict()
         self._about: tuple[str, ...] | None = None
-        self._shared: Future[tuple[Prefix, torch.Tensor]]
+        self._shared: tuple[Lane[TextEncoder], Future[tuple[Prefix, torch.Tensor]]]
 
     def __enter__(self) -> Self:
         return self
@@ -72,7 +101,8 @@ class Lanes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for pool in (self.decoders, self.vae_lane, self.text_lane):
+        lanes: list[Lane[Any]] = [*self.vae, *self.text]
+        for pool in (self.decoders, *(lane.thread for lane in lanes)):
             pool.shutdown(wait=True, cancel_futures=True)
 
     def submit(self, sample: Planned) -> InFlight:
@@ -97,7 +127,7 @@ class Lanes:
             self._about = inputs.controls
             self._shared = self._read([picture(*each) for each in zip(row.controls, inputs.controls, strict=True)])
         mask = self.decoders.submit(self._mask, sample) if row.mask else None
-        return InFlight(sample, latents, self._embed(self._shared, row.prompt), mask)
+        return InFlight(sample, latents, self._embed(*self._shared, row.prompt), mask)
 
     def result(self, work: InFlight) -> tuple[SampleMeta, dict[str, memoryview]]:
         """Wait for both lanes; the sample's metadata and the bytes of its tensors."""
@@ -115,24 +145,31 @@ class Lanes:
         )
 
     def _encode_picture(self, picture: Future[Image.Image], size: Size) -> Future[torch.Tensor]:
-        return self.vae_lane.submit(lambda: self.vae.encode(picture.result(), size))
+        lane = min(self.vae, key=lambda lane: lane.load)
+        pixels = self.decoders.submit(lambda: lane.encoder.pixels(picture.result(), size))
+        return lane.submit(lambda vae: vae.encode(pixels.result()))
 
-    def _read(self, pictures: Sequence[Future[Image.Image]]) -> Future[tuple[Prefix, torch.Tensor]]:
-        """The prefix of these pictures, and their empty prompt."""
-        seen = [self.decoders.submit(self._for_text, picture) for picture in pictures]
+    def _read(
+        self, pictures: Sequence[Future[Image.Image]]
+    ) -> tuple[Lane[TextEncoder], Future[tuple[Prefix, torch.Tensor]]]:
+        """The prefix of these pictures, their empty prompt, and the lane that has the keys and values."""
+        lane = min(self.text, key=lambda lane: lane.load)
+        inputs = self.decoders.submit(lambda: lane.encoder.inputs([self._for_text(p.result()) for p in pictures]))
 
-        def read() -> tuple[Prefix, torch.Tensor]:
-            prefix = self.text.read([picture.result() for picture in seen])
-            return prefix, self.text.embed(prefix, "")
+        def read(text: TextEncoder) -> tuple[Prefix, torch.Tensor]:
+            prefix = text.read(inputs.result())
+            return prefix, text.embed(prefix, "")
 
-        return self.text_lane.submit(read)
+        return lane, lane.submit(read)
 
-    def _embed(self, shared: Future[tuple[Prefix, torch.Tensor]], prompt: str) -> Future[EncodedText]:
-        def embed() -> EncodedText:
+    def _embed(
+        self, lane: Lane[TextEncoder], shared: Future[tuple[Prefix, torch.Tensor]], prompt: str
+    ) -> Future[EncodedText]:
+        def embed(text: TextEncoder) -> EncodedText:
             prefix, empty = shared.result()
-            return EncodedText(prefix.embeds, self.text.embed(prefix, prompt), empty)
+            return EncodedText(prefix.embeds, text.embed(prefix, prompt), empty)
 
-        return self.text_lane.submit(embed)
+        return lane.submit(embed)
 
     def _describe(
         self, sample: Planned, tensors: dict[str, torch.Tensor], prefix_length: int
@@ -157,8 +194,7 @@ class Lanes:
         assert digest is not None
         return mask_tokens(open_mask(read_again(path, digest), str(path)), sample.sizes[0])
 
-    def _for_text(self, decoded: Future[Image.Image]) -> Image.Image:
-        picture = decoded.result()  # its decoder was submitted before this one, so it is not waited for in a circle
+    def _for_text(self, picture: Image.Image) -> Image.Image:
         size = calculate_dimensions(self.condition_image_size, picture.size)
         return picture.resize(size, Image.Resampling.LANCZOS)
 

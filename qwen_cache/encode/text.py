@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -79,17 +80,39 @@ class TextEncoder:
         whole = load_whole(Qwen2_5_VLForConditionalGeneration, model.part("text_encoder"), dtype=dtype)
         self.model = whole.model.to(device)
         self.device = device
+        self._tokenizing = Lock()  # fast tokenizers may not be used by two threads at once
+
+    def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+        """What the model takes for `pictures` (RGB, already resized for the encoder) before any prompt, on the CPU.
+
+        For any thread, one at a time. Without pictures nothing is shared by prompts, and it is empty.
+        """
+        if not pictures:
+            return {}
+        assert self.processor is not None
+        with self._tokenizing:
+            inputs = self.processor(
+                text=[self._split("", len(pictures))[0]], images=list(pictures), return_tensors="pt"
+            )
+        if "mm_token_type_ids" not in inputs:
+            raise ModelError(
+                "the processor returned no mm_token_type_ids: positions would silently be one-dimensional",
+                do="install the version of transformers that qwen-cache asks for",
+            )
+        pin = self.device.type == "cuda"
+        return {name: tensor.pin_memory() if pin else tensor for name, tensor in inputs.items()}
 
     @torch.inference_mode()
-    def read(self, pictures: Sequence[Image.Image]) -> Prefix:
-        """Run everything up to the end of the last of `pictures` (RGB, already resized for the encoder)."""
-        if not pictures:
+    def read(self, inputs: dict[str, torch.Tensor]) -> Prefix:
+        """Run everything up to the end of the last picture."""
+        if not inputs:
             return Prefix(0, torch.empty(0, self.model.config.text_config.hidden_size, dtype=self.model.dtype), None, 0)
-        inputs = self._inputs(pictures)
+        pictures = len(inputs["image_grid_thw"])
+        inputs = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
         output = self.model(**inputs, use_cache=True)
         past, hidden = output.past_key_values, output.last_hidden_state[0]
         next_position = past.get_seq_length() + int(self.model.rope_deltas)
-        return Prefix(len(pictures), hidden[self.template.drop_idx :].cpu(), past, next_position)
+        return Prefix(pictures, hidden[self.template.drop_idx :].cpu(), past, next_position)
 
     @torch.inference_mode()
     def embed(self, prefix: Prefix, prompt: str) -> Float[torch.Tensor, "_ D"]:
@@ -110,17 +133,6 @@ class TextEncoder:
         embeds: torch.Tensor = output.last_hidden_state[0].cpu()
         return embeds
 
-    def _inputs(self, pictures: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
-        """What the model takes for `pictures` before any prompt."""
-        assert self.processor is not None
-        inputs = self.processor(text=[self._split("", len(pictures))[0]], images=list(pictures), return_tensors="pt")
-        if "mm_token_type_ids" not in inputs:
-            raise ModelError(
-                "the processor returned no mm_token_type_ids: positions would silently be one-dimensional",
-                do="install the version of transformers that qwen-cache asks for",
-            )
-        return dict(inputs.to(self.device))
-
     def _split(self, prompt: str, pictures: int) -> tuple[str, str]:
         """The whole input up to the end of the last picture, and what follows.
 
@@ -130,5 +142,6 @@ class TextEncoder:
         return "".join(part + VISION_END for part in before), after
 
     def _ids(self, text: str) -> torch.Tensor:
-        ids: torch.Tensor = self.tokenizer(text, return_tensors="pt")["input_ids"]
+        with self._tokenizing:
+            ids: torch.Tensor = self.tokenizer(text, return_tensors="pt")["input_ids"]
         return ids.to(self.device)

@@ -26,12 +26,17 @@ class VaeEncoder:
         self.pipeline = QwenImageEditPlusPipeline(None, vae, None, None, None, None)
         self.device, self.dtype = device, dtype
 
-    @torch.inference_mode()
-    def encode(self, picture: Image.Image, size: Size) -> Float[torch.Tensor, " S 64"]:
-        """The latents of an RGB picture at `size` (width, height) pixels, on the CPU."""
+    def pixels(self, picture: Image.Image, size: Size) -> Float[torch.Tensor, "1 3 1 H W"]:
+        """An RGB picture at `size` (width, height) pixels as the VAE takes it, on the CPU. For any thread."""
         width, height = size
-        pixels = self.pipeline.image_processor.preprocess(picture, height, width).unsqueeze(2)
-        latents = self.pipeline._encode_vae_image(pixels.to(self.device, self.dtype), generator=None)
+        pixels: torch.Tensor = self.pipeline.image_processor.preprocess(picture, height, width).unsqueeze(2)
+        pixels = pixels.to(self.dtype)
+        return pixels.pin_memory() if self.device.type == "cuda" else pixels
+
+    @torch.inference_mode()
+    def encode(self, pixels: Float[torch.Tensor, "1 3 1 H W"]) -> Float[torch.Tensor, " S 64"]:
+        """The latents of a picture, on the CPU."""
+        latents = self.pipeline._encode_vae_image(pixels.to(self.device, non_blocking=True), generator=None)
         _, channels, _, h, w = latents.shape
         packed: torch.Tensor = self.pipeline._pack_latents(latents, 1, channels, h, w)
         return packed[0].cpu()

@@ -76,7 +76,7 @@ def pictures(count: int) -> list[Image.Image]:
 
 def our_embeds(encoder: TextEncoder, controls: list[Image.Image], *prompts: str) -> list[Tensor]:
     """`[L, D]` of each prompt, all on one prefix."""
-    prefix = encoder.read(controls)
+    prefix = encoder.read(encoder.inputs(controls))
     return [torch.cat([prefix.embeds, encoder.embed(prefix, prompt)]) for prompt in prompts]
 
 
@@ -247,7 +247,7 @@ def test_a_processor_without_token_types_is_refused(text_encoder: TextEncoders) 
         patch.object(ImageOnlyQwen2VLProcessor, "__call__", forget),
         pytest.raises(ModelError, match="no mm_token_type_ids: positions would silently be one-dimensional"),
     ):
-        text_encoder("edit-plus").read(pictures(1))
+        text_encoder("edit-plus").inputs(pictures(1))
 
 
 @pytest.mark.parametrize("variant", ["edit", "edit-plus", "edit-2511"])

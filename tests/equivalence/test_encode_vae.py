@@ -68,6 +68,10 @@ def pipeline(tiny_model: TinyModel) -> QwenImageEditPlusPipeline:
     return stock_pipeline(tiny_model("edit-plus"), "edit-plus")
 
 
+def encoded(vae: VaeEncoder, original: Image.Image, size: Size) -> Tensor:
+    return vae.encode(vae.pixels(original, size))
+
+
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
@@ -104,7 +108,7 @@ def test_latents_are_those_of_the_pipeline(
     with torch.no_grad():
         latents = stock._encode_vae_image(pixels.to(dtype), generator=None)
     assert latents.shape == (1, 16, 1, size[1] // 8, size[0] // 8)
-    ours = vae_encoder(dtype).encode(original, size)
+    ours = encoded(vae_encoder(dtype), original, size)
     assert_same(ours, stock._pack_latents(latents, 1, 16, size[1] // 8, size[0] // 8)[0])
     assert_same(ours, plain_tokens(plain_latents(stock.vae, original, size)))
 
@@ -116,7 +120,7 @@ def test_the_pipeline_unpacks_what_is_packed(
     """Trap 14: five dimensions, the frame among them, with every number in its place."""
     width, height = size
     original = picture("coffee.png", (200, 150))
-    packed = vae_encoder(torch.float32).encode(original, size)
+    packed = encoded(vae_encoder(torch.float32), original, size)
     unpacked = pipeline._unpack_latents(packed[None], height, width, pipeline.vae_scale_factor)
     assert unpacked.shape == (1, 16, 1, height // 8, width // 8)
     expected = plain_latents(pipeline.vae, original, size)
@@ -131,7 +135,7 @@ def test_latents_are_the_mode_of_the_posterior_and_no_draw(
     vae, (mean, std) = pipeline.vae, mean_and_std(pipeline)
     for seed in (0, 1):
         torch.manual_seed(seed)
-        ours = vae_encoder(torch.float32).encode(original, original.size)
+        ours = encoded(vae_encoder(torch.float32), original, original.size)
         assert_same(ours, plain_tokens(plain_latents(vae, original, original.size)))
         with torch.no_grad():
             draw = vae.encode(pipeline.image_processor.preprocess(original).unsqueeze(2)).latent_dist.sample()
