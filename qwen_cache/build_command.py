@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from qwen_cache.format.update import Existing
 if TYPE_CHECKING:
     from qwen_cache.encode.lanes import Lanes
 
+SIZES_SHOWN = 6  # of targets, in the line below the plan
 SHOWN = 20  # problems and changed samples that are listed before "and so many more"
 PIXELS_PER_CONDITION_TOKEN = 28 * 28  # Qwen2.5-VL: patches of 14, merged 2×2
 BYTES_PER_TEXT_TOKEN = 4  # English; only for the estimate
@@ -106,7 +106,7 @@ def load_lanes(job: Job) -> Lanes:
     dtype = getattr(torch, cache.dtype)
     vae = [VaeEncoder(job.model, device, dtype) for device in vae_devices]
     text = [TextEncoder(job.model, device, dtype) for device in text_devices]
-    return Lanes(vae, text, recipe_id(job.recipe), job.condition_image_size, job.format_version)
+    return Lanes(vae, text, recipe_id(job.recipe), job.condition_image_size, job.format_version, job.resolution.crop)
 
 
 def _print_plan(job: Job, plan: Plan, as_json: bool) -> None:
@@ -117,6 +117,10 @@ def _print_plan(job: Job, plan: Plan, as_json: bool) -> None:
     out.print(f"[bold]model[/]   {job.model.name}  ({job.model.pipeline}, {job.recipe['dtype']})")
     size = sum(_estimate(sample, job) for sample in plan.to_encode)
     out.print(f"[bold]plan[/]    {plan.summary()}" + (f"; about {human_bytes(size)}" if size else ""))
+    if sizes := plan.target_sizes():
+        shown = [f"{width}×{height}: {count}" for (width, height), count in sizes.items()]
+        more = f", and {plural(len(shown) - SIZES_SHOWN, 'size')} more" if len(shown) > SIZES_SHOWN else ""
+        out.print(f"[bold]targets[/] {', '.join(shown[:SIZES_SHOWN])}{more}")
     if job.masks_left_out:
         out.print(f"        {plural(job.masks_left_out, 'edit mask')} left out: format v1 has none")
     if plan.repeated:
@@ -128,10 +132,11 @@ def _print_plan(job: Job, plan: Plan, as_json: bool) -> None:
         out.print(f"        {sample.row.name}: {', '.join(sample.reasons)}", markup=False)
     if len(changed) > SHOWN:
         out.print(f"        and {len(changed) - SHOWN} more")
-    _print_problems(plan.problems)
+    print_problems(plan.problems)
 
 
-def _print_problems(problems: tuple[Problem, ...]) -> None:
+def print_problems(problems: tuple[Problem, ...]) -> None:
+    """What is wrong with the source."""
     if not problems:
         return
     out = console()
@@ -148,6 +153,7 @@ def _plan_json(job: Job, plan: Plan) -> dict[str, Any]:
         "cached": plan.cached,
         "reasons": plan.reason_counts(),
         "samples": [{"name": s.row.name, "key": s.key, "reasons": list(s.reasons)} for s in plan.to_encode],
+        "target_sizes": [{"width": w, "height": h, "samples": n} for (w, h), n in plan.target_sizes().items()],
         "repeated": plan.repeated,
         "removed": list(plan.removed),
         "problems": [{"where": p.where, "what": p.what, "do": p.do} for p in plan.problems],
@@ -157,8 +163,7 @@ def _plan_json(job: Job, plan: Plan) -> dict[str, Any]:
 
 def _estimate(sample: Planned, job: Job) -> int:
     """About how many bytes a sample will take."""
-    text_config = json.loads((job.model.part("text_encoder") / "config.json").read_text(encoding="utf-8"))
-    width: int = text_config.get("text_config", text_config)["hidden_size"]
+    width = job.model.text_width
     pictures = len(sample.sizes) - 1
     picture_tokens = pictures * math.ceil(job.condition_image_size / PIXELS_PER_CONDITION_TOKEN)
     text_tokens = picture_tokens + len(sample.row.prompt.encode()) // BYTES_PER_TEXT_TOKEN + 10

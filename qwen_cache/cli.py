@@ -65,6 +65,15 @@ def build(
     return run_build(settings, source, dry_run=dry_run, check=check, as_json=json)
 
 
+@app.command(hidden=True)
+def feed(source: str, settings: str) -> int:
+    """Encode what is asked for on stdin; for `qwen-train run --encode-on-the-fly`."""
+    from qwen_cache.config import Config
+    from qwen_cache.feed_command import run_feed
+
+    return run_feed(Config.model_validate_json(settings), source)
+
+
 @app.command()
 def verify(cache: ReadPath = "shards", json: Json = False) -> int:
     """Check every byte of a cache against what was written."""

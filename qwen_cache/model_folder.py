@@ -36,6 +36,12 @@ class ModelFolder:
         return self.pipeline != "QwenImagePipeline"
 
     @property
+    def text_width(self) -> int:
+        """The width of the text encoder's embeddings."""
+        config = json.loads((self.part("text_encoder") / "config.json").read_text(encoding="utf-8"))
+        return int(config.get("text_config", config)["hidden_size"])
+
+    @property
     def max_controls(self) -> int | None:
         """How many control pictures the pipeline takes; None is any number."""
         return {"QwenImagePipeline": 0, "QwenImageEditPipeline": 1}.get(self.pipeline)

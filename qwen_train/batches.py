@@ -26,6 +26,7 @@ from qwen_cache.config import TrainConfig
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_train.flow import NoiseSchedule, draw_u
+from qwen_train.on_the_fly import Feed
 
 AHEAD = 2  # batches in preparation while one is trained
 FETCHED_AHEAD = 8  # more batches whose samples are on their way, where the cache lies behind a URL
@@ -76,7 +77,7 @@ class Batches:
     """The endless sequence of batches of one process (`rank` of `world_size`)."""
 
     def __init__(
-        self, cache: Cache, config: TrainConfig, schedule: NoiseSchedule, *, rank: int = 0, world_size: int = 1
+        self, cache: Cache | Feed, config: TrainConfig, schedule: NoiseSchedule, *, rank: int = 0, world_size: int = 1
     ) -> None:
         self.cache, self.config, self.schedule, self.rank, self.world_size = cache, config, schedule, rank, world_size
 

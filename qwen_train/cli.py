@@ -23,10 +23,18 @@ Model = Annotated[str | None, typer.Option(help="A diffusers folder, or a reposi
 
 @app.command()
 def run(
-    cache: Annotated[str | None, typer.Argument(help="The folder of the cache.", show_default="shards")] = None,
+    cache: Annotated[
+        str | None, typer.Argument(help="The cache; with --encode-on-the-fly, the source.", show_default="shards")
+    ] = None,
     config: ConfigFile = None,
     set_: Assignments = None,
     model: Model = None,
+    encode_on_the_fly: Annotated[
+        bool,
+        typer.Option(
+            "--encode-on-the-fly", help="Without a cache: another process encodes, on cache.vae_device and text_device."
+        ),
+    ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint of train.output_dir, if there is one.")
     ] = False,
@@ -35,10 +43,11 @@ def run(
     from qwen_cache.config import load_config
     from qwen_cache.console import console
 
-    settings = load_config(config, set_ or (), cache__path=cache, model__path=model)
+    source = cache if encode_on_the_fly else None
+    settings = load_config(config, set_ or (), cache__path=None if encode_on_the_fly else cache, model__path=model)
     from qwen_train.train import train
 
-    path = train(settings, resume=resume)
+    path = train(settings, resume=resume, encode_from=source or settings.data.source if encode_on_the_fly else None)
     console().print(f"[bold green]done[/]: {path}", highlight=False)
     return 0
 

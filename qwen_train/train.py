@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from qwen_train.checkpoint import Run, checkpoints, load_checkpoint, save_checkp
 from qwen_train.flow import NoiseSchedule, flow_loss, interpolate
 from qwen_train.lora import WEIGHTS_NAME, add_lora, save_lora
 from qwen_train.metrics import MetricsLog
+from qwen_train.on_the_fly import Feed
 from qwen_train.stop import StopSignals
 from qwen_train.transformer import QwenImageMultiResTransformer2DModel
 
@@ -49,13 +51,13 @@ class Prepared:
     batches: Batches
 
 
-def train(config: Config, *, resume: bool = False) -> Path:
-    """Train as `config` says; the path of the LoRA.
+def train(config: Config, *, resume: bool = False, encode_from: str | None = None) -> Path:
+    """Train as `config` says, on its cache or on what is encoded from the source `encode_from`; the path of the LoRA.
 
     Raises KeyboardInterrupt after SIGINT or SIGTERM, once the step that it was in is done and saved.
     """
     settings = config.train
-    p = prepare(config, resume)
+    p = prepare(config, resume, encode_from)
     run, accelerator, optimizer, lr_scheduler = p.run, p.accelerator, p.run.optimizer, p.run.lr_scheduler
     stream = p.batches.starting_at(run.samples)
     log = MetricsLog(p.out, accelerator, config.logging, run.step)
@@ -146,7 +148,22 @@ def check_loss(loss: torch.Tensor, batch: Batch, step: int) -> float:
     return value
 
 
-def prepare(config: Config, resume: bool) -> Prepared:
+def open_samples(config: Config, encode_from: str | None) -> Cache | Feed:
+    """The cache; or the source `encode_from`, of which another process encodes each sample when it is needed."""
+    if encode_from is None:
+        return open_cache(
+            config.cache.path,
+            recipe=config.cache.recipe,
+            local_copies=config.cache.local_copies,
+            local_copies_size=config.cache.local_copies_size,
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        do = "build a cache: `qwen-cache build`"
+        raise ConfigError("--encode-on-the-fly is for one training process", found=os.environ["WORLD_SIZE"], do=do)
+    return Feed(config, encode_from)
+
+
+def prepare(config: Config, resume: bool, encode_from: str | None) -> Prepared:
     """Load the transformer, add the LoRA, and find the checkpoint to go on from."""
     settings, out = config.train, Path(config.train.output_dir)
     if out.exists() and not out.is_dir():
@@ -159,12 +176,7 @@ def prepare(config: Config, resume: bool) -> Prepared:
             found=earlier[-1][1].name,
             do="go on with --resume, or set train.output_dir",
         )
-    cache = open_cache(
-        config.cache.path,
-        recipe=config.cache.recipe,
-        local_copies=config.cache.local_copies,
-        local_copies_size=config.cache.local_copies_size,
-    )
+    cache = open_samples(config, encode_from)
     model = open_model(config.model.path, TRANSFORMER_PARTS, config.model.revision)
     accelerator = Accelerator(
         mixed_precision=settings.mixed_precision,
@@ -176,7 +188,8 @@ def prepare(config: Config, resume: bool) -> Prepared:
     dtype = torch.bfloat16 if settings.mixed_precision == "bf16" else torch.float32
     transformer = load_transformer(model, dtype)
     check_cache(cache, model, transformer)
-    check_empty_prompts(cache, settings.caption_dropout)
+    if isinstance(cache, Cache):
+        check_empty_prompts(cache, settings.caption_dropout)
     if settings.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     parameters = add_lora(transformer, settings.lora)
@@ -235,7 +248,7 @@ def make_optimizer(config: Config, parameters: list[torch.nn.Parameter]) -> tupl
     return optimizer, lr_scheduler
 
 
-def check_cache(cache: Cache, model: ModelFolder, transformer: Any) -> None:
+def check_cache(cache: Cache | Feed, model: ModelFolder, transformer: Any) -> None:
     """Refuse a cache that this transformer cannot have been meant for."""
     if not len(cache):
         raise TrainError("the cache has no samples", where=cache.folder, do="run `qwen-cache build`")
@@ -248,8 +261,7 @@ def check_cache(cache: Cache, model: ModelFolder, transformer: Any) -> None:
             found=pipeline,
             do="train the model that it was made for, or build a cache for this one",
         )
-    width = cache.row(0).meta.tensors["prompt_embeds"].shape[1]
-    if width != transformer.config.joint_attention_dim:
+    if (width := cache.prompt_embeds_width) != transformer.config.joint_attention_dim:
         raise ModelError(
             "the cache's prompt embeddings do not fit the transformer",
             where=cache.folder,
@@ -272,7 +284,7 @@ def check_empty_prompts(cache: Cache, caption_dropout: float) -> None:
 
 
 def print_plan(
-    config: Config, cache: Cache, parameters: list[torch.nn.Parameter], accelerator: Accelerator, done: int
+    config: Config, cache: Cache | Feed, parameters: list[torch.nn.Parameter], accelerator: Accelerator, done: int
 ) -> None:
     """What will be trained, before it is."""
     if not accelerator.is_main_process:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 import pyarrow.compute
@@ -89,6 +89,11 @@ class Cache:
     def identity(self) -> str:
         """The hash of all keys in order."""
         return self.recipe.identity
+
+    @property
+    def prompt_embeds_width(self) -> int:
+        """The width of the text encoder."""
+        return self.row(0).meta.tensors["prompt_embeds"].shape[1]
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -181,12 +186,23 @@ class LocalShards:
         """Nothing."""
 
 
+class SampleBytes(Protocol):
+    """Where a sample reads its bytes."""
+
+    @property
+    def folder(self) -> Path | Url: ...
+
+    def bytes_of(self, row: IndexRow) -> memoryview: ...
+
+    def renew(self, row: IndexRow) -> bool: ...
+
+
 @dataclass(frozen=True)
 class Sample:
     """One sample. `sample["image_latents"]` and the like are torch tensors; `tensors()` is all of them."""
 
     row: IndexRow
-    _shards: LocalShards | RemoteShards
+    _shards: SampleBytes
 
     @property
     def key(self) -> str:

@@ -1,0 +1,125 @@
+"""Training without a cache promises what training from one does: the same losses, the same LoRA, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from .conftest import SMALL, Result, build, run
+
+SETTINGS = {
+    "train.max_steps": 4,
+    "train.batch_size": 2,
+    "train.caption_dropout": 0.3,
+    "train.checkpointing_steps": 2,
+    "train.mixed_precision": "no",
+    "logging.tracker": "none",
+    "cache.dtype": "float32",
+}
+
+
+def train(out: Path, model: Path, *arguments: str | Path, **settings: object) -> Result:
+    values = {**SETTINGS, "train.output_dir": out, **{k.replace("__", "."): v for k, v in settings.items()}}
+    sets = [item for key, value in values.items() for item in ("--set", f"{key}={value}")]
+    return run("qwen-train", "run", *arguments, "--model", model, *sets, *SMALL[:-2])
+
+
+def losses(out: Path) -> list[object]:
+    return [yaml.safe_load(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def model(tiny_model: Callable[[str], Path]) -> Path:
+    return tiny_model("edit-plus")
+
+
+def processes() -> list[int]:
+    """Processes that encode for one of this one's children, or for itself."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"qwen_cache.cli" in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_losses_and_lora_are_those_of_a_cache(pairs: Path, tmp_path: Path, model: Path) -> None:
+    """More than an epoch: a sample is encoded again when it comes again. The encoders end with the training."""
+    assert build(pairs, tmp_path / "shards", model).code == 0
+    cached = train(tmp_path / "cached", model, tmp_path / "shards")
+    assert cached.code == 0, cached.stderr
+    before = processes()
+    result = train(tmp_path / "fly", model, pairs, "--encode-on-the-fly")
+    assert result.code == 0, result.stderr
+    assert processes() == before
+    assert losses(tmp_path / "fly") == losses(tmp_path / "cached")
+    fly, from_cache = (tmp_path / name / "pytorch_lora_weights.safetensors" for name in ("fly", "cached"))
+    assert fly.read_bytes() == from_cache.read_bytes()
+
+
+def test_a_run_goes_on_from_a_cache_and_back(pairs: Path, tmp_path: Path, model: Path) -> None:
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert build(pairs, tmp_path / "shards", model).code == 0
+    assert train(whole, model, tmp_path / "shards").code == 0
+    first = train(parted, model, pairs, "--encode-on-the-fly", train__max_steps=2)
+    assert first.code == 0, first.stderr
+    assert train(parted, model, tmp_path / "shards", "--resume").code == 0
+    assert losses(parted) == losses(whole)
+
+
+def test_what_is_wrong_with_the_source_is_said(
+    pairs: Path, tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (pairs / "control_images" / "cup.png").unlink()
+    result = train(tmp_path / "out", model, pairs, "--encode-on-the-fly")
+    assert result.code == 2
+    assert "the process that encodes has ended; its message is above" in result.stderr
+    assert "found exit code 2" in result.stderr
+    assert "the control" in capfd.readouterr().err
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_several_training_processes_are_refused(
+    pairs: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = train(tmp_path / "out", model, pairs, "--encode-on-the-fly")
+    assert result.code == 2
+    assert "--encode-on-the-fly is for one training process (found 2)" in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_encoders_end_with_the_trainer(number: int, pairs: Path, tmp_path: Path, model: Path) -> None:
+    """A Ctrl-C saves first; after a kill nothing is left running, nor on the disk."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    before = processes()
+    sets = {**SETTINGS, "train.output_dir": tmp_path / "out", "train.max_steps": 100_000}
+    options = [item for key, value in sets.items() for item in ("--set", f"{key}={value}")]
+    arguments = ["run", pairs, "--encode-on-the-fly", "--model", model, *options, *SMALL[:-2]]
+    process = subprocess.Popen(
+        [Path(sys.executable).parent / "qwen-train", *map(str, arguments)],
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+    while process.poll() is None and not (tmp_path / "out" / "checkpoint-2").exists():
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+    deadline = time.monotonic() + 60
+    while processes() != before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes() == before
+    assert not list(temporary.iterdir())
