@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qwen_cache.config import CONFIG_NAME, Config
 from qwen_cache.console import FAILED, FAULTS, console, counting, human_bytes, human_time, plural, print_json
 from qwen_cache.encode import builder
-from qwen_cache.encode.builder import Job
+from qwen_cache.encode.builder import Encoders, Job
+from qwen_cache.encode.cluster import on_cluster
 from qwen_cache.encode.plan import Plan, Planned
 from qwen_cache.encode.source import Problem
 from qwen_cache.format import directory
+from qwen_cache.format.errors import ConfigError
 from qwen_cache.format.sample import LATENT_CHANNELS, token_count
 from qwen_cache.format.update import Existing
 
@@ -23,15 +28,41 @@ SIZES_SHOWN = 6  # of targets, in the line below the plan
 SHOWN = 20  # problems and changed samples that are listed before "and so many more"
 PIXELS_PER_CONDITION_TOKEN = 28 * 28  # Qwen2.5-VL: patches of 14, merged 2×2
 BYTES_PER_TEXT_TOKEN = 4  # English; only for the estimate
+MEASURED = 4  # samples that say how long the others will take: seconds of work with the real encoders on a GPU
 
 
-def run_build(config: Config, source: str | None, *, dry_run: bool, check: bool, as_json: bool) -> int:
-    """Plan, say what will be done, do it, say what was done; the exit code."""
+@dataclass(frozen=True)
+class Estimate:
+    """What encoding will take: tokens of latents and of prompt embeddings, and bytes of both."""
+
+    image_tokens: int
+    text_tokens: int
+    bytes: int
+
+    @property
+    def tokens(self) -> int:
+        return self.image_tokens + self.text_tokens
+
+    def __str__(self) -> str:
+        tokens = f"{self.image_tokens:,} image tokens, {self.text_tokens:,} text tokens"
+        return f"{tokens}, {human_bytes(self.bytes)}"
+
+
+def run_build(
+    config: Config, source: str | None, *, ray: str | None, dry_run: bool, check: bool, measure: bool, as_json: bool
+) -> int:
+    """Plan, say what will be done, do it, say what was done; the exit code. `ray` is the address of a cluster."""
+    if measure and (ray is not None or not dry_run):
+        found = "--measure with --ray" if ray is not None else "--measure alone"
+        raise ConfigError("--measure goes with --dry-run, and measures this machine", found=found)
+    encoders = Encoders(load_lanes) if ray is None else on_cluster(ray, load_lanes)
     with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
         job = builder.prepare(config, source, on_bytes)
     if dry_run:
         plan = _plan(job, builder.load_existing(job))
-        _print_plan(job, plan, as_json)
+        _print_plan(job, plan, as_json, _measure(job, plan) if measure and plan.to_encode else None)
+        if plan.to_encode and not (measure or as_json):
+            console().print("        add --measure to learn how long that takes")
         return FAULTS if check and (plan.to_encode or plan.removed or plan.problems) else 0
     with directory.writing(job.folder):
         existing = builder.load_existing(job)
@@ -40,7 +71,7 @@ def run_build(config: Config, source: str | None, *, dry_run: bool, check: bool,
         if plan.problems and config.data.on_error == "stop":
             console().print("nothing was encoded; mend these rows, or leave them out with --on-error skip")
             return FAILED
-        return _encode(job, existing, plan, as_json)
+        return _encode(job, existing, plan, encoders, as_json)
 
 
 def _plan(job: Job, existing: Existing) -> Plan:
@@ -48,7 +79,12 @@ def _plan(job: Job, existing: Existing) -> Plan:
         return builder.plan_build(job, existing, lambda: on_rows(1))
 
 
-def _encode(job: Job, existing: Existing, plan: Plan, as_json: bool) -> int:
+def _encode(job: Job, existing: Existing, plan: Plan, encoders: Encoders, as_json: bool) -> int:
+    if job.part and not plan.samples and not existing.rows:
+        console().print(f"nothing to do: part {job.part} of this source has no rows")
+        if as_json:
+            print_json({"encoded": 0, "samples": 0, "up_to_date": True})
+        return 0
     if not plan.samples:
         console().print("[bold red]error:[/] no usable sample is left, so there is nothing to build")
         return FAILED
@@ -68,7 +104,7 @@ def _encode(job: Job, existing: Existing, plan: Plan, as_json: bool) -> int:
                 done += samples
                 on_samples(samples)
 
-            report = builder.run(job, update, plan.to_encode, load_lanes, count)
+            report = builder.run(job, update, plan.to_encode, encoders.load, count, encoders.in_flight)
     except BaseException:
         if done:
             console().print(
@@ -109,14 +145,33 @@ def load_lanes(job: Job) -> Lanes:
     return Lanes(vae, text, recipe_id(job.recipe), job.condition_image_size, job.format_version, job.resolution.crop)
 
 
-def _print_plan(job: Job, plan: Plan, as_json: bool) -> None:
+def _measure(job: Job, plan: Plan) -> float:
+    """Seconds to encode all of it, from a few samples that are encoded and not kept.
+
+    The first warms up and is not counted, unless it is the only one; nor is the time to load the encoders.
+    """
+    waiting = {sample.key: sample for sample in plan.to_encode}
+    few = list(itertools.islice((waiting[key] for key in plan.order if key in waiting), MEASURED + 1))
+    with load_lanes(job) as lanes:
+        begin = time.monotonic()
+        for number, work in enumerate([lanes.submit(sample) for sample in few]):
+            lanes.result(work)
+            if number == 0 and len(few) > 1:
+                begin = time.monotonic()
+        took = time.monotonic() - begin
+    return took * _estimate(plan.to_encode, job).tokens / _estimate(few[1:] or few, job).tokens
+
+
+def _print_plan(job: Job, plan: Plan, as_json: bool, seconds: float | None = None) -> None:
     if as_json:
-        print_json(_plan_json(job, plan))
+        print_json(_plan_json(job, plan, seconds))
         return
     out = console()
     out.print(f"[bold]model[/]   {job.model.name}  ({job.model.pipeline}, {job.recipe['dtype']})")
-    size = sum(_estimate(sample, job) for sample in plan.to_encode)
-    out.print(f"[bold]plan[/]    {plan.summary()}" + (f"; about {human_bytes(size)}" if size else ""))
+    out.print(f"[bold]plan[/]    {plan.summary()}")
+    if plan.to_encode:
+        time_taken = f", {human_time(seconds)}" if seconds else ""
+        out.print(f"[bold]about[/]   {_estimate(plan.to_encode, job)}{time_taken}")
     if sizes := plan.target_sizes():
         shown = [f"{width}×{height}: {count}" for (width, height), count in sizes.items()]
         more = f", and {plural(len(shown) - SIZES_SHOWN, 'size')} more" if len(shown) > SIZES_SHOWN else ""
@@ -147,7 +202,8 @@ def print_problems(problems: tuple[Problem, ...]) -> None:
         out.print(f"  and {len(problems) - SHOWN} more; --dry-run --json lists all")
 
 
-def _plan_json(job: Job, plan: Plan) -> dict[str, Any]:
+def _plan_json(job: Job, plan: Plan, seconds: float | None) -> dict[str, Any]:
+    about = _estimate(plan.to_encode, job)
     return {
         "to_encode": len(plan.to_encode),
         "cached": plan.cached,
@@ -157,15 +213,20 @@ def _plan_json(job: Job, plan: Plan) -> dict[str, Any]:
         "repeated": plan.repeated,
         "removed": list(plan.removed),
         "problems": [{"where": p.where, "what": p.what, "do": p.do} for p in plan.problems],
-        "bytes": sum(_estimate(sample, job) for sample in plan.to_encode),
+        "image_tokens": about.image_tokens,
+        "text_tokens": about.text_tokens,
+        "bytes": about.bytes,
+        "seconds": seconds,
     }
 
 
-def _estimate(sample: Planned, job: Job) -> int:
-    """About how many bytes a sample will take."""
-    width = job.model.text_width
-    pictures = len(sample.sizes) - 1
-    picture_tokens = pictures * math.ceil(job.condition_image_size / PIXELS_PER_CONDITION_TOKEN)
-    text_tokens = picture_tokens + len(sample.row.prompt.encode()) // BYTES_PER_TEXT_TOKEN + 10
-    elements: int = token_count(sample.img_shapes) * LATENT_CHANNELS + text_tokens * width
-    return elements * (2 if job.recipe["dtype"] == "bfloat16" else 4)
+def _estimate(samples: Sequence[Planned], job: Job) -> Estimate:
+    """About what samples will take."""
+    per_picture = math.ceil(job.condition_image_size / PIXELS_PER_CONDITION_TOKEN)
+    image = sum(token_count(sample.img_shapes) for sample in samples)
+    text = sum(
+        len(sample.row.controls) * per_picture + len(sample.row.prompt.encode()) // BYTES_PER_TEXT_TOKEN + 10
+        for sample in samples
+    )
+    elements = image * LATENT_CHANNELS + text * job.model.text_width
+    return Estimate(image, text, elements * (2 if job.recipe["dtype"] == "bfloat16" else 4))

@@ -28,7 +28,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 @app.command()
 def build(
     source: Annotated[
-        str | None, typer.Argument(help="A folder of pictures, a .csv or a .jsonl; data.source when not given.")
+        str | None, typer.Argument(help="A folder, table or tars of pictures, or a URL; data.source when not given.")
     ] = None,
     out: Annotated[str | None, typer.Option(help="The folder of the cache.", show_default="shards")] = None,
     model: Annotated[str | None, typer.Option(help="A diffusers folder, or a repository on the hub.")] = None,
@@ -37,12 +37,20 @@ def build(
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32: computed in, and stored as.")] = None,
     format: Annotated[str | None, typer.Option(help="v2 or v1.", show_default="v2")] = None,
     on_error: Annotated[str | None, typer.Option(help="stop or skip: what an unusable sample does.")] = None,
+    part: Annotated[str | None, typer.Option(help="Only such a part of the rows, as 3/16, for job arrays.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="Encode on a Ray cluster: its address, or local.", metavar="ADDRESS|local")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="The settings.", show_default="qwen.yaml")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the settings.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be encoded, and why; write nothing.")
     ] = False,
     check: Annotated[bool, typer.Option("--check", help="With --dry-run: exit with 1 when there is work.")] = False,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="With --dry-run: encode a few samples, unsaved, and say how long all take."),
+    ] = False,
     json: Json = False,
 ) -> int:
     """Encode what SOURCE has and the cache does not."""
@@ -60,9 +68,10 @@ def build(
         cache__dtype=dtype,
         cache__format=format,
         data__on_error=on_error,
+        data__part=part,
     )
     local_folder(settings.cache.path)
-    return run_build(settings, source, dry_run=dry_run, check=check, as_json=json)
+    return run_build(settings, source, ray=ray, dry_run=dry_run, check=check, measure=measure, as_json=json)
 
 
 @app.command(hidden=True)

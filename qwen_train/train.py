@@ -163,7 +163,7 @@ def open_samples(config: Config, encode_from: str | None) -> Cache | Feed:
     return Feed(config, encode_from)
 
 
-def prepare(config: Config, resume: bool, encode_from: str | None) -> Prepared:
+def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Prepared:
     """Load the transformer, add the LoRA, and find the checkpoint to go on from."""
     settings, out = config.train, Path(config.train.output_dir)
     if out.exists() and not out.is_dir():

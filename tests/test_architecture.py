@@ -78,6 +78,7 @@ def test_the_readme_draws_the_tree_that_is_there() -> None:
         ROOT / "qwen_cache",
         ROOT / "qwen_cache" / "format",
         ROOT / "qwen_cache" / "encode",
+        ROOT / "qwen_cache" / "encode" / "sources",
         ROOT / "qwen_cache" / "importers",
         ROOT / "qwen_train",
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import load_tool
+from tests.conftest import ROOT, load_tool
 
 NUMBERS = {"cpu_seconds_per_gb", "gb_per_second", "first_batch_seconds"}
 
@@ -85,3 +85,61 @@ def test_compression_is_lossless_and_its_gain_is_reported(
     assert sample["mb_per_second"] == pytest.approx(disk)
     tool.show(report)
     assert "MB/s" in capsys.readouterr().out
+
+
+def run_build(monkeypatch: pytest.MonkeyPatch, *options: str) -> Any:
+    """tools/bench_build.py, about to be run."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))  # it imports make_tiny_model
+    monkeypatch.setattr(sys, "argv", ["bench_build", *options, "--json"])
+    return load_tool("bench_build")
+
+
+def test_both_ways_of_encoding_give_equal_tensors_and_ours_takes_less(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = run_build(monkeypatch, "--samples", "2", "--repeats", "1")
+    code, report = run(tool, capsys)
+    assert code == 0
+    found = report["time"]["results"]
+    assert report["time"]["difference"] < 1e-5
+    assert found["ours"]["tokens"] < 0.7 * found["usual"]["tokens"]
+    assert found["ours, no shared prefix"]["tokens"] == found["usual"]["tokens"]
+    assert found["ours, 3-D VAE"]["tflop"] > found["ours"]["tflop"]
+    assert all(each[name] > 0 for each in found.values() for name in ("seconds", "cpu_seconds", "faster"))
+    tool.show(report)
+    assert "ours, lanes in turn" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["bench_build", "flops", "--size", "tiny", "--json"])
+    _, counted = run(tool, capsys)
+    computed = {name: found[name]["tflop"] for name in ("usual", "ours", "ours, 3-D VAE", "ours, no shared prefix")}
+    shapes = {name: each["all"] / 1e12 for name, each in counted["flops"]["edit-plus"]["flops"].items()}
+    assert shapes == computed, "what is counted without computing is what is computed"
+    tool.show(counted)
+    assert "lm_head" in capsys.readouterr().out
+
+
+def test_a_way_of_encoding_that_gives_something_else_is_found_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = run_build(monkeypatch, "--samples", "1", "--repeats", "1")
+    usual = tool.encode_usually
+
+    def swapped(*arguments: Any) -> Any:
+        found = usual(*arguments)
+        return found | {"image_latents": found["control_latents"]}
+
+    monkeypatch.setattr(tool, "encode_usually", swapped)
+    code, report = run(tool, capsys)
+    assert code == 1
+    assert report["time"]["difference"] > tool.TOLERANCE
+
+
+def test_lanes_are_held_against_the_slower_one_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = run_build(monkeypatch, "lanes", "--samples", "2")
+    code, report = run(tool, capsys)
+    assert code == 0
+    assert set(report["lanes"]) == {"VAE slower", "text slower", "equal"}
+    assert all(each["ratio"] >= 1 for each in report["lanes"].values()), "no build ends before its slower lane"
+    tool.show(report)
+    assert "slower lane alone" in capsys.readouterr().out

@@ -496,6 +496,27 @@ def test_several_devices_give_the_same_bytes(vae: str, text: str, pairs: Path, t
     assert len(used) == len(vae.split(",")) + len(text.split(","))
 
 
+def test_a_device_without_memory_says_so_and_keeps_what_is_done(
+    pairs: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qwen_cache.encode.vae import VaeEncoder
+
+    encode, left = VaeEncoder.encode, iter([True] * 4)
+
+    def full(self: VaeEncoder, pixels: torch.Tensor) -> torch.Tensor:
+        if not next(left, False):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return encode(self, pixels)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VaeEncoder, "encode", full)
+        result = build(pairs, tmp_path / "shards", model)
+    message = "a device has too little memory for one sample (found CUDA out of memory. Tried to allocate 2.00 GiB)"
+    failing(result, message, "name another with --vae-device or --text-device")
+    assert "2 of 4 samples encoded and kept" in result.stderr
+    assert build(pairs, tmp_path / "shards", model).code == 0
+
+
 # ---- what cannot be done ---------------------------------------------------------------------------------------------
 
 

@@ -28,18 +28,23 @@ hashes = st.sampled_from(["0" * 32, "1" * 32, "2" * 32])  # few, so that equal o
 prompts = (
     st.sampled_from(["", "é", "e\u0301", "0" * 32, "null", '","recipe":"', "a cat", "a cat ", "A cat"]) | st.text()
 )
-identities = st.tuples(hashes, hashes, st.lists(hashes, max_size=3).map(tuple), st.none() | hashes, prompts)
-Identity = tuple[str, str, tuple[str, ...], str | None, str]
+shapes = st.lists(st.sampled_from([(1, 2, 4), (1, 4, 2), (1, 12, 4)]), min_size=1, max_size=2).map(tuple)
+identities = st.tuples(hashes, hashes, st.lists(hashes, max_size=3).map(tuple), st.none() | hashes, prompts, shapes)
+Identity = tuple[str, str, tuple[str, ...], str | None, str, tuple[tuple[int, int, int], ...]]
+ONE = ((1, 2, 4),)
 
 
 def key_of(identity: Identity) -> str:
-    recipe, target, controls, mask, prompt = identity
-    return sample_key(recipe, Inputs(target, controls, mask), prompt)
+    recipe, target, controls, mask, prompt, img_shapes = identity
+    return sample_key(recipe, Inputs(target, controls, mask), prompt, img_shapes)
 
 
 @given(identities, identities)
-@example(("0" * 32, "1" * 32, ("2" * 32,), None, "a"), ("0" * 32, "1" * 32, (), "2" * 32, "a"))  # a control is no mask
-@example(("0" * 32, "1" * 32, (), None, "é"), ("0" * 32, "1" * 32, (), None, "e\u0301"))  # other tokens
+@example(  # a control is no mask
+    ("0" * 32, "1" * 32, ("2" * 32,), None, "a", ONE), ("0" * 32, "1" * 32, (), "2" * 32, "a", ONE)
+)
+@example(("0" * 32, "1" * 32, (), None, "é", ONE), ("0" * 32, "1" * 32, (), None, "e\u0301", ONE))  # other tokens
+@example(("0" * 32, "1" * 32, (), None, "a", ONE), ("0" * 32, "1" * 32, (), None, "a", ((1, 4, 2),)))  # lying, standing
 def test_keys_are_equal_exactly_where_everything_is(one: Identity, two: Identity) -> None:
     assert (key_of(one) == key_of(two)) == (one == two)
 
@@ -47,7 +52,7 @@ def test_keys_are_equal_exactly_where_everything_is(one: Identity, two: Identity
 @given(identities, st.data())
 def test_a_change_in_one_place_is_another_key(one: Identity, data: st.DataObject) -> None:
     """Which two independent draws would seldom be."""
-    place = data.draw(st.integers(0, 4))
+    place = data.draw(st.integers(0, 5))
     other = data.draw(identities)
     two = (*one[:place], other[place], *one[place + 1 :])
     assert (key_of(one) == key_of(two)) == (one[place] == other[place])  # type: ignore[arg-type]
@@ -55,7 +60,7 @@ def test_a_change_in_one_place_is_another_key(one: Identity, data: st.DataObject
 
 @given(st.permutations(["0" * 32, "1" * 32, "2" * 32]))
 def test_the_order_of_controls_is_part_of_the_key(controls: list[str]) -> None:
-    first = ("0" * 32, "0" * 32, ("0" * 32, "1" * 32, "2" * 32), None, "a cat")
+    first = ("0" * 32, "0" * 32, ("0" * 32, "1" * 32, "2" * 32), None, "a cat", ONE)
     assert (key_of((*first[:2], tuple(controls), *first[3:])) == key_of(first)) == (controls == sorted(controls))
 
 

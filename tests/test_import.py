@@ -453,7 +453,7 @@ def test_a_reader_can_check_the_key_from_the_metadata_alone(made: list[Made], tm
         shapes = [list(shape) for shape in meta.img_shapes]
         said = {"img_shapes": shapes, "prefix_length": meta.prefix_length, "tensors": specs}
         assert meta.inputs.target == content_hash(canonical_json(said))
-        assert sample.key == sample_key(recipe_id(cache.recipe.recipe), meta.inputs, meta.prompt)
+        assert sample.key == sample_key(recipe_id(cache.recipe.recipe), meta.inputs, meta.prompt, meta.img_shapes)
 
 
 def test_repeated_samples_are_kept_once(made: list[Made], tmp_path: Path) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qwen_cache.encode import source
-from qwen_cache.encode.source import COLUMNS, Problem, Row, read_source
+from qwen_cache.encode.source import Problem, Row, read_source
+from qwen_cache.encode.sources.columns import COLUMNS, SEVERAL
+from qwen_cache.encode.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS
+from qwen_cache.encode.sources.places import File
 from qwen_cache.format.errors import SourceError
 
 
@@ -25,6 +30,12 @@ def fill(folder: Path, files: dict[str, str | bytes] | list[str]) -> Path:
 
 def edit(path: Path) -> tuple[list[Row], list[Problem]]:
     return read_source(path, needs_control=True)
+
+
+def paths(*pictures: Any) -> list[Path]:
+    """Where pictures lie that are files of their own."""
+    assert all(isinstance(picture, File) for picture in pictures)
+    return [picture.path for picture in pictures]
 
 
 def names(rows: list[Row]) -> list[str]:
@@ -70,28 +81,28 @@ def test_a_folder_pairs_targets_with_controls_prompts_and_masks(tmp_path: Path) 
     targets, controls = tmp_path / "target_images", tmp_path / "control_images"
     assert problems == []
     assert rows == [
-        Row("a", str(targets / "a.PNG"), targets / "a.PNG", (controls / "a.webp",), None, "make it red"),
+        Row("a", str(targets / "a.PNG"), File(targets / "a.PNG"), (File(controls / "a.webp"),), None, "make it red"),
         Row(
             "b",
             str(targets / "b.png"),
-            targets / "b.png",
-            (controls / "b.jpg", controls / "b_control_1.JPEG", controls / "b_control_2.png"),
-            controls / "b_mask.png",
+            File(targets / "b.png"),
+            (File(controls / "b.jpg"), File(controls / "b_control_1.JPEG"), File(controls / "b_control_2.png")),
+            File(controls / "b_mask.png"),
             "paint it\nblue",
         ),
         Row(
             "sub/a",
             str(targets / "sub/a.png"),
-            targets / "sub/a.png",
-            (controls / "sub/a.tiff",),
+            File(targets / "sub/a.png"),
+            (File(controls / "sub/a.tiff"),),
             None,
             "make it green",
         ),
     ]
 
 
-@pytest.mark.parametrize("targets", source.TARGET_FOLDERS)
-@pytest.mark.parametrize("controls", source.CONTROL_FOLDERS)
+@pytest.mark.parametrize("targets", TARGET_FOLDERS)
+@pytest.mark.parametrize("controls", CONTROL_FOLDERS)
 def test_every_accepted_folder_name_is_accepted(tmp_path: Path, targets: str, controls: str) -> None:
     rows, problems = edit(fill(tmp_path, [f"{targets}/a.png", f"{targets}/a.txt", f"{controls}/a.png"]))
     assert (names(rows), problems) == (["a"], [])
@@ -102,7 +113,7 @@ def test_names_are_compared_whole_never_by_prefix(tmp_path: Path) -> None:
     fill(tmp_path, [f"target_images/{name}.{kind}" for name in pictures for kind in ("png", "txt")])
     fill(tmp_path, ["control_images/10.png", "control_images/1.b.jpg", "control_images/1 (copy).png"])
     rows, problems = edit(tmp_path)
-    assert {row.name: row.controls[0].name for row in rows} == {
+    assert {row.name: paths(*row.controls)[0].name for row in rows} == {
         "10": "10.png",
         "1.b": "1.b.jpg",
         "1 (copy)": "1 (copy).png",
@@ -116,7 +127,7 @@ def test_ten_controls_keep_their_numbers_order(tmp_path: Path) -> None:
     fill(tmp_path, ["target_images/a.png", "target_images/a.txt", "control_images/a.png"])
     fill(tmp_path, [f"control_images/a_control_{number}.png" for number in range(1, 11)])
     [row], problems = edit(tmp_path)
-    assert [path.stem for path in row.controls] == ["a", *(f"a_control_{number}" for number in range(1, 11))]
+    assert [path.stem for path in paths(*row.controls)] == ["a", *(f"a_control_{number}" for number in range(1, 11))]
     assert problems == []
 
 
@@ -126,7 +137,9 @@ def test_a_target_may_be_called_like_a_mask_or_a_control(tmp_path: Path) -> None
     fill(tmp_path, ["control_images/a_mask_mask.png", "control_images/a_control_1_control_1.png"])
     rows, problems = edit(tmp_path)
     assert problems == []
-    found = {row.name: ([path.stem for path in row.controls], row.mask and row.mask.stem) for row in rows}
+    found = {
+        row.name: ([path.stem for path in paths(*row.controls)], row.mask and paths(row.mask)[0].stem) for row in rows
+    }
     assert found == {
         "a": (["a"], None),
         "a_mask": (["a_mask"], "a_mask_mask"),
@@ -205,7 +218,7 @@ def test_a_file_without_a_target_is_told(tmp_path: Path, stray: str) -> None:
     fill(tmp_path, ["target_images/a.png", "target_images/a.txt", "control_images/a.png", stray])
     rows, problems = edit(tmp_path)
     assert names(rows) == ["a"]
-    assert rows[0].controls == (tmp_path / "control_images/a.png",)
+    assert paths(*rows[0].controls) == [tmp_path / "control_images/a.png"]
     problem = only(problems)
     assert problem.where == str(tmp_path / stray)
     assert f"{tmp_path / stray} belongs to no target: {tmp_path / 'target_images'}" in problem.what
@@ -270,10 +283,12 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, files: list[str
 
 
 def test_what_is_not_there_or_of_another_kind_is_refused(tmp_path: Path) -> None:
-    fill(tmp_path, ["a.parquet"])
-    assert "there is no such source (expected a folder, or a table (.csv, .jsonl, .json))" in refusal(tmp_path / "nix")
-    assert "there is no such source" in refusal(tmp_path / "nix.csv")
-    assert "no source that can be read" in refusal(tmp_path / "a.parquet")
+    fill(tmp_path, ["a.zip"])
+    kinds = "a table (.csv, .jsonl, .json, .parquet), a .tar of pictures, or a folder of picture pairs, of .parquet"
+    assert f"there is no such source (expected {kinds}" in refusal(tmp_path / "nix")
+    assert f"no source that can be read (expected {kinds}" in refusal(tmp_path / "a.zip")
+    for missing in ("nix.csv", "nix.parquet", "nix.tar"):
+        assert "does not exist" in refusal(tmp_path / missing)
 
 
 # Tables
@@ -298,12 +313,14 @@ def test_a_csv_of_qwen_image_finetune(tmp_path: Path) -> None:
         Row(
             "t/1",
             f"{path}:2",
-            tmp_path / "t/1.png",
-            (tmp_path / "c/1.png", tmp_path / "c/2.png"),
-            tmp_path / "m/1.png",
+            File(tmp_path / "t/1.png"),
+            (File(tmp_path / "c/1.png"), File(tmp_path / "c/2.png")),
+            File(tmp_path / "m/1.png"),
             'Say "hi",\r\nthen wave',
         ),
-        Row("t/10", f"{path}:4", tmp_path / "t/10.png", (tmp_path / "c/3.png",), None, "make it red, please"),
+        Row(
+            "t/10", f"{path}:4", File(tmp_path / "t/10.png"), (File(tmp_path / "c/3.png"),), None, "make it red, please"
+        ),
     ]
 
 
@@ -332,25 +349,26 @@ def test_tables_of_other_trainers_give_the_same_row(tmp_path: Path, kind: str) -
     [row], problems = edit(path)
     assert problems == []
     assert row.where == (f"{path}[0]" if name == "a.json" else f"{path}:{2 if name == 'a.csv' else 1}")
-    assert (row.name, row.target, row.prompt) == ("t/1", tmp_path / "t/1.png", "red")
-    assert row.controls == (tmp_path / "c/1.png", tmp_path / "c/2.png")
+    assert (row.name, row.prompt) == ("t/1", "red")
+    assert paths(row.target, *row.controls) == [tmp_path / "t/1.png", tmp_path / "c/1.png", tmp_path / "c/2.png"]
 
 
 @pytest.mark.parametrize(("role", "alias"), [(role, alias) for role, aliases in COLUMNS.items() for alias in aliases])
 def test_every_column_name_is_known_and_documented(tmp_path: Path, role: str, alias: str) -> None:
     columns = {"target": "path_target", "control": "path_control", "mask": "path_mask", "prompt": "prompt"}
     columns[role] = alias
-    path = table(tmp_path, "a.csv", ",".join(columns.values()) + "\nt/1.png,c/1.png,m/1.png,red\n")
+    prompt = ["red"] if alias in SEVERAL else "red"
+    values = ["t/1.png", "c/1.png", "m/1.png", prompt]
+    path = table(tmp_path, "a.jsonl", json.dumps(dict(zip(columns.values(), values, strict=True))))
     [row], problems = edit(path)
     assert problems == []
-    assert (row.target, row.controls, row.mask, row.prompt) == (
-        tmp_path / "t/1.png",
-        (tmp_path / "c/1.png",),
-        tmp_path / "m/1.png",
-        "red",
+    assert paths(row.target, *row.controls, row.mask) == [tmp_path / f"{folder}/1.png" for folder in "tcm"]
+    assert row.prompt == "red"
+    documented = re.search(
+        rf"^    {role} (.*?)^    [a-z]|^    prompt (.*)$", source.__doc__ or "", re.DOTALL | re.MULTILINE
     )
-    [documented] = [line for line in (source.__doc__ or "").splitlines() if line.startswith(f"    {role} ")]
-    assert alias in documented.replace(",", " ").split()
+    assert documented
+    assert alias in re.findall(r"\w+", documented[0])
 
 
 def test_a_folder_stands_for_its_metadata_table(tmp_path: Path) -> None:
@@ -358,7 +376,7 @@ def test_a_folder_stands_for_its_metadata_table(tmp_path: Path) -> None:
     path = fill(tmp_path, {"metadata.jsonl": '{"file_name": "images/1.png", "text": "a cat"}\n'}) / "metadata.jsonl"
     rows, problems = read_source(tmp_path, needs_control=False)
     assert problems == []
-    assert rows == [Row("images/1", f"{path}:1", tmp_path / "images/1.png", (), None, "a cat")]
+    assert rows == [Row("images/1", f"{path}:1", File(tmp_path / "images/1.png"), (), None, "a cat")]
 
 
 def test_a_json_line_may_hold_a_unicode_line_separator(tmp_path: Path) -> None:
@@ -388,7 +406,7 @@ def test_the_row_with_a_missing_file_is_named_and_no_later_row_shifts(tmp_path: 
     text = "path_target,path_control,prompt\nt/1.png,c/gone.png,one\nt/10.png,c/2.png,two\n"
     path = table(tmp_path, "a.csv", text)
     rows, problems = edit(path)
-    assert [(row.name, row.controls, row.prompt) for row in rows] == [("t/10", (tmp_path / "c/2.png",), "two")]
+    assert [(row.name, row.controls, row.prompt) for row in rows] == [("t/10", (File(tmp_path / "c/2.png"),), "two")]
     problem = only(problems)
     assert problem.where == f"{path}:2"
     assert problem.what == f"the control {tmp_path / 'c/gone.png'} does not exist"

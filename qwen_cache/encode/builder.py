@@ -14,12 +14,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 from qwen_cache import __version__
 from qwen_cache.config import Config
+from qwen_cache.encode.parts import Part, refuse_other_parts
 from qwen_cache.encode.plan import Plan, Planned, Rules, make_plan
 from qwen_cache.encode.recipe import make_recipe
+from qwen_cache.encode.sizes import Resolution
 from qwen_cache.encode.source import Problem, Row, read_source
 from qwen_cache.encode.template import PIXEL_TOKENS, TEMPLATES
 from qwen_cache.format import directory
@@ -27,6 +30,8 @@ from qwen_cache.format.cache import map_file
 from qwen_cache.format.errors import ConfigError, ShardError
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.index import IndexRow
+from qwen_cache.format.remote import location
+from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.shard import compress
 from qwen_cache.format.staging import Staging
 from qwen_cache.format.update import (
@@ -39,9 +44,6 @@ from qwen_cache.format.update import (
     read_existing,
 )
 from qwen_cache.model_folder import ModelFolder, open_model
-
-if TYPE_CHECKING:
-    from qwen_cache.encode.lanes import InFlight, Lanes
 
 ENCODER_PARTS = ("vae", "text_encoder", "tokenizer", "processor")
 IN_FLIGHT = 16  # samples ahead of the writer: enough for uneven lanes, about 300 MB of pixels at a megapixel
@@ -60,10 +62,18 @@ class Job:
     problems: list[Problem]
     masks_left_out: int = 0
     """Masks of the source that the format version has no place for."""
+    part: Part | None = None
+    """Which part of the source `rows` are."""
+    elsewhere: frozenset[str] = frozenset()
+    """The names of the rows of the other parts."""
 
     @property
     def recipe_name(self) -> str:
         return self.config.cache.recipe or DEFAULT_RECIPE
+
+    @property
+    def resolution(self) -> Resolution:
+        return Resolution.of(self.config.data)
 
     @property
     def condition_image_size(self) -> int:
@@ -73,6 +83,28 @@ class Job:
     @property
     def format_version(self) -> int:
         return int(self.config.cache.format.removeprefix("v"))
+
+
+class Encoding(Protocol):
+    """The encoders at work, on one machine or on many. Results are asked for in the order of submission."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def submit(self, sample: Planned) -> Any: ...
+
+    def result(self, work: Any) -> tuple[SampleMeta, dict[str, memoryview]]: ...
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """How to load them, once there is something to encode, and how many samples to submit before the first result."""
+
+    load: Callable[[Job], Encoding]
+    in_flight: int = IN_FLIGHT
 
 
 @dataclass(frozen=True)
@@ -89,14 +121,18 @@ class Report:
 
 def prepare(config: Config, source: str | None, on_bytes: Callable[[int], None] = lambda _: None) -> Job:
     """Find the model, read the source, fingerprint the weights."""
+    Resolution.of(config.data)  # says at once what is wrong with it
     if config.cache.format == "v1" and config.cache.compression != "none":
         raise ConfigError("format v1 knows no compression", found=f"cache.compression={config.cache.compression}")
     model = open_model(config.model.path, ENCODER_PARTS, config.model.revision)
-    rows, problems = read_source(
-        Path(source or config.data.source),
+    every, problems = read_source(
+        location(source or config.data.source),
         needs_control=model.takes_controls,
         allow_empty_prompt=config.data.allow_empty_prompt,
     )
+    part = Part.parse(config.data.part) if config.data.part else None
+    rows, problems = (part.of(every), part.of(problems)) if part else (every, problems)
+    elsewhere = frozenset(row.name for row in every) - {row.name for row in rows}
     more = check_prompts(model, rows)
     rows = [row for row in rows if row.where not in {problem.where for problem in more}]
     masks = 0
@@ -104,7 +140,8 @@ def prepare(config: Config, source: str | None, on_bytes: Callable[[int], None] 
         masks = sum(row.mask is not None for row in rows)
         rows = [replace(row, mask=None) for row in rows]
     recipe = make_recipe(model, config, on_bytes)
-    return Job(config, Path(config.cache.path), model, recipe, rows, [*problems, *more], masks)
+    folder = Path(config.cache.path)
+    return Job(config, folder, model, recipe, rows, [*problems, *more], masks, part, elsewhere)
 
 
 def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:
@@ -144,6 +181,9 @@ def load_existing(job: Job) -> Existing:
         raise ConfigError(
             f"recipe {same[0]!r} of this cache is this very recipe", where=job.folder, do=f"set cache.recipe={same[0]}"
         )
+    if job.part:
+        held = [row.name for row in existing.of_recipe(job.recipe_name).values()]
+        refuse_other_parts(job.folder, job.part, held, job.elsewhere)
     return replace(existing, rows=_present(job, existing))
 
 
@@ -163,7 +203,7 @@ def plan_build(job: Job, existing: Existing, on_row: Callable[[], None] = lambda
     rules = Rules(
         job.model.pipeline,
         recipe_id(job.recipe),
-        job.recipe["vae_image_size"],
+        job.resolution,
         job.condition_image_size,
         job.model.max_controls,
     )
@@ -196,8 +236,9 @@ def run(
     job: Job,
     update: Update,
     to_encode: Sequence[Planned],
-    load_lanes: Callable[[Job], Lanes],
+    load_lanes: Callable[[Job], Encoding],
     on_sample: Callable[[int], None] = lambda _: None,
+    in_flight: int = IN_FLIGHT,
 ) -> Report:
     """Encode and commit; the caller holds `directory.writing(job.folder)`.
 
@@ -207,7 +248,7 @@ def run(
     staging = open_staging(update, recipe_id(job.recipe), int(job.config.cache.shard_size))
     try:
         on_sample(sum(key in encoded for key in update.order[: staging.position]))
-        _write(job, update, encoded, staging, load_lanes, on_sample)
+        _write(job, update, encoded, staging, Encoders(load_lanes, in_flight), on_sample)
         recipes = {name: recipe.recipe for name, recipe in update.existing.manifest.recipes.items()}
         libraries = {name: version(name) for name in ("diffusers", "torch", "transformers")}
         written_by = {"qwen-cache": __version__, **libraries}
@@ -229,14 +270,14 @@ def _write(
     update: Update,
     encoded: Mapping[str, Planned],
     staging: Staging,
-    load_lanes: Callable[[Job], Lanes],
+    encoders: Encoders,
     on_sample: Callable[[int], None],
 ) -> None:
     """Write what is missing, in order; the encoders are loaded only when there is something to encode."""
     order = update.order[staging.position :]
     missing = {key for key in order if key in encoded and staging.left_over(key) is None}
-    with load_lanes(job) if missing else nullcontext() as lanes:
-        for key, work in _ahead(order, encoded, missing, lanes):
+    with encoders.load(job) if missing else nullcontext() as lanes:
+        for key, work in _ahead(order, encoded, missing, lanes, encoders.in_flight):
             if work is None or lanes is None:
                 if (left := staging.left_over(key)) is not None:
                     staging.add_copy(*left)
@@ -250,12 +291,12 @@ def _write(
 
 
 def _ahead(
-    order: Sequence[str], encoded: Mapping[str, Planned], missing: set[str], lanes: Lanes | None
-) -> Iterator[tuple[str, InFlight | None]]:
-    """Each key with its work, of which up to IN_FLIGHT pieces are under way; None for what is copied."""
-    waiting: deque[tuple[str, InFlight | None]] = deque()
+    order: Sequence[str], encoded: Mapping[str, Planned], missing: set[str], lanes: Encoding | None, in_flight: int
+) -> Iterator[tuple[str, Any]]:
+    """Each key with its work, of which up to `in_flight` pieces are under way; None for what is copied."""
+    waiting: deque[tuple[str, Any]] = deque()
     for key in order:
         waiting.append((key, lanes.submit(encoded[key]) if lanes and key in missing else None))
-        if len(waiting) >= IN_FLIGHT:
+        if len(waiting) >= in_flight:
             yield waiting.popleft()
     yield from waiting

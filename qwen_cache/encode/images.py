@@ -16,9 +16,11 @@ import struct
 import threading
 import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from qwen_cache.format.errors import SourceError
 
@@ -28,8 +30,26 @@ MAX_ASPECT_RATIO = 200
 _DAMAGE = (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, RuntimeError, struct.error, zlib.error)
 """What Pillow's decoders raise on bytes that are not what their header says."""
 
+_ON_ITS_SIDE = (5, 6, 7, 8)
+"""EXIF orientations that swap width and height."""
+_EXIF_IN_PNG = (b"eXIf", b"Raw profile type", b"adobe.xmp")
+"""What a PNG contains that has an orientation."""
+
 _opening = threading.Lock()
 """Warning filters belong to the whole process: only one thread at a time may change them."""
+
+
+def upright_size(data: bytes, where: str) -> tuple[int, int]:
+    """Width and height as `open_rgb` gives them, from the header alone."""
+    with _refusals(data, where), _open(data) as image:
+        if image.format == "TIFF":  # Pillow has turned it already
+            return image.size
+        # a PNG may say it after its pixels: Pillow decodes them to look there, so only where there is something
+        end = data[data.rfind(b"IDAT") :] if image.format == "PNG" else b""
+        all_ahead = image.format == "PNG" and not any(name in end for name in _EXIF_IN_PNG)
+        exif = Image.Image.getexif(image) if all_ahead else image.getexif()
+        turned = exif.get(ExifTags.Base.Orientation) in _ON_ITS_SIDE
+        return (image.height, image.width) if turned else image.size
 
 
 def open_rgb(data: bytes, where: str) -> Image.Image:
@@ -54,12 +74,28 @@ def open_mask(data: bytes, where: str) -> Image.Image:
 
 def _decode(data: bytes, where: str) -> Image.Image:
     """Every pixel decoded, upright, at 8 bits per channel, in whatever mode the file has."""
-    try:
+    with _refusals(data, where):
         with _open(data) as image:
             image.verify()  # checks a PNG's checksums; the file has to be opened anew afterwards
         with _open(data) as image:
             _check_shape(image, where)
             upright = ImageOps.exif_transpose(image)
+    if upright.size != (header := upright_size(data, where)):
+        raise SourceError(
+            "the file has other pixels than its header says",
+            where=where,
+            expected=f"{header[0]}×{header[1]}",
+            found=f"{upright.width}×{upright.height}",
+            do="save it again, as PNG",
+        )
+    return _eight_bits(upright, where) if upright.mode == "F" or upright.mode.startswith("I") else upright
+
+
+@contextmanager
+def _refusals(data: bytes, where: str) -> Iterator[None]:
+    """What Pillow raises, as a SourceError about the file."""
+    try:
+        yield
     except Image.DecompressionBombError as error:
         raise SourceError(
             "the picture is too large to decode", where=where, found=error, do="make it smaller"
@@ -75,7 +111,6 @@ def _decode(data: bytes, where: str) -> Image.Image:
         raise SourceError(
             "the picture is damaged or incomplete", where=where, found=error, do="copy or download the file again"
         ) from error
-    return _eight_bits(upright, where) if upright.mode == "F" or upright.mode.startswith("I") else upright
 
 
 def _open(data: bytes) -> Image.Image:

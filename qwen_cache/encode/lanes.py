@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -24,10 +23,11 @@ from PIL import Image
 
 from qwen_cache.encode.images import open_mask, open_rgb
 from qwen_cache.encode.plan import Planned, read_again
-from qwen_cache.encode.sizes import Size, calculate_dimensions
+from qwen_cache.encode.sizes import Size, calculate_dimensions, crop_box
+from qwen_cache.encode.source import Readable
 from qwen_cache.encode.text import Prefix, TextEncoder
 from qwen_cache.encode.vae import VaeEncoder
-from qwen_cache.format.errors import QwenCacheError
+from qwen_cache.format.errors import DeviceError, QwenCacheError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, SampleMeta, TensorSpec
 
@@ -70,10 +70,21 @@ class Lane(Generic[Encoder]):
         return len(self._open)
 
     def submit(self, work: Callable[[Encoder], Result]) -> Future[Result]:
-        future = self.thread.submit(work, self.encoder)
+        future = self.thread.submit(self._run, work)
         self._open.add(future)
         future.add_done_callback(self._open.discard)
         return future
+
+    def _run(self, work: Callable[[Encoder], Result]) -> Result:
+        try:
+            return work(self.encoder)
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(
+                "a device has too little memory for one sample",
+                found=str(error).splitlines()[0],
+                do="close what else uses it, name another with --vae-device or --text-device, or lower "
+                "data.vae_image_size; what is encoded is kept",
+            ) from None
 
 
 class Lanes:
@@ -86,7 +97,9 @@ class Lanes:
         recipe_id: str,
         condition_image_size: int,
         format_version: int,
+        crop: bool = False,
     ) -> None:
+        self.crop = crop
         self.recipe_id, self.condition_image_size, self.format_version = recipe_id, condition_image_size, format_version
         self.decoders = ThreadPoolExecutor(DECODE_THREADS, "decode")
         self.vae = [Lane(encoder, f"vae-{i}") for i, encoder in enumerate(vae)]
@@ -109,7 +122,7 @@ class Lanes:
         row, inputs = sample.row, sample.inputs
         decoded: dict[str, Future[Image.Image]] = {}
 
-        def picture(path: Path, digest: str) -> Future[Image.Image]:
+        def picture(path: Readable, digest: str) -> Future[Image.Image]:
             if digest not in decoded:
                 decoded[digest] = self.decoders.submit(lambda: open_rgb(read_again(path, digest), str(path)))
             return decoded[digest]
@@ -146,8 +159,14 @@ class Lanes:
 
     def _encode_picture(self, picture: Future[Image.Image], size: Size) -> Future[torch.Tensor]:
         lane = min(self.vae, key=lambda lane: lane.load)
-        pixels = self.decoders.submit(lambda: lane.encoder.pixels(picture.result(), size))
+        pixels = self.decoders.submit(lambda: lane.encoder.pixels(self._cut(picture.result(), size), size))
         return lane.submit(lambda vae: vae.encode(pixels.result()))
+
+    def _cut(self, picture: Image.Image, size: Size) -> Image.Image:
+        """The picture, or where that was asked for its middle at that size, not to be resized again."""
+        if not self.crop:
+            return picture
+        return picture.resize(size, Image.Resampling.LANCZOS, crop_box(picture.size, size))
 
     def _read(
         self, pictures: Sequence[Future[Image.Image]]
@@ -192,15 +211,15 @@ class Lanes:
         path, digest = sample.row.mask, sample.inputs.mask
         assert path is not None
         assert digest is not None
-        return mask_tokens(open_mask(read_again(path, digest), str(path)), sample.sizes[0])
+        return mask_tokens(open_mask(read_again(path, digest), str(path)), sample.sizes[0], self.crop)
 
     def _for_text(self, picture: Image.Image) -> Image.Image:
         size = calculate_dimensions(self.condition_image_size, picture.size)
         return picture.resize(size, Image.Resampling.LANCZOS)
 
 
-def mask_tokens(mask: Image.Image, size: tuple[int, int]) -> torch.Tensor:
+def mask_tokens(mask: Image.Image, size: Size, crop: bool = False) -> torch.Tensor:
     """`[S]` float32 in 0..1: the share of each 16×16-pixel token of a target of `size` that is edited."""
-    width, height = size
-    cells = mask.resize((width // PIXELS_PER_TOKEN, height // PIXELS_PER_TOKEN), Image.Resampling.BOX)
+    tokens = size[0] // PIXELS_PER_TOKEN, size[1] // PIXELS_PER_TOKEN
+    cells = mask.resize(tokens, Image.Resampling.BOX, crop_box(mask.size, size) if crop else None)
     return torch.from_numpy(np.asarray(cells, dtype=np.float32).reshape(-1) / 255.0)

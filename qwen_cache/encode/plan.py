@@ -11,12 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from qwen_cache.console import plural
-from qwen_cache.encode.images import open_mask, open_rgb
-from qwen_cache.encode.sizes import Size, calculate_dimensions, img_shapes
-from qwen_cache.encode.source import Problem, Row
+from qwen_cache.encode.images import open_mask, open_rgb, upright_size
+from qwen_cache.encode.sizes import Picture, Resolution, Size, calculate_dimensions, img_shapes, sizes_of
+from qwen_cache.encode.source import Problem, Readable, Row
 from qwen_cache.format.errors import SourceError
 from qwen_cache.format.identity import Inputs, content_hash, differences, sample_key
 from qwen_cache.format.index import IndexRow
@@ -33,8 +32,8 @@ class Planned:
     row: Row
     inputs: Inputs
     key: str
-    sizes: tuple[Size, ...] = ()
-    """Pixels of target and controls for the VAE; known for what is to be encoded."""
+    sizes: tuple[Size, ...]
+    """Pixels of target and controls for the VAE."""
     reasons: tuple[str, ...] = ()
     """`new`, or what changed: `prompt`, `control 1`, `recipe: dtype`."""
     source_rows: int = 1
@@ -75,6 +74,11 @@ class Plan:
         """How many rows have the content of an earlier one."""
         return sum(sample.source_rows - 1 for sample in self.samples)
 
+    def target_sizes(self) -> dict[Size, int]:
+        """How many samples have a target of which size, the most frequent first."""
+        counts = Counter(sample.sizes[0] for sample in self.samples)
+        return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
     def reason_counts(self) -> dict[str, int]:
         """How many samples are to be encoded for each reason, `new` first."""
         counts = Counter(reason for sample in self.to_encode for reason in sample.reasons)
@@ -97,7 +101,7 @@ class Rules:
 
     pipeline: str
     recipe_id: str
-    vae_image_size: int
+    resolution: Resolution
     condition_image_size: int
     max_controls: int | None
 
@@ -117,10 +121,10 @@ def make_plan(
     """
     by_name = {row.name: row for row in cached.values()}
     usable = {} if changed_recipe else cached
-    found: list[Planned | list[Problem]] = []
+    found: list[Planned | Problem] = []
     with ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4)) as pool:
         for result in pool.map(lambda row: _look_at(row, rules, usable), rows):
-            found.append(result)
+            found += result
             on_row()
     good = [item for item in found if isinstance(item, Planned)]
     times = Counter(item.key for item in good)
@@ -129,7 +133,7 @@ def make_plan(
         if item.key not in samples:
             once = replace(item, source_rows=times[item.key])
             samples[item.key] = _with_reasons(once, usable, by_name.get(item.row.name), changed_recipe)
-    all_problems = [*problems, *(problem for item in found if isinstance(item, list) for problem in item)]
+    all_problems = [*problems, *(item for item in found if isinstance(item, Problem))]
     names = {row.name for row in rows}
     removed = tuple(row.name for key, row in cached.items() if key not in samples and row.name not in names)
     return Plan(tuple(samples.values()), tuple(all_problems), removed)
@@ -147,35 +151,39 @@ def _with_reasons(
     return replace(sample, reasons=tuple(reasons))
 
 
-def _look_at(row: Row, rules: Rules, cached: Mapping[str, IndexRow]) -> Planned | list[Problem]:
-    """Hash the files of one row; decode them too when they are to be encoded."""
+def _look_at(row: Row, rules: Rules, cached: Mapping[str, IndexRow]) -> list[Planned] | list[Problem]:
+    """Hash the files of one row: the samples that it becomes; decode them too when they are to be encoded."""
     if rules.max_controls is not None and len(row.controls) > rules.max_controls:
         takes = f"{rules.pipeline} takes {plural(rules.max_controls, 'control picture')}"
         what = f"{row.name}: {takes}, found {len(row.controls)}"
         return [Problem(row.where, what, "drop the others, or build for Qwen-Image-Edit-2509 (Edit-Plus)")]
     files = [row.target, *row.controls, *([row.mask] if row.mask else [])]
     try:
-        contents = [path.read_bytes() for path in files]
-    except OSError as error:
-        return [Problem(row.where, f"{error.filename}: cannot be read: {error.strerror}", "restore the file")]
+        contents = [file.read() for file in files]
+    except SourceError as error:
+        return [as_problem(row, error.where, error)]
     hashes = [content_hash(content) for content in contents]
     pictures = 1 + len(row.controls)
     inputs = Inputs(hashes[0], tuple(hashes[1:pictures]), hashes[pictures] if row.mask else None)
-    key = sample_key(rules.recipe_id, inputs, row.prompt)
-    if key in cached:
-        return Planned(row, inputs, key)
-    return _decode(row, contents, Planned(row, inputs, key), rules)
+    named = list(zip(map(str, files), contents, strict=True))[:pictures]
+    try:
+        originals = [Picture(name, upright_size(content, name)) for name, content in named]
+        choices = sizes_of(originals, rules.resolution)
+    except SourceError as error:
+        return _decode(row, contents, rules) or [as_problem(row, error.where, error)]
+    keys = [sample_key(rules.recipe_id, inputs, row.prompt, img_shapes(sizes)) for sizes in choices]
+    problems = [] if all(key in cached for key in keys) else _decode(row, contents, rules)
+    return problems or [Planned(row, inputs, key, sizes) for key, sizes in zip(keys, choices, strict=True)]
 
 
-def _decode(row: Row, contents: Sequence[bytes], planned: Planned, rules: Rules) -> Planned | list[Problem]:
+def _decode(row: Row, contents: Sequence[bytes], rules: Rules) -> list[Problem]:
+    """What is wrong with the pictures of a row."""
     problems: list[Problem] = []
-    sizes: list[Size] = []
     target: Size | None = None
     for path, content in zip([row.target, *row.controls], contents, strict=False):
         try:
             size = open_rgb(content, str(path)).size
             target = target or size
-            sizes.append(calculate_dimensions(rules.vae_image_size, size))
             if path != row.target:
                 calculate_dimensions(rules.condition_image_size, size)
         except SourceError as error:
@@ -185,7 +193,7 @@ def _decode(row: Row, contents: Sequence[bytes], planned: Planned, rules: Rules)
             problems += _mask_problems(row, open_mask(contents[-1], str(row.mask)).size, target)
         except SourceError as error:
             problems.append(as_problem(row, row.mask, error))
-    return problems or replace(planned, sizes=tuple(sizes))
+    return problems
 
 
 def _mask_problems(row: Row, mask: Size, target: Size) -> list[Problem]:
@@ -195,14 +203,18 @@ def _mask_problems(row: Row, mask: Size, target: Size) -> list[Problem]:
     return [Problem(row.where, what, "draw the mask on the target")]
 
 
-def as_problem(row: Row, path: Path, error: SourceError) -> Problem:
+def as_problem(row: Row, path: object, error: SourceError) -> Problem:
     """What an error about one picture says about its row."""
     return Problem(row.where, f"{path}: {error.fault}", error.do or "replace the file")
 
 
-def read_again(path: Path, expected: str) -> bytes:
-    """The bytes that the plan hashed; SourceError when they changed since."""
-    data = path.read_bytes()
+def read_again(file: Readable, expected: str) -> bytes:
+    """The bytes that the plan hashed; SourceError when they changed since.
+
+    What is encoded is read twice. The plan stands only when every picture is read, for the last one may be damaged or
+    another's twin, and by then the first is long out of memory: keeping it would mean keeping the whole source.
+    """
+    data = file.read()
     if content_hash(data) != expected:
-        raise SourceError("the file changed while the cache was being built", where=path, do="build again")
+        raise SourceError("the file changed while the cache was being built", where=file, do="build again")
     return data

@@ -13,7 +13,8 @@ from typing import Any
 import xxhash
 
 from qwen_cache.config import Config
-from qwen_cache.encode.template import TEMPLATES, VAE_IMAGE_SIZE
+from qwen_cache.encode.sizes import Resolution
+from qwen_cache.encode.template import TEMPLATES
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.model_folder import ModelFolder
 
@@ -31,7 +32,7 @@ def make_recipe(model: ModelFolder, config: Config, on_bytes: Callable[[int], No
         "pipeline": model.pipeline,
         "dtype": config.cache.dtype,
         "vae": _fingerprint([model.part("vae")], (".safetensors", "config.json"), on_bytes),
-        "vae_image_size": config.data.vae_image_size or VAE_IMAGE_SIZE,
+        **Resolution.of(config.data).recipe(),
         "text_encoder": _fingerprint([model.part("text_encoder")], (".safetensors", "config.json"), on_bytes),
         "processor": _fingerprint(processor, _CONFIGURATION, on_bytes),
         "template": template.frame,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +58,13 @@ class Inputs:
         return {"target": self.target, "controls": list(self.controls), "mask": self.mask}
 
 
-def sample_key(recipe: str, inputs: Inputs, prompt: str) -> str:
-    """The key of a sample: content (target, controls in order, mask, prompt) and recipe id."""
-    return content_hash(canonical_json({"recipe": recipe, "prompt": prompt, **inputs.to_json()}))
+def sample_key(recipe: str, inputs: Inputs, prompt: str, img_shapes: Sequence[Sequence[int]]) -> str:
+    """The key of a sample: content (target, controls in order, mask, prompt), sizes in tokens, and recipe id.
+
+    The sizes are there because a recipe may make several samples of one content.
+    """
+    shapes = [list(shape) for shape in img_shapes]
+    return content_hash(canonical_json({"recipe": recipe, "prompt": prompt, "img_shapes": shapes, **inputs.to_json()}))
 
 
 def dataset_identity(keys: Iterable[str]) -> str:

@@ -87,7 +87,7 @@ class SampleMeta:
 
     @cached_property
     def key(self) -> str:
-        return sample_key(self.recipe, self.inputs, self.prompt)
+        return sample_key(self.recipe, self.inputs, self.prompt, self.img_shapes)
 
     @property
     def text_length(self) -> int:
@@ -146,9 +146,9 @@ def parse_sample(data: bytes | memoryview, where: str, format_version: int | Non
         prefix_length = fields.count("prefix_length")
     fields.finish()
     meta = SampleMeta(recipe, inputs, prompt, img_shapes, prefix_length, tensors)
+    check_shapes(meta, where)
     if meta.key != key:
         raise SampleKeyError("the key is not the hash of content and recipe", where=where, expected=meta.key, found=key)
-    check_shapes(meta, where)
     return meta
 
 
