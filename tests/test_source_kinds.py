@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import socket
 import tarfile
 from collections.abc import Callable, Iterator
@@ -243,6 +244,26 @@ def test_a_build_of_every_kind_is_the_build_of_the_folder(
     assert run("qwen-cache", "verify", out).code == 0
     again = build(source, out, model)  # type: ignore[arg-type]
     assert "nothing to do" in again.stderr
+
+
+@pytest.mark.usefixtures("s3")
+@pytest.mark.parametrize("write", KINDS)
+def test_rows_of_every_kind_can_be_sent_to_another_process(
+    write: Callable[..., str], samples: list[Sample], tmp_path: Path
+) -> None:
+    """As a cluster needs; a file is opened there once, for all of its pictures."""
+    (tmp_path / tmp_path.name).mkdir()
+    source = write(samples, tmp_path / tmp_path.name)
+    rows, _ = read_source(location(source), needs_control=True, allow_empty_prompt=False)
+    sent = [pickle.loads(pickle.dumps(row)) for row in rows]
+    for here, there in zip(rows, sent, strict=True):
+        assert there.name == here.name
+        assert str(there.target) == str(here.target)
+        assert [picture.read() for picture in (there.target, *there.controls)] == [
+            picture.read() for picture in (here.target, *here.controls)
+        ]
+    tables = {id(row.target.table) for row in sent if hasattr(row.target, "table")}
+    assert len(tables) <= len({str(row.target).partition("[")[0] for row in rows})
 
 
 # ---- what is wrong, and what it is called ----------------------------------------------------------------------------

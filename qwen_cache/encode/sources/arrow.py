@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from threading import Lock
@@ -108,6 +109,9 @@ class ArrowTable:
             self.table.validate(full=True)  # so that damaged offsets are an error and not a crash
         self.schema = self.table.schema
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened_here, (ArrowTable, self.path)
+
     def records(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         for row in range(len(self.table)):
             yield {name: self.value(row, name) for name in names}
@@ -128,6 +132,9 @@ class ParquetTable:
         self.pictures = [name for name, kind in kinds.items() if _is_picture(kind)]
         counts = (self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups))
         self.starts = list(accumulate(counts, initial=0))[:-1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened_here, (ParquetTable, self.path, self.groups)
 
     def open(self) -> Any:
         remote = isinstance(self.path, Url)
@@ -153,6 +160,17 @@ class ParquetTable:
         return self.groups.row(self, group, row - self.starts[group]).column(column)[0]
 
 
+@lru_cache(maxsize=64)
+def _opened_here(kind: type[Table], *arguments: Any) -> Table:
+    """A table that comes from another process, opened once for all its cells."""
+    return kind(*arguments)
+
+
+@lru_cache(maxsize=1)
+def _groups_here() -> OpenGroups:
+    return OpenGroups()
+
+
 def _source(path: Place) -> Any:
     return RangeFile(path) if isinstance(path, Url) else str(path)
 
@@ -163,6 +181,9 @@ class OpenGroups:
     def __init__(self) -> None:
         self._open: OrderedDict[tuple[Place, int], _Group] = OrderedDict()
         self._lock = Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _groups_here, ()
 
     def row(self, table: ParquetTable, number: int, row: int) -> Any:
         """A record batch of one row, with the pictures."""
