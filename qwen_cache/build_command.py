@@ -52,6 +52,8 @@ def run_build(
     config: Config, source: str | None, *, ray: str | None, dry_run: bool, check: bool, measure: bool, as_json: bool
 ) -> int:
     """Plan, say what will be done, do it, say what was done; the exit code. `ray` is the address of a cluster."""
+    if check and not dry_run:
+        raise ConfigError("--check goes with --dry-run", do="add --dry-run, or leave --check out")
     if measure and (ray is not None or not dry_run):
         found = "--measure with --ray" if ray is not None else "--measure alone"
         raise ConfigError("--measure goes with --dry-run, and measures this machine", found=found)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qwen_cache import __version__
-from qwen_cache.config import Config
+from qwen_cache.config import Config, check_compression
 from qwen_cache.console import console, counting, human_bytes, plural, print_json
 from qwen_cache.format import directory
 from qwen_cache.format.errors import ConfigError
@@ -22,19 +22,21 @@ OnSample = Callable[[int], None]
 def run_migrate(config: Config, cache: str, old: int, new: int, *, as_json: bool) -> int:
     """Migrate `cache` into `config.cache.path`; the exit code."""
     source, target = location(cache), local_folder(config.cache.path)
+    check_compression(f"v{new}", config.cache.compression)
     directory.load(source)  # before a folder is made for the lock
     with directory.writing(target):
         update = plan_migration(source, target, old, new)
 
         def write(on_sample: OnSample) -> Manifest:
-            compression = config.cache.compression if new > 1 else "none"
-            return migrate(source, update, int(config.cache.shard_size), compression, __version__, on_sample)
+            return migrate(
+                source, update, int(config.cache.shard_size), config.cache.compression, __version__, on_sample
+            )
 
         return _change(update, write, f"migrating to v{new}", as_json)
 
 
-def run_merge(config: Config, caches: list[str], select: list[str], *, anew: bool, as_json: bool) -> int:
-    """Merge `caches` into `config.cache.path`; the exit code."""
+def run_merge(config: Config, caches: list[str], select: list[str], *, as_json: bool) -> int:
+    """Merge `caches` into `config.cache.path`; the exit code. Samples stay as they lie where nothing says otherwise."""
     sources, target = [location(cache) for cache in caches], local_folder(config.cache.path)
     if any(isinstance(source, Path) and source.resolve() == target.resolve() for source in sources):
         raise ConfigError("a cache cannot be merged into itself", where=target, do="choose another folder with --out")
@@ -45,7 +47,7 @@ def run_merge(config: Config, caches: list[str], select: list[str], *, anew: boo
         plan = plan_merge(sources, target, selection)
 
         def write(on_sample: OnSample) -> Manifest:
-            compression = config.cache.compression if anew else None
+            compression = config.cache.compression if "compression" in config.cache.model_fields_set else None
             return merge(plan, int(config.cache.shard_size), compression, __version__, on_sample)
 
         return _change(plan.update, write, "merging", as_json)

@@ -77,10 +77,10 @@ def build(
 @app.command(hidden=True)
 def feed(source: str, settings: str) -> int:
     """Encode what is asked for on stdin; for `qwen-train run --encode-on-the-fly`."""
-    from qwen_cache.config import Config
+    from qwen_cache.config import parse_config
     from qwen_cache.feed_command import run_feed
 
-    return run_feed(Config.model_validate_json(settings), source)
+    return run_feed(parse_config(settings), source)
 
 
 @app.command()
@@ -142,7 +142,7 @@ def merge(
         list[str] | None, typer.Option(help="Only samples of such names: 'cats/*', or @FILE with a name per line.")
     ] = None,
     compression: Annotated[
-        str | None, typer.Option(help="none or zstd: store every sample anew.", show_default="as it lies")
+        str | None, typer.Option(help="none or zstd: how samples shall be stored.", show_default="as they lie")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="The settings.", show_default="qwen.yaml")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the settings.")] = None,
@@ -153,7 +153,7 @@ def merge(
     from qwen_cache.config import load_config
 
     settings = load_config(config, set_ or (), cache__path=out, cache__compression=compression)
-    return run_merge(settings, caches, select or [], anew=compression is not None, as_json=json)
+    return run_merge(settings, caches, select or [], as_json=json)
 
 
 @app.command("import")

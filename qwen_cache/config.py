@@ -7,6 +7,7 @@ a.b=value` and options of the commands are laid over the file; the result is sav
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -207,6 +208,21 @@ def load_config(path: Path | None, assignments: Sequence[str] = (), **options: A
         if option is not None:
             _assign(value, name.replace("__", "."), option)
     return _validate(value, str(path) if path else "the options given")
+
+
+def parse_config(text: str) -> Config:
+    """The settings as `qwen-train run --encode-on-the-fly` hands them on: JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"this is not JSON: {error}") from None
+    return _validate(value if isinstance(value, dict) else {"": value}, "the settings given")
+
+
+def check_compression(format_version: str, compression: str) -> None:
+    """ConfigError where the format has no place for it."""
+    if format_version == "v1" and compression != "none":
+        raise ConfigError("format v1 knows no compression", found=f"cache.compression={compression}")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -30,23 +30,18 @@ from qwen_cache.format.identity import content_hash, recipe_id
 from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
 from qwen_cache.format.shard import ShardWriter
 
-from .conftest import SMALL, Crash, Result, build, contents, crash_after, run
+from .conftest import SMALL, Crash, Result, build, command, contents, crash_after, run
 
 TinyModel = Callable[[str], Path]
 
 
-class FakeLanes:
+class FakeLanes(AbstractContextManager[Any]):
     """In place of the encoders: noise that depends on the key alone, so that a build takes milliseconds."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.encoded = job, []  # type: ignore[var-annotated]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def submit(self, sample: Planned) -> Planned:
@@ -229,6 +224,8 @@ def test_two_recipes_live_in_one_directory(pairs: Path, tmp_path: Path, model: P
     again = build(pairs, out, model, "--set", "cache.recipe=third")
     assert again.code == 2
     assert "recipe 'default' of this cache is this very recipe" in again.stderr
+    alone = command("qwen-cache", "inspect", out, "--json")  # with nothing imported but what it needs
+    assert set(json.loads(alone.stdout)["recipes"]) == {"default", "small"}
 
 
 def test_a_removed_sample_leaves_the_dataset_and_its_shard(
@@ -364,6 +361,52 @@ def test_a_build_that_goes_on_with_another_source_reuses_what_it_can(
     assert sorted(fast[-1].encoded) == ["ant", "flower"]
     assert build(pairs, tmp_path / "fresh", model).code == 0
     assert contents(out) == contents(tmp_path / "fresh")
+
+
+def durable_before_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record whatever gets a name at the top of `out` without having reached the disk; names of the rest go before."""
+    synced: set[int] = set()
+    wrong: list[str] = []
+    fsync, replace_ = os.fsync, os.replace
+
+    def sync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def rename(source: Path, target: Path) -> None:
+        top = Path(target).parent == out
+        if top and os.stat(source).st_ino not in synced and Path(target).name != "index.parquet":
+            wrong.append(f"{Path(target).name} had not reached the disk")
+        if top and Path(target).name == "cache.json" and out.stat().st_ino not in synced:
+            wrong.append("names in the folder had not reached the disk before the manifest")
+        replace_(source, target)
+        if top:
+            synced.discard(out.stat().st_ino)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", rename)
+    return wrong
+
+
+def test_what_a_power_loss_may_not_reorder(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file is on the disk before it has its name, and all names before the manifest that speaks of them."""
+    shards = tmp_path / "shards"
+    with monkeypatch.context() as patch:
+        wrong = durable_before_named(shards, patch)
+        assert build(pairs, shards, model, "--set", "cache.shard_size=300000").code == 0
+    assert wrong == []
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    with monkeypatch.context() as patch:
+        wrong = durable_before_named(tmp_path / "copy", patch)
+        patch.setattr(os, "link", refuse)  # another disk, so that shards are copied
+        assert run("qwen-cache", "merge", shards, "--out", tmp_path / "copy").code == 0
+    assert wrong == []
+    assert contents(tmp_path / "copy").keys() == contents(shards).keys()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
@@ -551,6 +594,23 @@ def test_no_usable_sample_is_an_error(pairs: Path, tmp_path: Path, model: Path) 
     for path in (pairs / "control_images").iterdir():
         path.unlink()
     failing(build(pairs, tmp_path / "shards", model, "--on-error", "skip"), "no usable sample is left")
+
+
+@pytest.mark.parametrize("name", ["a file", "a file/below"])
+def test_out_must_be_a_folder(name: str, pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]) -> None:
+    (tmp_path / "a file").touch()
+    assert build(pairs, tmp_path / "shards", model).code == 0
+    for result in (
+        build(pairs, tmp_path / name, model),
+        run("qwen-cache", "merge", tmp_path / "shards", "--out", tmp_path / name),
+        run("qwen-cache", "migrate", "v2", "v1", tmp_path / "shards", "--out", tmp_path / name),
+    ):
+        failing(result, f"{tmp_path / name}: ", "not a folder")
+
+
+def test_check_goes_with_a_dry_run(pairs: Path, tmp_path: Path, model: Path) -> None:
+    failing(build(pairs, tmp_path / "shards", model, "--check"), "--check goes with --dry-run")
+    assert not (tmp_path / "shards").exists()
 
 
 def test_a_wrong_path_names_it(tmp_path: Path, model: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -29,18 +29,13 @@ class Clock:
         self.now = 0.0
 
 
-class TimedLanes:
+class TimedLanes(AbstractContextManager[Any]):
     """In place of the encoders: each image token takes its time, and the first sample more."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.warm_up, self.done = clock, WARM_UP, 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def submit(self, sample: Planned) -> Planned:

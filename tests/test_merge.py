@@ -97,6 +97,14 @@ def test_compression_can_be_turned_on_and_off(whole: Path, tmp_path: Path) -> No
     assert run("qwen-cache", "verify", tmp_path / "small").code == 0
 
 
+def test_the_settings_say_how_samples_are_stored_and_what_is_so_already_is_linked(whole: Path, tmp_path: Path) -> None:
+    assert merge(tmp_path / "small", whole, "--set", "cache.compression=zstd").code == 0
+    assert merge(tmp_path / "again", tmp_path / "small", "--compression", "zstd").code == 0
+    for shard in open_cache(tmp_path / "small").manifest.shards:
+        assert (tmp_path / "again" / shard.name).stat().st_ino == (tmp_path / "small" / shard.name).stat().st_ino
+    assert all(sample.row.meta.tensors["prompt_embeds"].codec for sample in open_cache(tmp_path / "again"))
+
+
 def test_a_merge_that_dies_anywhere_goes_on(whole: Path, parts: tuple[Path, Path], tmp_path: Path) -> None:
     keys = [sample.key for sample in open_cache(whole)]
     count, died = 0, True

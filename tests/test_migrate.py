@@ -170,6 +170,8 @@ def test_wrong_requests_are_refused(plain: Callable[[str], Path], built: Built, 
     assert taken.code == 2
     assert "this folder holds another dataset" in taken.stderr
     assert migrate("v3", "v2", plain("v1")).code == 2
+    compressed = migrate("v2", "v1", plain("v2"), "--out", tmp_path / "x", "--set", "cache.compression=zstd")
+    assert "format v1 knows no compression (found cache.compression=zstd)" in compressed.stderr
 
 
 def big_samples(folder: Path, count: int) -> Path:

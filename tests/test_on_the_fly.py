@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -41,15 +42,13 @@ def model(tiny_model: Callable[[str], Path]) -> Path:
     return tiny_model("edit-plus")
 
 
-def processes() -> list[int]:
-    """Processes that encode for one of this one's children, or for itself."""
+def processes(source: Path) -> list[str]:
+    """Processes that encode `source`."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"qwen_cache.cli" in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
+        with suppress(OSError):
+            line = (entry / "cmdline").read_bytes()
+            found += [entry.name] if b"qwen_cache.cli" in line and bytes(source) in line else []
     return found
 
 
@@ -58,10 +57,9 @@ def test_losses_and_lora_are_those_of_a_cache(pairs: Path, tmp_path: Path, model
     assert build(pairs, tmp_path / "shards", model).code == 0
     cached = train(tmp_path / "cached", model, tmp_path / "shards")
     assert cached.code == 0, cached.stderr
-    before = processes()
     result = train(tmp_path / "fly", model, pairs, "--encode-on-the-fly")
     assert result.code == 0, result.stderr
-    assert processes() == before
+    assert processes(pairs) == []
     assert losses(tmp_path / "fly") == losses(tmp_path / "cached")
     fly, from_cache = (tmp_path / name / "pytorch_lora_weights.safetensors" for name in ("fly", "cached"))
     assert fly.read_bytes() == from_cache.read_bytes()
@@ -103,7 +101,6 @@ def test_the_encoders_end_with_the_trainer(number: int, pairs: Path, tmp_path: P
     """A Ctrl-C saves first; after a kill nothing is left running, nor on the disk."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    before = processes()
     sets = {**SETTINGS, "train.output_dir": tmp_path / "out", "train.max_steps": 100_000}
     options = [item for key, value in sets.items() for item in ("--set", f"{key}={value}")]
     arguments = ["run", pairs, "--encode-on-the-fly", "--model", model, *options, *SMALL[:-2]]
@@ -119,7 +116,14 @@ def test_the_encoders_end_with_the_trainer(number: int, pairs: Path, tmp_path: P
     if number == signal.SIGINT:
         assert process.returncode == 130
     deadline = time.monotonic() + 60
-    while processes() != before and time.monotonic() < deadline:
+    while processes(pairs) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert processes() == before
+    assert processes(pairs) == []
     assert not list(temporary.iterdir())
+
+
+def test_settings_that_are_none_are_an_error_of_ours(pairs: Path) -> None:
+    for text, message in (("{", "this is not JSON"), ('{"train": {"max_step": 3}}', "max_steps")):
+        result = run("qwen-cache", "feed", pairs, text)
+        assert result.code == 2
+        assert message in result.stderr

@@ -9,9 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -33,7 +33,7 @@ SHARDS = ("--set", "cache.shard_size=200kB")  # more shards than one
 CPU = ("--vae-device", "cpu", "--text-device", "cpu")
 
 
-class NodeLanes:
+class NodeLanes(AbstractContextManager[Any]):
     """In place of the encoders: bytes that depend on the key alone. Notes in `log` which node encoded what."""
 
     def __init__(self, job: Job, log: Path) -> None:
@@ -45,12 +45,7 @@ class NodeLanes:
         if self.fate == "broken":
             raise ModelError("the weights are damaged", where="vae", do="download them again")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def busy(self) -> set[str]:

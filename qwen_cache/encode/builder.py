@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from qwen_cache import __version__
-from qwen_cache.config import Config
+from qwen_cache.config import Config, check_compression
 from qwen_cache.encode.parts import Part, refuse_other_parts
 from qwen_cache.encode.plan import Plan, Planned, Rules, make_plan
 from qwen_cache.encode.recipe import make_recipe
@@ -26,10 +26,10 @@ from qwen_cache.encode.sizes import Resolution
 from qwen_cache.encode.source import Problem, Row, read_source
 from qwen_cache.encode.template import PIXEL_TOKENS, TEMPLATES
 from qwen_cache.format import directory
-from qwen_cache.format.cache import map_file
 from qwen_cache.format.errors import ConfigError, ShardError
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.index import IndexRow
+from qwen_cache.format.manifest import DEFAULT_RECIPE
 from qwen_cache.format.remote import location
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.shard import compress
@@ -39,6 +39,7 @@ from qwen_cache.format.update import (
     Listed,
     Update,
     commit_update,
+    copy_if_there,
     open_staging,
     plan_update,
     read_existing,
@@ -47,7 +48,6 @@ from qwen_cache.model_folder import ModelFolder, open_model
 
 ENCODER_PARTS = ("vae", "text_encoder", "tokenizer", "processor")
 IN_FLIGHT = 16  # samples ahead of the writer: enough for uneven lanes, about 300 MB of pixels at a megapixel
-DEFAULT_RECIPE = "default"
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ class Report:
 def prepare(config: Config, source: str | None, on_bytes: Callable[[int], None] = lambda _: None) -> Job:
     """Find the model, read the source, fingerprint the weights."""
     Resolution.of(config.data)  # says at once what is wrong with it
-    if config.cache.format == "v1" and config.cache.compression != "none":
-        raise ConfigError("format v1 knows no compression", found=f"cache.compression={config.cache.compression}")
+    check_compression(config.cache.format, config.cache.compression)
     model = open_model(config.model.path, ENCODER_PARTS, config.model.revision)
     every, problems = read_source(
         location(source or config.data.source),
@@ -176,11 +175,7 @@ def load_existing(job: Job) -> Existing:
             found=f"v{manifest.format_version}",
             do=f"run `qwen-cache migrate`, build with --format v{manifest.format_version}, or into another folder",
         )
-    same = [name for name, recipe in manifest.recipes.items() if recipe.id == recipe_id(job.recipe)]
-    if same and same != [job.recipe_name]:
-        raise ConfigError(
-            f"recipe {same[0]!r} of this cache is this very recipe", where=job.folder, do=f"set cache.recipe={same[0]}"
-        )
+    existing.check_name(job.recipe_name, job.recipe, job.folder)
     if job.part:
         held = [row.name for row in existing.of_recipe(job.recipe_name).values()]
         refuse_other_parts(job.folder, job.part, held, job.elsewhere)
@@ -225,8 +220,7 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def make_update(job: Job, existing: Existing, plan: Plan) -> Update:
     """The dataset that the build shall make: the other recipes as they are, then this one in the order of the
     source."""
-    mine = existing.of_recipe(job.recipe_name)
-    others = [Listed(row.name, row.meta.key, row.source_rows) for row in existing.rows if row.meta.key not in mine]
+    others = existing.others(job.recipe_name)
     ours = [Listed(sample.row.name, sample.key, sample.source_rows) for sample in plan.samples]
     order = [row.key for row in others] + plan.order
     return plan_update(job.folder, existing, job.format_version, [*others, *ours], order)
@@ -249,10 +243,9 @@ def run(
     try:
         on_sample(sum(key in encoded for key in update.order[: staging.position]))
         _write(job, update, encoded, staging, Encoders(load_lanes, in_flight), on_sample)
-        recipes = {name: recipe.recipe for name, recipe in update.existing.manifest.recipes.items()}
         libraries = {name: version(name) for name in ("diffusers", "torch", "transformers")}
         written_by = {"qwen-cache": __version__, **libraries}
-        manifest = commit_update(update, staging, {**recipes, job.recipe_name: job.recipe}, written_by)
+        manifest = commit_update(update, staging, {**update.existing.recipes, job.recipe_name: job.recipe}, written_by)
     finally:
         staging.close()
     before, after = ({s.name for s in m.shards} for m in (update.existing.manifest, manifest))
@@ -278,15 +271,11 @@ def _write(
     missing = {key for key in order if key in encoded and staging.left_over(key) is None}
     with encoders.load(job) if missing else nullcontext() as lanes:
         for key, work in _ahead(order, encoded, missing, lanes, encoders.in_flight):
-            if work is None or lanes is None:
-                if (left := staging.left_over(key)) is not None:
-                    staging.add_copy(*left)
-                else:
-                    row = update.moved[key]
-                    path = directory.shard_path(job.folder, row.shard)
-                    staging.add_copy(row.entry, map_file(path), path)
-            else:
+            if lanes is not None and work is not None:
                 staging.add(*compress(*lanes.result(work), job.config.cache.compression))
+            else:
+                there = copy_if_there(update, staging, key)
+                assert there
             on_sample(key in encoded)
 
 

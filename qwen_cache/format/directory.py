@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from qwen_cache.format.errors import IndexFileError, ManifestError, QwenCacheError, ShardError
+from qwen_cache.format.errors import ConfigError, IndexFileError, ManifestError, QwenCacheError, ShardError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN, VERSIONS, Manifest, parse_manifest
@@ -77,7 +77,10 @@ def shard_path(folder: Folder, name: str) -> Folder:
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Hold the directory for writing; refuse at once when another process does."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError("not a folder", where=folder, do="choose another with --out") from None
     _refuse_links(folder)
     with open(folder / LOCK, "a+", encoding="utf-8") as lock:
         try:
@@ -110,8 +113,7 @@ def _refuse_links(folder: Path) -> None:
 def commit(folder: Path, manifest: Manifest, index: bytes, shards: Sequence[Path]) -> None:
     """Make `shards` (sealed, elsewhere in the folder), `index` and `manifest` the dataset, all at once."""
     for path in shards:
-        os.replace(path, folder / path.name)
-    _sync(folder)
+        os.replace(path, folder / path.name)  # made durable with the name of the index
     write_durably(pending_index(folder, manifest), index)
     write_durably(folder / MANIFEST_NAME, manifest.to_bytes())
     _finish_commit(folder)
@@ -174,7 +176,10 @@ def link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, temporary)
     except OSError:
-        shutil.copyfile(source, temporary)
+        with open(source, "rb") as original, open(temporary, "wb") as copy:
+            shutil.copyfileobj(original, copy, 1 << 20)
+            copy.flush()
+            os.fsync(copy.fileno())
     os.replace(temporary, target)
 
 

@@ -19,6 +19,7 @@ from qwen_cache.format.identity import HASH_PATTERN, recipe_id
 FORMAT = "qwen-cache"
 VERSIONS = (1, 2)
 MANIFEST_NAME = "cache.json"
+DEFAULT_RECIPE = "default"  # the name of a recipe that was given none
 SHARD_PATTERN = re.compile(HASH_PATTERN.pattern + r"\.tar")
 
 

@@ -20,7 +20,7 @@ from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.remote import Url
 from qwen_cache.format.shard import compress
-from qwen_cache.format.update import Listed, Update, by_place, commit_update, open_staging, plan_update, read_existing
+from qwen_cache.format.update import Listed, Update, by_place, carry_out, open_staging, plan_update, read_existing
 
 SHOWN = 10  # names that an error lists
 
@@ -72,7 +72,7 @@ def plan_merge(sources: Sequence[Path | Url], target: Path, select: Selection) -
     if len(versions | {existing.manifest.format_version}) > 1:
         found = ", ".join(f"{cache.folder}: v{cache.format_version}" for cache in caches)
         raise ConfigError("these caches are of different format versions", found=found, do="run `qwen-cache migrate`")
-    recipes = {name: recipe.recipe for name, recipe in existing.manifest.recipes.items()}
+    recipes = existing.recipes
     for cache in caches:
         if recipes.setdefault(cache.recipe_name, cache.recipe.recipe) != cache.recipe.recipe:
             raise ConfigError(
@@ -80,7 +80,7 @@ def plan_merge(sources: Sequence[Path | Url], target: Path, select: Selection) -
                 where=cache.folder,
                 do="merge them into different folders: a training run reads one recipe",
             )
-    rows = [Listed(row.name, row.meta.key, row.source_rows) for row in existing.rows]
+    rows = existing.listed
     places: dict[str, tuple[Cache, IndexRow]] = {}
     there = {row.key for row in rows}
     for cache, row in _selected(caches, select):
@@ -100,26 +100,20 @@ def merge(
 ) -> Manifest:
     """Write and commit as qwen-cache `version`; the caller holds `directory.writing(plan.update.folder)`.
 
-    `compression` (`none` or `zstd`) stores every sample anew; None takes it as it lies.
+    `compression` (`none` or `zstd`) is how samples shall be stored; None takes everything as it lies.
     """
-    update = plan.update
-    linked = [] if compression else _whole_shards(plan)
-    staging = open_staging(update, f"merge-{compression or 'as-it-lies'}", shard_size, linked)
-    try:
-        on_sample(staging.position)
-        for key in update.order[staging.position :]:
-            cache, row = plan.places[key]
-            if (left := staging.left_over(key)) is not None:
-                staging.add_copy(*left)
-            elif compression:
-                sample = cache[key]
-                staging.add(*compress(row.meta, {name: sample.buffer(name) for name in row.meta.tensors}, compression))
-            else:
-                staging.add_copy(row.entry, cache.shards.bytes_of(row), cache.folder / row.shard)
-            on_sample(1)
-        return commit_update(update, staging, plan.recipes, {"qwen-cache": version})
-    finally:
-        staging.close()
+    linked = _whole_shards(plan, compression)
+    staging = open_staging(plan.update, f"merge-{compression or 'as-it-lies'}", shard_size, linked)
+
+    def write(key: str) -> None:
+        cache, row = plan.places[key]
+        if compression is None:
+            staging.add_copy(row.entry, cache.shards.bytes_of(row), cache.folder / row.shard)
+        else:
+            sample = cache[key]
+            staging.add(*compress(row.meta, {name: sample.buffer(name) for name in row.meta.tensors}, compression))
+
+    return carry_out(plan.update, staging, write, plan.recipes, {"qwen-cache": version}, on_sample)
 
 
 def _open_all(source: Path | Url) -> list[Cache]:
@@ -145,9 +139,15 @@ def _selected(caches: Sequence[Cache], select: Selection) -> Iterator[tuple[Cach
         raise ConfigError("no sample has such a name", found=some, do=do)
 
 
-def _whole_shards(plan: Merge) -> list[Path]:
-    """Shards of which every sample is wanted, and not there already."""
-    wanted = Counter((cache.folder, row.shard) for cache, row in plan.places.values())
+def _lies_as(row: IndexRow, compression: str) -> bool:
+    """Whether a sample is stored so already; one that compression made nothing smaller of is tried again."""
+    return any(spec.codec for spec in row.meta.tensors.values()) == (compression == "zstd")
+
+
+def _whole_shards(plan: Merge, compression: str | None) -> list[Path]:
+    """Shards of which every sample is wanted as it lies, and not there already."""
+    taken = [(c, row) for c, row in plan.places.values() if compression is None or _lies_as(row, compression)]
+    wanted = Counter((cache.folder, row.shard) for cache, row in taken)
     manifests = {cache.folder: cache.manifest for cache, _ in plan.places.values()}
     whole = (
         (folder, shard.name)

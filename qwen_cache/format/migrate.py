@@ -11,21 +11,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Sample, open_cache
 from qwen_cache.format.errors import ConfigError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.remote import Url
-from qwen_cache.format.sample import TENSORS, SampleMeta
+from qwen_cache.format.sample import TENSORS, SampleMeta, shared_rows
 from qwen_cache.format.shard import compress
 from qwen_cache.format.update import (
-    Listed,
     Update,
     by_place,
-    commit_update,
+    carry_out,
     open_staging,
     plan_update,
     read_existing,
@@ -45,7 +42,6 @@ def plan_migration(source: Path | Url, target: Path, old: int, new: int) -> Upda
     if given.manifest.format_version not in (old, new):
         found = f"v{given.manifest.format_version}"
         raise ConfigError("this cache is of another version", where=source, expected=f"v{old}", found=found)
-    rows = [Listed(row.name, row.meta.key, row.source_rows) for row in given.rows]
     unknown = [row.name for row in given.rows if not row.meta.tensors.keys() <= set(TENSORS[new])]
     if unknown:
         more = f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else ""
@@ -56,7 +52,7 @@ def plan_migration(source: Path | Url, target: Path, old: int, new: int) -> Upda
             do=f"stay with v{given.manifest.format_version}, or build without the masks",
         )
     existing = given if source == target else read_existing(target, new)
-    update = plan_update(target, existing, new, rows, by_place(given.manifest, given.rows))
+    update = plan_update(target, existing, new, given.listed, by_place(given.manifest, given.rows))
     if source != target and existing.rows and not update.is_nothing:
         raise ConfigError("this folder holds another dataset", where=target, do="choose an empty folder with --out")
     return update
@@ -75,18 +71,12 @@ def migrate(
     caches = [open_cache(source, recipe=name) for name in manifest.recipes]
     place = {row.meta.key: cache for cache in caches for row in cache.rows()}
     staging = open_staging(update, "migrate", shard_size)
-    try:
-        on_sample(staging.position)
-        for key in update.order[staging.position :]:
-            if (left := staging.left_over(key)) is not None:
-                staging.add_copy(*left)
-            else:
-                staging.add(*compress(*converted(place[key][key], update.format_version), compression))
-            on_sample(1)
-        recipes = {name: recipe.recipe for name, recipe in manifest.recipes.items()}
-        return commit_update(update, staging, recipes, {**manifest.written_by, "qwen-cache": version})
-    finally:
-        staging.close()
+
+    def write(key: str) -> None:
+        staging.add(*compress(*converted(place[key][key], update.format_version), compression))
+
+    recipes = {name: recipe.recipe for name, recipe in manifest.recipes.items()}
+    return carry_out(update, staging, write, recipes, {**manifest.written_by, "qwen-cache": version}, on_sample)
 
 
 def converted(sample: Sample, format_version: int) -> tuple[SampleMeta, dict[str, memoryview]]:
@@ -98,7 +88,7 @@ def converted(sample: Sample, format_version: int) -> tuple[SampleMeta, dict[str
     row_bytes, width = _row_bytes(meta), meta.tensors["prompt_embeds"].shape[1]
     shared = tensors["prompt_embeds"][: meta.prefix_length * row_bytes]
     whole = memoryview(bytes(shared) + bytes(tensors["empty_prompt_embeds"]))
-    prefix = shared_rows(tensors["prompt_embeds"], whole, row_bytes) if format_version > 1 else 0
+    prefix = shared_rows(tensors["prompt_embeds"], whole, row_bytes, least=AFTER_PROMPT) if format_version > 1 else 0
     stored = whole[prefix * row_bytes :]
     shape = (stored.nbytes // row_bytes, width)
     spec = replace(meta.tensors["empty_prompt_embeds"], shape=shape, xxh3_128=content_hash(stored))
@@ -106,14 +96,6 @@ def converted(sample: Sample, format_version: int) -> tuple[SampleMeta, dict[str
         replace(meta, prefix_length=prefix, tensors={**meta.tensors, "empty_prompt_embeds": spec}),
         {**tensors, "empty_prompt_embeds": stored},
     )
-
-
-def shared_rows(prompt: memoryview, empty: memoryview, row_bytes: int) -> int:
-    """How many rows both begin with; never the last AFTER_PROMPT, also where the prompt is empty itself."""
-    length = max(0, min(prompt.nbytes // row_bytes, empty.nbytes // row_bytes - AFTER_PROMPT))
-    a, b = (np.frombuffer(data[: length * row_bytes], np.uint8).reshape(length, row_bytes) for data in (prompt, empty))
-    differing = np.flatnonzero((a != b).any(axis=1))
-    return int(differing[0]) if differing.size else length
 
 
 def _row_bytes(meta: SampleMeta) -> int:

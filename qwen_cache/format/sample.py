@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from qwen_cache.format.codec import MAX_RATIO, PLANES_ZSTD
 from qwen_cache.format.errors import (
     RESTORE_SHARD,
@@ -113,6 +115,14 @@ class SampleMeta:
 def token_count(img_shapes: Sequence[Sequence[int]]) -> int:
     """Σ t·h·w: the image tokens of these pictures."""
     return sum(math.prod(shape) for shape in img_shapes)
+
+
+def shared_rows(prompt: memoryview, empty: memoryview, row_bytes: int, *, least: int) -> int:
+    """How many rows both embeddings begin with, byte for byte; of `empty`, `least` rows are never counted."""
+    length = max(0, min(prompt.nbytes // row_bytes, empty.nbytes // row_bytes - least))
+    a, b = (np.frombuffer(data[: length * row_bytes], np.uint8).reshape(length, row_bytes) for data in (prompt, empty))
+    differing = np.flatnonzero((a != b).any(axis=1))
+    return int(differing[0]) if differing.size else length
 
 
 def pixel_sizes(img_shapes: ImgShapes) -> dict[str, int]:

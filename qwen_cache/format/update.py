@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from qwen_cache.format import directory
+from qwen_cache.format.cache import map_file
+from qwen_cache.format.errors import ConfigError
 from qwen_cache.format.identity import content_hash, dataset_identity, recipe_id
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, write_index
 from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recipe
@@ -34,6 +36,28 @@ class Existing:
         """The rows of the recipe called `name`, by key."""
         recipe = self.manifest.recipes.get(name)
         return {row.meta.key: row for row in self.rows if recipe and row.meta.recipe == recipe.id}
+
+    @property
+    def recipes(self) -> dict[str, dict[str, Any]]:
+        """The recipes by name."""
+        return {name: recipe.recipe for name, recipe in self.manifest.recipes.items()}
+
+    @property
+    def listed(self) -> list[Listed]:
+        """The rows, as those of a dataset to be."""
+        return [Listed(row.name, row.meta.key, row.source_rows) for row in self.rows]
+
+    def others(self, name: str) -> list[Listed]:
+        """The rows of all recipes but the one called `name`."""
+        mine = self.of_recipe(name)
+        return [row for row in self.listed if row.key not in mine]
+
+    def check_name(self, name: str, recipe: dict[str, Any], where: Path) -> None:
+        """ConfigError when this very recipe is there under another name."""
+        same = [other for other, known in self.recipes.items() if recipe_id(known) == recipe_id(recipe)]
+        if same and same != [name]:
+            what = f"recipe {same[0]!r} of this cache is this very recipe"
+            raise ConfigError(what, where=where, do=f"set cache.recipe={same[0]}")
 
 
 @dataclass(frozen=True)
@@ -63,8 +87,7 @@ class Update:
     @property
     def is_nothing(self) -> bool:
         """Whether the dataset is what it shall be."""
-        before = [Listed(row.name, row.meta.key, row.source_rows) for row in self.existing.rows]
-        return self.format_version == self.existing.manifest.format_version and self.rows == before
+        return self.format_version == self.existing.manifest.format_version and self.rows == self.existing.listed
 
 
 def read_existing(folder: Path | Url, format_version: int) -> Existing:
@@ -85,12 +108,10 @@ def plan_update(
     `order` has the keys of `rows` as they shall lie in the shards, if they have to be written; that of `rows` when not
     given.
     """
-    wanted = {row.key for row in rows}
+    wanted = {row.key for row in rows} if format_version == existing.manifest.format_version else set()
     alive = {row.meta.key: row for row in existing.rows if row.meta.key in wanted}
     count = Counter(row.shard for row in alive.values())
     whole = {shard.name for shard in existing.manifest.shards if count[shard.name] == shard.samples}
-    if format_version != existing.manifest.format_version:
-        whole = set()
     kept = {key: row for key, row in alive.items() if row.shard in whole}
     moved = {key: row for key, row in alive.items() if key not in kept}
     keys = [row.key for row in rows] if order is None else order
@@ -113,6 +134,41 @@ def open_staging(update: Update, name: str, shard_size: int, linked: Iterable[Pa
     for path in linked:
         directory.link_or_copy(path, folder / path.name)
     return Staging(folder, update.order, update.format_version, shard_size)
+
+
+def copy_if_there(update: Update, staging: Staging, key: str) -> bool:
+    """Append the sample from what an earlier run left, or from a shard that does not stay; whether it was there."""
+    if (left := staging.left_over(key)) is not None:
+        staging.add_copy(*left)
+    elif (row := update.moved.get(key)) is not None:
+        path = directory.shard_path(update.folder, row.shard)
+        staging.add_copy(row.entry, map_file(path), path)
+    else:
+        return False
+    return True
+
+
+def carry_out(
+    update: Update,
+    staging: Staging,
+    write: Callable[[str], None],
+    recipes: dict[str, dict[str, Any]],
+    written_by: dict[str, str],
+    on_sample: Callable[[int], None],
+) -> Manifest:
+    """Let `write` append every sample that is not there, by key, and commit.
+
+    `on_sample` hears how many samples are done: at once those that an earlier run left, then one by one.
+    """
+    try:
+        on_sample(staging.position)
+        for key in update.order[staging.position :]:
+            if not copy_if_there(update, staging, key):
+                write(key)
+            on_sample(1)
+        return commit_update(update, staging, recipes, written_by)
+    finally:
+        staging.close()
 
 
 def commit_update(

@@ -19,15 +19,13 @@ import torch
 
 from qwen_cache import __version__
 from qwen_cache.config import Config
-from qwen_cache.format import directory
-from qwen_cache.format.cache import map_file
 from qwen_cache.format.errors import ConfigError, ModelError, SourceError
 from qwen_cache.format.identity import Inputs, canonical_json, content_hash, recipe_id
-from qwen_cache.format.manifest import Manifest
+from qwen_cache.format.manifest import DEFAULT_RECIPE, Manifest
 from qwen_cache.format.remote import local_folder
-from qwen_cache.format.sample import LATENT_CHANNELS, TENSORS, SampleMeta, TensorSpec, token_count
+from qwen_cache.format.sample import LATENT_CHANNELS, TENSORS, SampleMeta, TensorSpec, shared_rows, token_count
 from qwen_cache.format.shard import compress
-from qwen_cache.format.update import Existing, Listed, Update, commit_update, open_staging, plan_update
+from qwen_cache.format.update import Existing, Listed, Update, carry_out, open_staging, plan_update
 from qwen_cache.importers import diffusion_pipe, musubi, qflux
 from qwen_cache.importers.source import EXACT_IN, Found, Imported, Options
 from qwen_cache.model_folder import PIPELINES, ModelFolder, PipelineName, open_model
@@ -37,7 +35,6 @@ Dtype = Literal["bfloat16", "float32"]
 FIND = {"qflux": qflux.find, "musubi": musubi.find, "diffusion-pipe": diffusion_pipe.find}
 IMPORTER_VERSION = 1
 FORMAT_VERSION = 2
-DEFAULT_RECIPE = "default"
 PUBLISHED: dict[str, PipelineName] = {
     "Qwen/Qwen-Image": "QwenImagePipeline",
     "Qwen/Qwen-Image-Edit": "QwenImageEditPipeline",
@@ -175,14 +172,9 @@ def make_update(job: Job, plan: Plan, existing: Existing) -> Update:
             where=job.folder,
             do="import into another folder, or set cache.recipe to another name",
         )
-    same = [name for name, recipe in manifest.recipes.items() if recipe.id == recipe_id(plan.recipe)]
-    if same and same != [job.recipe_name]:
-        what = f"recipe {same[0]!r} of this cache is this very recipe"
-        raise ConfigError(what, where=job.folder, do=f"set cache.recipe={same[0]}")
-    mine = existing.of_recipe(job.recipe_name)
-    others = [Listed(row.name, row.meta.key, row.source_rows) for row in existing.rows if row.meta.key not in mine]
+    existing.check_name(job.recipe_name, plan.recipe, job.folder)
     ours = [Listed(sample.found.name, key, sample.source_rows) for key, sample in plan.samples.items()]
-    return plan_update(job.folder, existing, FORMAT_VERSION, [*others, *ours])
+    return plan_update(job.folder, existing, FORMAT_VERSION, [*existing.others(job.recipe_name), *ours])
 
 
 def run(job: Job, plan: Plan, update: Update, on_sample: Callable[[int], None] = lambda _: None) -> Manifest:
@@ -191,22 +183,13 @@ def run(job: Job, plan: Plan, update: Update, on_sample: Callable[[int], None] =
     `on_sample` hears how many samples are written: at once those that an earlier run left, then one by one.
     """
     staging = open_staging(update, recipe_id(plan.recipe), int(job.config.cache.shard_size))
-    try:
-        on_sample(staging.position)
-        for key in update.order[staging.position :]:
-            if (left := staging.left_over(key)) is not None:
-                staging.add_copy(*left)
-            elif (row := update.moved.get(key)) is not None:
-                path = directory.shard_path(job.folder, row.shard)
-                staging.add_copy(row.entry, map_file(path), path)
-            else:
-                staging.add(*compress(*_read_again(plan, key), job.config.cache.compression))
-            on_sample(1)
-        recipes = {name: recipe.recipe for name, recipe in update.existing.manifest.recipes.items()}
-        written_by = {"qwen-cache": __version__, "torch": version("torch")}
-        return commit_update(update, staging, {**recipes, job.recipe_name: plan.recipe}, written_by)
-    finally:
-        staging.close()
+
+    def write(key: str) -> None:
+        staging.add(*compress(*_read_again(plan, key), job.config.cache.compression))
+
+    recipes = {**update.existing.recipes, job.recipe_name: plan.recipe}
+    written_by = {"qwen-cache": __version__, "torch": version("torch")}
+    return carry_out(update, staging, write, recipes, written_by, on_sample)
 
 
 def describe(sample: Imported, recipe: str, dtype: torch.dtype) -> tuple[SampleMeta, dict[str, memoryview]]:
@@ -214,7 +197,8 @@ def describe(sample: Imported, recipe: str, dtype: torch.dtype) -> tuple[SampleM
     tensors = {name: sample.tensors[name].to(dtype) for name in TENSORS[FORMAT_VERSION] if name in sample.tensors}
     prefix_length = 0
     if "empty_prompt_embeds" in tensors:
-        prefix_length = shared_prefix(tensors["prompt_embeds"], tensors["empty_prompt_embeds"])
+        prompt, empty = tensors["prompt_embeds"], tensors["empty_prompt_embeds"]
+        prefix_length = shared_rows(_bytes(prompt), _bytes(empty), prompt.shape[1] * dtype.itemsize, least=1)
         tensors["empty_prompt_embeds"] = tensors["empty_prompt_embeds"][prefix_length:]
     data = {name: _bytes(tensor) for name, tensor in tensors.items()}
     dtype_name = {torch.bfloat16: "BF16", torch.float32: "F32"}[dtype]
@@ -230,14 +214,6 @@ def describe(sample: Imported, recipe: str, dtype: torch.dtype) -> tuple[SampleM
     }
     inputs = Inputs(content_hash(canonical_json(everything)), tuple(controls), None)
     return SampleMeta(recipe, inputs, sample.prompt, sample.img_shapes, prefix_length, specs), data
-
-
-def shared_prefix(prompt: torch.Tensor, empty: torch.Tensor) -> int:
-    """How many rows begin both, bit for bit; at least one row of `empty` is left."""
-    most = min(len(prompt), len(empty) - 1)
-    bits = torch.int16 if prompt.dtype == torch.bfloat16 else torch.int32
-    same = (prompt[:most].view(bits) == empty[:most].view(bits)).all(dim=1)
-    return int(same.int().cumprod(0).sum())
 
 
 def _read_again(plan: Plan, key: str) -> tuple[SampleMeta, dict[str, memoryview]]:
