@@ -81,6 +81,10 @@ class CacheConfig(Section):
     """The device of the VAE, or several with commas; `auto` is the first accelerator, or the CPU."""
     text_device: str = "auto"
     """The device of the text encoder, or several; `auto` is the second accelerator, else the first, or the CPU."""
+    vae_batch_pixels: Positive | None = None
+    """How many pixels the VAE gets at once, in pictures of one shape; 2 megapixels on CUDA, else one picture."""
+    text_batch_tokens: Positive | None = None
+    """How many tokens the text encoder gets at once; 2048 on CUDA, else one sample's. 1: one sample's there too."""
     compression: Literal["none", "zstd"] = "none"
     """zstd: 0.7 of the bytes; worth it when what is read from is slower than 0.8 GB/s. v2 only."""
     shard_size: ByteSize = ByteSize(1_000_000_000)
@@ -107,8 +111,16 @@ class TrainConfig(Section):
     """Where checkpoints and the LoRA go."""
     max_steps: Positive = 1000
     """Optimizer steps."""
-    batch_size: Positive = 1
-    """Samples in one forward pass on one device."""
+    batch_size: Positive | None = None
+    """Samples in one forward pass on one device; 1 where neither this nor max_tokens is given."""
+    max_tokens: Positive | None = None
+    """Tokens in one forward pass on one device: of text, target and controls, padding included. Both limits bind."""
+    shuffle_window: Positive = 4096
+    """Of so many samples of a shuffled epoch, half of it at most, those alike in size are batched; 1: by chance."""
+    drop_last: bool = False
+    """Leave out the samples that do not fill the last batch of an epoch; else that batch is smaller."""
+    layout: Literal["padded", "packed"] = "padded"
+    """padded: rows of equal length. packed: one row of valid tokens, no padding computed. Equal results."""
     gradient_accumulation_steps: Positive = 1
     """Forward passes before each optimizer step."""
     gradient_checkpointing: bool = True

@@ -1,22 +1,19 @@
-"""Batches out of a cache: each is a pure function of the cache, the seed and its position.
+"""Batches out of a cache: each is a pure function of the cache, the settings and how many samples came before it.
 
-Samples are numbered by position: position p is sample p mod n of epoch p // n, in an order drawn for that epoch.
-Noise, timestep and caption dropout of a position come from its own generator, so they do not depend on the batch or
-the process in which it is trained. The state of a run is one number. A thread prepares the next batches while the
-model works.
+`batch_plan` says which samples form a batch; the processes take them in turns. Noise, timestep and caption dropout of
+a sample come from a generator of its position, its place in the epoch, so they do not depend on the batch or the
+process in which it is trained. The state of a run is one number, the samples that were trained: any number of
+processes can go on from there. A thread prepares the next batches while the model works.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 from jaxtyping import Bool, Float
@@ -24,7 +21,9 @@ from torch import Tensor
 
 from qwen_cache.config import TrainConfig
 from qwen_cache.format.cache import Cache, Sample
+from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.sample import ImgShapes, token_count
+from qwen_train.batch_plan import BatchPlan, Turn, index_token_counts
 from qwen_train.flow import NoiseSchedule, draw_u
 from qwen_train.on_the_fly import Feed
 
@@ -47,6 +46,10 @@ class Batch:
     prompt_embeds: Float[Tensor, "B L D"]
     prompt_embeds_mask: Bool[Tensor, "B L"] | None
     """None when no text is padded."""
+    share: float = 1.0
+    """What its mean loss counts, against 1 on average, in that of its optimizer step (`Turn.share`)."""
+    done: int = 0
+    """How many samples all processes have trained after it."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """On `device`; embeddings in `dtype`, noise and weights as they are, the text mask on the CPU.
@@ -80,28 +83,31 @@ class Batches:
         self, cache: Cache | Feed, config: TrainConfig, schedule: NoiseSchedule, *, rank: int = 0, world_size: int = 1
     ) -> None:
         self.cache, self.config, self.schedule, self.rank, self.world_size = cache, config, schedule, rank, world_size
+        if isinstance(cache, Feed):
+            self.plan = BatchPlan(cache.token_counts, config, cache.names.__getitem__)
+        else:
+            tokens = index_token_counts(cache.table, cache.folder / INDEX_NAME)
+            self.plan = BatchPlan(tokens, config, lambda i: cache.row(i).name)
 
-    def batch(self, position: int) -> Batch:
-        """This process's batch when `position` samples have been trained by all."""
-        return collate([self.draw(i) for i in self._positions(position)], self.config.edit_mask_weight)
+    def batch(self, done: int) -> Batch:
+        """This process's batch when an optimizer step begins after `done` samples."""
+        return self._make(next(self._turns(done)))
 
-    def prefetch(self, position: int) -> None:
-        """Begin to fetch the samples of that batch, where the cache lies behind a URL."""
-        self.cache.prefetch(self._index(i) for i in self._positions(position))
+    def _turns(self, done: int) -> Iterator[Turn]:
+        return self.plan.turns(done, self.rank, self.world_size, self.config.gradient_accumulation_steps)
 
-    def _positions(self, position: int) -> range:
-        begin = position + self.rank * self.config.batch_size
-        return range(begin, begin + self.config.batch_size)
+    def _make(self, turn: Turn) -> Batch:
+        batch = collate([self.draw(position) for position in turn.positions], self.config.edit_mask_weight)
+        return replace(batch, share=turn.share, done=turn.done)
 
-    def _index(self, position: int) -> int:
-        """Which sample of the cache is trained at `position`."""
-        epoch, place = divmod(position, len(self.cache))
-        return int(_order(self.config.seed, epoch, len(self.cache))[place])
+    def _prefetch(self, turn: Turn) -> None:
+        """Begin to fetch the samples, where the cache lies behind a URL."""
+        self.cache.prefetch(self.plan.sample(position) for position in turn.positions)
 
     def draw(self, position: int) -> Drawn:
         """The sample at `position` with everything that chance decides."""
         config = self.config
-        sample = self.cache[self._index(position)]
+        sample = self.cache[self.plan.sample(position)]
         generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{config.seed} {position}".encode()) >> 1)
         u = draw_u(
             generator,
@@ -115,19 +121,22 @@ class Batches:
         noise = torch.randn(tokens, sample.row.meta.tensors["image_latents"].shape[1], generator=generator)
         return Drawn(sample, self.schedule.sigma(u, tokens), noise, without_caption)
 
-    def starting_at(self, position: int) -> Generator[Batch]:
-        """The batches after `position` trained samples, without end, prepared ahead by one thread."""
+    def starting_at(self, done: int) -> Generator[Batch]:
+        """The batches after `done` trained samples, without end, prepared ahead by one thread.
+
+        They begin with an optimizer step.
+        """
+        turns = self._turns(done)
+        planned: deque[Turn] = deque()
         waiting: deque[Future[Batch]] = deque()
-        step = self.config.batch_size * self.world_size
         with ThreadPoolExecutor(1, "batches") as thread:
             try:
-                for ahead in range(FETCHED_AHEAD):
-                    thread.submit(self.prefetch, position + ahead * step)
                 while True:
                     while len(waiting) <= AHEAD:
-                        thread.submit(self.prefetch, position + FETCHED_AHEAD * step)
-                        waiting.append(thread.submit(self.batch, position))
-                        position += step
+                        while len(planned) <= FETCHED_AHEAD:
+                            planned.append(next(turns))
+                            thread.submit(self._prefetch, planned[-1])
+                        waiting.append(thread.submit(self._make, planned.popleft()))
                     yield waiting.popleft().result()
             finally:
                 thread.shutdown(cancel_futures=True)
@@ -187,9 +196,3 @@ def _padded(lengths: Sequence[int], width: int, dtype: torch.dtype, longest: int
 
 def _below(lengths: Sequence[int], longest: int) -> Bool[Tensor, "B N"]:
     return torch.arange(longest) < torch.tensor(lengths)[:, None]
-
-
-@lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, samples: int) -> npt.NDArray[np.int64]:
-    """The order of an epoch: a Philox stream of its own, so epoch 100 costs no more than epoch 0."""
-    return np.random.Generator(np.random.Philox(key=[seed % 2**64, epoch])).permutation(samples)

@@ -38,9 +38,11 @@ class Run:
     optimizer: Any
     lr_scheduler: Any
     fixed: dict[str, Any]
-    """What a resumed run must share with the checkpoint: the identity of the cache, the seed, the LoRA's settings."""
+    """What a resumed run must share with the checkpoint: the identity of the cache, the seed, the LoRA's settings, and
+    those of the batches, which decide what was trained so far."""
     step: int = 0
     samples: int = 0
+    """Those that all processes have trained; which batch follows is a function of it (`batch_plan`)."""
 
 
 def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
@@ -99,13 +101,13 @@ def _reading(path: Path) -> Iterator[Path]:
 
 
 def _check_fixed(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
-    for name, expected in saved.items():
-        if current.get(name) != expected:
+    for name in saved | current:
+        if saved.get(name) != current.get(name):
             raise TrainError(
                 f"this checkpoint was trained with another {name}, so it cannot be resumed",
                 where=path,
-                expected=expected,
-                found=current.get(name),
+                expected=str(saved.get(name)),
+                found=str(current.get(name)),
                 do=f"use the same {name}, or start anew with another train.output_dir",
             )
 

@@ -1,7 +1,7 @@
 """Training without a cache: another process encodes each sample when it is about to be trained.
 
-The samples, their order and their bytes are those of a cache of the same source, so the losses are, too, and a run can
-be resumed from one or the other. This process still loads nothing but the transformer.
+The samples, their batches and their bytes are those of a cache of the same source, so the losses are, too, and a run
+can be resumed from one or the other. This process still loads nothing but the transformer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+import numpy as np
 
 from qwen_cache.config import Config
 from qwen_cache.format.cache import Sample, map_file
@@ -54,6 +56,9 @@ class Feed:
         about = self._reply()
         self.format_version: int = about["format_version"]
         self.prompt_embeds_width: int = about["prompt_embeds_width"]
+        self.names: list[str] = about["names"]
+        self.token_counts = np.array([about["image_tokens"], about["text_tokens"]], dtype=np.int64)
+        """`[2, N]`, as `batch_plan` plans with."""
         self.recipe = Recipe(about["recipe"], about["samples"], about["identity"])
 
     @property

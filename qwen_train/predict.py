@@ -24,6 +24,7 @@ from qwen_cache.encode.loading import load_whole
 from qwen_cache.encode.sizes import Size, calculate_dimensions
 from qwen_cache.encode.template import TEMPLATES, VAE_IMAGE_SIZE
 from qwen_cache.encode.text import TextEncoder
+from qwen_cache.encode.tiles import VaeThatFits
 from qwen_cache.format.errors import ConfigError, SourceError, TrainError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.model_folder import ModelFolder
@@ -110,11 +111,12 @@ def encode_prompts(
     encoder = TextEncoder(model, devices.text, dtype)
     area = TEMPLATES[model.pipeline].condition_image_size
     seen = [p.resize(calculate_dimensions(area, p.size), Image.Resampling.LANCZOS) for p in pictures]
-    prefix = encoder.read(encoder.inputs(seen))
+    prefixes = encoder.read([encoder.inputs(seen)])
     arguments: dict[str, torch.Tensor] = {}
     for name, text in (("prompt_embeds", prompt), ("negative_prompt_embeds", negative_prompt)):
         if text is not None:
-            embeds = torch.cat([prefix.embeds, encoder.embed(prefix, text)])[None].to(devices.transformer)
+            (rest,) = encoder.embed(prefixes, [(0, text)])
+            embeds = torch.cat([prefixes.embeds[0], rest])[None].to(devices.transformer)
             arguments |= {name: embeds, f"{name}_mask": embeds.new_ones(embeds.shape[:2], dtype=torch.long)}
     return arguments
 
@@ -138,7 +140,9 @@ def load_pipeline(model: ModelFolder, devices: Devices, dtype: torch.dtype) -> A
     transformer = load_whole(QwenImageTransformer2DModel, model.part("transformer"), torch_dtype=dtype)
     parts = {"text_encoder": None, "tokenizer": None} | ({"processor": None} if model.takes_controls else {})
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.part("scheduler"))
-    return Placed(scheduler=scheduler, vae=vae, transformer=transformer.to(devices.transformer), **parts)
+    pipeline = Placed(scheduler=scheduler, vae=vae, transformer=transformer.to(devices.transformer), **parts)
+    pipeline.vae = VaeThatFits(vae)
+    return pipeline
 
 
 def find_lora(path: Path) -> Path:

@@ -26,6 +26,7 @@ from qwen_cache.format.cache import Cache, open_cache
 from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError, ModelError, TrainError
 from qwen_cache.model_folder import ModelFolder, open_model
+from qwen_train.batch_plan import sequence_settings
 from qwen_train.batches import Batch, Batches
 from qwen_train.checkpoint import Run, checkpoints, load_checkpoint, save_checkpoint
 from qwen_train.flow import NoiseSchedule, flow_loss, interpolate
@@ -62,7 +63,7 @@ def train(config: Config, *, resume: bool = False, encode_from: str | None = Non
     stream = p.batches.starting_at(run.samples)
     log = MetricsLog(p.out, accelerator, config.logging, run.step)
     losses: list[float] = []
-    saved, waited, began = run.step, 0.0, time.monotonic()
+    saved, waited, began, before = run.step, 0.0, time.monotonic(), run.samples
 
     with closing(log), closing(stream), StopSignals() as stop, progress() as bar:
         task = bar.add_task("training", total=settings.max_steps, completed=run.step, count="")
@@ -72,9 +73,9 @@ def train(config: Config, *, resume: bool = False, encode_from: str | None = Non
             waited += time.monotonic() - asked
             with accelerator.accumulate(p.transformer):
                 loss = compute_loss(p.transformer, batch.to(accelerator.device, p.dtype))
-                losses.append(check_loss(loss, batch, run.step + 1))
-                run.samples += len(batch.keys) * accelerator.num_processes
-                accelerator.backward(loss)
+                losses.append(batch.share * check_loss(loss, batch, run.step + 1))
+                run.samples = batch.done
+                accelerator.backward(batch.share * loss)  # the step's gradient is the mean over its samples
                 if not accelerator.sync_gradients:
                     continue
                 norm = accelerator.clip_grad_norm_(p.parameters, settings.max_grad_norm or math.inf)
@@ -83,18 +84,18 @@ def train(config: Config, *, resume: bool = False, encode_from: str | None = Non
                 lr_scheduler.step()
                 optimizer.zero_grad()
             run.step += 1
-            took, mean = time.monotonic() - began, sum(losses) / len(losses)
+            took, mean = time.monotonic() - began, mean_of_processes(accelerator, sum(losses) / len(losses))
             log.write(
                 run.step,
                 loss=mean,
                 learning_rate=learning_rate,
                 grad_norm=float(norm),
-                samples_per_second=len(losses) * len(batch.keys) * accelerator.num_processes / took,
+                samples_per_second=(run.samples - before) / took,
                 data_wait=waited / took,
             )
             count = f"{run.step}/{settings.max_steps}, loss {mean:.4f}, {took:.2f} s/step"
             bar.update(task, completed=run.step, count=count)
-            losses, waited, began = [], 0.0, time.monotonic()
+            losses, waited, began, before = [], 0.0, time.monotonic(), run.samples
             if run.step % settings.checkpointing_steps == 0:
                 saved = save(p, settings.checkpoints_total_limit)
     if run.step > saved:
@@ -120,6 +121,13 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
     if accelerator.num_processes == 1:
         return flag
     return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device)) > 0)
+
+
+def mean_of_processes(accelerator: Accelerator, value: float) -> float:
+    """The mean of what each process has, in every one of them."""
+    if accelerator.num_processes == 1:
+        return value
+    return float(accelerator.reduce(torch.tensor(value, device=accelerator.device), reduction="mean"))
 
 
 def compute_loss(transformer: Any, batch: Batch) -> torch.Tensor:
@@ -184,9 +192,14 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
         log_with=config.logging.tracker if config.logging.tracker != "none" else None,
         project_dir=str(out),
     )
+    schedule = NoiseSchedule.of_config(
+        json.loads((model.part("scheduler") / "scheduler_config.json").read_text(encoding="utf-8"))
+    )
+    batches = Batches(cache, settings, schedule, rank=accelerator.process_index, world_size=accelerator.num_processes)
     set_seed(settings.seed)
     dtype = torch.bfloat16 if settings.mixed_precision == "bf16" else torch.float32
     transformer = load_transformer(model, dtype)
+    transformer.layout = settings.layout
     check_cache(cache, model, transformer)
     if isinstance(cache, Cache):
         check_empty_prompts(cache, settings.caption_dropout)
@@ -197,6 +210,7 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
     optimizer, lr_scheduler = make_optimizer(config, parameters)
     transformer, optimizer = accelerator.prepare(transformer, optimizer)
     fixed = {"cache": cache.identity, "seed": settings.seed, "lora": settings.lora.model_dump(mode="json")}
+    fixed |= sequence_settings(settings)
     run = Run(accelerator.unwrap_model(transformer), optimizer, lr_scheduler, fixed)
     if earlier:
         load_checkpoint(earlier[-1][1], run)
@@ -204,11 +218,7 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
         out.mkdir(parents=True, exist_ok=True)
         write_durably(out / CONFIG_NAME, config.to_yaml().encode("utf-8"))
     accelerator.wait_for_everyone()
-    schedule = NoiseSchedule.of_config(
-        json.loads((model.part("scheduler") / "scheduler_config.json").read_text(encoding="utf-8"))
-    )
-    batches = Batches(cache, settings, schedule, rank=accelerator.process_index, world_size=accelerator.num_processes)
-    print_plan(config, cache, parameters, accelerator, run.step)
+    print_plan(config, batches, parameters, accelerator, run.step)
     return Prepared(out, accelerator, transformer, dtype, parameters, run, batches)
 
 
@@ -284,18 +294,21 @@ def check_empty_prompts(cache: Cache, caption_dropout: float) -> None:
 
 
 def print_plan(
-    config: Config, cache: Cache | Feed, parameters: list[torch.nn.Parameter], accelerator: Accelerator, done: int
+    config: Config, batches: Batches, parameters: list[torch.nn.Parameter], accelerator: Accelerator, done: int
 ) -> None:
     """What will be trained, before it is."""
     if not accelerator.is_main_process:
         return
-    t = config.train
-    per_step = t.batch_size * t.gradient_accumulation_steps * accelerator.num_processes
-    epochs = t.max_steps * per_step / len(cache)
-    out = console()
+    t, cache = config.train, batches.cache
+    plan, out = batches.plan.summary(), console()
+    per_step = plan.samples_per_batch * t.gradient_accumulation_steps * accelerator.num_processes
+    epochs = t.max_steps * per_step / plan.in_epoch
     out.print(f"[bold]cache[/]   {cache.folder}: {len(cache)} samples, {cache.recipe.recipe.get('pipeline')}")
     trainable = sum(parameter.numel() for parameter in parameters)
     out.print(f"[bold]LoRA[/]    rank {t.lora.rank}, {trainable:,} trainable parameters, on {accelerator.device}")
-    out.print(f"[bold]steps[/]   {t.max_steps} of {per_step} samples: {epochs:.1f} epochs", highlight=False)
+    out.print(f"[bold]batches[/] {plan}", highlight=False)
+    out.print(
+        f"[bold]steps[/]   {t.max_steps} of {round(per_step, 1):,g} samples: {epochs:.1f} epochs", highlight=False
+    )
     if done:
         out.print(f"[bold]resume[/]  after step {done}")

@@ -1,9 +1,10 @@
-"""The stock Qwen-Image transformer on padded batches of mixed sizes, exactly.
+"""The stock Qwen-Image transformer on batches of mixed sizes, exactly.
 
 Promises: every sample of a batch gets the output and the gradients that it would get alone, unpadded, in the stock
 model, whatever its neighbours' sizes and number of images are and whatever fills the padding; padded outputs are zero.
+Takes and returns padded batches; with `layout = "packed"` it computes on the valid tokens alone, with equal results.
 Refuses: a batch that contradicts its `img_shapes`, text beyond the RoPE table, layered checkpoints, ControlNet
-residuals, and attention backends that misread the mask. Nothing of the stock model is copied: its modules are called.
+residuals, and attention backends that misread the mask. The stock model's own modules are called.
 
 >>> model = QwenImageMultiResTransformer2DModel(  # or .from_pretrained(folder, subfolder="transformer")
 ...     num_layers=1, num_attention_heads=2, attention_head_dim=32, joint_attention_dim=48, axes_dims_rope=(4, 14, 14)
@@ -15,6 +16,9 @@ residuals, and attention backends that misread the mask. Nothing of the stock mo
 >>> velocity = model(image, text, text_mask, sigma, img_shapes, return_dict=False)[0]
 >>> velocity.shape, velocity[0, 24:].abs().max().item()
 (torch.Size([2, 30, 64]), 0.0)
+>>> model.layout = "packed"
+>>> torch.allclose(model(image, text, text_mask, sigma, img_shapes, return_dict=False)[0], velocity, atol=1e-5)
+True
 """
 
 from __future__ import annotations
@@ -23,27 +27,24 @@ import functools
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
-from diffusers.models.attention_processor import Attention
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from diffusers.utils import apply_lora_scale
-from jaxtyping import Bool, Complex, Float, Int
+from jaxtyping import Bool, Complex, Int, Shaped
 from torch import Tensor, nn
 
 from qwen_cache.format.errors import ModelError, TrainError
+from qwen_train.joint_attention import QwenMultiResAttnProcessor, active_backend, refuse_backend_for_mask
+from qwen_train.packed import Packing, QwenImageMultiResTransformerBlock, gather, norm_out, scatter
 
+Layout = Literal["padded", "packed"]
 ImageShape = tuple[int, int, int]  # frames, height and width in tokens
 ImageShapes = list[ImageShape]  # of one sample: the target, then each control image
-
-# Of a row with n valid keys these keep the first n, which is wrong when padding lies between text and image.
-BACKENDS_THAT_MISREAD_MASKS = frozenset(
-    {AttentionBackendName.FLASH_VARLEN, AttentionBackendName._FLASH_VARLEN_3, AttentionBackendName.SAGE_VARLEN}
-)
 
 
 # ---- what a batch consists of ----------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ def extents(valid: Bool[Tensor, "B N"]) -> list[int]:
     return [int(length) for length in (valid * positions).amax(dim=1)]
 
 
-def zero_padding(x: Float[Tensor, "B N C"], valid: Bool[Tensor, "B N"]) -> Float[Tensor, "B N C"]:
+def zero_padding(x: Shaped[Tensor, "B N C"], valid: Bool[Tensor, "B N"]) -> Shaped[Tensor, "B N C"]:
     """`x` with zeros for padding, NaN included, which a product would keep."""
     return x if valid.all() else x.masked_fill(~valid.to(x.device)[..., None], 0)
 
@@ -181,94 +182,104 @@ def modulation_index(samples: Sequence[ImageShapes], image_length: int, device: 
     return (~target).to(device, torch.int)
 
 
-# ---- attention -------------------------------------------------------------------------------------------------------
-
-
-def apply_rotary_embedding(
-    x: Float[Tensor, "B N heads dim"], freqs: Complex[Tensor, "B N dim//2"]
-) -> Float[Tensor, "B N heads dim"]:
-    """Rotate `x`, in float32 as the stock model does; its own function takes one table for the whole batch."""
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * freqs[:, :, None]).flatten(-2).type_as(x)
-
-
-class QwenMultiResAttnProcessor:
-    """Joint attention over [text | image] with a mask `[B, 1, 1, L + S]` over the keys of both.
-
-    `image_rotary_emb` is one table per sample: `[B, S, head_dim / 2]` for the image, `[B, L, head_dim / 2]` for the
-    text.
-    """
-
-    # `set_attention_backend` and the parallel hooks of diffusers write to these names.
-    _attention_backend: AttentionBackendName | None = None
-    _parallel_config: Any = None
-
-    def __call__(
-        self,
-        attn: Attention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        encoder_hidden_states_mask: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if image_rotary_emb is None or encoder_hidden_states_mask is not None:
-            raise ModelError(
-                "this attention processor works inside QwenImageMultiResTransformer2DModel only",
-                expected="`image_rotary_emb` per sample, and one `attention_mask` over [text | image]",
-            )
-        head_dim = attn.inner_dim // attn.heads  # a tensor-parallel rank holds fewer heads, of the same size
-
-        def heads(x: Tensor, projection: nn.Module, norm: nn.Module | None = None) -> Tensor:
-            x = projection(x).unflatten(-1, (-1, head_dim))
-            return x if norm is None else norm(x)
-
-        image, text = hidden_states, encoder_hidden_states
-        image_freqs, text_freqs = image_rotary_emb
-        image_query = apply_rotary_embedding(heads(image, attn.to_q, attn.norm_q), image_freqs)
-        image_key = apply_rotary_embedding(heads(image, attn.to_k, attn.norm_k), image_freqs)
-        text_query = apply_rotary_embedding(heads(text, attn.add_q_proj, attn.norm_added_q), text_freqs)
-        text_key = apply_rotary_embedding(heads(text, attn.add_k_proj, attn.norm_added_k), text_freqs)
-
-        joint = dispatch_attention_fn(
-            torch.cat([text_query, image_query], dim=1),
-            torch.cat([text_key, image_key], dim=1),
-            torch.cat([heads(text, attn.add_v_proj), heads(image, attn.to_v)], dim=1),
-            attn_mask=attention_mask,
-            backend=self._attention_backend,
-            parallel_config=self._parallel_config,
+def refuse_other_rotary(given: tuple[Tensor, Tensor], *shapes: tuple[int, ...]) -> None:
+    """Precomputed RoPE has to be complex, one table per sample, of the batch's own lengths."""
+    found = [(tuple(table.shape), table.dtype) for table in given]
+    if found != [(shape, torch.complex64) for shape in shapes]:
+        raise TrainError(
+            "the precomputed RoPE does not fit the batch",
+            where="image_rotary_emb",
+            expected=f"(image, text) of shapes {shapes[0]} and {shapes[1]} in complex64",
+            found=", ".join(f"{shape} in {str(dtype).removeprefix('torch.')}" for shape, dtype in found),
         )
-        joint = joint.flatten(2, 3).to(image_query.dtype)
-        text_output = attn.to_add_out(joint[:, : text.shape[1]].contiguous())
-        image_output = joint[:, text.shape[1] :].contiguous()
-        for layer in attn.to_out:  # the projection, then its dropout
-            image_output = layer(image_output)
-        return image_output, text_output
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Which tokens exist, their RoPE, and what else blocks need: mask and index if padded, the packing if packed."""
+
+    image_valid: Bool[Tensor, "B S"]
+    text_valid: Bool[Tensor, "B L"]
+    rotary: tuple[Tensor, Tensor]
+    attention_mask: Bool[Tensor, "B 1 1 N"] | None = None
+    modulate_index: Int[Tensor, "B S"] | None = None
+    packing: Packing | None = None
+
+    def rows(self, image: Shaped[Tensor, "B S C"], text: Shaped[Tensor, "B L D"]) -> tuple[Tensor, Tensor]:
+        """Image and text as the blocks take them: padding is zero, or left out."""
+        if self.packing is None:
+            return zero_padding(image, self.image_valid), zero_padding(text, self.text_valid)
+        return gather(image, self.packing.image_index), gather(text, self.packing.text_index)
+
+    def padded(self, image: Tensor) -> Shaped[Tensor, "B S C"]:
+        """The image's row, or rows, as `[B, S, C]` with zeros for padding."""
+        if self.packing is None:
+            return zero_padding(image, self.image_valid)
+        batch_size, image_length = self.image_valid.shape
+        return scatter(image, self.packing.image_index, batch_size, image_length)
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
 class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type: ignore[misc]
-    """`QwenImageTransformer2DModel` for batches of mixed sizes: same parameters, same checkpoints, same arguments."""
+    """`QwenImageTransformer2DModel` for batches of mixed sizes: same parameters, same checkpoints, same arguments.
+
+    `layout` says how it computes: "padded" (the default) on rows of equal length with a mask, "packed" on one row of
+    valid tokens. It is no part of the configuration and may change between calls.
+    """
 
     # Context parallelism splits the rows that `pos_embed` returns, before they could be padded here.
     _cp_plan = None
+    # What device maps keep whole, what FSDP wraps, and what `compile_repeated_blocks` compiles.
+    _no_split_modules: ClassVar = [QwenImageMultiResTransformerBlock.__name__]
+    _repeated_blocks: ClassVar = [QwenImageMultiResTransformerBlock.__name__]
+    _layout: Layout = "padded"
 
     # diffusers reads the names that it expects in config.json off this signature.
     @functools.wraps(QwenImageTransformer2DModel.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.config.use_layer3d_rope:
+        self._adopt_blocks()
+
+    @classmethod
+    def from_stock(cls, model: Any) -> QwenImageMultiResTransformer2DModel:
+        """`model` itself, which is of this class from now on: the same parameters, adapters and quantised weights.
+
+        Optimizers and wrappers that hold it or its parameters go on to do so. What replaces `forward` of the instance
+        (offloading hooks, context parallelism, FSDP) has to come after.
+        """
+        replaced = [name or "the model" for name, module in model.named_modules() if "forward" in vars(module)]
+        if type(model) is not QwenImageTransformer2DModel or replaced or model._parallel_config is not None:
             raise ModelError(
-                "layered checkpoints place their images on other positions",
-                where="config.json",
-                expected="use_layer3d_rope false",
-                found="true",
-                do="load a Qwen-Image or Qwen-Image-Edit transformer",
+                "only a plain QwenImageTransformer2DModel can become one for mixed sizes",
+                expected="no offloading hooks, context parallelism or FSDP on it yet",
+                found=f"a hook on {replaced[0]}" if replaced else type(model).__name__,
+                do="call from_stock right after from_pretrained",
             )
+        refuse_layered(model.config)
+        model.__class__ = cls
+        model._adopt_blocks()
+        return cast(QwenImageMultiResTransformer2DModel, model)
+
+    def _adopt_blocks(self) -> None:
+        """Give the stock blocks a second way to run; their modules and parameters stay as they are."""
+        refuse_layered(self.config)
         for block in self.transformer_blocks:
-            block.attn.set_processor(QwenMultiResAttnProcessor())
+            block.__class__ = QwenImageMultiResTransformerBlock
+            processor = QwenMultiResAttnProcessor()
+            processor._attention_backend = block.attn.processor._attention_backend
+            block.attn.set_processor(processor)
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @layout.setter
+    def layout(self, layout: str) -> None:
+        if layout not in get_args(Layout):
+            raise ModelError("no such layout", where="layout", expected=" or ".join(get_args(Layout)), found=layout)
+        self._layout = cast(Layout, layout)
 
     def to_json_string(self) -> str:
         """The configuration under the stock class's name, so that pipelines and other trainers load what is saved."""
@@ -288,6 +299,8 @@ class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type:
         controlnet_block_samples: Any = None,
         additional_t_cond: Tensor | None = None,
         return_dict: bool = True,
+        *,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Transformer2DModelOutput | tuple[Tensor]:
         """Predict the velocity of every image token; of control images and padding too, where it means nothing.
 
@@ -298,6 +311,8 @@ class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type:
             timestep: `[B]`, the noise level sigma in 0..1.
             img_shapes: `[(1, h, w), ...]` in tokens for the whole batch, or one such list per sample.
             attention_kwargs: `scale` sets the strength of LoRA layers.
+            image_rotary_emb: RoPE of image `[B, S, dim/2]` and text `[B, L, dim/2]`, complex, `dim` the width of a
+                head; None makes it from `img_shapes`, which are needed in any case: they say which tokens exist.
         """
         if encoder_hidden_states is None or timestep is None or img_shapes is None:
             raise TrainError("forward needs encoder_hidden_states, timestep and img_shapes", found="None")
@@ -305,54 +320,82 @@ class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type:
         refuse_other_batch_size(
             len(hidden_states), encoder_hidden_states=encoder_hidden_states, timestep=timestep.reshape(-1)
         )
+        batch = self._read_batch(
+            hidden_states, encoder_hidden_states, encoder_hidden_states_mask, img_shapes, image_rotary_emb
+        )
+        image, text = batch.rows(hidden_states, encoder_hidden_states)
+        attention_kwargs = self._attention_arguments(attention_kwargs, batch)
 
+        image, text = self.img_in(image), self.txt_in(self.txt_norm(text))
+        timestep = timestep.to(image.dtype)
+        if self.zero_cond_t:
+            timestep = torch.cat([timestep, timestep * 0])
+        temb = self.time_text_embed(timestep, image, additional_t_cond)
+
+        checkpointing = torch.is_grad_enabled() and self.gradient_checkpointing
+        for block in self.transformer_blocks:
+            run = functools.partial(self._gradient_checkpointing_func, block) if checkpointing else block
+            text, image = run(image, text, None, temb, batch.rotary, attention_kwargs, batch.modulate_index)
+
+        temb = temb.chunk(2)[0] if self.zero_cond_t else temb
+        if batch.packing is None:
+            image = self.norm_out(image, temb)
+        else:
+            image = norm_out(self.norm_out, image, temb, batch.packing.image_lengths)
+        sample = batch.padded(self.proj_out(image))
+        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _read_batch(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_mask: Tensor | None,
+        img_shapes: Sequence[Any],
+        rotary: tuple[Tensor, Tensor] | None,
+    ) -> BatchLayout:
+        """Check the batch against its shapes and masks, and prepare what every block needs to know of it."""
         (batch_size, image_length), device = hidden_states.shape[:2], hidden_states.device
         text_length = encoder_hidden_states.shape[1]
         samples = image_shapes_per_sample(img_shapes, batch_size)
         image_valid = prefix_mask(image_token_counts(samples, image_length), image_length)
         text_valid = text_validity(encoder_hidden_states_mask, batch_size, text_length)
-        attention_mask = joint_attention_mask(text_valid, image_valid, device)
-        image_rotary_emb = rotary_embeddings(
-            self.pos_embed, samples, extents(text_valid), image_length, text_length, device
-        )
-        attention_kwargs = self._attention_arguments(attention_kwargs, attention_mask)
-
-        hidden_states = self.img_in(zero_padding(hidden_states, image_valid))
-        encoder_hidden_states = self.txt_in(self.txt_norm(zero_padding(encoder_hidden_states, text_valid)))
-        timestep = timestep.to(hidden_states.dtype)
-        modulate_index = None
-        if self.zero_cond_t:
-            timestep = torch.cat([timestep, timestep * 0])
-            modulate_index = modulation_index(samples, image_length, device)
-        temb = self.time_text_embed(timestep, hidden_states, additional_t_cond)
-
-        checkpointing = torch.is_grad_enabled() and self.gradient_checkpointing
-        for block in self.transformer_blocks:
-            run = functools.partial(self._gradient_checkpointing_func, block) if checkpointing else block
-            encoder_hidden_states, hidden_states = run(
-                hidden_states, encoder_hidden_states, None, temb, image_rotary_emb, attention_kwargs, modulate_index
+        if rotary is None:
+            lengths = extents(text_valid)
+            rotary = rotary_embeddings(self.pos_embed, samples, lengths, image_length, text_length, device)
+        else:
+            half = self.config.attention_head_dim // 2
+            refuse_other_rotary(rotary, (batch_size, image_length, half), (batch_size, text_length, half))
+        if self.layout == "padded":
+            mask = joint_attention_mask(text_valid, image_valid, device)
+            index = modulation_index(samples, image_length, device) if self.zero_cond_t else None
+            batch = BatchLayout(image_valid, text_valid, rotary, attention_mask=mask, modulate_index=index)
+        else:
+            targets = [math.prod(images[0]) for images in samples] if self.zero_cond_t else None
+            batch = BatchLayout(
+                image_valid, text_valid, rotary, packing=Packing.of(image_valid, text_valid, targets, device)
             )
+        return replace(batch, rotary=batch.rows(*rotary))
 
-        temb = temb.chunk(2)[0] if self.zero_cond_t else temb
-        sample = zero_padding(self.proj_out(self.norm_out(hidden_states, temb)), image_valid)
-        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
-
-    def _attention_arguments(self, given: dict[str, Any] | None, attention_mask: Tensor | None) -> dict[str, Any]:
+    def _attention_arguments(self, given: dict[str, Any] | None, batch: BatchLayout) -> dict[str, Any]:
         """What every block hands to its attention processor."""
-        if given and "attention_mask" in given:
+        if reserved := {"attention_mask", "packing"} & set(given or {}):
             raise TrainError(
                 "the attention mask follows from img_shapes and encoder_hidden_states_mask",
                 where="attention_kwargs",
-                expected="no attention_mask",
+                expected=f"no {min(reserved)}",
             )
-        backend = self.transformer_blocks[0].attn.processor._attention_backend
-        backend = AttentionBackendName(backend or _AttentionBackendRegistry.get_active_backend()[0])
-        if attention_mask is not None and backend in BACKENDS_THAT_MISREAD_MASKS:
-            raise TrainError(
-                "this attention backend misreads padding between text and image",
-                where="attention backend",
-                expected="one that takes a mask, such as native",
-                found=backend.value,
-                do='call set_attention_backend("native") or make batches of one size',
-            )
-        return {**(given or {}), "attention_mask": attention_mask}
+        if batch.attention_mask is not None:
+            refuse_backend_for_mask(active_backend(self.transformer_blocks[0].attn.processor))
+        return {**(given or {}), "attention_mask": batch.attention_mask, "packing": batch.packing}
+
+
+def refuse_layered(config: Any) -> None:
+    if config.use_layer3d_rope:
+        raise ModelError(
+            "layered checkpoints place their images on other positions",
+            where="config.json",
+            expected="use_layer3d_rope false",
+            found="true",
+            do="load a Qwen-Image or Qwen-Image-Edit transformer",
+        )

@@ -23,6 +23,14 @@ SMALL = ["--set", "data.vae_image_size=16384", "--set", "data.condition_image_si
 """Settings under which a build takes seconds: pictures of about 128² pixels for the VAE, 112² for the text encoder."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What tests/models runs on; the defaults need nothing but a CPU."""
+    group = parser.getgroup("models")
+    group.addoption("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the transformer")
+    group.addoption("--device", default="cpu", help="of the transformer, such as cuda:0")
+    group.addoption("--model", metavar="PATH", type=Path, help="a transformer's folder, or its pipeline's; else random")
+
+
 @dataclass(frozen=True)
 class Result:
     """What a command did."""

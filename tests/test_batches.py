@@ -1,4 +1,4 @@
-"""Batches: every sample once per epoch, everything a function of the position, nothing lost or changed by padding.
+"""Batches: every sample once per epoch, everything a function of the state, nothing lost or changed by padding.
 
 What is expected is read out of the shards by tarfile and stock safetensors, in format v1, which stores every tensor
 whole; losses are compared with those of the stock transformer on one sample at a time.
@@ -13,10 +13,12 @@ import shutil
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import safetensors.torch
 import torch
@@ -27,6 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from qwen_cache import FormatError, open_cache
 from qwen_cache.config import TrainConfig
 from qwen_cache.format.cache import Cache
+from qwen_train.batch_plan import index_token_counts
 from qwen_train.batches import Batch, Batches, collate
 from qwen_train.flow import NoiseSchedule
 from qwen_train.train import compute_loss
@@ -67,9 +70,19 @@ def batches(cache: Cache, *, rank: int = 0, world_size: int = 1, **settings: Any
     return Batches(cache, TrainConfig(**settings), NoiseSchedule(), rank=rank, world_size=world_size)
 
 
-def nth(stream: Batches, k: int) -> Batch:
-    """Batch k of a stream."""
-    return stream.batch(k * stream.config.batch_size * stream.world_size)
+def first(stream: Batches, count: int, done: int = 0) -> list[Batch]:
+    """The batches of a process that begin after `done` samples."""
+    with closing(stream.starting_at(done)) as found:
+        return list(itertools.islice(found, count))
+
+
+def epoch_of(stream: Batches, epoch: int) -> list[Batch]:
+    """The batches of an epoch, from a stream of one process."""
+    found, done = [], epoch * len(stream.cache)
+    while done < (epoch + 1) * len(stream.cache):
+        found.append(stream.batch(done))
+        done = found[-1].done
+    return found
 
 
 def singles(batch: Batch) -> Iterator[dict[str, Any]]:
@@ -102,49 +115,94 @@ def same_sample(a: dict[str, Any], b: dict[str, Any]) -> bool:
 # ---- which samples ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
 def test_every_epoch_has_every_sample_once(cache: Cache, batch_size: int) -> None:
-    """Also where a batch reaches from one epoch into the next."""
-    epochs, n = 6, len(cache)
+    """Where the last batch is smaller, too; more in `test_batch_plan`."""
     stream = batches(cache, batch_size=batch_size)
-    keys = [key for k in range(-(-epochs * n // batch_size)) for key in nth(stream, k).keys]
-    orders = [tuple(keys[begin : begin + n]) for begin in range(0, epochs * n, n)]
-    assert [sorted(order) for order in orders] == [sorted(sample.key for sample in cache)] * epochs
-    assert len(set(orders)) > epochs // 2, "the order is not drawn anew"
+    orders = [[batch.keys for batch in epoch_of(stream, epoch)] for epoch in range(6)]
+    for order in orders:
+        assert sorted(itertools.chain(*order)) == sorted(sample.key for sample in cache)
+        assert sorted(map(len, order))[1:] == [batch_size] * (len(order) - 1)
+    if batch_size < len(cache):
+        assert len(set(map(tuple, orders))) > 3, "the order is not drawn anew"
 
 
-def test_a_batch_is_a_pure_function_of_its_position(cache: Cache) -> None:
+def test_a_batch_is_a_pure_function_of_the_state(cache: Cache) -> None:
     """Fresh objects agree, in any order of asking, whatever else draws random numbers; so does iteration."""
     settings = {"batch_size": 3, "caption_dropout": 0.5, "seed": 5}
-    expected = [nth(batches(cache, **settings), k) for k in range(8)]
+    expected = [batch for epoch in range(4) for batch in epoch_of(batches(cache, **settings), epoch)]
+    states = [0, *(batch.done for batch in expected)]
     stream = batches(open_cache(cache.folder), **settings)
     for k in (7, 0, 3, 3, 5):
         torch.manual_seed(k)
-        assert same_batch(nth(stream, k), expected[k])
+        assert same_batch(stream.batch(states[k]), expected[k])
     for begin in (0, 5):
-        found = itertools.islice(stream.starting_at(begin * stream.config.batch_size), 8 - begin)
+        found = first(stream, 8 - begin, states[begin])
         assert all(same_batch(a, b) for a, b in zip(found, expected[begin:], strict=True))
-    assert not same_batch(expected[0], expected[1])
+    assert not same_batch(expected[0], expected[2])
 
 
-@pytest.mark.parametrize(("batch_size", "world_size"), [(2, 1), (1, 2), (3, 2), (2, 3)])
-def test_samples_do_not_depend_on_batch_size_and_number_of_processes(
-    cache: Cache, batch_size: int, world_size: int
-) -> None:
-    """What the processes train in a step is what one process trains with all of their samples in a batch."""
-    settings = {"caption_dropout": 0.5, "edit_mask_weight": 3.0}
-    one = batches(cache, batch_size=1, **settings)
-    ranks = [
-        batches(cache, rank=r, world_size=world_size, batch_size=batch_size, **settings) for r in range(world_size)
-    ]
-    together = batches(cache, batch_size=batch_size * world_size, **settings)
-    for k in range(3):
-        found = [sample for rank in ranks for sample in singles(nth(rank, k))]
-        first = k * batch_size * world_size
-        alone = [next(singles(nth(one, first + i))) for i in range(batch_size * world_size)]
-        for a, b, c in zip(found, alone, singles(nth(together, k)), strict=True):
-            assert same_sample(a, b)
-            assert same_sample(a, c)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batch_size": 2},
+        {"batch_size": 3, "world_size": 2},
+        {"batch_size": 1, "world_size": 3},
+        {"max_tokens": 1000, "world_size": 2, "gradient_accumulation_steps": 2},
+        {"max_tokens": 2000, "shuffle_window": 1},
+        {"batch_size": 3, "layout": "packed"},
+    ],
+    ids=str,
+)
+def test_samples_do_not_depend_on_their_batch_or_process(cache: Cache, settings: dict[str, Any]) -> None:
+    """Noise, noise level and dropout of a sample in an epoch are the same however it is trained."""
+    common = {"caption_dropout": 0.5, "edit_mask_weight": 3.0}
+    alone = batches(cache, batch_size=1, **common)
+    world_size = settings.pop("world_size", 1)
+    ranks = [first(batches(cache, rank=r, world_size=world_size, **common, **settings), 12) for r in range(world_size)]
+    found = [sample for turn in zip(*ranks, strict=True) for batch in turn for sample in singles(batch)]
+    assert len(found) >= 12
+    for epoch in range(len(found) // len(cache)):
+        expected = {sample["key"]: sample for batch in epoch_of(alone, epoch) for sample in singles(batch)}
+        for sample in found[epoch * len(cache) : (epoch + 1) * len(cache)]:
+            assert same_sample(sample, expected.pop(sample["key"]))
+        assert not expected
+
+
+def test_every_batch_says_what_it_counts_in_its_step_and_where_the_run_is_then(cache: Cache) -> None:
+    """Batches of three and one: in a step of both, three quarters and one quarter."""
+    found = first(batches(cache, batch_size=3, gradient_accumulation_steps=2), 4)
+    assert {len(batch.keys): batch.share for batch in found} == {3: 1.5, 1: 0.5}
+    assert [batch.done for batch in found] in ([3, 4, 7, 8], [3, 4, 5, 8], [1, 4, 7, 8], [1, 4, 5, 8])
+    assert {batch.share for batch in first(batches(cache, batch_size=3), 4)} == {1.0}
+
+
+@pytest.mark.parametrize("options", [(), V1], ids=["v2", "v1"])
+def test_the_index_knows_the_tokens_of_every_sample(built: Built, options: tuple[str, ...]) -> None:
+    """As the tensors have them; also of a sample without controls."""
+    tensors = whole_tensors(built, *options)
+    cache = open_cache(built("edit-plus", options))
+    images = [len(tensors[s.key]["image_latents"]) + len(tensors[s.key]["control_latents"]) for s in cache]
+    texts = [len(tensors[s.key]["prompt_embeds"]) for s in cache]
+    assert index_token_counts(cache.table, "there").tolist() == [images, texts]
+    assert len(set(images)) > 1
+    assert len(set(texts)) > 1
+
+    column = cache.table.schema.get_field_index("control_latents")
+    field = cache.table.schema.field(column)
+    without = cache.table.set_column(column, field, pa.nulls(len(cache), field.type))
+    targets = [len(tensors[sample.key]["image_latents"]) for sample in cache]
+    assert index_token_counts(without, "there").tolist() == [targets, texts]
+
+
+def test_an_index_without_token_counts_is_refused(cache: Cache) -> None:
+    column = cache.table.schema.get_field_index("image_latents")
+    field = cache.table.schema.field(column)
+    for shape in ([], [0, 64], None):
+        values = [{**record, "shape": shape} for record in cache.table["image_latents"].to_pylist()]
+        broken = cache.table.set_column(column, field, pa.array(values, field.type))
+        with pytest.raises(FormatError, match=r"^there/index.parquet: .*token.*\[F7\]"):
+            index_token_counts(broken, "there/index.parquet")
 
 
 # ---- what chance decides ---------------------------------------------------------------------------------------------
@@ -196,10 +254,12 @@ def test_a_dropped_caption_is_the_sample_s_own_empty_prompt(built: Built, option
     expected = whole_tensors(built, *options)
     stream = batches(open_cache(built("edit-plus", options)), batch_size=16, caption_dropout=0.5)
     used = {"prompt_embeds": set(), "empty_prompt_embeds": set()}
-    for position, sample in enumerate(singles(nth(stream, 0))):
-        name = "empty_prompt_embeds" if stream.draw(position).without_caption else "prompt_embeds"
-        assert torch.equal(sample["prompt_embeds"], expected[sample["key"]][name])
-        used[name].add(sample["key"])
+    for epoch in range(6):
+        positions = stream.plan.batch(epoch * len(stream.cache))
+        for position, sample in zip(positions, singles(stream.batch(epoch * len(stream.cache))), strict=True):
+            name = "empty_prompt_embeds" if stream.draw(position).without_caption else "prompt_embeds"
+            assert torch.equal(sample["prompt_embeds"], expected[sample["key"]][name])
+            used[name].add(sample["key"])
     assert used == {name: set(expected) for name in used}, "not every sample was seen with and without its caption"
     empty = [tensors["empty_prompt_embeds"] for tensors in expected.values()]
     assert not any(same(a, b) for a, b in itertools.combinations(empty, 2)), "the empty prompts do not differ"
@@ -335,8 +395,8 @@ def test_loss_of_a_padded_batch_is_the_mean_of_stock_losses(
     masks = {sample.key: sample["edit_mask"] for sample in cache if "edit_mask" in sample.row.meta.tensors}
     assert len(masks) == 1
     stream = batches(cache, batch_size=4, caption_dropout=0.5, edit_mask_weight=mask_weight)
-    for k in range(2):
-        batch = nth(stream, k)
+    for epoch in range(2):
+        (batch,) = epoch_of(stream, epoch)
         with torch.no_grad():
             found = float(compute_loss(ours, batch))
         losses = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ from qwen_cache.config import load_config
 from qwen_cache.encode import builder, lanes
 from qwen_cache.encode.builder import Job
 from qwen_cache.encode.lanes import Lanes
-from qwen_cache.encode.text import Prefix
+from qwen_cache.encode.text import EncodedText
 from qwen_cache.format import directory
 from qwen_cache.format.errors import SourceError
 from qwen_cache.format.identity import recipe_id
@@ -34,11 +34,13 @@ from qwen_cache.format.staging import Staging
 
 SAMPLES, IN_FLIGHT = 10, 4
 PATIENCE = 60  # seconds until a test that would hang fails instead
-CALLS = {"vae": 3, "text": 2}  # of each encoder for a sample with two controls: three pictures, two prompts
+CALLS = {"vae": 3, "text": 1}  # of each encoder for a sample with two controls: three pictures, one text about two
 
 
 class FakeEncoder:
     """In place of either encoder: zeros, at once, but while it is held; and a failure at call `fails_at`."""
+
+    device, batch_pixels, batch_tokens = torch.device("cpu"), 1, 1
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.begun = self.done = 0
@@ -52,16 +54,10 @@ class FakeEncoder:
     def inputs(self, pictures: list[Image.Image]) -> dict[str, torch.Tensor]:
         return {}
 
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+    def encode(self, items: Sequence[Any]) -> list[Any]:
         self._work()
-        return pixels
-
-    def read(self, inputs: dict[str, torch.Tensor]) -> Prefix:
-        return Prefix(2, torch.zeros(3, 4), None, 0)
-
-    def embed(self, prefix: Prefix, prompt: str) -> torch.Tensor:
-        self._work()
-        return torch.zeros(2, 4)
+        text = EncodedText(torch.zeros(3, 4), torch.zeros(2, 4), torch.zeros(2, 4))
+        return [item if isinstance(item, torch.Tensor) else text for item in items]
 
     def wait_until_done(self, calls: int) -> None:
         with self.changed:
@@ -233,18 +229,18 @@ def test_what_has_not_begun_is_dropped(build: Build, monkeypatch: pytest.MonkeyP
     text, shutdown = build.encoders["text"], ThreadPoolExecutor.shutdown
     text.free.clear()
 
-    def fail(self: FakeEncoder, pixels: torch.Tensor) -> None:
+    def fail(pixels: Sequence[torch.Tensor]) -> None:
         with text.changed:
             assert text.changed.wait_for(lambda: text.begun, PATIENCE)
         raise RuntimeError("the encoder failed")
 
     def let_go_after(self: ThreadPoolExecutor, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        if build.lanes and self is build.lanes.text[0].thread:
+        if build.lanes and self is build.lanes.text.lanes[0].thread:
             shutdown(self, wait=False, cancel_futures=cancel_futures)
             text.free.set()
         shutdown(self, wait=wait, cancel_futures=cancel_futures)
 
-    monkeypatch.setattr(FakeEncoder, "encode", fail)
+    monkeypatch.setattr(build.encoders["vae"], "encode", fail)
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", let_go_after)
     with pytest.raises(RuntimeError, match="the encoder failed"):
         build.run()

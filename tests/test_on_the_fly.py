@@ -14,7 +14,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from .conftest import SMALL, Result, build, run
+from qwen_cache import open_cache
+from qwen_cache.config import load_config
+from qwen_train.batch_plan import index_token_counts
+from qwen_train.on_the_fly import Feed
+
+from .conftest import SMALL, Result, build, photograph, run
 
 SETTINGS = {
     "train.max_steps": 4,
@@ -52,17 +57,47 @@ def processes(source: Path) -> list[str]:
     return found
 
 
-def test_losses_and_lora_are_those_of_a_cache(pairs: Path, tmp_path: Path, model: Path) -> None:
-    """More than an epoch: a sample is encoded again when it comes again. The encoders end with the training."""
+@pytest.mark.parametrize("limit", ["batch_size", "max_tokens"])
+def test_losses_and_lora_are_those_of_a_cache(limit: str, pairs: Path, tmp_path: Path, model: Path) -> None:
+    """More than an epoch: a sample is encoded again when it comes again. The encoders end with the training.
+
+    Under a budget of tokens the batches follow from how long every prompt will be.
+    """
     assert build(pairs, tmp_path / "shards", model).code == 0
-    cached = train(tmp_path / "cached", model, tmp_path / "shards")
+    budget = 2 * int(index_token_counts(open_cache(tmp_path / "shards").table, "there").sum(0).max())
+    settings = {"train__batch_size": "null", "train__max_tokens": budget} if limit == "max_tokens" else {}
+    cached = train(tmp_path / "cached", model, tmp_path / "shards", **settings)
     assert cached.code == 0, cached.stderr
-    result = train(tmp_path / "fly", model, pairs, "--encode-on-the-fly")
+    result = train(tmp_path / "fly", model, pairs, "--encode-on-the-fly", **settings)
     assert result.code == 0, result.stderr
     assert processes(pairs) == []
     assert losses(tmp_path / "fly") == losses(tmp_path / "cached")
     fly, from_cache = (tmp_path / name / "pytorch_lora_weights.safetensors" for name in ("fly", "cached"))
     assert fly.read_bytes() == from_cache.read_bytes()
+
+
+@pytest.mark.parametrize("settings", [(), ("--set", "data.condition_image_size=30000")], ids=["small", "larger"])
+@pytest.mark.parametrize("variant", ["edit-plus", "edit", "t2i"])
+def test_tokens_are_those_of_the_cache_though_nothing_is_encoded(
+    variant: str, settings: tuple[str, ...], pairs: Path, tmp_path: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    """With controls of shapes of their own, which are seen at other sizes than the latents have."""
+    if variant == "t2i":
+        pairs.joinpath("control_images").rename(tmp_path / "unused")
+    else:
+        for side in ("china", "cup"):
+            photograph("chelsea.png").resize((90, 170)).save(pairs / "control_images" / f"{side}.png")
+    if variant == "edit":
+        pairs.joinpath("control_images", "cat_control_1.png").unlink()
+    built = build(pairs, tmp_path / "shards", tiny_model(variant), *settings)
+    assert built.code == 0, built.stderr
+    cache = open_cache(tmp_path / "shards")
+    feed = Feed(load_config(tmp_path / "shards" / "qwen.yaml"), str(pairs))
+    feed.stop_prefetch()
+    expected = index_token_counts(cache.table, "there")
+    assert feed.token_counts.tolist() == expected.tolist()
+    assert feed.names == [sample.name for sample in cache]
+    assert len(set(expected[1])) > 2
 
 
 def test_a_run_goes_on_from_a_cache_and_back(pairs: Path, tmp_path: Path, model: Path) -> None:

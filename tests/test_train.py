@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,9 +178,18 @@ def test_the_loss_falls(train: Trainer) -> None:
     assert sum(losses[-8:]) < 0.8 * sum(losses[:8])
 
 
-def test_equals_a_plain_loop_over_the_stock_transformer(train: Trainer) -> None:
-    """AdamW, clipping, accumulation and the order of samples: written out, one unpadded sample at a time."""
-    settings = {**SMALL, "train.batch_size": 2, "train.gradient_accumulation_steps": 2, "train.caption_dropout": 0.5}
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_equals_a_plain_loop_over_the_stock_transformer(train: Trainer, batch_size: int) -> None:
+    """AdamW, clipping, accumulation and the order of samples: written out, one unpadded sample at a time.
+
+    With batches of three, a step is one of three and one of a single sample, which counts no more than the others.
+    """
+    settings = {
+        **SMALL,
+        "train.batch_size": batch_size,
+        "train.gradient_accumulation_steps": 2,
+        "train.caption_dropout": 0.5,
+    }
     settings |= {"train.lora.rank": 4, "train.lora.lora_alpha": 12, "train.max_grad_norm": 0.02}
     settings |= {"optimizer.learning_rate": 0.01, "optimizer.weight_decay": 0.5, "optimizer.betas": [0.8, 0.9]}
     out = train(settings=settings)
@@ -493,17 +503,39 @@ def test_resuming_with_another_seed_is_refused(train: Trainer) -> None:
     refused(train.try_("--resume", train__seed=7, train__max_steps=4), "another seed", "(expected 0, found 7)")
 
 
-def test_resuming_with_another_batch_size_loses_and_repeats_no_sample(
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch_size", 3), ("max_tokens", 5000), ("shuffle_window", 7), ("drop_last", True), ("layout", "packed")],
+)
+def test_resuming_with_other_batches_is_refused(train: Trainer, name: str, value: object) -> None:
+    """Which samples were trained is known by their number alone, so the batches must be the same."""
+    before = train.config(train__batch_size=2).train
+    out = train(train__batch_size=2, train__max_steps=1)
+    result = train.try_("--resume", **{"train__batch_size": 2, f"train__{name}": value})
+    change = f"(expected {getattr(before, name)}, found {value})"
+    refused(result, str(out / "checkpoint-1"), f"trained with another train.{name},", change, "use the same train.")
+    assert column(out, "step") == [1]
+
+
+def test_a_checkpoint_that_does_not_say_how_batches_were_made_is_refused(train: Trainer) -> None:
+    path = train(train__max_steps=1) / "checkpoint-1" / "state.json"
+    state = json.loads(path.read_text(encoding="utf-8"))
+    del state["fixed"]["train.batch_size"]
+    path.write_text(json.dumps(state), encoding="utf-8")
+    refused(train.try_("--resume"), "trained with another train.batch_size", "(expected None, found 1)")
+
+
+def test_resuming_with_more_accumulation_loses_and_repeats_no_sample(
     train: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three samples are trained before; the next batch begins with the fourth."""
     seen: list[str] = []
     compute = training.compute_loss
     monkeypatch.setattr(
-        training, "compute_loss", lambda model, batch: (seen.extend(batch.keys), compute(model, batch))[1]
+        training, "compute_loss", lambda model, batch, *more: (seen.extend(batch.keys), compute(model, batch, *more))[1]
     )
     train()
-    train("--resume", train__batch_size=5, train__max_steps=4)
+    train("--resume", train__gradient_accumulation_steps=5, train__shuffle_window=2, train__max_steps=4)
     assert len(seen) == 8
     keys = sorted(sample.key for sample in open_cache(train.cache))
     assert sorted(seen[:4]) == sorted(seen[4:]) == keys
@@ -613,6 +645,41 @@ def test_a_wrong_key_in_the_file_names_the_file_and_the_nearest_key(train: Train
     refused(train.try_("--config", str(settings)), str(settings), "unknown key train.max_step", "train.max_steps?")
 
 
+def test_a_sample_larger_than_the_budget_is_refused_by_name(train: Trainer) -> None:
+    sizes = {s.name: (sum(h * w for _, h, w in s.img_shapes), len(s["prompt_embeds"])) for s in open_cache(train.cache)}
+    name, (image, text) = max(sizes.items(), key=lambda item: sum(item[1]))
+    result = train.try_(train__max_tokens=image + text - 1)
+    refused(result, f"sample {name} alone exceeds train.max_tokens", f"at most {image + text - 1:,} tokens")
+    refused(result, f"found {image + text:,}: {image:,} of its pictures, {text:,} of its text", "set train.max_tokens=")
+    assert not (train.folder / "out").exists()
+    assert column(train(train__max_tokens=image + text), "step") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_the_batches_and_their_padding_are_said_before_training(train: Trainer, layout: str) -> None:
+    cache = open_cache(train.cache)
+    images = [sum(h * w for _, h, w in sample.img_shapes) for sample in cache]
+    texts = [len(sample["prompt_embeds"]) for sample in cache]
+    valid = sum(images) + sum(texts)
+    tokens = valid if layout == "packed" else 4 * (max(images) + max(texts))
+    result = train.try_(train__batch_size=4, train__gradient_accumulation_steps=2, train__layout=layout)
+    padding = 100 * (1 - valid / tokens)
+    line = f"batches 1 per epoch of at most 4 samples, {tokens:,} tokens on average, padding {padding:.1f} %"
+    assert line in result.stderr
+    assert "steps   3 of 8 samples: 6.0 epochs" in result.stderr
+    assert padding == 0 or layout == "padded"
+
+
+def test_the_speed_counts_samples(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four in a step of a batch of three and one of a single sample, by a clock that shows a second at each look."""
+    ticks = itertools.count()
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    settings = {"train__batch_size": 3, "train__gradient_accumulation_steps": 2}
+    speeds = column(train(**settings), "samples_per_second")
+    looks = 2 * 2 + 1  # around each batch, and at the end of the step
+    assert speeds == pytest.approx([4 / looks] * 3)
+
+
 @pytest.mark.parametrize("target_modules", [["to_query"], ["norm_q"], ["to_q", "to_query"], "to_(q", []])
 def test_target_modules_that_name_nothing_trainable_are_refused(train: Trainer, target_modules: object) -> None:
     """Each of the names: one that is misspelt among others would go untrained in silence."""
@@ -695,19 +762,26 @@ def test_imports_stay_light(program: str, forbidden: tuple[str, ...], tmp_path: 
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one_with_twice_the_batch(train: Trainer) -> None:
-    one = train(train__batch_size=2, optimizer__learning_rate=0.01, train__checkpointing_steps=1)
+def test_two_processes_equal_one_that_accumulates_and_one_goes_on_where_they_stopped(train: Trainer) -> None:
+    """With batches of three and of one: each sample counts the same, whichever process has it."""
+    changes = {"train__batch_size": 3, "optimizer__learning_rate": 0.01, "train__checkpointing_steps": 1}
+    one = train(**changes, train__gradient_accumulation_steps=2)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    arguments = train.arguments(optimizer__learning_rate=0.01, train__checkpointing_steps=1, out="two")
     done = subprocess.run(
-        [*torchrun, Path(sys.executable).parent / "qwen-train", *map(str, arguments)],
+        [
+            *torchrun,
+            Path(sys.executable).parent / "qwen-train",
+            *map(str, train.arguments(**changes, train__max_steps=2, out="two")),
+        ],
         capture_output=True,
         text=True,
         timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
     )
-    two = train.folder / "two"
     assert done.returncode == 0, done.stderr
-    assert relative_error(load_file(two / LORA), load_file(one / LORA)) < 1e-4
-    assert [step for step, _ in checkpoint.checkpoints(two)] == [1, 2, 3]
+    two = train.folder / "two"
+    assert [step for step, _ in checkpoint.checkpoints(two)] == [1, 2]
+    train("--resume", **changes, train__gradient_accumulation_steps=2, out="two")
     assert column(two, "step") == [1, 2, 3]
+    assert column(two, "loss") == pytest.approx(column(one, "loss"), rel=1e-5)
+    assert relative_error(load_file(two / LORA), load_file(one / LORA)) < 1e-4

@@ -3,7 +3,8 @@
     prepare (source, model, recipe) → plan (what, why) → lanes (encode) → staging (shards) → one commit
 
 A second build of the same source does nothing. A build that dies leaves the old dataset in place and its finished
-samples in staging; the same command goes on from there and gives the same bytes.
+samples in staging; the same command goes on from there and gives the same bytes, where the encoders take one sample at
+a time (`batching`).
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:
     if limit and long:
         from qwen_cache.encode.text import kept_tokens
 
-        for row, length in zip(long, kept_tokens(model, [row.prompt for row in long]), strict=True):
+        for row, length in zip(long, kept_tokens(model, [(row.prompt, ()) for row in long]), strict=True):
             if length > limit:
                 what = f"{row.name}: the prompt has {length} tokens, the pipeline uses {limit}"
                 problems.append(Problem(row.where, what, "shorten it"))

@@ -1,9 +1,9 @@
 """Encode samples as a trainer asks for them: `qwen-train run --encode-on-the-fly`.
 
 Requests come as lines on stdin, each the position of a sample in the source; replies go as lines of JSON to stdout, in
-the order of the requests: first what the source is, then for each request the file of that sample, an unsealed shard
-in a folder that is gone with this process. The end of stdin is the end. Nothing is kept: who sees a sample twice has
-it encoded twice.
+the order of the requests: first what the source is, with the token counts that the index of its cache would have;
+then for each request the file of that sample, an unsealed shard in a folder that is gone with this process. The end of
+stdin is the end. Nothing is kept: who sees a sample twice has it encoded twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from typing import Any, TextIO
 from qwen_cache.encode.builder import IN_FLIGHT, Job
 from qwen_cache.encode.lanes import InFlight, Lanes
 from qwen_cache.encode.plan import Planned
+from qwen_cache.encode.sizes import calculate_dimensions
+from qwen_cache.encode.text import kept_tokens
 from qwen_cache.format.identity import dataset_identity
+from qwen_cache.format.sample import token_count
 from qwen_cache.format.shard import ShardWriter
 
 
@@ -60,7 +63,17 @@ def _about(job: Job, samples: Sequence[Planned]) -> dict[str, Any]:
         "recipe": job.recipe,
         "format_version": job.format_version,
         "prompt_embeds_width": job.model.text_width,
+        "names": [sample.row.name for sample in samples],
+        "image_tokens": [token_count(sample.img_shapes) for sample in samples],
+        "text_tokens": text_tokens(job, samples),
     }
+
+
+def text_tokens(job: Job, samples: Sequence[Planned]) -> list[int]:
+    """Of each sample's prompt about its controls, exactly, though nothing is encoded yet."""
+    area = job.condition_image_size
+    sizes = [[calculate_dimensions(area, control) for control in sample.originals[1:]] for sample in samples]
+    return kept_tokens(job.model, [(sample.row.prompt, each) for sample, each in zip(samples, sizes, strict=True)])
 
 
 def _submitted(samples: Sequence[Planned], lanes: Lanes, asked: SimpleQueue[int | None]) -> Iterator[InFlight]:

@@ -1,90 +1,55 @@
 """decode → VAE ∥ text: the two encoders at work on their own devices, at the same time.
 
 One thread for each copy of an encoder, which does nothing but feed its device, and as many as there are cores for
-decoding, resizing and whatever else the CPU does; so the slower encoder decides the time. Work goes to the copy that
-has the least of it, which changes nothing in the result. What is in flight is bounded by whoever submits. A picture
-that was just encoded is not encoded again, and samples about the same pictures, one after the other, share their
-prefix.
+decoding, resizing and whatever else the CPU does; so the slower encoder decides the time. Pictures of one shape are
+encoded together, and so are texts about equally many pictures, as far as the encoders allow (`batching`). Work goes to
+the copy that has the least of it, which changes nothing in the result. What is in flight is bounded by whoever submits.
+A picture that was just encoded is not encoded again, and samples about the same pictures, one after the other, share
+their prefix.
 """
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import torch
 from PIL import Image
 
+from qwen_cache.encode.batching import Batcher, Lane
 from qwen_cache.encode.images import open_mask, open_rgb
 from qwen_cache.encode.plan import Planned, read_again
 from qwen_cache.encode.sizes import Size, calculate_dimensions, crop_box
 from qwen_cache.encode.source import Readable
-from qwen_cache.encode.text import Prefix, TextEncoder
+from qwen_cache.encode.template import estimate_tokens
+from qwen_cache.encode.text import EncodedText, TextEncoder
 from qwen_cache.encode.vae import VaeEncoder
-from qwen_cache.format.errors import DeviceError, QwenCacheError
+from qwen_cache.format.errors import QwenCacheError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, SampleMeta, TensorSpec
 
 DECODE_THREADS = min(32, max(4, os.cpu_count() or 1))
 LATENTS_KEPT = 256  # of pictures that may come again: 128 MB at a megapixel in bfloat16
-Encoder = TypeVar("Encoder")
-Result = TypeVar("Result")
+PATIENCE = 8  # samples that may come before a batch goes that is not full: half of what a build has in flight
+TextInputs = dict[str, torch.Tensor]
 _SAFETENSORS_NAME = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 @dataclass(frozen=True)
-class EncodedText:
-    """`prefix` (`[P, D]`) begins the embeddings of both prompts, of which the others are the rest."""
-
-    prefix: torch.Tensor
-    prompt: torch.Tensor
-    empty: torch.Tensor
-
-
-@dataclass(frozen=True)
 class InFlight:
-    """A submitted sample."""
+    """A submitted sample, and its place in the order of submission."""
 
+    number: int
     sample: Planned
     latents: list[Future[torch.Tensor]]
     text: Future[EncodedText]
     mask: Future[torch.Tensor] | None
-
-
-class Lane(Generic[Encoder]):
-    """One copy of an encoder on its device, and the thread that feeds it."""
-
-    def __init__(self, encoder: Encoder, name: str) -> None:
-        self.encoder, self.thread = encoder, ThreadPoolExecutor(1, name)
-        self._open: set[Future[Any]] = set()
-
-    @property
-    def load(self) -> int:
-        """How many pieces of work it has."""
-        return len(self._open)
-
-    def submit(self, work: Callable[[Encoder], Result]) -> Future[Result]:
-        future = self.thread.submit(self._run, work)
-        self._open.add(future)
-        future.add_done_callback(self._open.discard)
-        return future
-
-    def _run(self, work: Callable[[Encoder], Result]) -> Result:
-        try:
-            return work(self.encoder)
-        except torch.OutOfMemoryError as error:
-            raise DeviceError(
-                "a device has too little memory for one sample",
-                found=str(error).splitlines()[0],
-                do="close what else uses it, name another with --vae-device or --text-device, or lower "
-                "data.vae_image_size; what is encoded is kept",
-            ) from None
 
 
 class Lanes:
@@ -102,11 +67,16 @@ class Lanes:
         self.crop = crop
         self.recipe_id, self.condition_image_size, self.format_version = recipe_id, condition_image_size, format_version
         self.decoders = ThreadPoolExecutor(DECODE_THREADS, "decode")
-        self.vae = [Lane(encoder, f"vae-{i}") for i, encoder in enumerate(vae)]
-        self.text = [Lane(encoder, f"text-{i}") for i, encoder in enumerate(text)]
+        self.vae: Batcher[torch.Tensor, torch.Tensor] = Batcher(
+            [Lane(encoder, f"vae-{i}") for i, encoder in enumerate(vae)], vae[0].batch_pixels
+        )
+        self.text: Batcher[tuple[TextInputs, str], EncodedText] = Batcher(
+            [Lane(encoder, f"text-{i}") for i, encoder in enumerate(text)], text[0].batch_tokens
+        )
+        self._pixels, self._text_inputs = vae[0].pixels, text[0].inputs
+        self._submitted = 0
         self._known: OrderedDict[tuple[str, Size], Future[torch.Tensor]] = OrderedDict()
-        self._about: tuple[str, ...] | None = None
-        self._shared: tuple[Lane[TextEncoder], Future[tuple[Prefix, torch.Tensor]]]
+        self._about: tuple[tuple[str, ...], Future[TextInputs]] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -114,12 +84,13 @@ class Lanes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lanes: list[Lane[Any]] = [*self.vae, *self.text]
+        lanes: list[Lane[Any, Any]] = [*self.vae.lanes, *self.text.lanes]
         for pool in (self.decoders, *(lane.thread for lane in lanes)):
             pool.shutdown(wait=True, cancel_futures=True)
 
     def submit(self, sample: Planned) -> InFlight:
         row, inputs = sample.row, sample.inputs
+        number, self._submitted = self._submitted, self._submitted + 1
         decoded: dict[str, Future[Image.Image]] = {}
 
         def picture(path: Readable, digest: str) -> Future[Image.Image]:
@@ -131,19 +102,26 @@ class Lanes:
         latents = []
         for path, digest, size in zip(paths, digests, sample.sizes, strict=True):
             if (digest, size) not in self._known:
-                self._known[digest, size] = self._encode_picture(picture(path, digest), size)
+                self._known[digest, size] = self._encode_picture(number, picture(path, digest), size)
             self._known.move_to_end((digest, size))
             latents.append(self._known[digest, size])
         while len(self._known) > LATENTS_KEPT:
             self._known.popitem(last=False)
-        if self._about != inputs.controls:
-            self._about = inputs.controls
-            self._shared = self._read([picture(*each) for each in zip(row.controls, inputs.controls, strict=True)])
+        if self._about is None or self._about[0] != inputs.controls:
+            self._about = inputs.controls, self._read([picture(*each) for each in zip(paths, digests, strict=True)][1:])
+        text = self._encode_text(number, row.prompt)
         mask = self.decoders.submit(self._mask, sample) if row.mask else None
-        return InFlight(sample, latents, self._embed(*self._shared, row.prompt), mask)
+        self._send(number - PATIENCE)
+        return InFlight(number, sample, latents, text, mask)
+
+    def _send(self, number: int) -> None:
+        """Let nothing that was submitted up to `number` wait for more."""
+        self.vae.send(number)
+        self.text.send(number)
 
     def result(self, work: InFlight) -> tuple[SampleMeta, dict[str, memoryview]]:
         """Wait for both lanes; the sample's metadata and the bytes of its tensors."""
+        self._send(work.number)
         latents, text = [each.result() for each in work.latents], work.text.result()
         whole = self.format_version == 1
         tensors = {
@@ -157,10 +135,9 @@ class Lanes:
             work.sample, {n: t for n, t in tensors.items() if t is not None}, 0 if whole else len(text.prefix)
         )
 
-    def _encode_picture(self, picture: Future[Image.Image], size: Size) -> Future[torch.Tensor]:
-        lane = min(self.vae, key=lambda lane: lane.load)
-        pixels = self.decoders.submit(lambda: lane.encoder.pixels(self._cut(picture.result(), size), size))
-        return lane.submit(lambda vae: vae.encode(pixels.result()))
+    def _encode_picture(self, number: int, picture: Future[Image.Image], size: Size) -> Future[torch.Tensor]:
+        pixels = self.decoders.submit(lambda: self._pixels(self._cut(picture.result(), size), size))
+        return self.vae.submit(number, pixels, lambda pixels: pixels, cost=size[0] * size[1], kind=size)
 
     def _cut(self, picture: Image.Image, size: Size) -> Image.Image:
         """The picture, or where that was asked for its middle at that size, not to be resized again."""
@@ -168,27 +145,14 @@ class Lanes:
             return picture
         return picture.resize(size, Image.Resampling.LANCZOS, crop_box(picture.size, size))
 
-    def _read(
-        self, pictures: Sequence[Future[Image.Image]]
-    ) -> tuple[Lane[TextEncoder], Future[tuple[Prefix, torch.Tensor]]]:
-        """The prefix of these pictures, their empty prompt, and the lane that has the keys and values."""
-        lane = min(self.text, key=lambda lane: lane.load)
-        inputs = self.decoders.submit(lambda: lane.encoder.inputs([self._for_text(p.result()) for p in pictures]))
+    def _read(self, pictures: Sequence[Future[Image.Image]]) -> Future[TextInputs]:
+        return self.decoders.submit(lambda: self._text_inputs([self._for_text(p.result()) for p in pictures]))
 
-        def read(text: TextEncoder) -> tuple[Prefix, torch.Tensor]:
-            prefix = text.read(inputs.result())
-            return prefix, text.embed(prefix, "")
-
-        return lane, lane.submit(read)
-
-    def _embed(
-        self, lane: Lane[TextEncoder], shared: Future[tuple[Prefix, torch.Tensor]], prompt: str
-    ) -> Future[EncodedText]:
-        def embed(text: TextEncoder) -> EncodedText:
-            prefix, empty = shared.result()
-            return EncodedText(prefix.embeds, text.embed(prefix, prompt), empty)
-
-        return lane.submit(embed)
+    def _encode_text(self, number: int, prompt: str) -> Future[EncodedText]:
+        assert self._about is not None
+        digests, about = self._about
+        tokens = estimate_tokens(prompt, len(digests), self.condition_image_size)
+        return self.text.submit(number, about, lambda inputs: (inputs, prompt), cost=tokens, kind=len(digests))
 
     def _describe(
         self, sample: Planned, tensors: dict[str, torch.Tensor], prefix_length: int

@@ -34,6 +34,8 @@ class Planned:
     key: str
     sizes: tuple[Size, ...]
     """Pixels of target and controls for the VAE."""
+    originals: tuple[Size, ...]
+    """Pixels of target and controls in the source."""
     reasons: tuple[str, ...] = ()
     """`new`, or what changed: `prompt`, `control 1`, `recipe: dtype`."""
     source_rows: int = 1
@@ -173,7 +175,8 @@ def _look_at(row: Row, rules: Rules, cached: Mapping[str, IndexRow]) -> list[Pla
         return _decode(row, contents, rules) or [as_problem(row, error.where, error)]
     keys = [sample_key(rules.recipe_id, inputs, row.prompt, img_shapes(sizes)) for sizes in choices]
     problems = [] if all(key in cached for key in keys) else _decode(row, contents, rules)
-    return problems or [Planned(row, inputs, key, sizes) for key, sizes in zip(keys, choices, strict=True)]
+    own = tuple(picture.size for picture in originals)
+    return problems or [Planned(row, inputs, key, sizes, own) for key, sizes in zip(keys, choices, strict=True)]
 
 
 def _decode(row: Row, contents: Sequence[bytes], rules: Rules) -> list[Problem]:

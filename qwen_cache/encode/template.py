@@ -6,10 +6,13 @@ of it, as token ids, with the installed pipelines.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from qwen_cache.model_folder import PipelineName
 
+PIXELS_PER_TOKEN = 28 * 28  # of a picture in Qwen2.5-VL: patches of 14×14, merged 2×2
+BYTES_PER_TOKEN = 4  # of English
 VISION_END = "<|vision_end|>"
 PIXEL_TOKENS = ("<|image_pad|>", "<|video_pad|>")
 _PICTURE = f"<|vision_start|><|image_pad|>{VISION_END}"
@@ -47,5 +50,12 @@ TEMPLATES: dict[PipelineName, Template] = {
     "QwenImageEditPlusPipeline": Template(_EDIT, f"Picture {{}}: {_PICTURE}", 64, 384 * 384),
     "QwenImagePipeline": Template(_TEXT_TO_IMAGE, "", 34, 0, max_length=512),
 }
+
+
+def estimate_tokens(prompt: str, pictures: int, condition_image_size: int) -> int:
+    """About how many tokens are kept of a prompt and its pictures, without a tokenizer."""
+    return pictures * math.ceil(condition_image_size / PIXELS_PER_TOKEN) + len(prompt.encode()) // BYTES_PER_TOKEN + 10
+
+
 VAE_IMAGE_SIZE = 1024 * 1024
 """Pixels of a picture for the VAE, in all pipelines."""

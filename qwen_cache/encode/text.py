@@ -2,7 +2,9 @@
 
 The model is causal and the pictures come before the instruction, so everything up to the last picture is the same for
 every prompt about them: it is run once (`read`), and of each prompt only what follows, on the kept keys and values
-(`embed`). What comes out depends on the pictures and that prompt alone, whichever other prompts there are.
+(`embed`). With `batch_tokens` of 1 each pass is about one thing, and what comes out is the same, bit for bit, whatever
+else is encoded. Passes about several, padded on the right, give the same within the rounding of the dtype: matrix
+products of other shapes are added up in another order.
 
 Refuses to run with 1-D positions: transformers 5 silently falls back to them when `mm_token_type_ids` is missing, and
 diffusers 0.42's Edit pipelines do not pass it (huggingface/diffusers issue 14194). The pipelines' `lm_head` is not
@@ -11,18 +13,21 @@ run; the last hidden state after the final norm is what they use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from threading import Lock
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from PIL import Image
-from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration, Qwen2VLProcessor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoTokenizer, DynamicCache, Qwen2_5_VLForConditionalGeneration, Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from qwen_cache.encode.loading import load_whole
+from qwen_cache.encode.sizes import Size
 from qwen_cache.encode.template import TEMPLATES, VISION_END
 from qwen_cache.format.errors import ModelError
 from qwen_cache.model_folder import ModelFolder
@@ -41,18 +46,32 @@ class ImageOnlyQwen2VLProcessor(Qwen2VLProcessor):  # type: ignore[misc]  # tran
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **kwargs)
 
 
-@dataclass(frozen=True)
-class Prefix:
-    """What every prompt about some pictures begins with, and the keys and values to go on from.
+KEPT_TOKENS = 8  # times batch_tokens may stand in the keys and values of one pass: 1 GB of a 7B model for 2048
 
-    `embeds` is what is kept of it (`[P, D]`, on the CPU); `next_position` is that of the next token, in all three axes.
-    Without pictures nothing is shared: `past` is None.
+
+@dataclass(frozen=True)
+class EncodedText:
+    """`prefix` (`[P, D]`) begins the embeddings of both prompts, of which the others are the rest."""
+
+    prefix: Float[torch.Tensor, "P D"]
+    prompt: Float[torch.Tensor, "L D"]
+    empty: Float[torch.Tensor, "L0 D"]
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """What every prompt about each of some sets of pictures begins with, and the keys and values to go on from.
+
+    `embeds` is what is kept of each (`[P, D]`, on the CPU); `next_positions` are those of the next tokens, in all three
+    axes. Without pictures nothing is shared: `past` is None.
     """
 
-    pictures: int
-    embeds: Float[torch.Tensor, "P D"]
-    past: Any
-    next_position: int
+    pictures: list[int]
+    lengths: list[int]
+    """In tokens, of which `past` has as many for each as the longest has."""
+    embeds: list[Float[torch.Tensor, "_ D"]]
+    next_positions: list[int]
+    past: DynamicCache | None
 
 
 def load_processor(model: ModelFolder) -> ImageOnlyQwen2VLProcessor:
@@ -62,16 +81,31 @@ def load_processor(model: ModelFolder) -> ImageOnlyQwen2VLProcessor:
     return ImageOnlyQwen2VLProcessor(pictures, AutoTokenizer.from_pretrained(folder))
 
 
-def kept_tokens(model: ModelFolder, prompts: Sequence[str]) -> list[int]:
-    """How many tokens each prompt has after `drop_idx`, without pictures."""
-    template, tokenizer = TEMPLATES[model.pipeline], AutoTokenizer.from_pretrained(model.part("tokenizer"))
-    return [len(tokenizer(template.text(prompt, 0))["input_ids"]) - template.drop_idx for prompt in prompts]
+def kept_tokens(model: ModelFolder, asked: Sequence[tuple[str, Sequence[Size]]]) -> list[int]:
+    """How many tokens each prompt about pictures of those sizes has after `drop_idx`: what the encoder will return.
+
+    Sizes are those for the text encoder; a picture's placeholder, one token in the text, becomes as many as it needs.
+    """
+    template = TEMPLATES[model.pipeline]
+    processor = load_processor(model) if model.takes_controls else None
+    tokenizer = processor.tokenizer if processor else AutoTokenizer.from_pretrained(model.part("tokenizer"))
+
+    @cache
+    def more(size: Size) -> int:
+        assert processor is not None
+        patches = processor.image_processor.get_number_of_image_patches(size[1], size[0], {})
+        return int(patches // processor.image_processor.merge_size**2) - 1
+
+    return [
+        len(tokenizer(template.text(prompt, len(sizes)))["input_ids"]) - template.drop_idx + sum(map(more, sizes))
+        for prompt, sizes in asked
+    ]
 
 
 class TextEncoder:
-    """Qwen2.5-VL without its `lm_head`, on its own device."""
+    """Qwen2.5-VL without its `lm_head`, on its own device. `batch_tokens` bounds a pass about more than one thing."""
 
-    def __init__(self, model: ModelFolder, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelFolder, device: torch.device, dtype: torch.dtype, batch_tokens: int = 1) -> None:
         self.template = TEMPLATES[model.pipeline]
         self.processor = load_processor(model) if model.takes_controls else None
         self.tokenizer = (
@@ -79,8 +113,9 @@ class TextEncoder:
         )
         whole = load_whole(Qwen2_5_VLForConditionalGeneration, model.part("text_encoder"), dtype=dtype)
         self.model = whole.model.to(device)
-        self.device = device
+        self.device, self.batch_tokens = device, batch_tokens
         self._tokenizing = Lock()  # fast tokenizers may not be used by two threads at once
+        self._last: tuple[list[dict[str, torch.Tensor]], Prefixes, list[torch.Tensor]] | None = None
 
     def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
         """What the model takes for `pictures` (RGB, already resized for the encoder) before any prompt, on the CPU.
@@ -102,36 +137,83 @@ class TextEncoder:
         pin = self.device.type == "cuda"
         return {name: tensor.pin_memory() if pin else tensor for name, tensor in inputs.items()}
 
-    @torch.inference_mode()
-    def read(self, inputs: dict[str, torch.Tensor]) -> Prefix:
-        """Run everything up to the end of the last picture."""
-        if not inputs:
-            return Prefix(0, torch.empty(0, self.model.config.text_config.hidden_size, dtype=self.model.dtype), None, 0)
-        pictures = len(inputs["image_grid_thw"])
-        inputs = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
-        output = self.model(**inputs, use_cache=True)
-        past, hidden = output.past_key_values, output.last_hidden_state[0]
-        next_position = past.get_seq_length() + int(self.model.rope_deltas)
-        return Prefix(pictures, hidden[self.template.drop_idx :].cpu(), past, next_position)
+    def encode(self, asked: Sequence[tuple[dict[str, torch.Tensor], str]]) -> list[EncodedText]:
+        """The embeddings of each prompt about each `inputs`, and of the empty one about the same pictures.
+
+        Inputs that are one object are read once; those of the last call are not read again.
+        """
+        about: list[dict[str, torch.Tensor]] = []
+        for inputs, _ in asked:
+            if not any(inputs is other for other in about):
+                about.append(inputs)
+        rows = [next(i for i, other in enumerate(about) if other is inputs) for inputs, _ in asked]
+        prompts = [(row, prompt) for row, (_, prompt) in zip(rows, asked, strict=True)]
+        if self._last is None or len(about) > 1 or self._last[0][-1] is not about[0]:
+            self._last = None  # its keys and values make room
+            prefixes = self.read(about)
+            embeds = self.embed(prefixes, [*((row, "") for row in range(len(about))), *prompts])
+            empties, embeds = embeds[: len(about)], embeds[len(about) :]
+            self._last = about, prefixes, empties
+        else:
+            about, prefixes, empties = self._last
+            rows = [len(about) - 1] * len(asked)
+            embeds = self.embed(prefixes, [(rows[-1], prompt) for _, prompt in prompts])
+        return [EncodedText(prefixes.embeds[row], new, empties[row]) for row, new in zip(rows, embeds, strict=True)]
 
     @torch.inference_mode()
-    def embed(self, prefix: Prefix, prompt: str) -> Float[torch.Tensor, "_ D"]:
-        """The embeddings of `prompt` after `prefix.embeds`, on the CPU."""
-        if prefix.past is None:
-            ids = self._ids(self.template.text(prompt, 0))
-            return self.model(input_ids=ids).last_hidden_state[0, self.template.drop_idx :].cpu()  # type: ignore[no-any-return]
-        ids = self._ids(self._split(prompt, prefix.pictures)[1])
-        positions = torch.arange(prefix.next_position, prefix.next_position + ids.shape[1], device=self.device)
-        length = prefix.past.get_seq_length()
-        output = self.model(
-            input_ids=ids,
-            position_ids=positions.expand(3, 1, -1),
-            past_key_values=prefix.past,
-            use_cache=True,
+    def read(self, about: Sequence[dict[str, torch.Tensor]]) -> Prefixes:
+        """Run everything up to the end of the last picture, in one pass for all of `about`."""
+        if not about[0]:
+            nothing = torch.empty(0, self.model.config.text_config.hidden_size, dtype=self.model.dtype)
+            return Prefixes([0] * len(about), [0] * len(about), [nothing] * len(about), [0] * len(about), None)
+        ids, types = ([inputs[name][0] for inputs in about] for name in ("input_ids", "mm_token_type_ids"))
+        lengths = [len(row) for row in ids]
+        grids = torch.cat([inputs["image_grid_thw"] for inputs in about])
+        valid = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        tokens = {"input_ids": _padded(ids), "mm_token_type_ids": _padded(types), "image_grid_thw": grids}
+        positions, deltas = self.model.get_rope_index(**tokens, attention_mask=valid)
+        tokens |= {"pixel_values": torch.cat([inputs["pixel_values"] for inputs in about]), "position_ids": positions}
+        tokens = {name: tensor.to(self.device, non_blocking=True) for name, tensor in tokens.items()}
+        output = self.model(**tokens, use_cache=True)  # the padding is on the right, where no token looks
+        hidden = output.last_hidden_state.cpu()
+        return Prefixes(
+            pictures=[len(inputs["image_grid_thw"]) for inputs in about],
+            lengths=lengths,
+            embeds=[row[self.template.drop_idx : n].clone() for row, n in zip(hidden, lengths, strict=True)],
+            next_positions=[n + int(delta) for n, delta in zip(lengths, deltas, strict=True)],
+            past=output.past_key_values,
         )
-        prefix.past.crop(length - prefix.past.get_seq_length())
-        embeds: torch.Tensor = output.last_hidden_state[0].cpu()
-        return embeds
+
+    @torch.inference_mode()
+    def embed(self, prefixes: Prefixes, asked: Sequence[tuple[int, str]]) -> list[Float[torch.Tensor, "_ D"]]:
+        """The embeddings of each prompt after `prefixes.embeds[row]`, on the CPU; `asked` are rows and prompts."""
+        ids = [self._ids(prompt, prefixes.pictures[row]) for row, prompt in asked]
+        costs = [max(prefixes.lengths) + len(each) for each in ids]
+        return [
+            embeds
+            for part in _runs(costs, KEPT_TOKENS * self.batch_tokens)
+            for embeds in self._go_on(prefixes, [row for row, _ in asked[part]], ids[part])
+        ]
+
+    def _go_on(self, prefixes: Prefixes, rows: list[int], ids: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What follows these rows of `prefixes`, in one pass."""
+        tokens = {"input_ids": _padded(ids)}
+        drop_idx = self.template.drop_idx
+        past = None
+        if prefixes.past is not None:
+            drop_idx = 0
+            begins = torch.tensor([prefixes.next_positions[row] for row in rows])
+            tokens["position_ids"] = (begins[:, None] + torch.arange(max(map(len, ids)))).expand(3, -1, -1)
+            lengths = torch.tensor([prefixes.lengths[row] for row in rows])
+            if len(set(prefixes.lengths)) > 1:  # between a shorter prefix and its prompt there is padding
+                before = torch.arange(max(prefixes.lengths)) < lengths[:, None]
+                tokens["attention_mask"] = torch.cat(
+                    [before, torch.ones_like(tokens["input_ids"], dtype=torch.bool)], 1
+                )
+            past = _of_rows(prefixes.past, rows)
+        tokens = {name: tensor.to(self.device, non_blocking=True) for name, tensor in tokens.items()}
+        hidden = self.model(**tokens, past_key_values=past, use_cache=past is not None).last_hidden_state.cpu()
+        return [row[drop_idx : len(each)].clone() for row, each in zip(hidden, ids, strict=True)]
 
     def _split(self, prompt: str, pictures: int) -> tuple[str, str]:
         """The whole input up to the end of the last picture, and what follows.
@@ -141,7 +223,29 @@ class TextEncoder:
         *before, after = self.template.text(prompt, pictures).split(VISION_END, pictures)
         return "".join(part + VISION_END for part in before), after
 
-    def _ids(self, text: str) -> torch.Tensor:
+    def _ids(self, prompt: str, pictures: int) -> torch.Tensor:
+        """The tokens of a prompt after its pictures; all of them where there are none."""
+        text = self._split(prompt, pictures)[1] if pictures else self.template.text(prompt, 0)
         with self._tokenizing:
             ids: torch.Tensor = self.tokenizer(text, return_tensors="pt")["input_ids"]
-        return ids.to(self.device)
+        return ids[0]
+
+
+def _padded(rows: list[torch.Tensor]) -> torch.Tensor:
+    return pad_sequence(rows, batch_first=True)
+
+
+def _of_rows(past: DynamicCache, rows: Sequence[int]) -> DynamicCache:
+    """Keys and values to go on from, apart from `past`, which keeps its own."""
+    whole = list(rows) == list(range(len(past.layers[0].keys)))
+    index = slice(None) if whole else torch.tensor(rows, device=past.layers[0].keys.device)
+    return DynamicCache([(layer.keys[index], layer.values[index]) for layer in past.layers])
+
+
+def _runs(costs: Sequence[int], most: int) -> Iterator[slice]:
+    """Cut into runs of at most `most` when all of a run cost as much as its dearest, or of a single one."""
+    begin = 0
+    for end in range(1, len(costs) + 1):
+        if end == len(costs) or (end + 1 - begin) * max(costs[begin : end + 1]) > most:
+            yield slice(begin, end)
+            begin = end

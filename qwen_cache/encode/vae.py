@@ -2,9 +2,13 @@
 
 What it computes is what the pipelines condition on: Lanczos resize from the original pixels, the mode of the posterior,
 `(z - latents_mean) / latents_std`, and packing of 2×2 patches. Its convolutions run in two dimensions (`single_frame`).
+Pictures of one shape can be encoded together, and one that is too large for the device goes in tiles (`tiles`); neither
+changes more than the rounding.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageEditPlusPipeline
@@ -14,17 +18,19 @@ from PIL import Image
 from qwen_cache.encode.loading import load_whole
 from qwen_cache.encode.single_frame import for_single_frames
 from qwen_cache.encode.sizes import Size
+from qwen_cache.encode.tiles import VaeThatFits
 from qwen_cache.model_folder import ModelFolder
 
 
 class VaeEncoder:
-    """AutoencoderKLQwenImage on its own device."""
+    """AutoencoderKLQwenImage on its own device. `batch_pixels` bounds what is encoded together."""
 
-    def __init__(self, model: ModelFolder, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelFolder, device: torch.device, dtype: torch.dtype, batch_pixels: int = 1) -> None:
         vae = for_single_frames(load_whole(AutoencoderKLQwenImage, model.part("vae"), torch_dtype=dtype)).to(device)
         # the stock pipeline without its other parts: its own preprocessing, normalisation and packing
         self.pipeline = QwenImageEditPlusPipeline(None, vae, None, None, None, None)
-        self.device, self.dtype = device, dtype
+        self.pipeline.vae = VaeThatFits(vae)
+        self.device, self.dtype, self.batch_pixels = device, dtype, batch_pixels
 
     def pixels(self, picture: Image.Image, size: Size) -> Float[torch.Tensor, "1 3 1 H W"]:
         """An RGB picture at `size` (width, height) pixels as the VAE takes it, on the CPU. For any thread."""
@@ -34,9 +40,10 @@ class VaeEncoder:
         return pixels.pin_memory() if self.device.type == "cuda" else pixels
 
     @torch.inference_mode()
-    def encode(self, pixels: Float[torch.Tensor, "1 3 1 H W"]) -> Float[torch.Tensor, " S 64"]:
-        """The latents of a picture, on the CPU."""
-        latents = self.pipeline._encode_vae_image(pixels.to(self.device, non_blocking=True), generator=None)
-        _, channels, _, h, w = latents.shape
-        packed: torch.Tensor = self.pipeline._pack_latents(latents, 1, channels, h, w)
-        return packed[0].cpu()
+    def encode(self, pictures: Sequence[Float[torch.Tensor, "1 3 1 H W"]]) -> list[Float[torch.Tensor, " S 64"]]:
+        """The latents of pictures of one shape, on the CPU."""
+        pixels = torch.cat([picture.to(self.device, non_blocking=True) for picture in pictures])
+        latents = self.pipeline._encode_vae_image(pixels, generator=None)
+        count, channels, _, h, w = latents.shape
+        packed: torch.Tensor = self.pipeline._pack_latents(latents, count, channels, h, w)
+        return [latents.clone() for latents in packed.cpu()]

@@ -76,8 +76,8 @@ def pictures(count: int) -> list[Image.Image]:
 
 def our_embeds(encoder: TextEncoder, controls: list[Image.Image], *prompts: str) -> list[Tensor]:
     """`[L, D]` of each prompt, all on one prefix."""
-    prefix = encoder.read(encoder.inputs(controls))
-    return [torch.cat([prefix.embeds, encoder.embed(prefix, prompt)]) for prompt in prompts]
+    prefixes = encoder.read([encoder.inputs(controls)])
+    return [torch.cat([prefixes.embeds[0], rest]) for rest in encoder.embed(prefixes, [(0, p) for p in prompts])]
 
 
 @torch.no_grad()

@@ -69,7 +69,7 @@ def pipeline(tiny_model: TinyModel) -> QwenImageEditPlusPipeline:
 
 
 def encoded(vae: VaeEncoder, original: Image.Image, size: Size) -> Tensor:
-    return vae.encode(vae.pixels(original, size))
+    return vae.encode([vae.pixels(original, size)])[0]
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------

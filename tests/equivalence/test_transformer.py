@@ -1,8 +1,7 @@
-"""A padded batch of mixed sizes gives what the stock model gives for each sample alone: outputs and gradients.
+"""A batch of mixed sizes gives what the stock model gives for each sample alone: outputs and gradients.
 
-The judge calls stock diffusers on one unpadded sample at a time and sums the gradients of a loss that weights every
-valid token at random. Padding is filled with large numbers or NaN, and its outputs are weighted in the loss too: they
-have to be zero. Mutants of the code under test show that the judge would notice each mistake that it is there for.
+Everything here holds for both layouts. Mutants of the code under test show that the judge would notice each mistake
+that it is there for.
 """
 
 from __future__ import annotations
@@ -13,197 +12,51 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
-from peft import LoraConfig
-from torch import Tensor
+from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from torch.utils.checkpoint import checkpoint
 
 from qwen_cache.format.errors import ModelError, TrainError
-from qwen_train import transformer
+from qwen_train import joint_attention, packed, transformer
 from qwen_train.transformer import QwenImageMultiResTransformer2DModel, QwenMultiResAttnProcessor
 
-TINY = {
-    "in_channels": 16,
-    "out_channels": 4,
-    "num_layers": 3,
-    "num_attention_heads": 2,
-    "attention_head_dim": 32,
-    "joint_attention_dim": 48,
-    "axes_dims_rope": (4, 14, 14),
-}
-TOLERANCE = 1e-5  # relative, float32
-CAUGHT = 1e-3  # a mutant has to err by this much at least, a hundred times what passes
-LORA = LoraConfig(
-    r=4,
-    lora_alpha=4,
-    init_lora_weights=False,
-    target_modules=["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"],
+from .transformer_judge import (
+    CASES,
+    CAUGHT,
+    LORA,
+    MIXED,
+    TINY,
+    TOLERANCE,
+    Run,
+    Sample,
+    assert_equal,
+    batch_of,
+    distance,
+    gradient_error,
+    multi_res_model,
+    output_error,
+    padded,
+    random_samples,
+    run_batched,
+    run_singly,
+    stock_model,
 )
 
-
-# ---- models and batches ----------------------------------------------------------------------------------------------
-
-
-def stock_model(**config: Any) -> QwenImageTransformer2DModel:
-    """Random weights, with queries and keys long enough for sharp attention: errors in it shall show in the output."""
-    torch.manual_seed(0)
-    model = QwenImageTransformer2DModel(**TINY, **config)
-    for name, parameter in model.named_parameters():
-        if "norm_" in name:
-            torch.nn.init.constant_(parameter, 1.5)
-        elif parameter.ndim == 1:
-            torch.nn.init.normal_(parameter, std=0.2)
-        else:
-            torch.nn.init.normal_(parameter, std=1 / math.sqrt(parameter.shape[1]))
-    return model
+SWAPPED = CASES["equal token counts, swapped sides"]
+TEXTS = CASES["text lengths differ, image sizes do not"]
+COUNTS = CASES["one, two, three and no control images"]
 
 
-def multi_res_model(stock: QwenImageTransformer2DModel) -> QwenImageMultiResTransformer2DModel:
-    model = QwenImageMultiResTransformer2DModel.from_config(stock.config)
-    model.load_state_dict(stock.state_dict())
-    return model
-
-
-@dataclass(frozen=True)
-class Sample:
-    images: list[tuple[int, int, int]]
-    image: Tensor
-    text: Tensor
-    sigma: Tensor
-    loss_weight: Tensor
-
-
-@dataclass(frozen=True)
-class Run:
-    outputs: list[Tensor]
-    gradients: dict[str, Tensor]
-
-
-def random_samples(
-    *specification: tuple[list[tuple[int, int]], int], dtype: torch.dtype = torch.float32
-) -> list[Sample]:
-    """From (height and width of the target and of each control, text length) per sample."""
-    generator = torch.Generator().manual_seed(1)
-    samples = []
-    for sides, text_length in specification:
-        tokens = sum(height * width for height, width in sides)
-        draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
-        samples.append(
-            Sample(
-                images=[(1, height, width) for height, width in sides],
-                image=draw(tokens, 16),
-                text=draw(text_length, 48),
-                sigma=torch.rand((), generator=generator),
-                loss_weight=draw(tokens, 16),
-            )
-        )
-    return samples
-
-
-def padded(rows: list[Tensor], fill: float) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
-
-
-def batch_of(samples: list[Sample], fill: float = 1e3) -> dict[str, Any]:
-    lengths = torch.tensor([len(sample.text) for sample in samples])
-    return {
-        "hidden_states": padded([sample.image for sample in samples], fill),
-        "encoder_hidden_states": padded([sample.text for sample in samples], fill),
-        "encoder_hidden_states_mask": torch.arange(int(lengths.max())) < lengths[:, None],
-        "timestep": torch.stack([sample.sigma for sample in samples]),
-        "img_shapes": [sample.images for sample in samples],
-    }
-
-
-# ---- the judge -------------------------------------------------------------------------------------------------------
-
-
-def trainable_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Float64, and zero where the loss does not reach: the last block's text stream leads nowhere."""
-    return {
-        name: torch.zeros_like(parameter, dtype=torch.float64) if parameter.grad is None else parameter.grad.double()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-
-
-def run_singly(stock: QwenImageTransformer2DModel, samples: list[Sample], **arguments: Any) -> Run:
-    outputs, totals = [], {}
-    for sample in samples:
-        stock.zero_grad()
-        output = stock(
-            hidden_states=sample.image[None],
-            encoder_hidden_states=sample.text[None],
-            timestep=sample.sigma[None],
-            img_shapes=[sample.images],
-            return_dict=False,
-            **arguments,
-        )[0][0]
-        (output * sample.loss_weight).sum().backward()
-        outputs.append(output.detach())
-        for name, gradient in trainable_gradients(stock).items():
-            totals[name] = totals.get(name, 0) + gradient
-    return Run(outputs, totals)
-
-
-def run_batched(
-    model: QwenImageMultiResTransformer2DModel, samples: list[Sample], fill: float = 1e3, **arguments: Any
-) -> Run:
-    model.zero_grad()
-    batch = {**batch_of(samples, fill), **arguments}
-    output = model(**batch).sample
-    (output * padded([sample.loss_weight for sample in samples], 1.0)).sum().backward()
-    for sample, row in zip(samples, output, strict=True):
-        assert not row[len(sample.image) :].any(), "padded outputs are not zero"
-    rows = [row[: len(sample.image)].detach() for sample, row in zip(samples, output, strict=True)]
-    return Run(rows, trainable_gradients(model))
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    found, expected = found.detach().double(), expected.detach().double()
-    error = float((found - expected).norm() / expected.norm())
-    return math.inf if math.isnan(error) else error
-
-
-def output_error(found: Run, expected: Run) -> float:
-    """Of the worst sample."""
-    return max(distance(a, b) for a, b in zip(found.outputs, expected.outputs, strict=True))
-
-
-def gradient_error(found: Run, expected: Run) -> float:
-    """Of the worst parameter."""
-    assert found.gradients.keys() == expected.gradients.keys()
-    reached = [name for name, gradient in expected.gradients.items() if gradient.any()]
-    unreached = expected.gradients.keys() - set(reached)
-    assert not any(found.gradients[name].any() for name in unreached), "a gradient where the stock model has none"
-    return max(distance(found.gradients[name], expected.gradients[name]) for name in reached)
-
-
-def assert_equal(found: Run, expected: Run, tolerance: float = TOLERANCE) -> None:
-    assert output_error(found, expected) < tolerance
-    assert gradient_error(found, expected) < tolerance
-
-
-CASES = {
-    "mixed sizes": [([(6, 4), (4, 4)], 5), ([(8, 10), (6, 6)], 9), ([(3, 7), (5, 2)], 7)],
-    "equal token counts, swapped sides": [([(8, 12), (8, 12)], 6), ([(12, 8), (12, 8)], 6)],
-    "one, two, three and no control images": [
-        ([(4, 6), (6, 4)], 5),
-        ([(4, 4), (2, 6), (5, 5)], 8),
-        ([(4, 4), (2, 3), (5, 5), (3, 6)], 3),
-        ([(6, 6)], 7),
-    ],
-    "text lengths differ, image sizes do not": [([(6, 4), (4, 6)], 3), ([(6, 4), (4, 6)], 11), ([(6, 4), (4, 6)], 1)],
-    "nothing to pad": [([(6, 4), (4, 6)], 5), ([(4, 6), (6, 4)], 5)],
-    "a control larger than its target": [([(2, 2), (13, 3)], 4), ([(9, 4), (2, 2)], 6)],
-}
-MIXED = CASES["mixed sizes"]
+@pytest.fixture(params=["padded", "packed"])
+def layout(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 # ---- equal to the stock model ----------------------------------------------------------------------------------------
@@ -211,69 +64,84 @@ MIXED = CASES["mixed sizes"]
 
 @pytest.mark.parametrize("zero_cond_t", [False, True], ids=["edit", "edit-2511"])
 @pytest.mark.parametrize("case", CASES)
-def test_batch_equals_stock_singles(case: str, zero_cond_t: bool) -> None:
+def test_batch_equals_stock_singles(layout: str, case: str, zero_cond_t: bool) -> None:
     stock, samples = stock_model(zero_cond_t=zero_cond_t), random_samples(*CASES[case])
-    assert_equal(run_batched(multi_res_model(stock), samples), run_singly(stock, samples))
+    assert_equal(run_batched(multi_res_model(stock, layout), samples), run_singly(stock, samples))
 
 
 @pytest.mark.parametrize("zero_cond_t", [False, True], ids=["edit", "edit-2511"])
-def test_nan_in_the_padding_reaches_nothing(zero_cond_t: bool) -> None:
+def test_nan_in_the_padding_reaches_nothing(layout: str, zero_cond_t: bool) -> None:
     stock, samples = stock_model(zero_cond_t=zero_cond_t), random_samples(*MIXED)
-    assert_equal(run_batched(multi_res_model(stock), samples, fill=math.nan), run_singly(stock, samples))
+    assert_equal(run_batched(multi_res_model(stock, layout), samples, fill=math.nan), run_singly(stock, samples))
 
 
 @pytest.mark.parametrize("attention_mask", ["none", "all true"])
-def test_without_padding_attention_gets_no_mask(attention_mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_padding_attention_gets_no_mask(
+    layout: str, attention_mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
-    dispatch = transformer.dispatch_attention_fn
+    dispatch = joint_attention.dispatch_attention_fn
     monkeypatch.setattr(
-        transformer, "dispatch_attention_fn", lambda *a, **k: seen.append(k["attn_mask"]) or dispatch(*a, **k)
+        joint_attention, "dispatch_attention_fn", lambda *a, **k: seen.append(k.get("attn_mask")) or dispatch(*a, **k)
     )
     stock, samples = stock_model(), random_samples(*CASES["nothing to pad"])
     overridden = {"encoder_hidden_states_mask": None} if attention_mask == "none" else {}
-    assert_equal(run_batched(multi_res_model(stock), samples, **overridden), run_singly(stock, samples))
-    assert seen == [None] * TINY["num_layers"]
+    assert_equal(run_batched(multi_res_model(stock, layout), samples, **overridden), run_singly(stock, samples))
+    assert seen == [None] * TINY["num_layers"] * (len(samples) if layout == "packed" else 1)
 
 
 @pytest.mark.parametrize(
     "shapes", [[(1, 6, 4), (1, 4, 6)], [[1, 6, 4], [1, 4, 6]]], ids=["tuples", "lists, as in JSON"]
 )
-def test_one_list_of_images_serves_the_whole_batch(shapes: list[Any]) -> None:
+def test_one_list_of_images_serves_the_whole_batch(layout: str, shapes: list[Any]) -> None:
     stock, samples = stock_model(), random_samples(*CASES["text lengths differ, image sizes do not"])
-    assert_equal(run_batched(multi_res_model(stock), samples, img_shapes=shapes), run_singly(stock, samples))
+    assert_equal(run_batched(multi_res_model(stock, layout), samples, img_shapes=shapes), run_singly(stock, samples))
 
 
-def test_text_mask_with_holes_equals_stock_with_that_mask() -> None:
+@pytest.mark.parametrize("zero_cond_t", [False, True], ids=["edit", "edit-2511"])
+def test_precomputed_rope_of_each_sample(layout: str, zero_cond_t: bool) -> None:
+    """Positions that stretch farther than the model's own, of which only the stock model on the other side knows."""
+    stock, samples = stock_model(zero_cond_t=zero_cond_t), random_samples(*COUNTS)
+    model = multi_res_model(stock, layout)
+    stock.pos_embed = QwenEmbedRope(theta=500, axes_dim=list(TINY["axes_dims_rope"]), scale_rope=True)
+    tables = [stock.pos_embed([s.images], max_txt_seq_len=len(s.text), device="cpu") for s in samples]
+    rotary = tuple(padded(list(rows), math.nan) for rows in zip(*tables, strict=True))
+    expected = run_singly(stock, samples)
+    assert_equal(run_batched(model, samples, image_rotary_emb=rotary), expected)
+    assert output_error(run_batched(model, samples), expected) > CAUGHT
+
+
+def test_text_mask_with_holes_equals_stock_with_that_mask(layout: str) -> None:
     stock, samples = stock_model(), random_samples(([(6, 4)], 6), ([(4, 3), (3, 2)], 6))
     masks = torch.tensor([[1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 0, 0]])
     with torch.no_grad():
-        found = multi_res_model(stock)(**{**batch_of(samples), "encoder_hidden_states_mask": masks}).sample
+        found = multi_res_model(stock, layout)(**{**batch_of(samples), "encoder_hidden_states_mask": masks}).sample
         for sample, mask, row in zip(samples, masks, found, strict=True):
             alone = stock(**{**batch_of([sample]), "encoder_hidden_states_mask": mask[None]}).sample[0]
             assert distance(row[: len(sample.image)], alone) < TOLERANCE
 
 
-def test_additional_t_cond_belongs_to_its_sample() -> None:
+def test_additional_t_cond_belongs_to_its_sample(layout: str) -> None:
     stock, samples = stock_model(use_additional_t_cond=True), random_samples(*MIXED)
     conditions = torch.tensor([0, 1, 1])
-    found = run_batched(multi_res_model(stock), samples, additional_t_cond=conditions)
+    found = run_batched(multi_res_model(stock, layout), samples, additional_t_cond=conditions)
     for i, sample in enumerate(samples):
         alone = run_singly(stock, [sample], additional_t_cond=conditions[i : i + 1])
         assert distance(found.outputs[i], alone.outputs[0]) < TOLERANCE
 
 
 @pytest.mark.parametrize("zero_cond_t", [False, True], ids=["edit", "edit-2511"])
-def test_gradient_checkpointing_keeps_the_mask(zero_cond_t: bool) -> None:
+def test_gradient_checkpointing_keeps_the_mask(layout: str, zero_cond_t: bool) -> None:
     stock, samples = stock_model(zero_cond_t=zero_cond_t), random_samples(*MIXED)
-    model = multi_res_model(stock).train()
+    model = multi_res_model(stock, layout).train()
     model.enable_gradient_checkpointing()
     assert_equal(run_batched(model, samples), run_singly(stock, samples))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_lora_gradients(checkpointing: bool) -> None:
+def test_lora_gradients(layout: str, checkpointing: bool) -> None:
     stock, samples = stock_model(), random_samples(*MIXED)
-    model = multi_res_model(stock)
+    model = multi_res_model(stock, layout)
     stock.add_adapter(LORA)
     model.add_adapter(LORA)
     model.load_state_dict(stock.state_dict())
@@ -285,9 +153,9 @@ def test_lora_gradients(checkpointing: bool) -> None:
     assert all("lora_" in name for name in found.gradients)
 
 
-def test_lora_scale_is_that_of_the_stock_model() -> None:
+def test_lora_scale_is_that_of_the_stock_model(layout: str) -> None:
     stock, samples = stock_model(), random_samples(*MIXED)
-    model = multi_res_model(stock)
+    model = multi_res_model(stock, layout)
     stock.add_adapter(LORA)
     model.add_adapter(LORA)
     model.load_state_dict(stock.state_dict())
@@ -296,7 +164,7 @@ def test_lora_scale_is_that_of_the_stock_model() -> None:
     assert output_error(run_batched(model, samples), scaled) > CAUGHT
 
 
-def test_bfloat16_is_as_near_to_float32_as_the_stock_model() -> None:
+def test_bfloat16_is_as_near_to_float32_as_the_stock_model(layout: str) -> None:
     """Rounding differs with the shape of every product, so the measure is float32: not more than half as far again."""
     samples = random_samples(*MIXED, dtype=torch.bfloat16)
     in_float32 = [
@@ -305,7 +173,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_stock_model() -> None:
     ]
     stock = stock_model().bfloat16()
     exact = run_singly(stock_model().bfloat16().float(), in_float32)
-    singly, batched = run_singly(stock, samples), run_batched(multi_res_model(stock).bfloat16(), samples)
+    singly, batched = run_singly(stock, samples), run_batched(multi_res_model(stock, layout).bfloat16(), samples)
     assert batched.outputs[0].dtype == torch.bfloat16
     assert output_error(batched, exact) < 1.5 * output_error(singly, exact) < 0.1
     assert gradient_error(batched, exact) < 1.5 * gradient_error(singly, exact)
@@ -363,25 +231,40 @@ def checkpoint_without_mask(model: QwenImageMultiResTransformer2DModel) -> None:
     )
 
 
+def with_rows_rolled(packing: packed.Packing, name: str) -> packed.Packing:
+    """Each run with the modulation of the run before it."""
+    lengths, rows = zip(*getattr(packing, name), strict=True)
+    return replace(packing, **{name: list(zip(lengths, rows[-1:] + rows[:-1], strict=True))})
+
+
+def with_index_rolled(packing: packed.Packing) -> packed.Packing:
+    return replace(packing, image_index=packing.image_index.roll(1))
+
+
+def bounds_off_by_one(text: Any, image: Any, packing: packed.Packing, *rest: Any) -> Any:
+    """The first sample gets a token of the second one's text, which loses it."""
+    first, second, *others = packing.text_lengths
+    return PACKED_ATTENTION(text, image, replace(packing, text_lengths=[first + 1, second - 1, *others]), *rest)
+
+
 ROTARY = transformer.rotary_embeddings
 JOINT_MASK = transformer.joint_attention_mask
 MODULATION = transformer.modulation_index
+PACKING = packed.Packing.of
+PACKED_ATTENTION = joint_attention.packed_attention
+SCATTER = transformer.scatter
+NORM_OUT = transformer.norm_out
+ADD_GATED = packed.add_gated
 
-SWAPPED = CASES["equal token counts, swapped sides"]
-TEXTS = CASES["text lengths differ, image sizes do not"]
-COUNTS = CASES["one, two, three and no control images"]
-
-FUNCTION_MUTANTS = {
-    "text start shared": (MIXED, "rotary_embeddings", text_start_shared),
-    "text start from the target": (
-        CASES["a control larger than its target"],
-        "rotary_embeddings",
-        text_start_from_target,
-    ),
-    "no frame index": (COUNTS, "rotary_embeddings", no_frame_index),
-    "height and width swapped": (SWAPPED, "rotary_embeddings", sides_swapped),
-    "RoPE of the first sample": (SWAPPED, "rotary_embeddings", first_sample_for_all),
-    "real text offset": (TEXTS, "rotary_embeddings", real_text_offset),
+ROPE_MUTANTS = {
+    "text start shared": (MIXED, text_start_shared),
+    "text start from the target": (CASES["a control larger than its target"], text_start_from_target),
+    "no frame index": (COUNTS, no_frame_index),
+    "height and width swapped": (SWAPPED, sides_swapped),
+    "RoPE of the first sample": (SWAPPED, first_sample_for_all),
+    "real text offset": (TEXTS, real_text_offset),
+}
+MASK_MUTANTS = {
     "image padding attended": (
         COUNTS,
         "joint_attention_mask",
@@ -403,24 +286,82 @@ FUNCTION_MUTANTS = {
         lambda samples, *rest: MODULATION(samples, *rest).roll(1, dims=0),
     ),
 }
-MODEL_MUTANTS = {"neighbour's modulation": neighbours_modulation, "checkpoint without mask": checkpoint_without_mask}
+PACKING_MUTANTS = {
+    "text padding packed too": lambda image, text, *rest: PACKING(image, torch.ones_like(text), *rest),
+    "control images modulated as targets": lambda image, text, targets, device: PACKING(image, text, None, device),
+    "neighbour's target length": lambda image, text, targets, device: PACKING(
+        image, text, targets[1:] + targets[:1], device
+    ),
+    "image modulated by another sample": lambda *batch: with_rows_rolled(PACKING(*batch), "image_runs"),
+    "text modulated by another sample": lambda *batch: with_rows_rolled(PACKING(*batch), "text_runs"),
+    "gathered off by one": lambda *batch: with_index_rolled(PACKING(*batch)),
+}
+ROW_MUTANTS = {
+    "attention across samples": (
+        joint_attention,
+        "packed_attention",
+        lambda text, image, packing, attend, _: joint_attention.padded_attention(text, image, None, attend),
+    ),
+    "attention to one token of the next sample": (joint_attention, "packed_attention", bounds_off_by_one),
+    "scattered off by one": (transformer, "scatter", lambda row, *rest: SCATTER(row.roll(1, dims=1), *rest)),
+    "last norm by another sample": (
+        transformer,
+        "norm_out",
+        lambda module, x, temb, lengths: NORM_OUT(module, x, temb.roll(1, dims=0), lengths),
+    ),
+    "gate of another sample": (
+        packed,
+        "add_gated",
+        lambda x, gates, *rest: ADD_GATED(x, gates[1:] + gates[:1], *rest),
+    ),
+}
 
 
-@pytest.mark.parametrize("mutant", FUNCTION_MUTANTS)
-def test_judge_notices_a_wrong_function(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    specification, name, replacement = FUNCTION_MUTANTS[mutant]
-    monkeypatch.setattr(transformer, name, replacement)
-    stock, samples = stock_model(zero_cond_t=True), random_samples(*specification)
-    found, expected = run_batched(multi_res_model(stock), samples, fill=0.0), run_singly(stock, samples)
+def assert_caught(specification: Any, layout: str, stock: QwenImageTransformer2DModel) -> None:
+    samples = random_samples(*specification)
+    found, expected = run_batched(multi_res_model(stock, layout), samples, fill=0.0), run_singly(stock, samples)
     assert output_error(found, expected) > CAUGHT
     assert gradient_error(found, expected) > CAUGHT
 
 
-@pytest.mark.parametrize("mutant", MODEL_MUTANTS)
-def test_judge_notices_a_wrong_model(mutant: str) -> None:
+@pytest.mark.parametrize("mutant", ROPE_MUTANTS)
+def test_judge_notices_wrong_positions(layout: str, mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    specification, replacement = ROPE_MUTANTS[mutant]
+    monkeypatch.setattr(transformer, "rotary_embeddings", replacement)
+    assert_caught(specification, layout, stock_model(zero_cond_t=True))
+
+
+@pytest.mark.parametrize("mutant", MASK_MUTANTS)
+def test_judge_notices_wrong_masks(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    specification, name, replacement = MASK_MUTANTS[mutant]
+    monkeypatch.setattr(transformer, name, replacement)
+    assert_caught(specification, "padded", stock_model(zero_cond_t=True))
+
+
+@pytest.mark.parametrize("mutant", PACKING_MUTANTS)
+def test_judge_notices_wrong_packing(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed.Packing, "of", PACKING_MUTANTS[mutant])
+    assert_caught(COUNTS, "packed", stock_model(zero_cond_t=True))
+
+
+@pytest.mark.parametrize("mutant", ROW_MUTANTS)
+def test_judge_notices_mixed_up_rows(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*ROW_MUTANTS[mutant])
+    assert_caught(COUNTS, "packed", stock_model(zero_cond_t=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "mutant"),
+    [
+        ("padded", neighbours_modulation),
+        ("packed", neighbours_modulation),
+        ("padded", checkpoint_without_mask),
+    ],
+)
+def test_judge_notices_a_wrong_model(layout: str, mutant: Callable[[Any], None]) -> None:
     stock, samples = stock_model(), random_samples(*MIXED)
-    model = multi_res_model(stock)
-    MODEL_MUTANTS[mutant](model)
+    model = multi_res_model(stock, layout)
+    mutant(model)
     found, expected = run_batched(model, samples), run_singly(stock, samples)
     assert output_error(found, expected) > CAUGHT
     assert gradient_error(found, expected) > CAUGHT
@@ -446,15 +387,18 @@ def test_signatures_are_those_of_the_stock_model() -> None:
             inspect.signature(getattr(cls, method)).parameters
             for cls in (QwenImageMultiResTransformer2DModel, QwenImageTransformer2DModel)
         )
-        assert [(p.name, p.default, p.kind) for p in ours.values()] == [
+        own = {"image_rotary_emb"} if method == "forward" else set()
+        assert {p.name for p in ours.values() if p.kind is p.KEYWORD_ONLY} == own
+        assert [(p.name, p.default, p.kind) for p in ours.values() if p.name not in own] == [
             (p.name, p.default, p.kind) for p in stock.values()
         ]
 
 
-def test_saved_model_is_a_stock_model(tmp_path: Path) -> None:
+def test_saved_model_is_a_stock_model(layout: str, tmp_path: Path) -> None:
     original, samples = stock_model(zero_cond_t=True), random_samples(*MIXED)
     original.save_pretrained(tmp_path / "stock")
     model = QwenImageMultiResTransformer2DModel.from_pretrained(tmp_path / "stock")
+    model.layout = layout
     assert all(isinstance(processor, QwenMultiResAttnProcessor) for processor in model.attn_processors.values())
     model.save_pretrained(tmp_path / "ours")
 
@@ -536,18 +480,24 @@ TWO = [([(6, 4), (4, 6)], 5), ([(4, 4)], 3)]  # 48 and 16 image tokens
             "attention_kwargs: the attention mask follows from img_shapes and encoder_hidden_states_mask "
             "(expected no attention_mask)",
         ),
+        ({"attention_kwargs": {"packing": None}}, "(expected no packing)"),
+        (
+            {"image_rotary_emb": (torch.zeros(2, 48, 16), torch.zeros(5, 16, dtype=torch.complex64))},
+            "image_rotary_emb: the precomputed RoPE does not fit the batch (expected (image, text) of shapes "
+            "(2, 48, 16) and (2, 5, 16) in complex64, found (2, 48, 16) in float32, (5, 16) in complex64)",
+        ),
     ],
 )
-def test_contradictory_batch_is_refused(overridden: dict[str, Any], message: str) -> None:
-    model = multi_res_model(stock_model())
+def test_contradictory_batch_is_refused(layout: str, overridden: dict[str, Any], message: str) -> None:
+    model = multi_res_model(stock_model(), layout)
     with pytest.raises(TrainError) as refusal:
         model(**{**batch_of(random_samples(*TWO)), **overridden})
     assert message in str(refusal.value)
 
 
-def test_text_beyond_the_rope_table_is_refused() -> None:
+def test_text_beyond_the_rope_table_is_refused(layout: str) -> None:
     """The table has 4096 rows; beside an image 10 tokens high, text starts at row 5."""
-    model = multi_res_model(stock_model())
+    model = multi_res_model(stock_model(), layout)
     [fits] = random_samples(([(10, 2)], 4091))
     with torch.no_grad():
         model(**batch_of([fits]))
@@ -568,7 +518,8 @@ def test_attention_backend_that_would_misread_the_mask_is_refused(backend: str) 
         model(**batch_of(random_samples(*TWO)))
     assert str(refusal.value) == (
         "attention backend: this attention backend misreads padding between text and image (expected one that takes a "
-        f'mask, such as native, found {backend})\n  → call set_attention_backend("native") or make batches of one size'
+        f"mask, such as native, found {backend})\n"
+        '  → call set_attention_backend("native"), set the layout to "packed", or make batches of one size'
     )
 
 

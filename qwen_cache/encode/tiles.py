@@ -1,0 +1,171 @@
+"""The VAE of Qwen-Image on pictures too large for its device: tile by tile, with the latents and pixels of the whole.
+
+All of the VAE's full-size work is local: a value depends on a window of what comes before it. So a tile is run with as
+much around it as its window reaches, which is cut off again; nothing is blended. The mid block, whose attention sees
+everything, runs on the whole at 1/8 of the size. Takes a VAE after `for_single_frames`, which refuses more frames than
+one; refuses a VAE that is not local where it should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+from math import floor, prod
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import (
+    QwenImageCausalConv3d,
+    QwenImageResample,
+    QwenImageResidualBlock,
+    QwenImageRMS_norm,
+    QwenImageUpBlock,
+    QwenImageUpsample,
+)
+from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDistribution
+from diffusers.models.modeling_outputs import AutoencoderKLOutput
+from jaxtyping import Float
+from torch import nn
+
+from qwen_cache.encode.single_frame import for_single_frames
+from qwen_cache.format.errors import ModelError
+
+HEIGHT, WIDTH = -2, -1
+CONTAINERS = {QwenImageResample, QwenImageResidualBlock, QwenImageUpBlock, nn.ModuleList, nn.Sequential}
+POINTWISE = {QwenImageRMS_norm, nn.Dropout, nn.Identity, nn.SiLU}
+
+
+TILE = 512  # pixels: at 2048² a tenth of the memory, and 1.4 times as many pixels in the convolutions
+
+
+@dataclass(frozen=True)
+class VaeThatFits:
+    """Stands in for `vae` in a pipeline: a single picture that its device has no memory for goes in tiles."""
+
+    vae: Any
+    tile: int = TILE
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.vae, name)
+
+    def encode(self, pixels: torch.Tensor) -> AutoencoderKLOutput:
+        try:
+            encoded: AutoencoderKLOutput = self.vae.encode(pixels)
+            return encoded
+        except torch.OutOfMemoryError:
+            if len(pixels) > 1:
+                raise
+        return AutoencoderKLOutput(
+            DiagonalGaussianDistribution(encode_in_tiles(for_single_frames(self.vae), pixels, self.tile))
+        )
+
+    def decode(self, latents: torch.Tensor, return_dict: bool = True) -> Any:
+        try:
+            return self.vae.decode(latents, return_dict=return_dict)
+        except torch.OutOfMemoryError:
+            if len(latents) > 1:
+                raise
+        sample = decode_in_tiles(for_single_frames(self.vae), latents, self.tile)
+        return DecoderOutput(sample) if return_dict else (sample,)
+
+
+def encode_in_tiles(vae: Any, pixels: Float[torch.Tensor, "B 3 1 H W"], tile: int) -> Float[torch.Tensor, "B c 1 h w"]:
+    """The moments of the posterior, as `vae.encode` makes them; a tile contributes `tile`×`tile` pixels."""
+    encoder = vae.encoder
+    local = nn.Sequential(encoder.conv_in, *encoder.down_blocks)
+    features = in_tiles(local, pixels, tile // vae.spatial_compression_ratio)
+    features = encoder.nonlinearity(encoder.norm_out(encoder.mid_block(features)))
+    moments: torch.Tensor = vae.quant_conv(encoder.conv_out(features))
+    return moments
+
+
+def decode_in_tiles(vae: Any, latents: Float[torch.Tensor, "B z 1 h w"], tile: int) -> Float[torch.Tensor, "B 3 1 H W"]:
+    """The pixels in -1..1, as `vae.decode` makes them; a tile contributes `tile`×`tile` pixels."""
+    decoder = vae.decoder
+    features = decoder.mid_block(decoder.conv_in(vae.post_quant_conv(latents)))
+    local = nn.Sequential(*decoder.up_blocks, decoder.norm_out, decoder.nonlinearity, decoder.conv_out)
+    return in_tiles(local, features, tile).clamp_(-1, 1)
+
+
+def in_tiles(local: nn.Module, x: Float[torch.Tensor, "B c 1 h w"], tile: int) -> Float[torch.Tensor, "B d 1 H W"]:
+    """What `local` makes of `x`, for `tile`×`tile` values of it at a time."""
+    rows, columns = (list(spans(windows(local, axis), x.shape[axis], tile)) for axis in (HEIGHT, WIDTH))
+    whole: torch.Tensor | None = None
+    for row, column in product(rows, columns):
+        part = local(x[..., row.needed, column.needed])
+        if whole is None:
+            whole = part.new_empty(*part.shape[:3], rows[-1].made.stop, columns[-1].made.stop)
+        whole[..., row.made, column.made] = part[..., row.kept, column.kept]
+    assert whole is not None
+    return whole
+
+
+# ---- what a tile needs -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Window:
+    """Along one axis, output i comes from the `size` inputs that begin at `stride * i - before`."""
+
+    size: int
+    stride: Fraction
+    before: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """A tile along one axis: the inputs it is run on, the outputs it contributes, and where they lie in its own."""
+
+    needed: slice
+    made: slice
+    kept: slice
+
+
+def spans(path: Sequence[Window], size: int, tile: int) -> Iterator[Span]:
+    """The tiles that cover what `path` makes of `size` inputs.
+
+    A tile ends where the picture ends, so that the modules pad it there as they pad the whole. It begins at a multiple
+    of the stride, so that its outputs are among those of the whole.
+    """
+    if tile < 1:
+        raise ValueError("a tile is smaller than one value at the coarsest level")
+    stride = prod((window.stride for window in path), start=Fraction(1))
+    outputs = floor(size / stride)
+    for start in range(0, outputs, tile):
+        stop = min(start + tile, outputs)
+        first, last = reach(path, start, stop)
+        begin = max(first // stride.numerator * stride.numerator, 0)
+        skipped = start - int(begin / stride)
+        yield Span(slice(begin, min(last, size)), slice(start, stop), slice(skipped, skipped + stop - start))
+
+
+def reach(path: Sequence[Window], start: int, stop: int) -> tuple[int, int]:
+    """The inputs, as a range, that the outputs `start` to `stop` of `path` come from."""
+    for window in reversed(path):
+        start = floor(window.stride * start) - window.before
+        stop = floor(window.stride * (stop - 1)) - window.before + window.size
+    return start, stop
+
+
+def windows(local: nn.Module, axis: int) -> list[Window]:
+    """The windows of all that is in `local`, in order; a shortcut beside others is a point, which adds nothing."""
+    return [window_of(part, axis) for part in local.modules() if type(part) not in CONTAINERS | POINTWISE]
+
+
+def window_of(module: nn.Module, axis: int) -> Window:
+    pad = {WIDTH: 0, HEIGHT: 2}[axis]  # as torch.nn.functional.pad takes it, the last axis first
+    match module:
+        case QwenImageCausalConv3d():
+            return Window(module.kernel_size[axis], Fraction(module.stride[axis]), module._padding[pad])
+        case nn.Conv2d():
+            return Window(module.kernel_size[axis], Fraction(module.stride[axis]), int(module.padding[axis]))
+        case nn.ZeroPad2d():
+            return Window(1, Fraction(1), module.padding[pad])
+        case QwenImageUpsample(mode="nearest-exact"):
+            return Window(1, 1 / Fraction(module.scale_factor[axis]), 0)
+    raise ModelError(
+        f"the VAE cannot be run in tiles: a {type(module).__name__} in it may see further than a tile",
+        do="use a smaller resolution, or a device with more memory",
+    )

@@ -1,0 +1,141 @@
+"""Encoding together changes nothing but the last digits: a build in batches is what the stock pipelines compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
+
+from qwen_cache.encode.batching import Batcher
+from qwen_cache.encode.builder import ENCODER_PARTS
+from qwen_cache.encode.text import TextEncoder
+from qwen_cache.encode.vae import VaeEncoder
+from qwen_cache.model_folder import open_model
+
+from .judge import (
+    PHOTOGRAPHS,
+    PROMPTS,
+    ROUNDING,
+    TOLERANCE,
+    Case,
+    Size,
+    TinyModel,
+    assert_is_what_stock_computes,
+    build_cache,
+    by_name,
+    case,
+    picture,
+    relative,
+    small_options,
+    stock_pipeline,
+)
+from .test_encode_text import pictures, recording
+
+CONTROLS: list[list[Size]] = [[(150, 100)], [(90, 200)], [(150, 100), (200, 90)], [(128, 128)], [(60, 60), (90, 160)]]
+IN_BATCHES = ["--set", "cache.vae_batch_pixels=100000", "--set", "cache.text_batch_tokens=2000"]
+
+
+def mixture(variant: str) -> dict[str, Case]:
+    """Mixed shapes, numbers of controls and lengths of prompts; two samples are about the same pictures."""
+    controls = {"t2i": [[]] * 5, "edit": [sizes[:1] for sizes in CONTROLS]}.get(variant, CONTROLS)
+    prompts = [PROMPTS["chinese"], "make it blue", PROMPTS["emoji"], "cut", PROMPTS["braces"]]
+    cases = {
+        name: Case(picture(name, (128, 128 - 32 * (i % 2))), case([(1, 1), *sizes], "").controls, prompt)
+        for i, (name, sizes, prompt) in enumerate(zip(PHOTOGRAPHS, controls, prompts, strict=True))
+    }
+    return cases | {"again": case([(128, 96), *controls[0]], "the same picture, something else")}
+
+
+@pytest.mark.usefixtures("small_areas")
+@pytest.mark.parametrize("variant", ["t2i", "edit", "edit-plus"])
+def test_a_build_in_batches_is_what_the_pipelines_compute(variant: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    cases, model = mixture(variant), tiny_model(variant)
+    encoded: list[int] = []
+    encode = VaeEncoder.encode
+
+    def count(self: VaeEncoder, pixels: Any) -> Any:
+        encoded.append(len(pixels))
+        return encode(self, pixels)
+
+    with recording(Qwen2_5_VLTextModel) as passes, patch.object(VaeEncoder, "encode", count):
+        built = build_cache(tmp_path, cases, model, "--dtype", "float32", *small_options(variant), *IN_BATCHES)
+    rows = [len(call["inputs_embeds"]) for call in passes]
+    assert max(encoded) > 1
+    assert max(rows) > 2
+    samples = by_name(built)
+    for name, it in cases.items():
+        assert_is_what_stock_computes(samples[name], it, stock_pipeline(model, variant))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, TOLERANCE), (torch.bfloat16, ROUNDING)])
+def test_texts_about_different_numbers_of_pictures_can_go_together(
+    dtype: torch.dtype, tolerance: float, tiny_model: TinyModel
+) -> None:
+    """Prefixes of 1 to 4 pictures in one pass, each prompt at its own positions, next to prompts of other lengths."""
+    model = open_model(str(tiny_model("edit-plus")), ENCODER_PARTS)
+    alone, together = (TextEncoder(model, torch.device("cpu"), dtype, tokens) for tokens in (1, 10_000))
+    seen = [alone.inputs(pictures(count)) for count in (2, 1, 4, 3)]
+    asked = [(seen[i % 4], prompt[:200]) for i, prompt in enumerate(PROMPTS.values())]
+    with recording(Qwen2_5_VLTextModel) as passes:
+        batch = together.encode(asked)
+    assert [len(call["inputs_embeds"]) for call in passes] == [4, 4 + len(asked)]
+    for one, other in zip((alone.encode([each])[0] for each in asked), batch, strict=True):
+        for name in ("prefix", "prompt", "empty"):
+            ours, theirs = getattr(other, name), getattr(one, name)
+            assert ours.shape == theirs.shape
+            assert relative(ours, theirs) < tolerance
+
+
+def test_pictures_that_were_just_read_are_not_read_again(tiny_model: TinyModel) -> None:
+    model = open_model(str(tiny_model("edit-plus")), ENCODER_PARTS)
+    encoder = TextEncoder(model, torch.device("cpu"), torch.float32, 10_000)
+    first, second = encoder.inputs(pictures(1)), encoder.inputs(pictures(2))
+    with recording(Qwen2_5_VLTextModel) as passes:
+        one, other = encoder.encode([(first, "make it blue"), (second, "make it blue")])
+        (again,) = encoder.encode([(second, "make it red")])
+        (back,) = encoder.encode([(first, "make it blue")])
+    assert [len(call["inputs_embeds"]) for call in passes] == [2, 4, 1, 1, 2]
+    assert torch.equal(again.prefix, other.prefix)
+    assert torch.equal(again.empty, other.empty)
+    assert relative(back.prompt, one.prompt) < TOLERANCE
+
+
+def test_no_pass_is_longer_than_its_bound(tiny_model: TinyModel) -> None:
+    """Ten prompts about one picture: as many at once as the keys and values of eight batches have room for."""
+    model = open_model(str(tiny_model("edit-plus")), ENCODER_PARTS)
+    encoder = TextEncoder(model, torch.device("cpu"), torch.float32, 100)
+    prefixes = encoder.read([encoder.inputs(pictures(1))])
+    with recording(Qwen2_5_VLTextModel) as passes:
+        encoder.embed(prefixes, [(0, "make it blue")] * 10)
+    rows = [len(call["inputs_embeds"]) for call in passes]
+    each = prefixes.lengths[0] + passes[0]["inputs_embeds"].shape[1]
+    assert sum(rows) == 10
+    assert max(rows) * each <= 8 * 100 < (max(rows) + 1) * each
+
+
+def test_by_default_a_cpu_encodes_one_by_one(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """So that there a cache is the same, byte for byte, however its build was interrupted."""
+    most: list[int] = []
+    make = Batcher.__init__
+
+    def remember(self: Any, lanes: Any, bound: int) -> None:
+        most.append(bound)
+        make(self, lanes, bound)
+
+    with patch.object(Batcher, "__init__", remember):
+        build_cache(tmp_path, {"it": case([(64, 64), (64, 64)], "x")}, tiny_model("edit-plus"), *small_options("edit"))
+    assert most == [1, 1]
+
+
+def test_pictures_of_one_shape_go_through_the_vae_together(tiny_model: TinyModel) -> None:
+    model = open_model(str(tiny_model("edit-plus")), ENCODER_PARTS)
+    vae = VaeEncoder(model, torch.device("cpu"), torch.float32, 10**6)
+    pixels = [vae.pixels(picture(name, (128, 96)), (128, 96)) for name in ("china.jpg", "flower.jpg", "coffee.png")]
+    for together, each in zip(vae.encode(pixels), pixels, strict=True):
+        (alone,) = vae.encode([each])
+        assert together.shape == alone.shape == (48, 64)
+        assert relative(together, alone) < TOLERANCE

@@ -1,0 +1,383 @@
+"""The plan of batches: whole epochs, limits that hold, little padding, and one number that says where a run is.
+
+The judges are loops over single samples: what a batch costs, which samples an epoch had, batches filled one by one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qwen_cache.config import TrainConfig
+from qwen_cache.format.errors import ConfigError, QwenCacheError, TrainError
+from qwen_train.batch_plan import BatchPlan, IntArray, Turn, sequence_settings
+
+from .conftest import load_tool
+
+wide_mixture = load_tool("bench_batches").wide_mixture  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some samples and some settings; `str` names it in a failure."""
+
+    tokens: IntArray
+    settings: dict[str, Any]
+
+    def plan(self, **changes: Any) -> BatchPlan:
+        return BatchPlan(self.tokens, TrainConfig(**{**self.settings, **changes}))
+
+    def __str__(self) -> str:
+        return f"{self.tokens.shape[1]} samples, {self.settings}"
+
+
+def any_case(seed: int) -> Case:
+    """A few samples of like or of different sizes, and settings that fit them."""
+    chance = random.Random(seed)
+    samples, kinds = chance.randint(1, 70), chance.choice([1, 3, 1000])
+    tokens = np.array([[chance.randint(1, kinds) * scale for _ in range(samples)] for scale in (40, 3)])
+    settings: dict[str, Any] = {
+        "seed": chance.randrange(2**32),
+        "layout": chance.choice(["padded", "padded", "packed"]),
+        "shuffle_window": chance.choice([1, 5, 16, 4096]),
+    }
+    if chance.random() < 0.5:
+        settings["max_tokens"] = int(tokens.sum(0).max() * chance.choice([1, 1.7, 5, 100]))
+    if "max_tokens" not in settings or chance.random() < 0.5:
+        settings["batch_size"] = chance.randint(1, 9)
+    if "max_tokens" not in settings:
+        settings["drop_last"] = settings["batch_size"] <= samples and chance.random() < 0.3
+    return Case(tokens, settings)
+
+
+CASES = [any_case(seed) for seed in range(60)]
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def epochs(plan: BatchPlan, count: int) -> list[list[list[int]]]:
+    """The positions in every batch of the first epochs."""
+    found = []
+    for epoch in range(count):
+        batches, done = [], epoch * plan.in_epoch
+        while done < (epoch + 1) * plan.in_epoch:
+            batches.append(plan.batch(done))
+            done += len(batches[-1])
+        found.append(batches)
+    return found
+
+
+def samples_of(plan: BatchPlan, batches: list[list[int]]) -> list[int]:
+    return [plan.sample(position) for batch in batches for position in batch]
+
+
+def cost(tokens: IntArray, samples: list[int], layout: str) -> int:
+    """What a batch of these samples costs."""
+    images, texts = ([int(tokens[row, i]) for i in samples] for row in (0, 1))
+    return sum(images) + sum(texts) if layout == "packed" else len(samples) * (max(images) + max(texts))
+
+
+def waste(plan: BatchPlan, batches: list[list[int]], layout: str = "padded") -> float:
+    """The share of padding, one batch after the other."""
+    valid, all_tokens = 0, 0
+    for batch in batches:
+        samples = [plan.sample(position) for position in batch]
+        valid += sum(int(plan.tokens[0, i] + plan.tokens[1, i]) for i in samples)
+        all_tokens += cost(plan.tokens, samples, layout)
+    return 1 - valid / all_tokens
+
+
+# ---- whole epochs ----------------------------------------------------------------------------------------------------
+
+
+@each_case
+def test_every_epoch_has_every_sample_once(case: Case) -> None:
+    """And where the last batch is left out, all but its samples, which are others each time."""
+    plan, n = case.plan(), case.tokens.shape[1]
+    left_out = n % case.settings["batch_size"] if case.settings.get("drop_last") else 0
+    for epoch, batches in enumerate(epochs(plan, 4)):
+        counts = Counter(samples_of(plan, batches))
+        assert set(counts.values()) == {1}
+        assert len(counts) == n - left_out
+        assert {position // n for batch in batches for position in batch} == {epoch}
+
+
+@each_case
+def test_no_batch_exceeds_what_was_asked_for(case: Case) -> None:
+    """With batch_size alone, no batch but the epoch's last is smaller, and without it where that is left out."""
+    plan, settings = case.plan(), case.settings
+    for batches in epochs(plan, 2):
+        sizes = Counter(map(len, batches))
+        assert max(sizes) <= settings.get("batch_size", math.inf)
+        for batch in batches:
+            samples = [plan.sample(position) for position in batch]
+            assert cost(case.tokens, samples, settings["layout"]) <= settings.get("max_tokens", math.inf)
+        if "max_tokens" not in settings:
+            rest = sum(map(len, batches)) % settings["batch_size"]
+            assert sum(count for size, count in sizes.items() if size < settings["batch_size"]) == (rest > 0)
+            assert not (rest and settings["drop_last"])
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("batch_size", [None, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_without_sorting_each_batch_takes_all_that_it_can(seed: int, batch_size: int | None, layout: str) -> None:
+    """Equal to filling them one by one, in the order of the epoch."""
+    tokens = wide_mixture(400, seed)
+    plan = BatchPlan(
+        tokens, TrainConfig(max_tokens=60_000, batch_size=batch_size, shuffle_window=1, layout=layout, seed=seed)
+    )
+    expected: list[list[int]] = [[]]
+    for position in range(400):
+        more = [*expected[-1], position]
+        too_many = len(more) > (batch_size or 400)
+        if too_many or cost(tokens, [plan.sample(p) for p in more], layout) > 60_000:
+            expected.append([])
+        expected[-1].append(position)
+    assert epochs(plan, 1) == [expected]
+    assert len(set(map(len, expected))) > 1, "too much alike to show anything"
+
+
+def test_batches_are_not_needlessly_small() -> None:
+    """On a wide mixture nearly full, and half as many as when they are filled at random."""
+    tokens = wide_mixture(8192)
+    (planned,) = epochs(plan := BatchPlan(tokens, TrainConfig(max_tokens=160_000)), 1)
+    (at_random,) = epochs(BatchPlan(tokens, TrainConfig(max_tokens=160_000, shuffle_window=1)), 1)
+    costs = [cost(tokens, [plan.sample(position) for position in batch], "padded") for batch in planned]
+    assert np.mean(costs) > 0.94 * 160_000
+    assert len(planned) < 0.55 * len(at_random)
+
+
+# ---- chance ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch_size": 1}, {"max_tokens": 100_000, "batch_size": 1}], ids=str)
+def test_single_samples_come_in_the_order_of_the_permutation(settings: dict[str, Any]) -> None:
+    plan = BatchPlan(wide_mixture(50), TrainConfig(**settings))
+    assert epochs(plan, 2) == [[[p] for p in range(50)], [[p] for p in range(50, 100)]]
+    orders = [samples_of(plan, batches) for batches in epochs(plan, 20)]
+    assert len(set(map(tuple, orders))) == 20
+
+
+@pytest.mark.parametrize("tokens", [np.full((2, 8), 9), wide_mixture(8)], ids=["one size", "mixed"])
+def test_every_sample_comes_at_every_time(tokens: IntArray) -> None:
+    """Each of eight is in each of four turns a quarter of the time; of one size, with each other one time in seven."""
+    plan, count = BatchPlan(tokens, TrainConfig(batch_size=2)), 800
+    turns, pairs = np.zeros((4, 8)), np.zeros((8, 8))
+    for batches in epochs(plan, count):
+        for turn, batch in enumerate(batches):
+            a, b = (plan.sample(position) for position in batch)
+            turns[turn, [a, b]] += 1
+            pairs[min(a, b), max(a, b)] += 1
+    assert np.abs(turns / count - 1 / 4).max() < 5 * math.sqrt(1 / 4 * 3 / 4 / count)
+    often = pairs[np.triu_indices(8, 1)] / count
+    if len(np.unique(tokens)) == 1:
+        assert np.abs(often - 1 / 7).max() < 5 * math.sqrt(1 / 7 * 6 / 7 / count)
+    else:
+        assert often.max() < 0.6, "the same two in most epochs"
+
+
+def test_in_small_sets_a_sample_meets_others_in_each_epoch() -> None:
+    plan = BatchPlan(wide_mixture(200), TrainConfig(batch_size=4))
+    batches = [frozenset(samples_of(plan, [batch])) for epoch in epochs(plan, 10) for batch in epoch]
+    assert len(set(batches)) > 0.95 * len(batches)
+
+
+def test_large_and_small_batches_alternate_by_chance() -> None:
+    tokens = wide_mixture(4096)
+    (batches,) = epochs(plan := BatchPlan(tokens, TrainConfig(batch_size=4)), 1)
+    costs = np.array([cost(tokens, [plan.sample(position) for position in batch], "padded") for batch in batches])
+    neighbours = np.corrcoef(costs[1:], costs[:-1])[0, 1]
+    in_time = np.corrcoef(costs, np.arange(len(costs)))[0, 1]
+    assert max(abs(neighbours), abs(in_time)) < 5 / math.sqrt(len(costs))
+
+
+def test_what_is_left_out_is_left_to_chance() -> None:
+    """Not the largest samples in every epoch."""
+    plan, count = BatchPlan(wide_mixture(10), TrainConfig(batch_size=4, drop_last=True)), 500
+    trained = Counter(itertools.chain(*(samples_of(plan, batches) for batches in epochs(plan, count))))
+    assert all(abs(trained[i] / count - 0.8) < 5 * math.sqrt(0.8 * 0.2 / count) for i in range(10))
+
+
+@each_case
+def test_a_batch_is_a_pure_function_of_how_many_samples_came_before(case: Case) -> None:
+    """Fresh plans agree, whatever they were asked before; another seed does not."""
+    batches = [batch for epoch in epochs(case.plan(), 3) for batch in epoch]
+    starts = list(itertools.accumulate(map(len, batches), initial=0))[:-1]
+    plan, chance = case.plan(), random.Random(0)
+    for k in chance.choices(range(len(batches)), k=10):
+        np.random.seed(k)
+        assert plan.batch(starts[k]) == batches[k]
+    if case.tokens.shape[1] > 9:
+        other = case.plan(seed=case.settings["seed"] ^ 1)
+        first = samples_of(plan, epochs(plan, 1)[0])
+        assert first != samples_of(other, epochs(other, 1)[0])
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+def turns(plan: BatchPlan, done: int, world_size: int, per_step: int, steps: int) -> list[list[Turn]]:
+    """What all processes train in some optimizer steps, turn by turn."""
+    ranks = [plan.turns(done, rank, world_size, per_step) for rank in range(world_size)]
+    return [[next(rank) for rank in ranks] for _ in range(steps * per_step)]
+
+
+@each_case
+def test_processes_take_turns_and_another_number_of_them_goes_on(case: Case) -> None:
+    """Batch k is that of process k mod W, through the ends of steps and epochs; a step is a mean over its samples."""
+    plan, chance = case.plan(), random.Random(str(case))
+    expected = itertools.chain(*(epoch for epoch in epochs(plan, 150)))
+    done = 0
+    for _ in range(4):
+        world_size, per_step, steps = chance.randint(1, 4), chance.randint(1, 3), chance.randint(1, 3)
+        found = turns(case.plan(), done, world_size, per_step, steps)
+        for turn in found:
+            for rank in turn:
+                assert rank.positions == next(expected)
+                done += len(rank.positions)
+            assert {rank.done for rank in turn} == {done}
+        for first in range(0, len(found), per_step):
+            step = [rank for turn in found[first : first + per_step] for rank in turn]
+            means = [rank.share * np.mean([math.sin(p) for p in rank.positions]) for rank in step]
+            alone = [math.sin(p) for rank in step for p in rank.positions]
+            assert np.mean(means) == pytest.approx(np.mean(alone), abs=1e-12)
+
+
+def test_batches_of_one_size_have_a_share_of_exactly_one() -> None:
+    """So that the loss of a run whose batches are all alike is not even rounded."""
+    plan = BatchPlan(wide_mixture(42), TrainConfig(batch_size=7))
+    assert {turn.share for step in turns(plan, 0, 3, 3, 5) for turn in step} == {1.0}
+
+
+# ---- padding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wide_mixture_is_padded_by_less_than_5_percent(seed: int) -> None:
+    """At batch 8 with a window of a few thousand, where batches at random are padded by half; packed by nothing."""
+    tokens = wide_mixture(8192, seed)
+    plans = {
+        name: BatchPlan(tokens, TrainConfig(batch_size=8, seed=seed, **settings))
+        for name, settings in {
+            "default": {},
+            "2048": {"shuffle_window": 2048},
+            "random": {"shuffle_window": 1},
+            "packed": {"layout": "packed"},
+        }.items()
+    }
+    found = {
+        name: waste(plan, epochs(plan, 1)[0], "packed" if name == "packed" else "padded")
+        for name, plan in plans.items()
+    }
+    assert found["default"] < 0.025
+    assert found["2048"] < 0.03
+    assert found["random"] > 0.4
+    assert found["packed"] == 0
+    for name, plan in plans.items():
+        assert plan.summary().padding == pytest.approx(found[name], abs=1e-12)
+
+
+def test_the_mixture_is_as_wide_as_is_said() -> None:
+    image, text = wide_mixture(20_000)
+    assert 900 < image.min() < 0.25e6 / 256 * 1.1
+    assert 4 * 7000 < image.max() <= 4 * 2e6 / 256 * 1.1
+    assert 20 <= text.min() < 25
+    assert 400 + 2 * 180 < text.max() < 400 + 3 * 220
+
+
+@pytest.mark.parametrize("fixed", ["image", "text"])
+def test_both_lengths_are_brought_together(fixed: str) -> None:
+    """Where all samples are alike in one length, sorting by the other is the best there is."""
+    lengths = np.random.default_rng(0).permutation(4000) + 1000
+    rows = [np.full(4000, 500), lengths] if fixed == "image" else [lengths, np.full(4000, 500)]
+    plan = BatchPlan(np.stack(rows), TrainConfig(batch_size=8, shuffle_window=1600))
+    in_order, padded = [int(lengths[plan.sample(position)]) for position in range(4000)], 0
+    for window in range(0, 4000, 1600):
+        sorted_ = sorted(in_order[window : window + 1600])
+        padded += sum(8 * (longest + 500) for longest in sorted_[7::8])
+    assert waste(plan, epochs(plan, 1)[0]) == pytest.approx(1 - (lengths.sum() + 4000 * 500) / padded, abs=1e-12)
+
+
+@each_case
+def test_the_summary_counts_what_there_is(case: Case) -> None:
+    plan = case.plan()
+    (batches,) = epochs(plan, 1)
+    costs = [cost(case.tokens, samples_of(plan, [batch]), case.settings["layout"]) for batch in batches]
+    found = plan.summary()
+    assert (found.batches, found.most_samples) == (len(batches), max(map(len, batches)))
+    assert found.tokens == pytest.approx(np.mean(costs))
+    assert found.padding == pytest.approx(waste(plan, batches, case.settings["layout"]), abs=1e-12)
+
+
+def test_an_epoch_of_many_is_summarised_by_its_beginning_and_says_so() -> None:
+    tokens = np.tile(wide_mixture(5000), 40)
+    few, many = (BatchPlan(t, TrainConfig(batch_size=8)).summary() for t in (tokens[:, :60_000], tokens))
+    assert "samples" not in str(few).partition("padding")[2]
+    assert str(many).startswith("25,000 per epoch of at most 8 samples, ")
+    assert str(many).endswith(f"padding {100 * many.padding:.1f} %, by the first 65,536 samples")
+    assert many.padding == pytest.approx(few.padding, rel=0.1)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_larger_than_the_budget_is_named() -> None:
+    tokens = np.array([[100, 900, 1500, 300], [10, 20, 60, 10]])
+    names = ["cat", "dog", "owl", "fox"]
+    with pytest.raises(TrainError) as error:
+        BatchPlan(tokens, TrainConfig(max_tokens=919), names.__getitem__)
+    message = str(error.value)
+    assert "sample owl alone exceeds train.max_tokens, and so do 1 more" in message
+    assert "(expected at most 919 tokens, found 1,560: 1,500 of its pictures, 60 of its text)" in message
+    assert "set train.max_tokens=1560 or more" in message
+    plan = BatchPlan(tokens, TrainConfig(max_tokens=1560))
+    assert sorted(samples_of(plan, epochs(plan, 1)[0])) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"drop_last": True, "max_tokens": 10**6}, ["train.drop_last is for a fixed train.batch_size"]),
+        (
+            {"drop_last": True, "batch_size": 5},
+            ["leaves nothing to train", "expected 5 samples or more", "found 4", "lower train.batch_size"],
+        ),
+    ],
+)
+def test_drop_last_where_it_cannot_be_meant_is_refused(settings: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        BatchPlan(wide_mixture(4), TrainConfig(**settings))
+    assert all(part in str(error.value) for part in parts)
+
+
+def test_a_state_that_no_run_had_is_refused() -> None:
+    with pytest.raises(QwenCacheError, match=r"no batch begins here \(found 3 samples trained\)"):
+        BatchPlan(wide_mixture(8), TrainConfig(batch_size=4)).batch(3)
+
+
+@each_case
+def test_settings_that_change_the_sequence_are_told_apart(case: Case) -> None:
+    """If two settings are taken for the same, they make the same batches; so a run may go on with the other."""
+    n = case.tokens.shape[1]
+    config = TrainConfig(**case.settings)
+    for changes in (
+        {"batch_size": 2},
+        {"max_tokens": int(case.tokens.sum(0).max() * 2)},
+        {"shuffle_window": 3},
+        {"layout": "packed"},
+        {"drop_last": True},
+    ):
+        other = TrainConfig(**{**case.settings, **changes})
+        if other.drop_last and (other.max_tokens or (other.batch_size or 1) > n):
+            continue
+        if sequence_settings(other) == sequence_settings(config):
+            assert epochs(case.plan(**changes), 2) == epochs(case.plan(), 2)
+        elif "batch_size" in changes or "max_tokens" in changes:
+            assert sequence_settings(other)[f"train.{next(iter(changes))}"] == next(iter(changes.values()))

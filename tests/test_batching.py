@@ -1,0 +1,259 @@
+"""Batches of the encoders: what goes together, what a device has room for, and what becomes of a piece that fails.
+
+That encoding together changes nothing is judged in `equivalence/test_encode_batches.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from qwen_cache.encode.batching import SHARE, Batcher, Lane, Room
+from qwen_cache.format.errors import DeviceError, SourceError
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@dataclass
+class Recorder:
+    """An encoder that negates numbers, and has room for so much at once."""
+
+    room: float = float("inf")
+    device: torch.device = CPU
+    batches: list[list[int]] = field(default_factory=list)
+
+    def encode(self, items: Sequence[int]) -> list[int]:
+        self.batches.append(list(items))
+        if sum(items) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore about it")
+        return [-item for item in items]
+
+
+def there(value: Any = None) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def submit(batcher: Batcher[int, int], number: int, cost: int, kind: str = "", about: Any = None) -> Future[int]:
+    return batcher.submit(number, about or there(), lambda _: cost, kind=kind, cost=cost)
+
+
+@contextmanager
+def batching(encoders: Sequence[Recorder], most: int) -> Iterator[Batcher[int, int]]:
+    lanes: list[Lane[int, int]] = [Lane(encoder, f"lane-{i}") for i, encoder in enumerate(encoders)]
+    yield Batcher(lanes, most)
+    for lane in lanes:
+        lane.thread.shutdown()
+
+
+# ---- what goes together ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("most", "costs", "expected"),
+    [
+        (1, [3, 3, 3], [[3], [3], [3]]),
+        (6, [3, 3, 3], [[3, 3], [3]]),
+        (7, [3, 3, 3, 9, 1], [[3, 3], [3], [9], [1]]),
+        (7, [1, 2, 3, 4], [[1, 2, 3], [4]]),
+    ],
+)
+def test_a_batch_is_full_before_it_costs_more_than_the_bound(
+    most: int, costs: list[int], expected: list[list[int]]
+) -> None:
+    encoder = Recorder()
+    with batching([encoder], most) as batcher:
+        results = [submit(batcher, number, cost) for number, cost in enumerate(costs)]
+        batcher.send(len(costs))
+    assert encoder.batches == expected
+    assert [result.result() for result in results] == [-cost for cost in costs]
+
+
+def test_only_one_kind_goes_together() -> None:
+    encoder = Recorder()
+    with batching([encoder], 100) as batcher:
+        for number, (kind, cost) in enumerate([("wide", 1), ("tall", 2), ("wide", 3), ("tall", 4)]):
+            submit(batcher, number, cost, kind)
+        batcher.send(3)
+    assert sorted(encoder.batches) == [[1, 3], [2, 4]]
+
+
+def test_a_batch_goes_when_its_first_piece_may_wait_no_longer() -> None:
+    encoder = Recorder()
+    with batching([encoder], 100) as batcher:
+        results = [submit(batcher, number, number + 1, "odd" if number % 2 else "even") for number in range(6)]
+        batcher.send(0)
+        wait(results[::2], timeout=60)
+        assert not any(result.done() for result in results[1::2])
+        batcher.send(1)
+    assert encoder.batches == [[1, 3, 5], [2, 4, 6]]
+
+
+def test_what_is_about_the_same_goes_to_the_copy_that_has_it() -> None:
+    encoders = [Recorder(), Recorder(), Recorder()]
+    first, second = there(), there()
+    with batching(encoders, 1) as batcher:
+        submit(batcher, 0, 1, about=first)
+        submit(batcher, 1, 2, about=first)
+        submit(batcher, 2, 3, about=second)
+        submit(batcher, 3, 4, about=second)
+        submit(batcher, 4, 5, about=first)
+    together = [batch for encoder in encoders for batch in encoder.batches]
+    assert sorted(together) == [[1], [2], [3], [4], [5]]
+    where = {item: i for i, encoder in enumerate(encoders) for (item,) in encoder.batches}
+    assert where[1] == where[2]
+    assert where[3] == where[4]
+
+
+def test_copies_share_what_is_about_different_things() -> None:
+    encoders, gate = [Recorder(), Recorder()], Future[None]()
+    with batching(encoders, 1) as batcher:
+        submit(batcher, 0, 1, about=gate)
+        for number in range(1, 4):
+            submit(batcher, number, number + 1)
+        gate.set_result(None)
+    assert [len(encoder.batches) for encoder in encoders] == [2, 2]
+
+
+# ---- what fails ------------------------------------------------------------------------------------------------------
+
+
+def test_a_piece_without_its_picture_fails_for_itself() -> None:
+    encoder, gone = Recorder(), Future[Any]()
+    gone.set_exception(SourceError("cannot be read"))
+    with batching([encoder], 6) as batcher:
+        results = [submit(batcher, number, 2, about=gone if number == 1 else None) for number in range(3)]
+    assert encoder.batches == [[2, 2]]
+    assert [results[0].result(), results[2].result()] == [-2, -2]
+    with pytest.raises(SourceError, match="cannot be read"):
+        results[1].result()
+
+
+def test_what_the_encoder_raises_is_the_result_of_all_that_it_had() -> None:
+    encoder = Recorder()
+    encoder.encode = lambda items: [][1]  # type: ignore[method-assign]
+    with batching([encoder], 2) as batcher:
+        results = [submit(batcher, number, 1) for number in range(2)]
+    assert all(isinstance(result.exception(), IndexError) for result in results)
+
+
+def test_what_never_began_is_cancelled() -> None:
+    encoder, gate = Recorder(), Future[None]()
+    lane: Lane[int, int] = Lane(encoder, "lane")
+    batcher: Batcher[int, int] = Batcher([lane], 1)
+    running, waiting = submit(batcher, 0, 1, about=gate), submit(batcher, 1, 2)
+    lane.thread.shutdown(wait=False, cancel_futures=True)
+    gate.set_result(None)
+    assert running.result() == -1
+    assert waiting.cancelled()
+
+
+# ---- what there is room for ------------------------------------------------------------------------------------------
+
+
+def test_where_memory_runs_out_half_as_much_is_tried_from_there_on() -> None:
+    encoder = Recorder(room=5)
+    with batching([encoder], 8) as batcher:
+        results = [submit(batcher, number, 1) for number in range(24)]
+    assert [result.result() for result in results] == [-1] * 24
+    assert list(map(len, encoder.batches)) == [8, 4, 4, 4, 4, 4, 4]
+
+
+def test_a_piece_that_does_not_fit_alone_is_an_error_and_the_others_are_done() -> None:
+    encoder = Recorder(room=5)
+    with batching([encoder], 10) as batcher:
+        results = [submit(batcher, number, cost) for number, cost in enumerate([1, 2, 7])]
+    assert [results[0].result(), results[1].result()] == [-1, -2]
+    with pytest.raises(DeviceError) as caught:
+        results[2].result()
+    message = "a device has too little memory for one sample (found CUDA out of memory. Tried to allocate 2.00 GiB)"
+    assert str(caught.value).startswith(message)
+    assert "--vae-device" in str(caught.value)
+
+
+@dataclass
+class FakeMemory:
+    """The memory of a GPU, as torch tells of it."""
+
+    total: int
+    in_use: int
+    cached: int = 0
+    peak: int = 0
+
+    def work(self, peak: int) -> None:
+        self.peak = max(self.peak, self.in_use + peak)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> FakeMemory:
+    fake = FakeMemory(total=10_000, in_use=4_000, cached=500)
+
+    def reset(device: torch.device) -> None:
+        fake.peak = fake.in_use
+
+    answers: dict[str, Callable[[torch.device], Any]] = {
+        "reset_peak_memory_stats": reset,
+        "memory_allocated": lambda device: fake.in_use,
+        "max_memory_allocated": lambda device: fake.peak,
+        "memory_reserved": lambda device: fake.in_use + fake.cached,
+        "mem_get_info": lambda device: (fake.total - fake.in_use - fake.cached, fake.total),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    return fake
+
+
+def test_a_gpu_is_given_one_piece_and_then_what_its_free_memory_holds(memory: FakeMemory) -> None:
+    room = Room(GPU)
+    assert room.take([10, 10, 10]) == 1
+    with room.measuring(10):
+        memory.work(peak=1_000)  # 100 bytes for each unit, of 6,000 that are free
+    assert room.take([10] * 10) == 6 * SHARE // 1 == 4
+    with room.measuring(40):
+        memory.work(peak=8_000)  # some shapes take more
+    assert room.take([10] * 10) == 2
+    memory.in_use = 7_000  # and another program came
+    with room.measuring(10):
+        memory.work(peak=100)
+    assert room.take([10] * 10) == 1
+
+
+def test_memory_that_ran_out_is_remembered_by_what_is_measured_next(memory: FakeMemory) -> None:
+    room = Room(GPU)
+    with room.measuring(10):
+        memory.work(peak=100)
+    assert room.take([10] * 100) == 48
+    with pytest.raises(torch.OutOfMemoryError), room.measuring(480):
+        raise torch.OutOfMemoryError
+    room.ran_out(480)
+    assert room.take([10] * 100) == 24
+    with room.measuring(240):
+        memory.work(peak=2_400)
+    assert room.take([10] * 100) == 24
+
+
+def test_batches_do_not_depend_on_timing() -> None:
+    """The same pieces in the same order make the same batches, whether the lane is fast or waits for its first."""
+    found = []
+    for held in (False, True):
+        encoder, gate = Recorder(), Future[None]()
+        with batching([encoder], 7) as batcher:
+            if not held:
+                gate.set_result(None)
+            costs = itertools.islice(itertools.cycle([2, 3, 1, 5]), 40)
+            for number, cost in enumerate(costs):
+                submit(batcher, number, cost, "ab"[number % 2], about=gate if number == 0 else None)
+                batcher.send(number - 4)
+            batcher.send(40)
+            if held:
+                gate.set_result(None)
+        found.append(encoder.batches)
+    assert found[0] == found[1]
