@@ -111,12 +111,10 @@ def encode_prompts(
     encoder = TextEncoder(model, devices.text, dtype)
     area = TEMPLATES[model.pipeline].condition_image_size
     seen = [p.resize(calculate_dimensions(area, p.size), Image.Resampling.LANCZOS) for p in pictures]
-    prefixes = encoder.read([encoder.inputs(seen)])
     arguments: dict[str, torch.Tensor] = {}
     for name, text in (("prompt_embeds", prompt), ("negative_prompt_embeds", negative_prompt)):
         if text is not None:
-            (rest,) = encoder.embed(prefixes, [(0, text)])
-            embeds = torch.cat([prefixes.embeds[0], rest])[None].to(devices.transformer)
+            embeds = encoder.encode_whole(seen, text)[None].to(devices.transformer)
             arguments |= {name: embeds, f"{name}_mask": embeds.new_ones(embeds.shape[:2], dtype=torch.long)}
     return arguments
 

@@ -522,18 +522,18 @@ def test_both_encoders_work_at_the_same_time(
 @pytest.mark.parametrize(("vae", "text"), [("cpu,cpu", "cpu"), ("cpu", "cpu,cpu"), ("cpu,cpu,cpu", "cpu, cpu")])
 def test_several_devices_give_the_same_bytes(vae: str, text: str, pairs: Path, tmp_path: Path, model: Path) -> None:
     """And each copy of an encoder gets work."""
-    from qwen_cache.encode.lanes import Lane
+    from qwen_cache.encode.batching import Lane
 
     used: set[int] = set()
-    submit = Lane.submit
+    send = Lane.send
 
-    def count(self: Lane[Any], work: Callable[..., Any]) -> Any:
+    def count(self: Lane[Any, Any], batch: Any) -> None:
         used.add(id(self))
-        return submit(self, work)
+        send(self, batch)
 
     assert build(pairs, tmp_path / "one", model).code == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Lane, "submit", count)
+        patch.setattr(Lane, "send", count)
         assert build(pairs, tmp_path / "more", model, "--vae-device", vae, "--text-device", text).code == 0
     assert contents(tmp_path / "more") == contents(tmp_path / "one")
     assert len(used) == len(vae.split(",")) + len(text.split(","))

@@ -117,18 +117,27 @@ class TextEncoder:
         self._tokenizing = Lock()  # fast tokenizers may not be used by two threads at once
         self._last: tuple[list[dict[str, torch.Tensor]], Prefixes, list[torch.Tensor]] | None = None
 
+    @torch.inference_mode()
+    def encode_whole(self, pictures: Sequence[Image.Image], prompt: str) -> Float[torch.Tensor, "L D"]:
+        """The embeddings of `prompt` about `pictures` in one pass, bit for bit as the pipelines compute them."""
+        if not pictures:
+            return self.embed(self.read([{}]), [(0, prompt)])[0]
+        inputs = self._process(self.template.text(prompt, len(pictures)), pictures)
+        output = self.model(**{name: tensor.to(self.device) for name, tensor in inputs.items()})
+        embeds: torch.Tensor = output.last_hidden_state[0, self.template.drop_idx :].cpu()
+        return embeds
+
     def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
         """What the model takes for `pictures` (RGB, already resized for the encoder) before any prompt, on the CPU.
 
         For any thread, one at a time. Without pictures nothing is shared by prompts, and it is empty.
         """
-        if not pictures:
-            return {}
+        return self._process(self._split("", len(pictures))[0], pictures) if pictures else {}
+
+    def _process(self, text: str, pictures: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
         assert self.processor is not None
         with self._tokenizing:
-            inputs = self.processor(
-                text=[self._split("", len(pictures))[0]], images=list(pictures), return_tensors="pt"
-            )
+            inputs = self.processor(text=[text], images=list(pictures), return_tensors="pt")
         if "mm_token_type_ids" not in inputs:
             raise ModelError(
                 "the processor returned no mm_token_type_ids: positions would silently be one-dimensional",

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -17,7 +18,7 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from qwen_cache import open_cache
-from qwen_cache.encode.text import TextEncoder
+from qwen_cache.encode.text import EncodedText, TextEncoder
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format.cache import Sample
 from tests.conftest import SMALL, build, run, write_pairs
@@ -171,25 +172,21 @@ def test_the_same_work_is_done_once_and_changes_nothing(tiny_model: TinyModel, t
     assert "9 vae runs and 4 prefix runs" in run("qwen-cache", "inspect", tmp_path / "all" / "shards").stdout
 
 
-def spoiled_latents(latents: Tensor, value: float) -> Tensor:
-    return latents.index_fill(1, torch.tensor([5]), value)
+def spoiled_latents(results: list[Tensor], value: float) -> list[Tensor]:
+    return [latents.index_fill(1, torch.tensor([5]), value) for latents in results]
 
 
-def spoiled_text(embeds: Tensor, value: float) -> Tensor:
-    return embeds * value
+def spoiled_text(results: list[EncodedText], value: float) -> list[EncodedText]:
+    return [replace(text, empty=text.empty * value) for text in results]
 
 
 @pytest.mark.parametrize(
-    ("lane", "method", "spoil", "tensor"),
-    [
-        (VaeEncoder, "encode", spoiled_latents, "image_latents"),
-        (TextEncoder, "embed", spoiled_text, "empty_prompt_embeds"),
-    ],
+    ("lane", "spoil", "tensor"),
+    [(VaeEncoder, spoiled_latents, "image_latents"), (TextEncoder, spoiled_text, "empty_prompt_embeds")],
 )
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_not_finite_is_refused_and_nothing_is_committed(
     lane: type,
-    method: str,
     spoil: Callable[..., Any],
     tensor: str,
     value: float,
@@ -198,14 +195,14 @@ def test_what_is_not_finite_is_refused_and_nothing_is_committed(
     tmp_path: Path,
 ) -> None:
     """Trap 17: an encoder overflows at one sample; what was encoded before it stays for the next build."""
-    out, calls, encode = tmp_path / "shards", [], getattr(lane, method)
+    out, calls, encode = tmp_path / "shards", [], lane.encode
 
     def overflow(self: Any, *arguments: Any) -> Any:
         calls.append(arguments)
         result = encode(self, *arguments)
         return spoil(result, value) if len(calls) == (1 if lane is TextEncoder else 4) else result
 
-    with patch.object(lane, method, overflow):
+    with patch.object(lane, "encode", overflow):
         result = build(pairs, out, tiny_model("edit-plus"))
     name = "cat" if lane is TextEncoder else "china"  # the VAE's fourth picture, after the cat's three
     assert result.code == 2

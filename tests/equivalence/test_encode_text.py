@@ -283,6 +283,17 @@ def test_every_prompt_equals_a_full_pass_of_its_own(
         assert torch.equal(ours, alone)  # bit for bit, whatever was embedded before it
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("variant", "count"), NUMBERS)
+def test_in_one_pass_the_embeddings_are_the_pipelines_bit_for_bit(
+    variant: str, count: int, dtype: torch.dtype, text_encoder: TextEncoders, tiny_model: TinyModel
+) -> None:
+    """What `predict` draws with."""
+    ours = text_encoder(variant, dtype).encode_whole(pictures(count), PROMPTS["chinese"])
+    stock = stock_embeds(stock_pipeline(tiny_model(variant), variant, dtype), pictures(count), PROMPTS["chinese"])
+    assert torch.equal(ours, stock)
+
+
 @pytest.mark.parametrize(("variant", "size"), [("edit", (1024, 1024)), ("edit-plus", (384, 384))])
 def test_two_prompts_cost_as_much_as_one(
     variant: str, size: Size, text_encoder: TextEncoders, tiny_model: TinyModel
