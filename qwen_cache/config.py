@@ -10,7 +10,7 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
@@ -43,6 +43,8 @@ class ModelConfig(Section):
     """A diffusers folder, or a repository on the Hugging Face hub."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
+    quantization: Literal["none", "int8", "fp8", "nf4"] = "none"
+    """Frozen weights for LoRA in 8 bits (torchao) or 4 (bitsandbytes, needs a GPU); 8-bit or 4-bit folders: none."""
 
 
 class DataConfig(Section):
@@ -104,11 +106,34 @@ class LoraConfig(Section):
     """Dropout in front of the update."""
     target_modules: list[str] | str = ["to_q", "to_k", "to_v", "to_out.0"]
     """Names of modules, or one regular expression, as peft takes them."""
+    use_rslora: bool = False
+    """Scale by lora_alpha / √rank (arXiv 2312.03732)."""
+    use_dora: bool = False
+    """Learn the size of each weight vector apart from its direction (arXiv 2402.09353); for unquantised weights."""
+    init_lora_weights: Literal["gaussian", True] = "gaussian"
+    """Of A, with B zero: gaussian, as diffusers' trainers, or true for peft's own (Kaiming, uniform)."""
+    weights: str | None = None
+    """A LoRA to begin with, of the same rank, alpha and target modules: its file, or the folder that `run` wrote."""
+
+
+class WeightedCache(Section):
+    path: str
+    """The folder of the cache, or a URL."""
+    recipe: str | None = None
+    """The name of the recipe, where it holds more than one."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """How often a sample comes in an epoch: 2 repeats each, 0.5 takes half of them, the other half in the next."""
 
 
 class TrainConfig(Section):
     output_dir: str = "out"
     """Where checkpoints and the LoRA go."""
+    method: Literal["lora", "full"] = "lora"
+    """lora: an adapter. full: every weight, kept in float32; the result goes to output_dir/transformer."""
+    caches: list[WeightedCache] = []
+    """Several caches in place of cache.path: [{path: a, weight: 2}, {path: b, weight: 0.5}]."""
+    validation_split: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Which part of the samples is never trained; the hash of its target picture decides, so it stays that part."""
     max_steps: Positive = 1000
     """Optimizer steps."""
     batch_size: Positive | None = None
@@ -117,16 +142,26 @@ class TrainConfig(Section):
     """Tokens in one forward pass on one device: of text, target and controls, padding included. Both limits bind."""
     shuffle_window: Positive = 4096
     """Of so many samples of a shuffled epoch, half of it at most, those alike in size are batched; 1: by chance."""
+    balanced_over: Positive = 8
+    """Batches that cost alike come in runs of so many: as many processes, or a divisor, hardly wait; 1: no runs."""
     drop_last: bool = False
     """Leave out the samples that do not fill the last batch of an epoch; else that batch is smaller."""
     layout: Literal["padded", "packed"] = "padded"
     """padded: rows of equal length. packed: one row of valid tokens, no padding computed. Equal results."""
     gradient_accumulation_steps: Positive = 1
     """Forward passes before each optimizer step."""
-    gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: a third more time, a small part of the memory."""
+    gradient_checkpointing: bool | Positive = True
+    """Recompute activations in the backward pass: a third more time, a small part of the memory; n: each nth block."""
+    tabulated_modulation: bool = False
+    """Read the modulation from a table, made once, in place of loading its weights, a third of all; bf16 LoRA only."""
+    compile: bool = False
+    """torch.compile of the blocks: minutes at the start, then faster steps."""
+    fsdp: bool = False
+    """Several processes hold the weights in parts (FSDP2), in place of all weights each (DDP)."""
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Keep an exponential moving average of what is trained, saved beside it with _ema in its name; 0: none."""
     mixed_precision: Annotated[Literal["bf16", "no"], BeforeValidator(lambda v: "no" if v is False else v)] = "bf16"
-    """bf16: frozen weights in bfloat16, LoRA weights and optimizer in float32. no: all in float32."""
+    """bf16: products and frozen weights in bfloat16, what is trained and optimizer in float32. no: all in float32."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are clipped to this norm; 0 leaves them alone."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -141,17 +176,28 @@ class TrainConfig(Section):
     """Standard deviation of logit_normal."""
     mode_scale: Annotated[float, Field(ge=-1, le=1.75)] = 1.29
     """Scale of mode; beyond these bounds its density leaves (0, 1)."""
+    weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
+    """What a sample's noise level counts in the loss, as diffusers has it: a factor, not normalised."""
+    loss_mean: Literal["samples", "tokens"] = "samples"
+    """What counts the same in an optimizer step: every sample, or every token of their targets."""
     edit_mask_weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of tokens inside the edit mask, against 1 outside; normalised by the sum of weights."""
     checkpointing_steps: Positive = 500
     """A checkpoint every so many steps; the last step makes one too."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """What a loss that is not a number does: stop the run, or leave that batch out of its step."""
     checkpoints_total_limit: NotNegative = 3
     """How many of the newest checkpoints to keep; 0 keeps all."""
     lora: LoraConfig = LoraConfig()
 
 
 class OptimizerConfig(Section):
+    name: str = "adamw"
+    """adamw, adamw8bit (bitsandbytes), adafactor, prodigy (prodigyopt), or the import path of a class."""
+    arguments: dict[str, Any] = {}
+    """More of what that class takes, such as {momentum: 0.9}."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    """prodigy finds its own, which this scales: set 1."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     weight_decay: Annotated[float, Field(ge=0)] = 1e-2
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -170,9 +216,31 @@ class LrSchedulerConfig(Section):
 
 
 class LoggingConfig(Section):
-    tracker: Literal["tensorboard", "none"] = "tensorboard"
-    """Where curves go: train.output_dir/logs."""
+    tracker: Literal[
+        "tensorboard", "wandb", "trackio", "aim", "comet_ml", "mlflow", "clearml", "dvclive", "swanlab", "none"
+    ] = "tensorboard"
+    """Where curves go, by accelerate: tensorboard into train.output_dir/logs; the others need their own package."""
+    project: str = "qwen-train"
+    """The project in the tracker; tensorboard has none."""
+    run_name: str | None = None
+    """The run in the tracker, the name of train.output_dir when not given; for tensorboard a folder in logs."""
     every_steps: Positive = 1
+    """Which steps are written to metrics.jsonl and the tracker: every one, or every nth."""
+
+
+class ValidationConfig(Section):
+    every_steps: Positive | None = None
+    """The loss of samples outside training, every so many steps; never when not given."""
+    samples: Positive = 16
+    """Of how many of them."""
+    pictures: NotNegative = 0
+    """Of how many of them the transformer draws pictures, as latents for `qwen-train decode`."""
+    picture_steps: Positive = 500
+    """Pictures every so many steps."""
+    num_inference_steps: Annotated[int, Field(ge=2)] = 20
+    """Denoising steps of a picture."""
+    true_cfg_scale: Annotated[float, Field(ge=1)] = 1.0
+    """Classifier-free guidance against the sample's own empty prompt; 1 is without, in half the time."""
 
 
 class PredictConfig(Section):
@@ -197,6 +265,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_scheduler: LrSchedulerConfig = LrSchedulerConfig()
     logging: LoggingConfig = LoggingConfig()
+    validation: ValidationConfig = ValidationConfig()
     predict: PredictConfig = PredictConfig()
 
     def to_yaml(self) -> str:
@@ -275,7 +344,7 @@ def _validate(value: Mapping[str, Any], where: str) -> Config:
 
 def _nearest(location: list[str]) -> str:
     """The key that was probably meant: of a like name in the same section, or of this name in another."""
-    *section, last = location
+    *section, last = (part for part in location if not part.isdigit())
     known = [key.split(".") for key in known_keys()]
     here = {key[-1]: key for key in known if key[:-1] == section}
     anywhere = {key[-1]: key for key in known}
@@ -290,6 +359,7 @@ def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]
     names: list[str] = []
     for name, field in section.model_fields.items():
         names.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            names += known_keys(field.annotation, f"{prefix}{name}.")
+        for kind in (field.annotation, *get_args(field.annotation)):  # a section, or a list of them
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                names += known_keys(kind, f"{prefix}{name}.")
     return names

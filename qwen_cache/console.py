@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import sys
 import time
@@ -111,6 +112,8 @@ def quiet_libraries() -> None:
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     }.items():
         os.environ.setdefault(name, value)
+    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # which kernels of theirs this machine lacks
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def plural(count: int, noun: str) -> str:

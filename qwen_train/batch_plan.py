@@ -1,10 +1,11 @@
 """Which samples form a batch: planned from token counts alone, without opening a shard.
 
-An epoch is a fresh permutation of the samples, cut into windows. In a window samples of like size are put side by side
-and cut into batches, whose order is then drawn anew: little is padded, and what comes when is left to chance. Every
-sample is trained once in each epoch (`drop_last` leaves out less than a batch, drawn anew each time), and no batch
-reaches from one epoch into the next. Where a run is, is one number: how many samples were trained. Each window has a
-known number of them, so the batch that follows costs the plan of one window, in any epoch.
+An epoch (`epoch`) is a fresh permutation of the samples, cut into windows. In a window samples of like size are put
+side by side and cut into batches, whose order is then drawn anew: little is padded, and what comes when is left to
+chance, but for runs of batches that cost alike, for processes that wait for one another. Every sample is trained once
+in each epoch (`drop_last` leaves out less than a batch, drawn anew each time), and no batch reaches from one epoch into
+the next. Where a run is, is one number: how many samples were trained. Each window has a known number of them, so the
+batch that follows costs the plan of one window, in any epoch and for any number of processes.
 
 A padded batch of B samples costs B · (its longest image + its longest text) tokens; a packed one what its samples have.
 Each is counted with its own prompt: a dropped caption makes it shorter. Refused is a sample that exceeds `max_tokens`.
@@ -12,21 +13,18 @@ Each is counted with its own prompt: a dropped caption makes it shorter. Refused
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from qwen_cache.config import TrainConfig
 from qwen_cache.format.errors import ConfigError, IndexFileError, TrainError
-
-IntArray = npt.NDArray[np.int64]
-"""Token counts are `[2, N]`: of the pictures (target and controls), then of the text."""
+from qwen_train.epoch import Epochs, FloatArray, IntArray, Part, random
 
 ROUNDING = 1e-6  # of a batch: thirds of one, added up, are whole ones only so
 UNSORTED_WINDOW = 4096  # samples that are cut into batches at a time, where sorting would gain nothing
@@ -47,7 +45,7 @@ class Turn:
 
     positions: list[int]
     share: float
-    """What the mean of this batch counts, against 1 on average, in the mean over the samples of its optimizer step.
+    """What the mean of this batch counts, against 1 on average, in the mean of its optimizer step.
 
     A mean of means would let a sample count for more, the fewer come with it: under a budget of tokens, the large ones.
     """
@@ -68,6 +66,8 @@ class Summary:
     samples: int
     """Which the epoch's first so many say."""
     in_epoch: int
+    wait: float | None
+    """Which part of the time processes wait for the one with the most tokens; None where there is but one."""
 
     @property
     def samples_per_batch(self) -> float:
@@ -75,31 +75,44 @@ class Summary:
 
     def __str__(self) -> str:
         about = "" if self.samples == self.in_epoch else f", by the first {self.samples:,} samples"
+        wait = "" if self.wait is None else f", ranks wait {100 * self.wait:.1f} %"
         return (
             f"{self.batches:,} per epoch of at most {self.most_samples:,} samples, {self.tokens:,.0f} tokens on "
-            f"average, padding {100 * self.padding:.1f} %{about}"
+            f"average, padding {100 * self.padding:.1f} %{wait}{about}"
         )
 
 
 class BatchPlan:
     """The endless sequence of batches, which all processes share.
 
-    A sample in an epoch has a *position*: epoch · N + its place in that epoch's permutation. It does not depend on the
-    batches, so what chance decides about a sample is drawn from it.
+    A sample in an epoch has a *position*: epoch · samples of an epoch + its place in that one's order. It does not
+    depend on the batches, so what chance decides about a sample is drawn from it.
     """
 
-    def __init__(self, tokens: IntArray, config: TrainConfig, name: Callable[[int], str] = str) -> None:
-        """`name` says in errors what a sample is called."""
+    def __init__(
+        self,
+        tokens: IntArray,
+        config: TrainConfig,
+        name: Callable[[int], str] = str,
+        parts: Sequence[Part] | None = None,
+        counts: IntArray | None = None,
+    ) -> None:
+        """Of samples that have `tokens` ([2, N]: of the pictures, target and controls; then of the text).
+
+        `name` says in errors what a sample is called; `parts` how often which come in an epoch, when not all do once;
+        `counts` what each counts in the mean of a step, when not all count the same.
+        """
         _check_budget(tokens, config, name)
-        samples = tokens.shape[1]
-        self.tokens, self.config = tokens, config
+        self.tokens, self.config, self.counts = tokens, config, counts
+        self.epochs = Epochs([Part(np.arange(tokens.shape[1]))] if parts is None else parts, config.seed)
+        samples = len(self.epochs)
         self.limit = config.batch_size or (max(1, samples) if config.max_tokens else 1)
         self.in_epoch = samples - (samples % self.limit if config.drop_last else 0)
         _check_drop_last(config, samples, self.in_epoch)
         self.bucketed = _bucketed(config)
         # two windows at least, or the samples of a small set would be batched with the same others in every epoch
         window = min(config.shuffle_window, -(-samples // 2)) if self.bucketed else UNSORTED_WINDOW
-        self.window = max(1, window if config.max_tokens else max(1, window // self.limit) * self.limit)
+        self.window = max(1, window if config.max_tokens else _whole(window, self.limit, config.balanced_over))
         self._windows = lru_cache(maxsize=4)(self._plan)  # what is fetched ahead may be of the next one
 
     def batch(self, done: int) -> list[int]:
@@ -112,56 +125,85 @@ class BatchPlan:
             do = "resume with the program and the settings that wrote the checkpoint, or start anew"
             raise TrainError("no batch begins here", found=f"{done} samples trained", do=do)
         places: list[int] = window.places[window.cuts[i] : window.cuts[i + 1]].tolist()
-        return [epoch * self.tokens.shape[1] + place for place in places]
+        return [epoch * len(self.epochs) + place for place in places]
 
     def turns(self, done: int, rank: int, world_size: int, per_step: int) -> Iterator[Turn]:
         """What the process `rank` trains, without end, when an optimizer step of `per_step` turns begins after `done`.
 
-        Batch k is that of process k mod `world_size`; the sequence runs on through the ends of steps and epochs.
+        A step is the next `per_step` · `world_size` batches. Of those, processes have at the same time what costs most
+        alike: batch k of them, by cost, is that of process k mod `world_size`.
         """
         while True:
-            before, ends, batches = done, [], []
+            batches = []
             for _ in range(per_step * world_size):
                 batches.append(self.batch(done))
                 done += len(batches[-1])
-                ends.append(done)
-            mean = (done - before) / len(batches)
+            if world_size > 1:
+                batches.sort(key=self._cost)
+            counts = [self._count(positions) for positions in batches]
+            left = sum(map(len, batches))
             for first in range(0, len(batches), world_size):
-                positions = batches[first + rank]
-                yield Turn(positions, len(positions) / mean, ends[first + world_size - 1])
+                left -= sum(map(len, batches[first : first + world_size]))
+                share = counts[first + rank] / (sum(counts) / len(batches))
+                yield Turn(batches[first + rank], share, done - left)
 
     def sample(self, position: int) -> int:
         """Which sample of the cache has that position."""
-        epoch, place = divmod(position, self.tokens.shape[1])
-        return int(self._order(epoch)[place])
+        epoch, place = divmod(position, len(self.epochs))
+        return int(self.epochs.order(epoch)[place])
 
-    def summary(self) -> Summary:
+    def summary(self, world_size: int = 1, per_step: int = 1) -> Summary:
         """Of the first epoch."""
         windows = range(-(-min(self.in_epoch, SUMMARISED) // self.window))
         plans = [self._plan(0, number) for number in windows]
-        counts = [self.tokens[:, self._order(0)[plan.places]] for plan in plans]
+        counts = [self.tokens[:, self.epochs.order(0)[plan.places]] for plan in plans]
         sizes = np.concatenate([np.diff(plan.cuts) for plan in plans])
         valid = np.concatenate([count.sum(0) for count in counts])
-        costs = [padded_tokens(count, plan.cuts) for count, plan in zip(counts, plans, strict=True)]
-        cost = np.concatenate(costs).sum() if self.config.layout == "padded" else valid.sum()
+        costs = np.concatenate([self._costs(count, plan.cuts) for count, plan in zip(counts, plans, strict=True)])
         return Summary(
             batches=round(len(sizes) * self.in_epoch / len(valid)),
             most_samples=int(sizes.max()),
-            tokens=float(cost / len(sizes)),
-            padding=float(1 - valid.sum() / cost),
+            tokens=float(costs.mean()),
+            padding=float(1 - valid.sum() / costs.sum()),
             samples=len(valid),
             in_epoch=self.in_epoch,
+            wait=_wait(costs, world_size, per_step) if world_size > 1 else None,
         )
 
     def _plan(self, epoch: int, number: int) -> Window:
         begin = number * self.window
         places = np.arange(begin, min(begin + self.window, self.in_epoch))
-        tokens = self.tokens[:, self._order(epoch)[places]]
+        tokens, chance = self.tokens[:, self.epochs.order(epoch)[places]], random(self.config.seed, epoch, 1 + number)
         if not self.bucketed:
-            return Window(places, self._cut(tokens))
-        order = _alike(tokens, self._fill(tokens))
-        window = Window(places[order], self._cut(tokens[:, order]))
-        return _shuffled(window, _random(self.config.seed, epoch, 1 + number))
+            window = Window(places, self._cut(tokens))
+        else:
+            alike = _alike(tokens, self._fill(tokens))
+            window = Window(places[alike], self._cut(tokens[:, alike]))
+            window = _reordered(window, chance.permutation(len(window.cuts) - 1))
+        cost = self._costs(tokens[:, window.places - begin], window.cuts)
+        return _reordered(window, _runs(cost, self.config.balanced_over, self._batches_before(epoch, number), chance))
+
+    def _batches_before(self, epoch: int, number: int) -> int:
+        """How many batches there are before a window, where it is known without planning them all; else 0."""
+        if self.config.max_tokens:
+            return 0
+        return epoch * -(-self.in_epoch // self.limit) + number * (self.window // self.limit)
+
+    def _cost(self, positions: Sequence[int]) -> int:
+        tokens = self.tokens[:, [self.sample(position) for position in positions]]
+        return int(self._costs(tokens, np.array([0, len(positions)]))[0])
+
+    def _costs(self, tokens: IntArray, cuts: IntArray) -> IntArray:
+        """In tokens, of the batches of samples that have `tokens`."""
+        if self.config.layout == "padded":
+            return padded_tokens(tokens, cuts)
+        return np.add.reduceat(tokens.sum(0), cuts[:-1])
+
+    def _count(self, positions: Sequence[int]) -> int:
+        """What a batch counts in the mean of its step."""
+        if self.counts is None:
+            return len(positions)
+        return int(self.counts[[self.sample(position) for position in positions]].sum())
 
     def _cut(self, tokens: IntArray) -> IntArray:
         """Where batches begin and end in samples of that order: each takes all that it can."""
@@ -174,29 +216,34 @@ class BatchPlan:
             cuts.append(end[cuts[-1]])
         return np.array(cuts)
 
-    def _fill(self, tokens: IntArray) -> npt.NDArray[np.float64]:
+    def _fill(self, tokens: IntArray) -> FloatArray:
         """The part of a batch that each sample takes."""
-        filled: npt.NDArray[np.float64] = np.full(tokens.shape[1], 1 / self.limit)
+        filled: FloatArray = np.full(tokens.shape[1], 1 / self.limit)
         return np.maximum(filled, tokens.sum(0) / self.config.max_tokens) if self.config.max_tokens else filled
-
-    def _order(self, epoch: int) -> IntArray:
-        return _permutation(self.config.seed, epoch, self.tokens.shape[1])
 
 
 def index_token_counts(table: pa.Table, where: object) -> IntArray:
-    """Of every sample of a cache, from its index; FormatError F7 where one has none."""
-
-    def rows(name: str) -> pa.ChunkedArray:
-        return pc.list_element(pc.struct_field(table[name], "shape"), 0)
-
-    try:
-        columns = rows("image_latents"), rows("control_latents"), table["text_length"]
-        target, controls, text = (pc.fill_null(column, 0).to_numpy().astype(np.int64) for column in columns)
-    except pa.ArrowException as error:
-        raise IndexFileError(f"the token counts cannot be read: {error}", where=where) from None
+    """`[2, N]`: of every sample of a cache, from its index; FormatError F7 where one has none."""
+    target, controls = _rows(table, "image_latents", where), _rows(table, "control_latents", where)
+    text = table["text_length"].fill_null(0).to_numpy().astype(np.int64)
     if min(target.min(initial=1), text.min(initial=1)) < 1:
         raise IndexFileError("a sample has no tokens", where=where)
     return np.stack([target + controls, text])
+
+
+def index_target_tokens(table: pa.Table, where: object) -> IntArray:
+    """`[N]`: of the target of every sample of a cache, from its index."""
+    return _rows(table, "image_latents", where)
+
+
+def _rows(table: pa.Table, tensor: str, where: object) -> IntArray:
+    """Of a tensor in each sample; 0 where there is none."""
+    try:
+        rows = pc.list_element(pc.struct_field(table[tensor], "shape"), 0)
+        found: IntArray = pc.fill_null(rows, 0).to_numpy().astype(np.int64)
+    except pa.ArrowException as error:
+        raise IndexFileError(f"the token counts cannot be read: {error}", where=where) from None
+    return found
 
 
 def sequence_settings(config: TrainConfig) -> dict[str, Any]:
@@ -207,6 +254,8 @@ def sequence_settings(config: TrainConfig) -> dict[str, Any]:
         "train.layout": config.layout if _in_groups(config) else None,
         "train.drop_last": config.drop_last if _in_groups(config) else None,
         "train.shuffle_window": config.shuffle_window if _bucketed(config) else None,
+        "train.balanced_over": config.balanced_over if config.balanced_over > 1 else None,
+        "train.validation_split": config.validation_split or None,
     }
 
 
@@ -225,6 +274,12 @@ def _bucketed(config: TrainConfig) -> bool:
 def _in_groups(config: TrainConfig) -> bool:
     """Whether a batch can have more than one sample."""
     return config.batch_size != 1 and (config.batch_size or config.max_tokens) is not None
+
+
+def _whole(window: int, batch: int, run: int) -> int:
+    """The window in whole batches, and in whole runs of them where that leaves out little."""
+    runs = window // (batch * run)
+    return batch * (runs * run if runs >= 4 else max(1, window // batch))
 
 
 def _check_budget(tokens: IntArray, config: TrainConfig, name: Callable[[int], str]) -> None:
@@ -256,7 +311,7 @@ def _check_drop_last(config: TrainConfig, samples: int, in_epoch: int) -> None:
         )
 
 
-def _alike(tokens: IntArray, fill: npt.NDArray[np.float64]) -> IntArray:
+def _alike(tokens: IntArray, fill: FloatArray) -> IntArray:
     """An order in which neighbours are alike in both lengths.
 
     It is halved, and each half again, by the length in which its samples are further apart, down to single batches; a
@@ -311,19 +366,30 @@ def _packed_ends(tokens: IntArray, samples: int, budget: int) -> IntArray:
     return np.minimum(np.minimum(fits, np.arange(n) + samples), n)
 
 
-def _shuffled(window: Window, random: np.random.Generator) -> Window:
+def _runs(cost: IntArray, length: int, before: int, chance: np.random.Generator) -> IntArray:
+    """An order of batches in runs of `length` that cost alike; which run comes when, and what is in it when, is chance.
+
+    Runs begin where the number of the batch, of which there are `before`, is a multiple of `length`: what processes
+    train at the same time lies within one, when their number divides it.
+    """
+    n = len(cost)
+    if n <= length or length == 1:
+        return np.arange(n)
+    lengths = np.diff(np.unique(np.concatenate([[0], np.arange(-before % length, n, length), [n]])))
+    by_rank = chance.permutation(len(lengths))  # which run has the least tokens, and so on
+    runs = np.split(np.argsort(cost, kind="stable"), np.cumsum(lengths[by_rank])[:-1])
+    return np.concatenate([np.sort(runs[rank]) for rank in np.argsort(by_rank)])
+
+
+def _reordered(window: Window, order: IntArray) -> Window:
     """The same batches in another order."""
-    sizes = np.diff(window.cuts)
-    order = random.permutation(len(sizes))
-    places = np.split(window.places, window.cuts[1:-1])
+    sizes, places = np.diff(window.cuts), np.split(window.places, window.cuts[1:-1])
     return Window(np.concatenate([places[i] for i in order]), np.concatenate([[0], np.cumsum(sizes[order])]))
 
 
-@lru_cache(maxsize=2)
-def _permutation(seed: int, epoch: int, samples: int) -> IntArray:
-    return _random(seed, epoch, 0).permutation(samples)
-
-
-def _random(seed: int, epoch: int, stream: int) -> np.random.Generator:
-    """A Philox stream of its own, so epoch 100 costs no more than epoch 0."""
-    return np.random.Generator(np.random.Philox(key=[seed % 2**64, epoch], counter=[0, 0, 0, stream]))
+def _wait(costs: IntArray, world_size: int, per_step: int) -> float:
+    """Which part of the time processes wait for one another, if it takes what its tokens say."""
+    step = world_size * per_step
+    costs = np.resize(costs, -(-len(costs) // step) * step)  # the last step goes on into the next epoch
+    turns = np.sort(costs.reshape(-1, step)).reshape(-1, world_size)
+    return float(1 - turns.sum() / (world_size * turns.max(1).sum()))

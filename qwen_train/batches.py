@@ -1,19 +1,24 @@
 """Batches out of a cache: each is a pure function of the cache, the settings and how many samples came before it.
 
-`batch_plan` says which samples form a batch; the processes take them in turns. Noise, timestep and caption dropout of
-a sample come from a generator of its position, its place in the epoch, so they do not depend on the batch or the
-process in which it is trained. The state of a run is one number, the samples that were trained: any number of
-processes can go on from there. A thread prepares the next batches while the model works.
+`split` says which samples are never trained, `batch_plan` which of the others form a batch; the processes share them.
+Noise, timestep and caption dropout of a sample come from a generator of its position, its place in the epoch, so they
+do not depend on the batch or the process in which it is trained. The state of a run is one number, the samples that
+were trained: any number of processes can go on from there. A thread prepares the next batches while the model works.
+
+There is no dropout of controls: all embeddings of an edit, the empty prompt's too, are of a text that shows the
+pictures, so a sample without its control latents would be one that no pipeline ever draws.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import xxhash
 from jaxtyping import Bool, Float
@@ -21,11 +26,17 @@ from torch import Tensor
 
 from qwen_cache.config import TrainConfig
 from qwen_cache.format.cache import Cache, Sample
+from qwen_cache.format.errors import ConfigError
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.sample import ImgShapes, token_count
-from qwen_train.batch_plan import BatchPlan, Turn, index_token_counts
-from qwen_train.flow import NoiseSchedule, draw_u
+from qwen_train.batch_plan import BatchPlan, Turn, index_target_tokens, index_token_counts
+from qwen_train.epoch import IntArray, Part
+from qwen_train.flow import NoiseSchedule, draw_u, weighting
+from qwen_train.mixture import Mixture
 from qwen_train.on_the_fly import Feed
+from qwen_train.split import split
+
+Samples = Cache | Mixture | Feed
 
 AHEAD = 2  # batches in preparation while one is trained
 FETCHED_AHEAD = 8  # more batches whose samples are on their way, where the cache lies behind a URL
@@ -43,11 +54,13 @@ class Batch:
     weight: Float[Tensor, "B S"]
     """Of each token in the loss: 0 for controls and padding."""
     sigma: Float[Tensor, " B"]
+    counts: Float[Tensor, " B"]
+    """What each sample counts in the mean loss (`flow_loss`)."""
     prompt_embeds: Float[Tensor, "B L D"]
     prompt_embeds_mask: Bool[Tensor, "B L"] | None
     """None when no text is padded."""
     share: float = 1.0
-    """What its mean loss counts, against 1 on average, in that of its optimizer step (`Turn.share`)."""
+    """What its loss counts, against 1 on average, in that of its optimizer step (`Turn.share`)."""
     done: int = 0
     """How many samples all processes have trained after it."""
 
@@ -66,6 +79,32 @@ class Batch:
         return sum(token_count(shapes) for shapes in self.img_shapes)
 
 
+class Buffers:
+    """Memory for the large tensors of a batch, used again for another; pinned, where a GPU copies from it.
+
+    Fresh pages cost more than what is copied into them, and malloc takes fresh ones for every tensor above 32 MB: such
+    batches come at twice the speed without them (tools/bench_stream.py).
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Tensor] = {}
+        self._read: torch.Event | None = None
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor to be filled, where the last one of that name was."""
+        if self._read:
+            self._read.synchronize()
+        size = math.prod(shape) * dtype.itemsize
+        if name not in self._memory or len(self._memory[name]) < size:
+            self._memory[name] = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return self._memory[name][:size].view(dtype).view(shape)
+
+    def hand_back(self) -> None:
+        """They may be filled anew, as soon as the GPU has done what it was asked for: to copy them, for one."""
+        if torch.cuda.is_available():
+            self._read = torch.cuda.current_stream().record_event()
+
+
 @dataclass(frozen=True)
 class Drawn:
     """A sample as it is trained at one position."""
@@ -74,20 +113,24 @@ class Drawn:
     sigma: float
     noise: Float[Tensor, "S 64"]
     without_caption: bool
+    weighting: float = 1.0
+    """What its noise level counts in the loss."""
 
 
 class Batches:
     """The endless sequence of batches of one process (`rank` of `world_size`)."""
 
     def __init__(
-        self, cache: Cache | Feed, config: TrainConfig, schedule: NoiseSchedule, *, rank: int = 0, world_size: int = 1
+        self, cache: Samples, config: TrainConfig, schedule: NoiseSchedule, *, rank: int = 0, world_size: int = 1
     ) -> None:
         self.cache, self.config, self.schedule, self.rank, self.world_size = cache, config, schedule, rank, world_size
-        if isinstance(cache, Feed):
-            self.plan = BatchPlan(cache.token_counts, config, cache.names.__getitem__)
-        else:
-            tokens = index_token_counts(cache.table, cache.folder / INDEX_NAME)
-            self.plan = BatchPlan(tokens, config, lambda i: cache.row(i).name)
+        self.training, self.validation = training_and_validation(cache, config)
+        """Which samples of the cache are trained, and which never are."""
+        counts = target_tokens(cache) if config.loss_mean == "tokens" else None
+        self.plan = BatchPlan(token_counts(cache), config, self._name, parts(cache, self.training), counts)
+
+    def _name(self, sample: int) -> str:
+        return self.cache.names[sample] if isinstance(self.cache, Feed) else self.cache.row(sample).name
 
     def batch(self, done: int) -> Batch:
         """This process's batch when an optimizer step begins after `done` samples."""
@@ -96,8 +139,9 @@ class Batches:
     def _turns(self, done: int) -> Iterator[Turn]:
         return self.plan.turns(done, self.rank, self.world_size, self.config.gradient_accumulation_steps)
 
-    def _make(self, turn: Turn) -> Batch:
-        batch = collate([self.draw(position) for position in turn.positions], self.config.edit_mask_weight)
+    def _make(self, turn: Turn, buffers: Buffers | None = None) -> Batch:
+        drawn = [self.draw(position) for position in turn.positions]
+        batch = collate(drawn, self.config.edit_mask_weight, self.config.loss_mean, buffers)
         return replace(batch, share=turn.share, done=turn.done)
 
     def _prefetch(self, turn: Turn) -> None:
@@ -119,16 +163,18 @@ class Batches:
         without_caption = float(torch.rand((), generator=generator)) < config.caption_dropout
         tokens = token_count(sample.img_shapes[:1])
         noise = torch.randn(tokens, sample.row.meta.tensors["image_latents"].shape[1], generator=generator)
-        return Drawn(sample, self.schedule.sigma(u, tokens), noise, without_caption)
+        sigma = self.schedule.sigma(u, tokens)
+        return Drawn(sample, sigma, noise, without_caption, weighting(config.weighting, sigma))
 
     def starting_at(self, done: int) -> Generator[Batch]:
         """The batches after `done` trained samples, without end, prepared ahead by one thread.
 
-        They begin with an optimizer step.
+        They begin with an optimizer step. A batch lasts until the next is asked for: then its memory is used again.
         """
         turns = self._turns(done)
         planned: deque[Turn] = deque()
-        waiting: deque[Future[Batch]] = deque()
+        waiting: deque[tuple[Future[Batch], Buffers]] = deque()
+        free = deque(Buffers() for _ in range(AHEAD + 1))
         with ThreadPoolExecutor(1, "batches") as thread:
             try:
                 while True:
@@ -136,25 +182,78 @@ class Batches:
                         while len(planned) <= FETCHED_AHEAD:
                             planned.append(next(turns))
                             thread.submit(self._prefetch, planned[-1])
-                        waiting.append(thread.submit(self._make, planned.popleft()))
-                    yield waiting.popleft().result()
+                        buffers = free.popleft()
+                        waiting.append((thread.submit(self._make, planned.popleft(), buffers), buffers))
+                    batch, buffers = waiting.popleft()
+                    yield batch.result()
+                    buffers.hand_back()
+                    free.append(buffers)
             finally:
                 thread.shutdown(cancel_futures=True)
                 self.cache.stop_prefetch()
 
 
-def collate(drawn: Sequence[Drawn], edit_mask_weight: float = 1.0) -> Batch:
-    """Pad samples of any sizes into one batch; every tensor is copied once, to its place."""
+def training_and_validation(cache: Samples, config: TrainConfig) -> tuple[IntArray, IntArray]:
+    """Which samples are trained, and which are set aside."""
+    if not config.validation_split or not len(cache):
+        return np.arange(len(cache)), np.arange(0)
+    if isinstance(cache, Feed):
+        raise ConfigError(
+            "train.validation_split goes by the index of a cache, which --encode-on-the-fly does not have",
+            do="build a cache: `qwen-cache build`",
+        )
+    return split(cache.table["target"].to_pylist(), config.validation_split)
+
+
+def parts(cache: Samples, training: IntArray) -> list[Part]:
+    """How often which of the samples to train come in an epoch."""
+    if not isinstance(cache, Mixture):
+        return [Part(training)]
+    each = np.split(training, np.searchsorted(training, cache.ends[:-1]))
+    return [Part(samples, weight) for samples, weight in zip(each, cache.weights, strict=True)]
+
+
+def token_counts(cache: Samples) -> IntArray:
+    """`[2, N]`: of the pictures (target and controls) and of the text."""
+    if isinstance(cache, Feed):
+        return cache.token_counts
+    if isinstance(cache, Mixture):
+        return np.concatenate([token_counts(part) for part in cache.caches], axis=1)
+    return index_token_counts(cache.table, cache.folder / INDEX_NAME)
+
+
+def target_tokens(cache: Samples) -> IntArray:
+    """`[N]`: of the targets."""
+    if isinstance(cache, Feed):
+        raise ConfigError(
+            "train.loss_mean=tokens goes by the index of a cache, which --encode-on-the-fly does not have",
+            do="build a cache: `qwen-cache build`, or set train.loss_mean=samples",
+        )
+    if isinstance(cache, Mixture):
+        return np.concatenate([target_tokens(part) for part in cache.caches])
+    return index_target_tokens(cache.table, cache.folder / INDEX_NAME)
+
+
+def collate(
+    drawn: Sequence[Drawn],
+    edit_mask_weight: float = 1.0,
+    loss_mean: Literal["samples", "tokens"] = "samples",
+    buffers: Buffers | None = None,
+) -> Batch:
+    """Pad samples of any sizes into one batch, in `buffers` if given; every tensor is copied once, to its place."""
+    buffers = buffers or Buffers()
     samples = [item.sample for item in drawn]
     targets = [token_count(sample.img_shapes[:1]) for sample in samples]
     images = [token_count(sample.img_shapes) for sample in samples]
     texts = [_text_tokens(item) for item in drawn]
     first = samples[0].row.meta.tensors
     embeds_dtype = {"BF16": torch.bfloat16, "F32": torch.float32}[first["prompt_embeds"].dtype]
-    clean = _padded(images, first["image_latents"].shape[1], torch.float32)
-    noise = _padded(targets, drawn[0].noise.shape[1], torch.float32, max(images))
+    size = len(drawn), max(images), first["image_latents"].shape[1]
+    clean = _padded(images, buffers.empty("clean", size, torch.float32))
+    noise = _padded(targets, buffers.empty("noise", size, torch.float32))
     weight = torch.zeros(len(drawn), max(images))
-    prompt_embeds = _padded(texts, first["prompt_embeds"].shape[1], embeds_dtype)
+    size = len(drawn), max(texts), first["prompt_embeds"].shape[1]
+    prompt_embeds = _padded(texts, buffers.empty("prompt_embeds", size, embeds_dtype))
     for i, (item, sample) in enumerate(zip(drawn, samples, strict=True)):
         target, tensors = targets[i], sample.row.meta.tensors
         sample.copy_into("image_latents", clean[i, :target])
@@ -172,9 +271,16 @@ def collate(drawn: Sequence[Drawn], edit_mask_weight: float = 1.0) -> Batch:
         is_target=_below(targets, max(images)),
         weight=weight,
         sigma=torch.tensor([item.sigma for item in drawn], dtype=torch.float32),
+        counts=_counts(drawn, targets if loss_mean == "tokens" else [1] * len(drawn)),
         prompt_embeds=prompt_embeds,
         prompt_embeds_mask=None if min(texts) == max(texts) else _below(texts, max(texts)),
     )
+
+
+def _counts(drawn: Sequence[Drawn], of_mean: Sequence[int]) -> Float[Tensor, " B"]:
+    """What each sample counts in the loss: its noise level's weighting, times its part of the mean over `of_mean`."""
+    mean = sum(of_mean) / len(of_mean)
+    return torch.tensor([item.weighting * n / mean for item, n in zip(drawn, of_mean, strict=True)])
 
 
 def _text_name(item: Drawn) -> str:
@@ -186,9 +292,8 @@ def _text_tokens(item: Drawn) -> int:
     return meta.tensors[_text_name(item)].shape[0] + (meta.prefix_length if item.without_caption else 0)
 
 
-def _padded(lengths: Sequence[int], width: int, dtype: torch.dtype, longest: int = 0) -> Float[Tensor, "B N W"]:
-    """Rows to be filled up to `lengths`; zero from there on."""
-    rows = torch.empty(len(lengths), longest or max(lengths), width, dtype=dtype)
+def _padded(lengths: Sequence[int], rows: Float[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
+    """`rows` that are to be filled up to `lengths`; zero from there on."""
     for row, length in zip(rows, lengths, strict=True):
         row[length:] = 0
     return rows

@@ -1,10 +1,12 @@
 """Checkpoints: everything that a run is, so that resumed equals uninterrupted, bit for bit.
 
     checkpoint-500/
-      pytorch_lora_weights.safetensors   the adapter, as the stock pipeline loads it
+      pytorch_lora_weights.safetensors   the adapter, as the stock pipeline loads it; or all weights, in transformer/
+      pytorch_lora_weights_ema.safetensors   their average, where there is one; or transformer_ema/
       state.safetensors, state.json      optimizer, learning rate, random numbers; steps and samples done; cache, seed
 
-A checkpoint is complete under its name or not there. Nothing in it is a pickle.
+A checkpoint is complete under its name or not there: when it cannot be written, those before it stay. Nothing in it is
+a pickle. It is of no number of processes: what they hold in parts is gathered, and dealt out to those that resume.
 """
 
 from __future__ import annotations
@@ -20,14 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import TrainError
-from qwen_train.lora import WEIGHTS_NAME, load_lora, save_lora
+from qwen_train.ema import Ema
+from qwen_train.sharding import alike, of_all, whole
+from qwen_train.weights import gather_weights, read_weights, weights_path, write_weights
 
 NAME = re.compile(r"checkpoint-(\d+)")
+EMA_SUFFIX = "_ema"
 
 
 @dataclass
@@ -38,35 +45,118 @@ class Run:
     optimizer: Any
     lr_scheduler: Any
     fixed: dict[str, Any]
-    """What a resumed run must share with the checkpoint: the identity of the cache, the seed, the LoRA's settings, and
-    those of the batches, which decide what was trained so far."""
+    """What a resumed run must share with the checkpoint: the identity of the cache, the seed, what is trained and by
+    which optimizer, and the settings of the batches, which decide what was trained so far."""
     step: int = 0
     samples: int = 0
     """Those that all processes have trained; which batch follows is a function of it (`batch_plan`)."""
+    ema: Ema | None = None
 
 
 def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
-    """Write `checkpoint-<step>`, then remove all but the newest `keep` (0 keeps all)."""
-    final, temporary = folder / f"checkpoint-{run.step}", folder / f".checkpoint-{run.step}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_lora(run.transformer, temporary / WEIGHTS_NAME)
-    tensors: dict[str, torch.Tensor] = {}
+    """Write `checkpoint-<step>`, then remove all but the newest `keep` (0 keeps all); every process has to take part.
+
+    TrainError in each of them when it cannot be written.
+    """
+    main, final = PartialState().is_main_process, folder / f"checkpoint-{run.step}"
+    weights = _all_weights(run, main)
+    tensors: dict[str, Tensor] | None = {} if main else None
     state = {
         "step": run.step,
         "samples": run.samples,
         "fixed": run.fixed,
+        "ema": run.ema and run.ema.updates,
         "optimizer": _flatten(run.optimizer.state_dict(), "optimizer", tensors),
         "lr_scheduler": _flatten(run.lr_scheduler.state_dict(), "lr_scheduler", tensors),
-        "random": _flatten(_random_state(), "random", tensors),
+        "random": _flatten(of_all(_random_state()), "random", tensors),
     }
-    write_durably(temporary / "state.safetensors", save({name: t.cpu().contiguous() for name, t in tensors.items()}))
-    write_durably(temporary / "state.json", json.dumps(state).encode("utf-8"))
+    with _told_to_all(f"checkpoint-{run.step}", folder):
+        if tensors is not None:
+            _write(final, run, weights, tensors, state)
+            for _, old in checkpoints(folder)[:-keep] if keep else []:
+                shutil.rmtree(old)
+    return final
+
+
+def save_result(folder: Path, run: Run, dtype: torch.dtype) -> Path:
+    """Write what was trained, and its average; floating-point weights in `dtype`. The path of the first."""
+    weights = _all_weights(run, PartialState().is_main_process)
+    with _told_to_all("the result", folder):
+        for suffix, values in weights.items():
+            path = weights_path(run.transformer, folder, suffix)
+            if not values:
+                continue
+            cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in values.items()}
+            if path.suffix:
+                write_weights(run.transformer, cast, path)
+                continue
+            temporary = _cleared(folder / f".{path.name}.tmp")
+            write_weights(run.transformer, cast, temporary)
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(temporary, path)
+    return weights_path(run.transformer, folder)
+
+
+def _all_weights(run: Run, keep: bool) -> dict[str, dict[str, Tensor]]:
+    """What was trained and, where there is one, its average, by the suffix of their names."""
+    weights = {"": gather_weights(run.transformer, keep=keep)}
+    if run.ema:
+        with run.ema.swapped():
+            weights[EMA_SUFFIX] = gather_weights(run.transformer, keep=keep)
+    return weights
+
+
+def _write(
+    final: Path, run: Run, weights: dict[str, dict[str, Tensor]], tensors: dict[str, Tensor], state: dict[str, Any]
+) -> None:
+    temporary = _cleared(final.with_name(f".{final.name}.tmp"))
+    try:
+        temporary.mkdir(parents=True)
+        for suffix, values in weights.items():
+            write_weights(run.transformer, values, weights_path(run.transformer, temporary, suffix))
+        _write_tensors(temporary / "state.safetensors", tensors)
+        write_durably(temporary / "state.json", json.dumps(state).encode("utf-8"))
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)  # what it took of the disk may be what others lack
+        raise
     shutil.rmtree(final, ignore_errors=True)
     os.replace(temporary, final)
-    for _, old in checkpoints(folder)[:-keep] if keep else []:
-        shutil.rmtree(old)
-    return final
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """As `write_durably`, from memory that is there: the state of an optimizer can be larger than the model."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    seen: set[int] = set()
+    for name, tensor in tensors.items():  # which optimizers may share, and safetensors may not
+        tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    save_file(tensors, temporary)
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _cleared(path: Path) -> Path:
+    shutil.rmtree(path, ignore_errors=True)
+    return path
+
+
+@contextmanager
+def _told_to_all(what: str, folder: Path) -> Iterator[None]:
+    """What the main process cannot write becomes a TrainError in each: none waits for one that has ended."""
+    problem = None
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        problem = getattr(error, "strerror", None) or str(error)
+    problem = of_all(problem)[0]
+    if problem is not None:
+        newest = checkpoints(folder)
+        raise TrainError(
+            f"{what} cannot be written: {problem}",
+            where=folder,
+            do=f"make room; {newest[-1][1].name} is kept, go on from it with --resume" if newest else "make room",
+        )
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -82,12 +172,16 @@ def load_checkpoint(path: Path, run: Run) -> None:
         _check_fixed(path, state["fixed"], run.fixed)
     with _reading(path / "state.safetensors") as file:
         tensors = load_file(file)
-    with _reading(path / WEIGHTS_NAME) as file:
-        load_lora(run.transformer, file)
-    run.optimizer.load_state_dict(_unflatten(state["optimizer"], tensors))
+    with _reading(weights_path(run.transformer, path)) as weights:
+        read_weights(run.transformer, weights)
+    if run.ema:
+        run.ema.updates = int(state["ema"])
+        with _reading(weights_path(run.transformer, path, EMA_SUFFIX)) as weights, run.ema.swapped():
+            read_weights(run.transformer, weights)
+    run.optimizer.load_state_dict(_dealt_out(_unflatten(state["optimizer"], tensors), run.optimizer))
     run.lr_scheduler.load_state_dict(_unflatten(state["lr_scheduler"], tensors))
-    _set_random_state(_unflatten(state["random"], tensors))
     run.step, run.samples = int(state["step"]), int(state["samples"])
+    _set_random_state(_unflatten(state["random"], tensors), run)
 
 
 @contextmanager
@@ -112,6 +206,16 @@ def _check_fixed(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> 
             )
 
 
+def _dealt_out(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """An optimizer's state with each tensor held as its parameter is: in parts, where that is."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in state["state"].items():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.ndim:
+                values[name] = alike(value, parameters[index])
+    return state
+
+
 def _random_state() -> dict[str, Any]:
     """torch's generators, which dropout draws from; all else is drawn from the position (`batches`)."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
@@ -120,17 +224,25 @@ def _random_state() -> dict[str, Any]:
     return state
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def _set_random_state(states: list[dict[str, Any]], run: Run) -> None:
+    """This process's own; where their number has changed, one of its own for this step."""
+    process = PartialState()
+    if len(states) != process.num_processes:
+        torch.manual_seed(run.fixed["seed"] + run.samples + process.process_index)
+        return
+    state = states[process.process_index]
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` as JSON, with its tensors moved to `tensors`; dicts become lists of pairs, since their keys may be
-    numbers."""
-    if isinstance(value, torch.Tensor):
-        tensors[path] = value
+def _flatten(value: Any, path: str, tensors: dict[str, Tensor] | None) -> Any:
+    """`value` as JSON, with its tensors moved to `tensors`, if any; dicts become lists of pairs, since their keys may
+    be numbers."""
+    if isinstance(value, Tensor):
+        gathered = whole(value)
+        if tensors is not None:
+            tensors[path] = gathered.cpu().contiguous()
         return {"tensor": path}
     if isinstance(value, dict):
         return {"dict": [[key, _flatten(item, f"{path}.{key}", tensors)] for key, item in value.items()]}
@@ -141,7 +253,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     raise TypeError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold")
 
 
-def _unflatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     if "tensor" in value:

@@ -44,7 +44,9 @@ def run(
     from qwen_cache.console import console
 
     source = cache if encode_on_the_fly else None
-    settings = load_config(config, set_ or (), cache__path=None if encode_on_the_fly else cache, model__path=model)
+    named = cache if not encode_on_the_fly else None
+    caches: list[Any] | None = [] if cache else None  # what is named on the command line is in place of train.caches
+    settings = load_config(config, set_ or (), cache__path=named, train__caches=caches, model__path=model)
     from qwen_train.train import train
 
     path = train(settings, resume=resume, encode_from=source or settings.data.source if encode_on_the_fly else None)
@@ -91,6 +93,90 @@ def predict(
     picture = predict(folder, open_pictures(image or []), prompt, settings.predict, devices, lora)
     picture.save(out)
     console().print(f"[bold green]done[/]: {out}, {picture.width}×{picture.height}", highlight=False)
+    return 0
+
+
+@app.command()
+def decode(
+    folder: Annotated[
+        Path | None, typer.Argument(help="The output folder of a run, or a folder of latents.", show_default="out")
+    ] = None,
+    model: Model = None,
+    vae_device: Annotated[str, typer.Option(help="Where the VAE runs.")] = "auto",
+    config: ConfigFile = None,
+    set_: Assignments = None,
+) -> int:
+    """Make PNGs of the latents of validation pictures. Only the VAE is loaded."""
+    from qwen_cache.config import CONFIG_NAME, load_config
+    from qwen_cache.console import console, plural
+    from qwen_cache.model_folder import open_model
+
+    saved = folder / CONFIG_NAME if folder is not None and (folder / CONFIG_NAME).is_file() else None
+    settings = load_config(config or saved, set_ or (), model__path=model)
+    folder = folder or Path(settings.train.output_dir)
+    import torch
+
+    from qwen_cache.encode.devices import choose_device
+    from qwen_train.decode import decode_folder, latents_files
+    from qwen_train.metrics import METRICS_NAME
+    from qwen_train.report import write_report
+
+    latents_files(folder)
+    vae = open_model(settings.model.path, ("vae",), settings.model.revision)
+    device, dtype = choose_device(vae_device, "--vae-device"), getattr(torch, settings.predict.dtype)
+    made = decode_folder(folder, vae, device, dtype)
+    if (folder / METRICS_NAME).is_file():
+        write_report(folder)
+    console().print(f"[bold green]done[/]: {plural(len(made), 'new picture')} in {folder}", highlight=False)
+    return 0
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="The output folder of a run.")] = Path("out"),
+) -> int:
+    """Make report.html anew: curves, settings and pictures of a run on one page."""
+    from qwen_cache.console import console
+    from qwen_train.report import write_report
+
+    console().print(f"[bold green]done[/]: {write_report(folder)}", highlight=False)
+    return 0
+
+
+@app.command()
+def plan(
+    cache: Annotated[str | None, typer.Argument(help="The cache.", show_default="shards")] = None,
+    gpu_memory: Annotated[str | None, typer.Option(help="What the device has, such as 24GB.")] = None,
+    model: Model = None,
+    config: ConfigFile = None,
+    set_: Assignments = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> int:
+    """Predict the memory of training by part, and say what fits. Loads no weights."""
+    from qwen_cache.config import load_config
+    from qwen_cache.console import FAULTS, print_json
+
+    settings = load_config(config, set_ or (), cache__path=cache, model__path=model)
+    from qwen_train.memory import capacity_of, plan, print_plan
+
+    found = plan(settings, capacity_of(gpu_memory) if gpu_memory else None)
+    (print_json if json_ else print_plan)(found)
+    return 0 if found.get("fits", True) else FAULTS
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="A LoRA: its file, or the folder that `run` wrote.")],
+    to: Annotated[str, typer.Option(help="diffusers, comfyui, or merged: the LoRA added to the model's weights.")],
+    out: Annotated[Path, typer.Option(help="Where it goes: a .safetensors file; with --to merged, a folder.")],
+    model: Model = None,
+) -> int:
+    """Write a LoRA as other programs take it."""
+    from qwen_cache.console import console
+    from qwen_train.export import export
+
+    path = export(source, to, out, model)
+    console().print(f"[bold green]done[/]: {path}", highlight=False)
     return 0
 
 

@@ -35,6 +35,7 @@ _SUPPORTED = {
 """Settings of FlowMatchEulerDiscreteScheduler under which inference visits the noise levels computed here."""
 
 Density = Literal["uniform", "logit_normal", "mode"]
+Weighting = Literal["none", "sigma_sqrt", "cosmap"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,21 @@ def draw_u(
     return u
 
 
+def weighting(scheme: Weighting, sigma: float) -> float:
+    """What a sample at this noise level counts in the loss, as diffusers' `compute_loss_weighting_for_sd3` has it.
+
+    sigma_sqrt: 1 / sigma², the Karras weighting of a rectified flow; cosmap: 2 / (pi · (1 - 2 sigma + 2 sigma²)),
+    (arXiv 2403.03206, section 3.1). They are not normalised, nor are they there: over a uniform sigma cosmap has a mean
+    of 1, and runs from 0.64 to 1.27; sigma_sqrt is 1 at pure noise and 2500 at sigma = 0.02, so that clipping decides
+    what such a sample does.
+    """
+    if scheme == "sigma_sqrt":
+        return sigma**-2
+    if scheme == "cosmap":
+        return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
+    return 1.0
+
+
 def interpolate(
     clean: Float[Tensor, "B S C"],
     noise: Float[Tensor, "B S C"],
@@ -109,11 +125,13 @@ def flow_loss(
     clean: Float[Tensor, "B S C"],
     noise: Float[Tensor, "B S C"],
     weight: Float[Tensor, "B S"],
+    counts: Float[Tensor, " B"],
 ) -> Float[Tensor, ""]:
-    """The mean over samples of each sample's weighted mean squared error over its tokens.
+    """The mean over samples of each sample's weighted mean squared error over its tokens, times what it counts.
 
     `weight` is 0 for controls and padding. Dividing by the sum of weights keeps the learning rate independent of how
-    large an edit mask is, and of how much padding a batch-mate brings.
+    large an edit mask is, and of how much padding a batch-mate brings. `counts` is 1 where all count the same; else the
+    noise level's `weighting`, or the sample's part of the batch's target tokens, or their product.
     """
     error = (velocity.float() - (noise - clean)).square().mean(dim=-1)
-    return ((error * weight).sum(dim=1) / weight.sum(dim=1)).mean()
+    return (counts * ((error * weight).sum(dim=1) / weight.sum(dim=1))).mean()

@@ -106,7 +106,7 @@ def add_gated(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def norm_out(
-    module: Any, x: Float[Tensor, "1 N D"], temb: Float[Tensor, "B D"], lengths: Sequence[int]
+    module: Any, x: Float[Tensor, "1 N D"], temb: Float[Tensor, "B E"], lengths: Sequence[int]
 ) -> Float[Tensor, "1 N D"]:
     """The last, modulated norm, sample by sample."""
     samples = zip(torch.split(x, list(lengths), dim=1), temb[:, None], strict=True)

@@ -28,7 +28,8 @@ from qwen_cache.encode.tiles import VaeThatFits
 from qwen_cache.format.errors import ConfigError, SourceError, TrainError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.model_folder import ModelFolder
-from qwen_train.lora import WEIGHTS_NAME
+from qwen_train.decode import decode_latents
+from qwen_train.export import find_lora
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def predict(
         generator=torch.Generator().manual_seed(config.seed),
         output_type="latent",
     ).images
-    return decode_latents(pipeline, latents, (width, height))
+    return decode_latents(pipeline.vae, latents, (width, height))
 
 
 def open_pictures(paths: Sequence[Path]) -> list[Image.Image]:
@@ -143,14 +144,6 @@ def load_pipeline(model: ModelFolder, devices: Devices, dtype: torch.dtype) -> A
     return pipeline
 
 
-def find_lora(path: Path) -> Path:
-    """The file of a LoRA: `path`, or the one in the folder that `run` wrote."""
-    file = path / WEIGHTS_NAME if path.is_dir() else path
-    if not file.is_file():
-        raise TrainError("no LoRA here", where=path, expected=f"{WEIGHTS_NAME} or a .safetensors file")
-    return file
-
-
 def load_lora_weights(pipeline: Any, file: Path) -> None:
     """Load a LoRA by the stock loader."""
     try:
@@ -167,16 +160,3 @@ def output_size(pictures: Sequence[Image.Image], config: PredictConfig) -> Size:
     width, height = calculate_dimensions(VAE_IMAGE_SIZE, size)
     width, height = config.width or width, config.height or height
     return width // PIXELS_PER_TOKEN * PIXELS_PER_TOKEN, height // PIXELS_PER_TOKEN * PIXELS_PER_TOKEN
-
-
-@torch.inference_mode()
-def decode_latents(pipeline: Any, latents: torch.Tensor, size: Size) -> Image.Image:
-    """The picture of packed latents `[1, S, 64]`, on the VAE's device, as the pipelines end."""
-    vae, (width, height) = pipeline.vae, size
-    z = pipeline._unpack_latents(latents, height, width, pipeline.vae_scale_factor).to(vae.device, vae.dtype)
-    mean, std = (
-        torch.tensor(values).view(1, -1, 1, 1, 1).to(z) for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    image = vae.decode(z / (1.0 / std) + mean, return_dict=False)[0][:, :, 0]
-    picture: Image.Image = pipeline.image_processor.postprocess(image, output_type="pil")[0]
-    return picture

@@ -1,22 +1,40 @@
-"""SIGINT and SIGTERM, as job queues and people send them: finish the step, save, then stop."""
+"""What a run is told or runs into on its way: signals, and losses that are not numbers.
+
+SIGINT and SIGTERM, as job queues and people send them: finish the step, save, then stop. SIGUSR1: save, and go on. A
+loss that is NaN or infinite names its samples; it stops the run, or its batch is left out of the step, in every
+process at once and without a trace in gradients or optimizer.
+"""
 
 from __future__ import annotations
 
+import math
 import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+import torch
 
-class StopSignals:
-    """While entered, the first signal sets `requested`; a second one stops at once."""
+from qwen_cache.console import console
+from qwen_cache.format.errors import TrainError
+
+MOST_IN_A_ROW = 10
+"""Left out one after the other: chance does not do that, so what is wrong is the model by now."""
+
+
+class Signals:
+    """While entered, the first SIGINT or SIGTERM sets `stop`, and a second one stops at once; SIGUSR1 asks to save."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self.stop = False
+        self._save = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._request)
+            self._before[number] = signal.signal(number, self._on_stop)
+        self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
         return self
 
     def __exit__(
@@ -25,7 +43,57 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _request(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+    def take_save(self) -> bool:
+        """Whether to save, said once for each time that it was asked since."""
+        asked, self._save = self._save, False
+        return asked
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        if self.stop:
             raise KeyboardInterrupt
-        self.requested = True
+        self.stop = True
+
+    def _on_save(self, number: int, frame: FrameType | None) -> None:
+        self._save = True
+
+
+def any_process(accelerator: Any, flag: bool) -> bool:
+    """Whether `flag` is set in any process: what one of them does, all have to do at the same place."""
+    if accelerator.num_processes == 1:
+        return flag
+    return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device)) > 0)
+
+
+@dataclass
+class LeftOut:
+    """What `train.on_nan` says about values that are not numbers."""
+
+    skip: bool
+    in_a_row: int = 0
+
+    def decide(self, accelerator: Any, what: str, value: float, keys: Sequence[str]) -> bool:
+        """Whether `what`, of the samples `keys`, is to be left out here because it is no number in some process.
+
+        TrainError when the run should stop.
+        """
+        mine = not math.isfinite(value)
+        if mine and not self.skip:
+            raise TrainError(
+                f"{what} is not a number",
+                found=f"{value} for the samples {', '.join(keys)}",
+                do="lower optimizer.learning_rate, look at these samples with `qwen-cache inspect`, or leave them out "
+                "with train.on_nan=skip",
+            )
+        if not self.skip or not any_process(accelerator, mine):
+            self.in_a_row = 0
+            return False
+        self.in_a_row += 1
+        if mine:
+            console().print(f"left out: {what} is {value} for the samples {', '.join(keys)}")
+        if self.in_a_row == MOST_IN_A_ROW:
+            raise TrainError(
+                f"{what} is not a number, for the {MOST_IN_A_ROW}th time in a row",
+                found=f"last for the samples {', '.join(keys)}",
+                do="lower optimizer.learning_rate, and go on with --resume from the newest checkpoint",
+            )
+        return True

@@ -1,7 +1,7 @@
 """Training, top to bottom: `prepare` sets a run up, `train` is the loop.
 
 Loads the transformer and nothing else: no VAE, no text encoder, no pipeline. What it trains on comes from the cache;
-what it writes is a LoRA for the stock pipeline. A run that is stopped and resumed equals one that was not.
+what it writes, the stock pipeline loads. A run that is stopped and resumed equals one that was not.
 """
 
 from __future__ import annotations
@@ -11,30 +11,38 @@ import math
 import os
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from diffusers.optimization import get_scheduler
 
-from qwen_cache.config import CONFIG_NAME, Config
-from qwen_cache.console import console, progress
+from qwen_cache.config import CONFIG_NAME, Config, TrainConfig
+from qwen_cache.console import console, human_bytes, plural, progress
 from qwen_cache.format.cache import Cache, open_cache
 from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError, ModelError, TrainError
+from qwen_cache.format.sample import LATENT_CHANNELS
 from qwen_cache.model_folder import ModelFolder, open_model
-from qwen_train.batch_plan import sequence_settings
-from qwen_train.batches import Batch, Batches
-from qwen_train.checkpoint import Run, checkpoints, load_checkpoint, save_checkpoint
+from qwen_train.batch_plan import Summary, sequence_settings
+from qwen_train.batches import Batch, Batches, Samples
+from qwen_train.checkpoint import Run, checkpoints, load_checkpoint, save_checkpoint, save_result
+from qwen_train.ema import Ema
 from qwen_train.flow import NoiseSchedule, flow_loss, interpolate
-from qwen_train.lora import WEIGHTS_NAME, add_lora, save_lora
-from qwen_train.metrics import MetricsLog
+from qwen_train.lora import add_lora, start_from
+from qwen_train.memory import largest_batch, predict_memory
+from qwen_train.metrics import MetricsLog, Pace, Tally, check_tracker, progress_text
+from qwen_train.mixture import Mixture, open_mixture
+from qwen_train.modulation import tabulate
 from qwen_train.on_the_fly import Feed
-from qwen_train.stop import StopSignals
-from qwen_train.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.optimizers import make_optimizer
+from qwen_train.report import ABOUT_NAME, write_report
+from qwen_train.sharding import whole, wrap
+from qwen_train.stop import LeftOut, Signals, any_process
+from qwen_train.validation import Validation, draw, evaluating, make_validation
+from qwen_train.weights import compute_dtype, freeze_unreached, load_transformer, trainable
 
 TRANSFORMER_PARTS = ("transformer", "scheduler")
 
@@ -50,6 +58,7 @@ class Prepared:
     parameters: list[torch.nn.Parameter]
     run: Run
     batches: Batches
+    validation: Validation | None
 
 
 def train(config: Config, *, resume: bool = False, encode_from: str | None = None) -> Path:
@@ -61,73 +70,109 @@ def train(config: Config, *, resume: bool = False, encode_from: str | None = Non
     p = prepare(config, resume, encode_from)
     run, accelerator, optimizer, lr_scheduler = p.run, p.accelerator, p.run.optimizer, p.run.lr_scheduler
     stream = p.batches.starting_at(run.samples)
-    log = MetricsLog(p.out, accelerator, config.logging, run.step)
-    losses: list[float] = []
-    saved, waited, began, before = run.step, 0.0, time.monotonic(), run.samples
+    log = MetricsLog(p.out, accelerator, config, run.step)
+    left_out, pace = LeftOut(settings.on_nan == "skip"), Pace(p.batches.plan.in_epoch)
+    saved, stop = run.step, False
+    tally, began, before = Tally(), time.monotonic(), run.samples
 
-    with closing(log), closing(stream), StopSignals() as stop, progress() as bar:
+    with closing(log), closing(stream), Signals() as signals, progress() as bar:
         task = bar.add_task("training", total=settings.max_steps, completed=run.step, count="")
-        while run.step < settings.max_steps and not (not losses and any_process(accelerator, stop.requested)):
+        while run.step < settings.max_steps and not stop:
             asked = time.monotonic()
             batch = next(stream)
-            waited += time.monotonic() - asked
+            tally.waited += time.monotonic() - asked
             with accelerator.accumulate(p.transformer):
-                loss = compute_loss(p.transformer, batch.to(accelerator.device, p.dtype))
-                losses.append(batch.share * check_loss(loss, batch, run.step + 1))
-                run.samples = batch.done
+                batch = batch.to(accelerator.device, p.dtype)
+                loss = compute_loss(p.transformer, batch)
+                value, run.samples = float(loss.detach()), batch.done
+                if left_out.decide(accelerator, f"the loss of step {run.step + 1}", value, batch.keys):
+                    loss, tally.left_out = no_loss(p.transformer, batch), tally.left_out + 1
+                else:
+                    tally.add(batch, value)
                 accelerator.backward(batch.share * loss)  # the step's gradient is the mean over its samples
                 if not accelerator.sync_gradients:
                     continue
-                norm = accelerator.clip_grad_norm_(p.parameters, settings.max_grad_norm or math.inf)
+                total = tally.of_all(accelerator)
+                if total.left_out and total.share:  # then over those that are left
+                    scale_gradients(p.parameters, batches_per_step(p, settings) / total.share)
+                norm = float(whole(accelerator.clip_grad_norm_(p.parameters, settings.max_grad_norm or math.inf)))
+                gradient = f"the gradient of step {run.step + 1}"
+                if not total.share or left_out.decide(accelerator, gradient, norm, tally.keys):
+                    optimizer.zero_grad()  # nothing is left of this step; the next batches make it anew
+                    tally = Tally(waited=tally.waited, left_out=tally.left_out)
+                    continue
                 learning_rate = lr_scheduler.get_last_lr()[0]
                 optimizer.step()
+                if run.ema:
+                    run.ema.update()
                 lr_scheduler.step()
                 optimizer.zero_grad()
             run.step += 1
-            took, mean = time.monotonic() - began, mean_of_processes(accelerator, sum(losses) / len(losses))
-            log.write(
-                run.step,
-                loss=mean,
-                learning_rate=learning_rate,
-                grad_norm=float(norm),
-                samples_per_second=(run.samples - before) / took,
-                data_wait=waited / took,
-            )
-            count = f"{run.step}/{settings.max_steps}, loss {mean:.4f}, {took:.2f} s/step"
-            bar.update(task, completed=run.step, count=count)
-            losses, waited, began, before = [], 0.0, time.monotonic(), run.samples
-            if run.step % settings.checkpointing_steps == 0:
+            took, trained = time.monotonic() - began, run.samples - before
+            values = {
+                "loss": total.loss / total.share,
+                "learning_rate": learning_rate,
+                "grad_norm": norm,
+                "tokens_per_second": total.tokens / took,
+                "samples_per_second": trained / took,
+                "data_wait": total.waited / took,
+            }
+            if left_out.skip:
+                values["left_out"] = total.left_out
+            pace.add(trained, took)
+            bar.update(task, completed=run.step, count=progress_text(run.step, settings.max_steps, values, pace))
+            measured = validate(p)
+            log.write(run.step, values | measured, always=bool(measured))
+            stop = any_process(accelerator, signals.stop)
+            asked_to_save = any_process(accelerator, signals.take_save())
+            if asked_to_save or run.step % settings.checkpointing_steps == 0:
                 saved = save(p, settings.checkpoints_total_limit)
+            if asked_to_save and accelerator.is_main_process:
+                bar.console.print(f"saved checkpoint-{saved}", highlight=False)
+            tally, began, before = Tally(), time.monotonic(), run.samples
     if run.step > saved:
         save(p, settings.checkpoints_total_limit)
     if run.step < settings.max_steps:
         console().print(f"stopped after step {run.step}; `qwen-train run --resume` goes on from there")
         raise KeyboardInterrupt
+    path = save_result(p.out, run, p.dtype if settings.method == "full" else torch.float32)
     if accelerator.is_main_process:
-        save_lora(run.transformer, p.out / WEIGHTS_NAME)
-    return p.out / WEIGHTS_NAME
+        write_report(p.out)
+    accelerator.end_training()
+    return path
 
 
 def save(p: Prepared, keep: int) -> int:
-    """Write a checkpoint, from the main process; the step that it is of."""
+    """Write a checkpoint, in which every process takes part; the step that it is of."""
+    save_checkpoint(p.out, p.run, keep)
     if p.accelerator.is_main_process:
-        save_checkpoint(p.out, p.run, keep)
-    p.accelerator.wait_for_everyone()
+        write_report(p.out)
     return p.run.step
 
 
-def any_process(accelerator: Accelerator, flag: bool) -> bool:
-    """Whether `flag` is set in any process: all have to leave the loop after the same step."""
-    if accelerator.num_processes == 1:
-        return flag
-    return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device)) > 0)
+def validate(p: Prepared) -> dict[str, float]:
+    """The losses of samples outside training, and pictures of them, where qwen.yaml wants them after this step."""
+    v, losses = p.validation, dict[str, float]()
+    if v is None or not (v.measures(p.run.step) or v.draws(p.run.step)):
+        return losses
+    with evaluating(p.transformer):
+        if v.measures(p.run.step):
+            device = p.accelerator.device
+            losses = v.losses(lambda batch: compute_loss(p.transformer, batch.to(device, p.dtype)), p.accelerator)
+        if v.draws(p.run.step):
+            v.pictures(p.out, p.run.step, p.transformer, p.accelerator, p.dtype)
+    return losses
 
 
-def mean_of_processes(accelerator: Accelerator, value: float) -> float:
-    """The mean of what each process has, in every one of them."""
-    if accelerator.num_processes == 1:
-        return value
-    return float(accelerator.reduce(torch.tensor(value, device=accelerator.device), reduction="mean"))
+def batches_per_step(p: Prepared, settings: TrainConfig) -> int:
+    """Of all processes; the shares of whole steps add up to it."""
+    return settings.gradient_accumulation_steps * p.batches.world_size
+
+
+def scale_gradients(parameters: list[torch.nn.Parameter], factor: float) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
 
 
 def compute_loss(transformer: Any, batch: Batch) -> torch.Tensor:
@@ -141,23 +186,22 @@ def compute_loss(transformer: Any, batch: Batch) -> torch.Tensor:
         img_shapes=[list(shapes) for shapes in batch.img_shapes],
         return_dict=False,
     )[0]
-    return flow_loss(velocity, batch.clean, batch.noise, batch.weight)
+    return flow_loss(velocity, batch.clean, batch.noise, batch.weight, batch.counts)
 
 
-def check_loss(loss: torch.Tensor, batch: Batch, step: int) -> float:
-    """The loss as a number; TrainError names the samples when it is none."""
-    value = float(loss.detach())
-    if not math.isfinite(value):
-        raise TrainError(
-            f"the loss of step {step} is not a number",
-            found=f"{value} for the samples {', '.join(batch.keys)}",
-            do="lower optimizer.learning_rate, or look at these samples with `qwen-cache inspect`",
-        )
-    return value
+def no_loss(transformer: Any, batch: Batch) -> torch.Tensor:
+    """In place of a loss that is left out: zero, with gradients of zero, from the same work on a batch of zeros.
+
+    Processes that share gradients wait for one another's, so the backward pass cannot be left out as well.
+    """
+    nothing, no_text = torch.zeros_like(batch.clean), torch.zeros_like(batch.prompt_embeds)
+    return 0 * compute_loss(transformer, replace(batch, clean=nothing, noise=nothing, prompt_embeds=no_text))
 
 
-def open_samples(config: Config, encode_from: str | None) -> Cache | Feed:
-    """The cache; or the source `encode_from`, of which another process encodes each sample when it is needed."""
+def open_samples(config: Config, encode_from: str | None) -> Samples:
+    """The cache or caches; or the source `encode_from`, of which another process encodes samples as they are needed."""
+    if encode_from is None and config.train.caches:
+        return open_mixture(config.train.caches, config.cache)
     if encode_from is None:
         return open_cache(
             config.cache.path,
@@ -184,6 +228,7 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
             found=earlier[-1][1].name,
             do="go on with --resume, or set train.output_dir",
         )
+    check_tracker(config.logging.tracker)
     cache = open_samples(config, encode_from)
     model = open_model(config.model.path, TRANSFORMER_PARTS, config.model.revision)
     accelerator = Accelerator(
@@ -192,73 +237,65 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
         log_with=config.logging.tracker if config.logging.tracker != "none" else None,
         project_dir=str(out),
     )
-    schedule = NoiseSchedule.of_config(
-        json.loads((model.part("scheduler") / "scheduler_config.json").read_text(encoding="utf-8"))
-    )
+    transformer_config = (model.part("transformer") / "config.json").read_text(encoding="utf-8")
+    scheduler = json.loads((model.part("scheduler") / "scheduler_config.json").read_text(encoding="utf-8"))
+    schedule = NoiseSchedule.of_config(scheduler)
     batches = Batches(cache, settings, schedule, rank=accelerator.process_index, world_size=accelerator.num_processes)
+    validation = make_validation(config, batches, scheduler)
     set_seed(settings.seed)
-    dtype = torch.bfloat16 if settings.mixed_precision == "bf16" else torch.float32
-    transformer = load_transformer(model, dtype)
-    transformer.layout = settings.layout
-    check_cache(cache, model, transformer)
-    if isinstance(cache, Cache):
-        check_empty_prompts(cache, settings.caption_dropout)
-    if settings.gradient_checkpointing:
-        transformer.enable_gradient_checkpointing()
-    parameters = add_lora(transformer, settings.lora)
-    transformer.train()
-    optimizer, lr_scheduler = make_optimizer(config, parameters)
-    transformer, optimizer = accelerator.prepare(transformer, optimizer)
-    fixed = {"cache": cache.identity, "seed": settings.seed, "lora": settings.lora.model_dump(mode="json")}
-    fixed |= sequence_settings(settings)
-    run = Run(accelerator.unwrap_model(transformer), optimizer, lr_scheduler, fixed)
+    transformer = to_be_trained(config, model, cache, is_new=not earlier)
+    if settings.tabulated_modulation:
+        measured = [drawn.sigma for sample in (validation.samples if validation else ()) for drawn in draw(sample)]
+        tabulate(transformer, model.part("transformer"), schedule, measured)
+    transformer = wrap(accelerator, transformer, fsdp=settings.fsdp)
+    run = start_run(config, accelerator.unwrap_model(transformer), accelerator, cache.identity)
     if earlier:
         load_checkpoint(earlier[-1][1], run)
+    parameters = trainable(run.transformer)
     if accelerator.is_main_process:
+        plan = batches.plan.summary(batches.world_size, settings.gradient_accumulation_steps)
         out.mkdir(parents=True, exist_ok=True)
         write_durably(out / CONFIG_NAME, config.to_yaml().encode("utf-8"))
+        write_durably(out / ABOUT_NAME, about(batches, plan, parameters, accelerator))
+        print_plan(config, batches, plan, parameters, accelerator, run.step)
+        print_memory(config, batches, json.loads(transformer_config), accelerator.device.type)
     accelerator.wait_for_everyone()
-    print_plan(config, batches, parameters, accelerator, run.step)
-    return Prepared(out, accelerator, transformer, dtype, parameters, run, batches)
+    return Prepared(out, accelerator, transformer, compute_dtype(settings), parameters, run, batches, validation)
 
 
-def load_transformer(model: ModelFolder, dtype: torch.dtype) -> Any:
-    """The transformer of the model, frozen."""
-    try:
-        transformer, info = QwenImageMultiResTransformer2DModel.from_pretrained(
-            model.part("transformer"), torch_dtype=dtype, use_safetensors=True, output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"the transformer cannot be loaded: {error}", where=model.part("transformer")) from None
-    if info["missing_keys"]:
-        raise ModelError(
-            "weights are missing",
-            where=model.part("transformer"),
-            found=sorted(info["missing_keys"])[0],
-            do="download this part again",
-        )
+def to_be_trained(config: Config, model: ModelFolder, cache: Samples, *, is_new: bool) -> Any:
+    """The transformer in training mode, with its LoRA; a LoRA to begin with is for a run that is new."""
+    settings = config.train
+    transformer = load_transformer(model, config)
+    check_cache(cache, model, transformer)
+    if not isinstance(cache, Feed):
+        check_empty_prompts(cache, settings.caption_dropout)
+    if settings.method == "lora":
+        add_lora(transformer, settings.lora)
+        if settings.lora.weights is not None and is_new:
+            start_from(transformer, Path(settings.lora.weights))
+    freeze_unreached(transformer)
+    transformer.train()
+    if settings.compile:
+        transformer.compile_repeated_blocks()
     return transformer
 
 
-def make_optimizer(config: Config, parameters: list[torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, Any]:
-    """AdamW and the learning rate's schedule."""
-    o, s = config.optimizer, config.lr_scheduler
-    optimizer = torch.optim.AdamW(parameters, lr=o.learning_rate, betas=o.betas, weight_decay=o.weight_decay, eps=o.eps)
-    try:
-        lr_scheduler = get_scheduler(
-            s.name,
-            optimizer,
-            num_warmup_steps=s.warmup_steps,
-            num_training_steps=config.train.max_steps,
-            num_cycles=s.num_cycles,
-            power=s.power,
-        )
-    except ValueError as error:
-        raise ConfigError(f"lr_scheduler: {error}") from None
-    return optimizer, lr_scheduler
+def start_run(config: Config, transformer: Any, accelerator: Accelerator, cache: str) -> Run:
+    """The run at its first step: the optimizer of what is trained, and what a checkpoint of it must have in common."""
+    settings, parameters = config.train, trainable(transformer)
+    optimizer, lr_scheduler = make_optimizer(config, parameters)
+    fixed = {"cache": cache, "seed": settings.seed, "train.method": settings.method}
+    if settings.method == "lora":
+        fixed["lora"] = settings.lora.model_dump(mode="json", exclude={"weights"})
+    fixed |= {"optimizer.name": config.optimizer.name, "train.ema_decay": settings.ema_decay}
+    fixed |= sequence_settings(settings)
+    ema = Ema(parameters, settings.ema_decay) if settings.ema_decay else None
+    set_seed(settings.seed, device_specific=True)  # from here on processes draw their own: dropout
+    return Run(transformer, accelerator.prepare_optimizer(optimizer), lr_scheduler, fixed, ema=ema)
 
 
-def check_cache(cache: Cache | Feed, model: ModelFolder, transformer: Any) -> None:
+def check_cache(cache: Samples, model: ModelFolder, transformer: Any) -> None:
     """Refuse a cache that this transformer cannot have been meant for."""
     if not len(cache):
         raise TrainError("the cache has no samples", where=cache.folder, do="run `qwen-cache build`")
@@ -279,9 +316,17 @@ def check_cache(cache: Cache | Feed, model: ModelFolder, transformer: Any) -> No
             found=f"width {width}",
             do="build the cache with the text encoder of this model",
         )
+    if (channels := transformer.config.in_channels) != LATENT_CHANNELS:
+        raise ModelError(
+            "the transformer does not take the latents of a cache",
+            where=model.part("transformer"),
+            expected=f"in_channels {LATENT_CHANNELS}",
+            found=f"in_channels {channels}",
+            do="train a Qwen-Image or Qwen-Image-Edit transformer",
+        )
 
 
-def check_empty_prompts(cache: Cache, caption_dropout: float) -> None:
+def check_empty_prompts(cache: Cache | Mixture, caption_dropout: float) -> None:
     """Refuse caption dropout where samples lack what it needs: an imported cache need not have it."""
     missing = cache.table["empty_prompt_embeds"].null_count
     if caption_dropout and missing:
@@ -294,21 +339,57 @@ def check_empty_prompts(cache: Cache, caption_dropout: float) -> None:
 
 
 def print_plan(
-    config: Config, batches: Batches, parameters: list[torch.nn.Parameter], accelerator: Accelerator, done: int
+    config: Config,
+    batches: Batches,
+    plan: Summary,
+    parameters: list[torch.nn.Parameter],
+    accelerator: Accelerator,
+    done: int,
 ) -> None:
     """What will be trained, before it is."""
-    if not accelerator.is_main_process:
-        return
-    t, cache = config.train, batches.cache
-    plan, out = batches.plan.summary(), console()
+    t, cache, v, out = config.train, batches.cache, config.validation, console()
     per_step = plan.samples_per_batch * t.gradient_accumulation_steps * accelerator.num_processes
     epochs = t.max_steps * per_step / plan.in_epoch
     out.print(f"[bold]cache[/]   {cache.folder}: {len(cache)} samples, {cache.recipe.recipe.get('pipeline')}")
+    method = f"LoRA of rank {t.lora.rank}" if t.method == "lora" else "every weight"
     trainable = sum(parameter.numel() for parameter in parameters)
-    out.print(f"[bold]LoRA[/]    rank {t.lora.rank}, {trainable:,} trainable parameters, on {accelerator.device}")
+    out.print(f"[bold]trains[/]  {method}, {trainable:,} trainable parameters, on {accelerator.device}")
     out.print(f"[bold]batches[/] {plan}", highlight=False)
     out.print(
         f"[bold]steps[/]   {t.max_steps} of {round(per_step, 1):,g} samples: {epochs:.1f} epochs", highlight=False
     )
+    if set_aside := len(batches.validation):
+        measured = f"their loss every {plural(v.every_steps, 'step')}" if v.every_steps else "never measured"
+        drawn = f", {plural(v.pictures, 'picture')} every {plural(v.picture_steps, 'step')}" if v.pictures else ""
+        out.print(f"[bold]aside[/]   {plural(set_aside, 'sample')} for validation: {measured}{drawn}")
     if done:
         out.print(f"[bold]resume[/]  after step {done}")
+
+
+def print_memory(config: Config, batches: Batches, transformer: dict[str, Any], device: str) -> None:
+    """What the largest batch will take, where `qwen-train plan` could say it."""
+    if isinstance(batches.cache, Feed) or config.train.fsdp or device not in ("cpu", "cuda"):
+        return
+    batch, _ = largest_batch(batches, config.train.layout)
+    memory = predict_memory(transformer, config, batch, "cuda" if device == "cuda" else "cpu")
+    parts = f"weights {human_bytes(memory.weights)}, activations {human_bytes(memory.activations)}"
+    console().print(f"[bold]memory[/]  about {human_bytes(memory.total)}: {parts}", highlight=False)
+
+
+def about(batches: Batches, plan: Summary, parameters: list[torch.nn.Parameter], accelerator: Accelerator) -> bytes:
+    """What the report says of the data and the run."""
+    cache = batches.cache
+    facts = {
+        "cache": str(cache.folder),
+        "identity": cache.identity,
+        "pipeline": str(cache.recipe.recipe.get("pipeline")),
+        "samples": len(cache),
+        "samples_for_validation": len(batches.validation),
+        "samples_in_an_epoch": plan.in_epoch,
+        "batches_in_an_epoch": plan.batches,
+        "tokens_of_a_batch": plan.tokens,
+        "padding": f"{100 * plan.padding:.1f} %",
+        "trainable_parameters": sum(parameter.numel() for parameter in parameters),
+        "device": f"{accelerator.num_processes} × {accelerator.device.type}",
+    }
+    return json.dumps(facts, indent=1).encode("utf-8")

@@ -93,6 +93,10 @@ def waste(plan: BatchPlan, batches: list[list[int]], layout: str = "padded") -> 
     return 1 - valid / all_tokens
 
 
+def batch_costs(plan: BatchPlan, batches: list[list[int]]) -> Any:
+    return np.array([cost(plan.tokens, samples_of(plan, [batch]), plan.config.layout) for batch in batches])
+
+
 # ---- whole epochs ----------------------------------------------------------------------------------------------------
 
 
@@ -131,7 +135,10 @@ def test_without_sorting_each_batch_takes_all_that_it_can(seed: int, batch_size:
     """Equal to filling them one by one, in the order of the epoch."""
     tokens = wide_mixture(400, seed)
     plan = BatchPlan(
-        tokens, TrainConfig(max_tokens=60_000, batch_size=batch_size, shuffle_window=1, layout=layout, seed=seed)
+        tokens,
+        TrainConfig(
+            max_tokens=60_000, batch_size=batch_size, shuffle_window=1, layout=layout, seed=seed, balanced_over=1
+        ),
     )
     expected: list[list[int]] = [[]]
     for position in range(400):
@@ -159,7 +166,7 @@ def test_batches_are_not_needlessly_small() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"batch_size": 1}, {"max_tokens": 100_000, "batch_size": 1}], ids=str)
 def test_single_samples_come_in_the_order_of_the_permutation(settings: dict[str, Any]) -> None:
-    plan = BatchPlan(wide_mixture(50), TrainConfig(**settings))
+    plan = BatchPlan(wide_mixture(50), TrainConfig(**settings, balanced_over=1))
     assert epochs(plan, 2) == [[[p] for p in range(50)], [[p] for p in range(50, 100)]]
     orders = [samples_of(plan, batches) for batches in epochs(plan, 20)]
     assert len(set(map(tuple, orders))) == 20
@@ -189,13 +196,19 @@ def test_in_small_sets_a_sample_meets_others_in_each_epoch() -> None:
     assert len(set(batches)) > 0.95 * len(batches)
 
 
-def test_large_and_small_batches_alternate_by_chance() -> None:
-    tokens = wide_mixture(4096)
-    (batches,) = epochs(plan := BatchPlan(tokens, TrainConfig(batch_size=4)), 1)
-    costs = np.array([cost(tokens, [plan.sample(position) for position in batch], "padded") for batch in batches])
+@pytest.mark.parametrize("length", [1, 8])
+def test_large_and_small_batches_alternate_by_chance(length: int) -> None:
+    """Or runs of them do, whose order in time says nothing of what they cost, nor that within a run."""
+    plan = BatchPlan(wide_mixture(8192), TrainConfig(batch_size=4, balanced_over=length))
+    (batches,) = epochs(plan, 1)
+    by_run = batch_costs(plan, batches).reshape(-1, length)
+    costs, in_run = by_run.mean(1), np.tile(np.arange(length), len(by_run))
     neighbours = np.corrcoef(costs[1:], costs[:-1])[0, 1]
     in_time = np.corrcoef(costs, np.arange(len(costs)))[0, 1]
     assert max(abs(neighbours), abs(in_time)) < 5 / math.sqrt(len(costs))
+    if length > 1:
+        within = np.corrcoef(in_run, (by_run - costs[:, None]).flatten())[0, 1]
+        assert abs(within) < 5 / math.sqrt(len(in_run))
 
 
 def test_what_is_left_out_is_left_to_chance() -> None:
@@ -230,30 +243,94 @@ def turns(plan: BatchPlan, done: int, world_size: int, per_step: int, steps: int
 
 
 @each_case
-def test_processes_take_turns_and_another_number_of_them_goes_on(case: Case) -> None:
-    """Batch k is that of process k mod W, through the ends of steps and epochs; a step is a mean over its samples."""
+def test_processes_share_every_step_and_another_number_of_them_goes_on(case: Case) -> None:
+    """Through the ends of windows and epochs: whatever their number, the next batches are trained, each once."""
     plan, chance = case.plan(), random.Random(str(case))
     expected = itertools.chain(*(epoch for epoch in epochs(plan, 150)))
     done = 0
     for _ in range(4):
         world_size, per_step, steps = chance.randint(1, 4), chance.randint(1, 3), chance.randint(1, 3)
         found = turns(case.plan(), done, world_size, per_step, steps)
-        for turn in found:
-            for rank in turn:
-                assert rank.positions == next(expected)
-                done += len(rank.positions)
-            assert {rank.done for rank in turn} == {done}
         for first in range(0, len(found), per_step):
-            step = [rank for turn in found[first : first + per_step] for rank in turn]
-            means = [rank.share * np.mean([math.sin(p) for p in rank.positions]) for rank in step]
-            alone = [math.sin(p) for rank in step for p in rank.positions]
-            assert np.mean(means) == pytest.approx(np.mean(alone), abs=1e-12)
+            step = found[first : first + per_step]
+            positions = [rank.positions for turn in step for rank in turn]
+            next_ones = list(itertools.islice(expected, len(positions)))
+            assert sorted(positions) == sorted(next_ones)
+            assert positions == next_ones or world_size > 1
+            for turn in step:
+                done += sum(len(rank.positions) for rank in turn)
+                assert {rank.done for rank in turn} == {done}
+
+
+@each_case
+def test_a_step_is_a_mean_over_its_samples_or_over_what_they_count(case: Case) -> None:
+    """Over their targets' tokens, for one: as if all had been in one batch, whoever has them in whichever turn."""
+    chance = np.random.default_rng(0)
+    for counts in (None, chance.integers(1, 9000, case.tokens.shape[1])):
+        plan = BatchPlan(case.tokens, TrainConfig(**case.settings), counts=counts)
+        each = np.ones(case.tokens.shape[1]) if counts is None else counts
+        for world_size, per_step in ((1, 1), (1, 3), (3, 1), (2, 3)):
+            step = [rank for turn in turns(plan, 0, world_size, per_step, 1) for rank in turn]
+            means = [rank.share * mean_of(plan, each, rank.positions) for rank in step]
+            together = mean_of(plan, each, [position for rank in step for position in rank.positions])
+            assert np.mean(means) == pytest.approx(together, abs=1e-12)
+
+
+def mean_of(plan: BatchPlan, counts: Any, positions: list[int]) -> float:
+    """Of something that differs between samples, each counting as said."""
+    return float(np.average(np.sin(positions), weights=counts[[plan.sample(position) for position in positions]]))
 
 
 def test_batches_of_one_size_have_a_share_of_exactly_one() -> None:
     """So that the loss of a run whose batches are all alike is not even rounded."""
     plan = BatchPlan(wide_mixture(42), TrainConfig(batch_size=7))
     assert {turn.share for step in turns(plan, 0, 3, 3, 5) for turn in step} == {1.0}
+
+
+@pytest.mark.parametrize(("world_size", "balanced_over"), [(2, 8), (8, 8), (3, 3)])
+@pytest.mark.parametrize(
+    "settings", [{"batch_size": 4}, {"batch_size": 1}, {"batch_size": 3, "layout": "packed"}, {"max_tokens": 60_000}]
+)
+def test_processes_hardly_wait_for_one_another(settings: dict[str, Any], world_size: int, balanced_over: int) -> None:
+    """Over three epochs, which end in the middle of runs and of steps."""
+    tokens = wide_mixture(2503)
+    found = {}
+    for length in (1, balanced_over):
+        plan, done, spent, needed = BatchPlan(tokens, TrainConfig(**settings, balanced_over=length)), 0, 0.0, 0.0
+        ranks = [plan.turns(0, rank, world_size, 1) for rank in range(world_size)]
+        while done < 3 * 2503:
+            turn = [next(rank) for rank in ranks]
+            done = turn[0].done
+            costs = batch_costs(plan, [rank.positions for rank in turn])
+            spent, needed = spent + world_size * costs.max(), needed + costs.sum()
+            if done <= 2503:
+                first_epoch = 1 - needed / spent
+        found[length] = 1 - needed / spent
+        assert plan.summary(world_size).wait == pytest.approx(first_epoch, abs=0.01)
+        assert plan.summary().wait is None
+    assert found[balanced_over] < 0.05
+    assert found[balanced_over] < found[1] / 2
+    assert found[1] > (0.04 if "max_tokens" in settings else 0.15), "there is nothing to balance"
+
+
+def test_in_a_step_of_several_turns_processes_have_at_the_same_time_what_costs_alike() -> None:
+    """In whichever order they come: a step is the mean of all."""
+    for seed in range(10):
+        plan = BatchPlan(np.array([[9, 29, 9, 29, 49, 49], [1] * 6]), TrainConfig(batch_size=1, seed=seed))
+        step = [[plan.tokens[0, plan.sample(rank.positions[0])] for rank in t] for t in turns(plan, 0, 2, 3, 1)]
+        assert step == [[9, 9], [29, 29], [49, 49]]
+        assert plan.summary(2, 3).wait == 0
+
+
+def test_the_plan_says_how_long_processes_wait() -> None:
+    """By hand: of two processes that train 10 and 30, then 10 and 10 tokens, one waits for 20 of 2 · 40."""
+    tokens = np.array([[9, 29, 9, 9], [1, 1, 1, 1]])
+    plan = BatchPlan(tokens, TrainConfig(batch_size=1))
+    assert plan.summary(2).wait == pytest.approx(20 / 80)
+    assert str(plan.summary(2)).endswith("padding 0.0 %, ranks wait 25.0 %")
+    assert plan.summary(2, 2).wait == pytest.approx(20 / 80)
+    assert plan.summary(4).wait == pytest.approx(60 / 120)
+    assert "wait" not in str(plan.summary())
 
 
 # ---- padding ---------------------------------------------------------------------------------------------------------
@@ -372,6 +449,7 @@ def test_settings_that_change_the_sequence_are_told_apart(case: Case) -> None:
         {"max_tokens": int(case.tokens.sum(0).max() * 2)},
         {"shuffle_window": 3},
         {"layout": "packed"},
+        {"balanced_over": 1},
         {"drop_last": True},
     ):
         other = TrainConfig(**{**case.settings, **changes})

@@ -12,26 +12,35 @@ import math
 import shutil
 import tarfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import safetensors.torch
 import torch
 from diffusers import QwenImageTransformer2DModel
+from diffusers.training_utils import compute_loss_weighting_for_sd3
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from qwen_cache import FormatError, open_cache
 from qwen_cache.config import TrainConfig
 from qwen_cache.format.cache import Cache
+from qwen_cache.format.errors import ConfigError
+from qwen_cache.format.identity import content_hash
+from qwen_cache.format.manifest import Recipe
 from qwen_train.batch_plan import index_token_counts
-from qwen_train.batches import Batch, Batches, collate
-from qwen_train.flow import NoiseSchedule
+from qwen_train.batches import AHEAD, Batch, Batches, collate
+from qwen_train.flow import NoiseSchedule, Weighting
+from qwen_train.on_the_fly import Feed
+from qwen_train.split import split
 from qwen_train.train import compute_loss
 from qwen_train.transformer import QwenImageMultiResTransformer2DModel
 
@@ -73,7 +82,13 @@ def batches(cache: Cache, *, rank: int = 0, world_size: int = 1, **settings: Any
 def first(stream: Batches, count: int, done: int = 0) -> list[Batch]:
     """The batches of a process that begin after `done` samples."""
     with closing(stream.starting_at(done)) as found:
-        return list(itertools.islice(found, count))
+        return [copied(batch) for batch in itertools.islice(found, count)]
+
+
+def copied(batch: Batch) -> Batch:
+    """The stream uses the memory of a batch again."""
+    values = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+    return replace(batch, **{name: value.clone() for name, value in values.items() if isinstance(value, Tensor)})
 
 
 def epoch_of(stream: Batches, epoch: int) -> list[Batch]:
@@ -162,11 +177,10 @@ def test_samples_do_not_depend_on_their_batch_or_process(cache: Cache, settings:
     ranks = [first(batches(cache, rank=r, world_size=world_size, **common, **settings), 12) for r in range(world_size)]
     found = [sample for turn in zip(*ranks, strict=True) for batch in turn for sample in singles(batch)]
     assert len(found) >= 12
-    for epoch in range(len(found) // len(cache)):
-        expected = {sample["key"]: sample for batch in epoch_of(alone, epoch) for sample in singles(batch)}
-        for sample in found[epoch * len(cache) : (epoch + 1) * len(cache)]:
-            assert same_sample(sample, expected.pop(sample["key"]))
-        assert not expected
+    trained = range(-(-len(found) // len(cache)))
+    expected = [sample for epoch in trained for batch in epoch_of(alone, epoch) for sample in singles(batch)]
+    for sample in found:
+        expected.pop(next(i for i, other in enumerate(expected) if same_sample(sample, other)))
 
 
 def test_every_batch_says_what_it_counts_in_its_step_and_where_the_run_is_then(cache: Cache) -> None:
@@ -406,7 +420,115 @@ def test_loss_of_a_padded_batch_is_the_mean_of_stock_losses(
         assert max(losses) > 1.01 * min(losses), "losses so alike would hide a mistake in their mean"
 
 
+@pytest.mark.parametrize("loss_mean", ["samples", "tokens"])
+@pytest.mark.parametrize("scheme", ["none", "sigma_sqrt", "cosmap"])
+def test_loss_of_a_step_is_the_weighted_mean_over_its_samples_or_over_their_tokens(
+    cache: Cache,
+    expected: dict[str, dict[str, Tensor]],
+    tiny_model: Callable[[str], Path],
+    scheme: Weighting,
+    loss_mean: Literal["samples", "tokens"],
+) -> None:
+    """With batches of three and of one, by diffusers' weighting of stock losses; tokens of the target alone count."""
+    folder = tiny_model("edit-plus") / "transformer"
+    ours = QwenImageMultiResTransformer2DModel.from_pretrained(folder)
+    stock = QwenImageTransformer2DModel.from_pretrained(folder)
+    stream = batches(cache, batch_size=3, gradient_accumulation_steps=2, weighting=scheme, loss_mean=loss_mean)
+    step = first(stream, 2)
+    with torch.no_grad():
+        found = sum(batch.share * float(compute_loss(ours, batch)) for batch in step) / 2
+    samples = [sample for batch in step for sample in singles(batch)]
+    losses = [stock_loss(stock, {**sample, "mask": None}) for sample in samples]
+    weights = compute_loss_weighting_for_sd3(scheme, torch.stack([sample["sigma"] for sample in samples])).tolist()
+    tokens = [len(expected[sample["key"]]["image_latents"]) if loss_mean == "tokens" else 1 for sample in samples]
+    together = sum(w * n * loss for w, n, loss in zip(weights, tokens, losses, strict=True)) / sum(tokens)
+    assert found == pytest.approx(together, rel=1e-5)
+    assert len(set(tokens)) > 1 or loss_mean == "samples", "targets so alike would hide a mistake"
+
+
+# ---- validation ------------------------------------------------------------------------------------------------------
+
+
+def test_samples_set_aside_are_never_trained(cache: Cache) -> None:
+    stream = batches(cache, validation_split=0.5, batch_size=2)
+    aside = {cache[i].key for i in stream.validation}
+    assert 0 < len(aside) < len(cache)
+    trained = Counter(key for batch in first(stream, 12) for key in batch.keys)
+    assert trained.keys() == {sample.key for sample in cache} - aside
+    assert max(trained.values()) - min(trained.values()) <= 1
+    assert batches(cache).validation.tolist() == []
+
+
+def test_other_samples_change_nothing_about_who_is_set_aside() -> None:
+    """Nor does their order; and about as many are as was said."""
+    targets = [content_hash(str(i).encode()) for i in range(4000)]
+    for share in (0.02, 0.5):
+        aside = {targets[i] for i in split(targets, share)[1]}
+        assert abs(len(aside) / 4000 - share) < 4 * math.sqrt(share * (1 - share) / 4000)
+        few = [*reversed(targets[::3]), "0" * 32]
+        assert {few[i] for i in split(few, share)[1]} - {"0" * 32} == aside & set(few)
+    training, validation = split(targets, 0.02)
+    assert sorted([*training, *validation]) == list(range(4000))
+    assert set(validation) < set(split(targets, 0.1)[1]), "a larger part takes those of the smaller one, too"
+
+
+def test_all_samples_of_a_target_are_on_the_same_side(built: Built) -> None:
+    """Whatever the resolution: at both, and in a cache of another one."""
+    options = ("--set", "data.vae_image_size=[16384,9216]", "--set", "data.resolutions_per_sample=all")
+    both, small = (
+        open_cache(built("edit-plus", options)),
+        open_cache(built("edit-plus", ("--set", "data.vae_image_size=9216"))),
+    )
+    assert len(both) == 2 * len(small)
+    aside = [{c[i].name for i in batches(c, validation_split=0.5).validation} for c in (both, small)]
+    assert aside[0] == aside[1]
+    assert len(batches(both, validation_split=0.5).validation) == 2 * len(aside[0])
+
+
+@pytest.mark.parametrize(("share", "which", "do"), [(1e-9, "validate", "raise"), (1 - 1e-9, "train", "lower")])
+def test_a_split_that_leaves_nothing_is_refused(cache: Cache, share: float, which: str, do: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"leaves nothing to {which} \(found {share} of 4 different targets\)\n.*{do}"
+    ):
+        batches(cache, validation_split=share)
+
+
+@pytest.mark.parametrize("settings", [{"validation_split": 0.5}, {"loss_mean": "tokens"}], ids=str)
+def test_what_goes_by_an_index_is_refused_where_there_is_none(settings: dict[str, Any]) -> None:
+    feed: Any = object.__new__(Feed)
+    feed.recipe, feed.token_counts = Recipe({}, 4, ""), np.ones((2, 4), np.int64)
+    ((name, _),) = settings.items()
+    with pytest.raises(ConfigError, match=rf"train\.{name}.* goes by the index of a cache.*\n.*qwen-cache build"):
+        batches(feed, **settings)
+
+
 # ---- the thread ------------------------------------------------------------------------------------------------------
+
+
+class AtOnce(Executor):
+    """A thread that is always done with all that it was given, so as far ahead as it can be."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def submit(self, fn: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*arguments))
+        return future
+
+
+def test_a_batch_lasts_until_the_next_is_asked_for(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is left of another in its memory, which was larger or smaller, is not seen."""
+    monkeypatch.setattr("qwen_train.batches.ThreadPoolExecutor", AtOnce)
+    settings = {"batch_size": 3, "caption_dropout": 0.5}
+    plain, places, done = batches(cache, **settings), [], 0
+    with closing(batches(cache, **settings).starting_at(0)) as stream:
+        for batch in itertools.islice(stream, 48):
+            assert same_batch(batch, plain.batch(done))
+            for tensor in (batch.clean, batch.noise, batch.prompt_embeds):
+                tensor.fill_(math.nan)
+            places.append(batch.clean.data_ptr())
+            done = batch.done
+    assert len(set(places[24:])) <= AHEAD + 1, "memory is not used again"
 
 
 def test_damaged_bytes_stop_the_iteration_and_no_thread_is_left(cache: Cache, tmp_path: Path) -> None:

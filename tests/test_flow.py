@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,11 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift, retrieve_timesteps
-from diffusers.training_utils import compute_density_for_timestep_sampling
+from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 from torch import Tensor
 
 from qwen_cache import QwenCacheError
-from qwen_train.flow import Density, NoiseSchedule, draw_u, flow_loss, interpolate
+from qwen_train.flow import Density, NoiseSchedule, Weighting, draw_u, flow_loss, interpolate, weighting
 
 TOKENS = [64, 256, 1600, 4096, 8192, 12288]
 DRAWS = 20_000
@@ -150,11 +151,78 @@ def test_densities_are_those_of_diffusers(density: Density, settings: dict[str, 
     assert density == "uniform" or distance(ours, uniform) > 3 * SAME_DISTRIBUTION, "nothing tells it from uniform"
 
 
+def uniform_quantile(p: float) -> float:
+    return p
+
+
+def logit_normal_quantile(p: float) -> float:
+    """The sigmoid grows, so it carries the quantiles of the normal distribution over."""
+    return 1 / (1 + math.exp(-NormalDist(0.4, 0.8).inv_cdf(p)))
+
+
+def mode_quantile(p: float, scale: float = 0.9) -> float:
+    """The draw falls as the uniform number grows."""
+    u = 1 - p
+    return 1 - u - scale * (math.cos(math.pi * u / 2) ** 2 - 1 + u)
+
+
+@pytest.mark.parametrize("tokens", [256, 8192])
+@pytest.mark.parametrize(
+    ("density", "quantile"),
+    [("uniform", uniform_quantile), ("logit_normal", logit_normal_quantile), ("mode", mode_quantile)],
+)
+def test_histogram_of_training_is_the_density_s_under_the_scheduler_s_shift(
+    scheduler: FlowMatchEulerDiscreteScheduler, density: Density, quantile: Callable[[float], float], tokens: int
+) -> None:
+    """The distribution in closed form: its quantiles are the density's, shifted and stretched by the stock scheduler.
+
+    It stretches by the last level that it is given: that of the smallest u that is not yet nothing.
+    """
+    schedule, generator = NoiseSchedule.of_config(dict(scheduler.config)), torch.Generator().manual_seed(5)
+    draws = [
+        draw_u(generator, density, logit_mean=0.4, logit_std=0.8, mode_scale=0.9)  # of each density, what it has
+        for _ in range(DRAWS)
+    ]
+    sigmas = np.sort([schedule.sigma(u, tokens) for u in draws])
+    parts = np.linspace(0.98, 0.02, 49)
+    config = scheduler.config
+    mu = calculate_shift(
+        tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+    )
+    scheduler.set_timesteps(sigmas=[*(quantile(float(p)) for p in parts), 1e-7], mu=mu)
+    levels = scheduler.sigmas[: len(parts)].double().numpy()
+    found = np.searchsorted(sigmas, levels) / DRAWS
+    one_sample = 1.95 / math.sqrt(DRAWS)  # Kolmogorov's bound, at one false alarm in a thousand
+    assert np.abs(found - parts).max() < one_sample
+    other = np.searchsorted([schedule.sigma(u, 8192 + 256 - tokens) for u in sorted(draws)], levels) / DRAWS
+    assert np.abs(other - parts).max() > 3 * one_sample, "the comparison does not see the resolution"
+
+
 def test_a_draw_depends_on_the_generator_alone() -> None:
     draws = [draw_u(torch.Generator().manual_seed(7), "mode") for _ in range(2)]
     torch.rand(3)
     assert draws == [draw_u(torch.Generator().manual_seed(7), "mode")] * 2
     assert draws[0] != draw_u(torch.Generator().manual_seed(8), "mode")
+
+
+# ---- weightings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["none", "sigma_sqrt", "cosmap"])
+def test_weightings_are_those_of_diffusers(scheme: Weighting) -> None:
+    sigmas = torch.linspace(0.02, 1, 99, dtype=torch.float64)
+    ours = torch.tensor([weighting(scheme, float(sigma)) for sigma in sigmas])
+    torch.testing.assert_close(ours, compute_loss_weighting_for_sd3(scheme, sigmas).float(), rtol=1e-6, atol=0)
+
+
+def test_cosmap_leaves_the_mean_loss_as_it_is_where_sigma_is_uniform() -> None:
+    """As its docstring says, with its least and its most."""
+    sigmas = np.linspace(0, 1, 100_001)
+    weights = np.array([weighting("cosmap", float(sigma)) for sigma in sigmas])
+    assert np.trapezoid(weights, sigmas) == pytest.approx(1, rel=1e-9)
+    assert (round(weights.min(), 2), round(weights.max(), 2)) == (0.64, 1.27)
+    assert weighting("sigma_sqrt", 1.0) == 1
+    assert weighting("sigma_sqrt", 0.02) == pytest.approx(2500)
 
 
 # ---- noise and velocity ----------------------------------------------------------------------------------------------
@@ -216,7 +284,7 @@ def plain_loss(velocity: Tensor, batch: dict[str, Tensor], sizes: tuple[tuple[in
 
 
 def loss_of(velocity: Tensor, batch: dict[str, Tensor], weight: Tensor) -> float:
-    return float(flow_loss(velocity, batch["clean"], batch["noise"], weight).detach())
+    return float(flow_loss(velocity, batch["clean"], batch["noise"], weight, torch.ones(len(weight))).detach())
 
 
 def random_velocity(batch: dict[str, Tensor]) -> Tensor:
@@ -235,7 +303,8 @@ def test_what_the_model_says_of_controls_and_padding_does_not_count() -> None:
     velocity, weight = random_velocity(batch).requires_grad_(), batch["is_target"].float()
     elsewhere = torch.where(batch["is_target"][..., None], velocity, 1e3)
     assert loss_of(elsewhere, batch, weight) == loss_of(velocity, batch, weight)
-    (gradient,) = torch.autograd.grad(flow_loss(velocity, batch["clean"], batch["noise"], weight), velocity)
+    loss = flow_loss(velocity, batch["clean"], batch["noise"], weight, torch.ones(3))
+    (gradient,) = torch.autograd.grad(loss, velocity)
     assert not gradient[~batch["is_target"]].any()
     assert gradient[batch["is_target"]].all()
 
@@ -262,8 +331,12 @@ def test_weights_are_a_mean_so_their_scale_means_nothing() -> None:
 
 
 def test_weighted_loss_by_hand() -> None:
-    """Two tokens, errors 1 and 4, weights 3 and 1: (3 * 1 + 1 * 4) / 4."""
-    clean, noise = torch.zeros(1, 3, 2), torch.zeros(1, 3, 2)
-    velocity = torch.tensor([[[1.0, 1.0], [2.0, -2.0], [9.0, 9.0]]])
-    assert float(flow_loss(velocity, clean, noise, torch.tensor([[3.0, 1.0, 0.0]]))) == pytest.approx(7 / 4)
-    assert flow_loss(velocity.bfloat16(), clean, noise, torch.tensor([[3.0, 1.0, 0.0]])).dtype == torch.float32
+    """Two tokens, errors 1 and 4, weights 3 and 1: (3 * 1 + 1 * 4) / 4; a sample of error 9 that counts a third."""
+    clean, noise = torch.zeros(2, 3, 2), torch.zeros(2, 3, 2)
+    velocity = torch.tensor([[[1.0, 1.0], [2.0, -2.0], [9.0, 9.0]], [[3.0, 3.0], [0.0, 0.0], [0.0, 0.0]]])
+    weight = torch.tensor([[3.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    first = clean[:1], noise[:1], weight[:1], torch.ones(1)
+    assert float(flow_loss(velocity[:1], *first)) == pytest.approx(7 / 4)
+    assert flow_loss(velocity[:1].bfloat16(), *first).dtype == torch.float32
+    both = flow_loss(velocity, clean, noise, weight, torch.tensor([1.0, 1 / 3]))
+    assert float(both) == pytest.approx((7 / 4 + 9 / 3) / 2)

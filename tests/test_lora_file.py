@@ -7,6 +7,7 @@ as it stood in memory when training ended.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,9 @@ from torch import Tensor
 from qwen_cache import open_cache
 from qwen_cache.config import load_config
 from qwen_cache.format.cache import Sample
+from qwen_cache.format.errors import ConfigError, TrainError
 from qwen_train import train as training
-from qwen_train.lora import save_lora
+from qwen_train.lora import lora_weights, write_lora
 
 from .conftest import build, photograph
 
@@ -70,7 +72,7 @@ def fit(
     """Train a few steps, fast enough that the outputs change by a tenth and more."""
     prepare = training.prepare
 
-    def train(variant: str = "edit-plus", **settings: Any) -> Trained:
+    def train(variant: str = "edit-plus", folder: str = "out", learning_rate: float = 0.02, **settings: Any) -> Trained:
         AcceleratorState._reset_state(reset_partial_state=True)
         options = ("--on-error", "skip") if variant == "edit" else ()
         cache, model = pictures if variant == "t2i" else built(variant, options), tiny_model(variant)
@@ -81,7 +83,7 @@ def fit(
             None,
             [
                 *("train.mixed_precision='no'", "train.max_steps=4", "train.batch_size=2", "logging.tracker=none"),
-                *("optimizer.learning_rate=0.02", f"train.output_dir={json.dumps(str(tmp_path / variant))}"),
+                *(f"optimizer.learning_rate={learning_rate}", f"train.output_dir={json.dumps(str(tmp_path / folder))}"),
                 *(f"train.lora.{name}={json.dumps(value)}" for name, value in settings.items()),
             ],
             cache__path=str(cache),
@@ -179,5 +181,63 @@ def test_equal_weights_are_equal_files(fit: Callable[..., Trained]) -> None:
     trained = fit()
     again = trained.file.with_name("again.safetensors")
     for _ in range(8):
-        save_lora(trained.transformer, again)
+        write_lora(trained.transformer, lora_weights(trained.transformer), again)
         assert again.read_bytes() == trained.file.read_bytes()
+
+
+# ---- variants, and starting from a file ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_rslora": True, "lora_alpha": 6},
+        {"use_dora": True, "lora_alpha": 6},
+        {"use_rslora": True, "use_dora": True},
+        {"init_lora_weights": True},
+    ],
+    ids=["rslora", "dora", "both", "kaiming"],
+)
+def test_variants_reach_the_stock_loader(fit: Callable[..., Trained], settings: dict[str, Any]) -> None:
+    trained, plain = fit(**settings), fit(folder="plain", lora_alpha=settings.get("lora_alpha"))
+    expected = output(trained.transformer, trained.sample)
+    found = output(stock_with(trained.file, "edit-plus", trained.model), trained.sample)
+    assert relative_error(found, expected) < 1e-5
+    assert relative_error(output(plain.transformer, trained.sample), expected) > 1e-3, "the setting changes nothing"
+
+
+def test_training_starts_from_a_file_or_its_folder(fit: Callable[..., Trained]) -> None:
+    first = fit(lora_alpha=6)
+    for place in (first.file, first.file.parent):
+        after = fit(folder="after", lora_alpha=6, weights=str(place), learning_rate=1e-12)
+        before, now = load_file(first.file), load_file(after.file)
+        assert before.keys() == now.keys()
+        assert all(torch.allclose(now[name], before[name], atol=1e-9) for name in before)
+        shutil.rmtree(after.file.parent)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": 8}, "the LoRA has another r (expected 8, found 4)"),
+        ({"lora_alpha": 5}, "the LoRA has another lora_alpha (expected 5.0, found 6.0)"),
+        ({"use_rslora": True}, "the LoRA has another use_rslora (expected True, found False)"),
+        ({"target_modules": ["to_q"]}, "(found transformer_blocks.0.attn.to_k.lora_A.weight)"),
+    ],
+)
+def test_starting_from_another_kind_of_lora_is_refused(
+    fit: Callable[..., Trained], changes: dict[str, Any], message: str
+) -> None:
+    first = fit(lora_alpha=6)
+    with pytest.raises(TrainError) as refusal:
+        fit(**{"folder": "after", "lora_alpha": 6, "weights": str(first.file), **changes})
+    assert message in str(refusal.value)
+    assert str(first.file) in str(refusal.value)
+
+
+def test_starting_from_what_is_no_lora_is_refused(fit: Callable[..., Trained], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train.lora.weights: no LoRA here"):
+        fit(weights=str(tmp_path / "nowhere"))
+    (tmp_path / "text.safetensors").write_text("not one", encoding="utf-8")
+    with pytest.raises(TrainError, match="the LoRA cannot be read"):
+        fit(weights=str(tmp_path / "text.safetensors"))

@@ -1,0 +1,47 @@
+"""The exponential moving average of the trained weights, whose samples are often better than those of the last step.
+
+    average <- decay · average + (1 - decay) · weights        after each optimizer step n = 1, 2, …
+
+with decay = min(train.ema_decay, n / (9 + n)), and 0 for n = 1, so that what the first steps left behind is soon
+forgotten: the values of diffusers' EMAModel, which is not used itself since its module imports the pipelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+
+class Ema:
+    """The average of `parameters`, which `swapped` puts in their place."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], decay: float) -> None:
+        self.parameters, self.decay = parameters, decay
+        self.average = [parameter.detach().clone() for parameter in parameters]
+        self.updates = 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights after an optimizer step."""
+        self.updates += 1
+        decay = min(self.decay, self.updates / (9 + self.updates)) if self.updates > 1 else 0.0
+        for average, parameter in zip(self.average, self.parameters, strict=True):
+            average.lerp_(parameter, 1 - decay)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """While entered, the parameters have the average's values, and the average theirs."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for average, parameter in zip(self.average, self.parameters, strict=True):
+            kept = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(kept)

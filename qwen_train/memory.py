@@ -1,0 +1,479 @@
+"""How much memory training takes, by part, without training: `predict_memory`, and `qwen-train plan`.
+
+A training step of the real configuration runs on tensors that have sizes but no data (torch's device "meta"), and what
+is alive is counted: parameters, what autograd keeps, recomputed blocks, gradients. Blocks are alike, so a few are run
+and the rest follows. What cannot run so is computed: quantised weights, the optimizer's state, the device's own share.
+Not predicted: `train.compile`, which keeps less, and the parts of several processes (DDP's buckets, FSDP2).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from qwen_cache.config import Config, ModelConfig
+from qwen_cache.console import human_bytes, plural
+from qwen_cache.format.errors import ConfigError, ModelError, TrainError
+from qwen_cache.format.sample import ImgShapes, token_count
+from qwen_train.batch_plan import SUMMARISED
+from qwen_train.batches import Batches
+from qwen_train.flow import NoiseSchedule, interpolate
+from qwen_train.lora import add_lora
+from qwen_train.modulation import TabulatedTransformer2DModel, TimestepRows, check_settings
+from qwen_train.packed import QwenImageMultiResTransformerBlock
+from qwen_train.transformer import QwenImageMultiResTransformer2DModel, prefix_mask
+from qwen_train.weights import checkpoint_blocks, compute_dtype, freeze_unreached
+
+Device = Literal["cuda", "cpu"]
+Shape = tuple[ImgShapes, int]
+"""Of a sample: its pictures in tokens, the target first, and the tokens of its text."""
+
+RESERVED = 800_000_000  # of CUDA: context and libraries, 0.4 to 0.8 GB as published for recent cards; not measured here
+FRAGMENTATION = 0.03  # of the rest: what the caching allocator cannot hand out; a guess on the safe side
+BYTES_PER_WEIGHT = {"int8": 1.0, "fp8": 1.0, "nf4": 0.5 + 4 / 64}  # nf4 has a float32 scale for every 64 weights
+BYTES_PER_ROW = {"int8": 2, "fp8": 4, "nf4": 0}  # a scale for each output channel
+OPTIMIZER_STATE: dict[str, Callable[[Tensor], float]] = {
+    "adamw": lambda p: 8 * p.numel(),
+    # two bytes and two float32 scales for every 256 elements; small tensors stay in float32
+    "adamw8bit": lambda p: (2 + 8 / 256) * p.numel() if p.numel() >= 4096 else 8 * p.numel(),
+    "adafactor": lambda p: 4 * (p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.ndim > 1 else p.numel()),
+    "prodigy": lambda p: 16 * p.numel(),
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device at the fullest moment of a training step."""
+
+    weights: int
+    """Frozen ones."""
+    trained: int
+    """Weights that are trained: a LoRA, or all."""
+    gradients: int
+    optimizer: int
+    """Its state; as AdamW's for one by import path."""
+    average: int
+    """The EMA of what is trained."""
+    activations: int
+    """What a batch takes: its tensors, what the backward pass needs of the forward pass, what both use meanwhile."""
+    reserved: int = 0
+    """What the device takes for itself, an estimate; no part of torch.cuda.max_memory_allocated."""
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+
+def predict_memory(
+    transformer: dict[str, Any], settings: Config, batch: Sequence[Shape], device: Device = "cuda"
+) -> Memory:
+    """What a step on `batch` takes, for a transformer of that config.json and the sections `model`, `train`,
+    `optimizer` of the settings."""
+    layers = int(transformer["num_layers"])
+    every = int(settings.train.gradient_checkpointing) or 1
+    few, more = layers % every + 2 * every, layers % every + 3 * every
+    with torch.random.fork_rng(devices=[]):  # a LoRA without data draws its first weights like any other
+        if more >= layers or _names_blocks(settings.train.lora.target_modules):
+            memory = _of_layers(layers, transformer, settings, batch, device)
+        else:
+            a, b = (astuple(_of_layers(n, transformer, settings, batch, device)) for n in (few, more))
+            memory = Memory(*(y + (y - x) * (layers - more) // every for x, y in zip(a, b, strict=True)))
+    if device == "cpu":
+        return memory
+    return replace(memory, reserved=RESERVED + int(FRAGMENTATION * memory.total))
+
+
+def _names_blocks(targets: list[str] | str) -> bool:
+    """Whether the LoRA may be in some blocks only."""
+    return isinstance(targets, str) or any("transformer_blocks" in target for target in targets)
+
+
+def _of_layers(
+    layers: int, transformer: dict[str, Any], settings: Config, batch: Sequence[Shape], device: Device
+) -> Memory:
+    model = without_data({**transformer, "num_layers": layers}, settings, device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    frozen, unpacked = frozen_bytes(model, _quantization(transformer, settings))
+    gradients = sum(map(_bytes, trained))
+    state = OPTIMIZER_STATE.get(settings.optimizer.name, OPTIMIZER_STATE["adamw"])
+    # of all trained weights at once on CUDA (foreach), one after the other on the CPU
+    update = gradients if device == "cuda" else max(map(_bytes, trained), default=0)
+    accumulated = settings.train.gradient_accumulation_steps > 1
+    if accumulated:  # into gradients that are there all the time: a new one lasts until it is added
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    step = peak_of_step(model, batch, compute_dtype(settings.train)) + unpacked
+    return Memory(
+        weights=frozen,
+        trained=gradients,
+        gradients=gradients,
+        optimizer=int(sum(map(state, trained))),
+        average=gradients if settings.train.ema_decay else 0,
+        activations=max(step, update) if accumulated else max(step - gradients, update),
+    )
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _quantization(transformer: dict[str, Any], settings: Config) -> str:
+    """The kind of the frozen weights: of the settings, or of a folder that was saved quantised."""
+    saved = transformer.get("quantization_config")
+    if saved is None:
+        return settings.model.quantization
+    text = json.dumps(saved).lower()
+    kinds = {'"load_in_4bit": true': "nf4", '"load_in_8bit": true': "int8", "int8": "int8", "float8": "fp8"}
+    for mark, kind in kinds.items():
+        if mark in text:
+            return kind
+    raise ModelError("this quantisation is not known here", where="config.json", found=saved.get("quant_method"))
+
+
+def frozen_bytes(model: nn.Module, kind: str) -> tuple[int, int]:
+    """What frozen weights take, and the largest quantised one, as it is unpacked to be multiplied."""
+    frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+    total, unpacked = float(sum(map(_bytes, frozen))), 0
+    blocks: Any = model.transformer_blocks if kind != "none" else nn.Module()
+    for module in blocks.modules():
+        if isinstance(module, nn.Linear) and module.weight in frozen:
+            weight = module.weight
+            total += BYTES_PER_WEIGHT[kind] * weight.numel() + BYTES_PER_ROW[kind] * len(weight) - _bytes(weight)
+            unpacked = max(unpacked, _bytes(weight))
+    return int(total), unpacked
+
+
+# ---- a step without data ---------------------------------------------------------------------------------------------
+
+
+class Kernels(TorchFunctionMode):
+    """Lets "meta" keep what the device's kernels keep: attention without its logits, and autocast's casts.
+
+    Autocast keeps the copy of a trained weight until the outermost of its contexts ends.
+    """
+
+    def __init__(self, device: Device, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.autocast, self.depth = autocast, 0
+        self.precise = {F.layer_norm} if device == "cuda" else set()
+        self.copies: dict[Tensor, Tensor] = {}
+
+    def __enter__(self) -> Self:
+        self.depth += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.depth -= 1
+        if not self.depth:
+            self.copies.clear()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.autocast and function in (F.linear, F.scaled_dot_product_attention):
+            args = [self._cast(value, self.autocast) for value in args]
+            kwargs = {name: self._cast(value, self.autocast) for name, value in kwargs.items()}
+        if self.autocast and function in self.precise:
+            args = [self._cast(value, torch.float32) for value in args]
+        return (
+            flash_attention(*args, **kwargs)
+            if function is F.scaled_dot_product_attention
+            else function(*args, **kwargs)
+        )
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(value, Tensor) or value.dtype == dtype or not value.is_floating_point():
+            return value
+        if not (value.is_leaf and value.requires_grad):
+            return value.to(dtype)
+        if value not in self.copies:
+            self.copies[value] = value.to(dtype)
+        return self.copies[value]
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """Keeps queries, keys, values, the output and a number per row, as every kernel does that SDPA chooses for these
+    sizes; on "meta" it would choose none."""
+    mask = None if attn_mask is None else torch.zeros_like(attn_mask, dtype=query.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output: Tensor = kernel(query, key, value, attn_mask=mask)[0]
+    return output
+
+
+class WithoutData(QwenImageMultiResTransformerBlock):
+    """The block under `Kernels` in the backward pass too, which torch runs outside of every mode."""
+
+    kernels: Kernels
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        with self.kernels:
+            return super().forward(*args, **kwargs)
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of tensors on "meta" that are made while it is entered and not yet freed, and their peak."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now, self.peak = 0, 0
+        self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type == "meta":
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self.sizes:
+            return
+        self.sizes[storage._cdata] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, storage._cdata)
+
+    def _free(self, storage: int) -> None:
+        self.now -= self.sizes.pop(storage)
+
+
+class RowsWithoutData(TimestepRows):
+    def forward(self, timestep: Tensor, hidden_states: Tensor, addition_t_cond: None = None) -> Tensor:
+        return hidden_states.new_empty(len(timestep), self.width)
+
+
+def without_data(transformer: dict[str, Any], settings: Config, device: Device) -> Any:
+    """The transformer as it is trained, on "meta"."""
+    train, model_class = settings.train, QwenImageMultiResTransformer2DModel
+    if train.tabulated_modulation:
+        check_settings(train, transformer)
+        model_class = TabulatedTransformer2DModel
+    with torch.device("meta"):
+        model = model_class.from_config(transformer)
+    if train.tabulated_modulation:
+        model.time_text_embed.__class__ = RowsWithoutData
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32 if train.method == "full" else compute_dtype(train))
+    model.layout = train.layout
+    if train.gradient_checkpointing:
+        checkpoint_blocks(model, int(train.gradient_checkpointing))
+    if train.method == "lora":
+        add_lora(model, train.lora)
+    freeze_unreached(model)
+    model.kernels = Kernels(device, torch.bfloat16 if train.mixed_precision == "bf16" else None)
+    for block in model.transformer_blocks:
+        block.__class__ = WithoutData
+        block.kernels = model.kernels
+    return model.train()
+
+
+def peak_of_step(model: Any, batch: Sequence[Shape], dtype: torch.dtype) -> int:
+    """The most that a forward and a backward pass take beyond the parameters."""
+    images = [list(shapes) for shapes, _ in batch]
+    texts = [text for _, text in batch]
+    rows = len(batch), max(map(token_count, images))
+    config = model.config
+    with Alive(list(model.parameters())) as alive:
+        clean, noise = (torch.empty(*rows, config.in_channels, device="meta") for _ in range(2))
+        sigma, weight = torch.empty(len(batch), device="meta"), torch.empty(rows, device="meta")
+        prompt = torch.empty(len(batch), max(texts), config.joint_attention_dim, device="meta", dtype=dtype)
+        mask = prefix_mask(texts, max(texts)) if min(texts) < max(texts) else None
+        noisy = interpolate(clean, noise, sigma, weight > 0)
+        with model.kernels:
+            velocity = model(noisy.to(dtype), prompt, mask, sigma, images, return_dict=False)[0]
+        error = (velocity.float() - (noise - clean)).square().mean(dim=-1)
+        loss = ((error * weight).sum(dim=1) / weight.sum(dim=1)).mean()
+        torch.autograd.backward(loss)
+    peak: int = alive.peak
+    return peak
+
+
+# ---- what fits -------------------------------------------------------------------------------------------------------
+
+
+CURES: tuple[dict[str, Any], ...] = (
+    {"train.gradient_checkpointing": True},
+    {"train.gradient_checkpointing": True, "train.tabulated_modulation": True},
+    {"train.gradient_checkpointing": True, "model.quantization": "fp8"},
+    {"train.gradient_checkpointing": True, "model.quantization": "nf4"},
+)
+"""What makes training smaller, the cheapest in time and precision first."""
+LINEAR_FROM = 2048  # tokens: from here on a batch takes more than any optimizer does with a LoRA's gradients
+
+
+def plan(settings: Config, capacity: int | None) -> dict[str, Any]:
+    """What `qwen-train plan` says, as one JSON value: the largest batch, its memory by part, and what fits."""
+    transformer = transformer_config(settings.model)
+    from qwen_train.train import open_samples
+
+    batches = Batches(open_samples(settings, None), settings.train, NoiseSchedule())
+    batch, largest = largest_batch(batches, settings.train.layout)
+    memory = predict_memory(transformer, settings, batch)
+    found: dict[str, Any] = {
+        "largest_batch": {"samples": len(batch), "tokens": tokens_of(batch, settings.train.layout)},
+        "largest_sample": tokens_of([largest], settings.train.layout),
+        "memory": {**asdict(memory), "total": memory.total},
+    }
+    if capacity is None:
+        return found
+    most = most_tokens(transformer, settings, largest, capacity)
+    found |= {"gpu_memory": capacity, "fits": memory.total <= capacity, "max_tokens": most}
+    return found if found["fits"] else {**found, "do": cures(transformer, settings, batch, most, capacity)}
+
+
+def largest_batch(batches: Batches, layout: str) -> tuple[list[Shape], Shape]:
+    """Of the first epoch, the batch with the most tokens, and the sample with the most."""
+    cache: Any = batches.cache
+    if not len(cache):
+        raise TrainError("the cache has no samples", where=cache.folder, do="run `qwen-cache build`")
+
+    def shapes(positions: Sequence[int]) -> list[Shape]:
+        rows = [cache.row(batches.plan.sample(position)).meta for position in positions]
+        return [(row.img_shapes, row.text_length) for row in rows]
+
+    done, most, largest = 0, shapes([0]), shapes([0])[0]
+    while done < min(batches.plan.in_epoch, SUMMARISED):
+        positions = batches.plan.batch(done)
+        done += len(positions)
+        batch = shapes(positions)
+        most = max(most, batch, key=lambda it: tokens_of(it, layout))
+        largest = max(largest, *batch, key=lambda it: tokens_of([it], layout))
+    return most, largest
+
+
+def tokens_of(batch: Sequence[Shape], layout: str) -> int:
+    """As `train.max_tokens` counts them."""
+    images, texts = [token_count(shapes) for shapes, _ in batch], [text for _, text in batch]
+    return len(batch) * (max(images) + max(texts)) if layout == "padded" else sum(images) + sum(texts)
+
+
+def most_tokens(transformer: dict[str, Any], settings: Config, largest: Shape, capacity: int) -> int | None:
+    """The largest train.max_tokens that fits, of samples like the largest; None if that one alone does not.
+
+    Memory is linear in tokens, but for the smallest batches, in which the optimizer's own work takes more.
+    """
+    if predict_memory(transformer, settings, [largest]).total > capacity:
+        return None
+    tokens = tokens_of([largest], settings.train.layout)
+    count = math.ceil(LINEAR_FROM / tokens)
+    one, two = (predict_memory(transformer, settings, [largest] * n).total for n in (count, 2 * count))
+    return max(tokens, math.floor(count * tokens * (1 + (capacity - one) / (two - one))))
+
+
+def cures(
+    transformer: dict[str, Any], settings: Config, batch: Sequence[Shape], most: int | None, capacity: int
+) -> list[str]:
+    """The settings, each alone, under which the batch fits; a smaller batch if there is one."""
+    found = [f"train.max_tokens={most}"] if most and len(batch) > 1 else []
+    for changes in CURES:
+        changed = _changed(settings, changes)
+        lossy = "model.quantization" in changes
+        if changed == settings or (lossy and (settings.train.method == "full" or "quantization_config" in transformer)):
+            continue
+        with suppress(ConfigError, ModelError):  # what these settings or this model cannot have
+            total = predict_memory(transformer, changed, batch).total
+            if total > capacity:
+                continue
+            words = " ".join(f"{name}={json.dumps(value)}" for name, value in changes.items())
+            found.append(f"{words} ({human_bytes(total)})".replace('"', ""))
+    return found
+
+
+def _changed(settings: Config, changes: dict[str, Any]) -> Config:
+    for name, value in changes.items():
+        section, key = name.split(".")
+        settings = settings.model_copy(update={section: getattr(settings, section).model_copy(update={key: value})})
+    return settings
+
+
+def transformer_config(model: ModelConfig) -> dict[str, Any]:
+    """config.json of the model's transformer; from the hub, that file alone."""
+    if model.path is None:
+        raise ModelError("no model is named", do="give --model FOLDER_OR_REPOSITORY, or model.path in qwen.yaml")
+    path = Path(model.path) / "transformer" / "config.json"
+    if not Path(model.path).is_dir():
+        path = _download(model.path, model.revision)
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the transformer's configuration cannot be read: {error}", where=path) from None
+    if (found := config.get("_class_name")) != "QwenImageTransformer2DModel":
+        raise ModelError("not a Qwen-Image transformer", where=path, found=found)
+    return config
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, "config.json", subfolder="transformer", revision=revision))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            "no such folder here, and none on the hub", where=name, do=str(error).splitlines()[0]
+        ) from None
+
+
+def capacity_of(text: str) -> int:
+    """Bytes from `24GB` or `22.5 GiB`."""
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise ConfigError("not a size", where="--gpu-memory", expected="such as 24GB or 80GiB", found=text) from None
+
+
+PARTS = {
+    "weights": "frozen weights",
+    "trained": "trained weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "average": "average (EMA)",
+    "activations": "activations",
+    "reserved": "CUDA itself, estimated",
+}
+
+
+def print_plan(found: dict[str, Any]) -> None:
+    """The same for people, on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    out, table = Console(highlight=False, soft_wrap=True), Table(box=None, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, words in (PARTS | {"total": "[bold]together[/]"}).items():
+        if found["memory"][name]:
+            table.add_row(words, human_bytes(found["memory"][name]))
+    batch = found["largest_batch"]
+    out.print(f"[bold]largest batch[/]  {plural(batch['samples'], 'sample')}, {batch['tokens']:,} tokens")
+    out.print(table)
+    if "fits" not in found:
+        return
+    verdict = "[bold green]fits[/]" if found["fits"] else "[bold red]does not fit[/]"
+    out.print(f"{verdict} in {human_bytes(found['gpu_memory'])}")
+    if found["max_tokens"]:
+        out.print(f"largest batches that fit: train.max_tokens={found['max_tokens']}")
+    for cure in found.get("do", []):
+        out.print(f"would fit with {cure}")

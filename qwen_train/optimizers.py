@@ -1,0 +1,96 @@
+"""The optimizer by its name or import path, and the schedule of its learning rate.
+
+A known optimizer gets the settings of the section `optimizer` that it has; one that it lacks is refused when it was
+set. One by import path gets the learning rate, and all else from `optimizer.arguments`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers.optimization import get_scheduler
+from torch.distributed.tensor import DTensor
+
+from qwen_cache.config import Config, OptimizerConfig
+from qwen_cache.format.errors import ConfigError
+
+CLASSES = {
+    "adamw": "torch.optim.AdamW",
+    "adamw8bit": "bitsandbytes.optim.AdamW8bit",
+    "adafactor": "torch.optim.Adafactor",
+    "prodigy": "prodigyopt.Prodigy",
+}
+ADAM = ("betas", "weight_decay", "eps")
+SETTINGS = {"adamw": ADAM, "adamw8bit": ADAM, "adafactor": ("weight_decay",), "prodigy": ADAM}
+EXTRAS = {"bitsandbytes": "quantization", "prodigyopt": "prodigy"}
+"""Of this package: what `pip install qwen-cache[...]` brings a module."""
+
+NOT_IN_PARTS = ("adamw8bit", "adafactor", "prodigy")
+"""Those that look at more of the weights than the part that a process holds in FSDP2."""
+
+
+def make_optimizer(config: Config, parameters: Sequence[torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, Any]:
+    """The optimizer and the learning rate's schedule."""
+    o, s = config.optimizer, config.lr_scheduler
+    cls = optimizer_class(o.name)
+    if o.name in NOT_IN_PARTS and isinstance(parameters[0], DTensor):
+        raise ConfigError(
+            f"{o.name} cannot be used with train.fsdp", expected="adamw", found=o.name, do="set optimizer.name=adamw"
+        )
+    arguments = {"lr": o.learning_rate, **_settings(o), **o.arguments}
+    try:
+        optimizer = cls(parameters, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{o.name} does not take these settings: {error}", do="see optimizer.arguments") from None
+    try:
+        lr_scheduler = get_scheduler(
+            s.name,
+            optimizer,
+            num_warmup_steps=s.warmup_steps,
+            num_training_steps=config.train.max_steps,
+            num_cycles=s.num_cycles,
+            power=s.power,
+        )
+    except ValueError as error:
+        raise ConfigError(f"lr_scheduler: {error}") from None
+    return optimizer, lr_scheduler
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class of that name or import path."""
+    path = CLASSES.get(name, name)
+    module, _, attribute = path.rpartition(".")
+    if not module:
+        raise ConfigError(
+            "optimizer.name: no such optimizer", expected=f"{', '.join(CLASSES)} or an import path", found=name
+        )
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ImportError as error:
+        extra = EXTRAS.get(module.split(".")[0])
+        do = f"pip install 'qwen-cache[{extra}]'" if extra else "install what it is in, or correct optimizer.name"
+        raise ConfigError(f"the optimizer {name} cannot be imported: {error}", do=do) from None
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ConfigError(
+            "optimizer.name: not an optimizer",
+            where=path,
+            expected="a class of torch.optim.Optimizer",
+            found=type(found).__name__ if found is not None else f"no {attribute} in {module}",
+        )
+    return found
+
+
+def _settings(config: OptimizerConfig) -> dict[str, Any]:
+    """Those of `betas`, `weight_decay` and `eps` that this optimizer has."""
+    taken = SETTINGS.get(config.name, ())
+    for name in ADAM:
+        if name not in taken and getattr(config, name) != OptimizerConfig.model_fields[name].default:
+            raise ConfigError(
+                f"optimizer.{name} is not passed on to {config.name}",
+                found=getattr(config, name),
+                do="leave it out, or say it in optimizer.arguments as this optimizer names it",
+            )
+    return {name: getattr(config, name) for name in taken}

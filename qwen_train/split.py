@@ -1,0 +1,31 @@
+"""Which samples are never trained: those of which the hash of the target picture says so.
+
+It says the same when the dataset grows, in whatever order, and when it is built anew for another resolution or model.
+All samples of one target are on the same side: another size or instruction of a picture that is trained shows nothing.
+Refused is a share that leaves nothing to validate, or nothing to train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from qwen_cache.format.errors import ConfigError
+from qwen_train.epoch import IntArray
+
+
+def split(targets: Sequence[str], share: float) -> tuple[IntArray, IntArray]:
+    """The positions of the samples to train and of those to validate, by the content hashes of their targets."""
+    hashes = (xxhash.xxh3_64_intdigest(target.encode("ascii")) for target in targets)
+    validated = np.fromiter((digest < share * 2**64 for digest in hashes), bool, len(targets))
+    training, validation = np.flatnonzero(~validated), np.flatnonzero(validated)
+    for which, left in (("train", training), ("validate", validation)):
+        if not len(left):
+            raise ConfigError(
+                f"train.validation_split leaves nothing to {which}",
+                found=f"{share} of {len(set(targets))} different targets",
+                do=f"{'lower' if which == 'train' else 'raise'} train.validation_split",
+            )
+    return training, validation

@@ -1,0 +1,180 @@
+"""The transformer's weights: how they are loaded, what of them is trained, and how that is saved and read again.
+
+`train.method: lora` freezes the base, which may be quantised, and trains an adapter in float32. `full` trains every
+weight, held in float32 for updates smaller than bfloat16 can tell; with mixed_precision bf16 the products are computed
+in bfloat16, as in diffusers' trainers, and the result is saved so. Refused: full training of quantised weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from qwen_cache.config import Config, TrainConfig
+from qwen_cache.format.errors import ConfigError, ModelError, TrainError
+from qwen_cache.model_folder import ModelFolder
+from qwen_train.lora import WEIGHTS_NAME, has_lora, load_lora, lora_weights, write_lora
+from qwen_train.modulation import TabulatedTransformer2DModel, check_settings
+from qwen_train.sharding import assign, whole
+from qwen_train.transformer import QwenImageMultiResTransformer2DModel
+
+FOLDER = "transformer"  # where all weights are saved, as in a pipeline's folder
+FILE_PATTERN = "diffusion_pytorch_model{suffix}.safetensors"
+MAX_SHARD_SIZE = "10GB"  # as save_pretrained
+KEPT_WHOLE = ["img_in", "txt_in", "time_text_embed", "norm_out", "proj_out"]
+"""Not quantised: half a percent of the weights, through which everything goes."""
+UNREACHED = ("attn.add_q_proj.", "attn.norm_added_q.", "attn.to_add_out.", "txt_mlp.")
+"""Of the last block: the text that they compute is used by nothing."""
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load_transformer(model: ModelFolder, config: Config) -> Any:
+    """The transformer of the model, as it is to be trained, but for a LoRA and the table of its modulation."""
+    folder, settings, kind = model.part("transformer"), config.train, config.model.quantization
+    if settings.method == "full":
+        _refuse_quantised(folder, kind)
+    dtype = torch.float32 if settings.method == "full" else compute_dtype(settings)
+    quantised = {"quantization_config": _quantization_config(kind, dtype)} if kind != "none" else {}
+    model_class = QwenImageMultiResTransformer2DModel
+    if settings.tabulated_modulation:
+        check_settings(settings, json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        model_class = TabulatedTransformer2DModel
+    try:
+        transformer, info = model_class.from_pretrained(
+            folder, torch_dtype=dtype, use_safetensors=True, output_loading_info=True, **quantised
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise ModelError(f"the transformer cannot be loaded: {error}", where=folder) from None
+    if info["missing_keys"]:
+        raise ModelError(
+            "weights are missing",
+            where=folder,
+            found=sorted(info["missing_keys"])[0],
+            do="download this part again",
+        )
+    transformer.layout = settings.layout
+    if settings.gradient_checkpointing:
+        checkpoint_blocks(transformer, int(settings.gradient_checkpointing))
+    return transformer
+
+
+def compute_dtype(settings: TrainConfig) -> torch.dtype:
+    """What products are computed in."""
+    return torch.bfloat16 if settings.mixed_precision == "bf16" else torch.float32
+
+
+def checkpoint_blocks(transformer: Any, every: int) -> None:
+    """Recompute every n-th block in the backward pass, in place of keeping its activations."""
+    recomputed = set(list(transformer.transformer_blocks)[::every])
+
+    def run(block: torch.nn.Module, *arguments: Any) -> Any:
+        return checkpoint(block, *arguments, use_reentrant=False) if block in recomputed else block(*arguments)
+
+    transformer.enable_gradient_checkpointing(run)
+
+
+def freeze_unreached(transformer: Any) -> None:
+    """Train nothing that gets no gradient: DDP would wait for it, and weight decay would wear it away."""
+    for name, parameter in transformer.transformer_blocks[-1].named_parameters():
+        if name.startswith(UNREACHED):
+            parameter.requires_grad_(False)
+
+
+def trainable(transformer: Any) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+
+
+def _quantization_config(kind: str, dtype: torch.dtype) -> Any:
+    """diffusers' setting for that kind of weights."""
+    import diffusers
+
+    try:
+        if kind == "nf4":
+            return diffusers.BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_compute_dtype=dtype,
+                llm_int8_skip_modules=KEPT_WHOLE,
+            )
+        name = {"int8": "Int8WeightOnlyConfig", "fp8": "Float8WeightOnlyConfig"}[kind]
+        weights = getattr(importlib.import_module("torchao.quantization"), name)()
+        return diffusers.TorchAoConfig(weights, modules_to_not_convert=KEPT_WHOLE)
+    except ImportError as error:
+        raise ConfigError(f"model.quantization={kind}: {error}", do="pip install 'qwen-cache[quantization]'") from None
+
+
+def _refuse_quantised(folder: Path, kind: str) -> None:
+    saved = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    if kind == "none" and saved is None:
+        return
+    raise ConfigError(
+        "train.method=full cannot train quantised weights",
+        where=folder if saved else None,
+        found=f"quant_method {saved.get('quant_method')} in config.json" if saved else f"model.quantization={kind}",
+        do="set train.method=lora" + ("" if saved else ", or model.quantization=none"),
+    )
+
+
+# ---- saving what was trained -----------------------------------------------------------------------------------------
+
+
+def trained_weights(transformer: Any) -> dict[str, Tensor]:
+    """What is saved of it: the adapter if there is one, else all weights."""
+    return lora_weights(transformer) if has_lora(transformer) else transformer.state_dict()
+
+
+def gather_weights(transformer: Any, *, keep: bool) -> dict[str, Tensor]:
+    """A copy of `trained_weights`, whole and on the CPU, in the processes that `keep` it; all have to take part."""
+    gathered = {}
+    for name, tensor in trained_weights(transformer).items():
+        value = whole(tensor)
+        if keep:
+            gathered[name] = value.to("cpu", copy=True).contiguous()
+    return gathered
+
+
+def weights_path(transformer: Any, folder: Path, suffix: str = "") -> Path:
+    """Where they are saved: a file for a LoRA, else a folder that `from_pretrained` loads."""
+    stem, dot, ending = WEIGHTS_NAME.partition(".")
+    return folder / (f"{stem}{suffix}{dot}{ending}" if has_lora(transformer) else f"{FOLDER}{suffix}")
+
+
+def write_weights(transformer: Any, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write what was gathered. A file has its name when it is whole; a folder is for the caller to name."""
+    if has_lora(transformer):
+        write_lora(transformer, weights, path)
+        return
+    path.mkdir()
+    transformer.save_config(path)
+    save_torch_state_dict(dict(weights), path, filename_pattern=FILE_PATTERN, max_shard_size=MAX_SHARD_SIZE)
+    for file in path.iterdir():
+        with open(file, "rb") as written:
+            os.fsync(written.fileno())
+
+
+def read_weights(transformer: Any, path: Path) -> None:
+    """Put what `write_weights` wrote into the transformer."""
+    if has_lora(transformer):
+        load_lora(transformer, path)
+        return
+    targets = trained_weights(transformer)
+    missing = set(targets)
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in sorted(set(tensors.keys()) & missing):
+                assign(targets[name], tensors.get_tensor(name))
+                missing.discard(name)
+    if missing:
+        raise TrainError("weights are missing", where=path, found=min(missing))

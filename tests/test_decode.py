@@ -1,0 +1,115 @@
+"""`qwen-train decode` makes of latents what the stock pipeline makes of them, each once, and names what it cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from qwen_cache import open_cache
+
+from .conftest import command, run
+from .equivalence.judge import stock_pipeline
+from .test_train import SMALL, Trainer, refused
+
+PICTURES = {
+    **SMALL,
+    "train.max_steps": 2,
+    "train.validation_split": 0.6,
+    "validation.pictures": 2,
+    "validation.picture_steps": 1,
+    "validation.num_inference_steps": 2,
+    "predict.dtype": "float32",
+}
+
+
+@pytest.fixture
+def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
+    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
+
+
+@torch.no_grad()
+def stock_picture(model: Path, latents: torch.Tensor, h: int, w: int) -> np.ndarray:  # type: ignore[type-arg]
+    """The last lines of the stock pipelines."""
+    pipeline = stock_pipeline(model, "edit-plus")
+    vae, size = pipeline.vae, (16 * h, 16 * w)
+    z = pipeline._unpack_latents(latents[None], *size, pipeline.vae_scale_factor).to(vae.dtype)
+    mean = torch.tensor(vae.config.latents_mean).view(1, vae.config.z_dim, 1, 1, 1).to(z.dtype)
+    std = 1.0 / torch.tensor(vae.config.latents_std).view(1, vae.config.z_dim, 1, 1, 1).to(z.dtype)
+    image = vae.decode(z / std + mean, return_dict=False)[0][:, :, 0]
+    return np.asarray(pipeline.image_processor.postprocess(image, output_type="pil")[0])
+
+
+def test_pictures_are_the_stock_pipelines_bit_for_bit(train: Trainer) -> None:
+    """Those that were drawn, and, for comparison, the target and all controls out of the cache."""
+    out = train(settings=PICTURES)
+    result = run("qwen-train", "decode", out)
+    assert result.code == 0, result.stderr
+    folder, cache, decoded = out / "validation", open_cache(train.cache), 0
+    for file in sorted(folder.rglob("*.safetensors")):
+        sample, latents = cache[file.stem], load_file(file)["latents"]
+        shapes = sample.img_shapes[1:] if file.parent.name == "controls" else sample.img_shapes[:1]
+        for i, (_, h, w) in enumerate(shapes):
+            part, latents = latents[: h * w], latents[h * w :]
+            png = file.with_name(f"{file.stem}{f'-{i + 1}' if i else ''}.png")
+            assert np.array_equal(np.asarray(Image.open(png)), stock_picture(train.model, part, h, w)), png
+            decoded += 1
+        assert not len(latents)
+    assert decoded == len(list(folder.rglob("*.png"))) == 2 * 3 + 3  # one of the two samples has a second control
+    assert f"{decoded} new pictures in {out}" in result.stderr
+
+
+def test_what_is_there_is_not_made_again(train: Trainer) -> None:
+    out = train(settings=PICTURES)
+    assert run("qwen-train", "decode", out).code == 0
+    pngs = sorted(out.rglob("*.png"))
+    kept, gone = pngs[0], pngs[-1]
+    expected = gone.read_bytes()
+    gone.unlink()
+    kept.write_bytes(b"mine")
+    result = run("qwen-train", "decode", out)
+    assert "1 new picture in" in result.stderr
+    assert gone.read_bytes() == expected
+    assert kept.read_bytes() == b"mine"
+    assert f"{kept.name} cannot be read" in (out / "report.html").read_text(encoding="utf-8")
+    assert not [path.name for path in out.rglob(".*")]
+
+
+def test_a_folder_of_latents_and_another_model_can_be_named(train: Trainer) -> None:
+    out = train(settings=PICTURES)
+    step = out / "validation" / "step-1"
+    refused(run("qwen-train", "decode", step), "no model is named", "--model")
+    result = run("qwen-train", "decode", step, "--model", train.model, "--vae-device", "cpu")
+    assert result.code == 0, result.stderr
+    assert {path.parent for path in out.rglob("*.png")} == {step}
+
+
+@pytest.mark.parametrize("damage", ["cut off", "without shapes", "of other shapes"])
+def test_files_that_are_no_latents_of_a_run_are_named(train: Trainer, damage: str) -> None:
+    path = train.folder / "latents" / "a.safetensors"
+    path.parent.mkdir()
+    shapes = {"img_shapes": json.dumps([[1, 2, 3]])}
+    save_file({"latents": torch.zeros(6 if damage != "of other shapes" else 7, 64)}, path, shapes)
+    if damage == "without shapes":
+        save_file({"latents": torch.zeros(6, 64)}, path)
+    if damage == "cut off":
+        path.write_bytes(path.read_bytes()[:100])
+    result = run("qwen-train", "decode", path.parent, "--model", train.model)
+    refused(result, str(path), "do not fill their pictures" if "other" in damage else "not latents that a run left")
+
+
+def test_a_folder_without_latents_is_refused(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
+    result = run("qwen-train", "decode", tmp_path, "--model", tiny_model("edit-plus"))
+    refused(result, f"{tmp_path}: no latents here", "validation.pictures")
+
+
+@pytest.mark.parametrize("program", ["decode", "report"])
+def test_the_default_folder_need_not_exist(program: str, tmp_path: Path) -> None:
+    result = command("qwen-train", program, cwd=tmp_path)
+    refused(result, "out: no latents here" if program == "decode" else "out: no run here")

@@ -1,0 +1,123 @@
+"""Several processes train what one does: two over gloo on the CPU, with all weights each (DDP) or in parts (FSDP2).
+
+The judge is one process that accumulates the same batches, within what the order of sums in float32 makes; and, for
+stopping and going on, the same two processes, bit for bit. FSDP2 here is the code that runs on GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from safetensors.torch import load_file
+
+from qwen_train import checkpoint
+
+from .test_resume import differences, written
+from .test_train import LORA, SMALL, Trainer, column, relative_error
+
+pytestmark = pytest.mark.slow
+
+AVERAGE = "pytorch_lora_weights_ema.safetensors"
+STEPS = {
+    **SMALL,
+    "train.batch_size": 3,
+    "train.ema_decay": 0.5,
+    "train.checkpointing_steps": 1,
+    "optimizer.learning_rate": 0.01,
+    "optimizer.eps": 1e-3,  # a small one makes whole steps of gradients that are nothing but rounding
+}
+
+
+@pytest.fixture
+def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
+    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
+
+
+def two(train: Trainer, *options: str, **changes: Any) -> subprocess.CompletedProcess[str]:
+    """`qwen-train run` in two processes, as torchrun starts them."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    program = Path(sys.executable).parent / "qwen-train"
+    return subprocess.run(
+        [*torchrun, program, *map(str, train.arguments(**changes)), *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "COLUMNS": "200"},
+    )
+
+
+def by_two(train: Trainer, *options: str, **changes: Any) -> Path:
+    done = two(train, *options, **changes)
+    assert done.returncode == 0, done.stderr
+    return train.folder / str(changes.get("out", "out"))
+
+
+def result(out: Path, method: str) -> dict[str, torch.Tensor]:
+    """What the run left, its average too."""
+    if method == "lora":
+        return {f"{name} {key}": t for name in (LORA, AVERAGE) for key, t in load_file(out / name).items()}
+    folders = [out / name for name in ("transformer", "transformer_ema")]
+    models = {folder.name: QwenImageTransformer2DModel.from_pretrained(folder) for folder in folders}
+    return {f"{name} {key}": t for name, model in models.items() for key, t in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+def test_two_processes_equal_one_and_one_goes_on_where_they_stopped(train: Trainer, method: str, fsdp: bool) -> None:
+    settings = {**STEPS, "train.method": method}
+    one = train(settings=settings, train__gradient_accumulation_steps=2, out="one")
+    out = by_two(train, settings=settings, train__fsdp=fsdp, train__max_steps=2)
+    assert [step for step, _ in checkpoint.checkpoints(out)] == [1, 2]
+    train("--resume", settings=settings, train__gradient_accumulation_steps=2)
+    assert column(out, "loss") == pytest.approx(column(one, "loss"), rel=1e-5)
+    assert column(out, "grad_norm") == pytest.approx(column(one, "grad_norm"), rel=1e-4)
+    assert relative_error(result(out, method), result(one, method)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "method"), [(False, "lora"), (True, "lora"), (True, "full")], ids=["ddp", "fsdp2", "fsdp2, full"]
+)
+def test_two_processes_that_were_stopped_go_on_bit_for_bit(train: Trainer, fsdp: bool, method: str) -> None:
+    """With dropout, which each draws for itself."""
+    settings = {**STEPS, "train.fsdp": fsdp, "train.method": method, "train.lora.lora_dropout": 0.3}
+    whole = written(by_two(train, settings=settings, out="whole"))
+    by_two(train, settings=settings, train__max_steps=2)
+    assert differences(written(by_two(train, "--resume", settings=settings)), whole) == []
+
+
+def test_processes_drop_out_differently(train: Trainer) -> None:
+    out = by_two(train, settings=STEPS, train__lora__lora_dropout=0.3, train__max_steps=1)
+    state = json.loads((out / "checkpoint-1" / "state.json").read_text(encoding="utf-8"))
+    tensors = load_file(out / "checkpoint-1" / "state.safetensors")
+    first, second = (tensors[f"random.{rank}.cpu"] for rank in range(len(state["random"]["list"])))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer.name": "adafactor"}, "adafactor cannot be used with train.fsdp"),
+        ({"model.quantization": "int8"}, "train.fsdp cannot share out quantised weights"),
+    ],
+)
+def test_what_cannot_be_in_parts_is_refused(train: Trainer, changes: dict[str, Any], message: str) -> None:
+    done = two(train, settings={**STEPS, "train.fsdp": True, **changes})
+    assert done.returncode != 0
+    assert f"error: {message}" in done.stderr
+
+
+def test_a_quantised_base_in_two_processes(train: Trainer) -> None:
+    """Frozen weights are not sent around: each process has read them."""
+    settings = {**STEPS, "model.quantization": "int8"}
+    one = train(settings=settings, train__gradient_accumulation_steps=2, out="one")
+    out = by_two(train, settings=settings)
+    assert column(out, "loss") == pytest.approx(column(one, "loss"), rel=1e-5)

@@ -1,0 +1,272 @@
+"""A LoRA in other forms does what it did: the judges are diffusers' own converter, its stock loader and its model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import peft
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from diffusers.loaders.lora_conversion_utils import _convert_non_diffusers_qwen_lora_to_diffusers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from qwen_train.lora import lora_weights, write_lora
+
+from .conftest import run
+
+ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
+EVERYWHERE = [*ATTENTION, "add_q_proj", "to_add_out", "img_mlp.net.0.proj", "txt_mlp.net.2", "img_mod.1", "proj_out"]
+SETTINGS = {
+    "alpha is the rank": {},
+    "alpha is not the rank": {"lora_alpha": 10},
+    "rank-stabilised": {"lora_alpha": 3, "use_rslora": True},
+    "every layer": {"target_modules": EVERYWHERE, "lora_alpha": 3.3},
+    "ranks of their own": {"rank_pattern": {"to_q": 2, r"1\.attn\.to_v": 7}, "alpha_pattern": {"to_k": 9}},
+}
+
+
+@pytest.fixture
+def model(tiny_model: Callable[[str], Path]) -> Path:
+    return tiny_model("edit-plus")
+
+
+def stock(model: Path) -> QwenImageTransformer2DModel:
+    return QwenImageTransformer2DModel.from_pretrained(model / "transformer").eval()
+
+
+def random_lora(model: Path, folder: Path, **settings: Any) -> tuple[Path, Tensor]:
+    """A random LoRA as training writes it, and what the model computes with it."""
+    transformer = stock(model)
+    torch.manual_seed(1)
+    defaults = {"r": 4, "lora_alpha": 4, "target_modules": ATTENTION, "init_lora_weights": False}
+    transformer.add_adapter(peft.LoraConfig(**{**defaults, **settings}))
+    file = folder / "pytorch_lora_weights.safetensors"
+    folder.mkdir(exist_ok=True)
+    write_lora(transformer, lora_weights(transformer), file)
+    return file, output(transformer)
+
+
+@torch.no_grad()
+def output(transformer: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    velocity: Tensor = transformer(
+        hidden_states=torch.randn(1, 24, 64, generator=generator).to(transformer.dtype),
+        encoder_hidden_states=torch.randn(1, 5, 64, generator=generator).to(transformer.dtype),
+        timestep=torch.tensor([0.6]),
+        img_shapes=[[(1, 4, 6)]],
+        return_dict=False,
+    )[0]
+    return velocity
+
+
+def stock_with(file: Path, model: Path) -> QwenImageTransformer2DModel:
+    """The stock transformer with the adapter as the stock pipeline loads it."""
+    parts = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "processor"))
+    pipeline = diffusers.QwenImageEditPlusPipeline(transformer=stock(model), **parts)
+    pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
+    return pipeline.transformer
+
+
+def export(source: Path, form: str, out: Path, *options: str | Path) -> Path:
+    result = run("qwen-train", "export", source, "--to", form, "--out", out, *options)
+    assert result.code == 0, result.stderr
+    return out
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def assert_same(found: Tensor, expected: Tensor, model: Path) -> None:
+    assert relative_error(found, expected) < 1e-5
+    assert relative_error(output(stock(model)), expected) > 0.01, "the LoRA changes nothing"
+
+
+# ---- ComfyUI ---------------------------------------------------------------------------------------------------------
+
+
+def test_comfyui_names_are_those_of_the_model_and_convert_back_to_the_same_bits(model: Path, tmp_path: Path) -> None:
+    file, _ = random_lora(model, tmp_path / "run", target_modules=EVERYWHERE)
+    tensors = load_file(export(file, "comfyui", tmp_path / "comfyui.safetensors"))
+    layers = {f"diffusion_model.{name}" for name, _ in stock(model).named_modules()}
+    for name, tensor in tensors.items():
+        module, kind = name.removesuffix(".weight").rsplit(".", 1)
+        assert module in layers
+        assert (kind, tensor.ndim) in {("lora_down", 2), ("lora_up", 2), ("alpha", 0)}
+    back = _convert_non_diffusers_qwen_lora_to_diffusers(tensors)
+    original = load_file(file)
+    assert back.keys() == original.keys()
+    assert all(torch.equal(back[name], original[name]) for name in original)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_the_stock_loader_takes_the_comfyui_file(settings: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    file, expected = random_lora(model, tmp_path / "run", **settings)
+    converted = export(tmp_path / "run", "comfyui", tmp_path / "comfyui" / "style.safetensors")
+    assert_same(output(stock_with(converted, model)), expected, model)
+    assert_same(output(stock_with(file, model)), expected, model)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_to_comfyui_and_back_is_the_same_file(settings: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    """To the byte: weights, rank, alpha and whether it is rank-stabilised."""
+    file, _ = random_lora(model, tmp_path / "run", **settings)
+    converted = export(file, "comfyui", tmp_path / "comfyui.safetensors")
+    assert export(converted, "diffusers", tmp_path / "back.safetensors").read_bytes() == file.read_bytes()
+
+
+def test_rank_and_alpha_stand_in_the_header_as_tools_read_them(model: Path, tmp_path: Path) -> None:
+    file, _ = random_lora(model, tmp_path / "run", lora_alpha=10, use_rslora=True)
+    with safe_open(export(file, "comfyui", tmp_path / "comfyui.safetensors"), framework="pt") as opened:
+        header = opened.metadata()
+    assert (header["ss_network_dim"], header["ss_network_alpha"]) == ("4", "10")
+    assert json.loads(header["peft_config"])["use_rslora"] is True
+
+
+@pytest.mark.parametrize("named", ["lora_down", "lora_A"])
+@pytest.mark.parametrize("with_alpha", [True, False])
+def test_what_other_trainers_wrote_for_comfyui(named: str, with_alpha: bool, model: Path, tmp_path: Path) -> None:
+    """No settings in the header, ranks that differ, alphas or none."""
+    generator = torch.Generator().manual_seed(0)
+    up = {"lora_down": "lora_up", "lora_A": "lora_B"}[named]
+    tensors = {}
+    for module, rank, alpha in (("0.attn.to_q", 4, 2.0), ("1.attn.to_k", 3, 6.0), ("1.attn.to_v", 4, 4.0)):
+        name = f"diffusion_model.transformer_blocks.{module}"
+        tensors[f"{name}.{named}.weight"] = torch.randn(rank, 64, generator=generator)
+        tensors[f"{name}.{up}.weight"] = torch.randn(64, rank, generator=generator)
+        tensors |= {f"{name}.alpha": torch.tensor(alpha)} if with_alpha else {}
+    save_file(tensors, tmp_path / "theirs.safetensors")
+    expected = output(stock_with(tmp_path / "theirs.safetensors", model))
+    converted = export(tmp_path / "theirs.safetensors", "diffusers", tmp_path / "ours.safetensors")
+    assert_same(output(stock_with(converted, model)), expected, model)
+
+
+# ---- merged ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS.values(), {"use_dora": True}], ids=[*SETTINGS, "DoRA"])
+def test_merged_weights_compute_what_the_model_computes_with_the_lora(
+    settings: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    file, expected = random_lora(model, tmp_path / "run", **settings)
+    out = export(file, "merged", tmp_path / "merged", "--model", model)
+    merged = QwenImageTransformer2DModel.from_pretrained(out)
+    assert_same(output(merged), expected, model)
+    config = json.loads((out / "config.json").read_text())
+    assert config["_class_name"] == "QwenImageTransformer2DModel"
+    base, touched = stock(model).state_dict(), {name.rsplit(".lora_", 1)[0] for name in load_file(file)}
+    assert merged.state_dict().keys() == base.keys(), "an adapter is left"
+    for name, tensor in merged.state_dict().items():
+        assert torch.equal(tensor, base[name]) != (f"transformer.{name.removesuffix('.weight')}" in touched), name
+
+
+def test_merged_in_the_precision_of_the_model(model: Path, tmp_path: Path) -> None:
+    """bfloat16 stays bfloat16, and each weight is the rounded sum."""
+    file, _ = random_lora(model, tmp_path / "run")
+    half = tmp_path / "half"
+    stock(model).bfloat16().save_pretrained(half / "transformer")
+    (half / "model_index.json").write_bytes((model / "model_index.json").read_bytes())
+    out = export(file, "merged", tmp_path / "merged", "--model", half)
+    name, weights = "transformer_blocks.1.attn.to_k", load_file(file)
+    up, down = (weights[f"transformer.{name}.lora_{side}.weight"] for side in "BA")
+    merged = load_file(out / "diffusion_pytorch_model.safetensors")
+    base = load_file(half / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
+    assert torch.equal(merged[f"{name}.weight"], (base[f"{name}.weight"] + up @ down).bfloat16())
+
+
+def test_merged_is_written_in_shards(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_pretrained = QwenImageTransformer2DModel.save_pretrained
+    monkeypatch.setattr(
+        QwenImageTransformer2DModel, "save_pretrained", lambda *a: save_pretrained(*a, max_shard_size="500KB")
+    )
+    file, expected = random_lora(model, tmp_path / "run")
+    out = export(file, "merged", tmp_path / "merged", "--model", model)
+    assert len(list(out.glob("*.safetensors"))) > 1
+    assert relative_error(output(QwenImageTransformer2DModel.from_pretrained(out)), expected) < 1e-5
+
+
+def test_the_model_of_a_run_is_that_of_its_settings(model: Path, tmp_path: Path) -> None:
+    """From the folder of the run, and from one of its checkpoints."""
+    _, expected = random_lora(model, tmp_path / "run")
+    random_lora(model, tmp_path / "run" / "checkpoint-1")
+    (tmp_path / "run" / "qwen.yaml").write_text(f"model:\n  path: {model}\n")
+    for source in (tmp_path / "run", tmp_path / "run" / "checkpoint-1"):
+        out = export(source, "merged", tmp_path / f"merged-{source.name}")
+        assert relative_error(output(QwenImageTransformer2DModel.from_pretrained(out)), expected) < 1e-5
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------------
+
+
+def refused(*arguments: str | Path) -> str:
+    result = run("qwen-train", "export", *arguments)
+    assert result.code == 2
+    assert "Traceback" not in result.stderr
+    return " ".join(result.stderr.split())
+
+
+def test_what_is_no_lora_is_refused(model: Path, tmp_path: Path) -> None:
+    out = ("--to", "comfyui", "--out", tmp_path / "out.safetensors")
+    assert "no LoRA here (expected pytorch_lora_weights.safetensors" in refused(tmp_path, *out)
+    (tmp_path / "full" / "transformer").mkdir(parents=True)
+    message = refused(tmp_path / "full", *out)
+    assert f"this run trained all weights → they are in {tmp_path}/full/transformer" in message
+    file = tmp_path / "text.safetensors"
+    file.write_text("not a safetensors file")
+    assert f"{file}: this is not a LoRA file" in refused(file, *out)
+    weights = model / "transformer" / "diffusion_pytorch_model.safetensors"
+    assert "not a LoRA of a Qwen-Image transformer" in refused(weights, *out)
+    save_file({"transformer.proj_out.lora_A.weight": torch.zeros(2, 64)}, tmp_path / "half.safetensors")
+    message = refused(tmp_path / "half.safetensors", *out)
+    assert "proj_out.lora_A.weight: a matrix has no partner of its rank (found none)" in message
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_wrong_options_are_refused(model: Path, tmp_path: Path) -> None:
+    file, _ = random_lora(model, tmp_path / "run")
+    message = refused(file, "--to", "kohya", "--out", tmp_path / "x.safetensors")
+    assert "no such form (expected diffusers or comfyui or merged, found kohya)" in message
+    assert "a LoRA is one file (expected a name that ends in .safetensors" in refused(
+        file, "--to", "comfyui", "--out", tmp_path / "folder"
+    )
+    assert "no model is named" in refused(file, "--to", "merged", "--out", tmp_path / "merged")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("keep me")
+    message = refused(file, "--to", "merged", "--out", tmp_path / "full", "--model", model)
+    assert "merged weights go into a new folder" in message
+    assert (tmp_path / "full" / "mine.txt").read_text() == "keep me"
+
+
+def test_dora_has_no_comfyui_form(model: Path, tmp_path: Path) -> None:
+    file, _ = random_lora(model, tmp_path / "run", use_dora=True)
+    message = refused(file, "--to", "comfyui", "--out", tmp_path / "x.safetensors")
+    assert "lora_magnitude_vector: ComfyUI has no counterpart of this tensor → export it with --to merged" in message
+
+
+def test_a_lora_of_another_model_and_a_quantised_one_are_refused(model: Path, tmp_path: Path) -> None:
+    options = ("--to", "merged", "--out", tmp_path / "merged", "--model", model)
+    tensors = {"transformer.proj_out.lora_A.weight": torch.zeros(2, 99)}
+    save_file(tensors | {"transformer.proj_out.lora_B.weight": torch.zeros(64, 2)}, tmp_path / "other.safetensors")
+    message = refused(tmp_path / "other.safetensors", *options)
+    assert "the LoRA does not fit this model (expected a layer of 99 inputs and 64 outputs, found weights (" in message
+    file, _ = random_lora(model, tmp_path / "run")
+    quantised = tmp_path / "quantised"
+    stock(model).save_pretrained(quantised / "transformer")
+    (quantised / "model_index.json").write_bytes((model / "model_index.json").read_bytes())
+    config = quantised / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {}}))
+    message = refused(file, "--to", "merged", "--out", tmp_path / "merged", "--model", quantised)
+    assert "these weights are quantised" in message
+    weights = load_file(file)
+    broken = {**weights, next(iter(weights)): next(iter(weights.values())) * float("nan")}
+    save_file(broken, tmp_path / "broken.safetensors")
+    assert "the LoRA cannot be merged" in refused(tmp_path / "broken.safetensors", *options)
+    assert not (tmp_path / "merged").exists()

@@ -1,0 +1,242 @@
+"""The memory of training is predicted: the judge is torch's own allocator, by its profiler, in real training steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qwen_cache import open_cache
+from qwen_cache.config import load_config
+from qwen_cache.format.errors import ModelError
+from qwen_train.memory import Memory, Shape, predict_memory
+from qwen_train.transformer import QwenImageMultiResTransformer2DModel
+
+from .conftest import load_tool, run
+
+bench: Any = load_tool("bench_memory")
+SMALL = bench.transformer_config(layers=5, heads=4, head_dim=32, width=64)
+REAL = bench.transformer_config(layers=60, heads=24, head_dim=128, width=3584, out_channels=16)
+RAGGED: list[Shape] = [([(1, 20, 24), (1, 12, 16)], 60), ([(1, 16, 16)], 90)]
+EDIT: list[Shape] = [([(1, 64, 64), (1, 64, 64)], 1500)]
+SETTINGS = {
+    "as it is by default": [],
+    "every second block": ["train.gradient_checkpointing=2"],
+    "no checkpointing": ["train.gradient_checkpointing=false"],
+    "in float32": ["train.gradient_checkpointing=false", "train.mixed_precision='no'"],
+    "all weights": ["train.method=full", "train.gradient_checkpointing=false"],
+    "accumulated": ["train.method=full", "train.gradient_accumulation_steps=2"],
+    "another optimizer": ["optimizer.name=adafactor", "train.method=full"],
+    "LoRA everywhere": [
+        "train.gradient_checkpointing=false",
+        "train.lora.target_modules=[to_q,to_out.0,img_mlp.net.2,txt_mlp.net.0.proj,img_mod.1]",
+    ],
+    "LoRA in some blocks": [
+        "train.gradient_checkpointing=false",
+        r"train.lora.target_modules='.*\.[13]\.attn\.to_[qk]'",
+    ],
+}
+
+
+def predicted(config: dict[str, Any], settings: list[str], batch: list[Shape], device: Any = "cuda") -> Any:
+    return predict_memory(config, load_config(None, settings), batch, device)
+
+
+# ---- against the allocator -------------------------------------------------------------------------------------------
+
+Compare = Callable[[dict[str, Any], list[str]], tuple[Memory, Memory]]
+
+
+@pytest.fixture(scope="module")
+def compare() -> Iterator[Compare]:
+    """Prediction and measurement, in a process of their own: beside what other tests left the profiler sees more."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        yield lambda config, settings: process.submit(compare_here, config, settings).result()
+
+
+def compare_here(config: dict[str, Any], settings: list[str]) -> tuple[Memory, Memory]:
+    found, measured = bench.compare(config, load_config(None, settings), RAGGED, "cpu")
+    return found, measured
+
+
+PACKED = [settings for name, settings in SETTINGS.items() if name in ("as it is by default", "no checkpointing")]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(pytest.param(settings, id=name) for name, settings in SETTINGS.items()),
+        *(pytest.param([*settings, "train.layout=packed"], id=f"packed {i}") for i, settings in enumerate(PACKED)),
+    ],
+)
+def test_prediction_is_within_a_tenth_of_what_is_allocated(settings: list[str], compare: Compare) -> None:
+    """A batch of mixed sizes. Of the activations alone it is at most a fifth too high, and never too low."""
+    found, measured = compare(SMALL, settings)
+    assert (found.weights, found.trained) == (measured.weights, measured.trained)
+    assert found.optimizer == pytest.approx(measured.optimizer, rel=0.01)
+    assert found.total == pytest.approx(measured.total, rel=0.1)
+    assert 0.99 < found.activations / measured.activations < 1.2
+
+
+def test_zero_cond_t_keeps_more(compare: Compare) -> None:
+    """A modulation for each token, in the padded layout (Edit-2511)."""
+    settings = SETTINGS["no checkpointing"]
+    found, measured = compare({**SMALL, "zero_cond_t": True}, settings)
+    assert found.total == pytest.approx(measured.total, rel=0.1)
+    assert found.activations > 1.1 * predicted(SMALL, settings, RAGGED, "cpu").activations
+
+
+def test_optimizer_state_of_prodigy(compare: Compare) -> None:
+    pytest.importorskip("prodigyopt")
+    found, measured = compare(SMALL, ["optimizer.name=prodigy", "optimizer.learning_rate=1", "train.method=full"])
+    assert found.optimizer == pytest.approx(measured.optimizer, rel=0.02)
+
+
+def test_a_few_blocks_tell_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every block run the prediction is the same, also where blocks come in groups that do not divide them."""
+    for settings in (SETTINGS["every second block"], SETTINGS["no checkpointing"]):
+        config = {**SMALL, "num_layers": 9}
+        few = predicted(config, settings, RAGGED)
+        with monkeypatch.context() as patch:
+            patch.setattr("qwen_train.memory._names_blocks", lambda targets: True)
+            assert predicted(config, settings, RAGGED) == few
+
+
+# ---- the real configuration ------------------------------------------------------------------------------------------
+
+
+def test_weights_of_the_real_configuration() -> None:
+    """Against the model itself, which has 20.4 billion of them; what is not in blocks is not quantised."""
+    with torch.device("meta"):
+        model = QwenImageMultiResTransformer2DModel.from_config(REAL)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == pytest.approx(20.43e9, rel=1e-3)
+    assert predicted(REAL, [], EDIT).weights == 2 * count
+    in_blocks = sum(p.numel() for p in model.transformer_blocks.parameters() if p.ndim == 2)
+    for kind, each in (("fp8", 1), ("int8", 1), ("nf4", 0.5625)):
+        weights = predicted(REAL, [f"model.quantization={kind}"], EDIT).weights
+        assert weights == pytest.approx(2 * (count - in_blocks) + each * in_blocks, rel=2e-3)
+
+
+def test_activations_of_the_real_configuration() -> None:
+    """Per token and block as measured on the real-size block in bfloat16: 110 kB, or one row of 6144 bytes where blocks
+    are recomputed. Autocast adds two copies of the image's rows, since q, k and v each cast them for a LoRA in float32;
+    on CUDA its norms are in float32 too."""
+    image, text = 8192, 1500
+    whole = predicted(REAL, SETTINGS["no checkpointing"], EDIT, "cpu").activations
+    assert whole / 60 == pytest.approx(110e3 * (image + text) + 2 * 6144 * image, rel=0.02)
+    few = predicted({**REAL, "num_layers": 30}, [], EDIT).activations
+    assert (predicted(REAL, [], EDIT).activations - few) / (image + text) / 30 == pytest.approx(6144, rel=0.03)
+    assert predicted(REAL, SETTINGS["no checkpointing"], EDIT).activations > 1.1 * whole
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_memory_is_linear_in_tokens(layout: str) -> None:
+    """Attention keeps no logits."""
+    side = [[([(1, 16 * n, 64)], 64 * n)] for n in (1, 2, 4)]
+    one, two, four = (predicted(REAL, [f"train.layout={layout}"], batch).activations for batch in side)
+    assert four - two == pytest.approx(2 * (two - one), rel=0.01)
+
+
+def test_everything_that_is_held_counts() -> None:
+    plain, more = (predicted(REAL, settings, EDIT) for settings in ([], ["train.ema_decay=0.99", "train.lora.rank=32"]))
+    assert more.trained == more.gradients == more.average == pytest.approx(2 * plain.trained, rel=1e-6)
+    assert (plain.average, plain.optimizer) == (0, 2 * plain.trained)
+    full = predicted(REAL, ["train.method=full"], EDIT)
+    assert full.weights + full.trained == pytest.approx(4 * 20.43e9, rel=1e-3)
+    assert full.total > 16 * 20e9
+    accumulated, once = (
+        predicted(SMALL, [*settings, "train.lora.rank=64"], RAGGED)
+        for settings in (["train.gradient_accumulation_steps=4"], [])
+    )
+    assert accumulated.total > once.total + 0.5 * once.gradients
+
+
+def test_a_folder_that_was_saved_quantised() -> None:
+    """Its config.json says so."""
+    saved = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}
+    found = predicted({**SMALL, "quantization_config": saved}, [], RAGGED)
+    assert found == predicted(SMALL, ["model.quantization=nf4"], RAGGED)
+    with pytest.raises(ModelError, match=r"this quantisation is not known here \(found gguf\)"):
+        predicted({**SMALL, "quantization_config": {"quant_method": "gguf"}}, [], RAGGED)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def real_model(tmp_path: Path) -> Path:
+    """A folder with the real configuration and no weights."""
+    folder = tmp_path / "real" / "transformer"
+    folder.mkdir(parents=True)
+    config = {**REAL, "_class_name": "QwenImageTransformer2DModel"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder.parent
+
+
+def plan(cache: Path, *options: str | Path) -> tuple[int, dict[str, Any]]:
+    result = run("qwen-train", "plan", cache, "--json", *options)
+    assert result.code in (0, 1), result.stderr
+    return result.code, json.loads(result.stdout)
+
+
+def test_plan_says_what_fits(built: Callable[[str], Path], real_model: Path) -> None:
+    """The tokens that it allows fit by the prediction for a batch of so many, and one sample more does not."""
+    code, found = plan(built("edit-plus"), "--model", real_model, "--gpu-memory", "60GB", "--set", "train.batch_size=3")
+    assert (code, found["fits"], found["largest_batch"]["samples"]) == (0, True, 3)
+    assert found["memory"]["total"] == sum(v for name, v in found["memory"].items() if name != "total")
+    rows = [row.meta for row in open_cache(built("edit-plus")).rows()]
+    shapes = [(row.img_shapes, row.text_length) for row in rows]
+    largest = max(shapes, key=lambda it: sum(h * w for _, h, w in it[0]) + it[1])
+    count = found["max_tokens"] // found["largest_sample"]
+    assert predicted(REAL, [], [largest] * count).total <= 60e9
+    assert predicted(REAL, [], [largest] * (count + 1)).total > 60e9
+
+
+def test_plan_says_what_would_fit(built: Callable[[str], Path], real_model: Path) -> None:
+    options = ("--model", real_model, "--gpu-memory", "20GB", "--set", "train.gradient_checkpointing=false")
+    code, found = plan(built("edit-plus"), *options)
+    assert (code, found["fits"], found["max_tokens"]) == (1, False, None)
+    (cure,) = found["do"]
+    assert cure.startswith("train.gradient_checkpointing=true model.quantization=nf4 (1")
+
+
+def test_plan_for_people(built: Callable[[str], Path], tiny_model: Callable[[str], Path]) -> None:
+    result = run("qwen-train", "plan", built("edit-plus"), "--model", tiny_model("edit-plus"), "--gpu-memory", "0.5GB")
+    assert (result.code, result.stderr) == (1, "")
+    assert "does not fit in 500 MB" in result.stdout
+    assert "frozen weights" in result.stdout
+
+
+def test_plan_counts_the_batches_of_the_planner(
+    built: Callable[[str], Path], tiny_model: Callable[[str], Path]
+) -> None:
+    """The largest that `max_tokens` lets it make."""
+    cache, model = built("edit-plus"), tiny_model("edit-plus")
+    _, alone = plan(cache, "--model", model)
+    assert "fits" not in alone
+    assert alone["largest_batch"] == {"samples": 1, "tokens": alone["largest_sample"]}
+    _, together = plan(cache, "--model", model, "--set", f"train.max_tokens={3 * alone['largest_sample']}")
+    assert alone["largest_sample"] < together["largest_batch"]["tokens"] <= 3 * alone["largest_sample"]
+    assert together["memory"]["activations"] > alone["memory"]["activations"]
+
+
+def test_wrong_input_is_one_sentence(built: Callable[[str], Path], tmp_path: Path, real_model: Path) -> None:
+    def refused(*arguments: str | Path) -> str:
+        result = run("qwen-train", "plan", *arguments)
+        assert result.code == 2
+        assert "Traceback" not in result.stderr
+        return " ".join(result.stderr.split())
+
+    cache = built("edit-plus")
+    assert "no model is named" in refused(cache)
+    assert "not a size (expected such as 24GB" in refused(cache, "--model", real_model, "--gpu-memory", "much")
+    assert "configuration cannot be read" in refused(cache, "--model", tmp_path)
+    (real_model / "transformer" / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
+    assert "not a Qwen-Image transformer (found FluxTransformer2DModel)" in refused(cache, "--model", real_model)

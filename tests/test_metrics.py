@@ -1,0 +1,125 @@
+"""What a run says of itself: the same numbers in metrics.jsonl, in the tracker and on the progress line."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import accelerate.tracking
+import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from accelerate.utils import LoggerType
+
+from qwen_cache import open_cache
+from qwen_cache.config import LoggingConfig
+from qwen_train import train as training
+from qwen_train.metrics import METRICS_NAME, read_metrics
+
+from .test_train import Trainer, column, metrics, refused
+
+
+@pytest.fixture
+def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
+    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
+
+
+class FakeTracker(GeneralTracker):  # type: ignore[misc]
+    """Remembers what it is told, in place of a service."""
+
+    name = "wandb"
+    requires_logging_directory = False
+    told: list[tuple[str, Any]]
+
+    def __init__(self, project: str, **options: Any) -> None:
+        super().__init__()
+        type(self).told = [("project", project), ("options", options)]
+
+    tracker = None
+
+    def start(self) -> None:
+        self.told.append(("start", None))
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.told.append(("settings", values))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **more: Any) -> None:
+        self.told.append(("log", {"step": step, **values}))
+
+    def finish(self) -> None:
+        self.told.append(("finish", None))
+
+
+@pytest.fixture
+def fake_tracker(monkeypatch: pytest.MonkeyPatch) -> type[FakeTracker]:
+    """wandb as if it were installed."""
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", FakeTracker)
+    monkeypatch.setattr(accelerate.tracking, "_available_trackers", [LoggerType.WANDB])
+    return FakeTracker
+
+
+def test_a_tracker_is_told_what_the_file_says(train: Trainer, fake_tracker: type[FakeTracker]) -> None:
+    out = train(logging__tracker="wandb", logging__project="cats", train__lora__rank=4, train__max_steps=4)
+    told = fake_tracker.told
+    assert told[:3] == [("project", "cats"), ("options", {"name": "out"}), ("start", None)]
+    assert [what for what, _ in told[3:]] == ["settings", *["log"] * 4, "finish"]
+    settings = told[3][1]
+    assert settings["train.lora.rank"] == 4
+    assert settings["train.max_steps"] == 4
+    assert all(isinstance(value, bool | int | float | str) for value in settings.values())
+    assert [value for what, value in told if what == "log"] == metrics(out)
+
+
+def test_a_run_in_a_tracker_can_be_named(train: Trainer, fake_tracker: type[FakeTracker]) -> None:
+    train(logging__tracker="wandb", logging__run_name="mine", train__max_steps=1)
+    assert ("options", {"name": "mine"}) in fake_tracker.told
+    out = train(logging__tracker="wandb", train__max_steps=1, out="again")
+    assert ("project", "qwen-train") in fake_tracker.told
+    assert ("options", {"name": out.name}) in fake_tracker.told
+
+
+def test_a_tracker_whose_package_is_missing_is_refused_first(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerate.tracking, "_available_trackers", [LoggerType.TENSORBOARD])
+    train.model = train.folder / "nowhere"  # which would be refused next
+    result = train.try_(logging__tracker="comet_ml")
+    refused(result, "logging.tracker=comet_ml needs a package that is not installed", "pip install comet-ml")
+    assert not (train.folder / "out").exists()
+
+
+def test_all_trackers_of_accelerate_can_be_named(train: Trainer) -> None:
+    known = get_args(LoggingConfig.model_fields["tracker"].annotation)
+    assert set(known) == {str(name) for name in LoggerType.list()} - {"all"} | {"none"}
+    result = train.try_("--set", "logging.tracker=tensorbord")
+    refused(result, "logging.tracker: Input should be 'tensorboard', 'wandb'", "(found 'tensorbord')")
+
+
+def test_speeds_count_the_tokens_and_samples_of_the_step(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that shows a second at each look; of a batch of three and one of a single sample."""
+    images = [sum(h * w for _, h, w in sample.img_shapes) for sample in open_cache(train.cache)]
+    tokens = sum(images) + sum(len(sample["prompt_embeds"]) for sample in open_cache(train.cache))
+    ticks = itertools.count()
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    out = train(train__batch_size=3, train__gradient_accumulation_steps=2, train__caption_dropout=0.0)
+    looks = 2 * 2 + 1  # around each batch, and at the end of the step
+    assert column(out, "tokens_per_second") == pytest.approx([tokens / looks] * 3)
+    assert column(out, "samples_per_second") == pytest.approx([4 / looks] * 3)
+    assert column(out, "data_wait") == pytest.approx([2 / looks] * 3)
+
+
+def test_the_progress_line_says_the_same(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    result = train.try_(optimizer__learning_rate=0.02, train__max_steps=2)
+    last = metrics(train.folder / "out")[-1]
+    assert re.search(rf"2/2, loss {last['loss']:.4f}, lr 2.00e-02, an epoch in \d", result.stderr)
+    speed = f"{last['tokens_per_second']:,.0f} tokens/s, {last['samples_per_second']:.2f} samples/s"
+    assert f"{speed}, data wait {100 * last['data_wait']:.0f} %" in result.stderr
+
+
+def test_half_a_line_that_a_killed_run_left_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_NAME
+    path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo', encoding="utf-8")
+    assert read_metrics(path) == [{"step": 1, "loss": 0.5}]
+    assert read_metrics(tmp_path / "absent") == []

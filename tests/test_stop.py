@@ -1,0 +1,194 @@
+"""What a run does about signals and about losses that are not numbers.
+
+The judges: the run that got no signal, and the run that never saw the batch that was left out, bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qwen_train import checkpoint
+from qwen_train import train as training
+from qwen_train.batches import Batch, Batches
+from qwen_train.stop import MOST_IN_A_ROW, Signals
+
+from .test_train import EVERYTHING_RANDOM, LORA, Trainer, column, differences, outcome, refused, send
+
+FAST = {"optimizer__learning_rate": 0.01, "train__caption_dropout": 0.0}
+
+
+@pytest.fixture
+def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
+    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
+
+
+def break_loss(
+    monkeypatch: pytest.MonkeyPatch, broken: Callable[[int], bool], how: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Let `how` ruin the loss of the batches, counted from 0, that are `broken`."""
+    batches, compute_loss = itertools.count(), training.compute_loss
+
+    def compute(*arguments: Any) -> torch.Tensor:
+        loss = compute_loss(*arguments)
+        return how(loss) if arguments[1].noise.any() and broken(next(batches)) else loss
+
+    monkeypatch.setattr(training, "compute_loss", compute)
+
+
+def nan(loss: torch.Tensor) -> torch.Tensor:
+    return loss * math.nan
+
+
+def nan_gradient(loss: torch.Tensor) -> torch.Tensor:
+    loss.register_hook(lambda gradient: gradient * math.inf * 0)
+    return loss
+
+
+def without_batch(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let batch `number`, counted from 0, never come."""
+    starting_at = Batches.starting_at
+
+    def stream(self: Batches, done: int) -> Generator[Batch]:
+        yield from (batch for i, batch in enumerate(starting_at(self, done)) if i != number)
+
+    monkeypatch.setattr(Batches, "starting_at", stream)
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+
+
+def test_sigusr1_saves_after_the_step_and_goes_on(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = outcome(train(settings=EVERYTHING_RANDOM, out="undisturbed"))
+    handler = signal.getsignal(signal.SIGUSR1)
+    send(monkeypatch, signal.SIGUSR1, in_batch=2, times=2)
+    result = train.try_(settings=EVERYTHING_RANDOM)
+    assert result.code == 0, result.stderr
+    assert "saved checkpoint-2" in result.stderr
+    out = train.folder / "out"
+    assert [step for step, _ in checkpoint.checkpoints(out)] == [2, 3]
+    assert differences(outcome(out), expected) == []
+    assert signal.getsignal(signal.SIGUSR1) == handler
+
+
+def test_asking_to_save_counts_once() -> None:
+    with Signals() as signals:
+        assert not signals.take_save()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.take_save()
+        assert not signals.take_save()
+        assert not signals.stop
+
+
+# ---- losses that are not numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [nan, nan_gradient])
+def test_a_step_without_a_usable_batch_is_made_of_the_next_ones(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch, how: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Gradients, moments and the learning rate are those of a run that never saw it."""
+    changes = {**FAST, "lr_scheduler__name": "linear", "train__max_grad_norm": 0.0}
+    with monkeypatch.context() as patch:
+        without_batch(patch, 1)
+        expected = train(**changes, out="never-saw-it")
+    break_loss(monkeypatch, lambda number: number == 1, how)
+    result = train.try_(**changes, train__on_nan="skip")
+    assert result.code == 0, result.stderr
+    (key,) = train.batches(**changes).batch(1).keys
+    what = "loss" if how is nan else "gradient"
+    assert f"left out: the {what} of step 2 is nan for the samples {key}" in result.stderr
+    out = train.folder / "out"
+    assert (out / LORA).read_bytes() == (expected / LORA).read_bytes()
+    for name in ("step", "loss", "learning_rate", "grad_norm"):
+        assert column(out, name) == column(expected, name)
+    assert column(out, "left_out") == ([0, 1, 0] if how is nan else [0, 0, 0])
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_the_step_is_the_mean_over_the_samples_that_are_left(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch, left_out: int
+) -> None:
+    with monkeypatch.context() as patch:
+        without_batch(patch, left_out)
+        alone = train(**FAST, train__max_steps=1, out="alone")
+    break_loss(monkeypatch, lambda number: number == left_out, nan)
+    out = train(**FAST, train__max_steps=1, train__gradient_accumulation_steps=2, train__on_nan="skip")
+    for name in ("loss", "grad_norm"):
+        assert column(out, name) == pytest.approx(column(alone, name), rel=1e-6)
+    weights, expected = load_file(out / LORA), load_file(alone / LORA)
+    for name in expected:
+        torch.testing.assert_close(weights[name], expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_gradient_that_is_no_number_stops_the_run(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_loss(monkeypatch, lambda number: number == 1, nan_gradient)
+    (key,) = train.batches(**FAST).batch(1).keys
+    refused(train.try_(**FAST), "the gradient of step 2 is not a number", f"nan for the samples {key}", "train.on_nan")
+    assert column(train.folder / "out", "step") == [1]
+
+
+def test_many_in_a_row_stop_the_run(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes between them starts the count anew."""
+    changes = {**FAST, "train__max_steps": 5, "train__on_nan": "skip", "train__checkpointing_steps": 1}
+    break_loss(monkeypatch, lambda number: number not in (0, MOST_IN_A_ROW), nan)
+    result = train.try_(**changes)
+    refused(result, f"the loss of step 3 is not a number, for the {MOST_IN_A_ROW}th time in a row", "--resume")
+    (last,) = train.batches(**changes).batch(2 * MOST_IN_A_ROW).keys
+    assert f"last for the samples {last}" in result.stderr
+    assert column(train.folder / "out", "left_out") == [0, MOST_IN_A_ROW - 1]
+    assert [step for step, _ in checkpoint.checkpoints(train.folder / "out")] == [1, 2]
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+ONE_IS_DISTURBED = """
+import itertools, math, os, signal
+from qwen_train import train as training
+compute, batches, second = training.compute_loss, itertools.count(), os.environ["RANK"] == "1"
+
+def disturbed(*arguments):
+    loss = compute(*arguments)
+    number = next(batches) if arguments[1].noise.any() else None
+    if second and number == 0:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return loss * math.nan if second and number == 1 else loss
+
+training.compute_loss = disturbed
+from qwen_train.cli import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_what_one_process_meets_all_of_them_heed(train: Trainer) -> None:
+    """The second process is asked to save in the first step, whose second batch it cannot use."""
+    one = train(**FAST, train__gradient_accumulation_steps=2, train__max_steps=1, out="one")
+    program = train.folder / "disturbed.py"
+    program.write_text(ONE_IS_DISTURBED, encoding="utf-8")
+    settings = {"train__gradient_accumulation_steps": 2, "train__max_steps": 2, "train__on_nan": "skip"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*torchrun, program, *map(str, train.arguments(**FAST, **settings, out="two"))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+    )
+    assert done.returncode == 0, done.stderr
+    two = train.folder / "two"
+    assert [step for step, _ in checkpoint.checkpoints(two)] == [1, 2]
+    assert column(two, "left_out") == [1, 0]
+    for name in ("loss", "grad_norm"):
+        assert column(two, name)[0] == pytest.approx(column(one, name)[0], rel=1e-5)

@@ -1,0 +1,214 @@
+"""Validation measures what it says, and leaves the training alone.
+
+The judges: the stock transformer on one sample at a time; the stock pipeline from the same noise and embeddings; the
+run without validation, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+from safetensors import safe_open
+
+from qwen_cache import open_cache
+from qwen_train import validation
+from qwen_train.batches import Drawn
+
+from .conftest import photograph
+from .equivalence.judge import stock_pipeline
+from .test_train import EVERYTHING_RANDOM, SMALL, Trainer, column, differences, metrics, outcome, refused
+
+FROZEN = {**SMALL, "optimizer.learning_rate": 1e-12, "train.max_steps": 2, "train.validation_split": 0.6}
+"""Under so small a learning rate, with a LoRA that begins as nothing, the model stays the stock one."""
+MEASURED = {**FROZEN, "validation.every_steps": 1}
+
+
+@pytest.fixture
+def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
+    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
+
+
+def aside(train: Trainer, **changes: Any) -> list[str]:
+    """The keys of the samples that are not trained."""
+    return sorted(open_cache(train.cache).row(int(i)).meta.key for i in train.batches(**changes).validation)
+
+
+@torch.no_grad()
+def stock_loss(stock: QwenImageTransformer2DModel, drawn: Drawn) -> float:
+    sample, sigma = drawn.sample, drawn.sigma
+    clean = sample["image_latents"]
+    velocity = stock(
+        hidden_states=torch.cat([(1 - sigma) * clean + sigma * drawn.noise, sample["control_latents"]])[None],
+        encoder_hidden_states=sample["prompt_embeds"][None],
+        timestep=torch.tensor([sigma]),
+        img_shapes=[list(sample.img_shapes)],
+        return_dict=False,
+    )[0][0, : len(clean)]
+    return float(torch.nn.functional.mse_loss(velocity, drawn.noise - clean))
+
+
+# ---- the loss --------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_that_of_the_stock_transformer_on_samples_outside_training(train: Trainer) -> None:
+    cache, keys = open_cache(train.cache), aside(train, settings=MEASURED)
+    assert 1 < len(keys) < len(cache)
+    stock = QwenImageTransformer2DModel.from_pretrained(train.model / "transformer")
+    losses = torch.tensor([[stock_loss(stock, drawn) for drawn in validation.draw(cache[key])] for key in keys])
+    out = train(settings=MEASURED)
+    assert column(out, "validation_loss") == pytest.approx([float(losses.mean())] * 2, rel=1e-5)
+    for i, expected in enumerate(losses.mean(dim=0).tolist()):
+        assert column(out, f"validation_loss_q{i + 1}") == pytest.approx([expected] * 2, rel=1e-5)
+    first = train(settings=MEASURED, validation__samples=1, out="first")
+    assert column(first, "validation_loss") == pytest.approx([float(losses[0].mean())] * 2, rel=1e-5)
+
+
+def test_noise_and_levels_belong_to_the_sample_alone(train: Trainer) -> None:
+    """Runs of other seeds, batches and timesteps are measured by the same."""
+    one = train(settings=MEASURED)
+    settings = {**MEASURED, "train.seed": 5, "train.timestep_sampling": "uniform", "train.loss_mean": "tokens"}
+    other = train(settings=settings, train__weighting="cosmap", out="other")
+    assert column(other, "validation_loss") == pytest.approx(column(one, "validation_loss"), rel=1e-6)
+    assert column(other, "loss") != pytest.approx(column(one, "loss"), rel=1e-2)
+
+
+def test_each_sample_has_a_level_in_each_quarter_and_noise_of_its_own(train: Trainer) -> None:
+    drawn = [list(validation.draw(sample)) for sample in open_cache(train.cache)]
+    for levels in drawn:
+        assert [int(4 * item.sigma) for item in levels] == [0, 1, 2, 3]
+    assert len({item.sigma for levels in drawn for item in levels}) == 4 * len(drawn)
+    noises = [item.noise[:4] for levels in drawn for item in levels]
+    assert all(not torch.equal(a, b) for i, a in enumerate(noises) for b in noises[:i])
+    assert 0.9 < float(torch.cat([item.noise for levels in drawn for item in levels]).std()) < 1.1
+
+
+def test_training_is_the_same_with_and_without(train: Trainer) -> None:
+    settings = {**EVERYTHING_RANDOM, "train.validation_split": 0.6}
+    expected = train(settings=settings, out="without")
+    out = train(settings=settings, validation__every_steps=2, validation__pictures=1, validation__picture_steps=1)
+    assert differences(outcome(out), outcome(expected)) == []
+    assert ["validation_loss" in line for line in metrics(out)] == [False, True, False]
+
+
+def test_dropout_is_off_while_validating(train: Trainer) -> None:
+    """Else the second measure of the same weights would be another."""
+    settings = {**MEASURED, "train.lora.lora_dropout": 0.9, "optimizer.learning_rate": 0.01}
+    train(settings=settings, train__max_steps=1)
+    first = train("--resume", settings=settings, train__max_steps=2)
+    again = train(settings=settings, train__max_steps=2, out="again", train__gradient_checkpointing=False)
+    assert column(again, "validation_loss") == pytest.approx(column(first, "validation_loss"), rel=1e-5)
+
+
+def test_measures_are_logged_between_the_steps_that_are(train: Trainer) -> None:
+    out = train(settings=FROZEN, train__max_steps=5, logging__every_steps=4, validation__every_steps=3)
+    assert [(line["step"], "validation_loss" in line) for line in metrics(out)] == [(3, True), (4, False)]
+
+
+def test_what_is_set_aside_is_said_before_training(train: Trainer) -> None:
+    settings = {**FROZEN, "validation.every_steps": 100, "validation.pictures": 1}
+    result = train.try_(settings=settings)
+    count = len(aside(train, settings=settings))
+    line = f"aside   {count} samples for validation: their loss every 100 steps, 1 picture every 500 steps"
+    assert line in result.stderr
+    assert "for validation" not in train.try_(out="other").stderr
+
+
+@pytest.mark.parametrize("setting", ["validation.every_steps=10", "validation.pictures=1"])
+def test_without_samples_set_aside_it_is_refused(train: Trainer, setting: str) -> None:
+    result = train.try_("--set", setting)
+    refused(result, "validation needs samples that are not trained", "found train.validation_split=0.0", "such as 0.05")
+    assert not (train.folder / "out").exists()
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_pictures_are_those_of_the_stock_pipeline(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch, guidance: float
+) -> None:
+    """From the cached embeddings and the same noise; it encodes the control pictures anew, at the cache's size."""
+    pictures = {"validation__pictures": 9, "validation__picture_steps": 2, "validation__num_inference_steps": 3}
+    changes = {"settings": FROZEN, "train__validation_split": 0.7}
+    out = train(**changes, **pictures, validation__true_cfg_scale=guidance)
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 16384)
+    china, cat = photograph("china.jpg").resize((160, 107)), photograph("chelsea.png").resize((120, 120))
+    controls = {"china": [china], "cat": [cat, china], "cup": [photograph("coffee.png").resize((150, 100))]}
+    pipeline = stock_pipeline(train.model, "edit-plus")
+    samples = [open_cache(train.cache)[key] for key in aside(train, **changes)]
+    assert {sample.name for sample in samples} == controls.keys()
+    for sample in samples:
+        _, h, w = sample.img_shapes[0]
+        prompts = {"prompt_embeds": "prompt_embeds"}
+        prompts |= {"negative_prompt_embeds": "empty_prompt_embeds"} if guidance > 1 else {}
+        embeds = {name: sample[stored][None].clone() for name, stored in prompts.items()}
+        masks = {f"{name}_mask": torch.ones(rows.shape[:2], dtype=torch.long) for name, rows in embeds.items()}
+        expected = pipeline(
+            image=controls[sample.name],
+            **embeds,
+            **masks,
+            latents=validation.noise(sample, validation.generator_of(sample, "picture"))[None],
+            true_cfg_scale=guidance,
+            num_inference_steps=3,
+            height=16 * h,
+            width=16 * w,
+            output_type="latent",
+        ).images[0]
+        with safe_open(out / "validation" / "step-2" / f"{sample.key}.safetensors", framework="pt") as file:
+            found = file.get_tensor("latents")
+            assert json.loads(file.metadata()["img_shapes"]) == [[1, h, w]]
+            assert file.metadata()["name"] == sample.name
+        assert float((found - expected).norm() / expected.norm()) < 1e-4
+
+
+def test_what_was_cached_lies_beside_the_pictures(train: Trainer) -> None:
+    out = train(settings=FROZEN, train__max_steps=4, validation__pictures=2, validation__picture_steps=2)
+    keys = aside(train, settings=FROZEN)[:2]
+    folders = {path.name: sorted(file.stem for file in path.iterdir()) for path in (out / "validation").iterdir()}
+    assert folders == {"step-2": keys, "step-4": keys, "target": keys, "controls": keys}
+    cache = open_cache(train.cache)
+    for key in keys:
+        for folder, tensor, shapes in (
+            ("target", "image_latents", cache[key].img_shapes[:1]),
+            ("controls", "control_latents", cache[key].img_shapes[1:]),
+        ):
+            with safe_open(out / "validation" / folder / f"{key}.safetensors", framework="pt") as file:
+                assert torch.equal(file.get_tensor("latents"), cache[key][tensor])
+                assert json.loads(file.metadata()["img_shapes"]) == [list(shape) for shape in shapes]
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_two_processes_measure_and_draw_what_one_does(train: Trainer, fsdp: bool) -> None:
+    """Of an odd number of samples, too."""
+    settings = {**MEASURED, "validation.samples": 1, "validation.pictures": 2, "validation.picture_steps": 2}
+    one = train(settings=settings, validation__num_inference_steps=2, out="one")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    options = {"validation__num_inference_steps": 2, "train__fsdp": fsdp, "out": "two"}
+    program = Path(sys.executable).parent / "qwen-train"
+    done = subprocess.run(
+        [*torchrun, program, *map(str, train.arguments(settings=settings, **options))],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+    )
+    assert done.returncode == 0, done.stderr
+    two = train.folder / "two"
+    assert column(two, "validation_loss") == pytest.approx(column(one, "validation_loss"), rel=1e-5)
+    for path in (one / "validation" / "step-2").iterdir():
+        with safe_open(path, "pt") as a, safe_open(two / path.relative_to(one), "pt") as b:
+            torch.testing.assert_close(a.get_tensor("latents"), b.get_tensor("latents"), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,200 @@
+"""What is loaded and trained: every weight, or an adapter on a frozen base, quantised or not.
+
+The judges: the stock transformer that `from_pretrained` makes of what was saved; the same base quantised by diffusers;
+the run without checkpointing or compiling. `torch.compile` runs with backend "aot_eager", which makes no C++.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from diffusers import QwenImageTransformer2DModel, TorchAoConfig
+from safetensors.torch import load_file
+from torch._dynamo.utils import counters
+from torchao.quantization import Int8WeightOnlyConfig
+
+from qwen_cache import open_cache
+from qwen_train import train as training
+from qwen_train import weights
+from qwen_train.packed import QwenImageMultiResTransformerBlock as Block
+
+from .test_lora_file import output, relative_error
+from .test_train import EVERYTHING_RANDOM, LORA, SMALL, Trainer, column, refused
+
+UNREACHED = ("attn.to_add_out", "attn.add_q_proj", "attn.norm_added_q", "txt_mlp")
+FULL = {**SMALL, "train.method": "full", "optimizer.learning_rate": 0.01}
+
+
+@pytest.fixture
+def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
+    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
+
+
+@pytest.fixture
+def prepared(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What `prepare` made for each run."""
+    runs: list[Any] = []
+    prepare = training.prepare
+    monkeypatch.setattr(training, "prepare", lambda *a: runs.append(prepare(*a)) or runs[-1])
+    yield runs
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def stock(folder: Path, **options: Any) -> QwenImageTransformer2DModel:
+    return QwenImageTransformer2DModel.from_pretrained(folder, **options).eval()
+
+
+# ---- every weight ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_full_training_leaves_a_transformer_that_the_stock_class_loads(
+    train: Trainer, prepared: list[Any], monkeypatch: pytest.MonkeyPatch, sharded: bool
+) -> None:
+    if sharded:
+        monkeypatch.setattr(weights, "MAX_SHARD_SIZE", "400KB")
+    out = train(settings=FULL, train__ema_decay=0.9)
+    assert (len(list((out / "transformer").glob("*.safetensors"))) > 1) == sharded
+    assert not (out / LORA).exists()
+    sample = open_cache(train.cache)[0]
+    expected = output(prepared[0].run.transformer.eval(), sample)
+    for folder in (out / "transformer", out / "checkpoint-3" / "transformer"):
+        assert relative_error(output(stock(folder), sample), expected) < 1e-6
+    for folder in (train.model / "transformer", out / "transformer_ema"):
+        assert relative_error(output(stock(folder), sample), expected) > 1e-3
+
+
+def test_full_training_trains_all_that_a_gradient_reaches(train: Trainer) -> None:
+    """The last block's text goes nowhere: DDP would wait for gradients of what computes it, and AdamW let it decay."""
+    out = train(settings=FULL, train__mixed_precision="bf16", train__max_steps=2)
+    before = stock(train.model / "transformer").state_dict()
+    after = stock(out / "checkpoint-2" / "transformer").state_dict()
+    last = len(QwenImageTransformer2DModel.from_pretrained(out / "transformer").transformer_blocks) - 1
+    unreached = tuple(f"transformer_blocks.{last}.{name}" for name in UNREACHED)
+    for name, weight in before.items():
+        assert torch.equal(weight, after[name]) == name.startswith(unreached), name
+
+
+def test_full_training_in_bf16_keeps_float32_and_leaves_bfloat16(train: Trainer) -> None:
+    half = train(settings=FULL, train__mixed_precision="bf16", optimizer__learning_rate=1e-3)
+    (masters,) = (half / "checkpoint-3" / "transformer").glob("*.safetensors")
+    (result,) = (half / "transformer").glob("*.safetensors")
+    kept, left = load_file(masters), load_file(result)
+    assert {weight.dtype for weight in kept.values()} == {torch.float32}
+    assert all(torch.equal(left[name], weight.bfloat16()) for name, weight in kept.items())
+    full = train(settings=FULL, optimizer__learning_rate=1e-3, out="full")
+    assert column(half, "loss") == pytest.approx(column(full, "loss"), rel=0.02)
+    assert column(half, "loss") != pytest.approx(column(full, "loss"), rel=1e-5)
+
+
+# ---- quantised bases -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved_in_8_bits(train: Trainer) -> Path:
+    """A model folder whose transformer was saved quantised."""
+    model = train.folder / "quantised"
+    shutil.copytree(train.model, model, ignore=shutil.ignore_patterns("transformer"))
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    stock(train.model / "transformer", quantization_config=config).save_pretrained(model / "transformer")
+    return model
+
+
+def quantised_linears(transformer: Any) -> Counter[str]:
+    """How many linear layers of each part have quantised weights."""
+    names = (n for n, p in transformer.named_parameters() if type(p.data).__module__.startswith("torchao"))
+    return Counter(name.split(".")[0] for name in names)
+
+
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_lora_on_quantised_weights_learns_from_their_values(train: Trainer, prepared: list[Any], kind: str) -> None:
+    out = train(model__quantization=kind, optimizer__learning_rate=0.02)
+    transformer = prepared[0].run.transformer
+    assert quantised_linears(transformer).keys() == {"transformer_blocks"}
+    sample, plain = open_cache(train.cache)[0], train(out="plain", optimizer__learning_rate=0.02)
+    transformer.disable_adapters()
+    error = relative_error(output(transformer.eval(), sample), output(stock(train.model / "transformer"), sample))
+    assert 1e-4 < error < 0.1
+    assert column(out, "loss") == pytest.approx(column(plain, "loss"), rel=0.05)
+    assert column(out, "loss") != pytest.approx(column(plain, "loss"), rel=1e-6)
+    assert {weight.dtype for weight in load_file(out / LORA).values()} == {torch.float32}
+
+
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
+def test_a_folder_saved_quantised_loads_so_by_itself(
+    train: Trainer, prepared: list[Any], saved_in_8_bits: Path
+) -> None:
+    train.model = saved_in_8_bits
+    train()
+    assert quantised_linears(prepared[0].run.transformer)["transformer_blocks"] > 0
+
+
+def test_full_training_of_quantised_weights_is_refused(train: Trainer, saved_in_8_bits: Path) -> None:
+    refused(
+        train.try_(settings=FULL, model__quantization="int8"),
+        "train.method=full cannot train quantised weights (found model.quantization=int8)",
+        "set train.method=lora, or model.quantization=none",
+    )
+    train.model = saved_in_8_bits
+    refused(train.try_(settings=FULL), str(train.model), "found quant_method torchao in config.json")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_4_bits_without_a_gpu_are_refused(train: Trainer) -> None:
+    refused(train.try_(model__quantization="nf4"), "the transformer cannot be loaded", "A GPU is needed")
+
+
+def test_dora_on_quantised_weights_is_refused(train: Trainer) -> None:
+    result = train.try_(model__quantization="int8", train__lora__use_dora=True)
+    refused(result, "train.lora.use_dora is for unquantised weights")
+
+
+# ---- checkpointing and compiling -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("setting", "calls"), [(False, [1, 1]), (True, [2, 2]), (1, [2, 2]), (2, [2, 1])])
+def test_every_nth_block_is_recomputed_with_the_same_result(
+    train: Trainer, prepared: list[Any], monkeypatch: pytest.MonkeyPatch, setting: bool | int, calls: list[int]
+) -> None:
+    """With dropout too, which has to drop the same again."""
+    plain = train(settings=EVERYTHING_RANDOM, train__gradient_checkpointing=False, out="plain")
+    counted: Counter[int] = Counter()
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda block, *a: (counted.update([id(block)]), forward(block, *a))[1])
+    out = train(settings=EVERYTHING_RANDOM, train__gradient_checkpointing=setting)
+    blocks = prepared[-1].run.transformer.transformer_blocks
+    assert [counted[id(block)] / 6 for block in blocks] == calls  # in six batches
+    assert column(out, "loss") == pytest.approx(column(plain, "loss"), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_compiled_blocks_learn_the_same(train: Trainer, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    settings = {**EVERYTHING_RANDOM, "train.method": method, "train.lora.lora_dropout": 0.0}
+    plain = train(settings=settings, out="plain")
+    torch.compiler.reset()
+    jaxtyping.config.update("jaxtyping_disable", True)
+    compile_ = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_(self, backend="aot_eager"))
+    try:
+        compiled = train(settings=settings, train__compile=True)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+    assert counters["stats"]["unique_graphs"], "nothing was compiled"
+    assert column(compiled, "loss") == pytest.approx(column(plain, "loss"), rel=1e-4)
+
+
+def test_the_folder_names_the_stock_class(train: Trainer) -> None:
+    out = train(settings=FULL, train__max_steps=1)
+    config = json.loads((out / "transformer" / "config.json").read_text(encoding="utf-8"))
+    assert config["_class_name"] == "QwenImageTransformer2DModel"
