@@ -45,6 +45,7 @@ from qwen_train.validation import Validation, draw, evaluating, make_validation
 from qwen_train.weights import compute_dtype, freeze_unreached, load_transformer, trainable
 
 TRANSFORMER_PARTS = ("transformer", "scheduler")
+GLOO_SECONDS = 0.5  # in which a thread that waits for the interpreter gets it, on a busy machine too
 
 
 @dataclass(frozen=True)
@@ -134,12 +135,25 @@ def train(config: Config, *, resume: bool = False, encode_from: str | None = Non
         save(p, settings.checkpoints_total_limit)
     if run.step < settings.max_steps:
         console().print(f"stopped after step {run.step}; `qwen-train run --resume` goes on from there")
+        leave(accelerator)
         raise KeyboardInterrupt
     path = save_result(p.out, run, p.dtype if settings.method == "full" else torch.float32)
     if accelerator.is_main_process:
         write_report(p.out)
-    accelerator.end_training()
+    leave(accelerator)
     return path
+
+
+def leave(accelerator: Accelerator) -> None:
+    """End the connection of the processes, when nothing is on its way in it.
+
+    To let go of the tensors that were gathered last, gloo's thread needs the interpreter, which DDP's destructor keeps
+    while it waits for that thread (torch 2.13): for good, were it not given a moment before.
+    """
+    accelerator.wait_for_everyone()
+    if accelerator.num_processes > 1:
+        time.sleep(GLOO_SECONDS)
+    accelerator.end_training()
 
 
 def save(p: Prepared, keep: int) -> int:
