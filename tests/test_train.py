@@ -380,15 +380,17 @@ def test_a_second_signal_stops_at_once(train: Trainer, monkeypatch: pytest.Monke
 
 
 def test_killed_at_a_random_moment_and_resumed_equals_uninterrupted(train: Trainer) -> None:
+    """All in processes of their own: in one that has compiled, other kernels may run."""
     changes = {"settings": EVERYTHING_RANDOM, "train__max_steps": 12, "train__checkpointing_steps": 1}
-    expected = outcome(train(**changes, out="uninterrupted"))
-    program = Path(sys.executable).parent / "qwen-train"
-    process = subprocess.Popen(
-        [program, *map(str, train.arguments(**changes))],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=dict(os.environ),
-    )
+
+    def start(*options: str, **more: Any) -> subprocess.Popen[bytes]:
+        program = Path(sys.executable).parent / "qwen-train"
+        command = [program, *map(str, train.arguments(**changes, **more)), *options]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
+
+    assert start(out="uninterrupted").wait() == 0
+    expected = outcome(train.folder / "uninterrupted")
+    process = start()
     step, moment = random.randrange(1, 9), random.uniform(0, 0.05)
     while not (train.folder / "out" / f"checkpoint-{step}").exists():
         assert process.poll() is None
@@ -396,7 +398,8 @@ def test_killed_at_a_random_moment_and_resumed_equals_uninterrupted(train: Train
     time.sleep(moment)
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    out = train("--resume", **changes)
+    assert start("--resume").wait() == 0
+    out = train.folder / "out"
     assert differences(outcome(out), expected) == [], f"killed {moment} s after checkpoint {step}"
     assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
 
