@@ -44,7 +44,7 @@ class ModelConfig(Section):
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     quantization: Literal["none", "int8", "fp8", "nf4"] = "none"
-    """Frozen weights for LoRA in 8 bits (torchao) or 4 (bitsandbytes, needs a GPU); 8-bit or 4-bit folders: none."""
+    """The transformer, frozen, in 8 bits (torchao) or 4 (bitsandbytes, needs a GPU); a quantised folder: none."""
 
 
 class DataConfig(Section):
@@ -84,9 +84,9 @@ class CacheConfig(Section):
     text_device: str = "auto"
     """The device of the text encoder, or several; `auto` is the second accelerator, else the first, or the CPU."""
     vae_batch_pixels: Positive | None = None
-    """How many pixels the VAE gets at once, in pictures of one shape; 2 megapixels on CUDA, else one picture."""
+    """Pixels that the VAE gets at once, of one shape and 8 samples at most; 2 megapixels on CUDA, else one picture."""
     text_batch_tokens: Positive | None = None
-    """How many tokens the text encoder gets at once; 2048 on CUDA, else one sample's. 1: one sample's there too."""
+    """Tokens that the text encoder gets at once, of 8 samples at most; 2048 on CUDA, else, or with 1, one sample's."""
     compression: Literal["none", "zstd"] = "none"
     """zstd: 0.7 of the bytes; worth it when what is read from is slower than 0.8 GB/s. v2 only."""
     shard_size: ByteSize = ByteSize(1_000_000_000)

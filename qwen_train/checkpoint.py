@@ -29,9 +29,9 @@ from torch import Tensor
 
 from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import TrainError
-from qwen_train.ema import Ema
-from qwen_train.sharding import alike, of_all, whole
-from qwen_train.weights import gather_weights, read_weights, weights_path, write_weights
+from qwen_train.model.ema import Ema
+from qwen_train.model.sharding import alike, of_all, whole
+from qwen_train.model.weights import gather_weights, read_weights, weights_path, write_weights
 
 NAME = re.compile(r"checkpoint-(\d+)")
 EMA_SUFFIX = "_ema"

@@ -44,9 +44,8 @@ def run(
     from qwen_cache.console import console
 
     source = cache if encode_on_the_fly else None
-    named = cache if not encode_on_the_fly else None
-    caches: list[Any] | None = [] if cache else None  # what is named on the command line is in place of train.caches
-    settings = load_config(config, set_ or (), cache__path=named, train__caches=caches, model__path=model)
+    named = {} if encode_on_the_fly else _in_place_of_all_caches(cache)
+    settings = load_config(config, set_ or (), model__path=model, **named)
     from qwen_train.train import train
 
     path = train(settings, resume=resume, encode_from=source or settings.data.source if encode_on_the_fly else None)
@@ -90,7 +89,8 @@ def predict(
         choose_device(text_device, "--text-device"),
         choose_device(transformer_device, "--transformer-device"),
     )
-    picture = predict(folder, open_pictures(image or []), prompt, settings.predict, devices, lora)
+    pictures, quantization = open_pictures(image or []), settings.model.quantization
+    picture = predict(folder, pictures, prompt, settings.predict, devices, lora, quantization)
     picture.save(out)
     console().print(f"[bold green]done[/]: {out}, {picture.width}×{picture.height}", highlight=False)
     return 0
@@ -156,8 +156,8 @@ def plan(
     from qwen_cache.config import load_config
     from qwen_cache.console import FAULTS, print_json
 
-    settings = load_config(config, set_ or (), cache__path=cache, model__path=model)
-    from qwen_train.memory import capacity_of, plan, print_plan
+    settings = load_config(config, set_ or (), model__path=model, **_in_place_of_all_caches(cache))
+    from qwen_train.plan_command import capacity_of, plan, print_plan
 
     found = plan(settings, capacity_of(gpu_memory) if gpu_memory else None)
     (print_json if json_ else print_plan)(found)
@@ -178,6 +178,11 @@ def export(
     path = export(source, to, out, model)
     console().print(f"[bold green]done[/]: {path}", highlight=False)
     return 0
+
+
+def _in_place_of_all_caches(cache: str | None) -> dict[str, Any]:
+    """What is named on the command line is trained, whichever caches qwen.yaml names."""
+    return {"cache__path": cache, "train__caches": []} if cache else {}
 
 
 def _version(value: bool) -> None:

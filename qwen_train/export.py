@@ -33,7 +33,7 @@ from qwen_cache.config import CONFIG_NAME, load_config
 from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError, ModelError, TrainError
 from qwen_cache.model_folder import open_model
-from qwen_train.lora import METADATA_KEY, PREFIX, WEIGHTS_NAME
+from qwen_train.model.lora import METADATA_KEY, PREFIX, WEIGHTS_NAME
 
 Form = Literal["diffusers", "comfyui", "merged"]
 
@@ -88,7 +88,7 @@ def find_lora(source: Path) -> Path:
     if (source / "transformer").is_dir() and not file.is_file():
         do = f"they are in {source / 'transformer'}, as from_pretrained and other programs take them"
         raise TrainError("this run trained all weights", where=source, do=do)
-    if not file.is_file():
+    if not file.is_file() or file.suffix != ".safetensors":
         raise TrainError("no LoRA here", where=source, expected=f"{WEIGHTS_NAME} or a .safetensors file")
     return file
 
@@ -226,7 +226,9 @@ def merge(lora: Lora, out: Path, base: Path) -> Path:
         raise ConfigError("merged weights go into a new folder", where="--out", found=f"{out}, which is not empty")
     temporary = out.with_name(f".{out.name}.tmp")
     try:
-        transformer = QwenImageTransformer2DModel.from_pretrained(base, torch_dtype=stored_dtype(base))
+        transformer = QwenImageTransformer2DModel.from_pretrained(
+            base, torch_dtype=stored_dtype(base), use_safetensors=True
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"the transformer cannot be loaded: {error}", where=base) from None
     add_to_weights(lora, transformer)

@@ -20,7 +20,7 @@ from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError
 
 if TYPE_CHECKING:
-    from qwen_train.batches import Batch
+    from qwen_train.data.batches import Batch
 
 METRICS_NAME = "metrics.jsonl"
 TENSORBOARD_FOLDER = "logs"

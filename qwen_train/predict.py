@@ -30,6 +30,7 @@ from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.model_folder import ModelFolder
 from qwen_train.decode import decode_latents
 from qwen_train.export import find_lora
+from qwen_train.model.weights import quantization_options
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,14 @@ def predict(
     config: PredictConfig,
     devices: Devices,
     lora: Path | None = None,
+    quantization: str = "none",
 ) -> Image.Image:
-    """The picture that the model draws for `prompt` about `pictures` (RGB)."""
+    """The picture that the model draws for `prompt` about `pictures` (RGB); its transformer quantised or not."""
     check_pictures(model, pictures)
     lora_file = find_lora(lora) if lora is not None else None
     dtype = getattr(torch, config.dtype)
     embeds = encode_prompts(model, pictures, prompt, config.negative_prompt, devices, dtype)
-    pipeline = load_pipeline(model, devices, dtype)
+    pipeline = load_pipeline(model, devices, dtype, quantization)
     check_steps(config.num_inference_steps, pipeline.scheduler)
     if lora_file is not None:
         load_lora_weights(pipeline, lora_file)
@@ -120,7 +122,7 @@ def encode_prompts(
     return arguments
 
 
-def load_pipeline(model: ModelFolder, devices: Devices, dtype: torch.dtype) -> Any:
+def load_pipeline(model: ModelFolder, devices: Devices, dtype: torch.dtype, quantization: str = "none") -> Any:
     """The stock pipeline without its text encoder, the other parts where they belong."""
     stock = getattr(diffusers, model.pipeline)
 
@@ -136,7 +138,9 @@ def load_pipeline(model: ModelFolder, devices: Devices, dtype: torch.dtype) -> A
             return latents.to(devices.transformer)
 
     vae = load_whole(AutoencoderKLQwenImage, model.part("vae"), torch_dtype=dtype).to(devices.vae)
-    transformer = load_whole(QwenImageTransformer2DModel, model.part("transformer"), torch_dtype=dtype)
+    folder = model.part("transformer")
+    options = quantization_options(folder, quantization, dtype)
+    transformer = load_whole(QwenImageTransformer2DModel, folder, torch_dtype=dtype, **options)
     parts = {"text_encoder": None, "tokenizer": None} | ({"processor": None} if model.takes_controls else {})
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.part("scheduler"))
     pipeline = Placed(scheduler=scheduler, vae=vae, transformer=transformer.to(devices.transformer), **parts)

@@ -26,23 +26,23 @@ from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError, ModelError, TrainError
 from qwen_cache.format.sample import LATENT_CHANNELS
 from qwen_cache.model_folder import ModelFolder, open_model
-from qwen_train.batch_plan import Summary, sequence_settings
-from qwen_train.batches import Batch, Batches, Samples
 from qwen_train.checkpoint import Run, checkpoints, load_checkpoint, save_checkpoint, save_result
-from qwen_train.ema import Ema
+from qwen_train.data.batch_plan import Summary, sequence_settings
+from qwen_train.data.batches import Batch, Batches, Samples
+from qwen_train.data.mixture import Mixture, open_mixture
+from qwen_train.data.on_the_fly import Feed
 from qwen_train.flow import NoiseSchedule, flow_loss, interpolate
-from qwen_train.lora import add_lora, start_from
-from qwen_train.memory import largest_batch, predict_memory
 from qwen_train.metrics import MetricsLog, Pace, Tally, check_tracker, progress_text
-from qwen_train.mixture import Mixture, open_mixture
-from qwen_train.modulation import tabulate
-from qwen_train.on_the_fly import Feed
+from qwen_train.model.ema import Ema
+from qwen_train.model.lora import start_from
+from qwen_train.model.memory import largest_batch, predict_memory
+from qwen_train.model.modulation import tabulate
+from qwen_train.model.sharding import whole, wrap
+from qwen_train.model.weights import compute_dtype, load_transformer, prepare_for_training, trainable
 from qwen_train.optimizers import make_optimizer
 from qwen_train.report import ABOUT_NAME, write_report
-from qwen_train.sharding import whole, wrap
 from qwen_train.stop import LeftOut, Signals, any_process
 from qwen_train.validation import Validation, draw, evaluating, make_validation
-from qwen_train.weights import compute_dtype, freeze_unreached, load_transformer, trainable
 
 TRANSFORMER_PARTS = ("transformer", "scheduler")
 GLOO_SECONDS = 0.5  # in which a thread that waits for the interpreter gets it, on a busy machine too
@@ -278,18 +278,15 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
 
 
 def to_be_trained(config: Config, model: ModelFolder, cache: Samples, *, is_new: bool) -> Any:
-    """The transformer in training mode, with its LoRA; a LoRA to begin with is for a run that is new."""
+    """The transformer in training mode; a LoRA to begin with is for a run that is new."""
     settings = config.train
     transformer = load_transformer(model, config)
     check_cache(cache, model, transformer)
     if not isinstance(cache, Feed):
         check_empty_prompts(cache, settings.caption_dropout)
-    if settings.method == "lora":
-        add_lora(transformer, settings.lora)
-        if settings.lora.weights is not None and is_new:
-            start_from(transformer, Path(settings.lora.weights))
-    freeze_unreached(transformer)
-    transformer.train()
+    prepare_for_training(transformer, settings)
+    if settings.method == "lora" and settings.lora.weights is not None and is_new:
+        start_from(transformer, Path(settings.lora.weights))
     if settings.compile:
         transformer.compile_repeated_blocks()
     return transformer

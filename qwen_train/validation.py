@@ -27,9 +27,9 @@ from qwen_cache.format.cache import Sample
 from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError, TrainError
 from qwen_cache.format.sample import ImgShapes, token_count
-from qwen_train.batches import Batch, Batches, Drawn, collate
+from qwen_train.data.batches import Batch, Batches, Drawn, collate
+from qwen_train.data.on_the_fly import Feed
 from qwen_train.flow import NoiseSchedule
-from qwen_train.on_the_fly import Feed
 
 LEVELS = 4
 """Noise levels at which a sample is measured: one in each quarter of 0..1, where in it the key decides."""

@@ -36,13 +36,13 @@ from qwen_cache.format.cache import Cache
 from qwen_cache.format.errors import ConfigError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import Recipe
-from qwen_train.batch_plan import index_token_counts
-from qwen_train.batches import AHEAD, Batch, Batches, collate
+from qwen_train.data.batch_plan import index_token_counts
+from qwen_train.data.batches import AHEAD, Batch, Batches, collate
+from qwen_train.data.on_the_fly import Feed
+from qwen_train.data.split import split
 from qwen_train.flow import NoiseSchedule, Weighting
-from qwen_train.on_the_fly import Feed
-from qwen_train.split import split
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.train import compute_loss
-from qwen_train.transformer import QwenImageMultiResTransformer2DModel
 
 Built = Callable[..., Path]
 V1 = ("--format", "v1")
@@ -518,7 +518,7 @@ class AtOnce(Executor):
 
 def test_a_batch_lasts_until_the_next_is_asked_for(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is left of another in its memory, which was larger or smaller, is not seen."""
-    monkeypatch.setattr("qwen_train.batches.ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr("qwen_train.data.batches.ThreadPoolExecutor", AtOnce)
     settings = {"batch_size": 3, "caption_dropout": 0.5}
     plain, places, done = batches(cache, **settings), [], 0
     with closing(batches(cache, **settings).starting_at(0)) as stream:

@@ -11,7 +11,7 @@ import torch
 from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file
 
-from qwen_train.ema import Ema
+from qwen_train.model.ema import Ema
 
 from .test_train import EVERYTHING_RANDOM, LORA, Trainer, differences, outcome, relative_error
 

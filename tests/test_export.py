@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qwen_train.lora import lora_weights, write_lora
+from qwen_train.model.lora import lora_weights, write_lora
 
 from .conftest import run
 

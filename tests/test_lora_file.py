@@ -27,7 +27,7 @@ from qwen_cache.config import load_config
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.errors import ConfigError, TrainError
 from qwen_train import train as training
-from qwen_train.lora import lora_weights, write_lora
+from qwen_train.model.lora import lora_weights, write_lora
 
 from .conftest import build, photograph
 

@@ -15,8 +15,8 @@ import torch
 from qwen_cache import open_cache
 from qwen_cache.config import load_config
 from qwen_cache.format.errors import ModelError
-from qwen_train.memory import Memory, Shape, predict_memory
-from qwen_train.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.model.memory import Memory, Shape, predict_memory
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
 from .conftest import load_tool, run
 
@@ -104,7 +104,7 @@ def test_a_few_blocks_tell_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
         config = {**SMALL, "num_layers": 9}
         few = predicted(config, settings, RAGGED)
         with monkeypatch.context() as patch:
-            patch.setattr("qwen_train.memory._names_blocks", lambda targets: True)
+            patch.setattr("qwen_train.model.memory._names_blocks", lambda targets: True)
             assert predicted(config, settings, RAGGED) == few
 
 

@@ -17,11 +17,11 @@ from accelerate.state import AcceleratorState
 from qwen_cache import open_cache
 from qwen_cache.config import CacheConfig, Config, TrainConfig, WeightedCache, load_config
 from qwen_cache.format.errors import ConfigError, QwenCacheError
-from qwen_train.batch_plan import BatchPlan
-from qwen_train.batches import Batches
-from qwen_train.epoch import Epochs, Part
+from qwen_train.data.batch_plan import BatchPlan
+from qwen_train.data.batches import Batches
+from qwen_train.data.epoch import Epochs, Part
+from qwen_train.data.mixture import Mixture, open_mixture
 from qwen_train.flow import NoiseSchedule
-from qwen_train.mixture import Mixture, open_mixture
 
 from .conftest import Result, run
 
@@ -176,6 +176,21 @@ def test_a_run_on_both_goes_on_with_the_same_weights_only(
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_a_cache_on_the_command_line_is_in_place_of_all_of_them(
+    command: str, built: Built, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    cache = built("edit-plus")
+    settings = [f"train.output_dir={tmp_path / 'out'}", "train.max_steps=1", "train.mixed_precision=no"]
+    settings += ["train.caches=[{path: nowhere}]", "logging.tracker=none"]
+    options = [word for setting in settings for word in ("--set", setting)]
+    model = tiny_model("edit-plus")
+    assert run("qwen-train", command, cache, "--model", model, *options).code == 0
+    named = run("qwen-train", command, "--model", model, *options, "--set", f"train.output_dir={tmp_path / 'other'}")
+    assert named.code == 2
+    assert "nowhere" in named.stderr
 
 
 @pytest.mark.parametrize(

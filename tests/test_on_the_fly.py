@@ -16,8 +16,8 @@ import yaml
 
 from qwen_cache import open_cache
 from qwen_cache.config import load_config
-from qwen_train.batch_plan import index_token_counts
-from qwen_train.on_the_fly import Feed
+from qwen_train.data.batch_plan import index_token_counts
+from qwen_train.data.on_the_fly import Feed
 
 from .conftest import SMALL, Result, build, photograph, run
 

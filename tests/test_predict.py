@@ -92,12 +92,25 @@ def test_a_trained_lora_changes_the_picture_as_it_does_in_the_stock_pipeline(
     assert np.array_equal(trained, np.asarray(expected))
 
 
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
+def test_with_a_quantised_transformer_the_picture_is_nearly_the_same(
+    pictures: list[Path], tmp_path: Path, tiny_model: TinyModel
+) -> None:
+    """As qwen.yaml says for training, so that what fits there fits here."""
+    options = ("--prompt", "x", "--image", pictures[0])
+    plain = predict(tiny_model("edit-plus"), tmp_path / "plain.png", *options).astype(int)
+    eight = ("--set", "model.quantization=int8")
+    found = predict(tiny_model("edit-plus"), tmp_path / "eight.png", *options, *eight).astype(int)
+    assert 0 < np.abs(found - plain).mean() < 5
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--image", "nowhere.png"], "nowhere.png: cannot be read: No such file or directory"),
         ([], "QwenImageEditPlusPipeline edits a picture"),
         (["--image", "{picture}", "--lora", "nowhere"], "nowhere: no LoRA here"),
+        (["--image", "{picture}", "--lora", "{pickle}"], "a .safetensors file"),
         (["--image", "{picture}", "--transformer-device", "cuda:3"], "--transformer-device: no such device"),
         (["--image", "{picture}", "--steps", "1"], "one step is too few for this model's scheduler"),
         (["--image", "{picture}", "--set", "predict.step=3"], "known here: dtype, height, negative_prompt"),
@@ -106,7 +119,9 @@ def test_a_trained_lora_changes_the_picture_as_it_does_in_the_stock_pipeline(
 def test_what_cannot_be_done_says_so(
     options: list[str], message: str, pictures: list[Path], tmp_path: Path, tiny_model: TinyModel
 ) -> None:
-    given = [option.replace("{picture}", str(pictures[0])) for option in options]
+    (tmp_path / "pytorch_lora_weights.bin").write_bytes(b"a pickle, as far as anybody knows")
+    names = {"picture": pictures[0], "pickle": tmp_path / "pytorch_lora_weights.bin"}
+    given = [option.format(**names) for option in options]
     out = tmp_path / "out.png"
     result = run("qwen-train", "predict", "--prompt", "x", "--model", tiny_model("edit-plus"), "--out", out, *given)
     assert result.code == 2

@@ -38,7 +38,7 @@ from qwen_cache.format import remote
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import write_index
-from qwen_train.batches import Batches
+from qwen_train.data.batches import Batches
 from qwen_train.flow import NoiseSchedule
 
 from .conftest import command, run

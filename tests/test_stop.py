@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from qwen_train import checkpoint
 from qwen_train import train as training
-from qwen_train.batches import Batch, Batches
+from qwen_train.data.batches import Batch, Batches
 from qwen_train.stop import MOST_IN_A_ROW, Signals
 
 from .test_train import EVERYTHING_RANDOM, LORA, Trainer, column, differences, outcome, refused, send

@@ -38,7 +38,7 @@ from qwen_cache.format.index import write_index
 from qwen_cache.format.manifest import IndexFile, Manifest, Recipe
 from qwen_train import checkpoint
 from qwen_train import train as training
-from qwen_train.batches import Batches
+from qwen_train.data.batches import Batches
 from qwen_train.flow import NoiseSchedule
 
 from .conftest import Result, command, run

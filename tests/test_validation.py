@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from qwen_cache import open_cache
 from qwen_train import validation
-from qwen_train.batches import Drawn
+from qwen_train.data.batches import Drawn
 
 from .conftest import photograph
 from .equivalence.judge import stock_pipeline

@@ -24,8 +24,8 @@ from torchao.quantization import Int8WeightOnlyConfig
 
 from qwen_cache import open_cache
 from qwen_train import train as training
-from qwen_train import weights
-from qwen_train.packed import QwenImageMultiResTransformerBlock as Block
+from qwen_train.model import weights
+from qwen_train.model.packed import QwenImageMultiResTransformerBlock as Block
 
 from .test_lora_file import output, relative_error
 from .test_train import EVERYTHING_RANDOM, LORA, SMALL, Trainer, column, refused
@@ -107,6 +107,13 @@ def saved_in_8_bits(train: Trainer) -> Path:
     config = TorchAoConfig(Int8WeightOnlyConfig())
     stock(train.model / "transformer", quantization_config=config).save_pretrained(model / "transformer")
     return model
+
+
+def test_a_quantised_folder_is_not_quantised_again(train: Trainer, saved_in_8_bits: Path) -> None:
+    train.model = saved_in_8_bits
+    result = train.try_(model__quantization="fp8")
+    found = "found quant_method torchao in config.json"
+    refused(result, "model.quantization=fp8 is for weights that are not quantised yet", found, "quantization=none")
 
 
 def quantised_linears(transformer: Any) -> Counter[str]:

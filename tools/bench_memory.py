@@ -20,13 +20,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from qwen_cache.config import Config, load_config
-from qwen_train.batches import Batch
-from qwen_train.lora import add_lora
-from qwen_train.memory import Memory, Shape, predict_memory
+from qwen_train.data.batches import Batch
+from qwen_train.model.memory import Memory, Shape, predict_memory
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.model.weights import compute_dtype, prepare_for_training, trainable
 from qwen_train.optimizers import make_optimizer
 from qwen_train.train import compute_loss
-from qwen_train.transformer import QwenImageMultiResTransformer2DModel
-from qwen_train.weights import checkpoint_blocks, compute_dtype, freeze_unreached, trainable
 
 CASES = {
     f"{layout}, {name}": [f"train.layout={layout}", *settings]
@@ -57,13 +56,7 @@ def make_model(config: dict[str, Any], settings: Config, device: str) -> Any:
     with torch.device(device):
         model = QwenImageMultiResTransformer2DModel.from_config(config)
     torch.set_default_dtype(before)
-    model.layout = train.layout
-    if train.gradient_checkpointing:
-        checkpoint_blocks(model, int(train.gradient_checkpointing))
-    if train.method == "lora":
-        add_lora(model, train.lora)
-    freeze_unreached(model)
-    return model.train()
+    return prepare_for_training(model, train)
 
 
 def random_batch(config: dict[str, Any], shapes: Sequence[Shape]) -> Batch:

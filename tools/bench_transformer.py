@@ -41,8 +41,8 @@ from peft import LoraConfig
 from qwen_cache.config import TrainConfig
 from qwen_cache.encode.sizes import calculate_dimensions
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
-from qwen_train.batch_plan import BatchPlan
-from qwen_train.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.data.batch_plan import BatchPlan
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
 POOL = 4096  # samples of the mixture that the planner chooses from
 LORA = ["to_q", "to_k", "to_v", "to_out.0"]

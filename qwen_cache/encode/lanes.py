@@ -36,7 +36,7 @@ from qwen_cache.format.sample import PIXELS_PER_TOKEN, SampleMeta, TensorSpec
 
 DECODE_THREADS = min(32, max(4, os.cpu_count() or 1))
 LATENTS_KEPT = 256  # of pictures that may come again: 128 MB at a megapixel in bfloat16
-PATIENCE = 8  # samples that may come before a batch goes that is not full: half of what a build has in flight
+SAMPLES_IN_BATCH = 8  # at most: half of what a build has in flight, so that one batch is made while another is encoded
 TextInputs = dict[str, torch.Tensor]
 _SAFETENSORS_NAME = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
@@ -111,7 +111,7 @@ class Lanes:
             self._about = inputs.controls, self._read([picture(*each) for each in zip(paths, digests, strict=True)][1:])
         text = self._encode_text(number, row.prompt)
         mask = self.decoders.submit(self._mask, sample) if row.mask else None
-        self._send(number - PATIENCE)
+        self._send(number + 1 - SAMPLES_IN_BATCH)
         return InFlight(number, sample, latents, text, mask)
 
     def _send(self, number: int) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.utils import logging as transformers_logging
 
 from qwen_cache.format.errors import ModelError
 
 
-def load_whole(kind: type[Any], folder: Path, **options: torch.dtype) -> Any:
+def load_whole(kind: type[Any], folder: Path, **options: Any) -> Any:
     """A frozen `kind` in eval mode from `folder`; ModelError when weights are missing or are of another shape."""
     transformers_logging.disable_progress_bar()
     try:

@@ -7,7 +7,7 @@ commands print it on one or a few lines, without a traceback, and exit with code
     ├── SourceError      the pictures, prompts and tables that a cache is made from
     ├── ModelError       the model folder: missing parts, another architecture
     ├── ConfigError      qwen.yaml, --set, and options that contradict each other
-    ├── DeviceError      a device that this machine does not have
+    ├── DeviceError      a device that this machine does not have, or that has too little memory
     ├── FormatError      a cache that breaks a rule of schemas/FORMAT.md (`rule` names it)
     └── TrainError       a run that cannot start, go on or resume
 """
@@ -61,7 +61,7 @@ class ConfigError(QwenCacheError):
 
 
 class DeviceError(QwenCacheError):
-    """A device was named that this machine does not have."""
+    """A device was named that this machine does not have, or one has too little memory."""
 
 
 class TrainError(QwenCacheError):

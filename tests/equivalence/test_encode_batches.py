@@ -117,6 +117,23 @@ def test_no_pass_is_longer_than_its_bound(tiny_model: TinyModel) -> None:
     assert max(rows) * each <= 8 * 100 < (max(rows) + 1) * each
 
 
+def test_a_batch_is_of_eight_samples_at_most(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """However much a device has room for: half of what is in flight, so that the other half is decoded meanwhile."""
+    controls = [picture("china.jpg", (64 + i, 64)) for i in range(12)]
+    cases = {f"{i}": Case(controls[0], (control,), f"number {i}") for i, control in enumerate(controls)}
+    sizes: list[int] = []
+    encode = TextEncoder.encode
+
+    def count(self: TextEncoder, asked: Any) -> Any:
+        sizes.append(len(asked))
+        return encode(self, asked)
+
+    much = ["--set", "cache.text_batch_tokens=1000000"]
+    with patch.object(TextEncoder, "encode", count):
+        build_cache(tmp_path, cases, tiny_model("edit-plus"), *small_options("edit-plus"), *much)
+    assert sizes == [8, 4]
+
+
 def test_by_default_a_cpu_encodes_one_by_one(tiny_model: TinyModel, tmp_path: Path) -> None:
     """So that there a cache is the same, byte for byte, however its build was interrupted."""
     most: list[int] = []

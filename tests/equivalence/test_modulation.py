@@ -24,12 +24,18 @@ from torch._dynamo.utils import counters
 
 from qwen_cache.config import load_config
 from qwen_cache.format.errors import ModelError, QwenCacheError, TrainError
-from qwen_train import modulation, weights
 from qwen_train.flow import NoiseSchedule, draw_u
-from qwen_train.lora import add_lora
-from qwen_train.memory import predict_memory
-from qwen_train.modulation import TabulatedTransformer2DModel, TimestepRows, check_settings, tabulate, timesteps_from
-from qwen_train.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.model import modulation, weights
+from qwen_train.model.lora import add_lora
+from qwen_train.model.memory import predict_memory
+from qwen_train.model.modulation import (
+    TabulatedTransformer2DModel,
+    TimestepRows,
+    check_settings,
+    tabulate,
+    timesteps_from,
+)
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from tests.conftest import load_tool
 from tests.test_train import LORA, SMALL, Trainer, column, differences, outcome, refused
 

@@ -24,8 +24,8 @@ from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from torch.utils.checkpoint import checkpoint
 
 from qwen_cache.format.errors import ModelError, TrainError
-from qwen_train import joint_attention, packed, transformer
-from qwen_train.transformer import QwenImageMultiResTransformer2DModel, QwenMultiResAttnProcessor
+from qwen_train.model import joint_attention, packed, transformer
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel, QwenMultiResAttnProcessor
 
 from .transformer_judge import (
     CASES,
@@ -413,7 +413,7 @@ def test_saved_model_is_a_stock_model(layout: str, tmp_path: Path) -> None:
 
 
 def test_import_loads_no_pipeline_and_no_autoencoder() -> None:
-    program = "import sys, qwen_train.transformer; print(*sys.modules, sep='\\n')"
+    program = "import sys, qwen_train.model.transformer; print(*sys.modules, sep='\\n')"
     modules = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
     assert "diffusers.models.transformers.transformer_qwenimage" in modules
     unwanted = ("diffusers.pipelines", "diffusers.models.autoencoders", "transformers.models.qwen2_5_vl")

@@ -12,8 +12,8 @@ from diffusers.models.normalization import RMSNorm
 from torch import Tensor
 
 from qwen_cache.format.errors import ModelError
-from qwen_train import joint_attention
-from qwen_train.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.model import joint_attention
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
 from .transformer_judge import (
     CASES,

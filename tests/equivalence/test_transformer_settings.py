@@ -23,8 +23,8 @@ from peft import get_peft_model
 from torch._dynamo.utils import counters
 
 from qwen_cache.format.errors import ModelError
-from qwen_train import transformer
-from qwen_train.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.model import transformer
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from tests.conftest import run
 
 from .transformer_judge import (

@@ -15,7 +15,7 @@ from diffusers import QwenImageTransformer2DModel
 from peft import LoraConfig
 from torch import Tensor
 
-from qwen_train.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
 TINY = {
     "in_channels": 16,

@@ -18,7 +18,7 @@ from diffusers import QwenImageTransformer2DModel
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from qwen_train.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
 Images = list[tuple[int, int, int]]
 

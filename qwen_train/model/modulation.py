@@ -35,7 +35,7 @@ from qwen_cache.config import TrainConfig
 from qwen_cache.console import console
 from qwen_cache.format.errors import ConfigError, ModelError, TrainError
 from qwen_train.flow import NoiseSchedule
-from qwen_train.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
 VERSION = 1  # goes up with any change that changes a row
 EMBEDDER = tuple(f"time_text_embed.timestep_embedder.linear_{i}" for i in (1, 2))

@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from qwen_cache.config import Config, TrainConfig
 from qwen_cache.format.errors import ConfigError, ModelError, TrainError
 from qwen_cache.model_folder import ModelFolder
-from qwen_train.lora import WEIGHTS_NAME, has_lora, load_lora, lora_weights, write_lora
-from qwen_train.modulation import TabulatedTransformer2DModel, check_settings
-from qwen_train.sharding import assign, whole
-from qwen_train.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.model.lora import WEIGHTS_NAME, add_lora, has_lora, load_lora, lora_weights, write_lora
+from qwen_train.model.modulation import TabulatedTransformer2DModel, check_settings
+from qwen_train.model.sharding import assign, whole
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
 FOLDER = "transformer"  # where all weights are saved, as in a pipeline's folder
 FILE_PATTERN = "diffusion_pytorch_model{suffix}.safetensors"
@@ -46,7 +46,7 @@ def load_transformer(model: ModelFolder, config: Config) -> Any:
     if settings.method == "full":
         _refuse_quantised(folder, kind)
     dtype = torch.float32 if settings.method == "full" else compute_dtype(settings)
-    quantised = {"quantization_config": _quantization_config(kind, dtype)} if kind != "none" else {}
+    quantised = quantization_options(folder, kind, dtype)
     model_class = QwenImageMultiResTransformer2DModel
     if settings.tabulated_modulation:
         check_settings(settings, json.loads((folder / "config.json").read_text(encoding="utf-8")))
@@ -64,10 +64,18 @@ def load_transformer(model: ModelFolder, config: Config) -> Any:
             found=sorted(info["missing_keys"])[0],
             do="download this part again",
         )
+    return transformer
+
+
+def prepare_for_training(transformer: Any, settings: TrainConfig) -> Any:
+    """The transformer, in the layout and with the checkpointing, the LoRA and the frozen weights of the settings."""
     transformer.layout = settings.layout
     if settings.gradient_checkpointing:
         checkpoint_blocks(transformer, int(settings.gradient_checkpointing))
-    return transformer
+    if settings.method == "lora":
+        add_lora(transformer, settings.lora)
+    freeze_unreached(transformer)
+    return transformer.train()
 
 
 def compute_dtype(settings: TrainConfig) -> torch.dtype:
@@ -96,6 +104,25 @@ def trainable(transformer: Any) -> list[torch.nn.Parameter]:
     return [parameter for parameter in transformer.parameters() if parameter.requires_grad]
 
 
+def quantization_options(folder: Path, kind: str, dtype: torch.dtype) -> dict[str, Any]:
+    """What `from_pretrained` takes for `model.quantization`; ConfigError where the folder is quantised already."""
+    if kind == "none":
+        return {}
+    if saved := _saved_quantization(folder):
+        raise ConfigError(
+            f"model.quantization={kind} is for weights that are not quantised yet",
+            where=folder,
+            found=f"quant_method {saved.get('quant_method')} in config.json",
+            do="set model.quantization=none: the folder is loaded as it was saved",
+        )
+    return {"quantization_config": _quantization_config(kind, dtype)}
+
+
+def _saved_quantization(folder: Path) -> dict[str, Any] | None:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config.get("quantization_config")
+
+
 def _quantization_config(kind: str, dtype: torch.dtype) -> Any:
     """diffusers' setting for that kind of weights."""
     import diffusers
@@ -116,7 +143,7 @@ def _quantization_config(kind: str, dtype: torch.dtype) -> Any:
 
 
 def _refuse_quantised(folder: Path, kind: str) -> None:
-    saved = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    saved = _saved_quantization(folder)
     if kind == "none" and saved is None:
         return
     raise ConfigError(

@@ -18,7 +18,7 @@ from jaxtyping import Complex, Float
 from torch import Tensor, nn
 
 from qwen_cache.format.errors import ModelError, TrainError
-from qwen_train.packed import Packing
+from qwen_train.model.packed import Packing
 
 # Of a row with n valid keys these keep the first n, which is wrong when padding lies between text and image.
 BACKENDS_THAT_MISREAD_MASKS = frozenset(

@@ -1,4 +1,4 @@
-"""How much memory training takes, by part, without training: `predict_memory`, and `qwen-train plan`.
+"""How much memory training takes, by part, without training.
 
 A training step of the real configuration runs on tensors that have sizes but no data (torch's device "meta"), and what
 is alive is counted: parameters, what autograd keeps, recomputed blocks, gradients. Blocks are alike, so a few are run
@@ -9,12 +9,9 @@ Not predicted: `train.compile`, which keeps less, and the parts of several proce
 from __future__ import annotations
 
 import json
-import math
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, replace
-from pathlib import Path
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -24,18 +21,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qwen_cache.config import Config, ModelConfig
-from qwen_cache.console import human_bytes, plural
-from qwen_cache.format.errors import ConfigError, ModelError, TrainError
+from qwen_cache.config import Config
+from qwen_cache.format.errors import ModelError, TrainError
 from qwen_cache.format.sample import ImgShapes, token_count
-from qwen_train.batch_plan import SUMMARISED
-from qwen_train.batches import Batches
-from qwen_train.flow import NoiseSchedule, interpolate
-from qwen_train.lora import add_lora
-from qwen_train.modulation import TabulatedTransformer2DModel, TimestepRows, check_settings
-from qwen_train.packed import QwenImageMultiResTransformerBlock
-from qwen_train.transformer import QwenImageMultiResTransformer2DModel, prefix_mask
-from qwen_train.weights import checkpoint_blocks, compute_dtype, freeze_unreached
+from qwen_train.data.batch_plan import SUMMARISED
+from qwen_train.data.batches import Batches
+from qwen_train.flow import interpolate
+from qwen_train.model.modulation import TabulatedTransformer2DModel, TimestepRows, check_settings
+from qwen_train.model.packed import QwenImageMultiResTransformerBlock
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel, prefix_mask
+from qwen_train.model.weights import compute_dtype, prepare_for_training
 
 Device = Literal["cuda", "cpu"]
 Shape = tuple[ImgShapes, int]
@@ -274,17 +269,12 @@ def without_data(transformer: dict[str, Any], settings: Config, device: Device) 
         model.time_text_embed.__class__ = RowsWithoutData
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.float32 if train.method == "full" else compute_dtype(train))
-    model.layout = train.layout
-    if train.gradient_checkpointing:
-        checkpoint_blocks(model, int(train.gradient_checkpointing))
-    if train.method == "lora":
-        add_lora(model, train.lora)
-    freeze_unreached(model)
+    prepare_for_training(model, train)
     model.kernels = Kernels(device, torch.bfloat16 if train.mixed_precision == "bf16" else None)
     for block in model.transformer_blocks:
         block.__class__ = WithoutData
         block.kernels = model.kernels
-    return model.train()
+    return model
 
 
 def peak_of_step(model: Any, batch: Sequence[Shape], dtype: torch.dtype) -> int:
@@ -308,37 +298,7 @@ def peak_of_step(model: Any, batch: Sequence[Shape], dtype: torch.dtype) -> int:
     return peak
 
 
-# ---- what fits -------------------------------------------------------------------------------------------------------
-
-
-CURES: tuple[dict[str, Any], ...] = (
-    {"train.gradient_checkpointing": True},
-    {"train.gradient_checkpointing": True, "train.tabulated_modulation": True},
-    {"train.gradient_checkpointing": True, "model.quantization": "fp8"},
-    {"train.gradient_checkpointing": True, "model.quantization": "nf4"},
-)
-"""What makes training smaller, the cheapest in time and precision first."""
-LINEAR_FROM = 2048  # tokens: from here on a batch takes more than any optimizer does with a LoRA's gradients
-
-
-def plan(settings: Config, capacity: int | None) -> dict[str, Any]:
-    """What `qwen-train plan` says, as one JSON value: the largest batch, its memory by part, and what fits."""
-    transformer = transformer_config(settings.model)
-    from qwen_train.train import open_samples
-
-    batches = Batches(open_samples(settings, None), settings.train, NoiseSchedule())
-    batch, largest = largest_batch(batches, settings.train.layout)
-    memory = predict_memory(transformer, settings, batch)
-    found: dict[str, Any] = {
-        "largest_batch": {"samples": len(batch), "tokens": tokens_of(batch, settings.train.layout)},
-        "largest_sample": tokens_of([largest], settings.train.layout),
-        "memory": {**asdict(memory), "total": memory.total},
-    }
-    if capacity is None:
-        return found
-    most = most_tokens(transformer, settings, largest, capacity)
-    found |= {"gpu_memory": capacity, "fits": memory.total <= capacity, "max_tokens": most}
-    return found if found["fits"] else {**found, "do": cures(transformer, settings, batch, most, capacity)}
+# ---- the batches of a run -------------------------------------------------------------------------------------------
 
 
 def largest_batch(batches: Batches, layout: str) -> tuple[list[Shape], Shape]:
@@ -365,115 +325,3 @@ def tokens_of(batch: Sequence[Shape], layout: str) -> int:
     """As `train.max_tokens` counts them."""
     images, texts = [token_count(shapes) for shapes, _ in batch], [text for _, text in batch]
     return len(batch) * (max(images) + max(texts)) if layout == "padded" else sum(images) + sum(texts)
-
-
-def most_tokens(transformer: dict[str, Any], settings: Config, largest: Shape, capacity: int) -> int | None:
-    """The largest train.max_tokens that fits, of samples like the largest; None if that one alone does not.
-
-    Memory is linear in tokens, but for the smallest batches, in which the optimizer's own work takes more.
-    """
-    if predict_memory(transformer, settings, [largest]).total > capacity:
-        return None
-    tokens = tokens_of([largest], settings.train.layout)
-    count = math.ceil(LINEAR_FROM / tokens)
-    one, two = (predict_memory(transformer, settings, [largest] * n).total for n in (count, 2 * count))
-    return max(tokens, math.floor(count * tokens * (1 + (capacity - one) / (two - one))))
-
-
-def cures(
-    transformer: dict[str, Any], settings: Config, batch: Sequence[Shape], most: int | None, capacity: int
-) -> list[str]:
-    """The settings, each alone, under which the batch fits; a smaller batch if there is one."""
-    found = [f"train.max_tokens={most}"] if most and len(batch) > 1 else []
-    for changes in CURES:
-        changed = _changed(settings, changes)
-        lossy = "model.quantization" in changes
-        if changed == settings or (lossy and (settings.train.method == "full" or "quantization_config" in transformer)):
-            continue
-        with suppress(ConfigError, ModelError):  # what these settings or this model cannot have
-            total = predict_memory(transformer, changed, batch).total
-            if total > capacity:
-                continue
-            words = " ".join(f"{name}={json.dumps(value)}" for name, value in changes.items())
-            found.append(f"{words} ({human_bytes(total)})".replace('"', ""))
-    return found
-
-
-def _changed(settings: Config, changes: dict[str, Any]) -> Config:
-    for name, value in changes.items():
-        section, key = name.split(".")
-        settings = settings.model_copy(update={section: getattr(settings, section).model_copy(update={key: value})})
-    return settings
-
-
-def transformer_config(model: ModelConfig) -> dict[str, Any]:
-    """config.json of the model's transformer; from the hub, that file alone."""
-    if model.path is None:
-        raise ModelError("no model is named", do="give --model FOLDER_OR_REPOSITORY, or model.path in qwen.yaml")
-    path = Path(model.path) / "transformer" / "config.json"
-    if not Path(model.path).is_dir():
-        path = _download(model.path, model.revision)
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the transformer's configuration cannot be read: {error}", where=path) from None
-    if (found := config.get("_class_name")) != "QwenImageTransformer2DModel":
-        raise ModelError("not a Qwen-Image transformer", where=path, found=found)
-    return config
-
-
-def _download(name: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(name, "config.json", subfolder="transformer", revision=revision))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(
-            "no such folder here, and none on the hub", where=name, do=str(error).splitlines()[0]
-        ) from None
-
-
-def capacity_of(text: str) -> int:
-    """Bytes from `24GB` or `22.5 GiB`."""
-    from pydantic import ByteSize, TypeAdapter, ValidationError
-
-    try:
-        return int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        raise ConfigError("not a size", where="--gpu-memory", expected="such as 24GB or 80GiB", found=text) from None
-
-
-PARTS = {
-    "weights": "frozen weights",
-    "trained": "trained weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "average": "average (EMA)",
-    "activations": "activations",
-    "reserved": "CUDA itself, estimated",
-}
-
-
-def print_plan(found: dict[str, Any]) -> None:
-    """The same for people, on stdout."""
-    from rich.console import Console
-    from rich.table import Table
-
-    out, table = Console(highlight=False, soft_wrap=True), Table(box=None, show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, words in (PARTS | {"total": "[bold]together[/]"}).items():
-        if found["memory"][name]:
-            table.add_row(words, human_bytes(found["memory"][name]))
-    batch = found["largest_batch"]
-    out.print(f"[bold]largest batch[/]  {plural(batch['samples'], 'sample')}, {batch['tokens']:,} tokens")
-    out.print(table)
-    if "fits" not in found:
-        return
-    verdict = "[bold green]fits[/]" if found["fits"] else "[bold red]does not fit[/]"
-    out.print(f"{verdict} in {human_bytes(found['gpu_memory'])}")
-    if found["max_tokens"]:
-        out.print(f"largest batches that fit: train.max_tokens={found['max_tokens']}")
-    for cure in found.get("do", []):
-        out.print(f"would fit with {cure}")

@@ -22,7 +22,7 @@ from torch import Tensor
 from qwen_cache.config import LoraConfig
 from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError, TrainError
-from qwen_train.sharding import assign
+from qwen_train.model.sharding import assign
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer"

@@ -39,8 +39,8 @@ from jaxtyping import Bool, Complex, Int, Shaped
 from torch import Tensor, nn
 
 from qwen_cache.format.errors import ModelError, TrainError
-from qwen_train.joint_attention import QwenMultiResAttnProcessor, active_backend, refuse_backend_for_mask
-from qwen_train.packed import Packing, QwenImageMultiResTransformerBlock, gather, norm_out, scatter
+from qwen_train.model.joint_attention import QwenMultiResAttnProcessor, active_backend, refuse_backend_for_mask
+from qwen_train.model.packed import Packing, QwenImageMultiResTransformerBlock, gather, norm_out, scatter
 
 Layout = Literal["padded", "packed"]
 ImageShape = tuple[int, int, int]  # frames, height and width in tokens
