@@ -152,6 +152,8 @@ class TrainConfig(Section):
     """Forward passes before each optimizer step."""
     gradient_checkpointing: bool | Positive = True
     """Recompute activations in the backward pass: a third more time, a small part of the memory; n: each nth block."""
+    offload_blocks: NotNegative = 0
+    """How many of the blocks wait in the host's memory for their turn to compute; LoRA with checkpointing only."""
     tabulated_modulation: bool = False
     """Read the modulation from a table, made once, in place of loading its weights, a third of all; bf16 LoRA only."""
     compile: bool = False

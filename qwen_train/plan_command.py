@@ -18,13 +18,23 @@ from qwen_cache.console import human_bytes, plural
 from qwen_cache.format.errors import ConfigError, ModelError
 from qwen_train.data.batches import Batches
 from qwen_train.flow import NoiseSchedule
-from qwen_train.model.memory import Shape, largest_batch, predict_memory, tokens_of
+from qwen_train.model.memory import (
+    FRAGMENTATION,
+    Shape,
+    block_bytes,
+    largest_batch,
+    predict_memory,
+    tokens_of,
+)
 from qwen_train.train import open_samples
 
+FEWEST = -1
+"""Stands for as few blocks as it takes."""
 CURES: tuple[dict[str, Any], ...] = (
     {"train.gradient_checkpointing": True},
     {"train.gradient_checkpointing": True, "train.tabulated_modulation": True},
     {"train.gradient_checkpointing": True, "model.quantization": "fp8"},
+    {"train.gradient_checkpointing": True, "train.offload_blocks": FEWEST},
     {"train.gradient_checkpointing": True, "model.quantization": "nf4"},
 )
 """What makes training smaller, the cheapest in time and precision first."""
@@ -68,17 +78,28 @@ def cures(
     """The settings, each alone, under which the batch fits; a smaller batch if there is one."""
     found = [f"train.max_tokens={most}"] if most and len(batch) > 1 else []
     for changes in CURES:
-        changed = _changed(settings, changes)
         lossy = "model.quantization" in changes
-        if changed == settings or (lossy and (settings.train.method == "full" or "quantization_config" in transformer)):
+        if lossy and (settings.train.method == "full" or "quantization_config" in transformer):
             continue
         with suppress(ConfigError, ModelError):  # what these settings or this model cannot have
+            if changes.get("train.offload_blocks") == FEWEST:
+                changes = {**changes, "train.offload_blocks": fewest_blocks(transformer, settings, batch, capacity)}
+            changed = _changed(settings, changes)
             total = predict_memory(transformer, changed, batch).total
-            if total > capacity:
+            if changed == settings or total > capacity:
                 continue
             words = " ".join(f"{name}={json.dumps(value)}" for name, value in changes.items())
             found.append(f"{words} ({human_bytes(total)})".replace('"', ""))
     return found
+
+
+def fewest_blocks(transformer: dict[str, Any], settings: Config, batch: Sequence[Shape], capacity: int) -> int:
+    """The smallest train.offload_blocks under which the batch fits; that of all blocks if it never does."""
+    changes = {"train.gradient_checkpointing": True, "train.offload_blocks": transformer["num_layers"]}
+    every = _changed(settings, changes)
+    left = capacity - predict_memory(transformer, every, batch).total
+    stay = max(0, left) / (1 + FRAGMENTATION) // block_bytes(transformer, every)
+    return int(max(transformer["num_layers"] - stay, 1))
 
 
 def _changed(settings: Config, changes: dict[str, Any]) -> Config:

@@ -37,6 +37,7 @@ from qwen_train.model.ema import Ema
 from qwen_train.model.lora import start_from
 from qwen_train.model.memory import largest_batch, predict_memory
 from qwen_train.model.modulation import tabulate
+from qwen_train.model.offload import offload_blocks
 from qwen_train.model.sharding import whole, wrap
 from qwen_train.model.weights import compute_dtype, load_transformer, prepare_for_training, trainable
 from qwen_train.optimizers import make_optimizer
@@ -261,7 +262,9 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
     if settings.tabulated_modulation:
         measured = [drawn.sigma for sample in (validation.samples if validation else ()) for drawn in draw(sample)]
         tabulate(transformer, model.part("transformer"), schedule, measured)
-    transformer = wrap(accelerator, transformer, fsdp=settings.fsdp)
+    if settings.offload_blocks:
+        offload_blocks(transformer, settings.offload_blocks, accelerator.device)
+    transformer = wrap(accelerator, transformer, settings)
     run = start_run(config, accelerator.unwrap_model(transformer), accelerator, cache.identity)
     if earlier:
         load_checkpoint(earlier[-1][1], run)

@@ -115,6 +115,12 @@ def test_what_cannot_be_in_parts_is_refused(train: Trainer, changes: dict[str, A
     assert f"error: {message}" in done.stderr
 
 
+def test_blocks_that_wait_in_the_hosts_memory_in_two_processes(train: Trainer) -> None:
+    plain, found = (by_two(train, settings=STEPS, out=f"{n}", train__offload_blocks=n) for n in (0, 2))
+    assert column(found, "loss") == pytest.approx(column(plain, "loss"), rel=1e-5)
+    assert relative_error(result(found, "lora"), result(plain, "lora")) < 1e-5
+
+
 def test_a_quantised_base_in_two_processes(train: Trainer) -> None:
     """Frozen weights are not sent around: each process has read them."""
     settings = {**STEPS, "model.quantization": "int8"}

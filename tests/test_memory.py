@@ -203,8 +203,13 @@ def test_plan_says_what_would_fit(built: Callable[[str], Path], real_model: Path
     options = ("--model", real_model, "--gpu-memory", "20GB", "--set", "train.gradient_checkpointing=false")
     code, found = plan(built("edit-plus"), *options)
     assert (code, found["fits"], found["max_tokens"]) == (1, False, None)
-    (cure,) = found["do"]
-    assert cure.startswith("train.gradient_checkpointing=true model.quantization=nf4 (1")
+    offloaded, quantised = found["do"]
+    assert quantised.startswith("train.gradient_checkpointing=true model.quantization=nf4 (1")
+    cure = offloaded.split(" (")[0].split()
+    blocks = int(cure[1].removeprefix("train.offload_blocks="))
+    for count, fits in ((blocks, True), (blocks - 1, False)):
+        changed = ("--set", cure[0], "--set", f"train.offload_blocks={count}")
+        assert plan(built("edit-plus"), *options, *changed)[1]["fits"] == fits
 
 
 def test_plan_for_people(built: Callable[[str], Path], tiny_model: Callable[[str], Path]) -> None:

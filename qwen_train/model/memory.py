@@ -28,6 +28,8 @@ from qwen_train.data.batch_plan import SUMMARISED
 from qwen_train.data.batches import Batches
 from qwen_train.flow import interpolate
 from qwen_train.model.modulation import TabulatedTransformer2DModel, TimestepRows, check_settings
+from qwen_train.model.offload import ON_DEVICE
+from qwen_train.model.offload import check_settings as check_offload
 from qwen_train.model.packed import QwenImageMultiResTransformerBlock
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel, prefix_mask
 from qwen_train.model.weights import compute_dtype, prepare_for_training
@@ -86,6 +88,10 @@ def predict_memory(
         else:
             a, b = (astuple(_of_layers(n, transformer, settings, batch, device)) for n in (few, more))
             memory = Memory(*(y + (y - x) * (layers - more) // every for x, y in zip(a, b, strict=True)))
+    if settings.train.offload_blocks:
+        check_offload(settings, transformer)
+        absent = max(0, settings.train.offload_blocks - ON_DEVICE)
+        memory = replace(memory, weights=memory.weights - absent * block_bytes(transformer, settings))
     if device == "cpu":
         return memory
     return replace(memory, reserved=RESERVED + int(FRAGMENTATION * memory.total))
@@ -99,7 +105,7 @@ def _names_blocks(targets: list[str] | str) -> bool:
 def _of_layers(
     layers: int, transformer: dict[str, Any], settings: Config, batch: Sequence[Shape], device: Device
 ) -> Memory:
-    model = without_data({**transformer, "num_layers": layers}, settings, device)
+    model = prepared(without_data({**transformer, "num_layers": layers}, settings), settings, device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen, unpacked = frozen_bytes(model, _quantization(transformer, settings))
     gradients = sum(map(_bytes, trained))
@@ -153,6 +159,13 @@ def frozen_bytes(model: nn.Module, kind: str) -> tuple[int, int]:
             total += BYTES_PER_WEIGHT[kind] * weight.numel() + BYTES_PER_ROW[kind] * len(weight) - _bytes(weight)
             unpacked = max(unpacked, _bytes(weight))
     return int(total), unpacked
+
+
+def block_bytes(transformer: dict[str, Any], settings: Config) -> int:
+    """The frozen weights of one block."""
+    models = (without_data({**transformer, "num_layers": n}, settings).requires_grad_(False) for n in (1, 2))
+    one, two = (frozen_bytes(model, _quantization(transformer, settings))[0] for model in models)
+    return two - one
 
 
 # ---- a step without data ---------------------------------------------------------------------------------------------
@@ -257,8 +270,8 @@ class RowsWithoutData(TimestepRows):
         return hidden_states.new_empty(len(timestep), self.width)
 
 
-def without_data(transformer: dict[str, Any], settings: Config, device: Device) -> Any:
-    """The transformer as it is trained, on "meta"."""
+def without_data(transformer: dict[str, Any], settings: Config) -> Any:
+    """The transformer as it is loaded, on "meta"."""
     train, model_class = settings.train, QwenImageMultiResTransformer2DModel
     if train.tabulated_modulation:
         check_settings(train, transformer)
@@ -269,8 +282,13 @@ def without_data(transformer: dict[str, Any], settings: Config, device: Device) 
         model.time_text_embed.__class__ = RowsWithoutData
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.float32 if train.method == "full" else compute_dtype(train))
-    prepare_for_training(model, train)
-    model.kernels = Kernels(device, torch.bfloat16 if train.mixed_precision == "bf16" else None)
+    return model
+
+
+def prepared(model: Any, settings: Config, device: Device) -> Any:
+    """The same as it is trained."""
+    prepare_for_training(model, settings.train)
+    model.kernels = Kernels(device, torch.bfloat16 if settings.train.mixed_precision == "bf16" else None)
     for block in model.transformer_blocks:
         block.__class__ = WithoutData
         block.kernels = model.kernels

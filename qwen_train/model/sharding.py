@@ -16,17 +16,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from qwen_cache.config import TrainConfig
 from qwen_cache.format.errors import ConfigError
 
 T = TypeVar("T")
 
 
-def wrap(accelerator: Any, transformer: Any, *, fsdp: bool) -> Any:
+def wrap(accelerator: Any, transformer: Any, settings: TrainConfig) -> Any:
     """The transformer on this process's device and under autocast; in DDP or FSDP2 if there are more processes."""
-    if not fsdp or accelerator.num_processes == 1:
+    if not settings.fsdp or accelerator.num_processes == 1:
         frozen = [name for name, parameter in transformer.named_parameters() if not parameter.requires_grad]
         transformer._ddp_params_and_buffers_to_ignore = frozen  # not sent to processes that have read them
-        return accelerator.prepare_model(transformer)
+        return accelerator.prepare_model(transformer, device_placement=not settings.offload_blocks)
     if getattr(transformer, "hf_quantizer", None) is not None:
         raise ConfigError("train.fsdp cannot share out quantised weights", do="set one of them back to its default")
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # nothing here changes an output in place

@@ -25,6 +25,7 @@ from qwen_cache.format.errors import ConfigError, ModelError, TrainError
 from qwen_cache.model_folder import ModelFolder
 from qwen_train.model.lora import WEIGHTS_NAME, add_lora, has_lora, load_lora, lora_weights, write_lora
 from qwen_train.model.modulation import TabulatedTransformer2DModel, check_settings
+from qwen_train.model.offload import check_settings as check_offload
 from qwen_train.model.sharding import assign, whole
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
@@ -45,6 +46,8 @@ def load_transformer(model: ModelFolder, config: Config) -> Any:
     folder, settings, kind = model.part("transformer"), config.train, config.model.quantization
     if settings.method == "full":
         _refuse_quantised(folder, kind)
+    if settings.offload_blocks:
+        check_offload(config, json.loads((folder / "config.json").read_text(encoding="utf-8")))
     dtype = torch.float32 if settings.method == "full" else compute_dtype(settings)
     quantised = quantization_options(folder, kind, dtype)
     model_class = QwenImageMultiResTransformer2DModel

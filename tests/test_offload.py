@@ -1,0 +1,194 @@
+"""Blocks that wait in the host's memory: training is the same bit for bit, and two of them are on the device at most.
+
+On the CPU "the device" is the same memory, but copies are made as for a GPU, and these are what is counted.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qwen_cache.config import load_config
+from qwen_train import train as training
+from qwen_train.model import offload
+from qwen_train.model.memory import predict_memory
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.model.weights import prepare_for_training
+
+from .equivalence.transformer_judge import TINY
+from .test_memory import EDIT, REAL
+from .test_train import EVERYTHING_RANDOM, LORA, Trainer, column, refused
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
+    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
+
+
+@pytest.fixture
+def plain(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """A run that offloads nothing.
+
+    It gets copies of the weights as well: those of a file are mapped, and by the addresses at which they lie then, the
+    kernels of a CPU choose in which order they add up.
+    """
+
+    def copied(transformer: Any, *_: Any) -> None:
+        for parameter in transformer.transformer_blocks.parameters():
+            parameter.data = parameter.data.clone()
+
+    def run(*options: str, **changes: Any) -> Path:
+        with monkeypatch.context() as patch:
+            patch.setattr(training, "offload_blocks", copied)
+            return train(*options, **{"out": "plain", "train__offload_blocks": 2, **changes})
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"train.layout": "packed", "train.gradient_accumulation_steps": 2, "train.batch_size": 2},
+        {"train.mixed_precision": "bf16", "train.tabulated_modulation": True},
+        {"train.lora.use_dora": True, "train.ema_decay": 0.9},
+    ],
+)
+def test_what_is_trained_is_the_same(train: Trainer, plain: Callable[..., Path], settings: dict[str, Any]) -> None:
+    settings = {**EVERYTHING_RANDOM, **settings}
+    judge = plain(settings=settings)
+    found = train(settings=settings, train__offload_blocks=2)
+    assert column(found, "loss") == column(judge, "loss")
+    expected, weights = load_file(judge / LORA), load_file(found / LORA)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+
+
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantised_weights_too(train: Trainer, plain: Callable[..., Path], kind: str) -> None:
+    judge = plain(model__quantization=kind)
+    assert column(train(model__quantization=kind, train__offload_blocks=2), "loss") == column(judge, "loss")
+
+
+def test_validation_and_going_on(train: Trainer, plain: Callable[..., Path]) -> None:
+    """A forward pass without a backward pass, a picture, and the checkpoint of a run that offloaded nothing."""
+    settings = {**EVERYTHING_RANDOM, "train.validation_split": 0.4, "validation.every_steps": 1}
+    settings |= {
+        "lr_scheduler.name": "constant",
+        "validation.pictures": 1,
+        "validation.picture_steps": 2,
+        "validation.num_inference_steps": 2,
+    }
+    judge = plain(settings=settings, train__max_steps=4)
+    plain(settings=settings, out="out", train__max_steps=2)
+    out = train("--resume", settings=settings, train__max_steps=4, train__offload_blocks=2)
+    assert column(out, "validation_loss") == column(judge, "validation_loss")
+    for path in (judge / "validation").rglob("*.safetensors"):
+        other = out / path.relative_to(judge)
+        assert torch.equal(load_file(path)["latents"], load_file(other)["latents"])
+
+
+# ---- where the weights are -------------------------------------------------------------------------------------------
+
+
+def transformer(layers: int, offloaded: int) -> Any:
+    torch.manual_seed(0)
+    model = QwenImageMultiResTransformer2DModel(**{**TINY, "num_layers": layers})
+    prepare_for_training(model.requires_grad_(False), load_config(None).train)
+    return offload.offload_blocks(model, offloaded, CPU) if offloaded else model
+
+
+def step(model: Any) -> torch.Tensor:
+    torch.manual_seed(1)
+    image, text = torch.randn(2, 24, TINY["in_channels"]), torch.randn(2, 7, TINY["joint_attention_dim"])
+    loss = model(image, text, None, torch.tensor([0.3, 0.9]), [(1, 4, 6)], return_dict=False)[0].square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("offloaded", [1, 2, 3, 7])
+def test_at_most_two_blocks_are_on_the_device(offloaded: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+    alive: list[int] = []
+    copy = offload.Host._copy
+
+    def counted(host: offload.Host, i: int) -> tuple[list[torch.Tensor], Any]:
+        made, arrived = copy(host, i)
+        copies.extend((i, weakref.ref(each)) for each in made)
+        alive.append(len({block for block, each in copies if each() is not None}))
+        return made, arrived
+
+    monkeypatch.setattr(offload.Host, "_copy", counted)
+    model, plain = transformer(7, offloaded), transformer(7, 0)
+    gc.collect()
+    gc.disable()  # what only the collector frees would stay on a GPU
+    try:
+        for _ in range(3):
+            assert torch.equal(step(model), step(plain))
+    finally:
+        gc.enable()
+    assert max(alive) <= 2
+    gradients = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters() if p.requires_grad)
+
+
+def test_a_copy_is_under_way_before_its_block_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both directions, so that a GPU need not wait for it: but for the first block of all."""
+    events: list[str] = []
+    copy = offload.Host._copy
+    monkeypatch.setattr(offload.Host, "_copy", lambda host, i: events.append(f"copy {i}") or copy(host, i))
+    model = transformer(3, 3)
+    for i, block in enumerate(model.transformer_blocks):
+        block.img_norm1.register_forward_hook(lambda *_, i=i: events.append(f"run {i}"))
+    step(model)
+    there, back = ["copy 1", "run 0", "copy 2", "run 1", "run 2"], ["copy 1", "run 2", "copy 0", "run 1", "run 0"]
+    assert events == ["copy 0", *there, *back]
+
+
+def test_what_waits_is_frozen_and_in_blocks_spread_evenly() -> None:
+    """All else goes to the device: here "meta", from which nothing comes back."""
+    torch.manual_seed(0)
+    model = QwenImageMultiResTransformer2DModel(**{**TINY, "num_layers": 6})
+    prepare_for_training(model.requires_grad_(False), load_config(None).train)
+    offload.offload_blocks(model, 3, torch.device("meta"))
+    for name, parameter in model.named_parameters():
+        waits = name.startswith(("transformer_blocks.0.", "transformer_blocks.2.", "transformer_blocks.4."))
+        assert parameter.device.type == ("cpu" if waits and not parameter.requires_grad else "meta"), name
+
+
+# ---- what it saves, and what is refused ------------------------------------------------------------------------------
+
+
+def test_the_planner_counts_what_stays() -> None:
+    """All but two of the offloaded blocks, 339.8 M weights each in bfloat16; nothing else changes."""
+    settings = ["train.mixed_precision=bf16"]
+    plain = predict_memory(REAL, load_config(None, settings), EDIT, "cuda")
+    found = predict_memory(REAL, load_config(None, [*settings, "train.offload_blocks=60"]), EDIT, "cuda")
+    assert plain.weights - found.weights == pytest.approx(58 * 2 * 339.8e6, rel=1e-3)
+    assert found.activations == plain.activations
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train__method": "full"}, "train.method=full"),
+        ({"train__fsdp": True}, "train.fsdp=true"),
+        ({"train__compile": True}, "train.compile=true"),
+        ({"train__gradient_checkpointing": 2}, "train.gradient_checkpointing=2"),
+        ({"train__gradient_checkpointing": False}, "train.gradient_checkpointing=false"),
+        ({"model__quantization": "nf4"}, "nf4"),
+        ({"train__offload_blocks": 3}, "train.offload_blocks is more than there are (expected at most 2, found 3)"),
+    ],
+)
+def test_what_cannot_go_together_is_refused(train: Trainer, changes: dict[str, Any], message: str) -> None:
+    refused(train.try_(**{"train__offload_blocks": 2, **changes}), message)
