@@ -25,6 +25,12 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Areas = Annotated[list[Positive], Field(min_length=1), BeforeValidator(lambda v: v if isinstance(v, list) else [v])]
+Side = Annotated[int, Field(ge=16)]
+Sigmas = Annotated[
+    list[Annotated[float, Field(gt=0, le=1)]],
+    Field(min_length=1),
+    BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v),
+]
 Resolutions = Annotated[
     list[tuple[Positive, Positive]],
     Field(min_length=1),
@@ -54,6 +60,10 @@ class DataConfig(Section):
     """What a sample that cannot be used does to a build."""
     part: str | None = None
     """Which rows of the source to build: 3/16 is the third of sixteen runs of equal length."""
+    edit_mask: Literal["none", "file", "diff", "head", "auto"] = "file"
+    """Where the source has none: diff of target and control, head, auto: diff, else head. none: no masks at all."""
+    mask_head: str | None = None
+    """What `qwen-train mask-head` made, for head and auto."""
     allow_empty_prompt: bool = False
     """Whether a sample may have no instruction."""
     vae_image_size: Areas | None = None
@@ -87,6 +97,8 @@ class CacheConfig(Section):
     """Pixels that the VAE gets at once, of one shape and 8 samples at most; 2 megapixels on CUDA, else one picture."""
     text_batch_tokens: Positive | None = None
     """Tokens that the text encoder gets at once, of 8 samples at most; 2048 on CUDA, else, or with 1, one sample's."""
+    attention: bool = False
+    """Store where each prompt looks in its first picture, for `qwen-train mask-head`: about a fifth more. v2 only."""
     compression: Literal["none", "zstd"] = "none"
     """zstd: 0.7 of the bytes; worth it when what is read from is slower than 0.8 GB/s. v2 only."""
     shard_size: ByteSize = ByteSize(1_000_000_000)
@@ -193,6 +205,23 @@ class TrainConfig(Section):
     lora: LoraConfig = LoraConfig()
 
 
+class MaskHeadConfig(Section):
+    """`qwen-train mask-head`."""
+
+    steps: Positive = 3000
+    batch_size: Positive = 8
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    """For a few hundred masks, 1e-3 learns faster."""
+    base: Positive = 64
+    """The width of its first stage: 64 makes 7.6 M parameters on the 784 heads of the 7B encoder."""
+    size: Positive = 64
+    """The longer side of the masks that it draws, in cells."""
+    validation_split: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Which part of the targets is held out, by their hash."""
+    device: str = "auto"
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+
 class OptimizerConfig(Section):
     name: str = "adamw"
     """adamw, adamw8bit (bitsandbytes), adafactor, prodigy (prodigyopt), or the import path of a class."""
@@ -249,12 +278,22 @@ class PredictConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """What all parts compute in."""
     num_inference_steps: Positive = 50
+    sigmas: Sigmas | None = None
+    """Noise levels in place of num_inference_steps, falling from 1, before the shift; also as text with commas."""
     true_cfg_scale: float = 4.0
     """Classifier-free guidance, where a negative prompt is given."""
     negative_prompt: str | None = None
-    height: Positive | None = None
-    width: Positive | None = None
-    seed: int = 0
+    guidance_scale: float | None = None
+    """For guidance-distilled models only."""
+    num_images_per_prompt: Positive = 1
+    max_sequence_length: Annotated[int, Field(gt=0, le=1024)] = 512
+    """Tokens that are kept of a prompt without pictures."""
+    height: Side | None = None
+    """Rounded down to 16 pixels, as the width; about 1024² in the shape of the last picture when not given."""
+    width: Side | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    offload: Literal["none", "model", "sequential"] = "none"
+    """What waits in the host's memory for its turn to compute: nothing, each part as a whole, or layer by layer."""
 
 
 class Config(Section):
@@ -269,6 +308,7 @@ class Config(Section):
     logging: LoggingConfig = LoggingConfig()
     validation: ValidationConfig = ValidationConfig()
     predict: PredictConfig = PredictConfig()
+    mask_head: MaskHeadConfig = MaskHeadConfig()
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -57,43 +57,82 @@ def run(
 def predict(
     prompt: Annotated[str, typer.Option(help="The instruction.")],
     image: Annotated[list[Path] | None, typer.Option(help="A control picture; repeat it for more.")] = None,
-    lora: Annotated[Path | None, typer.Option(help="A LoRA: its file, or the folder that `run` wrote.")] = None,
+    negative_prompt: Annotated[str | None, typer.Option(help="What to guide away from; may be empty.")] = None,
+    true_cfg_scale: Annotated[float | None, typer.Option(help="How far, in twice the time; 1: not at all.")] = None,
+    guidance_scale: Annotated[float | None, typer.Option(help="For guidance-distilled models.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
+    sigmas: Annotated[str | None, typer.Option(help="In place of steps: noise levels such as 1,0.6,0.2.")] = None,
+    num_images: Annotated[int | None, typer.Option(help="Pictures at once: out-1.png, out-2.png and so on.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The seed of the noise.")] = None,
+    height: Annotated[int | None, typer.Option(help="Pixels, in steps of 16.")] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels, in steps of 16.")] = None,
+    max_sequence_length: Annotated[int | None, typer.Option(help="Tokens kept of a prompt without pictures.")] = None,
+    lora: Annotated[
+        list[str] | None, typer.Option(help="PATH or PATH:weight, the file or the folder of a run; repeat it for more.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Add the LoRAs to the weights before drawing.")] = False,
     out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("out.png"),
     model: Model = None,
-    vae_device: Annotated[str, typer.Option(help="Where the VAE runs.")] = "auto",
-    text_device: Annotated[str, typer.Option(help="Where the text encoder runs.")] = "auto",
-    transformer_device: Annotated[str, typer.Option(help="Where the transformer runs.")] = "auto",
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The seed of the noise.")] = None,
+    device: Annotated[str, typer.Option(help="Where all parts run.")] = "auto",
+    vae_device: Annotated[str | None, typer.Option(help="Where the VAE runs.")] = None,
+    text_device: Annotated[str | None, typer.Option(help="Where the text encoder runs.")] = None,
+    transformer_device: Annotated[str | None, typer.Option(help="Where the transformer runs.")] = None,
+    offload: Annotated[
+        str | None, typer.Option(help="none, model or sequential: what waits in the host's memory.")
+    ] = None,
+    save_interrupted: Annotated[
+        bool, typer.Option("--save-interrupted", help="When interrupted, save the picture as it is then.")
+    ] = False,
     config: ConfigFile = None,
     set_: Assignments = None,
 ) -> int:
-    """Draw a picture with the stock pipeline and a LoRA."""
+    """Draw a picture with the stock pipeline and LoRAs."""
     from qwen_cache.config import load_config
-    from qwen_cache.console import console
+    from qwen_cache.console import INTERRUPTED, console, plural
     from qwen_cache.model_folder import open_model
 
     settings = load_config(
-        config, set_ or (), model__path=model, predict__num_inference_steps=steps, predict__seed=seed
+        config,
+        set_ or (),
+        model__path=model,
+        predict__negative_prompt=negative_prompt,
+        predict__true_cfg_scale=true_cfg_scale,
+        predict__guidance_scale=guidance_scale,
+        predict__num_inference_steps=steps,
+        predict__sigmas=sigmas,
+        predict__num_images_per_prompt=num_images,
+        predict__seed=seed,
+        predict__height=height,
+        predict__width=width,
+        predict__max_sequence_length=max_sequence_length,
+        predict__offload=offload,
     )
-    folder = open_model(
-        settings.model.path,
-        ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler"),
-        settings.model.revision,
-    )
-    from qwen_cache.encode.devices import choose_device
-    from qwen_train.predict import Devices, open_pictures, predict
+    parts = ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")
+    folder = open_model(settings.model.path, parts, settings.model.revision)
+    from qwen_train.drawing.devices import choose
+    from qwen_train.drawing.loras import parse_lora
+    from qwen_train.predict import check_guidance, open_pictures, picture_format, predict, save_pictures
 
-    devices = Devices(
-        choose_device(vae_device, "--vae-device"),
-        choose_device(text_device, "--text-device"),
-        choose_device(transformer_device, "--transformer-device"),
+    check_guidance(settings.predict, true_cfg_scale)
+    picture_format(out)
+    drawn = predict(
+        folder,
+        open_pictures(image or []),
+        prompt,
+        settings.predict,
+        choose(device, vae_device, text_device, transformer_device),
+        loras=[parse_lora(text) for text in lora or []],
+        merge=merge,
+        quantization=settings.model.quantization,
+        save_interrupted=save_interrupted,
     )
-    pictures, quantization = open_pictures(image or []), settings.model.quantization
-    picture = predict(folder, pictures, prompt, settings.predict, devices, lora, quantization)
-    picture.save(out)
-    console().print(f"[bold green]done[/]: {out}, {picture.width}×{picture.height}", highlight=False)
-    return 0
+    paths, steps_done = save_pictures(drawn.pictures, out), drawn.interrupted_after
+    ended = (
+        "[bold green]done[/]" if steps_done is None else f"[yellow]interrupted after {plural(steps_done, 'step')}[/]"
+    )
+    size = f"{drawn.pictures[0].width}×{drawn.pictures[0].height}"
+    console().print(f"{ended}: {', '.join(map(str, paths))}, {size}", highlight=False)
+    return 0 if steps_done is None else INTERRUPTED
 
 
 @app.command()

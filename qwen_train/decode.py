@@ -7,7 +7,7 @@ not made again, and none is ever half written. Refused are files that do not say
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from math import prod
@@ -50,7 +50,7 @@ def decode_folder(folder: Path, model: ModelFolder, device: torch.device, dtype:
     missing = [item for item in found if not item.png.exists()]
     if not missing:
         return []
-    vae = VaeThatFits(load_whole(AutoencoderKLQwenImage, model.part("vae"), torch_dtype=dtype).to(device))
+    vae = load_vae(model, device, dtype)
     with counting("decoding", len(missing)) as advance:
         for item in missing:
             with safe_open(item.file, framework="pt") as file:
@@ -87,12 +87,30 @@ def latents_in(path: Path) -> Iterator[Latents]:
         ) from None
     if sum(map(prod, shapes)) != tokens:
         raise TrainError("the latents do not fill their pictures", where=path, expected=f"{shapes}", found=f"{tokens}")
-    begin = 0
-    for number, (frames, h, w) in enumerate(shapes, 1):
-        end = begin + frames * h * w
+    for number, (part, size) in enumerate(parts_of(shapes), 1):
         name = f"{path.stem}.png" if number == 1 else f"{path.stem}-{number}.png"
-        yield Latents(path, slice(begin, end), (w * PIXELS_PER_TOKEN, h * PIXELS_PER_TOKEN), path.with_name(name))
+        yield Latents(path, part, size, path.with_name(name))
+
+
+def parts_of(img_shapes: Iterable[Sequence[int]]) -> Iterator[tuple[slice, Size]]:
+    """Of several pictures' latents, one behind the other: which tokens are each one's, and its size."""
+    begin = 0
+    for frames, h, w in img_shapes:
+        end = begin + frames * h * w
+        yield slice(begin, end), (w * PIXELS_PER_TOKEN, h * PIXELS_PER_TOKEN)
         begin = end
+
+
+def load_vae(model: ModelFolder, device: torch.device, dtype: torch.dtype) -> VaeThatFits:
+    """The VAE alone, for `decode_latents`."""
+    return VaeThatFits(load_whole(AutoencoderKLQwenImage, model.part("vae"), torch_dtype=dtype).to(device))
+
+
+def decode_pictures(
+    vae: Any, latents: Float[torch.Tensor, "S 64"], img_shapes: Iterable[Sequence[int]]
+) -> list[Image.Image]:
+    """All pictures of packed latents, such as the controls of a cached sample."""
+    return [decode_latents(vae, latents[part][None], size) for part, size in parts_of(img_shapes)]
 
 
 @torch.inference_mode()

@@ -1,45 +1,47 @@
-"""Draw with what was trained: the stock pipeline, each part on the device that was named.
+"""Draw with what was trained: prompts first, then the stock pipeline, each part on the device that was named.
 
-The prompt is encoded by the encoder of the cache, because the stock Edit pipelines of diffusers 0.42 give Qwen2.5-VL
-one-dimensional positions under transformers 5; so training and inference agree. Everything after it is the stock
-pipeline.
+The text encoder has gone before the transformer comes, so that no device holds both. What cannot be drawn is refused
+before anything large is loaded. A signal ends the drawing after the step in hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
 from qwen_cache.config import PredictConfig
-from qwen_cache.console import plural
+from qwen_cache.console import counting, plural
 from qwen_cache.encode.images import open_rgb
-from qwen_cache.encode.loading import load_whole
-from qwen_cache.encode.sizes import Size, calculate_dimensions
-from qwen_cache.encode.template import TEMPLATES, VAE_IMAGE_SIZE
-from qwen_cache.encode.text import TextEncoder
-from qwen_cache.encode.tiles import VaeThatFits
-from qwen_cache.format.errors import ConfigError, SourceError, TrainError
-from qwen_cache.format.sample import PIXELS_PER_TOKEN
+from qwen_cache.format.directory import write_durably
+from qwen_cache.format.errors import ConfigError, SourceError
 from qwen_cache.model_folder import ModelFolder
-from qwen_train.decode import decode_latents
-from qwen_train.export import find_lora
-from qwen_train.model.weights import quantization_options
+from qwen_train.drawing.devices import Devices, check_offload, memory_for
+from qwen_train.drawing.loras import WeightedLora, check_loras
+from qwen_train.drawing.pipeline import load_pipeline
+from qwen_train.drawing.prompts import encode_prompts
+from qwen_train.stop import Signals
+
+ARGUMENTS = {
+    *("num_inference_steps", "sigmas", "true_cfg_scale", "guidance_scale"),
+    *("num_images_per_prompt", "max_sequence_length", "height", "width"),
+}
+"""Of `predict` in qwen.yaml: what the pipelines take by the same name."""
 
 
 @dataclass(frozen=True)
-class Devices:
-    """Where each part runs."""
+class Drawn:
+    """The pictures, and after how many steps they were interrupted, if they were."""
 
-    vae: torch.device
-    text: torch.device
-    transformer: torch.device
+    pictures: list[Image.Image]
+    interrupted_after: int | None = None
 
 
 def predict(
@@ -48,30 +50,57 @@ def predict(
     prompt: str,
     config: PredictConfig,
     devices: Devices,
-    lora: Path | None = None,
+    *,
+    loras: Sequence[WeightedLora] = (),
+    merge: bool = False,
     quantization: str = "none",
-) -> Image.Image:
-    """The picture that the model draws for `prompt` about `pictures` (RGB); its transformer quantised or not."""
+    save_interrupted: bool = False,
+) -> Drawn:
+    """What the model draws for `prompt` about `pictures` (RGB); its transformer quantised or not, with LoRAs or not."""
     check_pictures(model, pictures)
-    lora_file = find_lora(lora) if lora is not None else None
+    check_settings(model, config, devices)
+    check_loras(model, loras, merge, quantization)
     dtype = getattr(torch, config.dtype)
-    embeds = encode_prompts(model, pictures, prompt, config.negative_prompt, devices, dtype)
-    pipeline = load_pipeline(model, devices, dtype, quantization)
-    check_steps(config.num_inference_steps, pipeline.scheduler)
-    if lora_file is not None:
-        load_lora_weights(pipeline, lora_file)
-    width, height = output_size(pictures, config)
-    latents = pipeline(
-        **({"image": list(pictures) if len(pictures) > 1 else pictures[0]} if pictures else {}),
-        **embeds,
-        true_cfg_scale=config.true_cfg_scale if config.negative_prompt is not None else 1.0,
-        num_inference_steps=config.num_inference_steps,
-        height=height,
-        width=width,
-        generator=torch.Generator().manual_seed(config.seed),
-        output_type="latent",
-    ).images
-    return decode_latents(pipeline.vae, latents, (width, height))
+    negative_prompt = config.negative_prompt if config.true_cfg_scale > 1 else None
+    embeds = encode_prompts(model, pictures, prompt, negative_prompt, devices, dtype, config.offload)
+    pipeline = load_pipeline(model, devices, dtype, quantization, offload=config.offload, loras=loras, merge=merge)
+    return draw(pipeline, pictures, embeds, config, save_interrupted=save_interrupted)
+
+
+def draw(
+    pipeline: Any,
+    pictures: Sequence[Image.Image],
+    embeds: Mapping[str, torch.Tensor],
+    config: PredictConfig,
+    *,
+    save_interrupted: bool = False,
+) -> Drawn:
+    """Call the pipeline. The first signal ends it after the step in hand, with its picture as it is then, or none."""
+    pipeline.set_progress_bar_config(disable=True)
+    done = 0
+    with Signals() as signals, counting("drawing", len(config.sigmas or ()) or config.num_inference_steps) as advance:
+
+        def on_step_end(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            nonlocal done
+            done += 1
+            advance(1)
+            if signals.stop and not save_interrupted:
+                raise KeyboardInterrupt
+            pipeline._interrupt = signals.stop
+            return {}
+
+        with memory_for("denoising", pipeline.devices.transformer):
+            images = pipeline(
+                **({"image": list(pictures) if len(pictures) > 1 else pictures[0]} if pictures else {}),
+                **embeds,
+                **config.model_dump(include=ARGUMENTS),
+                generator=torch.Generator().manual_seed(config.seed),
+                callback_on_step_end=on_step_end,
+            ).images
+    return Drawn(images, done if pipeline.interrupt else None)
+
+
+# ---- what is drawn about ---------------------------------------------------------------------------------------------
 
 
 def open_pictures(paths: Sequence[Path]) -> list[Image.Image]:
@@ -96,71 +125,59 @@ def check_pictures(model: ModelFolder, pictures: Sequence[Image.Image]) -> None:
         )
 
 
-def check_steps(steps: int, scheduler: Any) -> None:
-    """The stock scheduler divides 0 by 0 when it stretches a single step to `shift_terminal`."""
-    if steps == 1 and scheduler.config.shift_terminal:
-        raise ConfigError("one step is too few for this model's scheduler", found="--steps 1", do="use at least 2")
-
-
-def encode_prompts(
-    model: ModelFolder,
-    pictures: Sequence[Image.Image],
-    prompt: str,
-    negative_prompt: str | None,
-    devices: Devices,
-    dtype: torch.dtype,
-) -> dict[str, torch.Tensor]:
-    """`prompt_embeds` and, where one is given, `negative_prompt_embeds`, with their masks, for the pipeline."""
-    encoder = TextEncoder(model, devices.text, dtype)
-    area = TEMPLATES[model.pipeline].condition_image_size
-    seen = [p.resize(calculate_dimensions(area, p.size), Image.Resampling.LANCZOS) for p in pictures]
-    arguments: dict[str, torch.Tensor] = {}
-    for name, text in (("prompt_embeds", prompt), ("negative_prompt_embeds", negative_prompt)):
-        if text is not None:
-            embeds = encoder.encode_whole(seen, text)[None].to(devices.transformer)
-            arguments |= {name: embeds, f"{name}_mask": embeds.new_ones(embeds.shape[:2], dtype=torch.long)}
-    return arguments
-
-
-def load_pipeline(model: ModelFolder, devices: Devices, dtype: torch.dtype, quantization: str = "none") -> Any:
-    """The stock pipeline without its text encoder, the other parts where they belong."""
-    stock = getattr(diffusers, model.pipeline)
-
-    class Placed(stock):  # type: ignore[misc, valid-type]
-        """The stock pipeline, with tensors moved at the seam between transformer and VAE."""
-
-        @property
-        def _execution_device(self) -> torch.device:
-            return devices.transformer
-
-        def _encode_vae_image(self, image: torch.Tensor, generator: Any) -> torch.Tensor:
-            latents: torch.Tensor = super()._encode_vae_image(image.to(devices.vae), generator)
-            return latents.to(devices.transformer)
-
-    vae = load_whole(AutoencoderKLQwenImage, model.part("vae"), torch_dtype=dtype).to(devices.vae)
-    folder = model.part("transformer")
-    options = quantization_options(folder, quantization, dtype)
-    transformer = load_whole(QwenImageTransformer2DModel, folder, torch_dtype=dtype, **options)
-    parts = {"text_encoder": None, "tokenizer": None} | ({"processor": None} if model.takes_controls else {})
+def check_settings(model: ModelFolder, config: PredictConfig, devices: Devices) -> None:
+    """What this model cannot do with these settings."""
+    check_offload(config.offload, devices)
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.part("scheduler"))
-    pipeline = Placed(scheduler=scheduler, vae=vae, transformer=transformer.to(devices.transformer), **parts)
-    pipeline.vae = VaeThatFits(vae)
-    return pipeline
+    last = config.sigmas[-1] if config.sigmas else 1 / config.num_inference_steps
+    if last == 1 and scheduler.config.shift_terminal:  # the stock scheduler would divide 0 by 0 when it stretches that
+        found = f"--sigmas {last:g}" if config.sigmas else "--steps 1"
+        what = "the last sigma is below 1" if config.sigmas else "one step is too few for this model's scheduler"
+        raise ConfigError(what, found=found, do="end with a smaller one" if config.sigmas else "use at least 2")
+    text = (model.part("transformer") / "config.json").read_text(encoding="utf-8")
+    distilled, given = json.loads(text).get("guidance_embeds", False), config.guidance_scale
+    if distilled and given is None:
+        raise ConfigError(
+            "this model is guidance-distilled: it needs predict.guidance_scale", do="give --guidance-scale"
+        )
+    if given is not None and not distilled:
+        raise ConfigError(
+            "this model is not guidance-distilled: the guidance scale would be ignored",
+            found=f"predict.guidance_scale={given:g}",
+            do="leave it out; --true-cfg-scale guides it, with --negative-prompt",
+        )
 
 
-def load_lora_weights(pipeline: Any, file: Path) -> None:
-    """Load a LoRA by the stock loader."""
-    try:
-        pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
-    except (ValueError, RuntimeError, KeyError) as error:
-        raise TrainError(f"the LoRA does not fit this model: {str(error).splitlines()[0]}", where=file) from None
-    if not getattr(pipeline.transformer, "peft_config", None):  # the stock loader only warns
-        raise TrainError("the LoRA does not fit this model: none of its weights belong to the transformer", where=file)
+def check_guidance(config: PredictConfig, true_cfg_scale: float | None) -> None:
+    """The stock pipelines draw without guidance when there is no negative prompt; who types a scale wants it."""
+    if true_cfg_scale is not None and true_cfg_scale > 1 and config.negative_prompt is None:
+        raise ConfigError(
+            "without a negative prompt there is nothing to guide away from",
+            found=f"--true-cfg-scale {true_cfg_scale:g}",
+            do='give one: --negative-prompt " "',
+        )
 
 
-def output_size(pictures: Sequence[Image.Image], config: PredictConfig) -> Size:
-    """Width and height of the result: those asked for, else the pipelines' own: about 1024² as the last picture is."""
-    size = pictures[-1].size if pictures else (1, 1)
-    width, height = calculate_dimensions(VAE_IMAGE_SIZE, size)
-    width, height = config.width or width, config.height or height
-    return width // PIXELS_PER_TOKEN * PIXELS_PER_TOKEN, height // PIXELS_PER_TOKEN * PIXELS_PER_TOKEN
+# ---- where pictures go -----------------------------------------------------------------------------------------------
+
+
+def picture_format(out: Path) -> str:
+    """As its name ends."""
+    extensions = Image.registered_extensions()
+    if (found := extensions.get(out.suffix.lower())) is None or found not in Image.SAVE:
+        raise ConfigError("no format for pictures", where="--out", expected=".png, .jpg or .webp", found=out)
+    return found
+
+
+def save_pictures(pictures: Sequence[Image.Image], out: Path) -> list[Path]:
+    """`out`, or with numbers (out-1.png, out-2.png) where there are several; none is ever half written."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    several = len(pictures) > 1
+    paths = []
+    for number, picture in enumerate(pictures, 1):
+        path = out.with_stem(f"{out.stem}-{number}") if several else out
+        data = BytesIO()
+        picture.save(data, picture_format(out))
+        write_durably(path, data.getvalue())
+        paths.append(path)
+    return paths

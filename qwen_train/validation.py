@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
@@ -26,10 +25,10 @@ from qwen_cache.config import Config, ValidationConfig
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError, TrainError
-from qwen_cache.format.sample import ImgShapes, token_count
+from qwen_cache.format.sample import ImgShapes
 from qwen_train.data.batches import Batch, Batches, Drawn, collate
 from qwen_train.data.on_the_fly import Feed
-from qwen_train.flow import NoiseSchedule
+from qwen_train.drawing.cached import draw_cached
 
 LEVELS = 4
 """Noise levels at which a sample is measured: one in each quarter of 0..1, where in it the key decides."""
@@ -46,7 +45,6 @@ class Validation:
     samples: tuple[Sample, ...]
     config: ValidationConfig
     edit_mask_weight: float
-    schedule: NoiseSchedule
     scheduler: dict[str, Any]
     """The model's scheduler_config.json."""
 
@@ -86,25 +84,16 @@ class Validation:
         self, sample: Sample, transformer: Any, device: torch.device, dtype: torch.dtype
     ) -> Float[Tensor, "S 64"]:
         """The latents that the stock pipeline would end with, from the cached embeddings and control latents."""
-        steps, guidance = self.config.num_inference_steps, self.config.true_cfg_scale
-        tokens = token_count(sample.img_shapes[:1])
-        scheduler = FlowMatchEulerDiscreteScheduler.from_config(self.scheduler)
-        sigmas = np.linspace(1.0, 1 / steps, steps)
-        scheduler.set_timesteps(sigmas=sigmas, device=device, mu=self.schedule.mu(tokens))
-        scheduler.set_begin_index(0)
-        latents = noise(sample, generator_of(sample, "picture"))[None].to(device, dtype)
-        controls = sample["control_latents"][None].to(latents) if len(sample.img_shapes) > 1 else latents[:, :0]
-        prompts = [sample["prompt_embeds"][None].to(latents)]
-        prompts += [sample["empty_prompt_embeds"][None].to(latents)] if guidance > 1 else []
-        for t in scheduler.timesteps:
-            image, sigma = torch.cat([latents, controls], dim=1), t.expand(1).to(dtype) / 1000
-            shapes = sample.img_shapes
-            velocity, *others = [velocity_of(transformer, image, prompt, sigma, shapes) for prompt in prompts]
-            for away in others:
-                guided = away + guidance * (velocity - away)
-                velocity = guided * (velocity.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
-            latents = scheduler.step(velocity[:, :tokens], t, latents, return_dict=False)[0].to(dtype)
-        return latents[0]
+        return draw_cached(
+            sample,
+            transformer,
+            FlowMatchEulerDiscreteScheduler.from_config(self.scheduler),
+            num_inference_steps=self.config.num_inference_steps,
+            true_cfg_scale=self.config.true_cfg_scale,
+            latents=noise(sample, generator_of(sample, "picture")),
+            device=device,
+            dtype=dtype,
+        )
 
 
 def make_validation(config: Config, batches: Batches, scheduler: dict[str, Any]) -> Validation | None:
@@ -128,7 +117,7 @@ def make_validation(config: Config, batches: Batches, scheduler: dict[str, Any])
             found=f"sample {without[0]}, validation.true_cfg_scale={settings.true_cfg_scale}",
             do="set validation.true_cfg_scale=1, or run `qwen-cache build` on the pictures",
         )
-    return Validation(samples, settings, config.train.edit_mask_weight, batches.schedule, scheduler)
+    return Validation(samples, settings, config.train.edit_mask_weight, scheduler)
 
 
 def by_key(batches: Batches) -> list[int]:
@@ -173,20 +162,6 @@ def draw(sample: Sample) -> Iterator[Drawn]:
     place = float(torch.rand((), generator=generator))
     for level in range(LEVELS):
         yield Drawn(sample, (level + place) / LEVELS, noise(sample, generator), without_caption=False)
-
-
-def velocity_of(
-    transformer: Any, image: Float[Tensor, "1 S 64"], prompt: Float[Tensor, "1 L D"], sigma: Tensor, shapes: ImgShapes
-) -> Float[Tensor, "1 S 64"]:
-    """What the transformer predicts for every token."""
-    velocity: Tensor = transformer(
-        hidden_states=image,
-        encoder_hidden_states=prompt,
-        timestep=sigma,
-        img_shapes=[list(shapes)],
-        return_dict=False,
-    )[0]
-    return velocity
 
 
 def save_latents(folder: Path, sample: Sample, latents: Float[Tensor, "S 64"], img_shapes: ImgShapes) -> None:

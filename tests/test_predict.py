@@ -1,7 +1,15 @@
-"""`predict` draws what the stock pipeline draws, with the prompt encoded as in training, and with what was trained."""
+"""`predict` draws what the stock pipeline draws, with the prompt encoded as in training, and with what was trained.
+
+What goes from part to part on the way is compared in equivalence/test_predict_steps.py.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +17,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
-from .conftest import photograph, run
+from qwen_cache.encode import tiles
+from qwen_cache.encode.text import TextEncoder
+from qwen_cache.model_folder import ModelFolder, open_model
+from qwen_train import predict as predicting
+from qwen_train.drawing import pipeline as pipelines
+from qwen_train.drawing.devices import Devices
+from qwen_train.drawing.loras import WeightedLora, parse_lora
+from qwen_train.drawing.pipeline import load_pipeline
+
+from .conftest import Result, photograph, run
 from .equivalence.judge import stock_pipeline
 
+CPU = torch.device("cpu")
+PARTS = ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")
 TinyModel = Callable[[str], Path]
 SIZE = ("--set", "predict.height=128", "--set", "predict.width=96", "--set", "predict.dtype=float32", "--steps", "2")
 
@@ -113,7 +134,16 @@ def test_with_a_quantised_transformer_the_picture_is_nearly_the_same(
         (["--image", "{picture}", "--lora", "{pickle}"], "a .safetensors file"),
         (["--image", "{picture}", "--transformer-device", "cuda:3"], "--transformer-device: no such device"),
         (["--image", "{picture}", "--steps", "1"], "one step is too few for this model's scheduler"),
-        (["--image", "{picture}", "--set", "predict.step=3"], "known here: dtype, height, negative_prompt"),
+        (["--image", "{picture}", "--set", "predict.colour=3"], "known here: dtype, guidance_scale, height"),
+        (["--image", "{picture}", "--sigmas", "0.5,1"], "the last sigma is below 1 (found --sigmas 1)"),
+        (["--image", "{picture}", "--sigmas", "1,half"], "predict.sigmas.1: Input should be a valid number"),
+        (["--image", "{picture}", "--true-cfg-scale", "2"], "nothing to guide away from (found --true-cfg-scale 2)"),
+        (["--image", "{picture}", "--guidance-scale", "2"], "the guidance scale would be ignored"),
+        (["--image", "{picture}", "--device", "cuda:3"], "--device: no such device on this machine (expected cpu"),
+        (["--image", "{picture}", "--offload", "model"], "predict.offload=model is for an accelerator"),
+        (["--image", "{picture}", "--offload", "all"], "predict.offload: Input should be 'none', 'model' or"),
+        (["--image", "{picture}", "--merge"], "there is nothing to merge"),
+        (["--image", "{picture}", "--out", "{picture}.gguf"], "expected .png, .jpg or .webp"),
     ],
 )
 def test_what_cannot_be_done_says_so(
@@ -138,24 +168,267 @@ def test_a_picture_too_many_for_the_pipeline(pictures: list[Path], tmp_path: Pat
     assert "QwenImageEditPipeline takes 1 picture (found 2)" in result.stderr
 
 
-def test_a_lora_of_another_model_is_refused(pictures: list[Path], tmp_path: Path, tiny_model: TinyModel) -> None:
-    from safetensors.torch import save_file
+# ---- options ---------------------------------------------------------------------------------------------------------
 
-    path = tmp_path / "other.safetensors"
-    save_file({"unet.down_blocks.0.attn.to_q.lora_A.weight": torch.zeros(4, 8)}, path)
-    model = tiny_model("edit-plus")
-    arguments = [
-        "--prompt",
-        "x",
-        "--model",
-        model,
-        "--image",
-        pictures[0],
-        "--lora",
-        path,
-        "--out",
-        tmp_path / "out.png",
-    ]
-    result = run("qwen-train", "predict", *arguments)
+
+def test_every_option_is_an_argument_of_the_stock_pipeline(tmp_path: Path, tiny_model: TinyModel) -> None:
+    model = tiny_model("t2i")
+    expected = stock_pipeline(model, "t2i")(
+        prompt="a fox in the snow, and a hare",
+        negative_prompt="",
+        true_cfg_scale=2.5,
+        sigmas=[1.0, 0.6, 0.3],
+        num_images_per_prompt=2,
+        generator=torch.Generator().manual_seed(7),
+        height=48,
+        width=80,
+        max_sequence_length=4,
+    ).images
+    options = ["--prompt", "a fox in the snow, and a hare", "--negative-prompt", "", "--true-cfg-scale", "2.5"]
+    options += ["--sigmas", "1,0.6,0.3", "--num-images", "2", "--seed", "7", "--height", "48", "--width", "80"]
+    options += ["--max-sequence-length", "4", "--device", "cpu", "--set", "predict.dtype=float32"]
+    result = run("qwen-train", "predict", "--model", model, "--out", tmp_path / "new" / "out.png", *options)
+    assert result.code == 0, result.stderr
+    assert "drawing" in result.stderr
+    assert "3/3" in result.stderr
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["out-1.png", "out-2.png"]
+    for number, picture in enumerate(expected, 1):
+        found = np.asarray(Image.open(tmp_path / "new" / f"out-{number}.png"))
+        assert np.array_equal(found, np.asarray(picture))
+
+
+def draw(model: Path, out: Path, *options: str | Path) -> Result:
+    """A small picture of a text-to-image model: what is drawn about does not matter here."""
+    size = ("--height", "64", "--width", "48", "--prompt", "a fox", "--set", "predict.dtype=float32")
+    return run("qwen-train", "predict", "--model", model, "--out", out, *size, *options)
+
+
+def test_a_picture_is_whole_under_its_name_or_not_there(
+    tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.jpg"
+    assert draw(tiny_model("t2i"), out, "--steps", "2").code == 0
+    before = out.read_bytes()
+    assert before.startswith(b"\xff\xd8")  # JPEG
+    monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert draw(tiny_model("t2i"), out, "--steps", "3").code == 130
+    assert out.read_bytes() == before
+
+
+def test_a_guidance_distilled_model_needs_its_scale(tmp_path: Path, tiny_model: TinyModel) -> None:
+    model = shutil.copytree(tiny_model("t2i"), tmp_path / "distilled")
+    config = model / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"guidance_embeds": True}))
+    result = draw(model, tmp_path / "out.png")
     assert result.code == 2
-    assert "the LoRA does not fit this model" in result.stderr
+    assert "this model is guidance-distilled: it needs predict.guidance_scale" in result.stderr
+
+
+# ---- LoRAs -----------------------------------------------------------------------------------------------------------
+
+LAYER = "transformer.transformer_blocks.0.attn.to_q"
+
+
+def write_lora(path: Path, seed: int, rank: int = 4) -> Path:
+    """A LoRA of every to_q of the tiny model, strong enough to be seen."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for block in (0, 1):
+        name = LAYER.replace("0", str(block))
+        weights[f"{name}.lora_A.weight"] = 0.3 * torch.randn(rank, 64, generator=generator)
+        weights[f"{name}.lora_B.weight"] = 0.3 * torch.randn(64, rank, generator=generator)
+    save_file(weights, path)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")  # of the stock pipeline
+def test_several_loras_count_by_their_weights(tmp_path: Path, tiny_model: TinyModel) -> None:
+    model = tiny_model("t2i")
+    one, two = write_lora(tmp_path / "one.safetensors", 1), write_lora(tmp_path / "two.safetensors", 2, rank=2)
+    pipeline = stock_pipeline.__wrapped__(model, "t2i")
+    for name, path in (("one", one), ("two", two)):
+        pipeline.load_lora_weights(str(tmp_path), weight_name=path.name, adapter_name=name)
+    pipeline.set_adapters(["one", "two"], [0.5, -1.5])
+    generator = torch.Generator().manual_seed(0)
+    expected = pipeline(prompt="a fox", num_inference_steps=2, height=64, width=48, generator=generator).images[0]
+    options = ["--steps", "2", "--lora", f"{one}:0.5", "--lora", f"{two}:-1.5"]
+    pictures = {}
+    for name, more in (("unmerged", options), ("merged", [*options, "--merge"]), ("plain", options[:2])):
+        result = draw(model, tmp_path / f"{name}.png", *more)
+        assert result.code == 0, result.stderr
+        pictures[name] = np.asarray(Image.open(tmp_path / f"{name}.png")).astype(int)
+    assert np.array_equal(pictures["unmerged"], np.asarray(expected))
+    assert np.abs(pictures["merged"] - pictures["unmerged"]).max() <= 1
+    assert np.abs(pictures["plain"] - pictures["unmerged"]).max() > 8
+
+
+def test_merged_the_loras_are_in_the_weights(tmp_path: Path, tiny_model: TinyModel) -> None:
+    files = [write_lora(tmp_path / f"{seed}.safetensors", seed) for seed in (1, 2)]
+    model, loras = opened(tiny_model("t2i")), [WeightedLora(files[0], 0.5), WeightedLora(files[1], -2.0)]
+    merged = load_pipeline(model, Devices(CPU, CPU, CPU), torch.float32, loras=loras, merge=True).transformer
+    plain = load_pipeline(model, Devices(CPU, CPU, CPU), torch.float32).transformer
+    assert [name for name, _ in merged.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    expected = plain.transformer_blocks[0].attn.to_q.weight
+    for lora in loras:
+        weights = load_file(lora.file)
+        expected = expected + lora.weight * weights[f"{LAYER}.lora_B.weight"] @ weights[f"{LAYER}.lora_A.weight"]
+    torch.testing.assert_close(merged.transformer_blocks[0].attn.to_q.weight, expected)
+
+
+def test_only_a_number_behind_the_last_colon_is_a_weight(tmp_path: Path) -> None:
+    odd, plain = write_lora(tmp_path / "a:b.safetensors", 1), write_lora(tmp_path / "c.safetensors", 1)
+    assert parse_lora(str(plain)) == WeightedLora(plain, 1.0)
+    assert parse_lora(f"{plain}:0.25") == WeightedLora(plain, 0.25)
+    assert parse_lora(f"{plain}:-1") == WeightedLora(plain, -1.0)
+    assert parse_lora(str(odd)) == WeightedLora(odd, 1.0)
+    assert parse_lora(f"{odd}:1e-1") == WeightedLora(odd, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (
+            {"unet.down_blocks.0.attn.to_q.lora_A.weight": (4, 8)},
+            "unet.down_blocks.0.attn.to_q.lora_A.weight: the LoRA does not fit this model (expected transformer.",
+        ),
+        (
+            {f"{LAYER}.lora_A.weight": (4, 64), "transformer.transformer_blocks.2.attn.to_q.lora_A.weight": (4, 64)},
+            "transformer.transformer_blocks.2.attn.to_q.lora_A.weight: the LoRA does not fit this model",
+        ),
+        (
+            {f"{LAYER}.lora_A.weight": (4, 3072), f"{LAYER}.lora_B.weight": (3072, 4)},
+            f"{LAYER}.lora_A.weight: the LoRA does not fit this model (expected (r, 64), found (4, 3072))",
+        ),
+        (
+            {f"{LAYER}.lora_A.weight": (4, 64), f"{LAYER}.lora_B.weight": (3072, 4)},
+            f"{LAYER}.lora_B.weight: the LoRA does not fit this model (expected (64, r), found (3072, 4))",
+        ),
+        ({f"{LAYER}.lora_A.weight": (4, 64)}, "lora_A.weight: a matrix has no partner of its rank (found none)"),
+        ({"proj_out.weight": (64, 64)}, "proj_out.weight: the LoRA does not fit this model"),
+    ],
+)
+def test_a_lora_of_another_base_is_refused_by_its_first_key(
+    tensors: dict[str, tuple[int, int]],
+    message: str,
+    tmp_path: Path,
+    tiny_model: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before a weight is loaded."""
+    monkeypatch.setattr(predicting, "encode_prompts", None)
+    save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, tmp_path / "other.safetensors")
+    result = draw(tiny_model("t2i"), tmp_path / "out.png", "--lora", tmp_path / "other.safetensors")
+    assert result.code == 2
+    assert message in result.stderr
+
+
+def test_a_lora_is_not_merged_into_quantised_weights(tmp_path: Path, tiny_model: TinyModel) -> None:
+    lora = write_lora(tmp_path / "one.safetensors", 1)
+    options = ("--lora", lora, "--merge", "--set", "model.quantization=int8")
+    result = draw(tiny_model("t2i"), tmp_path / "out.png", *options)
+    assert result.code == 2
+    assert "a LoRA merged into quantised weights would be rounded away" in result.stderr
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def opened(folder: Path) -> ModelFolder:
+    return open_model(str(folder), PARTS)
+
+
+def no_memory(*arguments: Any, **named: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total of 24 GiB")
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "doing", "cure"),
+    [
+        (TextEncoder, "encode_whole", "encoding the prompt", "--text-device"),
+        (QwenImageTransformer2DModel, "to", "loading the transformer", "model.quantization=int8"),
+        (QwenImageTransformer2DModel, "forward", "denoising", "--offload sequential"),
+        (AutoencoderKLQwenImage, "_apply", "loading the VAE", "--vae-device"),
+        (AutoencoderKLQwenImage, "encode", "encoding a picture", "--vae-device"),
+        (AutoencoderKLQwenImage, "decode", "decoding the picture", "--height, --width"),
+    ],
+)
+def test_without_memory_it_says_for_which_part_and_what_helps(
+    owner: Any,
+    method: str,
+    doing: str,
+    cure: str,
+    pictures: list[Path],
+    tmp_path: Path,
+    tiny_model: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(owner, method, no_memory)
+    for name in ("encode_in_tiles", "decode_in_tiles"):  # which would have helped
+        monkeypatch.setattr(tiles, name, no_memory)
+    out = tmp_path / "out.png"
+    result = draw(tiny_model("edit-plus"), out, "--image", pictures[0], "--steps", "2")
+    assert result.code == 2, result.stderr
+    assert f"error: cpu has too little memory for {doing} (found CUDA out of memory)" in result.stderr
+    assert cure in result.stderr.split("→")[1]
+    assert not out.exists()
+
+
+def test_the_text_encoder_is_gone_before_the_transformer_comes(
+    tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoders: list[weakref.ref[torch.nn.Module]] = []
+    alive: list[bool] = []
+    make, load = TextEncoder.__init__, pipelines.load_whole
+
+    def init(self: TextEncoder, *arguments: Any) -> None:
+        make(self, *arguments)
+        encoders.append(weakref.ref(self.model))
+
+    def load_whole(*arguments: Any, **named: Any) -> Any:
+        alive.extend(encoder() is not None for encoder in encoders)
+        return load(*arguments, **named)
+
+    monkeypatch.setattr(TextEncoder, "__init__", init)
+    monkeypatch.setattr(pipelines, "load_whole", load_whole)
+    assert draw(tiny_model("t2i"), tmp_path / "out.png", "--steps", "2").code == 0
+    assert alive == [False, False]  # when the VAE and when the transformer came
+
+
+# ---- interruption ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_after_the_step_in_hand(
+    number: signal.Signals, tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, handlers = tiny_model("t2i"), [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+
+    def stop(pipeline: Any, step: int, timestep: Any, tensors: Any) -> dict[str, Any]:
+        pipeline._interrupt = step == 1
+        return {}
+
+    size = {"height": 64, "width": 48, "num_inference_steps": 5}
+    generator = torch.Generator().manual_seed(0)
+    stock = stock_pipeline(model, "t2i")
+    expected = stock(prompt="a fox", generator=generator, callback_on_step_end=stop, **size).images[0]
+    forward = QwenImageTransformer2DModel.forward
+    calls = 0
+
+    def interrupted(self: Any, *arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            os.kill(os.getpid(), number)
+        return forward(self, *arguments, **named)
+
+    monkeypatch.setattr(QwenImageTransformer2DModel, "forward", interrupted)
+    out = tmp_path / "out.png"
+    result = draw(model, out, "--steps", "5")
+    assert (result.code, calls) == (130, 2)
+    assert not out.exists()
+    calls = 0
+    result = draw(model, out, "--steps", "5", "--save-interrupted")
+    assert (result.code, calls) == (130, 2)
+    assert f"interrupted after 2 steps: {out}, 48×64" in result.stderr
+    assert np.array_equal(np.asarray(Image.open(out)), np.asarray(expected))
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers

@@ -1,0 +1,343 @@
+"""What `predict` draws with is the stock pipeline, step by step: all that goes from part to part is equal, bit for bit.
+
+Both pipelines are called with the same arguments, while spies write down what enters and leaves the VAE, the
+transformer and the scheduler. Exact, in float32 and in bfloat16; but for prompts in a batch, which stock encodes in one
+pass and we one by one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import accelerate
+import numpy as np
+import pytest
+import torch
+from accelerate.hooks import CpuOffload
+from PIL import Image
+
+from qwen_cache.encode.text import TextEncoder
+from qwen_cache.model_folder import open_model
+from qwen_train.drawing import pipeline as drawing
+from qwen_train.drawing.devices import Devices
+from qwen_train.drawing.pipeline import load_pipeline
+from qwen_train.drawing.prompts import PromptEncoder
+
+from .judge import TOLERANCE, picture, relative, stock_pipeline
+
+TinyModel = Callable[[str], Path]
+CPU = Devices(*[torch.device("cpu")] * 3)
+PARTS = ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")
+PICTURES = [("china.jpg", (160, 107)), ("chelsea.png", (60, 120)), ("coffee.png", (97, 130))]
+VARIANTS = [("t2i", 0), ("edit", 1), ("edit-plus", 1), ("edit-plus", 2), ("edit-plus", 3), ("edit-2511", 2)]
+PROMPT = {"prompt": "make it 黑白"}
+GUIDED = {"negative_prompt": "blurry", "true_cfg_scale": 3.0}
+
+
+# ---- both pipelines --------------------------------------------------------------------------------------------------
+
+
+@cache
+def our_pipeline(folder: Path, dtype: torch.dtype) -> Any:
+    pipeline = load_pipeline(open_model(str(folder), PARTS), CPU, dtype)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@dataclass(frozen=True)
+class Both:
+    """Our pipeline and the stock one."""
+
+    ours: Any
+    stock: Any
+    images: list[Image.Image] = field(default_factory=list)
+
+    def call(self, **arguments: Any) -> tuple[Any, Any]:
+        """What both draw, two steps at 96×64 when nothing else is said."""
+        if self.images and "image" not in arguments:
+            arguments["image"] = self.images if len(self.images) > 1 else self.images[0]
+        arguments = {"num_inference_steps": 2, "height": 64, "width": 96} | arguments
+        ours, stock = (
+            pipeline(generator=torch.Generator().manual_seed(3), **arguments) for pipeline in (self.ours, self.stock)
+        )
+        return ours, stock
+
+    def trace(self, **arguments: Any) -> tuple[list[Any], list[Any]]:
+        """All that goes from part to part in both, and last what they return."""
+        with spies(self.ours, self.ours.vae.vae) as ours, spies(self.stock, self.stock.vae) as stock:
+            results = self.call(**arguments)
+        return [*ours, dict(results[0])], [*stock, dict(results[1])]
+
+
+@contextmanager
+def spies(pipeline: Any, vae: Any) -> Iterator[list[Any]]:
+    """Every call of what is watched: its name, what it was given, and what it returned."""
+    calls: list[Any] = []
+    watched = [(vae, "encode"), (vae, "decode"), (pipeline.transformer, "forward"), (pipeline, "prepare_latents")]
+    watched += [(pipeline.scheduler, "set_timesteps"), (pipeline.scheduler, "step")]
+    with ExitStack() as stack:
+        for owner, name in watched:
+            stack.enter_context(patch.object(owner, name, spy(name, getattr(owner, name), calls, pipeline.scheduler)))
+        yield calls
+
+
+def spy(name: str, method: Callable[..., Any], calls: list[Any], scheduler: Any) -> Callable[..., Any]:
+    @wraps(method)  # the pipelines look at the signature of set_timesteps
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = copied({"args": args, **kwargs})
+        result = method(*args, **kwargs)
+        returned = (scheduler.sigmas, scheduler.timesteps) if name == "set_timesteps" else result
+        if name == "encode":
+            returned = result.latent_dist.parameters
+        calls.append((name, given, copied(returned)))
+        return result
+
+    return call
+
+
+def copied(value: Any) -> Any:
+    """As it is now: what is recorded may be changed in place later."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [copied(each) for each in value]
+    return None if isinstance(value, torch.Generator) else value
+
+
+def assert_equal(ours: Any, stock: Any, where: str = "") -> None:
+    """Bit for bit, of one dtype, through lists and dictionaries."""
+    assert type(ours) is type(stock), where
+    if isinstance(stock, dict):
+        assert ours.keys() == stock.keys(), where
+        for key in stock:
+            assert_equal(ours[key], stock[key], f"{where}.{key}")
+    elif isinstance(stock, list | tuple):
+        assert len(ours) == len(stock), where
+        for i, (one, other) in enumerate(zip(ours, stock, strict=True)):
+            assert_equal(one, other, f"{where}[{i}]{other[0] if is_call(other) else ''}")
+    elif isinstance(stock, torch.Tensor):
+        assert (ours.dtype, ours.shape) == (stock.dtype, stock.shape), where
+        assert torch.equal(ours, stock), where
+    elif isinstance(stock, np.ndarray | Image.Image):
+        assert np.array_equal(np.asarray(ours), np.asarray(stock)), where
+    else:
+        assert ours == stock, where
+
+
+def is_call(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], str)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def both(tiny_model: TinyModel, small_areas: None) -> Callable[..., Both]:
+    """Both pipelines of a variant, with pictures; float32 when nothing else is said."""
+
+    def make(variant: str, count: int, dtype: torch.dtype = torch.float32) -> Both:
+        folder = tiny_model(variant)
+        images = [picture(name, size) for name, size in PICTURES[:count]]
+        return Both(our_pipeline(folder, dtype), stock_pipeline(folder, variant, dtype), images)
+
+    return make
+
+
+# ---- every step ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guidance", [{}, GUIDED], ids=["plain", "guided"])
+@pytest.mark.parametrize(("variant", "count"), VARIANTS)
+def test_all_that_goes_from_part_to_part_is_equal(
+    variant: str, count: int, guidance: dict[str, Any], dtype: torch.dtype, both: Callable[..., Both]
+) -> None:
+    ours, stock = both(variant, count, dtype).trace(**PROMPT, **guidance)
+    assert_equal(ours, stock)
+    per_step = ["forward"] * (2 if guidance else 1) + ["step"]
+    expected = ["encode"] * count + ["prepare_latents", "set_timesteps", *per_step, *per_step, "decode"]
+    assert [call[0] for call in stock[:-1]] == expected  # nothing went by unseen
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"prompt": ""},
+        {**PROMPT, "num_images_per_prompt": 2, **GUIDED},
+        {**PROMPT, "sigmas": [1.0, 0.7, 0.4]},
+        {**PROMPT, "latents": torch.randn(1, 24, 64, generator=torch.Generator().manual_seed(1))},
+        {**PROMPT, "height": 32, "width": 40},
+        {**PROMPT, "guidance_scale": 2.0, "attention_kwargs": {}},
+        {**PROMPT, "negative_prompt": "", "true_cfg_scale": 1.0},
+        {**PROMPT, "max_sequence_length": 3},
+    ],
+    ids=["empty prompt", "two pictures", "sigmas", "latents", "32 pixels", "guidance", "no guidance", "cut"],
+)
+@pytest.mark.parametrize(("variant", "count"), [("t2i", 0), ("edit", 1), ("edit-plus", 2)])
+def test_every_argument_means_what_it_means_in_stock(
+    variant: str, count: int, arguments: dict[str, Any], both: Callable[..., Both]
+) -> None:
+    assert_equal(*both(variant, count).trace(**arguments))
+
+
+@pytest.mark.parametrize("variant", ["edit", "edit-plus"])
+def test_a_sliver_of_32_pixels_at_the_pipelines_own_sizes(variant: str, tiny_model: TinyModel) -> None:
+    """1:20, which becomes 224×4608."""
+    folder = tiny_model(variant)
+    pipelines = Both(our_pipeline(folder, torch.float32), stock_pipeline(folder, variant))
+    assert_equal(*pipelines.trace(**PROMPT, image=picture("china.jpg", (32, 640)), num_inference_steps=2))
+
+
+@pytest.mark.parametrize("output_type", ["pil", "np", "pt", "latent"])
+@pytest.mark.parametrize(("variant", "count"), [("t2i", 0), ("edit", 1), ("edit-plus", 2)])
+def test_every_form_of_the_result(variant: str, count: int, output_type: str, both: Callable[..., Both]) -> None:
+    pipelines = both(variant, count)
+    ours, stock = pipelines.call(**PROMPT, output_type=output_type)
+    assert_equal(ours.images, stock.images)
+    alone, stock_alone = pipelines.call(**PROMPT, output_type=output_type, return_dict=False)
+    assert_equal(alone, stock_alone)
+    assert_equal(alone[0], stock.images)
+
+
+def test_a_callback_sees_every_step_and_may_change_it(both: Callable[..., Both]) -> None:
+    seen: dict[Any, list[Any]] = {}
+
+    def halve(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        seen.setdefault(pipeline, []).append(copied([step, timestep, tensors]))
+        return {"latents": tensors["latents"] / 2}
+
+    pipelines = both("edit-plus", 1)
+    names = ["latents", "prompt_embeds"]
+    ours, stock = pipelines.call(**PROMPT, callback_on_step_end=halve, callback_on_step_end_tensor_inputs=names)
+    assert_equal(seen[pipelines.ours], seen[pipelines.stock])
+    assert len(seen[pipelines.ours]) == 2
+    assert_equal(ours.images, stock.images)
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["t2i", "edit"])
+def test_two_prompts_at_once(variant: str, both: Callable[..., Both]) -> None:
+    """Edit takes a picture for each. With stock's own embeddings all is equal to the bit, padding and mask included."""
+    pipelines = both(variant, 0)
+    prompts = ["a cat", "make the second one 黑白, and keep all of its reflections where they are"]
+    two = [picture("china.jpg", (96, 96)), picture("chelsea.png", (96, 96))]
+    pictures = {"image": two} if variant == "edit" else {}
+    ours, stock = pipelines.trace(**pictures, prompt=prompts)
+    calls = [next(call[1] for call in trace[:-1] if call[0] == "forward") for trace in (ours, stock)]
+    embeds, masks = ([call[name] for call in calls] for name in ("encoder_hidden_states", "encoder_hidden_states_mask"))
+    assert_equal(masks[0], masks[1])
+    assert not masks[0].all()
+    valid = masks[0].bool()
+    assert relative(embeds[0][valid], embeds[1][valid]) < TOLERANCE
+    assert not embeds[0][~valid].any()
+    given = {"prompt_embeds": embeds[1], "prompt_embeds_mask": masks[1]}
+    assert_equal(*pipelines.trace(**pictures, **given))
+
+
+def test_given_embeddings_load_no_encoder(tiny_model: TinyModel, small_areas: None) -> None:
+    folder = tiny_model("edit")
+    fresh = our_pipeline.__wrapped__(folder, torch.float32)
+    pipelines = Both(fresh, stock_pipeline(folder, "edit"), [picture("china.jpg", (96, 96))])
+    embeds = torch.randn(1, 7, 64, generator=torch.Generator().manual_seed(1))
+    names = ("prompt_embeds", "negative_prompt_embeds")
+    with patch("qwen_train.drawing.prompts.TextEncoder", side_effect=AssertionError("loaded")):
+        assert_equal(*pipelines.trace(**dict.fromkeys(names, embeds), true_cfg_scale=2.0))
+        with pytest.raises(AssertionError, match="loaded"):
+            pipelines.call(**PROMPT)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {**PROMPT, "prompt_embeds": torch.zeros(1, 3, 64)},
+        {**PROMPT, "max_sequence_length": 1025},
+        {**PROMPT, "callback_on_step_end_tensor_inputs": ["noise"]},
+        {"prompt": 3},
+    ],
+)
+def test_what_stock_refuses_is_refused_in_its_words(arguments: dict[str, Any], both: Callable[..., Both]) -> None:
+    pipelines = both("edit-plus", 1)
+    errors = []
+    for pipeline in (pipelines.ours, pipelines.stock):
+        with pytest.raises(ValueError, match=r"prompt|max_sequence_length") as error:
+            pipeline(image=pipelines.images[0], **arguments)
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload", ["model", "sequential"])
+@pytest.mark.parametrize(("variant", "count"), [("t2i", 0), ("edit-plus", 2)])
+def test_offloaded_all_is_equal(
+    variant: str, count: int, offload: Any, both: Callable[..., Both], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU takes the accelerator's place: the hooks are the same, and what is not where it should be raises."""
+    monkeypatch.setattr(drawing, "check_offload", lambda *arguments: None)
+    monkeypatch.setattr(PromptEncoder, "_moves", True)
+    for name in (
+        "cpu_offload",
+        "cpu_offload_with_hook",
+    ):  # diffusers says cpu:0, which to torch is not where a tensor is
+        stock_hook = getattr(accelerate, name)
+        monkeypatch.setattr(accelerate, name, lambda model, device, f=stock_hook, **named: f(model, "cpu", **named))
+    brought: list[str] = []
+    bring = CpuOffload.pre_forward
+
+    def pre_forward(hook: CpuOffload, module: Any, *args: Any, **kwargs: Any) -> Any:
+        brought.extend({type(module).__name__} - set(brought[-1:]))
+        return bring(hook, module, *args, **kwargs)
+
+    monkeypatch.setattr(CpuOffload, "pre_forward", pre_forward)
+    pipelines = both(variant, count)
+    ours = load_pipeline(pipelines.ours.prompt_encoder.model, CPU, torch.float32, offload=offload)
+    offloaded = Both(ours, pipelines.stock, pipelines.images)
+    turns = [*["PlacedVae"] * (count > 0), "QwenImageTransformer2DModel", "PlacedVae"]
+    for _ in range(2):  # after a call the hooks are taken off and put on once more
+        brought.clear()
+        assert_equal(*(result.images for result in offloaded.call(**PROMPT, **GUIDED)))
+        assert brought == (["Qwen2_5_VLModel", *turns] if offload == "model" else [])
+        parts = (ours.transformer, ours.prompt_encoder._encoder.model, ours.vae)
+        away = [next(part.parameters()).is_meta for part in parts]
+        assert away == ([True, True, False] if offload == "sequential" else [False] * 3)
+
+
+def test_tensors_go_to_the_device_of_the_part_that_takes_them(tiny_model: TinyModel) -> None:
+    """Another device, as far as a machine without one has it: `meta`, where nothing can be mixed with the CPU."""
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    picture = Image.new("RGB", (56, 56))
+    for variant, pixels in (("t2i", torch.zeros(1, 3, 1, 32, 32)), ("edit", torch.zeros(1, 3, 1, 32, 32))):
+        pipeline = load_pipeline(open_model(str(tiny_model(variant)), PARTS), Devices(meta, cpu, cpu), torch.float32)
+        assert pipeline.vae.encode(pixels).latent_dist.mode().device == meta
+        assert pipeline.vae.decode(torch.zeros(1, 16, 1, 4, 4)).sample.device == meta
+    pipeline = load_pipeline(open_model(str(tiny_model("edit")), PARTS), Devices(cpu, cpu, meta), torch.float32)
+    assert pipeline._encode_vae_image(pixels, None).device == meta
+    assert [tensor.device for tensor in pipeline._get_qwen_prompt_embeds("a fox", picture)] == [meta, meta]
+
+
+def test_the_encoder_comes_with_the_first_prompt_and_goes_when_it_is_freed(both: Callable[..., Both]) -> None:
+    pipelines = both("edit", 1)
+    with patch("qwen_train.drawing.prompts.TextEncoder", side_effect=TextEncoder) as loading:
+        pipelines.ours.free_encoder()
+        assert loading.call_count == 0
+        for loaded in (1, 2):
+            for _ in range(2):
+                assert_equal(*(result.images for result in pipelines.call(**PROMPT)))
+                assert loading.call_count == loaded
+            encoder = weakref.ref(pipelines.ours.prompt_encoder._encoder.model)
+            pipelines.ours.free_encoder()
+            assert encoder() is None
