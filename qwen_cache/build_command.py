@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qwen_cache.config import CONFIG_NAME, Config
 from qwen_cache.console import FAILED, FAULTS, console, counting, human_bytes, human_time, plural, print_json
 from qwen_cache.encode import builder
-from qwen_cache.encode.builder import Encoders, Job
+from qwen_cache.encode.builder import Encoders, Encoding, Job
 from qwen_cache.encode.cluster import on_cluster
+from qwen_cache.encode.edit_mask import bare_key, with_all_but_masks
 from qwen_cache.encode.plan import Plan, Planned
 from qwen_cache.encode.source import Problem
 from qwen_cache.encode.template import estimate_tokens
@@ -95,6 +96,7 @@ def _encode(job: Job, existing: Existing, plan: Plan, encoders: Encoders, as_jso
         if as_json:
             print_json({"encoded": 0, "samples": len(plan.samples), "up_to_date": True})
         return 0
+    load = _loading(job, existing, plan, encoders)
     begin = time.monotonic()
     done = 0
     try:
@@ -105,7 +107,7 @@ def _encode(job: Job, existing: Existing, plan: Plan, encoders: Encoders, as_jso
                 done += samples
                 on_samples(samples)
 
-            report = builder.run(job, update, plan.to_encode, encoders.load, count, encoders.in_flight)
+            report = builder.run(job, update, plan.to_encode, load, count, encoders.in_flight)
     except BaseException:
         if done:
             console().print(
@@ -127,6 +129,22 @@ def _encode(job: Job, existing: Existing, plan: Plan, encoders: Encoders, as_jso
     return 0
 
 
+def _loading(job: Job, existing: Existing, plan: Plan, encoders: Encoders) -> Callable[[Job], Encoding]:
+    """How to load the encoders; where all but the mask of a sample is cached, they are not asked."""
+    cached = with_all_but_masks(job.config, job.recipe, existing, job.recipe_name)
+    masks_alone = sum(bare_key(sample) in cached for sample in plan.to_encode)
+    if not masks_alone:
+        return encoders.load
+    console().print(f"        of {plural(masks_alone, 'sample')} only the mask is made: all else is cached")
+
+    def load(job: Job) -> Encoding:
+        from qwen_cache.encode.masks import WithOtherMasks
+
+        return WithOtherMasks(job, cached, encoders.load)
+
+    return load
+
+
 def load_lanes(job: Job) -> Lanes:
     """Both encoders, each on its devices.
 
@@ -136,6 +154,7 @@ def load_lanes(job: Job) -> Lanes:
     import torch
 
     from qwen_cache.encode.devices import choose_devices
+    from qwen_cache.encode.edit_mask import EditMasks
     from qwen_cache.encode.lanes import Lanes
     from qwen_cache.encode.text import TextEncoder
     from qwen_cache.encode.vae import VaeEncoder
@@ -148,8 +167,10 @@ def load_lanes(job: Job) -> Lanes:
     pixels = cache.vae_batch_pixels or (VAE_BATCH_PIXELS if vae_devices[0].type == "cuda" else 1)
     tokens = cache.text_batch_tokens or (TEXT_BATCH_TOKENS if text_devices[0].type == "cuda" else 1)
     vae = [VaeEncoder(job.model, device, dtype, pixels) for device in vae_devices]
-    text = [TextEncoder(job.model, device, dtype, tokens) for device in text_devices]
-    return Lanes(vae, text, recipe_id(job.recipe), job.condition_image_size, job.format_version, job.resolution.crop)
+    masks = EditMasks.of(job.config)
+    text = [TextEncoder(job.model, device, dtype, tokens, attend=masks.attend) for device in text_devices]
+    recipe, crop = recipe_id(job.recipe), job.resolution.crop
+    return Lanes(vae, text, recipe, job.condition_image_size, job.format_version, crop, masks)
 
 
 def _measure(job: Job, plan: Plan) -> float:

@@ -37,6 +37,9 @@ def build(
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32: computed in, and stored as.")] = None,
     format: Annotated[str | None, typer.Option(help="v2 or v1.", show_default="v2")] = None,
     on_error: Annotated[str | None, typer.Option(help="stop or skip: what an unusable sample does.")] = None,
+    edit_mask: Annotated[
+        str | None, typer.Option(help="none, file, diff, head=PATH or auto[=PATH]: where edit masks come from.")
+    ] = None,
     part: Annotated[str | None, typer.Option(help="Only such a part of the rows, as 3/16, for job arrays.")] = None,
     ray: Annotated[
         str | None, typer.Option(help="Encode on a Ray cluster: its address, or local.", metavar="ADDRESS|local")
@@ -68,6 +71,8 @@ def build(
         cache__dtype=dtype,
         cache__format=format,
         data__on_error=on_error,
+        data__edit_mask=edit_mask.partition("=")[0] if edit_mask else None,
+        data__mask_head=edit_mask.partition("=")[2] or None if edit_mask else None,
         data__part=part,
     )
     local_folder(settings.cache.path)
@@ -224,6 +229,34 @@ def gc(
         console().print(f"{path}  {human_bytes(size)}", markup=False)
     console().print(f"{plural(len(found), 'file')}, {human_bytes(total)} {'to remove' if dry_run else 'removed'}")
     return 0
+
+
+@app.command()
+def ground(
+    image: Annotated[list[Path], typer.Option(help="The picture; repeat it for more, the mask is about the first.")],
+    phrase: Annotated[
+        str | None, typer.Option(help="The words to look for: within --prompt, where that is given.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="An instruction; without --phrase what is [[marked]] in it counts, or all.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The mask, a PNG; beside it NAME-overlay.png shows it.")] = Path("mask.png"),
+    head: Annotated[
+        Path | None, typer.Option(help="What `qwen-train mask-head` made; a heat map when not given.")
+    ] = None,
+    sam: Annotated[Path | None, typer.Option(help="A folder of SAM or SAM 2 that sharpens the mask.")] = None,
+    model: Annotated[str | None, typer.Option(help="A diffusers folder, or a repository on the hub.")] = None,
+    text_device: Annotated[str | None, typer.Option(help="Where the text encoder runs: cuda:1.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32: computed in.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The settings.", show_default="qwen.yaml")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the settings.")] = None,
+) -> int:
+    """Show where in a picture the text encoder looks for some words. Only the text encoder is loaded."""
+    from qwen_cache.config import load_config
+    from qwen_cache.ground_command import Words, run_ground
+
+    settings = load_config(config, set_ or (), model__path=model, cache__text_device=text_device, cache__dtype=dtype)
+    return run_ground(settings, image, Words.of(phrase, prompt), out, head, sam)
 
 
 def _version(value: bool) -> None:

@@ -79,9 +79,11 @@ def test_the_readme_draws_the_tree_that_is_there() -> None:
         ROOT / "qwen_cache" / "format",
         ROOT / "qwen_cache" / "encode",
         ROOT / "qwen_cache" / "encode" / "sources",
+        ROOT / "qwen_cache" / "grounding",
         ROOT / "qwen_cache" / "importers",
         ROOT / "qwen_train",
         ROOT / "qwen_train" / "data",
+        ROOT / "qwen_train" / "drawing",
         ROOT / "qwen_train" / "model",
     ]
     modules = {path.name for package in packages for path in package.glob("*.py") if path.stat().st_size}

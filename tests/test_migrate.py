@@ -92,7 +92,7 @@ def test_a_migrated_cache_is_up_to_date_for_build(
 def test_v1_refuses_edit_masks_and_names_the_samples(built: Built, tmp_path: Path) -> None:
     result = migrate("v2", "v1", built("edit-plus"), "--out", tmp_path / "new")
     assert result.code == 2
-    assert "format v1 has no edit masks, and these samples have one (found cup)" in result.stderr
+    assert "format v1 has neither edit masks nor attention, and these samples have some (found cup)" in result.stderr
     assert not (tmp_path / "new" / "cache.json").exists()
 
 

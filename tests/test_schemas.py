@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from qwen_cache import open_cache
 from qwen_cache.format.errors import RULES, FormatError
 from qwen_cache.format.identity import Inputs, dataset_identity
 from qwen_cache.format.manifest import IndexFile, Manifest, Recipe, Shard, parse_manifest
-from qwen_cache.format.sample import SampleMeta, TensorSpec, parse_sample
+from qwen_cache.format.sample import MASK_FROM, SampleMeta, TensorSpec, parse_sample
 from qwen_cache.format.verify import verify_cache
 
 from .conftest import load_tool, run
@@ -33,7 +34,7 @@ examples: Any = load_tool("make_examples")
 SCHEMAS = Path(__file__).parents[1] / "schemas"
 VALID = sorted((SCHEMAS / "examples" / "valid").glob("*.json"))
 INVALID = sorted((SCHEMAS / "examples" / "invalid").glob("*.json"))
-ONLY_THE_PARSER = {"F4", "F5", "F6-name", "F10", "F11-no-control", "F12-sides", "F12-prefix", "F13-mixed"}
+ONLY_THE_PARSER = {"F4", "F5", "F6-name", "F10", "F11-no-control", "F12-sides", "F12-prefix", "F13-mixed", "F19"}
 """What relates two places of a document, or a hash to its content, is beyond JSON Schema."""
 VALID_CACHES = sorted(path for path in (SCHEMAS / "examples" / "valid").iterdir() if path.is_dir())
 INVALID_CACHES = sorted(path for path in (SCHEMAS / "examples" / "invalid").iterdir() if path.is_dir())
@@ -272,12 +273,18 @@ def samples(draw: st.DrawFn) -> tuple[int, SampleMeta]:
     if len(shapes) > 1:
         wanted["control_latents"] = (dtype, (sum(tokens[1:]), 64))
     wanted |= {"prompt_embeds": (dtype, (text, width)), "empty_prompt_embeds": (dtype, (draw(sides), width))}
-    if version == 2 and draw(st.booleans()):
+    mask_from = draw(st.sampled_from((None, *MASK_FROM))) if version == 2 else None
+    if mask_from:
         wanted["edit_mask"] = ("F32", (tokens[0],))
+    if version == 2 and draw(st.booleans()):
+        wanted["attention"] = ("F16", (draw(sides), draw(sides), draw(sides)))
     tensors = {name: TensorSpec(kind, shape, draw(hashes)) for name, (kind, shape) in wanted.items()}
     inputs = Inputs(draw(hashes), tuple(draw(hashes) for _ in shapes[1:]), draw(st.none() | hashes))
     prefix = draw(st.integers(0, text)) if version == 2 else 0
-    return version, SampleMeta(draw(hashes), inputs, draw(st.text(max_size=30)), shapes, prefix, tensors)
+    prompt = draw(st.text(max_size=30))
+    bounds = sorted(draw(st.sets(st.integers(0, len(prompt)), max_size=6))) if version == 2 else []
+    phrase = tuple(pairwise(bounds))
+    return version, SampleMeta(draw(hashes), inputs, prompt, shapes, prefix, tensors, phrase, mask_from)
 
 
 @given(samples())

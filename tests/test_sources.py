@@ -356,19 +356,52 @@ def test_tables_of_other_trainers_give_the_same_row(tmp_path: Path, kind: str) -
 @pytest.mark.parametrize(("role", "alias"), [(role, alias) for role, aliases in COLUMNS.items() for alias in aliases])
 def test_every_column_name_is_known_and_documented(tmp_path: Path, role: str, alias: str) -> None:
     columns = {"target": "path_target", "control": "path_control", "mask": "path_mask", "prompt": "prompt"}
-    columns[role] = alias
+    columns = {**columns, "phrase": "phrase", role: alias}
     prompt = ["red"] if alias in SEVERAL else "red"
-    values = ["t/1.png", "c/1.png", "m/1.png", prompt]
+    values = ["t/1.png", "c/1.png", "m/1.png", prompt, "ed"]
     path = table(tmp_path, "a.jsonl", json.dumps(dict(zip(columns.values(), values, strict=True))))
     [row], problems = edit(path)
     assert problems == []
     assert paths(row.target, *row.controls, row.mask) == [tmp_path / f"{folder}/1.png" for folder in "tcm"]
-    assert row.prompt == "red"
-    documented = re.search(
-        rf"^    {role} (.*?)^    [a-z]|^    prompt (.*)$", source.__doc__ or "", re.DOTALL | re.MULTILINE
-    )
+    assert (row.prompt, row.phrase) == ("red", ((1, 3),))
+    documented = re.search(rf"^    {role} (.*?)^(    [a-z]|$)", source.__doc__ or "", re.DOTALL | re.MULTILINE)
     assert documented
     assert alias in re.findall(r"\w+", documented[0])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "phrase", "meant", "span"),
+    [
+        ("make [[the red car]] blue", "", "make the red car blue", [(5, 16)]),
+        ("make the red car blue", "red car", "make the red car blue", [(9, 16)]),
+        (r"write \[[ on it", "", "write [[ on it", []),
+    ],
+)
+def test_words_that_say_where_the_edit_is(
+    tmp_path: Path, prompt: str, phrase: str, meant: str, span: list[tuple[int, int]]
+) -> None:
+    values = {"target": "t/1.png", "control": "c/1.png", "prompt": prompt, "phrase": phrase}
+    [row], problems = edit(table(tmp_path, "a.jsonl", json.dumps(values)))
+    assert problems == []
+    assert (row.prompt, row.phrase) == (meant, tuple(span))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "phrase", "what"),
+    [
+        ("make [[the car blue", "", "t/1: [[ without ]]"),
+        ("make the car blue", "the bus", "t/1: the phrase 'the bus' is not in the prompt"),
+        ("a car beside a car", "a car", "t/1: the phrase 'a car' is in the prompt 2 times"),
+        ("make [[the car]] blue", "car", "t/1: words are marked and a phrase is given too"),
+    ],
+)
+def test_words_that_cannot_be_found_are_a_problem_of_their_row(
+    tmp_path: Path, prompt: str, phrase: str, what: str
+) -> None:
+    values = {"target": "t/1.png", "control": "c/1.png", "prompt": prompt, "phrase": phrase}
+    rows, [problem] = edit(table(tmp_path, "a.jsonl", json.dumps(values)))
+    assert rows == []
+    assert what in problem.what
 
 
 def test_a_folder_stands_for_its_metadata_table(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
 import shutil
 import tarfile
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +35,8 @@ from qwen_cache.format.shard import END_OF_ARCHIVE
 from qwen_cache.format.update import Existing, Listed, commit_update, open_staging, plan_update
 
 EXAMPLES = Path(__file__).parents[1] / "schemas" / "examples"
+DTYPES = {"float32": "F32", "float16": "F16"}
+"""Of arrays; BF16 is kept as uint16, of which numpy knows nothing more."""
 RECIPE = {"encoder_version": 1, "pipeline": "QwenImageEditPlusPipeline", "dtype": "bfloat16"}
 
 
@@ -54,7 +57,7 @@ def manifest(format_version: int, samples: int) -> dict[str, Any]:
     return json.loads(made.to_bytes())
 
 
-def sample(format_version: int, controls: int, mask: bool) -> dict[str, Any]:
+def sample(format_version: int, controls: int, mask: str | None = None, attention: bool = False) -> dict[str, Any]:
     shapes = ((1, 4, 6), *((1, 2, 3 + i) for i in range(controls)))
     tensors = {"image_latents": (24, 64), "control_latents": (sum(h * w for _, h, w in shapes[1:]), 64)}
     tensors |= {"prompt_embeds": (30, 3584), "empty_prompt_embeds": (5 if format_version == 2 else 27, 3584)}
@@ -63,11 +66,13 @@ def sample(format_version: int, controls: int, mask: bool) -> dict[str, Any]:
     specs = {name: TensorSpec("BF16", shape, digest(name)) for name, shape in tensors.items()}
     if mask:
         specs["edit_mask"] = TensorSpec("F32", (24,), digest("edit_mask"))
-    inputs = Inputs(
-        digest("target"), tuple(digest(f"control {i}") for i in range(controls)), digest("mask") if mask else None
-    )
+    if attention:
+        specs["attention"] = TensorSpec("F16", (784, 14, 14), digest("attention"))
+    file = digest("mask") if mask == "file" else None
+    inputs = Inputs(digest("target"), tuple(digest(f"control {i}") for i in range(controls)), file)
     prefix = 22 if format_version == 2 and controls else 0
-    meta = SampleMeta(digest("recipe"), inputs, "make it 黑白", shapes, prefix, specs)
+    phrase = ((8, 10),) if attention else ()
+    meta = SampleMeta(digest("recipe"), inputs, "make it 黑白", shapes, prefix, specs, phrase, mask)
     return json.loads(meta.to_bytes(format_version))
 
 
@@ -81,18 +86,21 @@ def rename_shard(value: dict[str, Any]) -> None:
     value["shards"][0]["name"] = "../" + value["shards"][0]["name"]
 
 
-CACHE, SAMPLE = manifest(2, 3), sample(2, 1, mask=True)
+CACHE, SAMPLE = manifest(2, 3), sample(2, 1, mask="file")
+ATTENTION = sample(2, 1, mask="file", attention=True)
 VALID = {
     "empty.cache.v1.json": manifest(1, 0),
     "small.cache.v1.json": manifest(1, 3),
     "empty.cache.v2.json": manifest(2, 0),
     "small.cache.v2.json": CACHE,
     "ignorable-key.cache.v2.json": {**CACHE, "x-notes": {"must_understand": False, "text": "made on a Tuesday"}},
-    "edit.sample.v1.json": sample(1, 1, mask=False),
-    "three-controls.sample.v1.json": sample(1, 3, mask=False),
+    "edit.sample.v1.json": sample(1, 1),
+    "three-controls.sample.v1.json": sample(1, 3),
     "edit.sample.v2.json": SAMPLE,
-    "three-controls.sample.v2.json": sample(2, 3, mask=False),
-    "text-to-image.sample.v2.json": sample(2, 0, mask=False),
+    "attention.sample.v2.json": ATTENTION,
+    "mask-by-difference.sample.v2.json": sample(2, 1, mask="difference"),
+    "three-controls.sample.v2.json": sample(2, 3),
+    "text-to-image.sample.v2.json": sample(2, 0),
 }
 INVALID = {
     "F1-another-format.cache.v2.json": broken(CACHE, lambda v: v.update(format="webdataset")),
@@ -103,6 +111,16 @@ INVALID = {
     "F2-version-3.sample.v2.json": broken(SAMPLE, lambda v: v.update(format_version=3)),
     "F3-unknown-key.cache.v2.json": {**CACHE, "compression": "zstd"},
     "F3-key-that-must-be-understood.cache.v2.json": {**CACHE, "compression": {"must_understand": True}},
+    "F19-phrase-outside-the-prompt.sample.v2.json": broken(ATTENTION, lambda v: v.update(phrase=[[8, 11]])),
+    "F19-phrase-backwards.sample.v2.json": broken(ATTENTION, lambda v: v.update(phrase=[[4, 6], [5, 7]])),
+    "F9-phrase-of-one-number.sample.v2.json": broken(ATTENTION, lambda v: v.update(phrase=[[4]])),
+    "F10-phrase-changed.sample.v2.json": broken(ATTENTION, lambda v: v.update(phrase=[[8, 9]])),
+    "F11-mask-from-nowhere.sample.v2.json": broken(SAMPLE, lambda v: v.pop("edit_mask_from")),
+    "F11-mask-from-elsewhere.sample.v2.json": broken(SAMPLE, lambda v: v.update(edit_mask_from="guess")),
+    "F12-attention-without-grid.sample.v2.json": broken(
+        ATTENTION, lambda v: v["tensors"]["attention"].update(shape=[784, 196])
+    ),
+    "F13-attention-in-bf16.sample.v2.json": broken(ATTENTION, lambda v: v["tensors"]["attention"].update(dtype="BF16")),
     "F3-unknown-key.sample.v2.json": {**SAMPLE, "caption_language": "en"},
     "F4-counts-disagree.cache.v2.json": broken(CACHE, lambda v: v["index"].update(samples=4)),
     "F4-shard-twice.cache.v2.json": broken(
@@ -128,13 +146,13 @@ INVALID = {
         SAMPLE, lambda v: v["tensors"].update(depth=v["tensors"]["image_latents"])
     ),
     "F11-mask-in-v1.sample.v1.json": broken(
-        sample(1, 1, mask=False), lambda v: v["tensors"].update(edit_mask=SAMPLE["tensors"]["edit_mask"])
+        sample(1, 1), lambda v: v["tensors"].update(edit_mask=SAMPLE["tensors"]["edit_mask"])
     ),
     "F12-sides-swapped-in-number.sample.v2.json": broken(SAMPLE, lambda v: v.update(img_shapes=[[1, 4, 7], [1, 2, 3]])),
     "F12-two-frames.sample.v2.json": broken(SAMPLE, lambda v: v.update(img_shapes=[[2, 4, 3], [1, 2, 3]])),
     "F12-no-size.sample.v2.json": broken(SAMPLE, lambda v: v["tensors"]["image_latents"].update(shape=[0, 64])),
     "F12-prefix-too-long.sample.v2.json": broken(SAMPLE, lambda v: v.update(prefix_length=31)),
-    "F12-not-a-multiple-of-16.sample.v1.json": broken(sample(1, 1, mask=False), lambda v: v.update(height=65)),
+    "F12-not-a-multiple-of-16.sample.v1.json": broken(sample(1, 1), lambda v: v.update(height=65)),
     "F13-half-precision.sample.v2.json": broken(SAMPLE, lambda v: v["tensors"]["prompt_embeds"].update(dtype="F16")),
     "F13-mixed.sample.v2.json": broken(SAMPLE, lambda v: v["tensors"]["prompt_embeds"].update(dtype="F32")),
 }
@@ -169,6 +187,7 @@ def make(
     rows: tuple[int, int | None] = (7, 3),
     prefix: int = 0,
     mask: bool = False,
+    attention: tuple[int, int, int] | None = None,
 ) -> Made:
     """A sample of pictures of these sizes (h, w), the target first; `rows` of the prompt and the empty prompt."""
     shapes = tuple((1, h, w) for h, w in sizes)
@@ -179,9 +198,11 @@ def make(
     arrays = {each: numbers(f"{name} {each}", shape) for each, shape in wanted.items()}
     if mask:
         arrays["edit_mask"] = np.linspace(0, 1, token_count(shapes[:1]), dtype=np.float32)
+    if attention:
+        arrays["attention"] = np.linspace(0, 1, math.prod(attention), dtype=np.float16).reshape(attention)
     controls = tuple(digest(f"{name} control {i}") for i in range(len(sizes) - 1))
     inputs = Inputs(digest(f"{name} target"), controls, digest(f"{name} mask") if mask else None)
-    meta = SampleMeta(recipe_id(RECIPE), inputs, prompt, shapes, prefix, {})
+    meta = SampleMeta(recipe_id(RECIPE), inputs, prompt, shapes, prefix, {}, edit_mask_from="file" if mask else None)
     return with_arrays(Made(name, meta, {}, {}), arrays)
 
 
@@ -189,7 +210,7 @@ def with_arrays(made: Made, arrays: dict[str, Array]) -> Made:
     """`made` with these tensors in place of its own, uncompressed."""
     stored = {name: array.tobytes() for name, array in arrays.items()}
     specs = {
-        name: TensorSpec("F32" if array.dtype == np.float32 else "BF16", array.shape, content_hash(stored[name]))
+        name: TensorSpec(DTYPES.get(array.dtype.name, "BF16"), array.shape, content_hash(stored[name]))
         for name, array in arrays.items()
     }
     return Made(made.name, replace(made.meta, tensors=specs), arrays, stored)
@@ -240,7 +261,7 @@ CACHE_V1 = [
 ]
 CACHE_V2 = [
     compressed(make("edit", "make it 黑白", (2, 3), (3, 2), prefix=4, mask=True), "image_latents"),
-    make("three controls", "put them into one picture", (2, 2), (1, 2), (2, 1), (1, 1), prefix=7),
+    make("three controls", "put them into one picture", (2, 2), (1, 2), (2, 1), (1, 1), prefix=7, attention=(4, 2, 1)),
     make("no control", "a cat", (1, 3)),
     make("imported", "no empty prompt is known", (1, 2), (1, 1), rows=(5, None)),
 ]

@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self
 
 from qwen_cache import __version__
 from qwen_cache.config import Config, check_compression
+from qwen_cache.encode.edit_mask import EditMasks
 from qwen_cache.encode.parts import Part, refuse_other_parts
 from qwen_cache.encode.plan import Plan, Planned, Rules, make_plan
 from qwen_cache.encode.recipe import make_recipe
@@ -124,7 +125,9 @@ def prepare(config: Config, source: str | None, on_bytes: Callable[[int], None] 
     """Find the model, read the source, fingerprint the weights."""
     Resolution.of(config.data)  # says at once what is wrong with it
     check_compression(config.cache.format, config.cache.compression)
+    masks = EditMasks.of(config)
     model = open_model(config.model.path, ENCODER_PARTS, config.model.revision)
+    masks.check(model, config.cache.format)
     every, problems = read_source(
         location(source or config.data.source),
         needs_control=model.takes_controls,
@@ -135,13 +138,14 @@ def prepare(config: Config, source: str | None, on_bytes: Callable[[int], None] 
     elsewhere = frozenset(row.name for row in every) - {row.name for row in rows}
     more = check_prompts(model, rows)
     rows = [row for row in rows if row.where not in {problem.where for problem in more}]
-    masks = 0
-    if config.cache.format == "v1":
-        masks = sum(row.mask is not None for row in rows)
+    left_out = sum(row.mask is not None for row in rows) if config.cache.format == "v1" else 0
+    if config.cache.format == "v1" or masks.source == "none":
         rows = [replace(row, mask=None) for row in rows]
+    if not masks.attend:
+        rows = [replace(row, phrase=()) for row in rows]
     recipe = make_recipe(model, config, on_bytes)
     folder = Path(config.cache.path)
-    return Job(config, folder, model, recipe, rows, [*problems, *more], masks, part, elsewhere)
+    return Job(config, folder, model, recipe, rows, [*problems, *more], left_out, part, elsewhere)
 
 
 def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:

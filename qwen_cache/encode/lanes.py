@@ -18,27 +18,29 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from PIL import Image
 
 from qwen_cache.encode.batching import Batcher, Lane
-from qwen_cache.encode.images import open_mask, open_rgb
+from qwen_cache.encode.edit_mask import EditMasks
+from qwen_cache.encode.images import open_rgb
+from qwen_cache.encode.masks import Mask, MaskMaker, cut
 from qwen_cache.encode.plan import Planned, read_again
-from qwen_cache.encode.sizes import Size, calculate_dimensions, crop_box
-from qwen_cache.encode.source import Readable
+from qwen_cache.encode.sizes import Size, calculate_dimensions
+from qwen_cache.encode.source import Readable, Row
 from qwen_cache.encode.template import estimate_tokens
-from qwen_cache.encode.text import EncodedText, TextEncoder
+from qwen_cache.encode.text import Asked, EncodedText, TextEncoder
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format.errors import QwenCacheError
 from qwen_cache.format.identity import content_hash
-from qwen_cache.format.sample import PIXELS_PER_TOKEN, SampleMeta, TensorSpec
+from qwen_cache.format.sample import SampleMeta, TensorSpec
 
 DECODE_THREADS = min(32, max(4, os.cpu_count() or 1))
 LATENTS_KEPT = 256  # of pictures that may come again: 128 MB at a megapixel in bfloat16
 SAMPLES_IN_BATCH = 8  # at most: half of what a build has in flight, so that one batch is made while another is encoded
 TextInputs = dict[str, torch.Tensor]
-_SAFETENSORS_NAME = {torch.bfloat16: "BF16", torch.float32: "F32"}
+FROM_SOURCE = EditMasks("file", None, keep_attention=False)
+_SAFETENSORS_NAME = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class InFlight:
     sample: Planned
     latents: list[Future[torch.Tensor]]
     text: Future[EncodedText]
-    mask: Future[torch.Tensor] | None
+    mask: Future[Mask | None] | None
+    """As the pictures say it."""
 
 
 class Lanes:
@@ -63,14 +66,15 @@ class Lanes:
         condition_image_size: int,
         format_version: int,
         crop: bool = False,
+        masks: EditMasks = FROM_SOURCE,
     ) -> None:
-        self.crop = crop
+        self.crop, self.masks = crop, MaskMaker(masks, crop, text[0].device)
         self.recipe_id, self.condition_image_size, self.format_version = recipe_id, condition_image_size, format_version
         self.decoders = ThreadPoolExecutor(DECODE_THREADS, "decode")
         self.vae: Batcher[torch.Tensor, torch.Tensor] = Batcher(
             [Lane(encoder, f"vae-{i}") for i, encoder in enumerate(vae)], vae[0].batch_pixels
         )
-        self.text: Batcher[tuple[TextInputs, str], EncodedText] = Batcher(
+        self.text: Batcher[Asked, EncodedText] = Batcher(
             [Lane(encoder, f"text-{i}") for i, encoder in enumerate(text)], text[0].batch_tokens
         )
         self._pixels, self._text_inputs = vae[0].pixels, text[0].inputs
@@ -109,8 +113,11 @@ class Lanes:
             self._known.popitem(last=False)
         if self._about is None or self._about[0] != inputs.controls:
             self._about = inputs.controls, self._read([picture(*each) for each in zip(paths, digests, strict=True)][1:])
-        text = self._encode_text(number, row.prompt)
-        mask = self.decoders.submit(self._mask, sample) if row.mask else None
+        text = self._encode_text(number, row)
+        mask = None
+        if self.masks.is_seen(sample):
+            pair = [] if row.mask else [picture(*each) for each in zip(paths[:2], digests[:2], strict=True)]
+            mask = self.decoders.submit(self.masks.of_pictures, sample, lambda: [it.result() for it in pair])
         self._send(number + 1 - SAMPLES_IN_BATCH)
         return InFlight(number, sample, latents, text, mask)
 
@@ -123,67 +130,63 @@ class Lanes:
         """Wait for both lanes; the sample's metadata and the bytes of its tensors."""
         self._send(work.number)
         latents, text = [each.result() for each in work.latents], work.text.result()
+        mask = work.mask.result() if work.mask else None
+        mask = mask or self.masks.of_attention(work.sample, text.attention)
         whole = self.format_version == 1
         tensors = {
             "image_latents": latents[0],
             "control_latents": torch.cat(latents[1:]) if latents[1:] else None,
             "prompt_embeds": torch.cat([text.prefix, text.prompt]),
             "empty_prompt_embeds": torch.cat([text.prefix, text.empty]) if whole else text.empty,
-            "edit_mask": work.mask.result() if work.mask else None,
+            "edit_mask": mask.shares if mask else None,
+            "attention": text.attention if self.masks.masks.keep_attention else None,
         }
-        return self._describe(
-            work.sample, {n: t for n, t in tensors.items() if t is not None}, 0 if whole else len(text.prefix)
+        data, specs = described({name: t for name, t in tensors.items() if t is not None}, work.sample)
+        meta = SampleMeta(
+            self.recipe_id,
+            work.sample.inputs,
+            work.sample.row.prompt,
+            work.sample.img_shapes,
+            0 if whole else len(text.prefix),
+            specs,
+            work.sample.row.phrase,
+            mask.origin if mask else None,
         )
+        return meta, data
 
     def _encode_picture(self, number: int, picture: Future[Image.Image], size: Size) -> Future[torch.Tensor]:
-        pixels = self.decoders.submit(lambda: self._pixels(self._cut(picture.result(), size), size))
+        pixels = self.decoders.submit(lambda: self._pixels(cut(picture.result(), size, self.crop), size))
         return self.vae.submit(number, pixels, lambda pixels: pixels, cost=size[0] * size[1], kind=size)
-
-    def _cut(self, picture: Image.Image, size: Size) -> Image.Image:
-        """The picture, or where that was asked for its middle at that size, not to be resized again."""
-        if not self.crop:
-            return picture
-        return picture.resize(size, Image.Resampling.LANCZOS, crop_box(picture.size, size))
 
     def _read(self, pictures: Sequence[Future[Image.Image]]) -> Future[TextInputs]:
         return self.decoders.submit(lambda: self._text_inputs([self._for_text(p.result()) for p in pictures]))
 
-    def _encode_text(self, number: int, prompt: str) -> Future[EncodedText]:
+    def _encode_text(self, number: int, row: Row) -> Future[EncodedText]:
         assert self._about is not None
         digests, about = self._about
-        tokens = estimate_tokens(prompt, len(digests), self.condition_image_size)
-        return self.text.submit(number, about, lambda inputs: (inputs, prompt), cost=tokens, kind=len(digests))
+        tokens = estimate_tokens(row.prompt, len(digests), self.condition_image_size)
 
-    def _describe(
-        self, sample: Planned, tensors: dict[str, torch.Tensor], prefix_length: int
-    ) -> tuple[SampleMeta, dict[str, memoryview]]:
-        data, specs = {}, {}
-        for name, tensor in tensors.items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise QwenCacheError(
-                    f"{name} of {sample.row.name} is not finite",
-                    where=sample.row.where,
-                    found="NaN or Inf",
-                    do="build with --dtype float32, and check the model's weights",
-                )
-            data[name] = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-            specs[name] = TensorSpec(_SAFETENSORS_NAME[tensor.dtype], tuple(tensor.shape), content_hash(data[name]))
-        meta = SampleMeta(self.recipe_id, sample.inputs, sample.row.prompt, sample.img_shapes, prefix_length, specs)
-        return meta, data
+        def asked(inputs: TextInputs) -> Asked:
+            return inputs, row.prompt, row.phrase
 
-    def _mask(self, sample: Planned) -> torch.Tensor:
-        path, digest = sample.row.mask, sample.inputs.mask
-        assert path is not None
-        assert digest is not None
-        return mask_tokens(open_mask(read_again(path, digest), str(path)), sample.sizes[0], self.crop)
+        return self.text.submit(number, about, asked, cost=tokens, kind=len(digests))
 
     def _for_text(self, picture: Image.Image) -> Image.Image:
         size = calculate_dimensions(self.condition_image_size, picture.size)
         return picture.resize(size, Image.Resampling.LANCZOS)
 
 
-def mask_tokens(mask: Image.Image, size: Size, crop: bool = False) -> torch.Tensor:
-    """`[S]` float32 in 0..1: the share of each 16×16-pixel token of a target of `size` that is edited."""
-    tokens = size[0] // PIXELS_PER_TOKEN, size[1] // PIXELS_PER_TOKEN
-    cells = mask.resize(tokens, Image.Resampling.BOX, crop_box(mask.size, size) if crop else None)
-    return torch.from_numpy(np.asarray(cells, dtype=np.float32).reshape(-1) / 255.0)
+def described(tensors: dict[str, torch.Tensor], sample: Planned) -> tuple[dict[str, memoryview], dict[str, TensorSpec]]:
+    """The bytes of tensors, and what they are; QwenCacheError where one is not finite."""
+    data, specs = {}, {}
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise QwenCacheError(
+                f"{name} of {sample.row.name} is not finite",
+                where=sample.row.where,
+                found="NaN or Inf",
+                do="build with --dtype float32, and check the model's weights",
+            )
+        data[name] = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        specs[name] = TensorSpec(_SAFETENSORS_NAME[tensor.dtype], tuple(tensor.shape), content_hash(data[name]))
+    return data, specs

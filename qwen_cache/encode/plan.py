@@ -149,6 +149,7 @@ def _with_reasons(
     reasons = [NEW]
     if old is not None:
         changes = differences(old.meta.inputs, old.meta.prompt, sample.inputs, sample.row.prompt)
+        changes += ["phrase"] if old.meta.phrase != sample.row.phrase else []
         reasons = changes + [f"recipe: {what}" for what in changed_recipe] or [NEW]
     return replace(sample, reasons=tuple(reasons))
 
@@ -173,7 +174,7 @@ def _look_at(row: Row, rules: Rules, cached: Mapping[str, IndexRow]) -> list[Pla
         choices = sizes_of(originals, rules.resolution)
     except SourceError as error:
         return _decode(row, contents, rules) or [as_problem(row, error.where, error)]
-    keys = [sample_key(rules.recipe_id, inputs, row.prompt, img_shapes(sizes)) for sizes in choices]
+    keys = [sample_key(rules.recipe_id, inputs, row.prompt, img_shapes(sizes), row.phrase) for sizes in choices]
     problems = [] if all(key in cached for key in keys) else _decode(row, contents, rules)
     own = tuple(picture.size for picture in originals)
     return problems or [Planned(row, inputs, key, sizes, own) for key, sizes in zip(keys, choices, strict=True)]

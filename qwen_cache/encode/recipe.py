@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from qwen_cache.config import Config
+from qwen_cache.encode.edit_mask import EditMasks
 from qwen_cache.encode.sizes import Resolution
 from qwen_cache.encode.template import TEMPLATES
 from qwen_cache.format.identity import canonical_json, content_hash
@@ -45,7 +46,7 @@ def make_recipe(model: ModelFolder, config: Config, on_bytes: Callable[[int], No
             "image_backend": "pil",  # torchvision's resize gives slightly other pixels
             "positions": "mrope-3d",  # transformers 5 falls back to 1-D positions without mm_token_type_ids
         }
-    return recipe
+    return recipe | EditMasks.of(config).recipe(recipe)
 
 
 def _fingerprint(folders: list[Path], endings: tuple[str, ...], on_bytes: Callable[[int], None]) -> str:

@@ -24,6 +24,8 @@ of a control or a mask:
              (several: one of these with _0, _1, _2, … behind it; a list will do where the table can hold one)
     mask     path_mask, mask, mask_image, mask_img, mask_path, control_mask, edit_mask
     prompt   prompt, text, caption, instruction, edit_prompt; or, a list of which each makes a sample: prompts, captions
+    phrase   phrase, edit_phrase: words of the prompt that say where the edit is; `[[ ]]` around them in any prompt does
+             the same (`grounding/phrase.py`)
 
 Paths are relative to the table's folder; Parquet and Arrow may hold the pictures themselves. Tars (.tar, or a folder of
 them) are those of `webdataset`; `sources/webdataset.py` says how members are called. `data/{000..009}.tar` means ten.
@@ -38,6 +40,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from qwen_cache.encode.sources.arrow import read_parquet, read_saved, splits
@@ -49,6 +52,7 @@ from qwen_cache.encode.sources.webdataset import read_tars
 from qwen_cache.format.errors import SourceError
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.format.remote import Url, location
+from qwen_cache.grounding.phrase import find, parse
 
 __all__ = ["Problem", "Readable", "Row", "read_source"]
 
@@ -78,11 +82,27 @@ def read_source(
         if isinstance(draft, Problem):
             problems.append(draft)
             continue
-        faults = draft.faults | _missing(draft, draft.faults, needs_control, allow_empty_prompt)
+        samples, unmarked = _phrases(draft)
+        faults = draft.faults | unmarked | _missing(draft, draft.faults, needs_control, allow_empty_prompt)
         problems += [Problem(draft.samples[0].where, what, do) for what, do in faults.values()]
         if not faults:
-            rows += draft.samples
+            rows += samples
     return rows, problems
+
+
+def _phrases(draft: Draft) -> tuple[list[Row], Faults]:
+    """The samples with prompts that have no marks, and the words that were marked or given as a phrase."""
+    samples, faults = [], Faults()
+    for sample in draft.samples:
+        try:
+            prompt, marked = parse(sample.prompt)
+            if marked and draft.phrase:
+                raise SourceError("words are marked and a phrase is given too", do="leave out one of both")
+            spans = [find(prompt, draft.phrase)] if draft.phrase and prompt else marked
+            samples.append(replace(sample, prompt=prompt, phrase=tuple(spans)))
+        except SourceError as error:
+            faults["phrase"] = f"{sample.name}: {error.fault}", error.do or "correct it"
+    return samples, faults
 
 
 def _missing(draft: Draft, known: Faults, needs_control: bool, allow_empty_prompt: bool) -> Faults:

@@ -8,12 +8,14 @@ products of other shapes are added up in another order.
 
 Refuses to run with 1-D positions: transformers 5 silently falls back to them when `mm_token_type_ids` is missing, and
 diffusers 0.42's Edit pipelines do not pass it (huggingface/diffusers issue 14194). The pipelines' `lm_head` is not
-run; the last hidden state after the final norm is what they use.
+run; the last hidden state after the final norm is what they use. With `attend`, the same pass also tells where the
+prompt looks in the first picture.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
@@ -30,6 +32,9 @@ from qwen_cache.encode.loading import load_whole
 from qwen_cache.encode.sizes import Size
 from qwen_cache.encode.template import TEMPLATES, VISION_END
 from qwen_cache.format.errors import ModelError
+from qwen_cache.format.identity import Phrase
+from qwen_cache.grounding.attention import AttentionRows, ImageTokens, attention_rows, image_tokens
+from qwen_cache.grounding.phrase import token_positions
 from qwen_cache.model_folder import ModelFolder
 
 
@@ -56,6 +61,20 @@ class EncodedText:
     prefix: Float[torch.Tensor, "P D"]
     prompt: Float[torch.Tensor, "L D"]
     empty: Float[torch.Tensor, "L0 D"]
+    attention: Float[torch.Tensor, "C h w"] | None = None
+    """Of the prompt's phrase on the first picture, in float16; layers times heads."""
+
+
+Asked = tuple[dict[str, torch.Tensor], str, Phrase]
+"""What the model takes for some pictures, a prompt about them, and its phrase; without one it is the whole prompt."""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What follows a prefix."""
+
+    embeds: Float[torch.Tensor, "L D"]
+    attention: Float[torch.Tensor, "C h w"] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +91,7 @@ class Prefixes:
     embeds: list[Float[torch.Tensor, "_ D"]]
     next_positions: list[int]
     past: DynamicCache | None
+    first_pictures: list[ImageTokens]
 
 
 def load_processor(model: ModelFolder) -> ImageOnlyQwen2VLProcessor:
@@ -105,7 +125,15 @@ def kept_tokens(model: ModelFolder, asked: Sequence[tuple[str, Sequence[Size]]])
 class TextEncoder:
     """Qwen2.5-VL without its `lm_head`, on its own device. `batch_tokens` bounds a pass about more than one thing."""
 
-    def __init__(self, model: ModelFolder, device: torch.device, dtype: torch.dtype, batch_tokens: int = 1) -> None:
+    def __init__(
+        self,
+        model: ModelFolder,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_tokens: int = 1,
+        *,
+        attend: bool = False,
+    ) -> None:
         self.template = TEMPLATES[model.pipeline]
         self.processor = load_processor(model) if model.takes_controls else None
         self.tokenizer = (
@@ -113,7 +141,7 @@ class TextEncoder:
         )
         whole = load_whole(Qwen2_5_VLForConditionalGeneration, model.part("text_encoder"), dtype=dtype)
         self.model = whole.model.to(device)
-        self.device, self.batch_tokens = device, batch_tokens
+        self.device, self.batch_tokens, self.attend = device, batch_tokens, attend
         self._tokenizing = Lock()  # fast tokenizers may not be used by two threads at once
         self._last: tuple[list[dict[str, torch.Tensor]], Prefixes, list[torch.Tensor]] | None = None
 
@@ -121,7 +149,7 @@ class TextEncoder:
     def encode_whole(self, pictures: Sequence[Image.Image], prompt: str) -> Float[torch.Tensor, "L D"]:
         """The embeddings of `prompt` about `pictures` in one pass, bit for bit as the pipelines compute them."""
         if not pictures:
-            return self.embed(self.read([{}]), [(0, prompt)])[0]
+            return self.embed(self.read([{}]), [(0, prompt, None)])[0].embeds
         inputs = self._process(self.template.text(prompt, len(pictures)), pictures)
         output = self.model(**{name: tensor.to(self.device) for name, tensor in inputs.items()})
         embeds: torch.Tensor = output.last_hidden_state[0, self.template.drop_idx :].cpu()
@@ -146,40 +174,44 @@ class TextEncoder:
         pin = self.device.type == "cuda"
         return {name: tensor.pin_memory() if pin else tensor for name, tensor in inputs.items()}
 
-    def encode(self, asked: Sequence[tuple[dict[str, torch.Tensor], str]]) -> list[EncodedText]:
+    def encode(self, asked: Sequence[Asked]) -> list[EncodedText]:
         """The embeddings of each prompt about each `inputs`, and of the empty one about the same pictures.
 
         Inputs that are one object are read once; those of the last call are not read again.
         """
         about: list[dict[str, torch.Tensor]] = []
-        for inputs, _ in asked:
+        for inputs, *_ in asked:
             if not any(inputs is other for other in about):
                 about.append(inputs)
-        rows = [next(i for i, other in enumerate(about) if other is inputs) for inputs, _ in asked]
-        prompts = [(row, prompt) for row, (_, prompt) in zip(rows, asked, strict=True)]
+        rows = [next(i for i, other in enumerate(about) if other is inputs) for inputs, *_ in asked]
+        prompts = [(row, prompt, phrase) for row, (_, prompt, phrase) in zip(rows, asked, strict=True)]
         if self._last is None or len(about) > 1 or self._last[0][-1] is not about[0]:
             self._last = None  # its keys and values make room
             prefixes = self.read(about)
-            embeds = self.embed(prefixes, [*((row, "") for row in range(len(about))), *prompts])
-            empties, embeds = embeds[: len(about)], embeds[len(about) :]
+            rests = self.embed(prefixes, [*((row, "", None) for row in range(len(about))), *prompts])
+            empties, rests = [rest.embeds for rest in rests[: len(about)]], rests[len(about) :]
             self._last = about, prefixes, empties
         else:
             about, prefixes, empties = self._last
             rows = [len(about) - 1] * len(asked)
-            embeds = self.embed(prefixes, [(rows[-1], prompt) for _, prompt in prompts])
-        return [EncodedText(prefixes.embeds[row], new, empties[row]) for row, new in zip(rows, embeds, strict=True)]
+            rests = self.embed(prefixes, [(rows[-1], prompt, phrase) for _, prompt, phrase in prompts])
+        return [
+            EncodedText(prefixes.embeds[row], rest.embeds, empties[row], rest.attention)
+            for row, rest in zip(rows, rests, strict=True)
+        ]
 
     @torch.inference_mode()
     def read(self, about: Sequence[dict[str, torch.Tensor]]) -> Prefixes:
         """Run everything up to the end of the last picture, in one pass for all of `about`."""
         if not about[0]:
             nothing = torch.empty(0, self.model.config.text_config.hidden_size, dtype=self.model.dtype)
-            return Prefixes([0] * len(about), [0] * len(about), [nothing] * len(about), [0] * len(about), None)
+            return Prefixes([0] * len(about), [0] * len(about), [nothing] * len(about), [0] * len(about), None, [])
         ids, types = ([inputs[name][0] for inputs in about] for name in ("input_ids", "mm_token_type_ids"))
         lengths = [len(row) for row in ids]
         grids = torch.cat([inputs["image_grid_thw"] for inputs in about])
         valid = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         tokens = {"input_ids": _padded(ids), "mm_token_type_ids": _padded(types), "image_grid_thw": grids}
+        shown = image_tokens(self.model.config, tokens["input_ids"], grids) if self.attend else []
         positions, deltas = self.model.get_rope_index(**tokens, attention_mask=valid)
         tokens |= {"pixel_values": torch.cat([inputs["pixel_values"] for inputs in about]), "position_ids": positions}
         tokens = {name: tensor.to(self.device, non_blocking=True) for name, tensor in tokens.items()}
@@ -191,20 +223,27 @@ class TextEncoder:
             embeds=[row[self.template.drop_idx : n].clone() for row, n in zip(hidden, lengths, strict=True)],
             next_positions=[n + int(delta) for n, delta in zip(lengths, deltas, strict=True)],
             past=output.past_key_values,
+            first_pictures=[pictures[0] for pictures in shown],
         )
 
     @torch.inference_mode()
-    def embed(self, prefixes: Prefixes, asked: Sequence[tuple[int, str]]) -> list[Float[torch.Tensor, "_ D"]]:
-        """The embeddings of each prompt after `prefixes.embeds[row]`, on the CPU; `asked` are rows and prompts."""
-        ids = [self._ids(prompt, prefixes.pictures[row]) for row, prompt in asked]
+    def embed(self, prefixes: Prefixes, asked: Sequence[tuple[int, str, Phrase | None]]) -> list[Rest]:
+        """What follows `prefixes.embeds[row]` for each prompt, on the CPU.
+
+        `asked` are rows, prompts and the phrases whose attention is wanted: None for none.
+        """
+        ids = [self._ids(prompt, prefixes.pictures[row]) for row, prompt, _ in asked]
+        chosen = [self._chosen(prompt, phrase, prefixes.pictures[row]) for row, prompt, phrase in asked]
         costs = [max(prefixes.lengths) + len(each) for each in ids]
         return [
-            embeds
+            rest
             for part in _runs(costs, KEPT_TOKENS * self.batch_tokens)
-            for embeds in self._go_on(prefixes, [row for row, _ in asked[part]], ids[part])
+            for rest in self._go_on(prefixes, [row for row, *_ in asked[part]], ids[part], chosen[part])
         ]
 
-    def _go_on(self, prefixes: Prefixes, rows: list[int], ids: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _go_on(
+        self, prefixes: Prefixes, rows: list[int], ids: list[torch.Tensor], chosen: list[list[int]]
+    ) -> list[Rest]:
         """What follows these rows of `prefixes`, in one pass."""
         tokens = {"input_ids": _padded(ids)}
         drop_idx = self.template.drop_idx
@@ -221,8 +260,31 @@ class TextEncoder:
                 )
             past = _of_rows(prefixes.past, rows)
         tokens = {name: tensor.to(self.device, non_blocking=True) for name, tensor in tokens.items()}
-        hidden = self.model(**tokens, past_key_values=past, use_cache=past is not None).last_hidden_state.cpu()
-        return [row[drop_idx : len(each)].clone() for row, each in zip(hidden, ids, strict=True)]
+        with self._watching(prefixes, rows, chosen) as seen:
+            hidden = self.model(**tokens, past_key_values=past, use_cache=past is not None).last_hidden_state.cpu()
+        embeds = [row[drop_idx : len(each)].clone() for row, each in zip(hidden, ids, strict=True)]
+        if seen is None:
+            return [Rest(each) for each in embeds]
+        attention = [
+            pictures[0][0].half().cpu() if c else None for pictures, c in zip(seen.attention, chosen, strict=True)
+        ]
+        return [Rest(*each) for each in zip(embeds, attention, strict=True)]
+
+    def _watching(
+        self, prefixes: Prefixes, rows: list[int], chosen: list[list[int]]
+    ) -> AbstractContextManager[AttentionRows | None]:
+        """Take the attention of the chosen tokens on the first picture; of a row that has none, any token's."""
+        if not any(chosen):
+            return nullcontext()
+        pictures = [[prefixes.first_pictures[row]] for row in rows]
+        return attention_rows(self.model, [[positions or [0]] for positions in chosen], pictures)
+
+    def _chosen(self, prompt: str, phrase: Phrase | None, pictures: int) -> list[int]:
+        """The tokens of the phrase in what follows the pictures, which begins with the prompt."""
+        if not (self.attend and pictures) or phrase is None or not prompt.strip():
+            return []
+        with self._tokenizing:
+            return token_positions(self.tokenizer, self._split(prompt, pictures)[1], phrase or ((0, len(prompt)),))
 
     def _split(self, prompt: str, pictures: int) -> tuple[str, str]:
         """The whole input up to the end of the last picture, and what follows.

@@ -205,6 +205,12 @@ class StrayFileError(FormatError):
     cure = "run `qwen-cache gc`"
 
 
+class PhraseError(FormatError):
+    """A phrase does not lie in the prompt."""
+
+    rule = "F19"
+
+
 class CodecError(FormatError):
     """A compressed tensor cannot be decoded."""
 

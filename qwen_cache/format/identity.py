@@ -58,13 +58,20 @@ class Inputs:
         return {"target": self.target, "controls": list(self.controls), "mask": self.mask}
 
 
-def sample_key(recipe: str, inputs: Inputs, prompt: str, img_shapes: Sequence[Sequence[int]]) -> str:
+Phrase = tuple[tuple[int, int], ...]
+"""Which characters of a prompt say where the edit is: spans from, up to but not with, in their order."""
+
+
+def sample_key(
+    recipe: str, inputs: Inputs, prompt: str, img_shapes: Sequence[Sequence[int]], phrase: Phrase = ()
+) -> str:
     """The key of a sample: content (target, controls in order, mask, prompt), sizes in tokens, and recipe id.
 
-    The sizes are there because a recipe may make several samples of one content.
+    The sizes are there because a recipe may make several samples of one content; a phrase where one was marked.
     """
-    shapes = [list(shape) for shape in img_shapes]
-    return content_hash(canonical_json({"recipe": recipe, "prompt": prompt, "img_shapes": shapes, **inputs.to_json()}))
+    value = {"recipe": recipe, "prompt": prompt, "img_shapes": [list(shape) for shape in img_shapes]}
+    marked = {"phrase": [list(span) for span in phrase]} if phrase else {}
+    return content_hash(canonical_json({**value, **marked, **inputs.to_json()}))
 
 
 def dataset_identity(keys: Iterable[str]) -> str:

@@ -17,11 +17,19 @@ import pyarrow.parquet as pq
 
 from qwen_cache.format.errors import IndexFileError, SampleKeyError
 from qwen_cache.format.identity import HASH_PATTERN, Inputs
-from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS, ImgShapes, SampleMeta, TensorSpec, check_shapes
+from qwen_cache.format.sample import (
+    PIXELS_PER_TOKEN,
+    TENSORS,
+    ImgShapes,
+    SampleMeta,
+    TensorSpec,
+    check_shapes,
+    parse_phrase,
+)
 from qwen_cache.format.shard import Entry
 
 INDEX_NAME = "index.parquet"
-NULLABLE = {"mask", *TENSORS[2]}
+NULLABLE = {"mask", "edit_mask_from", *TENSORS[2]}
 
 _TENSOR = pa.struct(
     [
@@ -33,14 +41,19 @@ _TENSOR = pa.struct(
         ("codec", pa.string()),
     ]
 )
-_SIZES = {
+_OF_VERSION = {
     1: [
         ("height", pa.int32()),
         ("width", pa.int32()),
         ("height_control", pa.list_(pa.int32())),
         ("width_control", pa.list_(pa.int32())),
     ],
-    2: [("img_shapes", pa.list_(pa.list_(pa.int32()))), ("prefix_length", pa.int32())],
+    2: [
+        ("img_shapes", pa.list_(pa.list_(pa.int32()))),
+        ("prefix_length", pa.int32()),
+        ("phrase", pa.list_(pa.list_(pa.int32()))),
+        ("edit_mask_from", pa.string()),
+    ],
 }
 
 
@@ -52,7 +65,7 @@ def index_schema(format_version: int) -> pa.Schema:
             ("recipe", pa.string()),
             ("name", pa.string()),
             ("prompt", pa.string()),
-            *_SIZES[format_version],
+            *_OF_VERSION[format_version],
             ("text_length", pa.int32()),
             ("target", pa.string()),
             ("controls", pa.list_(pa.string())),
@@ -163,7 +176,8 @@ def _index_row(record: dict[str, Any], format_version: int, where: str) -> Index
     tensors = {name: _tensor_spec(tensor, format_version) for name, tensor in present.items()}
     inputs = Inputs(record["target"], tuple(record["controls"]), record["mask"])
     shapes, prefix = _img_shapes(record, format_version), record.get("prefix_length", 0)
-    meta = SampleMeta(record["recipe"], inputs, record["prompt"], shapes, prefix, tensors)
+    phrase, mask_from = parse_phrase(record.get("phrase", []), where), record.get("edit_mask_from")
+    meta = SampleMeta(record["recipe"], inputs, record["prompt"], shapes, prefix, tensors, phrase, mask_from)
     hashes = [meta.recipe, inputs.target, *inputs.controls, *(spec.xxh3_128 for spec in tensors.values())]
     if not all(HASH_PATTERN.fullmatch(value) for value in (*hashes, inputs.mask or inputs.target)):
         raise IndexFileError("a hash is not an xxh3-128", where=where)
@@ -209,6 +223,7 @@ def _to_record(row: IndexRow, format_version: int) -> dict[str, Any]:
         record |= {"width_control": [w * PIXELS_PER_TOKEN for _, _, w in controls]}
     else:
         record |= {"img_shapes": [list(shape) for shape in meta.img_shapes], "prefix_length": meta.prefix_length}
+        record |= {"phrase": [list(span) for span in meta.phrase], "edit_mask_from": meta.edit_mask_from}
     for name, offset in entry.tensor_offsets().items():
         spec = meta.tensors[name]
         record[name] = {**spec.to_json(), "offset": offset, "length": spec.stored_bytes}

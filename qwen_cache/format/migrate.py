@@ -42,20 +42,24 @@ def plan_migration(source: Path | Url, target: Path, old: int, new: int) -> Upda
     if given.manifest.format_version not in (old, new):
         found = f"v{given.manifest.format_version}"
         raise ConfigError("this cache is of another version", where=source, expected=f"v{old}", found=found)
-    unknown = [row.name for row in given.rows if not row.meta.tensors.keys() <= set(TENSORS[new])]
+    unknown = [row.name for row in given.rows if not _fits(row.meta, new)]
     if unknown:
         more = f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else ""
         raise ConfigError(
-            f"format v{new} has no edit masks, and these samples have one",
+            f"format v{new} has neither edit masks nor attention, and these samples have some",
             where=source,
             found=", ".join(unknown[:SHOWN]) + more,
-            do=f"stay with v{given.manifest.format_version}, or build without the masks",
+            do=f"stay with v{given.manifest.format_version}, or build without them",
         )
     existing = given if source == target else read_existing(target, new)
     update = plan_update(target, existing, new, given.listed, by_place(given.manifest, given.rows))
     if source != target and existing.rows and not update.is_nothing:
         raise ConfigError("this folder holds another dataset", where=target, do="choose an empty folder with --out")
     return update
+
+
+def _fits(meta: SampleMeta, format_version: int) -> bool:
+    return meta.tensors.keys() <= set(TENSORS[format_version]) and not (format_version == 1 and meta.phrase)
 
 
 def migrate(

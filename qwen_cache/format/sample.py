@@ -1,6 +1,7 @@
 """One sample: its metadata, its tensors, and the rules that tie their shapes together.
 
-Letters: S image tokens of the target, Sc of all controls, L text tokens, D width of the text encoder.
+Letters: S image tokens of the target, Sc of all controls, L text tokens, D width of the text encoder, C its layers
+times heads.
 Sizes of pictures are `img_shapes`: `(1, h, w)` in units of 16 pixels, the target first, then each control. Format v1
 says the same in pixels (`height`, `width`, `height_control`, …); here both are `img_shapes`.
 """
@@ -22,22 +23,28 @@ from qwen_cache.format.errors import (
     CodecError,
     DtypeError,
     MemberError,
+    PhraseError,
     SampleKeyError,
     ShapeError,
     TensorSetError,
     VersionError,
 )
 from qwen_cache.format.fields import Fields
-from qwen_cache.format.identity import Inputs, canonical_json, sample_key
+from qwen_cache.format.identity import Inputs, Phrase, canonical_json, sample_key
 from qwen_cache.format.manifest import check_version
 
-BYTES_PER_ELEMENT = {"BF16": 2, "F32": 4}
+BYTES_PER_ELEMENT = {"BF16": 2, "F16": 2, "F32": 4}
+EMBEDDING_DTYPES = ("BF16", "F32")
 LATENT_CHANNELS = 64  # 16 channels of the VAE × a patch of 2×2
 PIXELS_PER_TOKEN = 16  # 8× by the VAE, 2× by packing
 TENSORS_V1 = ("image_latents", "control_latents", "prompt_embeds", "empty_prompt_embeds")
-TENSORS = {1: TENSORS_V1, 2: (*TENSORS_V1, "edit_mask")}
+TENSORS = {1: TENSORS_V1, 2: (*TENSORS_V1, "edit_mask", "attention")}
 """What a sample of each format version may have, in the order of storage."""
-OPTIONAL = {"empty_prompt_embeds", "edit_mask"}
+OPTIONAL = {"empty_prompt_embeds", "edit_mask", "attention"}
+SHARES = {"edit_mask": "F32", "attention": "F16"}
+"""Tensors of numbers from 0 to 1, and their dtypes."""
+MASK_FROM = ("file", "difference", "head")
+"""Where an edit mask may come from: the source, the difference of target and control, attention."""
 
 ImgShapes = tuple[tuple[int, int, int], ...]
 
@@ -86,10 +93,12 @@ class SampleMeta:
     img_shapes: ImgShapes
     prefix_length: int
     tensors: dict[str, TensorSpec]
+    phrase: Phrase = ()
+    edit_mask_from: str | None = None
 
     @cached_property
     def key(self) -> str:
-        return sample_key(self.recipe, self.inputs, self.prompt, self.img_shapes)
+        return sample_key(self.recipe, self.inputs, self.prompt, self.img_shapes, self.phrase)
 
     @property
     def text_length(self) -> int:
@@ -109,6 +118,8 @@ class SampleMeta:
             value |= pixel_sizes(self.img_shapes)
         else:
             value |= {"img_shapes": [list(shape) for shape in self.img_shapes], "prefix_length": self.prefix_length}
+            value |= {"phrase": [list(span) for span in self.phrase]} if self.phrase else {}
+            value |= {"edit_mask_from": self.edit_mask_from} if self.edit_mask_from else {}
         return canonical_json(value)
 
 
@@ -149,13 +160,16 @@ def parse_sample(data: bytes | memoryview, where: str, format_version: int | Non
     key, recipe, prompt = fields.hash("key"), fields.hash("recipe"), fields.take("prompt", str)
     inputs = _parse_inputs(Fields(fields.take("inputs", dict), f"{where}: inputs", MemberError))
     tensors = _parse_tensors(fields.take("tensors", dict), version, f"{where}: tensors")
+    prefix_length, phrase, mask_from = 0, Phrase(), None
     if version == 1:
-        img_shapes, prefix_length = _parse_pixel_sizes(fields), 0
+        img_shapes = _parse_pixel_sizes(fields)
     else:
         img_shapes = _parse_img_shapes(fields.take("img_shapes", list), where)
         prefix_length = fields.count("prefix_length")
+        phrase = parse_phrase(fields.take("phrase", list), where) if "phrase" in fields.left else ()
+        mask_from = fields.take("edit_mask_from", str) if "edit_mask_from" in fields.left else None
     fields.finish()
-    meta = SampleMeta(recipe, inputs, prompt, img_shapes, prefix_length, tensors)
+    meta = SampleMeta(recipe, inputs, prompt, img_shapes, prefix_length, tensors, phrase, mask_from)
     check_shapes(meta, where)
     if meta.key != key:
         raise SampleKeyError("the key is not the hash of content and recipe", where=where, expected=meta.key, found=key)
@@ -177,12 +191,16 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
     target, controls = token_count(meta.img_shapes[:1]), token_count(meta.img_shapes[1:])
     empty = tensors.get("empty_prompt_embeds")
     suffix = empty.shape[0] if empty and empty.shape else 0
-    expected = {
+    stack = tensors.get("attention")
+    if stack and len(stack.shape) != 3:
+        raise ShapeError("attention must be [C, h, w]", where=where, found=list(stack.shape))
+    expected: dict[str, tuple[int, ...]] = {
         "image_latents": (target, LATENT_CHANNELS),
         "control_latents": (controls, LATENT_CHANNELS),
         "prompt_embeds": (text, width),
         "empty_prompt_embeds": (suffix, width),
         "edit_mask": (target,),
+        "attention": stack.shape if stack else (),
     }
     for name, spec in tensors.items():
         if spec.shape != expected[name]:
@@ -199,7 +217,28 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
             expected=f"at most {text}",
             found=meta.prefix_length,
         )
+    check_phrase(meta.phrase, meta.prompt, where)
+    if (meta.edit_mask_from in MASK_FROM) != ("edit_mask" in tensors):
+        there = f"one of {', '.join(MASK_FROM)} where there is an edit_mask, and only there"
+        raise TensorSetError("edit_mask_from", where=where, expected=there, found=meta.edit_mask_from)
     _check_storage(tensors, where)
+
+
+def parse_phrase(value: list[Any], where: str) -> Phrase:
+    """A list of pairs of numbers; MemberError for anything else."""
+    pairs = all(isinstance(span, list) and len(span) == 2 for span in value)
+    if not pairs or not all(isinstance(i, int) and not isinstance(i, bool) for span in value for i in span):
+        raise MemberError("phrase is a list of spans", where=where, expected="[[from, to], …]", found=value)
+    return tuple((begin, end) for begin, end in value)
+
+
+def check_phrase(phrase: Phrase, prompt: str, where: str) -> None:
+    """Spans of the prompt that are not empty and follow one another."""
+    ends = [0, *(end for _, end in phrase), len(prompt)]
+    in_order = all(before <= begin for before, (begin, _) in zip(ends, phrase, strict=False))
+    if not in_order or ends[-2] > ends[-1] or not all(begin < end for begin, end in phrase):
+        found = [list(span) for span in phrase]
+        raise PhraseError("phrase does not lie in the prompt", where=where, expected=f"0 to {len(prompt)}", found=found)
 
 
 def _check_sizes(meta: SampleMeta, where: str) -> None:
@@ -221,9 +260,8 @@ def _check_storage(tensors: dict[str, TensorSpec], where: str) -> None:
     """One known dtype for all embeddings, and codecs that are known."""
     embedding = tensors["image_latents"].dtype
     for name, spec in tensors.items():
-        expected = "F32" if name == "edit_mask" else embedding
-        if spec.dtype not in BYTES_PER_ELEMENT or spec.dtype != expected:
-            expected = expected if expected in BYTES_PER_ELEMENT else " or ".join(BYTES_PER_ELEMENT)
+        expected = SHARES.get(name, embedding if embedding in EMBEDDING_DTYPES else " or ".join(EMBEDDING_DTYPES))
+        if spec.dtype != expected:
             raise DtypeError(f"{name} has a wrong dtype", where=where, expected=expected, found=spec.dtype)
         check_codec(spec, f"{where}: {name}")
 

@@ -35,6 +35,7 @@ from qwen_cache.format.identity import content_hash, dataset_identity
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest, Shard
 from qwen_cache.format.remote import Url, location
+from qwen_cache.format.sample import SHARES
 from qwen_cache.format.shard import Entry, scan_shard, tensor_bytes
 
 REMOTE_SHARDS = 2  # on the disk at once: one comes while the other is hashed
@@ -152,17 +153,17 @@ def _tensor_faults(entry: Entry, data: memoryview, path: Path | Url) -> Iterator
             yield ChecksumError(f"{what} does not have its hash", where=path)
         elif not _is_finite(piece, spec.dtype):
             yield NotFiniteError(f"{what} has NaN or Inf", where=path)
-        elif name == "edit_mask" and not _is_share(piece):
+        elif name in SHARES and not _is_share(piece, spec.dtype):
             yield NotFiniteError(f"{what} has numbers outside 0 to 1", where=path)
 
 
-def _is_share(data: memoryview) -> bool:
-    values: npt.NDArray[Any] = np.frombuffer(data, np.float32)
+def _is_share(data: memoryview, dtype: str) -> bool:
+    values: npt.NDArray[Any] = np.frombuffer(data, {"F16": np.float16, "F32": np.float32}[dtype])
     return bool(np.all((values >= 0) & (values <= 1)))
 
 
 def _is_finite(data: memoryview, dtype: str) -> bool:
     """No NaN and no Inf: their exponents are all ones."""
-    words: npt.NDArray[Any] = np.frombuffer(data, np.uint16 if dtype == "BF16" else np.uint32)
-    exponent = 0x7F80 if dtype == "BF16" else 0x7F800000
+    words: npt.NDArray[Any] = np.frombuffer(data, np.uint32 if dtype == "F32" else np.uint16)
+    exponent = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}[dtype]
     return not bool(np.any((words & exponent) == exponent))

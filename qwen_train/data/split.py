@@ -16,16 +16,19 @@ from qwen_cache.format.errors import ConfigError
 from qwen_train.data.epoch import IntArray
 
 
-def split(targets: Sequence[str], share: float) -> tuple[IntArray, IntArray]:
-    """The positions of the samples to train and of those to validate, by the content hashes of their targets."""
+def split(targets: Sequence[str], share: float, setting: str = "train.validation_split") -> tuple[IntArray, IntArray]:
+    """The positions of the samples to train and of those to validate, by the content hashes of their targets.
+
+    `setting` is the share's name in an error.
+    """
     hashes = (xxhash.xxh3_64_intdigest(target.encode("ascii")) for target in targets)
     validated = np.fromiter((digest < share * 2**64 for digest in hashes), bool, len(targets))
     training, validation = np.flatnonzero(~validated), np.flatnonzero(validated)
     for which, left in (("train", training), ("validate", validation)):
         if not len(left):
             raise ConfigError(
-                f"train.validation_split leaves nothing to {which}",
+                f"{setting} leaves nothing to {which}",
                 found=f"{share} of {len(set(targets))} different targets",
-                do=f"{'lower' if which == 'train' else 'raise'} train.validation_split",
+                do=f"{'lower' if which == 'train' else 'raise'} {setting}",
             )
     return training, validation

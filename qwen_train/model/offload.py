@@ -93,7 +93,7 @@ def in_host_memory(weight: Any, device: torch.device) -> nn.Parameter:
 def of_each(weight: Tensor, change: Any) -> Tensor:
     """What `change` makes of a tensor, or of those that a quantised one consists of."""
     if is_traceable_wrapper_subclass(weight):
-        return transform_subclass(weight, lambda _, inner: of_each(inner, change))  # type: ignore[no-any-return]
+        return transform_subclass(weight, lambda _, inner: of_each(inner, change))
     changed: Tensor = change(weight)
     return changed
 

@@ -79,7 +79,7 @@ def test_texts_about_different_numbers_of_pictures_can_go_together(
     model = open_model(str(tiny_model("edit-plus")), ENCODER_PARTS)
     alone, together = (TextEncoder(model, torch.device("cpu"), dtype, tokens) for tokens in (1, 10_000))
     seen = [alone.inputs(pictures(count)) for count in (2, 1, 4, 3)]
-    asked = [(seen[i % 4], prompt[:200]) for i, prompt in enumerate(PROMPTS.values())]
+    asked = [(seen[i % 4], prompt[:200], ()) for i, prompt in enumerate(PROMPTS.values())]
     with recording(Qwen2_5_VLTextModel) as passes:
         batch = together.encode(asked)
     assert [len(call["inputs_embeds"]) for call in passes] == [4, 4 + len(asked)]
@@ -95,9 +95,9 @@ def test_pictures_that_were_just_read_are_not_read_again(tiny_model: TinyModel) 
     encoder = TextEncoder(model, torch.device("cpu"), torch.float32, 10_000)
     first, second = encoder.inputs(pictures(1)), encoder.inputs(pictures(2))
     with recording(Qwen2_5_VLTextModel) as passes:
-        one, other = encoder.encode([(first, "make it blue"), (second, "make it blue")])
-        (again,) = encoder.encode([(second, "make it red")])
-        (back,) = encoder.encode([(first, "make it blue")])
+        one, other = encoder.encode([(first, "make it blue", ()), (second, "make it blue", ())])
+        (again,) = encoder.encode([(second, "make it red", ())])
+        (back,) = encoder.encode([(first, "make it blue", ())])
     assert [len(call["inputs_embeds"]) for call in passes] == [2, 4, 1, 1, 2]
     assert torch.equal(again.prefix, other.prefix)
     assert torch.equal(again.empty, other.empty)
@@ -110,7 +110,7 @@ def test_no_pass_is_longer_than_its_bound(tiny_model: TinyModel) -> None:
     encoder = TextEncoder(model, torch.device("cpu"), torch.float32, 100)
     prefixes = encoder.read([encoder.inputs(pictures(1))])
     with recording(Qwen2_5_VLTextModel) as passes:
-        encoder.embed(prefixes, [(0, "make it blue")] * 10)
+        encoder.embed(prefixes, [(0, "make it blue", None)] * 10)
     rows = [len(call["inputs_embeds"]) for call in passes]
     each = prefixes.lengths[0] + passes[0]["inputs_embeds"].shape[1]
     assert sum(rows) == 10

@@ -77,7 +77,8 @@ def pictures(count: int) -> list[Image.Image]:
 def our_embeds(encoder: TextEncoder, controls: list[Image.Image], *prompts: str) -> list[Tensor]:
     """`[L, D]` of each prompt, all on one prefix."""
     prefixes = encoder.read([encoder.inputs(controls)])
-    return [torch.cat([prefixes.embeds[0], rest]) for rest in encoder.embed(prefixes, [(0, p) for p in prompts])]
+    rests = encoder.embed(prefixes, [(0, p, None) for p in prompts])
+    return [torch.cat([prefixes.embeds[0], rest.embeds]) for rest in rests]
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ COLUMNS = {
     ),
     "mask": ("path_mask", "mask", "mask_image", "mask_img", "mask_path", "control_mask", "edit_mask"),
     "prompt": ("prompt", "text", "caption", "instruction", "edit_prompt", *SEVERAL),
+    "phrase": ("phrase", "edit_phrase"),
 }
 """What a column holds, and the names that qwen-image-finetune, DiffSynth, musubi-tuner, imagefolder and the published
 sets of edits give it."""
@@ -159,7 +160,8 @@ def _read_row(
         return Problem(where, error.fault, error.do or "correct the path")
     name = name_in(folder, target) if isinstance(target, str) else target.name
     parts = (where, pictures[0], tuple(pictures[1:]), painted)
-    return Draft(tuple(Row(unique(name, taken), *parts, prompt) for prompt in prompts), faults)
+    phrase = cells["phrase"][0] if cells["phrase"] else ""
+    return Draft(tuple(Row(unique(name, taken), *parts, prompt) for prompt in prompts), faults, phrase)
 
 
 def _picture(value: str | Embedded, folder: Place) -> Readable:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from qwen_cache.format.identity import Phrase
+
 
 class Readable(Protocol):
     """Where the bytes of a picture lie."""
@@ -40,6 +42,8 @@ class Row:
     controls: tuple[Readable, ...]
     mask: Readable | None
     prompt: str
+    phrase: Phrase = ()
+    """Which words of the prompt say where the edit is; none are marked when empty."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class Draft:
 
     samples: tuple[Row, ...]
     faults: Faults = field(default_factory=dict)
+    phrase: str = ""
+    """Words that each of the prompts contains."""
 
 
 def unique(name: str, taken: dict[str, int]) -> str:

@@ -1,0 +1,129 @@
+"""Where edit masks come from (`data.edit_mask`), and how they become shares of the target's tokens.
+
+A mask that the source has is always taken. Else `diff` compares target and first control, `head` reads from the
+attention of the prompt where the edit is, and `auto` does the second where the first finds nothing to point at. A
+sample of which nothing is found has no mask. Refused: what needs pictures to compare or attention, without controls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from qwen_cache.config import Config
+from qwen_cache.encode.plan import Planned
+from qwen_cache.encode.sizes import Size, crop_box
+from qwen_cache.format.errors import ConfigError
+from qwen_cache.format.identity import content_hash, sample_key
+from qwen_cache.format.index import IndexRow
+from qwen_cache.format.sample import PIXELS_PER_TOKEN, SampleMeta
+from qwen_cache.format.update import Existing
+from qwen_cache.model_folder import ModelFolder
+
+VERSION = 1  # goes up with any change that changes a mask or attention
+IN_RECIPE = ("edit_mask", "mask_head", "attention", "edit_mask_version")
+
+
+@dataclass(frozen=True)
+class EditMasks:
+    """What is asked for."""
+
+    source: str
+    """`data.edit_mask`."""
+    head: Path | None
+    keep_attention: bool
+
+    @classmethod
+    def of(cls, config: Config) -> EditMasks:
+        head = config.data.mask_head
+        if config.data.edit_mask == "head" and head is None:
+            do = "give --edit-mask head=PATH; `qwen-train mask-head` makes one"
+            raise ConfigError("no mask head is named", found="data.edit_mask=head", do=do)
+        uses_head = config.data.edit_mask in ("head", "auto")
+        return cls(config.data.edit_mask, Path(head) if head and uses_head else None, config.cache.attention)
+
+    @property
+    def differ(self) -> bool:
+        """Whether target and control are compared."""
+        return self.source in ("diff", "auto")
+
+    @property
+    def attend(self) -> bool:
+        """Whether the attention of the prompt is needed."""
+        return self.keep_attention or self.head is not None
+
+    def check(self, model: ModelFolder, format_version: str) -> None:
+        """ConfigError where the model or the format has no place for it, ModelError where the head is none."""
+        asked = {"cache.attention": self.keep_attention, f"data.edit_mask={self.source}": self.differ or self.head}
+        for setting, given in asked.items():
+            if given and not model.takes_controls:
+                raise ConfigError(f"{setting} needs control pictures, and {model.pipeline} has none")
+            if given and format_version == "v1":
+                raise ConfigError(f"format v1 has no place for what {setting} makes", do="build with --format v2")
+        if self.head is not None:
+            _about(self.head)
+
+    def recipe(self, encoder: dict[str, Any]) -> dict[str, Any]:
+        """What a recipe says of it beside `encoder`, its other part: nothing where masks come from the source alone."""
+        made: dict[str, Any] = {"edit_mask": self.source} if self.differ or self.head else {}
+        made |= {"mask_head": self._head_hash(encoder)} if self.head else {}
+        made |= {"attention": True} if self.keep_attention else {}
+        return made | ({"edit_mask_version": VERSION} if made else {})
+
+    def _head_hash(self, encoder: dict[str, Any]) -> str:
+        """Of its file; ConfigError where it was trained on another encoder."""
+        from qwen_cache.grounding.head import encoder_of
+
+        assert self.head is not None
+        if _about(self.head).encoder != encoder_of(encoder):
+            raise ConfigError(
+                "this mask head was trained on the attention of another encoder, template or picture size",
+                where=self.head,
+                do="train one on a cache of this model: `qwen-train mask-head`",
+            )
+        return content_hash(self.head.read_bytes())
+
+
+def _about(head: Path) -> Any:
+    from qwen_cache.grounding.head import load_head
+
+    return load_head(head)[1]
+
+
+# ---- what a cache has of a sample that only needs another mask -------------------------------------------------------
+
+
+def with_all_but_masks(config: Config, new: dict[str, Any], existing: Existing, name: str) -> dict[str, IndexRow]:
+    """The samples of the recipe called `name` that have what the recipe `new` says, but for masks, by `bare_key`."""
+    masks, old = EditMasks.of(config), existing.recipes.get(name)
+    if old is None or config.cache.format == "v1" or _all_but_masks(old) != _all_but_masks(new):
+        return {}
+    rows = existing.of_recipe(name).values()
+    if masks.attend:
+        readable = old.get("edit_mask_version") == VERSION
+        return {bare_key(row.meta): row for row in rows if readable and "attention" in row.meta.tensors}
+    return {bare_key(replace(row.meta, phrase=())): row for row in rows}
+
+
+def bare_key(sample: SampleMeta | Planned) -> str:
+    """Of what a sample's tensors depend on, but for the recipe and the mask."""
+    text = sample if isinstance(sample, SampleMeta) else sample.row
+    return sample_key("", replace(sample.inputs, mask=None), text.prompt, sample.img_shapes, text.phrase)
+
+
+def _all_but_masks(recipe: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in recipe.items() if name not in IN_RECIPE}
+
+
+# ---- a mask as tokens ------------------------------------------------------------------------------------------------
+
+
+def token_shares(mask: Image.Image, size: Size, crop: bool = False) -> Any:
+    """`[S]` float32 in 0..1: the share of each 16×16-pixel token of a target of `size` that is edited."""
+    tokens = size[0] // PIXELS_PER_TOKEN, size[1] // PIXELS_PER_TOKEN
+    cells = mask.resize(tokens, Image.Resampling.BOX, crop_box(mask.size, size) if crop else None)
+    return np.asarray(cells, dtype=np.float32).reshape(-1) / 255.0

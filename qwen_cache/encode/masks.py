@@ -1,0 +1,155 @@
+"""Making edit masks; and giving cached samples other ones, for which no encoder is loaded.
+
+A sample is encoded anew only where its mask needs attention that the cache does not hold.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from jaxtyping import Float
+from PIL import Image
+
+from qwen_cache.encode.builder import Encoding, Job
+from qwen_cache.encode.edit_mask import EditMasks, bare_key, token_shares
+from qwen_cache.encode.images import open_mask, open_rgb
+from qwen_cache.encode.plan import Planned, read_again
+from qwen_cache.encode.sizes import Size, crop_box
+from qwen_cache.format.cache import Sample, open_cache
+from qwen_cache.format.identity import content_hash, recipe_id
+from qwen_cache.format.index import IndexRow
+from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS, SampleMeta, TensorSpec
+from qwen_cache.grounding.difference import difference_mask
+from qwen_cache.grounding.head import load_head, predict_mask
+
+COMPARED = 640 * 640  # pixels of pictures that are compared, at most: the sizes for which its thresholds were chosen
+THREADS = min(32, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The edited share of each token of a target, and where that is from (`edit_mask_from`)."""
+
+    shares: Float[torch.Tensor, " S"]
+    origin: str
+
+
+class MaskMaker:
+    """Edit masks as `masks` asks for them. `crop`: pictures are cut to the middle, in place of being stretched."""
+
+    def __init__(self, masks: EditMasks, crop: bool, device: torch.device) -> None:
+        self.masks, self.crop = masks, crop
+        self.head = load_head(masks.head)[0].to(device) if masks.head else None
+
+    def is_seen(self, sample: Planned) -> bool:
+        """Whether pictures may say it."""
+        return sample.row.mask is not None or self.masks.differ
+
+    def of_pictures(self, sample: Planned, pair: Callable[[], Sequence[Image.Image]]) -> Mask | None:
+        """The mask of the source; else the difference of the pair, target and first control, if it shows a place."""
+        path, digest = sample.row.mask, sample.inputs.mask
+        if path is not None and digest is not None:
+            drawn = open_mask(read_again(path, digest), str(path))
+            return Mask(torch.from_numpy(token_shares(drawn, sample.sizes[0], self.crop)), "file")
+        if not self.masks.differ:
+            return None
+        (width, height), cell = sample.sizes[0], PIXELS_PER_TOKEN
+        pictures = [cut(picture, (width, height), self.crop) for picture in pair()]
+        while width * height > COMPARED:
+            width, height, cell = width // 2, height // 2, cell // 2
+        after, before = (picture.resize((width, height), Image.Resampling.LANCZOS) for picture in pictures)
+        found = difference_mask(after, before, cell).mask
+        return None if found is None else Mask(torch.from_numpy(found).flatten(), "difference")
+
+    def of_attention(self, sample: Planned, attention: Float[torch.Tensor, "C h w"] | None) -> Mask | None:
+        """What the head makes of it."""
+        if self.head is None or attention is None:
+            return None
+        width, height = (side // PIXELS_PER_TOKEN for side in sample.sizes[0])
+        return Mask(predict_mask(self.head, attention, (height, width)).flatten().cpu(), "head")
+
+
+def cut(picture: Image.Image, size: Size, crop: bool) -> Image.Image:
+    """The picture, or where that was asked for its middle at that size, not to be resized again."""
+    if not crop:
+        return picture
+    return picture.resize(size, Image.Resampling.LANCZOS, crop_box(picture.size, size))
+
+
+# ---- other masks for what is cached ----------------------------------------------------------------------------------
+
+
+class WithOtherMasks:
+    """Encodes what is not `cached` (by `bare_key`), and gives the rest other masks.
+
+    The encoders are loaded when they are needed.
+    """
+
+    def __init__(self, job: Job, cached: Mapping[str, IndexRow], load: Callable[[Job], Encoding]) -> None:
+        self.job, self.cached, self.load = job, cached, load
+        self.maker = MaskMaker(EditMasks.of(job.config), job.resolution.crop, torch.device("cpu"))
+        self.threads = ThreadPoolExecutor(THREADS, "masks")
+        self.encoding: Encoding | None = None
+        self.cache = open_cache(job.folder, recipe=job.recipe_name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.threads.shutdown(wait=True, cancel_futures=True)
+        if self.encoding is not None:
+            self.encoding.__exit__(kind, error, trace)
+
+    def submit(self, sample: Planned) -> tuple[bool, Any]:
+        row = self.cached.get(bare_key(sample))
+        if row is not None:
+            return True, self.threads.submit(self._made, sample, self.cache[row.meta.key])
+        if self.encoding is None:
+            self.encoding = self.load(self.job).__enter__()
+        return False, self.encoding.submit(sample)
+
+    def result(self, work: tuple[bool, Any]) -> tuple[SampleMeta, dict[str, memoryview]]:
+        is_ours, future = work
+        if is_ours:
+            made: Future[tuple[SampleMeta, dict[str, memoryview]]] = future
+            return made.result()
+        assert self.encoding is not None
+        return self.encoding.result(future)
+
+    def _made(self, sample: Planned, old: Sample) -> tuple[SampleMeta, dict[str, memoryview]]:
+        def pair() -> list[Image.Image]:
+            named = zip((sample.row.target, *sample.row.controls[:1]), _hashes(sample), strict=True)
+            return [open_rgb(read_again(file, digest), str(file)) for file, digest in named]
+
+        attention = old["attention"] if "attention" in old.row.meta.tensors else None
+        mask = self.maker.of_pictures(sample, pair) or self.maker.of_attention(sample, attention)
+        kept = old.row.meta.tensors.keys() - {"edit_mask", *(() if self.maker.masks.keep_attention else ("attention",))}
+        specs = {name: replace(old.row.meta.tensors[name], codec=None, compressed_bytes=None) for name in kept}
+        data = {name: old.buffer(name) for name in kept}
+        if mask is not None:
+            data["edit_mask"] = mask.shares.contiguous().view(torch.uint8).numpy().data
+            specs["edit_mask"] = TensorSpec("F32", tuple(mask.shares.shape), content_hash(data["edit_mask"]))
+        names = [name for name in TENSORS[self.job.format_version] if name in specs]
+        meta = SampleMeta(
+            recipe_id(self.job.recipe),
+            sample.inputs,
+            sample.row.prompt,
+            sample.img_shapes,
+            old.row.meta.prefix_length,
+            {name: specs[name] for name in names},
+            sample.row.phrase,
+            mask.origin if mask else None,
+        )
+        return meta, {name: data[name] for name in names}
+
+
+def _hashes(sample: Planned) -> tuple[str, ...]:
+    return sample.inputs.target, *sample.inputs.controls[:1]

@@ -1,0 +1,141 @@
+"""Any Qwen2.5-VL as a frozen source of attention: where in the pictures do these words look?
+
+    qwen = FrozenQwen.from_pretrained("Qwen/Qwen2.5-VL-7B-Instruct", device="cuda", dtype=torch.bfloat16)
+    qwen.ground(picture, "make [[the red car]] blue").attention[0]  # [1, 784, h, w] of the first picture
+
+One pass without `lm_head` and without eager attention. The weights take no gradient and the model stays in eval mode,
+whatever mode its owner is put into. Positions are always three-dimensional: `mm_token_type_ids` is made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from qwen_cache.encode.loading import load_whole
+from qwen_cache.encode.template import PIXEL_TOKENS, VISION_END, Template
+from qwen_cache.encode.text import ImageOnlyQwen2VLProcessor
+from qwen_cache.format.errors import SourceError
+from qwen_cache.grounding.attention import Merge, attention_rows, image_tokens
+from qwen_cache.grounding.phrase import Span, find, parse, token_positions
+from qwen_cache.grounding.processor import Picture, to_pil
+
+CHAT = Template(
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n",
+    f"<|vision_start|><|image_pad|>{VISION_END}",
+    drop_idx=0,
+    condition_image_size=0,
+)
+"""A user's turn, as Qwen2.5-VL was trained to read it."""
+
+
+@dataclass(frozen=True)
+class Grounding:
+    """Where K phrases look, in each picture."""
+
+    attention: list[Float[Tensor, "K C _h _w"]]
+    """Of each picture; C counts the heads within the layers."""
+    hidden_states: list[Float[Tensor, "layers _P D"]]
+    """Of each phrase, what each layer returns about its tokens."""
+    image_grid: list[tuple[int, int]]
+    """Of each picture, the tokens in its height and width."""
+
+
+class FrozenQwen(nn.Module):
+    """A Qwen2.5-VL with or without its `lm_head`, and a processor; `template` is what stands around the instruction.
+
+    With a template of `qwen_cache.encode.template.TEMPLATES`, and pictures resized as for that pipeline, the attention
+    is that of a cache's `prompt_embeds`.
+    """
+
+    def __init__(self, model: nn.Module, processor: Any, merge: Merge = "mean", template: Template = CHAT) -> None:
+        super().__init__()
+        self.model: Any = model.model if isinstance(model, Qwen2_5_VLForConditionalGeneration) else model
+        self.model.requires_grad_(False)
+        self.processor, self.merge, self.template = processor, merge, template
+        self.eval()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | PathLike[str],
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        merge: Merge = "mean",
+    ) -> FrozenQwen:
+        """Of a folder or repository of Qwen2.5-VL."""
+        model = load_whole(Qwen2_5_VLForConditionalGeneration, Path(name), dtype=dtype)
+        pictures = Qwen2VLImageProcessorPil.from_pretrained(name)
+        return cls(model.to(device), ImageOnlyQwen2VLProcessor(pictures, AutoTokenizer.from_pretrained(name)), merge)
+
+    def train(self, mode: bool = True) -> FrozenQwen:
+        """Stay in eval mode."""
+        super().train(False)
+        return self
+
+    @property
+    def in_channels(self) -> int:
+        """Channels of the attention: heads times layers of the language model."""
+        config = self.model.config.text_config
+        return int(config.num_attention_heads * config.num_hidden_layers)
+
+    @property
+    def patch_size(self) -> int:
+        return int(self.model.config.vision_config.patch_size)
+
+    @property
+    def merge_size(self) -> int:
+        """Patches in the height, and in the width, of a token."""
+        return int(self.model.config.vision_config.spatial_merge_size)
+
+    @torch.no_grad()
+    def ground(
+        self, images: Picture | Sequence[Picture], text: str, phrase: str | Sequence[str] | None = None
+    ) -> Grounding:
+        """Where the phrases of `text` look; without `phrase`, what is marked with `[[ ]]` in it, or else all of it."""
+        pictures = to_pil(images)
+        if not pictures:
+            raise SourceError("there is no picture to look at")
+        prompt, phrases = spans_of_phrases(text, phrase)
+        if found := next((token for token in PIXEL_TOKENS if token in prompt), None):
+            raise SourceError("the text has a token that stands for pixels", found=found)
+        inputs = self.inputs(pictures, prompt)
+        tokens = [self._positions(inputs["input_ids"], prompt, spans, len(pictures)) for spans in phrases]
+        shown = image_tokens(self.model.config, inputs["input_ids"], inputs["image_grid_thw"])
+        with attention_rows(self.model, [tokens], shown, self.merge) as rows:
+            self.model(**inputs, use_cache=False)
+        return Grounding(rows.attention[0], rows.hidden_states[0], [picture.grid for picture in shown[0]])
+
+    def inputs(self, pictures: Sequence[Any], prompt: str) -> dict[str, Tensor]:
+        """What the model takes."""
+        text = self.template.text(prompt, len(pictures))
+        inputs = dict(self.processor(text=[text], images=list(pictures), return_tensors="pt"))
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == self.model.config.image_token_id).int()
+        return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
+
+    def _positions(self, input_ids: Tensor, prompt: str, spans: Sequence[Span], pictures: int) -> list[int]:
+        """The tokens of `spans`, found in what follows the pictures: it begins with the prompt, and a special token
+        before it makes sure that it is cut as in the whole."""
+        tail = self.template.text(prompt, pictures).split(VISION_END, pictures)[-1]
+        before = input_ids.shape[1] - len(self.processor.tokenizer(tail)["input_ids"])
+        return [before + position for position in token_positions(self.processor.tokenizer, tail, spans)]
+
+
+def spans_of_phrases(text: str, phrase: str | Sequence[str] | None) -> tuple[str, list[list[Span]]]:
+    """The prompt without marks, and of each phrase its spans: those named, else those marked, else the whole."""
+    prompt, marked = parse(text)
+    if phrase is None:
+        return prompt, [marked or [(0, len(prompt))]]
+    if marked:
+        raise SourceError("phrases are marked in the text and given beside it", found=text, do="do one of both")
+    return prompt, [[find(prompt, each)] for each in ([phrase] if isinstance(phrase, str) else phrase)]

@@ -1,0 +1,97 @@
+"""Sharpen a mask with Segment Anything (SAM or SAM 2): the head says where, this says where exactly.
+
+The coarse mask is given to the model twice, as a box and as a mask prompt; the words that it came from are not. Loads
+nothing but safetensors; refuses a folder of any other model.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn.functional import interpolate, pad
+from transformers import Sam2Model, SamModel
+
+from qwen_cache.encode.loading import load_whole
+from qwen_cache.format.errors import ModelError
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Of ImageNet, in RGB: what SAM and SAM 2 were trained with."""
+KINDS: dict[str, type[Any]] = {"sam": SamModel, "sam2": Sam2Model, "sam2_video": Sam2Model}
+"""By `model_type`; the published SAM 2 say sam2_video, of which a single picture needs the image half."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The square that the model sees: the picture, scaled to `height` × `width`, is in its upper left corner."""
+
+    side: int
+    height: int
+    width: int
+
+
+def load_sam(folder: Path) -> Any:
+    """The frozen model in `folder`."""
+    try:
+        model_type = json.loads((folder / "config.json").read_bytes())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError("there is no model here", where=folder, found=error, do="name a folder of SAM") from None
+    if model_type not in KINDS:
+        raise ModelError("this is not SAM", where=folder, expected=", ".join(KINDS), found=model_type)
+    return load_whole(KINDS[model_type], folder)
+
+
+@torch.no_grad()
+def refine(sam: Any, image: Image.Image, coarse_logits: torch.Tensor) -> torch.Tensor:
+    """The mask of `image`, `[H, W]` in 0..1, from logits `[h, w]` of the whole picture at any resolution."""
+    frame = _frame(sam, image)
+    coarse = coarse_logits.to(sam.device, torch.float32)[None, None]
+    output = sam(
+        pixel_values=_pixel_values(image, frame).to(sam.device, sam.dtype),
+        input_boxes=_box(coarse, image, frame).to(sam.dtype),
+        input_masks=_mask_prompt(sam, coarse, frame).to(sam.dtype),
+        multimask_output=False,
+    )
+    square = interpolate(output.pred_masks[:, 0].float(), (frame.side, frame.side), mode="bilinear")
+    picture = square[..., : frame.height, : frame.width]
+    return interpolate(picture, (image.height, image.width), mode="bilinear")[0, 0].sigmoid()
+
+
+def _frame(sam: Any, image: Image.Image) -> Frame:
+    """SAM keeps a picture's proportions, SAM 2 stretches it over the square."""
+    side = sam.config.prompt_encoder_config.image_size
+    if sam.config.model_type != "sam":
+        return Frame(side, side, side)
+    scale = side / max(image.size)
+    return Frame(side, int(image.height * scale + 0.5), int(image.width * scale + 0.5))
+
+
+def _pixel_values(image: Image.Image, frame: Frame) -> torch.Tensor:
+    scaled = image.convert("RGB").resize((frame.width, frame.height), Image.Resampling.BILINEAR)
+    pixels = torch.from_numpy((np.asarray(scaled) / 255 - MEAN) / STD).float().permute(2, 0, 1)
+    return pad(pixels, (0, frame.side - frame.width, 0, frame.side - frame.height))[None]
+
+
+def _box(coarse: torch.Tensor, image: Image.Image, frame: Frame) -> torch.Tensor:
+    """The smallest box of the picture's pixels that holds the mask, or the whole picture, in the frame: `[1, 1, 4]`."""
+    inside = interpolate(coarse, (image.height, image.width), mode="bilinear")[0, 0] > 0
+    rows, columns = inside.any(1).nonzero().flatten(), inside.any(0).nonzero().flatten()
+    x0, y0, x1, y1 = 0, 0, image.width, image.height
+    if len(rows):
+        x0, y0, x1, y1 = int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
+    across, down = frame.width / image.width, frame.height / image.height
+    return torch.tensor([[[x0 * across, y0 * down, x1 * across, y1 * down]]], device=coarse.device)
+
+
+def _mask_prompt(sam: Any, coarse: torch.Tensor, frame: Frame) -> torch.Tensor:
+    """The logits in the frame, `[1, 1, S, S]` with S four times the embedding's grid; around the picture is no mask."""
+    scaled = interpolate(coarse, (frame.height, frame.width), mode="bilinear")
+    outside = min(-1.0, coarse.min().item())
+    framed = pad(scaled, (0, frame.side - frame.width, 0, frame.side - frame.height), value=outside)
+    size = 4 * frame.side // sam.config.prompt_encoder_config.patch_size
+    return interpolate(framed, (size, size), mode="bilinear")
