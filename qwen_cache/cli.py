@@ -108,16 +108,38 @@ def verify(cache: ReadPath = "shards", json: Json = False) -> int:
 
 
 @app.command()
-def inspect(cache: ReadPath = "shards", json: Json = False) -> int:
-    """Say what a cache holds."""
+def inspect(
+    cache: ReadPath = "shards",
+    mask_head: Annotated[
+        Path | None, typer.Option(help="What `qwen-train mask-head` made: list the masks least like what it sees.")
+    ] = None,
+    worst: Annotated[int, typer.Option(help="With --mask-head: how many.", min=1)] = 12,
+    pictures: Annotated[
+        Path | None, typer.Option(help="With --mask-head: a PNG of them, 24 at most, decoded by the VAE.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="For --pictures: a diffusers folder, or a repository.")] = None,
+    vae_device: Annotated[str, typer.Option(help="Where the mask head and the VAE run.")] = "auto",
+    json: Json = False,
+) -> int:
+    """Say what a cache holds; with a mask head, which of its masks are doubtful."""
     from qwen_cache.console import print_json
+    from qwen_cache.format.errors import ConfigError
     from qwen_cache.inspect import print_overview, summarise
 
+    if pictures is not None and mask_head is None:
+        raise ConfigError("--pictures shows what --mask-head finds", do="give --mask-head as well")
     overview = summarise(cache)
+    if mask_head is None:
+        (print_json if json else print_overview)(overview)
+        return 0
+    from qwen_cache.doubtful_masks import print_doubtful, review
+
+    doubtful = review(cache, mask_head, worst, vae_device, pictures, model)
     if json:
-        print_json(overview)
+        print_json(overview | doubtful.to_json())
     else:
         print_overview(overview)
+        print_doubtful(doubtful)
     return 0
 
 
@@ -238,7 +260,7 @@ def ground(
         str | None, typer.Option(help="The words to look for: within --prompt, where that is given.")
     ] = None,
     prompt: Annotated[
-        str | None, typer.Option(help="An instruction; without --phrase what is [[marked]] in it counts, or all.")
+        str | None, typer.Option(help="An instruction; without --phrase the words in [[ ]] count, or all.")
     ] = None,
     out: Annotated[Path, typer.Option(help="The mask, a PNG; beside it NAME-overlay.png shows it.")] = Path("mask.png"),
     head: Annotated[
@@ -259,11 +281,23 @@ def ground(
     return run_ground(settings, image, Words.of(phrase, prompt), out, head, sam)
 
 
+@app.command()
+def doctor(
+    path: Annotated[str, typer.Option(help="Where the cache shall be: a folder, there or not.")] = "shards",
+    no_disk: Annotated[bool, typer.Option("--no-disk", help="Do not measure how fast its disk is.")] = False,
+    json: Json = False,
+) -> int:
+    """Look at this machine: what is there, what is missing, and how to get it."""
+    from qwen_cache.doctor import run_doctor
+
+    return run_doctor(path, disk=not no_disk, as_json=json)
+
+
 def _version(value: bool) -> None:
     if value:
-        from qwen_cache import __version__
+        from qwen_cache.doctor import version_lines
 
-        print(f"qwen-cache {__version__}")
+        print(version_lines("qwen-cache"))
         raise typer.Exit
 
 

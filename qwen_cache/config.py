@@ -292,6 +292,8 @@ class PredictConfig(Section):
     """Rounded down to 16 pixels, as the width; about 1024² in the shape of the last picture when not given."""
     width: Side | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    tabulated_modulation: bool = False
+    """Read the modulation from a table in place of loading its weights, a third of all; bfloat16 only."""
     offload: Literal["none", "model", "sequential"] = "none"
     """What waits in the host's memory for its turn to compute: nothing, each part as a whole, or layer by layer."""
 

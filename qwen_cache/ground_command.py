@@ -1,8 +1,9 @@
 """`qwen-cache ground`: where in a picture does a model's text encoder look for some words? Tried outside of any cache.
 
 Pictures are resized, words are framed and attention is read as in a build; with several pictures it is about the first.
-With a head it becomes a mask, and with SAM a sharper one; without, it is a heat map, and is called that. Loads nothing
-else of the model. Refuses text-to-image models, SAM without a head, and to write over a picture that it was given.
+With a head it becomes a mask, and with SAM a sharper one; without, it is a heat map, and is called that. Of the model
+only the text encoder is loaded. Refuses text-to-image models, SAM without a head, heads of another encoder, and to
+write over a picture that it was given.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def run_ground(
     grey = (mask.cpu().clamp(0, 1) * 255).round().byte().numpy()
     _write_pngs({out: Image.fromarray(grey), overlaid: overlay(pictures[0], grey)})
     found = _summary(grey / 255, is_mask=trained is not None)
-    console().print(f"[bold green]done[/]: {out}, {overlaid}: {found}", highlight=False)
+    console().print("[bold green]done[/]:", end=" ")
+    console().print(f"{out}, {overlaid}: {found}", markup=False)
     return 0
 
 
@@ -138,8 +140,9 @@ def _summary(mask: NDArray[np.float64], *, is_mask: bool) -> str:
     if not is_mask:
         what = "a heat map of the attention, not a mask: give --head for one"
         return f"{what}; above half of its range: {np.mean(mask > 0.5):.1%}{place}"
-    undecided = np.mean((UNDECIDED[0] < mask) & (mask < UNDECIDED[1]))
-    return f"masked: {np.mean(mask > 0.5):.1%}{place}; undecided (0.1 to 0.9): {undecided:.1%}"
+    low, high = UNDECIDED
+    undecided = f"undecided ({low} to {high}): {np.mean((low < mask) & (mask < high)):.1%}"
+    return f"masked: {np.mean(mask > 0.5):.1%}{place}; {undecided}"
 
 
 # ---- what is read and written ----------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def run(
 
 @app.command()
 def predict(
-    prompt: Annotated[str, typer.Option(help="The instruction.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="The instruction; repeat it for a picture of each.")] = None,
     image: Annotated[list[Path] | None, typer.Option(help="A control picture; repeat it for more.")] = None,
     negative_prompt: Annotated[str | None, typer.Option(help="What to guide away from; may be empty.")] = None,
     true_cfg_scale: Annotated[float | None, typer.Option(help="How far, in twice the time; 1: not at all.")] = None,
@@ -70,8 +70,20 @@ def predict(
     lora: Annotated[
         list[str] | None, typer.Option(help="PATH or PATH:weight, the file or the folder of a run; repeat it for more.")
     ] = None,
+    source: Annotated[
+        str | None, typer.Option(help="A source as `qwen-cache build` reads it: a picture for each row, into --out.")
+    ] = None,
+    from_cache: Annotated[
+        str | None, typer.Option(help="A cache, of which --key names samples; loads no text encoder.", metavar="CACHE")
+    ] = None,
+    key: Annotated[
+        list[str] | None, typer.Option(help="A sample's name, or its key's first digits; repeat it for more.")
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Draw without the LoRAs too, and put all side by side on a page.")
+    ] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Add the LoRAs to the weights before drawing.")] = False,
-    out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("out.png"),
+    out: Annotated[Path, typer.Option(help="Where the picture goes; with --source, a folder.")] = Path("out.png"),
     model: Model = None,
     device: Annotated[str, typer.Option(help="Where all parts run.")] = "auto",
     vae_device: Annotated[str | None, typer.Option(help="Where the VAE runs.")] = None,
@@ -88,8 +100,6 @@ def predict(
 ) -> int:
     """Draw a picture with the stock pipeline and LoRAs."""
     from qwen_cache.config import load_config
-    from qwen_cache.console import INTERRUPTED, console, plural
-    from qwen_cache.model_folder import open_model
 
     settings = load_config(
         config,
@@ -107,32 +117,25 @@ def predict(
         predict__max_sequence_length=max_sequence_length,
         predict__offload=offload,
     )
-    parts = ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")
-    folder = open_model(settings.model.path, parts, settings.model.revision)
     from qwen_train.drawing.devices import choose
     from qwen_train.drawing.loras import parse_lora
-    from qwen_train.predict import check_guidance, open_pictures, picture_format, predict, save_pictures
+    from qwen_train.predict import check_guidance
+    from qwen_train.predict_command import Asked, run_predict
 
     check_guidance(settings.predict, true_cfg_scale)
-    picture_format(out)
-    drawn = predict(
-        folder,
-        open_pictures(image or []),
-        prompt,
-        settings.predict,
-        choose(device, vae_device, text_device, transformer_device),
+    asked = Asked(
+        out=out,
+        images=image or (),
+        prompts=prompt or (),
+        source=source,
+        cache=from_cache,
+        keys=key or (),
         loras=[parse_lora(text) for text in lora or []],
         merge=merge,
-        quantization=settings.model.quantization,
+        compare=compare,
         save_interrupted=save_interrupted,
     )
-    paths, steps_done = save_pictures(drawn.pictures, out), drawn.interrupted_after
-    ended = (
-        "[bold green]done[/]" if steps_done is None else f"[yellow]interrupted after {plural(steps_done, 'step')}[/]"
-    )
-    size = f"{drawn.pictures[0].width}×{drawn.pictures[0].height}"
-    console().print(f"{ended}: {', '.join(map(str, paths))}, {size}", highlight=False)
-    return 0 if steps_done is None else INTERRUPTED
+    return run_predict(settings, choose(device, vae_device, text_device, transformer_device), asked)
 
 
 @app.command()
@@ -219,6 +222,38 @@ def export(
     return 0
 
 
+@app.command("mask-head")
+def mask_head(
+    cache: Annotated[str | None, typer.Argument(help="The cache.", show_default="shards")] = None,
+    out: Annotated[Path, typer.Option(help="Where the head goes.")] = Path("mask_head.safetensors"),
+    device: Annotated[str | None, typer.Option(help="Where it is trained.", show_default="auto")] = None,
+    config: ConfigFile = None,
+    set_: Assignments = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> int:
+    """Learn where edits are from a cache with masks and attention. No part of the model is loaded."""
+    from qwen_cache.config import load_config
+    from qwen_cache.console import console, print_json
+    from qwen_cache.encode.devices import choose_device
+    from qwen_cache.format.cache import open_cache
+    from qwen_train.mask_head import train_mask_head
+
+    settings = load_config(config, set_ or (), cache__path=cache, mask_head__device=device)
+    place = choose_device(settings.mask_head.device, "--device")
+    opened = open_cache(
+        settings.cache.path,
+        recipe=settings.cache.recipe,
+        local_copies=settings.cache.local_copies,
+        local_copies_size=settings.cache.local_copies_size,
+    )
+    trained = train_mask_head(opened, settings.mask_head, place, out)
+    if json_:
+        print_json(trained.to_json())
+    else:
+        console().print(f"[bold green]done[/]: {trained}", highlight=False)
+    return 0
+
+
 def _in_place_of_all_caches(cache: str | None) -> dict[str, Any]:
     """What is named on the command line is trained, whichever caches qwen.yaml names."""
     return {"cache__path": cache, "train__caches": []} if cache else {}
@@ -226,9 +261,9 @@ def _in_place_of_all_caches(cache: str | None) -> dict[str, Any]:
 
 def _version(value: bool) -> None:
     if value:
-        from qwen_cache import __version__
+        from qwen_cache.doctor import version_lines
 
-        print(f"qwen-train {__version__}")
+        print(version_lines("qwen-train"))
         raise typer.Exit
 
 

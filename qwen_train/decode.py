@@ -1,37 +1,28 @@
-"""Latents to pictures, as the stock pipelines end: for `predict`, and for what `run` left of its validation.
+"""`qwen-train decode`: pictures of the latents that `run` left of its validation.
 
-`qwen-train decode` makes a PNG beside each file of latents, on any device and at any time: what is there already is
-not made again, and none is ever half written. Refused are files that do not say what pictures they hold.
+A PNG beside each file of latents, on any device and at any time: what is there already is not made again, and none is
+ever half written. Refused are files that do not say what pictures they hold.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
-from diffusers.image_processor import VaeImageProcessor
-from jaxtyping import Float
-from PIL import Image
 from safetensors import SafetensorError, safe_open
 
 from qwen_cache.console import counting
-from qwen_cache.encode.loading import load_whole
-from qwen_cache.encode.tiles import VaeThatFits
+from qwen_cache.encode.decode import decode_latents, load_vae, parts_of
+from qwen_cache.encode.sizes import Size
 from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import TrainError
-from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.model_folder import ModelFolder
 from qwen_train.validation import FOLDER
-
-Size = tuple[int, int]
-"""Width and height in pixels."""
 
 
 @dataclass(frozen=True)
@@ -90,38 +81,3 @@ def latents_in(path: Path) -> Iterator[Latents]:
     for number, (part, size) in enumerate(parts_of(shapes), 1):
         name = f"{path.stem}.png" if number == 1 else f"{path.stem}-{number}.png"
         yield Latents(path, part, size, path.with_name(name))
-
-
-def parts_of(img_shapes: Iterable[Sequence[int]]) -> Iterator[tuple[slice, Size]]:
-    """Of several pictures' latents, one behind the other: which tokens are each one's, and its size."""
-    begin = 0
-    for frames, h, w in img_shapes:
-        end = begin + frames * h * w
-        yield slice(begin, end), (w * PIXELS_PER_TOKEN, h * PIXELS_PER_TOKEN)
-        begin = end
-
-
-def load_vae(model: ModelFolder, device: torch.device, dtype: torch.dtype) -> VaeThatFits:
-    """The VAE alone, for `decode_latents`."""
-    return VaeThatFits(load_whole(AutoencoderKLQwenImage, model.part("vae"), torch_dtype=dtype).to(device))
-
-
-def decode_pictures(
-    vae: Any, latents: Float[torch.Tensor, "S 64"], img_shapes: Iterable[Sequence[int]]
-) -> list[Image.Image]:
-    """All pictures of packed latents, such as the controls of a cached sample."""
-    return [decode_latents(vae, latents[part][None], size) for part, size in parts_of(img_shapes)]
-
-
-@torch.inference_mode()
-def decode_latents(vae: Any, latents: Float[torch.Tensor, "1 S 64"], size: Size) -> Image.Image:
-    """The picture of packed latents, on the VAE's device, as the pipelines end."""
-    width, height = size
-    scale = vae.spatial_compression_ratio
-    z = QwenImagePipeline._unpack_latents(latents, height, width, scale).to(vae.device, vae.dtype)
-    mean, std = (
-        torch.tensor(values).view(1, -1, 1, 1, 1).to(z) for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    image = vae.decode(z / (1.0 / std) + mean, return_dict=False)[0][:, :, 0]
-    picture: Image.Image = VaeImageProcessor(vae_scale_factor=2 * scale).postprocess(image, output_type="pil")[0]
-    return picture

@@ -1,129 +1,98 @@
 """`qwen-train mask-head`: learn from the masks of a cache to read them from attention. No encoder is loaded.
 
 What it trains on is a cache with both: `qwen-cache build --edit-mask diff --set cache.attention=true`. Samples of the
-same target are on one side, trained or held out, whatever order they are in. Refused is a cache without attention, or
-without masks.
+same target are on one side, trained or held out, whatever order they are in. Refused are a cache without attention,
+without masks, or with too few targets to hold any out, and a loss that is not a number; then nothing is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import overload
+from statistics import fmean
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch.nn.functional import interpolate
 
 from qwen_cache.config import MaskHeadConfig
 from qwen_cache.console import console, plural, progress
 from qwen_cache.format.cache import Cache
-from qwen_cache.format.errors import TrainError
-from qwen_cache.grounding.head import (
-    About,
-    MaskHead,
-    Sample,
-    TrainSettings,
-    encoder_of,
-    iou,
-    predict_mask,
-    save_head,
-    train_head,
-)
+from qwen_cache.format.errors import ConfigError, TrainError
+from qwen_cache.grounding.cached import Masked, masked, nothing_masked
+from qwen_cache.grounding.head import About, TrainSettings, encoder_of, iou, save_head, train_head
 from qwen_train.data.split import split
 
-
-@dataclass(frozen=True)
-class Masked(Sequence[Sample]):
-    """Samples of a cache as a head learns them: attention `[C, h, w]` and mask `[H, W]`, each read when it is asked."""
-
-    cache: Cache
-    positions: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    @overload
-    def __getitem__(self, i: int) -> Sample: ...
-    @overload
-    def __getitem__(self, i: slice) -> Sequence[Sample]: ...
-    def __getitem__(self, i: int | slice) -> Sample | Sequence[Sample]:
-        if isinstance(i, slice):
-            return Masked(self.cache, self.positions[i])
-        sample = self.cache[self.positions[i]]
-        _, height, width = sample.img_shapes[0]
-        return sample["attention"], sample["edit_mask"].view(height, width)
-
-    @cached_property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Of the attention, from the index."""
-        return [self.cache.row(position).meta.tensors["attention"].shape for position in self.positions]
+AVERAGED = 1000
+"""Masks that the best constant mask is made of, at most: more would not change it."""
+LEVELS = 16
+"""At which the mean of the masks is cut off, to find the best."""
 
 
 @dataclass(frozen=True)
-class Disagreement:
-    """How little the head's mask and the cache's have in common."""
+class Trained:
+    """What became of it: mean IoUs on `held_out` masks, of the head and of one mask for all pictures."""
 
-    name: str
-    key: str
+    head: str
+    trained: int
+    held_out: int
     iou: float
-    edit_mask_from: str
+    constant_mask_iou: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        found = f"IoU {self.iou:.2f} on {plural(self.held_out, 'mask')} held out"
+        text = f"{self.head}: {found}; one mask for all pictures would have {self.constant_mask_iou:.2f}"
+        return text if self.iou > self.constant_mask_iou else f"{text}\n  → train on more masks, or set mask_head.steps"
 
 
-def train_mask_head(cache: Cache, settings: MaskHeadConfig, device: torch.device, out: Path) -> tuple[float, MaskHead]:
-    """Train, save to `out`; the mean IoU of held-out samples, and the head."""
-    positions = masked(cache)
+def train_mask_head(cache: Cache, settings: MaskHeadConfig, device: torch.device, out: Path) -> Trained:
+    """Train a head, and save it to `out`."""
+    if out.is_dir():
+        raise ConfigError("a folder has this name", where=out, do="give another name with --out")
+    if not (positions := masked(cache)):
+        raise nothing_masked(cache)
     targets = cache.table["target"].take(positions).to_pylist()
-    training, held_out = split(targets, settings.validation_split, "mask_head.validation_split")
-    learned, judged = (Masked(cache, [positions[int(i)] for i in part]) for part in (training, held_out))
-    console().print(f"[bold]trains[/]  on {plural(len(learned), 'mask')}, {len(judged)} held out, on {device}")
+    parts = split(targets, settings.validation_split, "mask_head.validation_split")
+    learned, judged = (Masked(cache, [positions[i] for i in part]) for part in parts)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    without_looking = constant_mask_iou(learned, judged, settings.size)
+    console().print(f"[bold]trains[/] on {plural(len(learned), 'mask')}, {len(judged)} held out, on {device}")
+    how = TrainSettings(
+        steps=settings.steps,
+        batch_size=settings.batch_size,
+        lr=settings.learning_rate,
+        base=settings.base,
+        size=settings.size,
+        device=str(device),
+    )
     with progress() as bar:
         task = bar.add_task("training", total=settings.steps, count="")
 
         def report(step: int, loss: float) -> None:
+            if not math.isfinite(loss):
+                do = "lower mask_head.learning_rate"
+                raise TrainError(f"the loss of step {step + 1} is not a number", found=loss, do=do)
             bar.update(task, completed=step + 1, count=f"{step + 1}/{settings.steps}, loss {loss:.3f}")
 
-        how = TrainSettings(
-            steps=settings.steps,
-            batch_size=settings.batch_size,
-            lr=settings.learning_rate,
-            base=settings.base,
-            size=settings.size,
-            device=str(device),
-        )
         head, found = train_head(learned, judged, how, settings.seed, report, learned.shapes)
     save_head(head, out, About(encoder_of(cache.recipe.recipe)))
-    return found, head
+    return Trained(str(out), len(learned), len(judged), found, without_looking)
 
 
-def masked(cache: Cache) -> list[int]:
-    """The positions of samples that have both; TrainError where there are none."""
-    if cache.format_version == 1:
-        raise TrainError("format v1 has no masks", where=cache.folder, do="build with --format v2")
-    found = {}
-    for name, do in (("attention", "--set cache.attention=true"), ("edit_mask", "--edit-mask diff")):
-        column = cache.table[name]
-        found[name] = {i for i, is_valid in enumerate(column.is_valid().to_pylist()) if is_valid}
-        if not found[name]:
-            raise TrainError(
-                f"no sample of this cache has {name}", where=cache.folder, do=f"run `qwen-cache build {do}`"
-            )
-    if not (both := sorted(found["attention"] & found["edit_mask"])):
-        raise TrainError("no sample of this cache has both mask and attention", where=cache.folder)
-    return both
+def constant_mask_iou(learned: Masked, judged: Masked, size: int) -> float:
+    """The mean IoU on `judged` of the one mask for all pictures that does best on `learned`.
 
+    It is the mean of the masks, cut off at some level: what one knows of where edits are without looking.
+    """
+    known = [learned.mask(i) for i in range(0, len(learned), math.ceil(len(learned) / AVERAGED))]
+    mean = torch.stack([interpolate(mask[None, None], (size, size), mode="area") for mask in known]).mean(0)
 
-def disagreements(cache: Cache, head: MaskHead) -> list[Disagreement]:
-    """All masked samples, those first in which the head sees the edit elsewhere: misaligned, or described wrongly."""
-    positions = masked(cache)
-    found = []
-    for position, (attention, mask) in zip(positions, Masked(cache, positions), strict=True):
-        row = cache.row(position)
-        same = iou(predict_mask(head, attention, _size(mask)).cpu(), mask)
-        found.append(Disagreement(row.name, row.meta.key, same, str(row.meta.edit_mask_from)))
-    return sorted(found, key=lambda each: (each.iou, each.name))
+    def found(level: float, masks: list[torch.Tensor]) -> float:
+        return fmean(iou(interpolate(mean, mask.shape, mode="bilinear")[0, 0] - level + 0.5, mask) for mask in masks)
 
-
-def _size(mask: Tensor) -> tuple[int, int]:
-    return mask.shape[0], mask.shape[1]
+    best = max((float(mean.max()) * i / LEVELS for i in range(LEVELS + 1)), key=lambda level: found(level, known))
+    return found(best, [judged.mask(i) for i in range(len(judged))])

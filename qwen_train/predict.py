@@ -27,10 +27,11 @@ from qwen_train.drawing.devices import Devices, check_offload, memory_for
 from qwen_train.drawing.loras import WeightedLora, check_loras
 from qwen_train.drawing.pipeline import load_pipeline
 from qwen_train.drawing.prompts import encode_prompts
+from qwen_train.model.modulation import check_model
 from qwen_train.stop import Signals
 
 ARGUMENTS = {
-    *("num_inference_steps", "sigmas", "true_cfg_scale", "guidance_scale"),
+    *("num_inference_steps", "sigmas", "guidance_scale"),
     *("num_images_per_prompt", "max_sequence_length", "height", "width"),
 }
 """Of `predict` in qwen.yaml: what the pipelines take by the same name."""
@@ -57,13 +58,13 @@ def predict(
     save_interrupted: bool = False,
 ) -> Drawn:
     """What the model draws for `prompt` about `pictures` (RGB); its transformer quantised or not, with LoRAs or not."""
-    check_pictures(model, pictures)
+    check_count(model, len(pictures))
     check_settings(model, config, devices)
-    check_loras(model, loras, merge, quantization)
+    check_loras(model, loras, merge, quantization, tabulated=config.tabulated_modulation)
     dtype = getattr(torch, config.dtype)
     negative_prompt = config.negative_prompt if config.true_cfg_scale > 1 else None
     embeds = encode_prompts(model, pictures, prompt, negative_prompt, devices, dtype, config.offload)
-    pipeline = load_pipeline(model, devices, dtype, quantization, offload=config.offload, loras=loras, merge=merge)
+    pipeline = load_pipeline(model, config, devices, quantization=quantization, loras=loras, merge=merge)
     return draw(pipeline, pictures, embeds, config, save_interrupted=save_interrupted)
 
 
@@ -94,6 +95,7 @@ def draw(
                 **({"image": list(pictures) if len(pictures) > 1 else pictures[0]} if pictures else {}),
                 **embeds,
                 **config.model_dump(include=ARGUMENTS),
+                true_cfg_scale=config.true_cfg_scale if config.negative_prompt is not None else 1.0,
                 generator=torch.Generator().manual_seed(config.seed),
                 callback_on_step_end=on_step_end,
             ).images
@@ -114,15 +116,13 @@ def open_pictures(paths: Sequence[Path]) -> list[Image.Image]:
     return pictures
 
 
-def check_pictures(model: ModelFolder, pictures: Sequence[Image.Image]) -> None:
+def check_count(model: ModelFolder, pictures: int) -> None:
     """As many as the pipeline takes."""
     most = model.max_controls
     if model.takes_controls and not pictures:
         raise ConfigError(f"{model.pipeline} edits a picture", do="give one with --image")
-    if most is not None and len(pictures) > most:
-        raise ConfigError(
-            f"{model.pipeline} takes {plural(most, 'picture')}", found=len(pictures), do="leave out some --image"
-        )
+    if most is not None and pictures > most:
+        raise ConfigError(f"{model.pipeline} takes {plural(most, 'picture')}", found=pictures, do="leave some out")
 
 
 def check_settings(model: ModelFolder, config: PredictConfig, devices: Devices) -> None:
@@ -134,8 +134,13 @@ def check_settings(model: ModelFolder, config: PredictConfig, devices: Devices) 
         found = f"--sigmas {last:g}" if config.sigmas else "--steps 1"
         what = "the last sigma is below 1" if config.sigmas else "one step is too few for this model's scheduler"
         raise ConfigError(what, found=found, do="end with a smaller one" if config.sigmas else "use at least 2")
-    text = (model.part("transformer") / "config.json").read_text(encoding="utf-8")
-    distilled, given = json.loads(text).get("guidance_embeds", False), config.guidance_scale
+    transformer = json.loads((model.part("transformer") / "config.json").read_text(encoding="utf-8"))
+    if config.tabulated_modulation:
+        check_model(transformer)
+        if config.dtype != "bfloat16":
+            what = "predict.tabulated_modulation needs bfloat16: in float32 there are too many timesteps for a table"
+            raise ConfigError(what, found=f"predict.dtype={config.dtype}", do="set one of them back to its default")
+    distilled, given = transformer.get("guidance_embeds", False), config.guidance_scale
     if distilled and given is None:
         raise ConfigError(
             "this model is guidance-distilled: it needs predict.guidance_scale", do="give --guidance-scale"

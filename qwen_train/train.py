@@ -23,8 +23,7 @@ from qwen_cache.config import CONFIG_NAME, Config, TrainConfig
 from qwen_cache.console import console, human_bytes, plural, progress
 from qwen_cache.format.cache import Cache, open_cache
 from qwen_cache.format.directory import write_durably
-from qwen_cache.format.errors import ConfigError, ModelError, TrainError
-from qwen_cache.format.sample import LATENT_CHANNELS
+from qwen_cache.format.errors import ConfigError, TrainError
 from qwen_cache.model_folder import ModelFolder, open_model
 from qwen_train.checkpoint import Run, checkpoints, load_checkpoint, save_checkpoint, save_result
 from qwen_train.data.batch_plan import Summary, sequence_settings
@@ -39,7 +38,7 @@ from qwen_train.model.memory import largest_batch, predict_memory
 from qwen_train.model.modulation import tabulate
 from qwen_train.model.offload import offload_blocks
 from qwen_train.model.sharding import whole, wrap
-from qwen_train.model.weights import compute_dtype, load_transformer, prepare_for_training, trainable
+from qwen_train.model.weights import check_cache, compute_dtype, load_transformer, prepare_for_training, trainable
 from qwen_train.optimizers import make_optimizer
 from qwen_train.report import ABOUT_NAME, write_report
 from qwen_train.stop import LeftOut, Signals, any_process
@@ -284,7 +283,7 @@ def to_be_trained(config: Config, model: ModelFolder, cache: Samples, *, is_new:
     """The transformer in training mode; a LoRA to begin with is for a run that is new."""
     settings = config.train
     transformer = load_transformer(model, config)
-    check_cache(cache, model, transformer)
+    check_cache(cache, model, transformer.config)
     if not isinstance(cache, Feed):
         check_empty_prompts(cache, settings.caption_dropout)
     prepare_for_training(transformer, settings)
@@ -307,37 +306,6 @@ def start_run(config: Config, transformer: Any, accelerator: Accelerator, cache:
     ema = Ema(parameters, settings.ema_decay) if settings.ema_decay else None
     set_seed(settings.seed, device_specific=True)  # from here on processes draw their own: dropout
     return Run(transformer, accelerator.prepare_optimizer(optimizer), lr_scheduler, fixed, ema=ema)
-
-
-def check_cache(cache: Samples, model: ModelFolder, transformer: Any) -> None:
-    """Refuse a cache that this transformer cannot have been meant for."""
-    if not len(cache):
-        raise TrainError("the cache has no samples", where=cache.folder, do="run `qwen-cache build`")
-    pipeline = cache.recipe.recipe.get("pipeline")
-    if pipeline != model.pipeline:
-        raise ModelError(
-            "the cache was made for another kind of model",
-            where=cache.folder,
-            expected=model.pipeline,
-            found=pipeline,
-            do="train the model that it was made for, or build a cache for this one",
-        )
-    if (width := cache.prompt_embeds_width) != transformer.config.joint_attention_dim:
-        raise ModelError(
-            "the cache's prompt embeddings do not fit the transformer",
-            where=cache.folder,
-            expected=f"width {transformer.config.joint_attention_dim}",
-            found=f"width {width}",
-            do="build the cache with the text encoder of this model",
-        )
-    if (channels := transformer.config.in_channels) != LATENT_CHANNELS:
-        raise ModelError(
-            "the transformer does not take the latents of a cache",
-            where=model.part("transformer"),
-            expected=f"in_channels {LATENT_CHANNELS}",
-            found=f"in_channels {channels}",
-            do="train a Qwen-Image or Qwen-Image-Edit transformer",
-        )
 
 
 def check_empty_prompts(cache: Cache | Mixture, caption_dropout: float) -> None:

@@ -110,8 +110,10 @@ def test_both_ways_of_encoding_give_equal_tensors_and_ours_takes_less(
     assert "ours, lanes in turn" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["bench_build", "flops", "--size", "tiny", "--json"])
     _, counted = run(tool, capsys)
-    computed = {name: found[name]["tflop"] for name in ("usual", "ours", "ours, 3-D VAE", "ours, no shared prefix")}
     shapes = {name: each["all"] / 1e12 for name, each in counted["flops"]["edit-plus"]["flops"].items()}
+    assert {"usual", "ours", "ours, 3-D VAE", "ours, no shared prefix", "ours, with attention"} == shapes.keys()
+    assert found["ours, with attention"]["tflop"] > found["ours"]["tflop"]
+    computed = {name: found[name]["tflop"] for name in shapes}
     assert shapes == computed, "what is counted without computing is what is computed"
     tool.show(counted)
     assert "lm_head" in capsys.readouterr().out

@@ -20,10 +20,10 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwen
 from torch import Tensor
 
 from qwen_cache import open_cache
+from qwen_cache.encode.decode import decode_pictures, load_vae
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.model_folder import open_model
-from qwen_train.decode import decode_pictures, load_vae
 from qwen_train.drawing.cached import draw_cached, find_sample, guidance_from_cache, initial_latents
 
 from .equivalence.judge import SMALL_AREA, Case, build_cache, by_name, case, relative, small_options, stock_pipeline

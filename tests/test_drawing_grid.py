@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageChops, ImageDraw, ImageOps
 
-from qwen_train.drawing import grid
+from qwen_cache import grid
 from qwen_train.drawing.grid import Row, compare_grid
 
 from .conftest import photograph

@@ -18,10 +18,16 @@ from PIL import Image, ImageDraw
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from qwen_cache import build_command, open_cache
+from qwen_cache.encode.edit_mask import EditMasks
+from qwen_cache.encode.masks import MaskMaker
+from qwen_cache.encode.plan import Planned
 from qwen_cache.encode.sizes import calculate_dimensions
+from qwen_cache.encode.sources.places import File
+from qwen_cache.encode.sources.rows import Row
 from qwen_cache.encode.template import TEMPLATES
 from qwen_cache.encode.text import load_processor
 from qwen_cache.format.cache import Cache, Sample
+from qwen_cache.format.identity import Inputs
 from qwen_cache.grounding.difference import difference_mask
 from qwen_cache.grounding.frozen_qwen import FrozenQwen
 from qwen_cache.grounding.head import About, MaskHead, encoder_of, predict_mask, save_head
@@ -137,6 +143,20 @@ def test_the_difference_is_that_of_the_pictures_the_vae_sees(cache: Callable[...
     true = np.zeros((8, 8))
     true[3:7, 2:5] = 1
     assert np.array_equal(expected > 0.5, true > 0.5)
+
+
+def test_large_pictures_are_compared_smaller_on_the_same_cells(tmp_path: Path) -> None:
+    control = photograph("coffee.png").resize((1024, 768))
+    target = control.copy()
+    ImageDraw.Draw(target).rectangle((256, 320, 511, 639), fill=(0, 255, 255))
+    maker = MaskMaker(EditMasks("diff", None, keep_attention=False), crop=False, device=torch.device("cpu"))
+    row = Row("a", "a", File(tmp_path), (File(tmp_path),), None, "")
+    planned = Planned(row, Inputs("", ("",), None), "", ((1024, 768),), ((1024, 768),))
+    mask = maker.of_pictures(planned, lambda: [target, control])
+    assert mask is not None
+    expected = torch.zeros(48, 64)
+    expected[20:40, 16:32] = 1
+    assert ((mask.shares.view(48, 64) > 0.5) != (expected > 0.5)).sum() <= 8
 
 
 def test_by_default_nothing_of_this_is_in_the_recipe(cache: Callable[..., Cache]) -> None:
@@ -281,7 +301,7 @@ def test_what_is_not_cached_is_encoded_beside_it(cache: Callable[..., Cache], so
     assert contents(tmp_path / "shards") == contents(tmp_path / "new")
 
 
-@pytest.mark.parametrize("changed", ["attention that is not there", "other words"])
+@pytest.mark.parametrize("changed", ["nothing is there", "masks alone are there", "other words"])
 def test_without_its_attention_a_sample_is_encoded_again(
     cache: Callable[..., Cache], head: Path, source: Path, tmp_path: Path, changed: str
 ) -> None:
@@ -289,7 +309,7 @@ def test_without_its_attention_a_sample_is_encoded_again(
         cache("--set", "cache.attention=true")
         edit_rows(source, lambda row: row.update(phrase="edit"))
     else:
-        cache()
+        cache("--edit-mask", "file" if changed == "nothing is there" else "diff")
     cache("--edit-mask", f"head={head}")
     cache("--edit-mask", f"head={head}", out="new")
     assert contents(tmp_path / "shards") == contents(tmp_path / "new")

@@ -21,6 +21,7 @@ from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from qwen_cache.config import PredictConfig
 from qwen_cache.encode import tiles
 from qwen_cache.encode.text import TextEncoder
 from qwen_cache.model_folder import ModelFolder, open_model
@@ -34,6 +35,7 @@ from .conftest import Result, photograph, run
 from .equivalence.judge import stock_pipeline
 
 CPU = torch.device("cpu")
+FLOAT32 = PredictConfig(dtype="float32")
 PARTS = ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")
 TinyModel = Callable[[str], Path]
 SIZE = ("--set", "predict.height=128", "--set", "predict.width=96", "--set", "predict.dtype=float32", "--steps", "2")
@@ -265,8 +267,8 @@ def test_several_loras_count_by_their_weights(tmp_path: Path, tiny_model: TinyMo
 def test_merged_the_loras_are_in_the_weights(tmp_path: Path, tiny_model: TinyModel) -> None:
     files = [write_lora(tmp_path / f"{seed}.safetensors", seed) for seed in (1, 2)]
     model, loras = opened(tiny_model("t2i")), [WeightedLora(files[0], 0.5), WeightedLora(files[1], -2.0)]
-    merged = load_pipeline(model, Devices(CPU, CPU, CPU), torch.float32, loras=loras, merge=True).transformer
-    plain = load_pipeline(model, Devices(CPU, CPU, CPU), torch.float32).transformer
+    merged = load_pipeline(model, FLOAT32, Devices(CPU, CPU, CPU), loras=loras, merge=True).transformer
+    plain = load_pipeline(model, FLOAT32, Devices(CPU, CPU, CPU)).transformer
     assert [name for name, _ in merged.named_parameters()] == [name for name, _ in plain.named_parameters()]
     expected = plain.transformer_blocks[0].attn.to_q.weight
     for lora in loras:

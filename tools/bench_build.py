@@ -53,7 +53,7 @@ from qwen_cache.encode.lanes import Lanes
 from qwen_cache.encode.loading import load_whole
 from qwen_cache.encode.sizes import calculate_dimensions
 from qwen_cache.encode.source import Row
-from qwen_cache.encode.text import EncodedText, TextEncoder, load_processor
+from qwen_cache.encode.text import Asked, EncodedText, TextEncoder, load_processor
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
@@ -178,6 +178,7 @@ class Networks:
     vae_batched: VaeEncoder
     text: TextEncoder
     text_batched: TextEncoder
+    text_attending: TextEncoder
 
 
 def make_encoders(modules: Modules, model: ModelFolder, device: torch.device, dtype: torch.dtype) -> Networks:
@@ -186,13 +187,14 @@ def make_encoders(modules: Modules, model: ModelFolder, device: torch.device, dt
         ours, text = VaeEncoder(model, device, dtype), TextEncoder(model, device, dtype)
         vae_batched = VaeEncoder(model, device, dtype, VAE_BATCH_PIXELS)
         text_batched = TextEncoder(model, device, dtype, TEXT_BATCH_TOKENS)
+        text_attending = TextEncoder(model, device, dtype, attend=True)
     with loaded_from(modules, single_frame=False):
         vae_3d = VaeEncoder(model, device, dtype)
     kind = {pipeline.__name__: pipeline for pipeline in VARIANTS.values()}[model.pipeline]
     processor = load_processor(model)
     pipeline = kind(None, vae, whole, processor.tokenizer, processor, None)
     whole.register_forward_pre_hook(pass_token_types, with_kwargs=True)
-    return Networks(pipeline, ours, vae_3d, vae_batched, text, text_batched)
+    return Networks(pipeline, ours, vae_3d, vae_batched, text, text_batched, text_attending)
 
 
 def pass_token_types(whole: Any, args: Any, kwargs: Any) -> Any:
@@ -261,11 +263,12 @@ class ReadsTwice:
         self.text, self.inputs = text, text.inputs
         self.device, self.batch_tokens = text.device, 1
 
-    def encode(self, asked: Sequence[tuple[dict[str, torch.Tensor], str]]) -> list[EncodedText]:
-        ((inputs, prompt),) = asked
+    def encode(self, asked: Sequence[Asked]) -> list[EncodedText]:
+        ((inputs, prompt, _),) = asked
         about_nothing, about_all = (self.text.read([inputs]) for _ in range(2))
-        (empty,), (rest,) = self.text.embed(about_nothing, [(0, "")]), self.text.embed(about_all, [(0, prompt)])
-        return [EncodedText(about_all.embeds[0], rest, empty)]
+        (empty,) = self.text.embed(about_nothing, [(0, "", None)])
+        (rest,) = self.text.embed(about_all, [(0, prompt, None)])
+        return [EncodedText(about_all.embeds[0], rest.embeds, empty.embeds)]
 
 
 class Waits:
@@ -293,6 +296,7 @@ def make_ways(encoders: Networks, job: Job) -> dict[str, Way]:
         "ours, lanes in turn": lambda out: build_ours(Waits(vae, lock), Waits(text, lock), job, out),
         "ours, 3-D VAE": lambda out: build_ours(encoders.vae_3d, text, job, out),
         "ours, no shared prefix": lambda out: build_ours(vae, ReadsTwice(text), job, out),
+        "ours, with attention": lambda out: build_ours(vae, encoders.text_attending, job, out),
     }
 
 
@@ -350,13 +354,14 @@ def count_ways(encoders: Networks, job: Job) -> dict[str, dict[str, int]]:
         for picture in pictures:
             vae.encode([vae.pixels(picture, calculate_dimensions(job.recipe["vae_image_size"], picture.size))])
         seen = [p.resize(calculate_dimensions(job.condition_image_size, p.size)) for p in pictures[1:]]
-        text.encode([(text.inputs(seen), row.prompt)])
+        text.encode([(text.inputs(seen), row.prompt, ())])
 
     return {
         "usual": count_flops(lambda: encode_usually(encoders.usual, job, row)),
         "ours": count_flops(lambda: ours(encoders.vae, encoders.text)),
         "ours, 3-D VAE": count_flops(lambda: ours(encoders.vae_3d, encoders.text)),
         "ours, no shared prefix": count_flops(lambda: ours(encoders.vae, ReadsTwice(encoders.text))),
+        "ours, with attention": count_flops(lambda: ours(encoders.vae, encoders.text_attending)),
     }
 
 

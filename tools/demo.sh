@@ -8,7 +8,7 @@ say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 run() { printf '\n\033[1m$ %s\033[0m\n' "$1"; eval "$1"; }
 
 say "A tiny random model with the real classes, and 13 edits of real photographs, into $folder/"
-rm -rf "$folder/out" "$folder/data"
+rm -rf "$folder/out" "$folder/data" "$folder/shards" "$folder"/prediction*.png
 mkdir -p "$folder"
 python tools/make_tiny_model.py "$folder/tiny" --variant edit-plus
 python tools/make_demo_data.py "$folder/data"
@@ -20,7 +20,7 @@ run "qwen-cache verify shards"
 run "qwen-cache inspect shards"
 run "qwen-train run shards/ --config qwen.yaml"
 control=data/control_images/china_black_and_white.jpg
-run "qwen-train predict --image $control --prompt 'make it black and white' --lora out --out prediction.png"
+run "qwen-train predict --image $control --prompt 'make it black and white' --lora out --out prediction.png --compare"
 
 say "What was made, in $PWD:"
 cat <<END
@@ -28,5 +28,5 @@ cat <<END
   shards/          the cache: cache.json, index.parquet, one .tar
   out/             the LoRA (pytorch_lora_weights.safetensors), a checkpoint, metrics.jsonl, logs for TensorBoard
   prediction.png   what the tiny model draws with it: the photograph, coarsely (its weights are random; it does not
-                   follow the prompt)
+                   follow the prompt); prediction-compare.png shows it beside the photograph and without the LoRA
 END

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -101,6 +102,16 @@ def run_jobs(
                 failed.append(Problem(where, error.fault, error.do or "restore it"))
             advance(1)
     return Done(written, skipped, failed)
+
+
+def waiting(jobs: Sequence[Job], out_folder: Path, about: Mapping[str, Any]) -> list[Job]:
+    """Those that `run_jobs` will draw; what cannot be read it will report."""
+    found = []
+    for job, path in zip(jobs, paths_of(jobs, out_folder), strict=True):
+        with suppress(SourceError):
+            if not os.path.lexists(path) or hash_in(path) != hash_of(job, about):
+                found.append(job)
+    return found
 
 
 def hash_of(job: Job, about: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from qwen_cache.format.errors import ConfigError, TrainError
 from qwen_cache.model_folder import ModelFolder
 from qwen_train.export import check_pairs, find_lora
 from qwen_train.model.lora import PREFIX
+from qwen_train.model.modulation import TabulatedTransformer2DModel
 
 UNREADABLE = (ValueError, RuntimeError, KeyError, OSError, SafetensorError)
 
@@ -47,7 +48,9 @@ def parse_lora(text: str) -> WeightedLora:
     return WeightedLora(find_lora(Path(path)), weight)
 
 
-def check_loras(model: ModelFolder, loras: Sequence[WeightedLora], merge: bool, quantization: str) -> None:
+def check_loras(
+    model: ModelFolder, loras: Sequence[WeightedLora], merge: bool, quantization: str, *, tabulated: bool = False
+) -> None:
     """Every one is for the transformer of this model, of which only the configuration is read."""
     if not loras:
         if merge:
@@ -57,8 +60,9 @@ def check_loras(model: ModelFolder, loras: Sequence[WeightedLora], merge: bool, 
     if merge and (quantization != "none" or "quantization_config" in config):
         do = "draw without --merge, or merge into the weights that they were made from: `qwen-train export --to merged`"
         raise ConfigError("a LoRA merged into quantised weights would be rounded away", found="--merge", do=do)
+    kind = TabulatedTransformer2DModel if tabulated else QwenImageTransformer2DModel
     with torch.device("meta"):
-        transformer = QwenImageTransformer2DModel.from_config(config)
+        transformer = kind.from_config(config)
     layers = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
     for lora in loras:
         _check_fit(lora.file, layers)

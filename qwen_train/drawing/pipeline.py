@@ -22,12 +22,15 @@ from diffusers import (
 from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import Tensor, nn
 
+from qwen_cache.config import PredictConfig
 from qwen_cache.encode.loading import load_whole
 from qwen_cache.encode.tiles import VaeThatFits
 from qwen_cache.model_folder import ModelFolder, PipelineName
-from qwen_train.drawing.devices import Devices, Offload, check_offload, memory_for
+from qwen_train.drawing.devices import Devices, check_offload, memory_for
 from qwen_train.drawing.loras import WeightedLora, load_loras
 from qwen_train.drawing.prompts import PromptEncoder
+from qwen_train.flow import NoiseSchedule
+from qwen_train.model.modulation import TabulatedTransformer2DModel, tabulate
 from qwen_train.model.weights import quantization_options
 
 Prompt = str | list[str] | None
@@ -35,24 +38,30 @@ Prompt = str | list[str] | None
 
 def load_pipeline(
     model: ModelFolder,
+    config: PredictConfig,
     devices: Devices,
-    dtype: torch.dtype,
-    quantization: str = "none",
     *,
-    offload: Offload = "none",
+    quantization: str = "none",
     loras: Sequence[WeightedLora] = (),
     merge: bool = False,
 ) -> Any:
-    """The model's pipeline, to be called as the stock one; no text encoder is loaded yet."""
+    """The model's pipeline, to be called as the stock one; no text encoder is loaded yet.
+
+    Of the settings, `dtype`, `offload` and `tabulated_modulation` count; the rest is for the call.
+    """
+    offload, tabulated, dtype = config.offload, config.tabulated_modulation, getattr(torch, config.dtype)
     check_offload(offload, devices)
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.part("scheduler"))
     with memory_for("loading the VAE", devices.vae):
         vae = PlacedVae(load_whole(AutoencoderKLQwenImage, model.part("vae"), torch_dtype=dtype), devices.vae)
         if offload == "none":
             vae.to(devices.vae)
-    options = quantization_options(model.part("transformer"), quantization, dtype)
+    folder, kind = model.part("transformer"), TabulatedTransformer2DModel if tabulated else QwenImageTransformer2DModel
+    options = quantization_options(folder, quantization, dtype)
     with memory_for("loading the transformer", devices.transformer):
-        transformer = load_whole(QwenImageTransformer2DModel, model.part("transformer"), torch_dtype=dtype, **options)
+        transformer = load_whole(kind, folder, torch_dtype=dtype, **options)
+        if tabulated:
+            tabulate(transformer, folder, NoiseSchedule.of_config(scheduler.config))
         if offload == "none":
             transformer.to(devices.transformer)
         parts = {"text_encoder": None, "tokenizer": None} | ({"processor": None} if model.takes_controls else {})

@@ -80,11 +80,17 @@ def check_settings(settings: TrainConfig, config: Mapping[str, Any]) -> None:
             found=trained[0],
             do=f"name other modules, or {OFF}",
         )
+    check_model(config)
+
+
+def check_model(config: Mapping[str, Any]) -> None:
+    """ModelError where a table cannot be made of a transformer of that config.json."""
     if "quantization_config" in config:
-        do = f"name the unquantised model, with model.quantization; or {OFF}"
+        do = "name the unquantised model, with model.quantization; or set tabulated_modulation=false"
         raise ModelError("a table is made of unquantised weights, and this transformer was saved quantised", do=do)
     if config.get("use_additional_t_cond"):
-        raise ModelError("this transformer's modulation depends on more than the timestep", do=OFF)
+        do = "set tabulated_modulation=false"
+        raise ModelError("this transformer's modulation depends on more than the timestep", do=do)
 
 
 def _targeted(name: str, targets: list[str] | str) -> bool:

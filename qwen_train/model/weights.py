@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qwen_cache.config import Config, TrainConfig
 from qwen_cache.format.errors import ConfigError, ModelError, TrainError
+from qwen_cache.format.sample import LATENT_CHANNELS
 from qwen_cache.model_folder import ModelFolder
 from qwen_train.model.lora import WEIGHTS_NAME, add_lora, has_lora, load_lora, lora_weights, write_lora
 from qwen_train.model.modulation import TabulatedTransformer2DModel, check_settings
@@ -68,6 +69,37 @@ def load_transformer(model: ModelFolder, config: Config) -> Any:
             do="download this part again",
         )
     return transformer
+
+
+def check_cache(cache: Any, model: ModelFolder, config: Mapping[str, Any]) -> None:
+    """Refuse a cache that a transformer of that config.json cannot have been meant for."""
+    if not len(cache):
+        raise TrainError("the cache has no samples", where=cache.folder, do="run `qwen-cache build`")
+    pipeline = cache.recipe.recipe.get("pipeline")
+    if pipeline != model.pipeline:
+        raise ModelError(
+            "the cache was made for another kind of model",
+            where=cache.folder,
+            expected=model.pipeline,
+            found=pipeline,
+            do="train the model that it was made for, or build a cache for this one",
+        )
+    if (width := cache.prompt_embeds_width) != config["joint_attention_dim"]:
+        raise ModelError(
+            "the cache's prompt embeddings do not fit the transformer",
+            where=cache.folder,
+            expected=f"width {config['joint_attention_dim']}",
+            found=f"width {width}",
+            do="build the cache with the text encoder of this model",
+        )
+    if (channels := config["in_channels"]) != LATENT_CHANNELS:
+        raise ModelError(
+            "the transformer does not take the latents of a cache",
+            where=model.part("transformer"),
+            expected=f"in_channels {LATENT_CHANNELS}",
+            found=f"in_channels {channels}",
+            do="train a Qwen-Image or Qwen-Image-Edit transformer",
+        )
 
 
 def prepare_for_training(transformer: Any, settings: TrainConfig) -> Any:

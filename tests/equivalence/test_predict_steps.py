@@ -23,6 +23,7 @@ import torch
 from accelerate.hooks import CpuOffload
 from PIL import Image
 
+from qwen_cache.config import PredictConfig
 from qwen_cache.encode.text import TextEncoder
 from qwen_cache.model_folder import open_model
 from qwen_train.drawing import pipeline as drawing
@@ -37,6 +38,7 @@ CPU = Devices(*[torch.device("cpu")] * 3)
 PARTS = ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")
 PICTURES = [("china.jpg", (160, 107)), ("chelsea.png", (60, 120)), ("coffee.png", (97, 130))]
 VARIANTS = [("t2i", 0), ("edit", 1), ("edit-plus", 1), ("edit-plus", 2), ("edit-plus", 3), ("edit-2511", 2)]
+FLOAT32 = PredictConfig(dtype="float32")
 PROMPT = {"prompt": "make it 黑白"}
 GUIDED = {"negative_prompt": "blurry", "true_cfg_scale": 3.0}
 
@@ -46,7 +48,9 @@ GUIDED = {"negative_prompt": "blurry", "true_cfg_scale": 3.0}
 
 @cache
 def our_pipeline(folder: Path, dtype: torch.dtype) -> Any:
-    pipeline = load_pipeline(open_model(str(folder), PARTS), CPU, dtype)
+    pipeline = load_pipeline(
+        open_model(str(folder), PARTS), PredictConfig(dtype=str(dtype).removeprefix("torch.")), CPU
+    )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -304,7 +308,7 @@ def test_offloaded_all_is_equal(
 
     monkeypatch.setattr(CpuOffload, "pre_forward", pre_forward)
     pipelines = both(variant, count)
-    ours = load_pipeline(pipelines.ours.prompt_encoder.model, CPU, torch.float32, offload=offload)
+    ours = load_pipeline(pipelines.ours.prompt_encoder.model, PredictConfig(dtype="float32", offload=offload), CPU)
     offloaded = Both(ours, pipelines.stock, pipelines.images)
     turns = [*["PlacedVae"] * (count > 0), "QwenImageTransformer2DModel", "PlacedVae"]
     for _ in range(2):  # after a call the hooks are taken off and put on once more
@@ -321,10 +325,10 @@ def test_tensors_go_to_the_device_of_the_part_that_takes_them(tiny_model: TinyMo
     cpu, meta = torch.device("cpu"), torch.device("meta")
     picture = Image.new("RGB", (56, 56))
     for variant, pixels in (("t2i", torch.zeros(1, 3, 1, 32, 32)), ("edit", torch.zeros(1, 3, 1, 32, 32))):
-        pipeline = load_pipeline(open_model(str(tiny_model(variant)), PARTS), Devices(meta, cpu, cpu), torch.float32)
+        pipeline = load_pipeline(open_model(str(tiny_model(variant)), PARTS), FLOAT32, Devices(meta, cpu, cpu))
         assert pipeline.vae.encode(pixels).latent_dist.mode().device == meta
         assert pipeline.vae.decode(torch.zeros(1, 16, 1, 4, 4)).sample.device == meta
-    pipeline = load_pipeline(open_model(str(tiny_model("edit")), PARTS), Devices(cpu, cpu, meta), torch.float32)
+    pipeline = load_pipeline(open_model(str(tiny_model("edit")), PARTS), FLOAT32, Devices(cpu, cpu, meta))
     assert pipeline._encode_vae_image(pixels, None).device == meta
     assert [tensor.device for tensor in pipeline._get_qwen_prompt_embeds("a fox", picture)] == [meta, meta]
 

@@ -1,0 +1,155 @@
+"""Pictures side by side: a table with titles above its columns and a caption below each of its rows.
+
+`picture_grid` makes thumbnails, none of them larger than twice its picture; a column that no row fills is left out.
+A caption stands below its row, whole, in the first font that has all of its letters: Pillow's own, else one of the
+system. What no font has is drawn as an empty box. Nothing is refused; many rows are the caller's to divide into pages.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+from PIL import Image, ImageDraw, ImageFont
+
+HEIGHT = 384
+LARGEST_ENLARGEMENT = 2
+WIDEST = 2
+"""Times the height: wider thumbnails would push all others aside."""
+LEAST_WIDTH = 600
+"""Of the whole, so that captions below small pictures have some ten words in a line."""
+MARGIN, GAP, CAPTION_GAP, ROW_GAP = 24, 12, 10, 32
+BACKGROUND, TITLE_COLOUR, CAPTION_COLOUR = "#fafafa", "#777777", "#222222"
+TITLE_SIZE, CAPTION_SIZE = 22, 24
+LONGEST_LINE = 60 * CAPTION_SIZE
+"""Some 120 letters, beyond which the eye loses its line."""
+SYSTEM_FONTS = (
+    *("NotoSansCJK-Regular.ttc", "NotoSansCJKsc-Regular.otf", "NotoSans-Regular.ttf", "DejaVuSans.ttf"),
+    *("wqy-zenhei.ttc", "PingFang.ttc", "Arial Unicode.ttf", "msyh.ttc", "YuGothM.ttc", "malgun.ttf", "arial.ttf"),
+    *("NotoSansArabic-Regular.ttf", "NotoSansHebrew-Regular.ttf", "NotoSansThai-Regular.ttf"),
+    *("NotoSansDevanagari-Regular.ttf", "Nirmala.ttf"),
+)
+"""Of Linux, macOS and Windows, those with the most letters first; Pillow knows where each keeps its fonts."""
+NO_LETTER = "\U0010ffff"
+"""A character of which every font draws its empty box."""
+
+Font = ImageFont.FreeTypeFont
+
+
+def picture_grid(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[Image.Image | None]],
+    captions: Sequence[str],
+    height: int = HEIGHT,
+) -> Image.Image:
+    """The titles, then each row with its caption below; no thumbnail is higher than `height`."""
+    filled = [i for i in range(len(titles)) if any(row[i] for row in rows)]
+    heads = [written(titles[i], WIDEST * height, TITLE_SIZE, TITLE_COLOUR) for i in filled]
+    thumbnails = [[thumbnail(picture, height) if (picture := row[i]) else None for i in filled] for row in rows]
+    widths = [max(cell.width for cell in column if cell) for column in zip(heads, *thumbnails, strict=True)]
+    inner = max(sum(widths) + GAP * (len(widths) - 1), LEAST_WIDTH)
+    strips = [(side_by_side(heads, widths), CAPTION_GAP)]
+    for pictures, caption in zip(thumbnails, captions, strict=True):
+        strips.append((side_by_side(pictures, widths), CAPTION_GAP))
+        strips.append((written(caption, min(inner, LONGEST_LINE), CAPTION_SIZE, CAPTION_COLOUR), ROW_GAP))
+    outer = 2 * MARGIN - ROW_GAP + sum(strip.height + gap for strip, gap in strips)
+    whole = Image.new("RGB", (inner + 2 * MARGIN, outer), BACKGROUND)
+    top = MARGIN
+    for strip, gap in strips:
+        whole.paste(strip, (MARGIN, top))
+        top += strip.height + gap
+    return whole
+
+
+def thumbnail(picture: Image.Image, height: int) -> Image.Image:
+    """The picture in RGB, as large as fits."""
+    scale = min(height / picture.height, WIDEST * height / picture.width, LARGEST_ENLARGEMENT)
+    size = max(round(picture.width * scale), 1), max(round(picture.height * scale), 1)
+    return picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+
+
+def side_by_side(pictures: Sequence[Image.Image | None], widths: Sequence[int]) -> Image.Image:
+    """Each in the middle of its column."""
+    height = max((picture.height for picture in pictures if picture), default=0)
+    strip = Image.new("RGB", (sum(widths) + GAP * max(len(widths) - 1, 0), height), BACKGROUND)
+    left = 0
+    for picture, width in zip(pictures, widths, strict=True):
+        if picture:
+            strip.paste(picture, (left + (width - picture.width) // 2, (height - picture.height) // 2))
+        left += width + GAP
+    return strip
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def written(text: str, width: int, size: int, colour: str) -> Image.Image:
+    """The whole text in lines of at most `width` pixels; the picture is as wide as the longest."""
+    font = font_for(text, size)
+    lines = list(wrapped(text, font, width))
+    ascent, descent = font.getmetrics()
+    pitch = round((ascent + descent) * 1.15)
+    strip = Image.new("RGB", (min(round(max(map(font.getlength, lines))) + 1, width), pitch * len(lines)), BACKGROUND)
+    for i, line in enumerate(lines):
+        ImageDraw.Draw(strip).text((0, i * pitch), line, colour, font)
+    return strip
+
+
+def wrapped(text: str, font: Font, width: int) -> Iterator[str]:
+    """The lines of a text: its own, broken between words; within them where one is too long or has no spaces."""
+    for paragraph in text.strip().splitlines() or [""]:
+        line = ""
+        for word in paragraph.split():
+            longer = f"{line} {word}" if line else word
+            if font.getlength(longer) > width and line:
+                yield line
+                longer = word
+            while font.getlength(longer) > width and len(longer) > 1:
+                count = fitting(longer, font, width)
+                yield longer[:count]
+                longer = longer[count:]
+            line = longer
+        yield line
+
+
+def fitting(text: str, font: Font, width: int) -> int:
+    """How many letters of a text that is too long have room in a line; at least one."""
+    return 1 + bisect_left(range(2, len(text)), True, key=lambda count: font.getlength(text[:count]) > width)
+
+
+def font_for(text: str, size: int) -> Font:
+    """The first font that has every letter of the text, else the one that lacks the fewest."""
+    letters = {letter for letter in text if unicodedata.category(letter)[0] not in "CMZ"}
+    best, fewest = None, 0
+    for font in fonts(size):
+        lacking = sum(drawn(font, letter) == drawn(font, NO_LETTER) for letter in letters)
+        if best is None or lacking < fewest:
+            best, fewest = font, lacking
+        if not lacking:
+            break
+    assert best is not None
+    return best
+
+
+def fonts(size: int) -> Iterator[Font]:
+    """Pillow's own, then those of the system; looking for one takes a while, so only as far as needed."""
+    own = ImageFont.load_default(size)
+    assert isinstance(own, Font)
+    yield own
+    for name in SYSTEM_FONTS:
+        if (found := system_font(name, size)) is not None:
+            yield found
+
+
+@cache
+def system_font(name: str, size: int) -> Font | None:
+    try:
+        return ImageFont.truetype(name, size)
+    except OSError:
+        return None
+
+
+def drawn(font: Font, letter: str) -> bytes:
+    return bytes(font.getmask(letter))

@@ -1,0 +1,189 @@
+"""Many pictures with one loading of the model: jobs, with and without the LoRA; and samples of a cache.
+
+All prompts are encoded before the transformer is loaded, and only those of pictures that are not there yet. Refused: a
+source with a row called like what is made beside its pictures, and a cache of another model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from PIL import Image
+
+from qwen_cache.config import PredictConfig
+from qwen_cache.console import counting
+from qwen_cache.encode.decode import decode_pictures
+from qwen_cache.encode.source import Problem
+from qwen_cache.format.cache import Cache, Sample
+from qwen_cache.format.errors import SourceError
+from qwen_cache.format.identity import content_hash
+from qwen_cache.model_folder import ModelFolder
+from qwen_train.drawing.cached import draw_cached, guidance_from_cache, initial_latents
+from qwen_train.drawing.devices import Devices, memory_for
+from qwen_train.drawing.grid import Row
+from qwen_train.drawing.jobs import Done, Job, pictures_of, run_jobs, waiting
+from qwen_train.drawing.loras import WeightedLora, check_loras
+from qwen_train.drawing.pipeline import load_pipeline
+from qwen_train.drawing.prompts import PromptEncoder
+from qwen_train.model.weights import check_cache
+from qwen_train.predict import check_count, check_settings, draw
+from qwen_train.stop import Signals
+
+WITHOUT = "-without-lora"
+
+
+def draw_jobs(
+    model: ModelFolder,
+    jobs: Sequence[Job],
+    folder: Path,
+    config: PredictConfig,
+    devices: Devices,
+    *,
+    loras: Sequence[WeightedLora],
+    merge: bool,
+    quantization: str,
+    compare: bool,
+) -> Done:
+    """A PNG for each job in `folder`; to compare, one without the LoRAs too, called -without-lora."""
+    for job in jobs:
+        check_count(model, len(job.controls))
+    check_settings(model, config, devices)
+    check_loras(model, loras, merge, quantization, tabulated=config.tabulated_modulation)
+    plain = {"model": fingerprint(model), "quantization": quantization, "predict": config.model_dump(mode="json")}
+    with_loras = {"loras": [[content_hash(lora.file.read_bytes()), lora.weight] for lora in loras], "merge": merge}
+    turns: list[tuple[list[Job], dict[str, Any]]] = [(list(jobs), {**plain, **(with_loras if loras else {})})]
+    if compare and loras:
+        turns.append(([replace(job, name=job.name + WITHOUT) for job in jobs], plain))
+    todo = [job for turn, about in turns for job in waiting(turn, folder, about)]
+    embeds = encode(model, todo, config, devices)
+    pipeline: Any = None
+    if todo:
+        pipeline = load_pipeline(model, config, devices, quantization=quantization, loras=loras, merge=merge)
+
+    def drawn(job: Job) -> Image.Image:
+        there = {name: tensor.to(devices.transformer) for name, tensor in embeds[job.name].items()}
+        picture: Image.Image = draw(pipeline, pictures_of(job), there, config).pictures[0]
+        return picture
+
+    made = Done([], [], [])
+    for number, (turn, about) in enumerate(turns):
+        if number and pipeline is not None:
+            pipeline.disable_lora()
+        done = run_jobs(turn, drawn, folder, about)
+        made = Done(made.written + done.written, made.skipped + done.skipped, made.failed + done.failed)
+    return made
+
+
+def encode(
+    model: ModelFolder, jobs: Sequence[Job], config: PredictConfig, devices: Devices
+) -> dict[str, dict[str, torch.Tensor]]:
+    """What the pipeline takes in place of each job's prompts, on the CPU; no encoder is left behind.
+
+    A job whose pictures cannot be read has none: it will fail when it is drawn.
+    """
+    encoder = PromptEncoder(model, devices.text, getattr(torch, config.dtype), config.offload)
+    negative_prompt = config.negative_prompt if config.true_cfg_scale > 1 else None
+    found = {}
+    with counting("encoding prompts", len(jobs)) as advance:
+        for job in jobs:
+            try:
+                found[job.name] = encoder.arguments(pictures_of(job), job.prompt, negative_prompt)
+            except SourceError:
+                found[job.name] = {}
+            advance(1)
+    encoder.free()
+    return found
+
+
+def compared(jobs: Sequence[Job], folder: Path, *, with_lora: bool, failed: Sequence[Problem]) -> list[tuple[Job, Row]]:
+    """What was drawn, beside what it was drawn from and what it should be."""
+    rows = []
+    lost = {problem.where.partition(":")[0] for problem in failed}
+    for job in jobs:
+        if job.name in lost or job.name + WITHOUT in lost:
+            continue
+        paths = [folder / f"{job.name}{suffix}.png" for suffix in (("", WITHOUT) if with_lora else ("",))]
+        pictures = [Image.open(path).convert("RGB") for path in paths]
+        new, old = (pictures[0], pictures[1]) if with_lora else (None, pictures[0])
+        target = pictures_of(replace(job, controls=(job.target,)))[0] if job.target else None
+        rows.append((job, Row(tuple(pictures_of(job)), old, new, target)))
+    return rows
+
+
+def fingerprint(model: ModelFolder) -> str:
+    """Of a model's files by name, size and time: reading them would take longer than drawing."""
+    files = sorted(path for path in model.path.rglob("*") if path.is_file())
+    stats = [(str(path.relative_to(model.path)), path.stat()) for path in files]
+    return content_hash(json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]).encode())
+
+
+# ---- from a cache ----------------------------------------------------------------------------------------------------
+
+
+def draw_samples(
+    model: ModelFolder,
+    cache: Cache,
+    samples: Sequence[Sample],
+    config: PredictConfig,
+    devices: Devices,
+    *,
+    loras: Sequence[WeightedLora],
+    merge: bool,
+    quantization: str,
+    compare: bool,
+) -> list[Row]:
+    """Each sample drawn from its embeddings; to compare, without the LoRAs too, and its own pictures decoded."""
+    guidance = guidance_from_cache(config.negative_prompt, config.true_cfg_scale)
+    check_settings(model, config, devices)
+    check_loras(model, loras, merge, quantization, tabulated=config.tabulated_modulation)
+    check_cache(cache, model, json.loads((model.part("transformer") / "config.json").read_text(encoding="utf-8")))
+    dtype = getattr(torch, config.dtype)
+    pipeline = load_pipeline(model, config, devices, quantization=quantization, loras=loras, merge=merge)
+    turns = [False, True] if compare and loras else [False]
+    steps = len(config.sigmas or ()) or config.num_inference_steps
+    drawn: dict[bool, list[Any]] = {}
+    with Signals() as signals, counting("drawing", len(samples) * len(turns) * steps) as advance:
+
+        def on_step(_: int) -> None:
+            advance(1)
+            if signals.stop:
+                raise KeyboardInterrupt
+
+        for without in turns:
+            if without:
+                pipeline.disable_lora()
+            with memory_for("denoising", devices.transformer):
+                drawn[without] = [
+                    draw_cached(
+                        sample,
+                        pipeline.transformer,
+                        FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config),
+                        num_inference_steps=config.num_inference_steps,
+                        true_cfg_scale=guidance,
+                        sigmas=config.sigmas,
+                        latents=initial_latents(sample, config.seed, dtype),
+                        device=devices.transformer,
+                        dtype=dtype,
+                        on_step=on_step,
+                    )
+                    for sample in samples
+                ]
+    rows = []
+    for i, sample in enumerate(samples):
+        shapes = sample.img_shapes
+        pictures = {without: decode_pictures(pipeline.vae, drawn[without][i], shapes[:1])[0] for without in turns}
+        first, second = pictures[False], pictures.get(True)
+        row = Row((), second, first) if loras else Row((), first)
+        if compare:
+            controls = decode_pictures(pipeline.vae, sample["control_latents"], shapes[1:]) if shapes[1:] else []
+            target = decode_pictures(pipeline.vae, sample["image_latents"], shapes[:1])[0]
+            row = replace(row, controls=tuple(controls), target=target)
+        rows.append(row)
+    pipeline.maybe_free_model_hooks()
+    return rows

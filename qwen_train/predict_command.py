@@ -1,0 +1,140 @@
+"""`qwen-train predict` as people see it: one picture, several prompts, every row of a source, or samples of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qwen_cache.build_command import print_problems
+from qwen_cache.config import Config
+from qwen_cache.console import FAILED, FAULTS, INTERRUPTED, console, plural
+from qwen_cache.encode.source import Problem
+from qwen_cache.format.cache import open_cache
+from qwen_cache.format.errors import ConfigError
+from qwen_cache.model_folder import ModelFolder, open_model
+from qwen_train.drawing.cached import find_sample
+from qwen_train.drawing.devices import Devices
+from qwen_train.drawing.grid import Row, compare_grid
+from qwen_train.drawing.jobs import jobs_of, jobs_of_prompts
+from qwen_train.drawing.loras import WeightedLora
+from qwen_train.drawing.many import compared, draw_jobs, draw_samples
+from qwen_train.predict import open_pictures, picture_format, predict, save_pictures
+
+ROWS_ON_A_PAGE = 25
+PARTS_FOR_A_CACHE = ("vae", "transformer", "scheduler")
+PARTS = (*PARTS_FOR_A_CACHE, "text_encoder", "tokenizer", "processor")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command was given besides settings and devices."""
+
+    out: Path
+    images: Sequence[Path] = ()
+    prompts: Sequence[str] = ()
+    source: str | None = None
+    cache: str | None = None
+    keys: Sequence[str] = ()
+    loras: Sequence[WeightedLora] = ()
+    merge: bool = False
+    compare: bool = False
+    save_interrupted: bool = False
+
+
+def run_predict(settings: Config, devices: Devices, asked: Asked) -> int:
+    """Draw what was asked for; the exit code."""
+    check(settings, asked)
+    parts = PARTS if asked.cache is None else PARTS_FOR_A_CACHE
+    model = open_model(settings.model.path, parts, settings.model.revision)
+    how = {"loras": asked.loras, "merge": asked.merge, "quantization": settings.model.quantization}
+    if asked.cache is not None:
+        return _from_cache(settings, model, devices, asked, how)
+    if asked.source is not None or len(asked.prompts) > 1 or asked.compare:
+        return _many(settings, model, devices, asked, how)
+    return _one(settings, model, devices, asked, how)
+
+
+def check(settings: Config, asked: Asked) -> None:
+    """Refuse what does not go together, before anything is read."""
+    given = {"--prompt": asked.prompts, "--source": asked.source, "--from-cache": asked.cache}
+    ways = [name for name, value in given.items() if value]
+    if len(ways) != 1:
+        raise ConfigError("what to draw is said in one way", expected=" or ".join(given), found=" and ".join(ways))
+    if asked.images and not asked.prompts:
+        raise ConfigError(f"--image goes with --prompt, and not with {ways[0]}")
+    if bool(asked.cache) != bool(asked.keys):
+        raise ConfigError("--from-cache CACHE goes with --key KEY", do="name a sample; `qwen-cache inspect` lists them")
+    if asked.compare and asked.merge:
+        raise ConfigError("a merged LoRA cannot be left out again", found="--compare and --merge", do="choose one")
+    config, one = settings.predict, len(asked.prompts) == 1 and not asked.compare
+    if config.num_images_per_prompt > 1 and not one:
+        raise ConfigError("several pictures are of one prompt", found=f"--num-images {config.num_images_per_prompt}")
+    if asked.save_interrupted and not one:
+        raise ConfigError("--save-interrupted is for one picture", do="leave it out: the same command goes on")
+    if asked.cache and (config.width or config.height):
+        raise ConfigError("a cached sample has its size", do="leave out --width and --height")
+    if not asked.source:
+        picture_format(asked.out)
+    if not asked.source and not one and not asked.cache and asked.out.suffix.lower() != ".png":
+        raise ConfigError("pictures that can be gone on with are .png", where="--out", found=asked.out)
+
+
+def _one(settings: Config, model: ModelFolder, devices: Devices, asked: Asked, how: dict[str, Any]) -> int:
+    pictures, config = open_pictures(asked.images), settings.predict
+    drawn = predict(model, pictures, asked.prompts[0], config, devices, save_interrupted=asked.save_interrupted, **how)
+    paths, steps = save_pictures(drawn.pictures, asked.out), drawn.interrupted_after
+    ended = "[bold green]done[/]" if steps is None else f"[yellow]interrupted after {plural(steps, 'step')}[/]"
+    size = f"{drawn.pictures[0].width}×{drawn.pictures[0].height}"
+    console().print(f"{ended}: {', '.join(map(str, paths))}, {size}", highlight=False)
+    return 0 if steps is None else INTERRUPTED
+
+
+def _many(settings: Config, model: ModelFolder, devices: Devices, asked: Asked, how: dict[str, Any]) -> int:
+    """A PNG for each prompt, or for each row of the source; what is there already is not drawn again."""
+    problems: list[Problem] = []
+    if asked.source is None:
+        jobs = jobs_of_prompts(asked.out.stem, asked.images, asked.prompts)
+        folder, grid = asked.out.parent, asked.out.with_stem(f"{asked.out.stem}-compare")
+    else:
+        jobs, problems = jobs_of(asked.source, settings.data, needs_control=model.takes_controls)
+        folder, grid = asked.out, asked.out / "compare.png"
+    print_problems(tuple(problems))
+    if problems and settings.data.on_error == "stop":
+        console().print("nothing was drawn; mend these rows, or leave them out with --set data.on_error=skip")
+        return FAILED
+    done = draw_jobs(model, jobs, folder, settings.predict, devices, compare=asked.compare, **how)
+    there = f", {len(done.skipped)} there already" if done.skipped else ""
+    console().print(
+        f"[bold green]done[/]: {plural(len(done.written), 'new picture')} in {folder}{there}", highlight=False
+    )
+    if asked.compare:
+        rows = compared(jobs, folder, with_lora=bool(asked.loras), failed=done.failed)
+        _print_grid(_save_grid([row for _, row in rows], [job.prompt for job, _ in rows], grid))
+    print_problems(tuple(done.failed))
+    return FAULTS if problems or done.failed else 0
+
+
+def _from_cache(settings: Config, model: ModelFolder, devices: Devices, asked: Asked, how: dict[str, Any]) -> int:
+    assert asked.cache is not None
+    cache = open_cache(asked.cache, recipe=settings.cache.recipe)
+    samples = [find_sample(cache, key) for key in asked.keys]
+    rows = draw_samples(model, cache, samples, settings.predict, devices, compare=asked.compare, **how)
+    paths = save_pictures([picture for row in rows if (picture := row.with_lora or row.without_lora)], asked.out)
+    console().print(f"[bold green]done[/]: {', '.join(map(str, paths))}", highlight=False)
+    if asked.compare:
+        grid = asked.out.with_stem(f"{asked.out.stem}-compare")
+        _print_grid(_save_grid(rows, [sample.prompt for sample in samples], grid))
+    return 0
+
+
+def _save_grid(rows: Sequence[Row], captions: Sequence[str], path: Path) -> list[Path]:
+    """On as many pages as it takes."""
+    starts = range(0, len(rows), ROWS_ON_A_PAGE)
+    pages = [compare_grid(rows[i : i + ROWS_ON_A_PAGE], captions[i : i + ROWS_ON_A_PAGE]) for i in starts]
+    return save_pictures(pages, path)
+
+
+def _print_grid(paths: Sequence[Path]) -> None:
+    console().print(f"side by side: {', '.join(map(str, paths))}", highlight=False)

@@ -1,0 +1,250 @@
+"""Many pictures in one go: several prompts, a whole source, samples of a cache, with and without the LoRA.
+
+The judge is `qwen-train predict` for one picture, which is held to the stock pipeline elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.torch import save_file
+
+from qwen_cache import open_cache
+from qwen_train import predict_command
+from qwen_train.drawing import many
+from qwen_train.drawing.prompts import PromptEncoder
+
+from .conftest import Result, photograph, run, write_pairs
+
+TinyModel = Callable[[str], Path]
+Predict = Callable[..., Result]
+SIZE = ("--set", "predict.height=64", "--set", "predict.width=64")
+
+
+@pytest.fixture
+def predict(tiny_model: TinyModel) -> Predict:
+    def draw(*options: str | Path, variant: str = "edit-plus", size: tuple[str, ...] = SIZE) -> Result:
+        small = (*size, "--set", "predict.dtype=float32", "--steps", "2")
+        return run("qwen-train", "predict", "--model", tiny_model(variant), *small, *options)
+
+    return draw
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    photograph("chelsea.png").resize((64, 64)).save(tmp_path / "cat.png")
+    return tmp_path / "cat.png"
+
+
+@pytest.fixture
+def lora(tmp_path: Path, tiny_model: TinyModel) -> Path:
+    """A strong one."""
+    import torch
+
+    torch.manual_seed(0)
+    name = "transformer.transformer_blocks.0.attn.to_out.0"
+    width = 64
+    weights = {f"{name}.lora_A.weight": torch.randn(4, width), f"{name}.lora_B.weight": torch.randn(width, 4)}
+    save_file(weights, tmp_path / "lora.safetensors")
+    return tmp_path / "lora.safetensors"
+
+
+def pixels(path: Path) -> Any:
+    return np.asarray(Image.open(path).convert("RGB"))
+
+
+# ---- several prompts, a whole source ---------------------------------------------------------------------------------
+
+
+def test_each_of_several_prompts_gets_the_picture_it_gets_alone(
+    predict: Predict, picture: Path, tmp_path: Path
+) -> None:
+    prompts = ["make it red", "make it 黑白"]
+    result = predict("--image", picture, *(o for p in prompts for o in ("--prompt", p)), "--out", tmp_path / "all.png")
+    assert result.code == 0, result.stderr
+    assert "2 new pictures" in result.stderr
+    for i, prompt in enumerate(prompts, 1):
+        alone = tmp_path / "alone.png"
+        assert predict("--image", picture, "--prompt", prompt, "--out", alone).code == 0
+        assert np.array_equal(pixels(tmp_path / f"all-{i}.png"), pixels(alone))
+
+
+def test_only_what_changed_is_drawn_again(
+    predict: Predict, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_pairs(tmp_path / "data")
+    drawing = ("--source", source, "--out", tmp_path / "drawn")
+    assert predict(*drawing).code == 0
+    names = {"china", "flower", "cat", "cup"}
+    assert {path.name for path in (tmp_path / "drawn").iterdir()} == {f"{name}.png" for name in names}
+    before = {name: pixels(tmp_path / "drawn" / f"{name}.png") for name in names}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(many, "load_pipeline", None)
+        patch.setattr(PromptEncoder, "_load", None)
+        assert "0 new pictures in" in predict(*drawing).stderr
+    (source / "target_images" / "cat.txt").write_text("make it blue", encoding="utf-8")
+    again = predict(*drawing)
+    assert "1 new picture in" in again.stderr
+    assert "classifier-free" not in again.stderr
+    assert not np.array_equal(pixels(tmp_path / "drawn" / "cat.png"), before["cat"])
+    assert "4 new pictures in" in predict(*drawing, "--seed", "1").stderr
+    assert "4 new pictures in" in predict(*drawing, "--seed", "1", "--lora", lora).stderr
+    assert "4 new pictures in" in predict(*drawing, "--seed", "1", "--lora", f"{lora}:0.5").stderr
+
+
+def test_a_picture_that_cannot_be_read_is_left_out(predict: Predict, tmp_path: Path) -> None:
+    source = write_pairs(tmp_path / "data")
+    (source / "control_images" / "cup.png").write_bytes(b"no picture")
+    result = predict("--source", source, "--out", tmp_path / "drawn", "--compare")
+    assert result.code == 1
+    assert "cup" in result.stderr
+    assert "3 new pictures" in result.stderr
+    assert {path.name for path in (tmp_path / "drawn").iterdir()} == {
+        "china.png",
+        "flower.png",
+        "cat.png",
+        "compare.png",
+    }
+
+
+# ---- side by side ----------------------------------------------------------------------------------------------------
+
+
+def test_control_without_with_and_target_are_side_by_side(
+    predict: Predict, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out, pages = write_pairs(tmp_path / "data"), tmp_path / "drawn", []
+    grid = predict_command.compare_grid
+    monkeypatch.setattr(predict_command, "compare_grid", lambda *page: pages.append(page) or grid(*page))
+    monkeypatch.setattr(predict_command, "ROWS_ON_A_PAGE", 3)
+    result = predict("--source", source, "--out", out, "--lora", lora, "--compare")
+    assert result.code == 0, result.stderr
+    assert [len(rows) for rows, _ in pages] == [3, 1]
+    assert {path.name for path in out.glob("compare*")} == {"compare-1.png", "compare-2.png"}
+    shown = dict(zip(("cat", "china", "cup", "flower"), (row for rows, _ in pages for row in rows), strict=True))
+    assert [caption for _, captions in pages for caption in captions][2] == "invert the colours"
+    for name, row in shown.items():
+        assert np.array_equal(row.with_lora, pixels(out / f"{name}.png"))
+        assert np.array_equal(row.without_lora, pixels(out / f"{name}-without-lora.png"))
+        assert np.array_equal(row.controls[0], pixels(source / "control_images" / f"{name}.png"))
+        assert np.array_equal(row.target, pixels(source / "target_images" / f"{name}.png"))
+        assert np.abs(np.asarray(row.with_lora).astype(int) - np.asarray(row.without_lora)).max() > 8
+    plain = tmp_path / "plain"
+    assert predict("--source", source, "--out", plain).code == 0
+    assert np.array_equal(pixels(plain / "cat.png"), pixels(out / "cat-without-lora.png"))
+
+
+# ---- from a cache ----------------------------------------------------------------------------------------------------
+
+
+def test_a_cached_sample_is_drawn_without_the_text_encoder(
+    predict: Predict, built: Callable[..., Path], lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = open_cache(built("edit-plus"))
+    monkeypatch.setattr(PromptEncoder, "_load", None)
+    out = tmp_path / "out.png"
+    keys = ("--key", "cat", "--key", cache[1].key[:8])
+    drawing = ("--from-cache", built("edit-plus"), *keys, "--out", out)
+    result = predict(*drawing, "--lora", lora, "--compare", size=())
+    assert result.code == 0, result.stderr
+    by_name = {sample.name: sample for sample in cache}
+    _, h, w = by_name["cat"].img_shapes[0]
+    assert pixels(tmp_path / "out-1.png").shape == (16 * h, 16 * w, 3)
+    assert (tmp_path / "out-compare.png").is_file()
+    trained = pixels(tmp_path / "out-1.png")
+    assert predict(*drawing, size=()).code == 0
+    assert not np.array_equal(pixels(tmp_path / "out-1.png"), trained)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "what to draw is said in one way (expected --prompt or --source or --from-cache"),
+        (("--prompt", "x", "--source", "data"), "found --prompt and --source"),
+        (("--source", "data", "--image", "a.png"), "--image goes with --prompt"),
+        (("--from-cache", "shards"), "--from-cache CACHE goes with --key KEY"),
+        (("--prompt", "x", "--compare", "--merge", "--lora", "{lora}"), "a merged LoRA cannot be left out again"),
+        (("--prompt", "x", "--prompt", "y", "--num-images", "2"), "several pictures are of one prompt"),
+        (("--prompt", "x", "--prompt", "y", "--save-interrupted"), "--save-interrupted is for one picture"),
+        (("--prompt", "x", "--prompt", "y", "--out", "a.jpg"), "pictures that can be gone on with are .png"),
+        (("--from-cache", "{cache}", "--key", "nobody"), "no sample of this key or name"),
+        (("--from-cache", "{cache}", "--key", "cat", "--negative-prompt", "x"), "holds no negative prompt"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    predict: Predict, built: Callable[..., Path], lora: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    given = [option.format(lora=lora, cache=built("edit-plus")) for option in options]
+    result = predict(*given, *(() if "--out" in options else ("--out", tmp_path / "out.png")), size=())
+    assert result.code == 2
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+
+
+def test_a_cache_of_another_kind_of_model_is_refused(
+    predict: Predict, built: Callable[..., Path], tmp_path: Path
+) -> None:
+    drawing = ("--from-cache", built("edit-plus"), "--key", "cat", "--out", tmp_path / "out.png")
+    result = predict(*drawing, variant="t2i", size=())
+    assert result.code == 2
+    assert "the cache was made for another kind of model" in result.stderr
+
+
+def test_a_file_that_was_not_drawn_here_stays(predict: Predict, picture: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a-1.png")
+    result = predict("--image", picture, "--prompt", "x", "--prompt", "y", "--out", tmp_path / "a.png")
+    assert result.code == 2
+    assert "did not draw" in result.stderr
+    assert pixels(tmp_path / "a-1.png").shape == (8, 8, 3)
+
+
+# ---- a table in place of the modulation ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["edit-plus", "edit-2511"])
+def test_the_modulation_from_a_table_draws_nearly_the_same(
+    predict: Predict, picture: Path, lora: Path, tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "tables"))
+    drawing = ("--image", picture, "--prompt", "x", "--lora", lora, "--set", "predict.dtype=bfloat16")
+    plain, found = tmp_path / "plain.png", tmp_path / "found.png"
+    assert predict(*drawing, "--out", plain, variant=variant).code == 0
+    tabulated = ("--set", "predict.tabulated_modulation=true")
+    result = predict(*drawing, *tabulated, "--out", found, variant=variant)
+    assert result.code == 0, result.stderr
+    difference = np.abs(pixels(plain).astype(int) - pixels(found))
+    assert difference.mean() < 2
+    assert list((tmp_path / "tables").rglob("*.npy"))
+    refused = predict(*drawing, *tabulated, "--set", "predict.dtype=float32", "--out", found, variant=variant)
+    assert "predict.tabulated_modulation needs bfloat16" in refused.stderr
+
+
+def test_a_lora_on_what_is_tabulated_is_refused(predict: Predict, picture: Path, tmp_path: Path) -> None:
+    import torch
+
+    name = "transformer.transformer_blocks.0.img_mod.1"
+    weights = {f"{name}.lora_A.weight": torch.randn(4, 64), f"{name}.lora_B.weight": torch.randn(384, 4)}
+    save_file(weights, tmp_path / "other.safetensors")
+    drawing = (
+        "--image",
+        picture,
+        "--prompt",
+        "x",
+        "--lora",
+        tmp_path / "other.safetensors",
+        "--out",
+        tmp_path / "o.png",
+    )
+    options = ("--set", "predict.tabulated_modulation=true", "--set", "predict.dtype=bfloat16")
+    result = predict(*drawing, *options)
+    assert result.code == 2
+    assert "img_mod" in result.stderr
