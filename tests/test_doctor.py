@@ -1,0 +1,453 @@
+"""What doctor promises: it knows the usual mistakes, crashes on no machine, leaves nothing behind and tells no secret.
+With it what bug reports need of `--version`, what a shell needs to complete, and that CONTRIBUTING.md names real files.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from contextlib import nullcontext
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import accelerate
+import diffusers
+import peft
+import pytest
+import safetensors
+import torch
+import transformers
+
+import qwen_cache
+from qwen_cache import doctor
+from qwen_cache.config import LoggingConfig
+from qwen_cache.doctor import Device, Speed, Torch
+
+from .conftest import ROOT, command, run
+from .test_architecture import HEAVY, imported_by
+
+GPU = "NVIDIA H200"
+CPU_BUILD = Torch("2.13.0+cpu")
+NEEDS = ("torch>=2.6", "diffusers>=0.42", "s3fs>=2025.3; extra == 's3'", "ray>=2.40; extra == 'ray'")
+GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine of which nothing is known but this Python; each test adds what it is about."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(doctor, "probe_torch", lambda: CPU_BUILD)
+    monkeypatch.setattr(doctor, "probe_nvidia", list)
+
+
+def examined(*options: str | Path, code: int = 0) -> dict[str, dict[str, Any]]:
+    """The checks of `doctor --json` by their names."""
+    result = run("qwen-cache", "doctor", "--json", "--no-disk", *options)
+    document = json.loads(result.stdout)
+    assert (result.code, document["ok"]) == (code, code == 0), result
+    return {check["name"]: check for check in document["checks"]}
+
+
+def packages(monkeypatch: pytest.MonkeyPatch, present: dict[str, str], needs: Iterable[str] = NEEDS) -> None:
+    """Fake what is installed, and what this package asks for."""
+
+    def version(name: str) -> str:
+        if name not in present:
+            raise metadata.PackageNotFoundError(name)
+        return present[name]
+
+    fake = SimpleNamespace(
+        version=version, requires=lambda _: list(needs), PackageNotFoundError=metadata.PackageNotFoundError
+    )
+    monkeypatch.setattr(doctor, "metadata", fake)
+
+
+# ---- as a user types it ----------------------------------------------------------------------------------------------
+
+
+def test_it_says_what_is_there_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    result = command("qwen-cache", "doctor", "--json", cwd=tmp_path)
+    document = json.loads(result.stdout)
+    assert (result.code, document["ok"], result.stderr) == (0, True, "")
+    checks = {check["name"]: check for check in document["checks"]}
+    for module in (accelerate, diffusers, peft, safetensors, torch, transformers):
+        assert checks[module.__name__]["facts"]["version"] == module.__version__
+    disk = checks["disk of shards"]["facts"]
+    assert disk["write"] > 0
+    assert 0 < disk["free"] <= shutil.disk_usage(tmp_path).total
+    assert checks["processors"]["facts"]["cores"] <= (os.cpu_count() or 1)
+    assert checks["torch's build"]["facts"]["built_for"].startswith("CUDA") == (torch.version.cuda is not None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_says_the_same_as_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "probe_nvidia", lambda: [GPU])
+    result = run("qwen-cache", "doctor", "--no-disk")
+    assert result.code == 1
+    lines = [line.strip() for line in result.stdout.splitlines()]
+    for check in examined(code=1).values():
+        assert any(line.startswith(f"{check['status']} ") and check["name"] in line for line in lines), check
+        assert check["do"] is None or f"→ {check['do']}" in lines
+    assert lines[-1] == "1 essential thing missing"
+
+
+def test_a_token_is_never_printed_and_offline_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = command("qwen-cache", "doctor", "--json", "--no-disk")
+    hub = next(check for check in json.loads(result.stdout)["checks"] if check["name"] == "hub")
+    assert (hub["status"], hub["facts"]) == ("careful", {"offline": True, "token": True})
+    assert "unset HF_HUB_OFFLINE" in hub["do"]
+    monkeypatch.setenv("HF_TOKEN", "")
+    (tmp_path / "hub" / "hub" / "models--Qwen--Qwen-Image-Edit-2509").mkdir(parents=True)
+    table = command("qwen-cache", "doctor", "--no-disk")
+    assert re.search(r"ok +models .*has Qwen-Image-Edit-2509 *\n", table.stdout)
+    assert re.search(r"ok +hub +offline \(HF_HUB_OFFLINE\), no token *\n", table.stdout)
+    assert "hf_secret" not in result.stdout + result.stderr + table.stdout + table.stderr
+
+
+# ---- what computes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "nvidia", "visible", "status", "says"),
+    [
+        (CPU_BUILD, [], None, "careful", ["none", "the real one wants a GPU"]),
+        (CPU_BUILD, [GPU], None, "missing", [GPU, "pip uninstall -y torch && pip install torch==2.13.0 "]),
+        (CPU_BUILD, [GPU], "", "missing", ["torch is the build for the CPU alone"]),
+        (Torch("2.13.0", "CUDA 13.0"), [GPU], "", "careful", ["hidden by CUDA_VISIBLE_DEVICES=''", "unset"]),
+        (
+            Torch("2.13.0", "CUDA 13.0", complaint="The NVIDIA driver on your system is too old"),
+            [GPU],
+            "0",
+            "missing",
+            [GPU, "driver on your system is too old", "update the NVIDIA driver to one for CUDA 13.0"],
+        ),
+    ],
+    ids=["no GPU", "CPU build", "CPU build, hidden", "hidden", "old driver"],
+)
+def test_no_device(
+    monkeypatch: pytest.MonkeyPatch, found: Torch, nvidia: list[str], visible: str | None, status: str, says: list[str]
+) -> None:
+    monkeypatch.setattr(doctor, "probe_torch", lambda: found)
+    monkeypatch.setattr(doctor, "probe_nvidia", lambda: nvidia)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    check = examined(code=int(status == "missing"))["accelerator"]
+    assert check["status"] == status
+    assert all(words in f"{check['found']} {check['do']}" for words in says), check
+
+
+@pytest.mark.parametrize(
+    ("device", "status", "says"),
+    [
+        (Device("cuda:0", GPU, 143 * GB, 142 * GB, True), "ok", "NVIDIA H200, 142 GB of 143 GB free, bfloat16"),
+        (Device("cuda:0", GPU, 143 * GB, 3 * GB, True), "careful", "another process holds the rest"),
+        (Device("cuda:0", "Tesla T4", 15 * GB, 15 * GB, False), "careful", "no bfloat16"),
+        (Device("mps:0", "mps", None, None, None), "ok", "mps"),
+    ],
+    ids=["free", "in use", "without bfloat16", "of which little is known"],
+)
+def test_devices(monkeypatch: pytest.MonkeyPatch, device: Device, status: str, says: str) -> None:
+    monkeypatch.setattr(doctor, "probe_torch", lambda: Torch("2.13.0", "CUDA 13.0", (device,)))
+    checks = examined()
+    assert "accelerator" not in checks
+    check = checks[device.place]
+    assert check["status"] == status
+    assert says in f"{check['found']} {check['do']}"
+    facts = ("name", device.name), ("total", device.total), ("free", device.free), ("bf16", device.bf16)
+    assert check["facts"].items() >= set(facts)
+
+
+def test_a_torch_that_cannot_be_loaded_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "torch", None)
+    check = examined(code=1)["torch's build"]
+    assert check["status"] == "missing"
+    assert "fails: import of torch halted" in check["found"]
+
+
+def test_torch_is_asked_for_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through torch's own names, so that one that is gone in another release shows."""
+    monkeypatch.undo()
+    for kind in ("cuda", "xpu"):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda kind=kind: torch.device(kind))
+        monkeypatch.setattr(torch.cuda, "device", nullcontext)
+        backend = getattr(torch, kind)
+        monkeypatch.setattr(backend, "mem_get_info", lambda number: (number, 80 * GB))
+        monkeypatch.setattr(backend, "get_device_name", lambda number: f"number {number}")
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: including_emulation)
+        bf16 = False if kind == "cuda" else None
+        devices = tuple(Device(f"{kind}:{i}", f"number {i}", 80 * GB, i, bf16) for i in range(2))
+        assert doctor.probe_torch().devices == devices
+
+
+def test_nvidia_gpus_are_found_with_and_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "NVIDIA_GPUS", tmp_path / "gpus")
+    assert doctor.probe_nvidia() == []
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho NVIDIA H200\necho NVIDIA L4\n")
+    program.chmod(0o755)
+    assert doctor.probe_nvidia() == ["NVIDIA H200", "NVIDIA L4"]
+    program.write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+    assert doctor.probe_nvidia() == []
+    information = tmp_path / "gpus" / "0000:01:00.0" / "information"
+    information.parent.mkdir(parents=True)
+    information.write_text("Model: \t\t NVIDIA L4\nIRQ:   \t\t 29\n")
+    assert doctor.probe_nvidia() == ["NVIDIA L4"]
+
+
+# ---- packages --------------------------------------------------------------------------------------------------------
+
+
+def test_missing_and_old_packages_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages(monkeypatch, {"diffusers": "0.30.0", "s3fs": "2026.1"})
+    checks = examined(code=1)
+    assert (checks["torch"]["status"], checks["torch"]["found"]) == ("missing", "not installed, needs >=2.6")
+    assert checks["torch"]["do"] == "pip install 'torch>=2.6'"
+    assert (checks["diffusers"]["status"], checks["diffusers"]["found"]) == ("missing", "0.30.0, needs >=0.42")
+    assert checks["diffusers"]["do"] == "pip install 'diffusers>=0.42'"
+
+
+def test_extras_are_not_essential(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages(monkeypatch, {"torch": "2.13.0+cpu", "diffusers": "0.43.0.dev0", "s3fs": "2026.1", "ray": "2.9"})
+    checks = examined()
+    assert checks["extras"]["found"] == "s3"
+    assert (checks["extra ray"]["status"], checks["extra ray"]["essential"]) == ("missing", False)
+    assert checks["extra ray"]["do"] == "pip install 'qwen-cache[ray]'"
+    assert "without ray; for `build --ray`" in checks["extra ray"]["found"]
+    assert "extra s3" not in checks
+
+
+def test_a_version_that_is_no_number_is_somebodys_own_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages(monkeypatch, {"torch": "built here", "diffusers": "0.42.1"})
+    assert (examined()["torch"]["status"], examined()["torch"]["found"]) == ("ok", "built here")
+
+
+def test_every_extra_and_every_tracker_is_known() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(doctor.EXTRAS) == set(project["optional-dependencies"]) - {"demo", "docs", "bench", "dev"}
+    known = get_args(LoggingConfig.model_fields["tracker"].annotation)
+    assert (*doctor.TRACKERS, "none") == known
+
+
+# ---- the host --------------------------------------------------------------------------------------------------------
+
+
+def test_an_odd_machine_is_no_reason_to_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither /proc nor nvidia-smi, no home, no metadata of ours, no way to drop the page cache."""
+
+    def unknown(_: str) -> list[str]:
+        raise metadata.PackageNotFoundError
+
+    nowhere = tmp_path / "nowhere"
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(nowhere))
+    monkeypatch.setenv("HOME", str(nowhere))
+    monkeypatch.setattr(doctor, "MEMINFO", nowhere)
+    monkeypatch.setattr(doctor, "NVIDIA_GPUS", nowhere)
+    monkeypatch.setattr(doctor, "CONTAINER_LIMITS", (nowhere,))
+    monkeypatch.setattr(doctor, "MEASURED_BYTES", 1)
+    monkeypatch.setattr(doctor.metadata, "requires", unknown)
+    for name in ("posix_fadvise", "sched_getaffinity", "sysconf_names"):
+        monkeypatch.delattr(os, name, raising=False)
+    result = run("qwen-cache", "doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+    assert result.code == 0, result
+    assert checks["memory"]["found"] == "not known"
+    assert checks["disk of shards"]["facts"]["read"] is None
+    assert checks["qwen-cache"]["do"] == "pip install . in its folder"
+
+
+def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo, limit = tmp_path / "meminfo", tmp_path / "memory.max"
+    meminfo.write_text("MemTotal:       65536000 kB\nMemFree:  1 kB\nMemAvailable:   32768000 kB\n")
+    monkeypatch.setattr(doctor, "MEMINFO", meminfo)
+    monkeypatch.setattr(doctor, "CONTAINER_LIMITS", (limit,))
+    limit.write_text("max\n")
+    assert doctor.probe_memory() == (65_536_000 * 1024, 32_768_000 * 1024)
+    assert examined()["memory"]["status"] == "ok"
+    limit.write_text(f"{8 * GB}\n")
+    check = examined()["memory"]
+    assert (check["status"], check["found"]) == ("careful", "8.0 GB, 8.0 GB free")
+    assert "the text encoder alone is 16.6 GB" in check["do"]
+
+
+# ---- disks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("free", "speed", "status", "says"),
+    [
+        (1100 * GB, Speed(GB, GB), "ok", "1.1 TB free, for about 100000 edits of a megapixel; writes 1.0 GB/s"),
+        (2 * GB, Speed(GB, GB), "careful", "more room"),
+        (1100 * GB, Speed(2e7, GB), "careful", "wait for this one"),
+        (1100 * GB, Speed(GB, 2e7), "careful", "wait for this one"),
+        (1100 * GB, None, "ok", "1.1 TB free"),
+    ],
+    ids=["fine", "small", "slow to write", "slow to read", "not measured"],
+)
+def test_a_disk_may_be_small_or_slow(free: int, speed: Speed | None, status: str, says: str) -> None:
+    check = doctor.judge_disk("disk", free, speed)
+    assert check.status == status
+    assert says in f"{check.found} {check.do}"
+
+
+@pytest.mark.parametrize(("per_block", "moved"), [(0.01, doctor.MEASURED_BYTES), (1.0, 2 * doctor.BLOCK)])
+def test_a_measurement_ends_with_its_bytes_or_with_its_time(
+    monkeypatch: pytest.MonkeyPatch, per_block: float, moved: int
+) -> None:
+    """On a clock of our own: a fast disk moves all bytes, a slow one what it can in two seconds."""
+    now, done = 0.0, 0
+
+    def step() -> int:
+        nonlocal now, done
+        now, done = now + per_block, done + doctor.BLOCK
+        return doctor.BLOCK
+
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(monotonic=lambda: now))
+    assert doctor._rate(step) == pytest.approx(doctor.BLOCK / per_block)
+    assert done == moved
+
+
+def test_nowhere_to_write_is_essential(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for path in (file, file / "shards"):
+        check = examined("--path", path, code=1)[f"disk of {path}"]
+        assert (check["status"], check["found"]) == ("missing", f"{file} is a file")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert examined(code=1)["disk of shards"]["found"] == f"{tmp_path} cannot be written to"
+
+
+def test_a_disk_that_fails_while_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = run("qwen-cache", "doctor", "--json")
+    check = next(each for each in json.loads(result.stdout)["checks"] if each["name"] == "disk of shards")
+    assert (result.code, check["status"], check["found"]) == (1, "missing", "No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bucket_is_no_disk() -> None:
+    result = run("qwen-cache", "doctor", "--path", "s3://bucket/shards")
+    assert result.code == 2
+    assert "s3://bucket/shards: a cache is built on a local disk\n  → name a local folder with --path" in result.stderr
+
+
+def test_a_hub_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    check = examined()["hub"]
+    assert check["status"] == "careful"
+    assert "not known: import of huggingface_hub halted" in check["found"]
+
+
+def test_room_for_our_own_files_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "not" / "there"))
+    check = examined()["own cache"]
+    assert check["facts"]["folder"] == str(tmp_path / "not" / "there" / "qwen-cache")
+    assert check["status"] == "ok"
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=GB))
+    check = examined()["own cache"]
+    assert (check["status"], check["facts"]["free"]) == ("careful", GB)
+    assert "set XDG_CACHE_HOME" in check["do"]
+
+
+def test_room_for_a_model_is_wanted_where_there_is_none() -> None:
+    folder = Path("hub")
+    assert doctor.judge_models(folder, 100 * GB, []).status == "ok"
+    assert doctor.judge_models(folder, 10 * GB, ["Qwen-Image-Edit"]).status == "ok"
+    check = doctor.judge_models(folder, 10 * GB, [])
+    assert (check.status, check.found) == ("careful", "hub, 10.0 GB free; no Qwen-Image model yet")
+    assert check.do == "a model is 58.0 GB: set HF_HOME to a folder on a disk with room"
+
+
+# ---- --version, completion, CONTRIBUTING.md --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", ["qwen-cache", "qwen-train"])
+def test_the_version_has_what_a_bug_report_needs(program: str) -> None:
+    first, second = command(program, "--version").stdout.splitlines()
+    assert first == f"{program} {qwen_cache.__version__}"
+    named = dict(part.split(" ") for part in second.split(", "))
+    modules = (torch, diffusers, transformers, peft, accelerate)
+    assert named == {"python": sys.version.split()[0]} | {it.__name__: it.__version__ for it in modules}
+
+
+def test_versions_are_read_without_imports_and_gaps_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not imported_by("from qwen_cache.doctor import version_lines; version_lines('x')") & {*HEAVY, "pyarrow"}
+    packages(monkeypatch, {"torch": "2.13.0"})
+    assert "torch 2.13.0, diffusers missing, " in doctor.version_lines("qwen-cache")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+@pytest.mark.parametrize(
+    ("program", "typed", "offered"),
+    [
+        ("qwen-cache", ["doc"], {"doctor"}),
+        ("qwen-cache", ["build", "--vae"], {"--vae-device"}),
+        ("qwen-cache", ["import", "mu"], {"musubi"}),
+        ("qwen-train", ["pre"], {"predict"}),
+        ("qwen-train", ["run", "--enc"], {"--encode-on-the-fly"}),
+    ],
+)
+def test_bash_completes(program: str, typed: list[str], offered: set[str]) -> None:
+    """With the function that --show-completion prints, called as bash calls it; without loading torch."""
+    name = program.replace("-", "_")
+    folder = Path(sys.executable).parent
+    script = (
+        f"set -e; source <(_{name.upper()}_COMPLETE=source_bash {program}); "
+        f'COMP_WORDS=({program} "$@"); COMP_CWORD=$#; '
+        f'export PYTHONPROFILEIMPORTTIME=1; _{name}_completion {program}; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    )
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", *typed],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
+    )
+    assert set(done.stdout.split()) == offered
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "import time:" in line}
+    assert "qwen_cache.console" in imported
+    assert not imported & {*HEAVY, "pyarrow", "numpy"}
+
+
+@pytest.mark.parametrize("program", ["qwen-cache", "qwen-train"])
+def test_completion_is_offered(program: str) -> None:
+    help_ = command(program, "--help").stdout
+    assert "--install-completion" in help_
+    assert "--show-completion" in help_
+
+
+def test_what_contributing_names_is_there() -> None:
+    """Whatever stands in backquotes and looks like a path of this repository, and every target of make."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    paths = [name for name in quoted if re.fullmatch(r"[\w.-]+(?:/[\w.-]+)*(?:/|\.(?:py|md|json|toml|txt))", name)]
+    assert len(paths) > 20
+    assert [name for name in paths if not (ROOT / name).exists()] == []
+    targets = set(re.findall(r"^make ([\w-]+)", text, flags=re.MULTILINE))
+    assert targets >= {"setup", "demo", "test"}
+    assert targets <= set(
+        re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    )
