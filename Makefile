@@ -3,8 +3,9 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
+SPREAD := --numprocesses auto --maxprocesses 4 --dist worksteal  # a process takes 2 GB
 
-.PHONY: help setup demo check test test-slow clean
+.PHONY: help setup demo docs check test test-slow clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,16 +21,24 @@ setup: .venv/installed  ## make .venv with qwen-cache and qwen-train
 demo: setup  ## the whole way on real photographs with a tiny model, on the CPU, in the folder demo/
 	@PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh
 
+docs: .venv/installed-docs  ## the documentation as a site, in the folder site/
+	$(BIN)/python tools/make_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+.venv/installed-docs: .venv/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
 check: setup  ## linter, formatter, types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 test: check  ## everything that takes seconds
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest $(SPREAD) -m "not slow"
 
 test-slow: check  ## everything
-	$(BIN)/pytest
+	$(BIN)/pytest $(SPREAD)
 
 clean:  ## remove what the other commands made
-	rm -rf .venv demo .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv demo site docs/reference .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -98,7 +98,7 @@ def predict(
     config: ConfigFile = None,
     set_: Assignments = None,
 ) -> int:
-    """Draw a picture with the stock pipeline and LoRAs."""
+    """Draw with the stock pipeline and LoRAs: what --prompt says, each row of --source, or samples --from-cache."""
     from qwen_cache.config import load_config
 
     settings = load_config(
@@ -117,12 +117,15 @@ def predict(
         predict__max_sequence_length=max_sequence_length,
         predict__offload=offload,
     )
+    from qwen_cache.format.errors import ConfigError
     from qwen_train.drawing.devices import choose
     from qwen_train.drawing.loras import parse_lora
     from qwen_train.predict import check_guidance
     from qwen_train.predict_command import Asked, run_predict
 
     check_guidance(settings.predict, true_cfg_scale)
+    if from_cache and (width or height):
+        raise ConfigError("a cached sample has its size", do="leave out --width and --height")
     asked = Asked(
         out=out,
         images=image or (),

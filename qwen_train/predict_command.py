@@ -73,8 +73,6 @@ def check(settings: Config, asked: Asked) -> None:
         raise ConfigError("several pictures are of one prompt", found=f"--num-images {config.num_images_per_prompt}")
     if asked.save_interrupted and not one:
         raise ConfigError("--save-interrupted is for one picture", do="leave it out: the same command goes on")
-    if asked.cache and (config.width or config.height):
-        raise ConfigError("a cached sample has its size", do="leave out --width and --height")
     if not asked.source:
         picture_format(asked.out)
     if not asked.source and not one and not asked.cache and asked.out.suffix.lower() != ".png":

@@ -176,6 +176,7 @@ def test_a_cached_sample_is_drawn_without_the_text_encoder(
         (("--prompt", "x", "--prompt", "y", "--num-images", "2"), "several pictures are of one prompt"),
         (("--prompt", "x", "--prompt", "y", "--save-interrupted"), "--save-interrupted is for one picture"),
         (("--prompt", "x", "--prompt", "y", "--out", "a.jpg"), "pictures that can be gone on with are .png"),
+        (("--from-cache", "{cache}", "--key", "cat", "--width", "64"), "a cached sample has its size"),
         (("--from-cache", "{cache}", "--key", "nobody"), "no sample of this key or name"),
         (("--from-cache", "{cache}", "--key", "cat", "--negative-prompt", "x"), "holds no negative prompt"),
     ],

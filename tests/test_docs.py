@@ -1,0 +1,293 @@
+"""The documentation: its commands run, its settings and options exist, and what is generated says what the code says.
+
+Every block of commands in docs/ is run in order, page by page, in a folder with a few photographs, by the tiny model,
+which SUBSTITUTIONS put in place of the real one. Blocks behind `<!-- not run: … -->` are only parsed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.state import AcceleratorState
+from PIL import ImageDraw
+
+from qwen_cache.config import Config, known_keys, load_config
+from qwen_train.model.memory import predict_memory, tokens_of
+
+from .conftest import ROOT, load_tool, photograph, run, write_pairs
+from .test_import import make, write_diffusion_pipe, write_musubi, write_qflux
+
+reference: Any = load_tool("make_reference")
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if not path.is_relative_to(DOCS / "reference")
+)
+SUBSTITUTIONS = {
+    r"Qwen/Qwen-Image-Edit-2509": "tiny",
+    r"\bcuda:\d": "cpu",
+    r" --offload \w+": "",  # on a CPU there is nothing to offload from
+    r"(predict .*--(?:image|source) \S+)": r"\g<1> --height 64 --width 64",
+    r"(offload_blocks[=:] ?)\d+": r"\g<1>1",  # of two
+    r"(_steps[=:] ?)(\d)000\b": r"\g<1>\g<2>",
+    r"(_steps[=:] ?)\d{3}\b": r"\g<1>1",
+    r"(vae_image_size=)\d+": r"\g<1>9216",
+    r"(validation_split: )[\d.]+": r"\g<1>0.5",
+}
+"""What stands for what: in commands, and in blocks of qwen.yaml."""
+SMALL = {
+    "data": {"vae_image_size": 16384, "condition_image_size": 12544},
+    "train": {"max_steps": 2},
+    "mask_head": {"steps": 3, "base": 8, "validation_split": 0.5},
+    "predict": {"num_inference_steps": 2},
+    "validation": {"num_inference_steps": 2},
+}
+"""What qwen.yaml says wherever a page does not."""
+MARK = r"<!-- not run: [^\n]+ -->\n"
+BLOCK = re.compile(rf"^(?P<mark>{MARK})?```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """What stands between fences; `commands` are those of our programs, as lists of words."""
+
+    kind: str
+    body: str
+    is_run: bool
+
+    @property
+    def commands(self) -> list[list[str]]:
+        lines = self.body.replace("\\\n", " ").splitlines()
+        return list(filter(None, map(words_of, lines))) if self.kind in ("sh", "console") else []
+
+
+def words_of(line: str) -> list[str]:
+    """Of a command of ours, also behind torchrun; empty for all others."""
+    words = shlex.split(line, comments=True)
+    if "qwen_train" in words:
+        return ["qwen-train", *words[words.index("qwen_train") + 1 :]]
+    return words if words[:1] in (["qwen-cache"], ["qwen-train"]) else []
+
+
+def blocks(page: str) -> list[Block]:
+    found = BLOCK.finditer((DOCS / page).read_text(encoding="utf-8"))
+    return [Block(match["kind"], match["body"], match["mark"] is None) for match in found]
+
+
+def tiny(text: str) -> str:
+    for real, small in SUBSTITUTIONS.items():
+        text = re.sub(real, small, text)
+    return text
+
+
+# ---- the commands ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(
+    tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], Path]]:
+    """The folder in which the commands of a page run, as the current one: `folder(page)`."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # other tests train in another precision
+
+    def make_folder(page: str) -> Path:
+        write_pairs(tmp_path / "data")
+        write_local_edits(tmp_path / "data", 4)
+        write_local_edits(tmp_path / "test", 1)
+        photograph("flower.jpg").resize((107, 160)).save(tmp_path / "photo.jpg")
+        (tmp_path / "names.txt").write_text("cat\ncup\n", encoding="utf-8")
+        (tmp_path / "tiny").symlink_to(tiny_model("edit-plus"))
+        if page == "howto/import.md":
+            write_other_caches(tmp_path)
+        (tmp_path / "qwen.yaml").write_text(yaml.safe_dump(SMALL), encoding="utf-8")
+        return tmp_path
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    yield make_folder
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def write_local_edits(data: Path, count: int) -> None:
+    """Pairs in which the difference of target and control is at one place."""
+    for kind in ("control_images", "target_images"):
+        (data / kind).mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        control = photograph("chelsea.png").resize((128, 128))
+        target = control.copy()
+        ImageDraw.Draw(target).ellipse([20 + 12 * number, 30, 60 + 12 * number, 70], fill=(220, 30, 30))
+        control.save(data / "control_images" / f"dot{number}.png")
+        target.save(data / "target_images" / f"dot{number}.png")
+        (data / "target_images" / f"dot{number}.txt").write_text("add [[a red dot]]", encoding="utf-8")
+
+
+def write_other_caches(folder: Path) -> None:
+    samples = [make("a_cat", "make it blue", [(4, 6), (4, 6)], 9, 1), make("c", "mirror it", [(6, 4), (6, 4)], 7, 2)]
+    write_musubi(folder / "musubi_cache", samples)
+    write_qflux(folder / "qflux_cache", samples)
+    write_diffusion_pipe(folder / "pipe_cache", samples)
+
+
+def over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    """Settings laid over settings."""
+    inner = {key: over(lower[key], upper[key]) for key in lower.keys() & upper.keys() if isinstance(upper[key], dict)}
+    return {**lower, **upper, **inner}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.is_run and b.commands for b in blocks(page))])
+def test_the_commands_of_a_page_run(page: str, folder: Callable[[str], Path]) -> None:
+    settings = folder(page) / "qwen.yaml"
+    for block in filter(lambda block: block.is_run, blocks(page)):
+        if block.kind == "yaml":
+            settings.write_text(yaml.safe_dump(over(SMALL, yaml.safe_load(tiny(block.body)))), encoding="utf-8")
+        for program, *arguments in block.commands:
+            result = run(program, *shlex.split(tiny(shlex.join(arguments))))
+            assert result.code == 0, f"{program} {shlex.join(arguments)}\n{result.stderr}"
+
+
+def test_a_block_is_run_whole_or_marked() -> None:
+    """A command of another program among ours would be left out in silence; so would a kind of fence that is new."""
+    for page in PAGES:
+        assert len(blocks(page)) == (DOCS / page).read_text(encoding="utf-8").count("\n```") / 2
+        for block in blocks(page):
+            assert block.kind in ("sh", "console", "yaml", "text", "python"), f"{page}: {block.kind}"
+            lines = [line for line in block.body.replace("\\\n", " ").splitlines() if line.strip()]
+            if block.is_run and block.commands:
+                assert len(block.commands) == len(lines), f"{page}:\n{block.body}"
+
+
+# ---- what is only parsed ---------------------------------------------------------------------------------------------
+
+
+def check_command(program: str, name: str, *arguments: str) -> None:
+    """The command, its options and the settings that it sets are known."""
+    context = reference.commands(program)[name].make_context(name, list(arguments))
+    load_config(None, context.params.get("set_") or ())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_and_settings_are_known(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(page):
+        for words in block.commands:
+            check_command(*words)
+        if block.kind == "yaml":
+            assert block.body.startswith("# qwen.yaml\n")
+            Config.model_validate(yaml.safe_load(block.body))
+
+
+SECTIONS = "|".join(Config.model_fields)
+SETTING = re.compile(rf"\b(?:{SECTIONS})\.(?!json|py\b)[a-z_]+(?:\.[a-z_]+)*")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_named_in_the_text_exists(page: str) -> None:
+    text = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    commands = [command for program in reference.APPS for command in reference.commands(program).values()]
+    options = {option for command in commands for parameter in command.params for option in parameter.opts}
+    for code in re.findall(r"`([^`\n]+)`", text):
+        assert set(SETTING.findall(code)) <= set(known_keys()), f"{page}: {code}"
+        if code.startswith(("--", "qwen-")):
+            assert set(re.findall(r"--[a-z][a-z-]*", code)) <= options, f"{page}: {code}"
+        if match := re.match(r"(qwen-cache|qwen-train) ([a-z-]+)", code):
+            assert match[2] in reference.commands(match[1]), f"{page}: {code}"
+
+
+def test_the_memory_of_small_cards_is_what_plan_computes() -> None:
+    bench: Any = load_tool("bench_memory")
+    model = bench.transformer_config(layers=60, heads=24, head_dim=128, width=3584, out_channels=16)
+    edit = [([(1, 52, 78), (1, 52, 78)], 352)]
+    assert tokens_of(edit, "padded") == 8464
+    rows = re.findall(
+        r"^\| (none|`.+`).* \| ([\d.]+) GB \|$", (DOCS / "howto/small-cards.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) == 9
+    for settings, said in rows:
+        assignments = [] if settings == "none" else settings.split("`")[1].split()
+        computed = predict_memory(model, load_config(None, assignments), edit, "cuda").total
+        assert round(computed / 1e9, 1) == pytest.approx(float(said), abs=0.11), settings
+
+
+# ---- the site and the reference --------------------------------------------------------------------------------------
+
+
+def nav_pages(entries: Sequence[Any]) -> Iterator[str]:
+    for entry in entries:
+        for value in entry.values() if isinstance(entry, dict) else [entry]:
+            yield from nav_pages(value) if isinstance(value, list) else [value]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    generated = [f"reference/{name}" for name in reference.PAGES]
+    assert sorted(nav_pages(config["nav"])) == sorted([*PAGES, *generated])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The reference pages."""
+    folder = tmp_path_factory.mktemp("reference")
+    reference.write_reference(folder)
+    return {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("program", list(reference.APPS))
+def test_the_reference_has_the_options_that_help_shows(
+    program: str, written: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    sections = re.split(r"^## ", written[f"{program}.md"], flags=re.MULTILINE)[1:]
+    names = [section.partition("\n")[0] for section in sections]
+    assert names == re.findall(r"^│ ([a-z-]+) ", run(program, "--help").stdout.partition("Commands")[2], re.MULTILINE)
+    for name, section in zip(names, sections, strict=True):
+        shown = re.findall(r"^│ \*?\s*(--[a-z-]+)", run(program, name, "--help").stdout, re.MULTILINE)
+        assert re.findall(r"^\| `(--[a-z-]+)`", section, re.MULTILINE) == [s for s in shown if s != "--help"]
+
+
+def test_the_reference_has_every_setting(written: dict[str, str]) -> None:
+    found = []
+    for section in re.split(r"^## ", written["qwen-yaml.md"], flags=re.MULTILINE)[1:]:
+        name = section.partition("\n")[0].removesuffix("[]")
+        found += [name, *(f"{name}.{key}" for key in re.findall(r"^\| `(\w+)`", section, re.MULTILINE))]
+    assert set(found) == set(known_keys())
+
+
+def test_the_reference_has_every_error_and_rule(written: dict[str, str]) -> None:
+    source = (ROOT / "qwen_cache" / "format" / "errors.py").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| (?:F\d+ \| )?`(\w+)`", written["errors.md"], re.MULTILINE)) == {
+        name for name in re.findall(r"^class (\w+)\(", source, re.MULTILINE) if name != "QwenCacheError"
+    }
+    rules = re.findall(r"^\*\*(F\d+)\*\*", (ROOT / "schemas" / "FORMAT.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert re.findall(r"^\| (F\d+) ", written["errors.md"], re.MULTILINE) == sorted(rules, key=lambda r: int(r[1:]))
+
+
+def test_every_name_of_the_python_reference_is_there_and_says_what_it_is(written: dict[str, str]) -> None:
+    names = re.findall(r"^::: (\S+)$", written["python.md"], re.MULTILINE)
+    assert len(names) > 5
+    assert all(resolve_name(name).__doc__ for name in names)
+
+
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("material", "mkdocstrings"))), reason="needs the extra `docs`"
+)
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    """Links and anchors too: `strict` is set in mkdocs.yml."""
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    shutil.copytree(DOCS, tmp_path / "docs")
+    reference.write_reference(tmp_path / "docs" / "reference")
+    for package in ("qwen_cache", "qwen_train"):
+        (tmp_path / package).symlink_to(ROOT / package)
+    done = subprocess.run([sys.executable, "-m", "mkdocs", "build"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 'id="qwen_cache.Cache.__getitem__"' in (tmp_path / "site/reference/python.html").read_text(encoding="utf-8")

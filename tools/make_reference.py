@@ -1,0 +1,196 @@
+"""Write the reference pages of the documentation out of the code: `make docs` calls it before it builds the site.
+
+    python tools/make_reference.py [FOLDER]
+
+Commands come from the programs, settings from the models of qwen.yaml, errors from their classes, the format from
+schemas/FORMAT.md; of the Python API only the names, whose docstrings mkdocstrings takes from the source. Nothing in
+FOLDER (docs/reference) is written by hand, and git ignores it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+from typer.main import get_command
+
+import qwen_cache.grounding
+from qwen_cache import cli as cache_cli
+from qwen_cache.config import Config
+from qwen_cache.format.errors import RULES, QwenCacheError
+from qwen_train import cli as train_cli
+
+ROOT = Path(__file__).parents[1]
+APPS = {"qwen-cache": cache_cli.app, "qwen-train": train_cli.app}
+API = {
+    "Reading a cache": ["qwen_cache.open_cache", "qwen_cache.Cache", "qwen_cache.Sample"],
+    "The transformer": ["qwen_train.model.transformer.QwenImageMultiResTransformer2DModel"],
+    "Flow matching": ["qwen_train.flow"],
+    "Drawing": ["qwen_train.predict"],
+    "Where an edit is": [f"qwen_cache.grounding.{found.name}" for found in iter_modules(qwen_cache.grounding.__path__)],
+}
+BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+"""Of JSON Schema, as people write them."""
+
+
+def table(heads: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
+    """A table of Markdown; a bar within a cell does not end it."""
+    lines = [" | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows]
+    return "\n".join(f"| {line} |" for line in (" | ".join(heads), " | ".join("---" for _ in heads), *lines))
+
+
+def code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+# ---- the programs ----------------------------------------------------------------------------------------------------
+
+
+def commands(program: str) -> dict[str, Any]:
+    """What a program can be told to do; what only the other program calls is left out."""
+    group: Any = get_command(APPS[program])
+    return {name: command for name, command in group.commands.items() if not command.hidden}
+
+
+def commands_page(program: str) -> str:
+    parts = [f"# {program}", APPS[program].info.help]
+    for name, command in commands(program).items():
+        context = command.context_class(command, info_name=f"{program} {name}")
+        parts += [f"## {name}", command.help, f"```text\n{usage(program, name, command)}\n```"]
+        rows = ((code(_name(p)), _value(p, context), code(_default(p)), p.help or "") for p in command.params)
+        parts.append(table(("name", "value", "default", "what it is"), rows))
+    return "\n\n".join(parts)
+
+
+def usage(program: str, name: str, command: Any) -> str:
+    """Arguments in their places, then the options that have to be there."""
+    given = [_name(p) if p.required else f"[{_name(p)}]" for p in command.params if p.param_type_name == "argument"]
+    given += [f"{p.opts[0]} …" for p in command.params if p.param_type_name == "option" and p.required]
+    return " ".join([program, name, *given, "[OPTIONS]"])
+
+
+def _name(parameter: Any) -> str:
+    if parameter.param_type_name == "option":
+        return ", ".join([*parameter.opts, *parameter.secondary_opts])
+    name = (parameter.metavar or parameter.name.upper()).strip("[]")
+    return f"{name} …" if parameter.nargs != 1 else name
+
+
+def _value(parameter: Any, context: Any) -> str:
+    if getattr(parameter, "is_flag", False):
+        return ""
+    repeated = " (may be repeated)" if parameter.multiple else ""
+    shown = parameter.display_type_rich(ctx=context).strip("<>").removeprefix("list[").rstrip("]")
+    return f"{code(shown)}{repeated}"
+
+
+def _default(parameter: Any) -> str:
+    if parameter.required:
+        return "required"
+    if isinstance(parameter.show_default, str):
+        return parameter.show_default
+    return "" if parameter.default in (None, False) else str(parameter.default)
+
+
+# ---- qwen.yaml -------------------------------------------------------------------------------------------------------
+
+
+def settings_page() -> str:
+    schema = Config.model_json_schema()
+    parts = ["# qwen.yaml", "Both programs read it. `--set section.key=value` overrides a key."]
+    for section, reference in schema["properties"].items():
+        parts += _section(section, reference, schema["$defs"])
+    return "\n\n".join(parts)
+
+
+def _section(name: str, reference: dict[str, Any], sections: dict[str, Any]) -> list[str]:
+    """The keys of a section in a table, and then those of the sections within it."""
+    keys, inner, rows = sections[reference["$ref"].rpartition("/")[2]]["properties"], [], []
+    for key, value in keys.items():
+        within = value if "$ref" in value else value.get("items", {})
+        if "$ref" in within:
+            inner += _section(f"{name}.{key}" if within is value else f"{name}.{key}[]", within, sections)
+        if "$ref" not in value:
+            default = json.dumps(value["default"], ensure_ascii=False) if "default" in value else "required"
+            rows.append((code(key), kind(value), code(default), value.get("description", "")))
+    return [f"## {name}", table(("key", "value", "default", "what it is"), iter(rows)), *inner]
+
+
+def kind(schema: dict[str, Any]) -> str:
+    """What a value may be, in words."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(kind(each) for each in schema["anyOf"]))
+    if "enum" in schema:
+        return ", ".join(code(str(value)) for value in schema["enum"])
+    if "prefixItems" in schema:
+        return f"[{', '.join(kind(each) for each in schema['prefixItems'])}]"
+    if "$ref" in schema:
+        return "section"
+    words = {"array": "list", "object": "mapping", "string": "text", "boolean": "true or false"}
+    word = words.get(schema["type"], schema["type"])
+    if "items" in schema:
+        return f"{word} of {kind(schema['items'])}"
+    bounds = [f"{sign} {schema[bound]}" for bound, sign in BOUNDS.items() if bound in schema]
+    return " ".join([word, ", ".join(bounds)]).strip()
+
+
+# ---- errors, the format, the API -------------------------------------------------------------------------------------
+
+
+def errors_page() -> str:
+    intro = (
+        "Every error that a user can cause is a `QwenCacheError`. Its message says what is wrong, where, what was "
+        "expected, what was found, and after `→` what to do. The programs print it without a traceback and exit with "
+        "2; `qwen-cache verify` lists all faults of a cache and exits with 1."
+    )
+    kinds = ((code(error.__name__), inspect.getdoc(error) or "") for error in QwenCacheError.__subclasses__())
+    rules = ((rule, code(error.__name__), inspect.getdoc(error) or "", error.cure) for rule, error in _by_rule())
+    broken = "The rules are those of [the format](format.md); `verify` names the rule with each fault."
+    parts = ["# Errors", intro, table(("class", "when"), kinds), "## Rules of the format", broken]
+    return "\n\n".join([*parts, table(("rule", "class", "when", "what to do, unless the message says it"), rules)])
+
+
+def _by_rule() -> list[tuple[str, Any]]:
+    return sorted(RULES.items(), key=lambda item: int(item[0].removeprefix("F")))
+
+
+def format_page() -> str:
+    return (ROOT / "schemas" / "FORMAT.md").read_text(encoding="utf-8")
+
+
+def api_page() -> str:
+    parts = ["# Python"]
+    for heading, names in API.items():
+        parts += [f"## {heading}", *(f"::: {name}" for name in names)]
+    return "\n\n".join(parts)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "qwen-cache.md": lambda: commands_page("qwen-cache"),
+    "qwen-train.md": lambda: commands_page("qwen-train"),
+    "qwen-yaml.md": settings_page,
+    "format.md": format_page,
+    "python.md": api_page,
+    "errors.md": errors_page,
+}
+
+
+def write_reference(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, page in PAGES.items():
+        (folder / name).write_text(page().rstrip() + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the reference pages of the documentation.")
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs" / "reference")
+    write_reference(parser.parse_args().folder)
+
+
+if __name__ == "__main__":
+    main()
