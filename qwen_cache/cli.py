@@ -110,6 +110,13 @@ def verify(cache: ReadPath = "shards", json: Json = False) -> int:
 @app.command()
 def inspect(
     cache: ReadPath = "shards",
+    html: Annotated[Path | None, typer.Option(help="Write a page with everything, and a list of all samples.")] = None,
+    decode: Annotated[bool, typer.Option("--decode", help="With --html: pictures, decoded by the VAE.")] = False,
+    gallery: Annotated[int, typer.Option(help="With --decode: of how many samples at most.", min=1)] = 200,
+    scan: Annotated[bool, typer.Option("--scan", help="Read every tensor, and flag odd masks and numbers.")] = False,
+    sample: Annotated[
+        str | None, typer.Option(help="One sample whole, by its key or how that begins.", metavar="KEY")
+    ] = None,
     mask_head: Annotated[
         Path | None, typer.Option(help="What `qwen-train mask-head` made: list the masks least like what it sees.")
     ] = None,
@@ -117,18 +124,30 @@ def inspect(
     pictures: Annotated[
         Path | None, typer.Option(help="With --mask-head: a PNG of them, 24 at most, decoded by the VAE.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="For --pictures: a diffusers folder, or a repository.")] = None,
+    model: Annotated[str | None, typer.Option(help="For pictures: a diffusers folder, or a repository.")] = None,
     vae_device: Annotated[str, typer.Option(help="Where the mask head and the VAE run.")] = "auto",
     json: Json = False,
 ) -> int:
     """Say what a cache holds; with a mask head, which of its masks are doubtful."""
-    from qwen_cache.console import print_json
+    from qwen_cache.console import console, print_json
     from qwen_cache.format.errors import ConfigError
-    from qwen_cache.inspect import print_overview, summarise
+    from qwen_cache.inspect import describe, print_overview, print_sample, summarise
 
     if pictures is not None and mask_head is None:
         raise ConfigError("--pictures shows what --mask-head finds", do="give --mask-head as well")
-    overview = summarise(cache)
+    if decode and html is None:
+        raise ConfigError("--decode puts pictures on a page", do="give --html FILE as well")
+    if sample is not None:
+        if html is not None or mask_head is not None:
+            raise ConfigError("--sample shows one sample", do="leave --html and --mask-head to another command")
+        (print_json if json else print_sample)(describe(cache, sample))
+        return 0
+    overview = summarise(cache, scan=scan)
+    if html is not None:
+        from qwen_cache.page.document import write_page
+
+        write_page(html, overview, _drawing(model, vae_device) if decode else None, gallery)
+        console().print(f"wrote {html}", markup=False)
     if mask_head is None:
         (print_json if json else print_overview)(overview)
         return 0
@@ -141,6 +160,12 @@ def inspect(
         print_overview(overview)
         print_doubtful(doubtful)
     return 0
+
+
+def _drawing(model: str | None, device: str) -> Any:
+    from qwen_cache.page.pictures import drawing  # seconds, and a page without pictures needs no torch
+
+    return drawing(model, device)
 
 
 @app.command()

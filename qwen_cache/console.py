@@ -116,9 +116,10 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def plural(count: int, noun: str) -> str:
-    """`1 shard`, `2 shards`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def plural(count: float, noun: str) -> str:
+    """`1 shard`, `2 shards`, `1.5 shards`."""
+    number = f"{count:,g}" if isinstance(count, float) else f"{count}"
+    return f"{number} {noun}" if count == 1 else f"{number} {noun}s"
 
 
 def human_bytes(count: float) -> str:

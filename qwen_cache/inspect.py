@@ -1,19 +1,26 @@
-"""What a cache holds, as numbers (`summarise`) and for people (`print_overview`). Opens no shard."""
+"""What a cache holds, as numbers (`summarise`) and for people (`print_overview`); one sample whole (`describe`).
+
+No shard is opened, but for what is asked of tensors: a scan for odd ones, or the numbers of one sample. Importing this
+imports no torch. Refused is a key that names no sample, or several.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qwen_cache.console import human_bytes, plural
+from qwen_cache.console import counting, human_bytes, plural
 from qwen_cache.format import directory
-from qwen_cache.format.cache import Cache, open_cache
+from qwen_cache.format.cache import Cache, Sample, open_cache
+from qwen_cache.format.errors import ConfigError
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.format.remote import location
 from qwen_cache.format.sample import BYTES_PER_ELEMENT, PIXELS_PER_TOKEN, token_count
+from qwen_cache.page.flags import index_flags, scan_flags
+from qwen_cache.page.tensors import numbers, statistics
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,9 +28,15 @@ if TYPE_CHECKING:
 BAR_WIDTH = 24
 SHOWN = 12  # rows of a histogram
 
+Bin = tuple[float, float, int]
+"""From, up to but not with, and how many."""
 
-def summarise(path: str | Path) -> dict[str, Any]:
-    """Everything that `inspect` says, as one JSON value; behind a URL, nothing of what is not part of the dataset."""
+
+def summarise(path: str | Path, *, scan: bool = False) -> dict[str, Any]:
+    """Everything that `inspect` says, as one JSON value; behind a URL, nothing of what is not part of the dataset.
+
+    `scan` reads every tensor, for the flags that the index cannot tell.
+    """
     folder = location(path)
     staged = sorted((folder / directory.STAGING).rglob("*.tar")) if isinstance(folder, Path) else []
     if isinstance(folder, Path) and staged and not (folder / MANIFEST_NAME).exists():
@@ -37,15 +50,17 @@ def summarise(path: str | Path) -> dict[str, Any]:
         "written_by": manifest.written_by,
         "shards": len(manifest.shards),
         "bytes": sum(shard.bytes for shard in manifest.shards),
-        "recipes": {name: _recipe(open_cache(folder, recipe=name)) for name in sorted(manifest.recipes)},
+        "recipes": {name: _recipe(open_cache(folder, recipe=name), scan) for name in sorted(manifest.recipes)},
     }
     if isinstance(folder, Path):
         overview["garbage_bytes"] = sum(path.stat().st_size for path in directory.leftovers(folder, manifest))
     return overview
 
 
-def _recipe(cache: Cache) -> dict[str, Any]:
+def _recipe(cache: Cache, scan: bool) -> dict[str, Any]:
     rows = list(cache.rows())
+    texts, images = [row.meta.text_length for row in rows], [token_count(row.meta.img_shapes) for row in rows]
+    shapes = [row.meta.img_shapes[0] for row in rows]
     return {
         "samples": len(rows),
         "identity": cache.identity,
@@ -53,11 +68,23 @@ def _recipe(cache: Cache) -> dict[str, Any]:
         "resolutions": _counts(_resolution(row, 0) for row in rows),
         "controls": _counts(len(row.meta.img_shapes) - 1 for row in rows),
         "edit_masks": sum("edit_mask" in row.meta.tensors for row in rows),
-        "text_tokens": _spread([row.meta.text_length for row in rows]),
-        "image_tokens": _spread([token_count(row.meta.img_shapes) for row in rows]),
+        "edit_masks_from": _counts(row.meta.edit_mask_from for row in rows if row.meta.edit_mask_from),
+        "text_tokens": _spread(texts),
+        "image_tokens": _spread(images),
+        "histograms": {
+            "width_over_height": bins([round(w / h, 2) for _, h, w in shapes], 0.01),
+            "text_tokens": bins(texts),
+            "all_tokens": bins([text + image for text, image in zip(texts, images, strict=True)]),
+        },
         "tensor_bytes": _tensor_bytes(rows),
         "saved": _saved(rows),
+        "flags": index_flags(rows) | (_scanned(cache) if scan else {}),
     }
+
+
+def _scanned(cache: Cache) -> dict[str, list[str]]:
+    with counting(f"reading {cache.recipe_name}", len(cache)) as advance:
+        return scan_flags(cache, advance)
 
 
 def _saved(rows: Sequence[IndexRow]) -> dict[str, int]:
@@ -92,6 +119,25 @@ def _spread(values: Sequence[int]) -> dict[str, float]:
         return {}
     middle = ordered[len(ordered) // 2]
     return {"min": ordered[0], "median": middle, "max": ordered[-1], "total": sum(ordered)}
+
+
+def bins(values: Sequence[float], unit: float = 1) -> list[Bin]:
+    """How many of the values, multiples of `unit`, lie where: at most `SHOWN` bins, 1, 2 or 5 times a power of ten."""
+    if not values:
+        return []
+    steps = (factor * 10**power for power in range(20) for factor in (1, 2, 5))
+    units = [round(value / unit) for value in values]
+    step = next(step for step in steps if max(units) // step - min(units) // step < SHOWN)
+    counts = Counter(value // step for value in units)
+    return [
+        (round(i * step * unit, 6), round((i + 1) * step * unit, 6), counts[i])
+        for i in range(min(counts), max(counts) + 1)
+    ]
+
+
+def binned(histogram: Iterable[Sequence[Any]]) -> dict[str, int]:
+    """A histogram of bins with names: `20–40`, or the value where each bin is a single one."""
+    return {f"{low:,}" if high - low == 1 else f"{low:,}–{high:,}": count for low, high, count in histogram}
 
 
 def _tensor_bytes(rows: Sequence[IndexRow]) -> dict[str, int]:
@@ -141,19 +187,23 @@ def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
         if spread:
             facts.add_row(f"{kind} tokens", f"{spread['min']} to {spread['max']}, median {spread['median']}")
     facts.add_row("identity", recipe["identity"])
-    for what, how_much in _savings(recipe["saved"]):
+    for what, how_much in savings(recipe["saved"]):
         facts.add_row(what, how_much)
+    flagged = [f"{flag.replace('_', ' ')} {len(keys)}" for flag, keys in recipe["flags"].items() if keys]
+    if flagged:
+        facts.add_row("flags", f"[yellow]{', '.join(flagged)}[/]; --html or --json names them")
     out.print(facts)
     sizes = {tensor: human_bytes(count) for tensor, count in recipe["tensor_bytes"].items()}
     tables = [
         _histogram("target", recipe["resolutions"]),
+        _histogram("text tokens", binned(recipe["histograms"]["text_tokens"])),
         _histogram("controls", recipe["controls"]),
         _two_columns("tensor", "size", sizes),
     ]
     out.print(Columns(tables, padding=(1, 3)))
 
 
-def _savings(saved: dict[str, int]) -> list[tuple[str, str]]:
+def savings(saved: dict[str, int]) -> list[tuple[str, str]]:
     """What was saved, in words; nothing of what was not."""
     runs = [plural(saved[f"{kind}_passes"], f"{kind} run") for kind in ("vae", "prefix") if saved[f"{kind}_passes"]]
     lines = [("not stored", f"{human_bytes(saved['prefix_bytes'])} of empty prompts: their prefix is the prompt's")]
@@ -170,7 +220,7 @@ def _histogram(title: str, counts: dict[str, int]) -> Any:
     table = Table(title=title, title_justify="left", box=None, show_header=False)
     largest = max(counts.values(), default=1)
     for value, count in list(counts.items())[:SHOWN]:
-        table.add_row(value, "█" * max(1, round(BAR_WIDTH * count / largest)), str(count))
+        table.add_row(value, "█" * max(count > 0, round(BAR_WIDTH * count / largest)), str(count))
     if len(counts) > SHOWN:
         table.add_row(f"{len(counts) - SHOWN} others", "", str(sum(list(counts.values())[SHOWN:])))
     return table
@@ -182,4 +232,94 @@ def _two_columns(title: str, second: str, values: dict[str, str]) -> Any:
     table = Table(title=title, title_justify="left", box=None, show_header=False)
     for name, value in values.items():
         table.add_row(name, value)
+    return table
+
+
+# ---- one sample ------------------------------------------------------------------------------------------------------
+
+
+def find(path: str | Path, key: str) -> tuple[str, Sample]:
+    """The recipe and the sample whose key begins with `key`, of all recipes."""
+    folder = location(path)
+    manifest, _ = directory.load(folder)
+    caches = {name: open_cache(folder, recipe=name) for name in sorted(manifest.recipes)}
+    found = [(name, k) for name, cache in caches.items() for k in cache.table["key"].to_pylist() if k.startswith(key)]
+    if len(found) != 1:
+        what = f"{plural(len(found), 'sample')} of this cache have a key that begins like this"
+        raise ConfigError(what, where=folder, found=key, do="name one: `qwen-cache inspect --html FILE` lists all")
+    name, whole = found[0]
+    return name, caches[name][whole]
+
+
+def describe(path: str | Path, key: str) -> dict[str, Any]:
+    """Everything about one sample, as a JSON value; its tensors are read, and checked."""
+    recipe, sample = find(path, key)
+    row, meta, offsets = sample.row, sample.row.meta, sample.row.entry.tensor_offsets()
+    return {
+        "key": meta.key,
+        "name": row.name,
+        "recipe": recipe,
+        "prompt": meta.prompt,
+        "phrase": [meta.prompt[begin:end] for begin, end in meta.phrase],
+        "pictures": [_resolution(row, i) for i in range(len(meta.img_shapes))],
+        "img_shapes": [list(shape) for shape in meta.img_shapes],
+        "prefix_length": meta.prefix_length,
+        "edit_mask_from": meta.edit_mask_from,
+        "inputs": meta.inputs.to_json(),
+        "source_rows": row.source_rows,
+        "shard": row.shard,
+        "offset": row.entry.offset,
+        "length": row.entry.length,
+        "tensors": {
+            name: spec.to_json() | {"offset": offsets[name], "bytes": spec.nbytes} | statistics(numbers(sample, name))
+            for name, spec in meta.tensors.items()
+        },
+    }
+
+
+def print_sample(sample: Mapping[str, Any], out: Console | None = None) -> None:
+    """The same for people, on stdout."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    out = out or Console(highlight=False)
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_column(overflow="fold")
+    for name in ("key", "name", "recipe", "prompt", "source_rows"):
+        facts.add_row(name.replace("_", " "), escape(str(sample[name])))
+    if sample["phrase"]:
+        facts.add_row("phrase", escape(" … ".join(sample["phrase"])))
+    target, *controls = sample["pictures"]
+    facts.add_row("target", f"{target}  {sample['inputs']['target']}")
+    for size, digest in zip(controls, sample["inputs"]["controls"], strict=True):
+        facts.add_row("control", f"{size}  {digest}")
+    if sample["edit_mask_from"]:
+        facts.add_row("edit mask", f"from {sample['edit_mask_from']}  {sample['inputs']['mask'] or ''}")
+    facts.add_row("prefix", f"{plural(sample['prefix_length'], 'token')} shared with the empty prompt")
+    facts.add_row("lies in", f"{sample['shard']}, {human_bytes(sample['length'])} from byte {sample['offset']}")
+    out.print(facts)
+    tensors = sample["tensors"].items()
+    out.print()
+    out.print(_table("tensor", "dtype", "shape", "bytes", "min", "max", "mean", rows=map(_tensor_row, tensors)))
+    places = ((name, tensor["xxh3_128"], str(tensor["offset"]), tensor.get("codec", "")) for name, tensor in tensors)
+    out.print()
+    out.print(_table("tensor", "xxh3-128", "from byte", "codec", rows=places))
+
+
+def _tensor_row(item: tuple[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    name, tensor = item
+    spread = (f"{tensor[which]:.4g}" if which in tensor else "" for which in ("min", "max", "mean"))
+    return name, tensor["dtype"], "×".join(map(str, tensor["shape"])), human_bytes(tensor["bytes"]), *spread
+
+
+def _table(*titles: str, rows: Iterable[Sequence[str]]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for title in titles:
+        table.add_column(title, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table

@@ -338,7 +338,8 @@ def print_plan(
     out.print(f"[bold]trains[/]  {method}, {trainable:,} trainable parameters, on {accelerator.device}")
     out.print(f"[bold]batches[/] {plan}", highlight=False)
     out.print(
-        f"[bold]steps[/]   {t.max_steps} of {round(per_step, 1):,g} samples: {epochs:.1f} epochs", highlight=False
+        f"[bold]steps[/]   {t.max_steps} of {plural(round(per_step, 1), 'sample')}: {epochs:.1f} epochs",
+        highlight=False,
     )
     if set_aside := len(batches.validation):
         measured = f"their loss every {plural(v.every_steps, 'step')}" if v.every_steps else "never measured"

@@ -80,6 +80,7 @@ def test_the_readme_draws_the_tree_that_is_there() -> None:
         ROOT / "qwen_cache" / "encode",
         ROOT / "qwen_cache" / "encode" / "sources",
         ROOT / "qwen_cache" / "grounding",
+        ROOT / "qwen_cache" / "page",
         ROOT / "qwen_cache" / "importers",
         ROOT / "qwen_train",
         ROOT / "qwen_train" / "data",

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from qwen_cache.config import TrainConfig
+from qwen_cache.console import plural
 from qwen_cache.format.errors import ConfigError, IndexFileError, TrainError
 from qwen_train.data.epoch import Epochs, FloatArray, IntArray, Part, random
 
@@ -76,10 +77,8 @@ class Summary:
     def __str__(self) -> str:
         about = "" if self.samples == self.in_epoch else f", by the first {self.samples:,} samples"
         wait = "" if self.wait is None else f", ranks wait {100 * self.wait:.1f} %"
-        return (
-            f"{self.batches:,} per epoch of at most {self.most_samples:,} samples, {self.tokens:,.0f} tokens on "
-            f"average, padding {100 * self.padding:.1f} %{wait}{about}"
-        )
+        size = f"at most {plural(self.most_samples, 'sample')}, {self.tokens:,.0f} tokens on average"
+        return f"{self.batches:,} per epoch of {size}, padding {100 * self.padding:.1f} %{wait}{about}"
 
 
 class BatchPlan:

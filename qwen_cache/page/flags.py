@@ -1,0 +1,84 @@
+"""Samples that someone should look at, by what is odd about them: `{flag: keys}`, each key once, in their order.
+
+`index_flags` opens no shard; `scan_flags` reads every tensor. A flag is a question, not a fault: nothing is refused.
+Numbers that are NaN or Inf are none of them, as no cache holds any.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from qwen_cache.format.cache import Cache
+from qwen_cache.format.index import IndexRow
+from qwen_cache.format.sample import SampleMeta
+from qwen_cache.page.tensors import numbers, rms
+
+FLAGS = {
+    "repeated_target": "The same target under several prompts.",
+    "identity_pair": "A control that is the target itself: nothing is edited.",
+    "frequent_prompt": "A prompt that more than a tenth of all samples have, beside others.",
+    "long_prompt": "A prompt of more than 2000 bytes, some 500 tokens: the stock pipelines cut off what exceeds 512.",
+    "empty_mask": "An edit mask that masks nothing.",
+    "full_mask": "An edit mask over more than nine tenths of the picture.",
+    "extreme_numbers": "Latents or embeddings much larger or smaller than those of the others.",
+}
+FREQUENT = 0.1
+AT_LEAST = 10  # samples with a prompt: in a small set a tenth is nothing
+LONG_PROMPT = 2000  # bytes in UTF-8, which follow the count of tokens better than characters do, Chinese ones too
+FULL = 0.9
+MEASURED = ("image_latents", "control_latents", "prompt_embeds")
+ENOUGH = 20  # samples, to say what is usual
+SPREADS = 8  # of a normal distribution, one in 10¹⁵ lies that far away
+LEAST_SPREAD = 0.01  # of the median: numbers that hardly differ are all usual
+
+
+def index_flags(rows: Sequence[IndexRow]) -> dict[str, list[str]]:
+    """What the index alone says of the samples of a recipe."""
+    metas = [row.meta for row in rows]
+    prompts: defaultdict[str, set[str]] = defaultdict(set)
+    for meta in metas:
+        prompts[meta.inputs.target].add(meta.prompt)
+    often = frequent(Counter(meta.prompt for meta in metas))
+    tests: dict[str, Callable[[SampleMeta], bool]] = {
+        "repeated_target": lambda meta: len(prompts[meta.inputs.target]) > 1,
+        "identity_pair": lambda meta: meta.inputs.target in meta.inputs.controls,
+        "frequent_prompt": lambda meta: meta.prompt in often,
+        "long_prompt": lambda meta: len(meta.prompt.encode("utf-8")) > LONG_PROMPT,
+    }
+    return {flag: [meta.key for meta in metas if test(meta)] for flag, test in tests.items()}
+
+
+def frequent(prompts: Counter[str]) -> set[str]:
+    """Those that occur often; where there is only one, it is meant so."""
+    most = FREQUENT * prompts.total()
+    often = {prompt for prompt, count in prompts.items() if count > most and count >= AT_LEAST}
+    return often if len(prompts) > 1 else set()
+
+
+def scan_flags(cache: Cache, advance: Callable[[int], None]) -> dict[str, list[str]]:
+    """What the tensors say; `advance` is told of each sample."""
+    found: dict[str, list[str]] = {"empty_mask": [], "full_mask": []}
+    measured: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for sample in cache:
+        if "edit_mask" in sample.row.meta.tensors:
+            mask = numbers(sample, "edit_mask")
+            found["empty_mask"] += [] if mask.any() else [sample.key]
+            found["full_mask"] += [sample.key] if mask.mean() > FULL else []
+        for name in sample.row.meta.tensors.keys() & set(MEASURED):
+            measured[name][sample.key] = rms(numbers(sample, name))
+        advance(1)
+    odd = {key for sizes in measured.values() for key in outliers(sizes.keys(), list(sizes.values()))}
+    return {**found, "extreme_numbers": [row.meta.key for row in cache.rows() if row.meta.key in odd]}
+
+
+def outliers(keys: Iterable[str], values: Sequence[float]) -> set[str]:
+    """Those further from the median than `SPREADS` robust standard deviations; none of a few."""
+    if len(values) < ENOUGH:
+        return set()
+    middle = np.median(values)
+    distance = np.abs(np.asarray(values) - middle)
+    spread = max(1.4826 * float(np.median(distance)), LEAST_SPREAD * float(middle))
+    return {key for key, far in zip(keys, distance > SPREADS * spread, strict=True) if far}

@@ -1,0 +1,32 @@
+"""The numbers of stored tensors, and what they are like, without torch: so that `inspect` answers at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from qwen_cache.format.cache import Sample
+
+Floats = npt.NDArray[np.float32]
+
+
+def numbers(sample: Sample, name: str) -> Floats:
+    """A tensor as it is stored, in float32, which holds every number of all dtypes of the format."""
+    spec, data = sample.row.meta.tensors[name], sample.buffer(name)
+    if spec.dtype == "BF16":  # the upper half of a float32
+        values = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    else:
+        values = np.frombuffer(data, {"F16": "<f2", "F32": "<f4"}[spec.dtype]).astype(np.float32)
+    return values.reshape(spec.shape)
+
+
+def rms(values: Floats) -> float:
+    """The root of the mean square; 0 for nothing."""
+    return float(np.sqrt(np.square(values, dtype=np.float64).mean())) if values.size else 0.0
+
+
+def statistics(values: Floats) -> dict[str, float]:
+    """Nothing for a tensor without a number, such as an empty prompt that is all prefix."""
+    if not values.size:
+        return {}
+    return {"min": float(values.min()), "max": float(values.max()), "mean": float(values.mean(dtype=np.float64))}

@@ -1,0 +1,349 @@
+"""`inspect --html`, its flags, and one sample whole: what the cache holds, and nothing that a prompt smuggles in."""
+
+from __future__ import annotations
+
+import json
+import re
+from base64 import b64decode
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image, ImageChops
+
+from qwen_cache import open_cache
+from qwen_cache.encode.decode import decode_latents, load_vae
+from qwen_cache.format.identity import Inputs, content_hash, recipe_id
+from qwen_cache.format.manifest import Manifest
+from qwen_cache.format.sample import SampleMeta, TensorSpec
+from qwen_cache.format.update import Existing, Listed, commit_update, open_staging, plan_update
+from qwen_cache.inspect import bins
+from qwen_cache.model_folder import open_model
+from qwen_cache.page import document
+from qwen_cache.page.document import evenly
+from qwen_cache.page.flags import FLAGS
+from qwen_cache.page.pictures import THUMBNAIL
+
+from .conftest import build, command, run
+from .test_architecture import HEAVY, imported_by
+from .test_remote import Server, serving
+
+RECIPE = {"encoder_version": 2, "pipeline": "QwenImageEditPlusPipeline", "dtype": "float32"}
+V1 = ("--format", "v1", "--edit-mask", "none")
+HOSTILE = "</script><script>alert(1)</script><!-- <img src=https://example.com/a.png> & \"'\u2028 \\u003c"
+CELLS = (4, 6)
+
+Built = Callable[..., Path]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A sample to be."""
+
+    name: str
+    prompt: str = "edit it"
+    target: str = ""
+    controls: tuple[str, ...] = ("before",)
+    mask: float | None = None
+    scale: float = 1.0
+
+
+def write(folder: Path, samples: Sequence[Made]) -> Path:
+    """A cache of such samples, with tensors of random numbers."""
+    random, made = torch.Generator().manual_seed(0), {}
+    for each in samples:
+        tokens = CELLS[0] * CELLS[1]
+        latents = torch.randn(tokens * (1 + len(each.controls)), 64, generator=random)
+        tensors = {"image_latents": each.scale * latents[:tokens], "control_latents": latents[tokens:]}
+        tensors |= {"prompt_embeds": torch.randn(5, 8, generator=random)}
+        if not each.controls:
+            del tensors["control_latents"]
+        if each.mask is not None:
+            tensors["edit_mask"] = torch.tensor([0.0, *[each.mask] * (tokens - 1)])
+        data = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+        specs = {name: TensorSpec("F32", tuple(t.shape), content_hash(data[name])) for name, t in tensors.items()}
+        controls = tuple(content_hash(control.encode()) for control in each.controls)
+        inputs = Inputs(content_hash((each.target or each.name).encode()), controls, None)
+        shapes, origin = ((1, *CELLS),) * (1 + len(controls)), None if each.mask is None else "difference"
+        meta = SampleMeta(recipe_id(RECIPE), inputs, each.prompt, shapes, 0, specs, (), origin)
+        made[meta.key] = each.name, meta, data
+    update = plan_update(folder, Existing(Manifest.empty(2), []), 2, [Listed(made[key][0], key) for key in made])
+    staging = open_staging(update, "page", 1 << 24)
+    for _, meta, data in made.values():
+        staging.add(meta, {name: memoryview(data[name]) for name in meta.tensors})
+    commit_update(update, staging, {"default": RECIPE}, {"qwen-cache": "0.1.0"})
+    return folder
+
+
+class Page(HTMLParser):
+    """The tags, those that stay open, all that is referred to, the documents in it, and the rows of its charts."""
+
+    VOID = ("meta", "input", "img")
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[tuple[str, str | None]] = []
+        self.tags: Counter[str] = Counter()
+        self.references: list[str] = []
+        self.ids: set[str | None] = set()
+        self.texts: dict[str, str] = {}
+        self.charts: dict[str, list[str]] = {}
+        self.feed(html)
+        self.close()
+        assert not self.open
+        self.overview, samples = json.loads(self.texts["overview"]), json.loads(self.texts["samples"])
+        self.samples = [dict(zip(samples["columns"], row, strict=True)) for row in samples["rows"]]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.tags[tag] += 1
+        self.ids.add(values.get("id"))
+        self.references += [values[name] or "" for name in ("src", "href", "srcset", "action") if name in values]
+        if tag not in self.VOID:
+            self.open.append((tag, values.get("aria-label" if tag == "svg" else "id")))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1][0] in ("script", "style"):
+            name = self.open[-1][1] or self.open[-1][0]
+            self.texts[name] = self.texts.get(name, "") + data
+        chart = next((name for tag, name in self.open if tag == "svg"), None)
+        if chart:
+            self.charts.setdefault(chart, []).append(data)
+
+    def chart(self, title: str) -> dict[str, int]:
+        texts = self.charts.get(title, [])
+        return {label: int(count.replace(",", "")) for label, count in zip(texts[::2], texts[1::2], strict=True)}
+
+
+def page_of(cache: Path | str, out: Path, *options: str | Path) -> Page:
+    result = run("qwen-cache", "inspect", cache, "--html", out, *options)
+    assert result.code == 0, result.stderr
+    return Page(out.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def cache(request: pytest.FixtureRequest, built: Built, tiny_model: Built, pairs: Path, tmp_path: Path) -> Path:
+    """Of edit pairs, built with these options; with `t2i`, of targets and prompts alone."""
+    if request.param != "t2i":
+        return built("edit-plus", request.param)
+    assert build(pairs / "target_images", tmp_path / "shards", tiny_model("t2i")).code == 0
+    return tmp_path / "shards"
+
+
+@pytest.mark.parametrize("cache", [(), ("--edit-mask", "diff"), V1, "t2i"], indirect=True)
+def test_the_page_says_what_the_index_holds(cache: Path, tmp_path: Path) -> None:
+    page = page_of(cache, tmp_path / "report.html")
+    index = pq.read_table(cache / "index.parquet").to_pylist()
+    assert [sample["key"] for sample in page.samples] == [row["key"] for row in index]
+    for sample, row in zip(page.samples, index, strict=True):
+        assert {name: sample[name] for name in ("name", "prompt")} == {name: row[name] for name in ("name", "prompt")}
+        assert (sample["text_tokens"], sample["edit_mask_from"]) == (row["text_length"], row.get("edit_mask_from"))
+        stored = [row[name]["shape"][0] for name in ("image_latents", "control_latents") if row[name]]
+        assert sample["image_tokens"] == sum(stored)
+        assert sum(w * h for w, h in sample["sizes"][1:]) == 256 * sum(stored[1:])
+        sizes = [shape[:0:-1] for shape in row["img_shapes"]] if "img_shapes" in row else None
+        assert sizes is None or sample["sizes"] == [[16 * w, 16 * h] for w, h in sizes]
+        assert sample["pictures"] == []
+    sizes = Counter("×".join(map(str, sample["sizes"][0])) for sample in page.samples)
+    assert page.chart("target sizes") == sizes
+    assert page.chart("controls of a sample") == Counter(str(len(row["controls"])) for row in index)
+    masks = Counter(row["edit_mask_from"] for row in index if row.get("edit_mask_from"))
+    assert page.chart("edit masks, by where they come from") == masks
+    for title in ("width over height", "text tokens", "all tokens, of text, target and controls"):
+        assert sum(page.chart(title).values()) == len(index)
+
+
+def test_the_page_and_json_say_the_same(built: Built, tmp_path: Path) -> None:
+    cache = built("edit-plus", ("--edit-mask", "diff"))
+    for options in ((), ("--scan",)):
+        said = json.loads(run("qwen-cache", "inspect", cache, "--json", *options).stdout)
+        assert page_of(cache, tmp_path / "new" / "report.html", *options).overview == said
+        assert (said["recipes"]["default"]["flags"].keys() == FLAGS.keys()) == (options == ("--scan",))
+
+
+def test_a_cache_behind_a_url_has_a_page(built: Built, tmp_path: Path) -> None:
+    local = page_of(built("edit-plus"), tmp_path / "local.html")
+    with serving(Server(built("edit-plus"))) as server:
+        page = page_of(server.url, tmp_path / "report.html")
+    assert page.samples == local.samples
+    assert page.overview["cache"] == server.url
+
+
+def test_text_of_the_source_stays_text(tmp_path: Path) -> None:
+    samples = [Made(HOSTILE, HOSTILE), Made("b", "plain"), Made("c", "also plain", target="b")]
+    page = page_of(write(tmp_path / "<b>shards&", samples), tmp_path / "report.html")
+    plain = page_of(write(tmp_path / "shards", [Made("a"), *samples[1:]]), tmp_path / "plain.html")
+    assert page.tags == plain.tags
+    assert (page.samples[0]["prompt"], page.samples[0]["name"]) == (HOSTILE, HOSTILE)
+    assert page.tags["script"] == 3
+    assert "<" not in page.texts["samples"] + page.texts["overview"]  # a comment would change what ends a script
+
+
+def test_nothing_is_loaded_from_anywhere(built: Built, tmp_path: Path) -> None:
+    page = page_of(write(tmp_path / "shards", [Made("a", target="x"), Made("b", HOSTILE, target="x")]), tmp_path / "r")
+    keys = {sample["key"] for sample in page.samples}
+    assert {reference.removeprefix("#") for reference in page.references} == keys  # of the flag; no other reference
+    assert not re.search(r"url\(|@import|https?:", page.texts["style"])
+    assert not re.search(r"https?:|fetch|XMLHttp|import|innerHTML|eval", page.texts["script"])
+
+
+def test_the_script_finds_what_it_looks_for(tmp_path: Path) -> None:
+    page = page_of(write(tmp_path / "shards", [Made("a")]), tmp_path / "report.html")
+    assert set(re.findall(r'(?:found|read|choices)\("([\w-]+)"', page.texts["script"])) <= page.ids
+    assert set(re.findall(r"sample\.(\w+)", page.texts["script"])) == page.samples[0].keys()
+
+
+def test_a_build_that_is_not_done_has_a_page(tmp_path: Path) -> None:
+    staging = tmp_path / "shards" / ".staging" / "x"
+    staging.mkdir(parents=True)
+    (staging / "a.tar").write_bytes(bytes(1000))
+    page = page_of(tmp_path / "shards", tmp_path / "report.html")
+    assert page.overview["state"] == "partial"
+    assert page.samples == []
+
+
+def test_flags(tmp_path: Path) -> None:
+    usual = [Made(f"usual {i}", f"do {i}", mask=0.92) for i in range(26)]  # of all but one of 24 tokens
+    odd = {
+        "repeated_target": [Made("t1", "one", target="same"), Made("t2", "two", target="same")],
+        "identity_pair": [Made("same before", "nothing", target="x", controls=("y", "x"))],
+        "frequent_prompt": [Made(f"often {i}", "again") for i in range(10)],
+        "long_prompt": [Made("long", "把" * 700)],
+        "empty_mask": [Made("none masked", "e", mask=0.0)],
+        "full_mask": [Made("all masked", "f", mask=0.95)],
+        "extreme_numbers": [Made("loud", "l", scale=50.0), Made("mute", "m", scale=0.01)],
+    }
+    again = [Made("same row", "three", target="other"), Made("same row", "three", target="other", controls=("z",))]
+    cache = write(tmp_path / "shards", [*usual, *again, *(each for flagged in odd.values() for each in flagged)])
+    page = page_of(cache, tmp_path / "report.html", "--scan")
+    names = {sample["key"]: sample["name"] for sample in page.samples}
+    found = page.overview["recipes"]["default"]["flags"]
+    assert {flag: [names[key] for key in keys] for flag, keys in found.items()} == {
+        flag: [each.name for each in flagged] for flag, flagged in odd.items()
+    }
+    assert {f"#{key}" for keys in found.values() for key in keys} == set(page.references)
+    said = " ".join(run("qwen-cache", "inspect", cache).stdout.split())
+    assert "repeated target 2, identity pair 1, frequent prompt 10, long prompt 1; --html" in said
+
+
+def test_one_prompt_for_all_is_meant_so(tmp_path: Path) -> None:
+    cache = write(tmp_path / "shards", [Made(f"{i}") for i in range(12)])
+    (recipe,) = json.loads(run("qwen-cache", "inspect", cache, "--json").stdout)["recipes"].values()
+    assert not any(recipe["flags"].values())
+
+
+def thumbnail(picture: Image.Image) -> Image.Image:
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    return picture
+
+
+@pytest.mark.parametrize("within", [2, 1])
+def test_pictures_of_a_few(
+    built: Built, tiny_model: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: int
+) -> None:
+    """In the page, or beside it when they are many; they are what the VAE makes of the latents."""
+    monkeypatch.setattr(document, "PICTURED_WITHIN", within)
+    path, model = built("edit-plus", ("--edit-mask", "file")), tiny_model("edit-plus")
+    options = ("--decode", "--gallery", "2", "--model", model, "--vae-device", "cpu")
+    page = page_of(path, tmp_path / "report.html", *options)
+    assert [bool(sample["pictures"]) for sample in page.samples] == [True, False, False, True]
+    shown = []
+    for title, place in page.samples[0]["pictures"] + page.samples[3]["pictures"]:
+        beside = tmp_path / "report_files" / place.removeprefix("report_files/")
+        data = b64decode(place.removeprefix("data:image/jpeg;base64,")) if within == 2 else beside.read_bytes()
+        shown.append((title, Image.open(BytesIO(data))))
+    cache = open_cache(path)
+    controls = [["control 1", "control 2"] if len(cache[i].img_shapes) > 2 else ["control"] for i in (0, 3)]
+    masks = [["edit mask"] if "edit_mask" in cache[i].row.meta.tensors else [] for i in (0, 3)]
+    assert [title for title, _ in shown] == [*controls[0], "target", *masks[0], *controls[1], "target", *masks[1]]
+    vae = load_vae(open_model(str(model), ("vae",), None), torch.device("cpu"), torch.float32)
+    targets = [picture for title, picture in shown if title == "target"]
+    for picture, sample in zip(targets, (cache[0], cache[3]), strict=True):
+        _, h, w = sample.img_shapes[0]
+        expected = thumbnail(decode_latents(vae, sample["image_latents"][None], (16 * w, 16 * h)))
+        assert picture.size == expected.size
+        assert np.asarray(ImageChops.difference(picture.convert("RGB"), expected)).mean() < 8  # of JPEG and bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--decode",), "--decode puts pictures on a page\n  → give --html FILE as well"),
+        (("--sample", "ab", "--html", "new.html"), "--sample shows one sample\n  → leave --html and --mask-head to"),
+    ],
+)
+def test_options_that_do_not_go_together(built: Built, options: tuple[str, ...], said: str) -> None:
+    result = run("qwen-cache", "inspect", built("edit-plus"), *options)
+    assert result.code == 2
+    assert said in result.stderr
+    assert not Path("new.html").exists()
+
+
+@pytest.mark.parametrize(("count", "most"), [(5, 9), (9, 9), (1000, 7), (7, 2), (7, 1), (0, 3)])
+def test_samples_are_chosen_evenly(count: int, most: int) -> None:
+    chosen = evenly(count, most)
+    assert len(chosen) == min(count, most)
+    assert most < 2 or not chosen or (chosen[0], chosen[-1]) == (0, count - 1)
+    assert len(set(np.diff(chosen))) <= 2
+    assert max(np.diff(chosen), default=0) - min(np.diff(chosen), default=0) <= 1
+
+
+@pytest.mark.parametrize(("unit", "values"), [(1, [7]), (1, [3, 4, 4, 15]), (1, [1, 9000, 14]), (0.01, [0.5, 2.35, 1])])
+def test_bins_count_as_numpy_does(unit: float, values: list[float]) -> None:
+    found = bins(values, unit)
+    assert 1 <= len(found) <= 12
+    edges = [low for low, _, _ in found] + [found[-1][1]]
+    assert [high for _, high, _ in found] == edges[1:]
+    assert np.histogram(values, [edge - unit / 1000 for edge in edges])[0].tolist() == [count for _, _, count in found]
+    assert sum(count for _, _, count in found) == len(values)
+
+
+@pytest.mark.parametrize("options", [(), ("--dtype", "bfloat16"), V1])
+def test_one_sample_whole(built: Built, options: tuple[str, ...]) -> None:
+    path = built("edit-plus", options)
+    for sample in open_cache(path):
+        said = json.loads(run("qwen-cache", "inspect", path, "--sample", sample.key[:12], "--json").stdout)
+        about = {"key": sample.key, "name": sample.name, "prompt": sample.prompt, "recipe": "default"}
+        assert {name: said[name] for name in about} == about
+        assert said["tensors"].keys() == sample.row.meta.tensors.keys()
+        shard = (path / f"{said['shard']}").read_bytes()
+        for name, tensor in said["tensors"].items():
+            stored = sample.stored(name).float()
+            assert tensor["shape"] == list(stored.shape)
+            assert content_hash(shard[tensor["offset"] :][: tensor["bytes"]]) == tensor["xxh3_128"]
+            numbers = [stored.min(), stored.max(), stored.double().mean()] if stored.numel() else []
+            named = [tensor[which] for which in ("min", "max", "mean") if which in tensor]
+            assert named == pytest.approx([float(number) for number in numbers])
+        text = run("qwen-cache", "inspect", path, "--sample", sample.key).stdout
+        words = (sample.key, sample.name, sample.prompt[:20], said["shard"], *said["tensors"])
+        assert all(word in text for word in words)
+
+
+def refusal(cache: Path, key: str) -> str:
+    result = run("qwen-cache", "inspect", cache, "--sample", key)
+    assert result.code == 2
+    assert result.stdout == ""
+    return result.stderr
+
+
+def test_a_key_names_one_sample(built: Built) -> None:
+    cache = built("edit-plus")
+    assert "0 samples of this cache have a key that begins like this" in refusal(cache, open_cache(cache)[0].key[4:])
+    assert "4 samples of this cache have a key that begins like this" in refusal(cache, "")
+
+
+def test_a_page_without_pictures_needs_no_torch(built: Built, tmp_path: Path) -> None:
+    assert not imported_by("import qwen_cache.page.document") & set(HEAVY)
+    alone = command("qwen-cache", "inspect", built("edit-plus"), "--html", tmp_path / "report.html")
+    assert alone.code == 0, alone.stderr
+    assert Page((tmp_path / "report.html").read_text(encoding="utf-8")).tags["article"] == 0
