@@ -103,6 +103,18 @@ def pairs(tmp_path: Path) -> Path:
     return write_pairs(tmp_path / "data")
 
 
+@pytest.fixture
+def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the pipelines work at the sizes of SMALL, by their own formula."""
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+
+    from .equivalence.judge import SMALL_AREA
+
+    for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
+        stock = module.calculate_dimensions
+        monkeypatch.setattr(module, "calculate_dimensions", lambda area, ratio, f=stock: f(SMALL_AREA[area], ratio))
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a dataset by name, but for the lock and the folders of ours that are not part of it."""
     files = (p for p in folder.rglob("*") if p.is_file() and not p.relative_to(folder).parts[0].startswith("."))

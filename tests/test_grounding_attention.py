@@ -191,7 +191,7 @@ def test_rows_after_a_shared_prefix_are_those_of_the_whole_input(
     tokens = [token_positions(encoder.tokenizer, tail, [find(tail, "the red car")]) for tail in tails]
     shown = [image_tokens(eager.config, each["input_ids"], each["image_grid_thw"])[0] for each in about]
     with attention_rows(encoder.model, [[each] for each in tokens], shown) as rows:
-        encoder.embed(prefixes, list(enumerate(prompts)))
+        encoder.embed(prefixes, [(row, prompt, None) for row, prompt in enumerate(prompts)])
     for row, (inputs, tail) in enumerate(zip(about, tails, strict=True)):
         ids = encoder.tokenizer(tail, return_tensors="pt")["input_ids"]
         whole = inputs | {"input_ids": torch.cat([inputs["input_ids"], ids], 1), "attention_mask": None}

@@ -23,6 +23,7 @@ from .conftest import Result, photograph, run, write_pairs
 
 TinyModel = Callable[[str], Path]
 Predict = Callable[..., Result]
+pytestmark = pytest.mark.usefixtures("small_areas")
 SIZE = ("--set", "predict.height=64", "--set", "predict.width=64")
 
 
