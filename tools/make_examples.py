@@ -116,6 +116,7 @@ INVALID = {
     "F9-phrase-of-one-number.sample.v2.json": broken(ATTENTION, lambda v: v.update(phrase=[[4]])),
     "F10-phrase-changed.sample.v2.json": broken(ATTENTION, lambda v: v.update(phrase=[[8, 9]])),
     "F11-mask-from-nowhere.sample.v2.json": broken(SAMPLE, lambda v: v.pop("edit_mask_from")),
+    "F11-origin-without-mask.sample.v2.json": broken(sample(2, 3), lambda v: v.update(edit_mask_from="file")),
     "F11-mask-from-elsewhere.sample.v2.json": broken(SAMPLE, lambda v: v.update(edit_mask_from="guess")),
     "F12-attention-without-grid.sample.v2.json": broken(
         ATTENTION, lambda v: v["tensors"]["attention"].update(shape=[784, 196])

@@ -218,7 +218,7 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
             found=meta.prefix_length,
         )
     check_phrase(meta.phrase, meta.prompt, where)
-    if (meta.edit_mask_from in MASK_FROM) != ("edit_mask" in tensors):
+    if meta.edit_mask_from not in (MASK_FROM if "edit_mask" in tensors else (None,)):
         there = f"one of {', '.join(MASK_FROM)} where there is an edit_mask, and only there"
         raise TensorSetError("edit_mask_from", where=where, expected=there, found=meta.edit_mask_from)
     _check_storage(tensors, where)
