@@ -13,7 +13,7 @@ from qwen_cache.console import FAILED, FAULTS, console, counting, human_bytes, h
 from qwen_cache.encode import builder
 from qwen_cache.encode.builder import Encoders, Encoding, Job
 from qwen_cache.encode.cluster import on_cluster
-from qwen_cache.encode.edit_mask import bare_key, with_all_but_masks
+from qwen_cache.encode.edit_mask import Cached, with_all_but_masks
 from qwen_cache.encode.plan import Plan, Planned
 from qwen_cache.encode.source import Problem
 from qwen_cache.encode.template import estimate_tokens
@@ -61,9 +61,11 @@ def run_build(
     with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
         job = builder.prepare(config, source, on_bytes)
     if dry_run:
-        plan = _plan(job, builder.load_existing(job))
-        _print_plan(job, plan, as_json, _measure(job, plan) if measure and plan.to_encode else None)
-        if plan.to_encode and not (measure or as_json):
+        existing = builder.load_existing(job)
+        plan = _plan(job, existing)
+        encoded = _to_be_encoded(plan, _cached(job, existing))
+        _print_plan(job, plan, as_json, _measure(job, plan, encoded) if measure and encoded else None)
+        if encoded and not (measure or as_json):
             console().print("        add --measure to learn how long that takes")
         return FAULTS if check and (plan.to_encode or plan.removed or plan.problems) else 0
     with directory.writing(job.folder):
@@ -96,7 +98,7 @@ def _encode(job: Job, existing: Existing, plan: Plan, encoders: Encoders, as_jso
         if as_json:
             print_json({"encoded": 0, "samples": len(plan.samples), "up_to_date": True})
         return 0
-    load = _loading(job, existing, plan, encoders)
+    load = _loading(job, plan, _cached(job, existing), encoders)
     begin = time.monotonic()
     done = 0
     try:
@@ -129,13 +131,22 @@ def _encode(job: Job, existing: Existing, plan: Plan, encoders: Encoders, as_jso
     return 0
 
 
-def _loading(job: Job, existing: Existing, plan: Plan, encoders: Encoders) -> Callable[[Job], Encoding]:
+def _cached(job: Job, existing: Existing) -> Cached:
+    return with_all_but_masks(job.config, job.recipe, existing, job.recipe_name)
+
+
+def _to_be_encoded(plan: Plan, cached: Cached) -> list[Planned]:
+    """All that an encoder is needed for; says of how many samples only the mask is made."""
+    encoded = [sample for sample in plan.to_encode if cached.row_for(sample) is None]
+    if masks_alone := len(plan.to_encode) - len(encoded):
+        console().print(f"        of {plural(masks_alone, 'sample')} only the mask is made: all else is cached")
+    return encoded
+
+
+def _loading(job: Job, plan: Plan, cached: Cached, encoders: Encoders) -> Callable[[Job], Encoding]:
     """How to load the encoders; where all but the mask of a sample is cached, they are not asked."""
-    cached = with_all_but_masks(job.config, job.recipe, existing, job.recipe_name)
-    masks_alone = sum(bare_key(sample) in cached for sample in plan.to_encode)
-    if not masks_alone:
+    if len(_to_be_encoded(plan, cached)) == len(plan.to_encode):
         return encoders.load
-    console().print(f"        of {plural(masks_alone, 'sample')} only the mask is made: all else is cached")
 
     def load(job: Job) -> Encoding:
         from qwen_cache.encode.masks import WithOtherMasks
@@ -173,12 +184,12 @@ def load_lanes(job: Job) -> Lanes:
     return Lanes(vae, text, recipe, job.condition_image_size, job.format_version, crop, masks)
 
 
-def _measure(job: Job, plan: Plan) -> float:
-    """Seconds to encode all of it, from a few samples that are encoded and not kept.
+def _measure(job: Job, plan: Plan, encoded: Sequence[Planned]) -> float:
+    """Seconds to encode all of `encoded`, from a few of them that are encoded and not kept.
 
     The first warms up and is not counted, unless it is the only one; nor is the time to load the encoders.
     """
-    waiting = {sample.key: sample for sample in plan.to_encode}
+    waiting = {sample.key: sample for sample in encoded}
     few = list(itertools.islice((waiting[key] for key in plan.order if key in waiting), MEASURED + 1))
     with load_lanes(job) as lanes:
         begin = time.monotonic()
@@ -187,7 +198,7 @@ def _measure(job: Job, plan: Plan) -> float:
             if number == 0 and len(few) > 1:
                 begin = time.monotonic()
         took = time.monotonic() - begin
-    return took * _estimate(plan.to_encode, job).tokens / _estimate(few[1:] or few, job).tokens
+    return took * _estimate(encoded, job).tokens / _estimate(few[1:] or few, job).tokens
 
 
 def _print_plan(job: Job, plan: Plan, as_json: bool, seconds: float | None = None) -> None:

@@ -280,7 +280,7 @@ class PredictConfig(Section):
     num_inference_steps: Positive = 50
     sigmas: Sigmas | None = None
     """Noise levels in place of num_inference_steps, falling from 1, before the shift; also as text with commas."""
-    true_cfg_scale: float = 4.0
+    true_cfg_scale: Annotated[float, Field(allow_inf_nan=False)] = 4.0
     """Classifier-free guidance, where a negative prompt is given."""
     negative_prompt: str | None = None
     guidance_scale: float | None = None

@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 FAULTS = 1
 FAILED = 2
 INTERRUPTED = 130
-USERS_ERRNO = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
+USERS_ERRNO = (
+    errno.ENOSPC,
+    errno.EEXIST,
+    errno.EFBIG,
+    errno.EDQUOT,
+    errno.EACCES,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+)
 
 
 def run_app(app: typer.Typer) -> NoReturn:

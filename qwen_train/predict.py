@@ -30,6 +30,7 @@ from qwen_train.drawing.prompts import encode_prompts
 from qwen_train.model.modulation import check_model
 from qwen_train.stop import Signals
 
+FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
 ARGUMENTS = {
     *("num_inference_steps", "sigmas", "guidance_scale"),
     *("num_images_per_prompt", "max_sequence_length", "height", "width"),
@@ -99,6 +100,8 @@ def draw(
                 generator=torch.Generator().manual_seed(config.seed),
                 callback_on_step_end=on_step_end,
             ).images
+        if signals.stop and not save_interrupted:  # while the picture was decoded
+            raise KeyboardInterrupt
     return Drawn(images, done if pipeline.interrupt else None)
 
 
@@ -169,7 +172,8 @@ def check_guidance(config: PredictConfig, true_cfg_scale: float | None) -> None:
 def picture_format(out: Path) -> str:
     """As its name ends."""
     extensions = Image.registered_extensions()
-    if (found := extensions.get(out.suffix.lower())) is None or found not in Image.SAVE:
+    found = extensions.get(out.suffix.lower())
+    if found not in FORMATS:
         raise ConfigError("no format for pictures", where="--out", expected=".png, .jpg or .webp", found=out)
     return found
 

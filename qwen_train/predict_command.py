@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from rich.markup import escape
 
 from qwen_cache.build_command import print_problems
 from qwen_cache.config import Config
@@ -13,6 +16,7 @@ from qwen_cache.console import FAILED, FAULTS, INTERRUPTED, console, plural
 from qwen_cache.encode.source import Problem
 from qwen_cache.format.cache import open_cache
 from qwen_cache.format.errors import ConfigError
+from qwen_cache.grounding.phrase import parse
 from qwen_cache.model_folder import ModelFolder, open_model
 from qwen_train.drawing.cached import find_sample
 from qwen_train.drawing.devices import Devices
@@ -46,6 +50,7 @@ class Asked:
 def run_predict(settings: Config, devices: Devices, asked: Asked) -> int:
     """Draw what was asked for; the exit code."""
     check(settings, asked)
+    asked = replace(asked, prompts=[parse(prompt)[0] for prompt in asked.prompts])
     parts = PARTS if asked.cache is None else PARTS_FOR_A_CACHE
     model = open_model(settings.model.path, parts, settings.model.revision)
     how = {"loras": asked.loras, "merge": asked.merge, "quantization": settings.model.quantization}
@@ -74,9 +79,23 @@ def check(settings: Config, asked: Asked) -> None:
     if asked.save_interrupted and not one:
         raise ConfigError("--save-interrupted is for one picture", do="leave it out: the same command goes on")
     if not asked.source:
-        picture_format(asked.out)
+        check_place(asked, config.num_images_per_prompt)
     if not asked.source and not one and not asked.cache and asked.out.suffix.lower() != ".png":
         raise ConfigError("pictures that can be gone on with are .png", where="--out", found=asked.out)
+
+
+def check_place(asked: Asked, pictures: int) -> None:
+    """--out can be written, and is none of the pictures that are drawn about."""
+    picture_format(asked.out)
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    count = max(pictures, len(asked.keys))
+    places = [asked.out] if count == 1 else [asked.out.with_stem(f"{asked.out.stem}-{i + 1}") for i in range(count)]
+    given = {image.resolve() for image in asked.images}
+    for place in places:
+        if place.is_dir():
+            raise ConfigError("a folder is in the place of the picture", where=place, do="name another --out")
+        if place.resolve() in given:
+            raise ConfigError("the picture would be drawn over the one that it is about", where=place)
 
 
 def _one(settings: Config, model: ModelFolder, devices: Devices, asked: Asked, how: dict[str, Any]) -> int:
@@ -85,7 +104,7 @@ def _one(settings: Config, model: ModelFolder, devices: Devices, asked: Asked, h
     paths, steps = save_pictures(drawn.pictures, asked.out), drawn.interrupted_after
     ended = "[bold green]done[/]" if steps is None else f"[yellow]interrupted after {plural(steps, 'step')}[/]"
     size = f"{drawn.pictures[0].width}×{drawn.pictures[0].height}"
-    console().print(f"{ended}: {', '.join(map(str, paths))}, {size}", highlight=False)
+    console().print(f"{ended}: {_named(paths)}, {size}", highlight=False)
     return 0 if steps is None else INTERRUPTED
 
 
@@ -102,10 +121,21 @@ def _many(settings: Config, model: ModelFolder, devices: Devices, asked: Asked, 
     if problems and settings.data.on_error == "stop":
         console().print("nothing was drawn; mend these rows, or leave them out with --set data.on_error=skip")
         return FAILED
-    done = draw_jobs(model, jobs, folder, settings.predict, devices, compare=asked.compare, **how)
+    pages = [grid, *(grid.with_stem(f"{grid.stem}-{i + 1}") for i in range(math.ceil(len(jobs) / ROWS_ON_A_PAGE)))]
+    done = draw_jobs(
+        model,
+        jobs,
+        folder,
+        settings.predict,
+        devices,
+        compare=asked.compare,
+        pages=pages if asked.compare else (),
+        **how,
+    )
     there = f", {len(done.skipped)} there already" if done.skipped else ""
     console().print(
-        f"[bold green]done[/]: {plural(len(done.written), 'new picture')} in {folder}{there}", highlight=False
+        f"[bold green]done[/]: {plural(len(done.written), 'new picture')} in {escape(str(folder))}{there}",
+        highlight=False,
     )
     if asked.compare:
         rows = compared(jobs, folder, with_lora=bool(asked.loras), failed=done.failed)
@@ -120,7 +150,7 @@ def _from_cache(settings: Config, model: ModelFolder, devices: Devices, asked: A
     samples = [find_sample(cache, key) for key in asked.keys]
     rows = draw_samples(model, cache, samples, settings.predict, devices, compare=asked.compare, **how)
     paths = save_pictures([picture for row in rows if (picture := row.with_lora or row.without_lora)], asked.out)
-    console().print(f"[bold green]done[/]: {', '.join(map(str, paths))}", highlight=False)
+    console().print(f"[bold green]done[/]: {_named(paths)}", highlight=False)
     if asked.compare:
         grid = asked.out.with_stem(f"{asked.out.stem}-compare")
         _print_grid(_save_grid(rows, [sample.prompt for sample in samples], grid))
@@ -135,4 +165,10 @@ def _save_grid(rows: Sequence[Row], captions: Sequence[str], path: Path) -> list
 
 
 def _print_grid(paths: Sequence[Path]) -> None:
-    console().print(f"side by side: {', '.join(map(str, paths))}", highlight=False)
+    if paths:
+        console().print(f"side by side: {_named(paths)}", highlight=False)
+
+
+def _named(paths: Sequence[Path]) -> str:
+    """As rich prints them, brackets and all."""
+    return escape(", ".join(map(str, paths)))

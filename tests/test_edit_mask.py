@@ -30,7 +30,7 @@ from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import Inputs
 from qwen_cache.grounding.difference import difference_mask
 from qwen_cache.grounding.frozen_qwen import FrozenQwen
-from qwen_cache.grounding.head import About, MaskHead, encoder_of, predict_mask, save_head
+from qwen_cache.grounding.head import About, MaskHead, encoder_of, load_head, predict_mask, save_head
 from qwen_cache.model_folder import open_model
 
 from .conftest import SMALL, Result, contents, photograph, run
@@ -230,8 +230,6 @@ def head(cache: Callable[..., Cache], tmp_path: Path) -> Path:
 
 
 def test_a_head_draws_where_the_source_has_no_mask(cache: Callable[..., Cache], head: Path, tmp_path: Path) -> None:
-    from qwen_cache.grounding.head import load_head
-
     made, seen = cache("--edit-mask", f"head={head}"), by_name(open_cache(tmp_path / "attention"))
     assert origins(made) == dict(zip(NAMES, ("head", "file", "head", "head"), strict=True))
     for name, sample in by_name(made).items():
@@ -257,8 +255,6 @@ def test_a_head_that_changed_is_another_recipe(
 
 
 def _about(head: Path) -> str:
-    from qwen_cache.grounding.head import load_head
-
     return load_head(head)[1].encoder
 
 
@@ -341,6 +337,37 @@ def test_what_cannot_be_done_says_so(
 def test_a_head_of_another_encoder_is_refused(build: Callable[..., Result], head: Path) -> None:
     save_head(MaskHead(8, base=4), head, About("another"))
     assert "trained on the attention of another encoder" in build("--edit-mask", f"head={head}").stderr
+
+
+@pytest.mark.parametrize("out", ["shards", "attention"])
+def test_a_head_that_gives_no_numbers_is_refused(build: Callable[..., Result], head: Path, out: str) -> None:
+    """Also where nothing but the mask is made."""
+    made, about = load_head(head)
+    made.logits.weight.data.fill_(float("nan"))
+    save_head(made, head, about)
+    result = build("--edit-mask", f"head={head}", out=out)
+    assert result.code == 2
+    assert "not finite" in result.stderr
+
+
+def test_a_lost_shard_of_the_recipe_that_is_replaced_is_encoded_again(
+    cache: Callable[..., Cache], head: Path, tmp_path: Path
+) -> None:
+    for shard in (tmp_path / "attention").glob("*.tar"):
+        shard.unlink()
+    cache("--edit-mask", f"head={head}", out="attention")
+    cache("--edit-mask", f"head={head}", out="new")
+    assert contents(tmp_path / "attention") == contents(tmp_path / "new")
+
+
+def test_a_plan_says_of_what_only_the_mask_is_made(
+    build: Callable[..., Result], cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache()
+    monkeypatch.setattr(build_command, "load_lanes", None)
+    result = build("--edit-mask", "diff", "--dry-run", "--measure")
+    assert result.code == 0, result.stderr
+    assert "of 4 samples only the mask is made" in result.stderr
 
 
 def test_v1_refuses_attention(cache: Callable[..., Cache], tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ The judge is `qwen-train predict` for one picture, which is held to the stock pi
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,6 +201,45 @@ def test_a_cache_of_another_kind_of_model_is_refused(
     result = predict(*drawing, variant="t2i", size=())
     assert result.code == 2
     assert "the cache was made for another kind of model" in result.stderr
+
+
+def test_a_picture_that_is_drawn_about_is_not_drawn_over(predict: Predict, picture: Path, tmp_path: Path) -> None:
+    before = picture.read_bytes()
+    picture.rename(tmp_path / "cat-1.png")
+    for prompts in (("--prompt", "x"), ("--prompt", "x", "--prompt", "y")):
+        out = tmp_path / ("cat-1.png" if len(prompts) == 2 else "cat.png")
+        result = predict("--image", tmp_path / "cat-1.png", *prompts, "--out", out)
+        assert result.code == 2
+        assert "would be drawn over" in result.stderr
+    assert (tmp_path / "cat-1.png").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["compare", "cat-without-lora"])
+def test_a_row_called_like_what_is_made_beside_it_is_refused(
+    predict: Predict, lora: Path, tmp_path: Path, name: str
+) -> None:
+    source = write_pairs(tmp_path / "data")
+    for folder in ("control_images", "target_images"):
+        for path in (source / folder).glob("china.*"):
+            path.rename(path.with_stem(name))
+    result = predict("--source", source, "--out", tmp_path / "drawn", "--lora", lora, "--compare")
+    assert result.code == 2
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "drawn").exists()
+
+
+def test_weights_behind_a_link_count(predict: Predict, picture: Path, tmp_path: Path, tiny_model: TinyModel) -> None:
+    linked, other = tmp_path / "linked", tmp_path / "other"
+    shutil.copytree(tiny_model("edit-plus"), linked)
+    shutil.move(linked / "transformer", tmp_path / "one")
+    shutil.copytree(tmp_path / "one", other)
+    weights = next(other.glob("*.safetensors"))
+    os.utime(weights, (1, 1))
+    drawing = ("--model", linked, "--image", picture, "--prompt", "x", "--prompt", "y", "--out", tmp_path / "a.png")
+    for folder, drawn in ((tmp_path / "one", 2), (tmp_path / "one", 0), (other, 2)):
+        (linked / "transformer").unlink(missing_ok=True)
+        (linked / "transformer").symlink_to(folder)
+        assert f"{drawn} new picture" in predict(*drawing).stderr
 
 
 def test_a_file_that_was_not_drawn_here_stays(predict: Predict, picture: Path, tmp_path: Path) -> None:

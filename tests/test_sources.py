@@ -374,6 +374,7 @@ def test_every_column_name_is_known_and_documented(tmp_path: Path, role: str, al
     [
         ("make [[the red car]] blue", "", "make the red car blue", [(5, 16)]),
         ("make the red car blue", "red car", "make the red car blue", [(9, 16)]),
+        ("[[ red]] car [[blue ]]", "", "red car blue", [(0, 3), (8, 12)]),
         (r"write \[[ on it", "", "write [[ on it", []),
     ],
 )

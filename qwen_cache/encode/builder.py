@@ -188,11 +188,13 @@ def load_existing(job: Job) -> Existing:
 
 
 def _present(job: Job, existing: Existing) -> list[IndexRow]:
-    """The rows whose shard is there. What was in one that is gone is encoded again, if this recipe can."""
+    """The rows whose shard is there. What was in one that is gone is encoded again, by this recipe of its name."""
     shards = existing.manifest.shards
     here = {s.name for s in shards if any(path.is_file() for path in directory.shard_places(job.folder, s.name))}
+    replaced = existing.manifest.recipes.get(job.recipe_name)
+    ours = {recipe_id(job.recipe), replaced.id if replaced else None}
     for row in existing.rows:
-        if row.shard not in here and row.meta.recipe != recipe_id(job.recipe):
+        if row.shard not in here and row.meta.recipe not in ours:
             raise ShardError("a shard with samples of another recipe is missing", where=job.folder / row.shard)
     return [row for row in existing.rows if row.shard in here]
 

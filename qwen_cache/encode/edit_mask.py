@@ -97,16 +97,36 @@ def _about(head: Path) -> Any:
 # ---- what a cache has of a sample that only needs another mask -------------------------------------------------------
 
 
-def with_all_but_masks(config: Config, new: dict[str, Any], existing: Existing, name: str) -> dict[str, IndexRow]:
-    """The samples of the recipe called `name` that have what the recipe `new` says, but for masks, by `bare_key`."""
+@dataclass(frozen=True)
+class Cached:
+    """Samples that have what a recipe says, but for masks."""
+
+    rows: dict[str, IndexRow]
+    """By `bare_key`."""
+    masks: EditMasks
+    attention_is_readable: bool
+    """Whether attention that is there is what would be made now."""
+
+    def row_for(self, sample: Planned) -> IndexRow | None:
+        """The row from which the sample can be made without an encoder."""
+        row = self.rows.get(bare_key(sample))
+        if row is None or not self.masks.attend or self.has_attention(row) or not sample.row.prompt.strip():
+            return row
+        return row if sample.row.mask is not None and not self.masks.keep_attention else None
+
+    def has_attention(self, row: IndexRow) -> bool:
+        return self.attention_is_readable and "attention" in row.meta.tensors
+
+
+def with_all_but_masks(config: Config, new: dict[str, Any], existing: Existing, name: str) -> Cached:
+    """The samples of the recipe called `name`, if it differs from the recipe `new` in masks alone."""
     masks, old = EditMasks.of(config), existing.recipes.get(name)
     if old is None or config.cache.format == "v1" or _all_but_masks(old) != _all_but_masks(new):
-        return {}
-    rows = existing.of_recipe(name).values()
-    if masks.attend:
-        readable = old.get("edit_mask_version") == VERSION
-        return {bare_key(row.meta): row for row in rows if readable and "attention" in row.meta.tensors}
-    return {bare_key(replace(row.meta, phrase=())): row for row in rows}
+        return Cached({}, masks, attention_is_readable=False)
+    rows = {}
+    for row in existing.of_recipe(name).values():
+        rows[bare_key(row.meta if masks.attend else replace(row.meta, phrase=()))] = row
+    return Cached(rows, masks, old.get("edit_mask_version") == VERSION)
 
 
 def bare_key(sample: SampleMeta | Planned) -> str:

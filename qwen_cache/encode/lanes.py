@@ -24,14 +24,13 @@ from PIL import Image
 from qwen_cache.encode.batching import Batcher, Lane
 from qwen_cache.encode.edit_mask import EditMasks
 from qwen_cache.encode.images import open_rgb
-from qwen_cache.encode.masks import Mask, MaskMaker, cut
+from qwen_cache.encode.masks import Mask, MaskMaker, check_finite, cut
 from qwen_cache.encode.plan import Planned, read_again
 from qwen_cache.encode.sizes import Size, calculate_dimensions
 from qwen_cache.encode.source import Readable, Row
 from qwen_cache.encode.template import estimate_tokens
 from qwen_cache.encode.text import Asked, EncodedText, TextEncoder
 from qwen_cache.encode.vae import VaeEncoder
-from qwen_cache.format.errors import QwenCacheError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.sample import SampleMeta, TensorSpec
 
@@ -180,13 +179,7 @@ def described(tensors: dict[str, torch.Tensor], sample: Planned) -> tuple[dict[s
     """The bytes of tensors, and what they are; QwenCacheError where one is not finite."""
     data, specs = {}, {}
     for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise QwenCacheError(
-                f"{name} of {sample.row.name} is not finite",
-                where=sample.row.where,
-                found="NaN or Inf",
-                do="build with --dtype float32, and check the model's weights",
-            )
+        check_finite(name, tensor, sample)
         data[name] = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
         specs[name] = TensorSpec(_SAFETENSORS_NAME[tensor.dtype], tuple(tensor.shape), content_hash(data[name]))
     return data, specs

@@ -6,7 +6,7 @@ A sample is encoded anew only where its mask needs attention that the cache does
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -17,13 +17,13 @@ from jaxtyping import Float
 from PIL import Image
 
 from qwen_cache.encode.builder import Encoding, Job
-from qwen_cache.encode.edit_mask import EditMasks, bare_key, token_shares
+from qwen_cache.encode.edit_mask import Cached, EditMasks, token_shares
 from qwen_cache.encode.images import open_mask, open_rgb
 from qwen_cache.encode.plan import Planned, read_again
 from qwen_cache.encode.sizes import Size, crop_box
 from qwen_cache.format.cache import Sample, open_cache
+from qwen_cache.format.errors import QwenCacheError
 from qwen_cache.format.identity import content_hash, recipe_id
-from qwen_cache.format.index import IndexRow
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS, SampleMeta, TensorSpec
 from qwen_cache.grounding.difference import difference_mask
 from qwen_cache.grounding.head import load_head, predict_mask
@@ -38,6 +38,17 @@ class Mask:
 
     shares: Float[torch.Tensor, " S"]
     origin: str
+
+
+def check_finite(name: str, tensor: torch.Tensor, sample: Planned) -> None:
+    """What is stored has no NaN and no Inf."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise QwenCacheError(
+            f"{name} of {sample.row.name} is not finite",
+            where=sample.row.where,
+            found="NaN or Inf",
+            do="build with --dtype float32, and check the model's weights",
+        )
 
 
 class MaskMaker:
@@ -86,12 +97,12 @@ def cut(picture: Image.Image, size: Size, crop: bool) -> Image.Image:
 
 
 class WithOtherMasks:
-    """Encodes what is not `cached` (by `bare_key`), and gives the rest other masks.
+    """Encodes what is not `cached`, and gives the rest other masks.
 
     The encoders are loaded when they are needed.
     """
 
-    def __init__(self, job: Job, cached: Mapping[str, IndexRow], load: Callable[[Job], Encoding]) -> None:
+    def __init__(self, job: Job, cached: Cached, load: Callable[[Job], Encoding]) -> None:
         self.job, self.cached, self.load = job, cached, load
         self.maker = MaskMaker(EditMasks.of(job.config), job.resolution.crop, torch.device("cpu"))
         self.threads = ThreadPoolExecutor(THREADS, "masks")
@@ -109,7 +120,7 @@ class WithOtherMasks:
             self.encoding.__exit__(kind, error, trace)
 
     def submit(self, sample: Planned) -> tuple[bool, Any]:
-        row = self.cached.get(bare_key(sample))
+        row = self.cached.row_for(sample)
         if row is not None:
             return True, self.threads.submit(self._made, sample, self.cache[row.meta.key])
         if self.encoding is None:
@@ -129,12 +140,13 @@ class WithOtherMasks:
             named = zip((sample.row.target, *sample.row.controls[:1]), _hashes(sample), strict=True)
             return [open_rgb(read_again(file, digest), str(file)) for file, digest in named]
 
-        attention = old["attention"] if "attention" in old.row.meta.tensors else None
+        attention = old["attention"] if self.cached.has_attention(old.row) else None
         mask = self.maker.of_pictures(sample, pair) or self.maker.of_attention(sample, attention)
         kept = old.row.meta.tensors.keys() - {"edit_mask", *(() if self.maker.masks.keep_attention else ("attention",))}
         specs = {name: replace(old.row.meta.tensors[name], codec=None, compressed_bytes=None) for name in kept}
         data = {name: old.buffer(name) for name in kept}
         if mask is not None:
+            check_finite("edit_mask", mask.shares, sample)
             data["edit_mask"] = mask.shares.contiguous().view(torch.uint8).numpy().data
             specs["edit_mask"] = TensorSpec("F32", tuple(mask.shares.shape), content_hash(data["edit_mask"]))
         names = [name for name in TENSORS[self.job.format_version] if name in specs]

@@ -95,7 +95,7 @@ def _phrases(draft: Draft) -> tuple[list[Row], Faults]:
     samples, faults = [], Faults()
     for sample in draft.samples:
         try:
-            prompt, marked = parse(sample.prompt)
+            prompt, marked = stripped(*parse(sample.prompt))
             if marked and draft.phrase:
                 raise SourceError("words are marked and a phrase is given too", do="leave out one of both")
             spans = [find(prompt, draft.phrase)] if draft.phrase and prompt else marked
@@ -103,6 +103,13 @@ def _phrases(draft: Draft) -> tuple[list[Row], Faults]:
         except SourceError as error:
             faults["phrase"] = f"{sample.name}: {error.fault}", error.do or "correct it"
     return samples, faults
+
+
+def stripped(prompt: str, spans: list[tuple[int, int]]) -> tuple[str, list[tuple[int, int]]]:
+    """Without the white space around it that stood inside of marks."""
+    text = prompt.strip()
+    cut = len(prompt) - len(prompt.lstrip())
+    return text, [(max(0, begin - cut), min(len(text), end - cut)) for begin, end in spans]
 
 
 def _missing(draft: Draft, known: Faults, needs_control: bool, allow_empty_prompt: bool) -> Faults:

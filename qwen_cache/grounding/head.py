@@ -28,6 +28,7 @@ from qwen_cache.format.identity import canonical_json, content_hash
 METADATA_KEY = "qwen_cache.mask_head"
 PRIOR = 0.06
 """The usual share of edited cells. A head that begins at one half spends hundreds of steps on learning this number."""
+LARGEST = 1024  # cells of a mask's longer side
 WARM_UP = 0.03  # of the steps
 SEEN_BY_THE_ENCODER = ("text_encoder", "processor", "template", "picture_template", "condition_image_size")
 
@@ -226,6 +227,10 @@ def load_head(path: Path) -> tuple[MaskHead, About]:
         description = json.loads(text)
         if description.pop("version") != 1:
             raise _refusal(path, "a head of another version")
+        if not (isinstance(description["size"], int) and 0 < description["size"] <= LARGEST):
+            raise _refusal(path, f"size {description['size']!r}")
+        if not all(bool(torch.isfinite(weight).all()) for weight in weights.values()):
+            raise _refusal(path, "weights that are not finite")
         with torch.device("meta"):
             head = MaskHead(description.pop("channels"), description.pop("base"), description.pop("size"))
         head.load_state_dict(weights, assign=True)

@@ -74,6 +74,9 @@ def token_positions(tokenizer: Any, text: str, spans: Sequence[Span], where: obj
     meant = [any(start <= i < end for start, end in spans) and not text[i].isspace() for i in range(len(text))]
     offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
     positions = [position for position, (start, end) in enumerate(offsets) if any(meant[start:end])]
+    if not positions:  # an accent that the tokenizer joined with its letter: it stands behind what the token says
+        before = [position for position, (_, end) in enumerate(offsets) if 0 < end <= spans[0][0]] if any(meant) else []
+        positions = before[-1:]
     if not positions:
         raise SourceError("no token belongs to the phrase", where=where, found=f"characters {spans} of {text!r}")
     return positions

@@ -20,14 +20,15 @@ from qwen_cache.config import PredictConfig
 from qwen_cache.console import counting
 from qwen_cache.encode.decode import decode_pictures
 from qwen_cache.encode.source import Problem
+from qwen_cache.encode.sources.places import File
 from qwen_cache.format.cache import Cache, Sample
-from qwen_cache.format.errors import SourceError
+from qwen_cache.format.errors import ConfigError, SourceError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.model_folder import ModelFolder
 from qwen_train.drawing.cached import draw_cached, guidance_from_cache, initial_latents
 from qwen_train.drawing.devices import Devices, memory_for
 from qwen_train.drawing.grid import Row
-from qwen_train.drawing.jobs import Done, Job, pictures_of, run_jobs, waiting
+from qwen_train.drawing.jobs import Done, Job, paths_of, pictures_of, run_jobs, waiting
 from qwen_train.drawing.loras import WeightedLora, check_loras
 from qwen_train.drawing.pipeline import load_pipeline
 from qwen_train.drawing.prompts import PromptEncoder
@@ -36,6 +37,7 @@ from qwen_train.predict import check_count, check_settings, draw
 from qwen_train.stop import Signals
 
 WITHOUT = "-without-lora"
+PARTS = ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")
 
 
 def draw_jobs(
@@ -49,17 +51,23 @@ def draw_jobs(
     merge: bool,
     quantization: str,
     compare: bool,
+    pages: Sequence[Path] = (),
 ) -> Done:
-    """A PNG for each job in `folder`; to compare, one without the LoRAs too, called -without-lora."""
+    """A PNG for each job in `folder`; to compare, one without the LoRAs too, called -without-lora.
+
+    `pages` are written by the caller when all is drawn.
+    """
     for job in jobs:
         check_count(model, len(job.controls))
     check_settings(model, config, devices)
     check_loras(model, loras, merge, quantization, tabulated=config.tabulated_modulation)
-    plain = {"model": fingerprint(model), "quantization": quantization, "predict": config.model_dump(mode="json")}
+    plain = {"model": fingerprint(model), "quantization": quantization, "predict": what_counts(config)}
     with_loras = {"loras": [[content_hash(lora.file.read_bytes()), lora.weight] for lora in loras], "merge": merge}
     turns: list[tuple[list[Job], dict[str, Any]]] = [(list(jobs), {**plain, **(with_loras if loras else {})})]
     if compare and loras:
         turns.append(([replace(job, name=job.name + WITHOUT) for job in jobs], plain))
+    everything = [job for turn, _ in turns for job in turn]
+    check_places(everything, folder, pages)
     todo = [job for turn, about in turns for job in waiting(turn, folder, about)]
     embeds = encode(model, todo, config, devices)
     pipeline: Any = None
@@ -67,6 +75,8 @@ def draw_jobs(
         pipeline = load_pipeline(model, config, devices, quantization=quantization, loras=loras, merge=merge)
 
     def drawn(job: Job) -> Image.Image:
+        if job.name not in embeds:
+            raise SourceError("the picture was there and is gone", where=job.name, do="run the same command again")
         there = {name: tensor.to(devices.transformer) for name, tensor in embeds[job.name].items()}
         picture: Image.Image = draw(pipeline, pictures_of(job), there, config).pictures[0]
         return picture
@@ -78,6 +88,19 @@ def draw_jobs(
         done = run_jobs(turn, drawn, folder, about)
         made = Done(made.written + done.written, made.skipped + done.skipped, made.failed + done.failed)
     return made
+
+
+def check_places(jobs: Sequence[Job], folder: Path, pages: Sequence[Path]) -> None:
+    """Nothing that is drawn takes the place of another picture, or of one that is drawn about."""
+    places = {path.resolve() for path in paths_of(jobs, folder)}
+    if taken := places & {page.resolve() for page in pages}:
+        raise SourceError("a row is called like the page beside its picture", where=min(taken), do="rename the row")
+    for job in jobs:
+        for picture in (*job.controls, *([job.target] if job.target else [])):
+            if isinstance(picture, File) and Path(str(picture)).resolve() in places:
+                raise ConfigError(
+                    "a picture would be drawn over one that it is about", where=picture, do="name another --out"
+                )
 
 
 def encode(
@@ -104,11 +127,11 @@ def encode(
 def compared(jobs: Sequence[Job], folder: Path, *, with_lora: bool, failed: Sequence[Problem]) -> list[tuple[Job, Row]]:
     """What was drawn, beside what it was drawn from and what it should be."""
     rows = []
-    lost = {problem.where.partition(":")[0] for problem in failed}
+    lost = {name for job in jobs for name in (job.name, job.name + WITHOUT) if any(_is_about(p, name) for p in failed)}
     for job in jobs:
-        if job.name in lost or job.name + WITHOUT in lost:
-            continue
         paths = [folder / f"{job.name}{suffix}.png" for suffix in (("", WITHOUT) if with_lora else ("",))]
+        if not all(path.is_file() for path in paths) or lost & {job.name, job.name + WITHOUT}:
+            continue
         pictures = [Image.open(path).convert("RGB") for path in paths]
         new, old = (pictures[0], pictures[1]) if with_lora else (None, pictures[0])
         target = pictures_of(replace(job, controls=(job.target,)))[0] if job.target else None
@@ -116,11 +139,22 @@ def compared(jobs: Sequence[Job], folder: Path, *, with_lora: bool, failed: Sequ
     return rows
 
 
+def _is_about(problem: Problem, name: str) -> bool:
+    return problem.where == name or problem.where.startswith(f"{name}: ")
+
+
+def what_counts(config: PredictConfig) -> dict[str, Any]:
+    """The settings without those that change no picture."""
+    idle = {"offload"} | ({"true_cfg_scale"} if config.negative_prompt is None else set())
+    return config.model_dump(mode="json", exclude=idle | ({"num_inference_steps"} if config.sigmas else set()))
+
+
 def fingerprint(model: ModelFolder) -> str:
     """Of a model's files by name, size and time: reading them would take longer than drawing."""
-    files = sorted(path for path in model.path.rglob("*") if path.is_file())
-    stats = [(str(path.relative_to(model.path)), path.stat()) for path in files]
-    return content_hash(json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]).encode())
+    folders = [model.part(name) for name in PARTS if (model.path / name).is_dir()]
+    files = [(folder.name, path) for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
+    stats = [(part, path.name, path.stat()) for part, path in files]
+    return content_hash(json.dumps([[part, name, s.st_size, s.st_mtime_ns] for part, name, s in stats]).encode())
 
 
 # ---- from a cache ----------------------------------------------------------------------------------------------------
