@@ -59,8 +59,12 @@ def build(
     """Encode what SOURCE has and the cache does not."""
     from qwen_cache.build_command import run_build
     from qwen_cache.config import load_config
+    from qwen_cache.format.errors import ConfigError
     from qwen_cache.format.remote import local_folder
 
+    origin, _, head = edit_mask.partition("=") if edit_mask else (None, "", None)
+    if head and origin not in ("head", "auto"):
+        raise ConfigError(f"--edit-mask {origin} takes no head", found=edit_mask, do=f"give --edit-mask head={head}")
     settings = load_config(
         config,
         set_ or (),
@@ -71,8 +75,8 @@ def build(
         cache__dtype=dtype,
         cache__format=format,
         data__on_error=on_error,
-        data__edit_mask=edit_mask.partition("=")[0] if edit_mask else None,
-        data__mask_head=edit_mask.partition("=")[2] or None if edit_mask else None,
+        data__edit_mask=origin,
+        data__mask_head=head or None,
         data__part=part,
     )
     local_folder(settings.cache.path)

@@ -47,7 +47,6 @@ def run_app(app: typer.Typer) -> NoReturn:
     except QwenCacheError as error:
         code = fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        console().print("[yellow]interrupted[/]")
         code = INTERRUPTED
     except SystemExit as leaving:  # how typer ends when the reader of our output has enough, as in `inspect | head`
         if not isinstance(leaving.__context__, BrokenPipeError):
@@ -63,6 +62,8 @@ def run_app(app: typer.Typer) -> NoReturn:
             raise
         show()
         code = int(getattr(error, "exit_code", FAILED))
+    if code == INTERRUPTED:  # typer makes this code of a KeyboardInterrupt
+        console().print("[yellow]interrupted[/]")
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -23,13 +23,13 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from qwen_cache.config import Config
 from qwen_cache.console import console, plural
 from qwen_cache.encode.devices import choose_device
-from qwen_cache.encode.images import open_rgb
+from qwen_cache.encode.images import open_rgb_file
 from qwen_cache.encode.loading import load_whole
 from qwen_cache.encode.sizes import Size, calculate_dimensions
 from qwen_cache.encode.template import TEMPLATES, VAE_IMAGE_SIZE
 from qwen_cache.encode.text import load_processor
 from qwen_cache.format.directory import write_durably
-from qwen_cache.format.errors import ConfigError, SourceError
+from qwen_cache.format.errors import ConfigError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.grounding.frozen_qwen import FrozenQwen, spans_of_phrases
 from qwen_cache.grounding.head import load_head, predict_mask
@@ -67,7 +67,7 @@ def run_ground(
     _check_out(out, overlaid, images)
     if sam is not None and head is None:
         raise ConfigError("SAM sharpens a mask, and without a head there is none", do="give --head, or leave out --sam")
-    pictures = [_open_picture(path) for path in images]
+    pictures = [open_rgb_file(path) for path in images]
     trained = load_head(head)[0] if head else None
     model = open_model(config.model.path, ("text_encoder", "processor"), config.model.revision)
     _check_pictures(model, len(pictures))
@@ -146,14 +146,6 @@ def _summary(mask: NDArray[np.float64], *, is_mask: bool) -> str:
 
 
 # ---- what is read and written ----------------------------------------------------------------------------------------
-
-
-def _open_picture(path: Path) -> Image.Image:
-    """As a build opens it."""
-    try:
-        return open_rgb(path.read_bytes(), str(path))
-    except OSError as error:
-        raise SourceError(f"cannot be read: {error.strerror}", where=path) from None
 
 
 def _check_pictures(model: ModelFolder, count: int) -> None:

@@ -19,11 +19,11 @@ from PIL import Image
 
 from qwen_cache.config import PredictConfig
 from qwen_cache.console import counting, plural
-from qwen_cache.encode.images import open_rgb
 from qwen_cache.format.directory import write_durably
-from qwen_cache.format.errors import ConfigError, SourceError
+from qwen_cache.format.errors import ConfigError
 from qwen_cache.model_folder import ModelFolder
 from qwen_train.drawing.devices import Devices, check_offload, memory_for
+from qwen_train.drawing.jobs import marked
 from qwen_train.drawing.loras import WeightedLora, check_loras
 from qwen_train.drawing.pipeline import load_pipeline
 from qwen_train.drawing.prompts import encode_prompts
@@ -108,17 +108,6 @@ def draw(
 # ---- what is drawn about ---------------------------------------------------------------------------------------------
 
 
-def open_pictures(paths: Sequence[Path]) -> list[Image.Image]:
-    """The control pictures, as a build opens them."""
-    pictures = []
-    for path in paths:
-        try:
-            pictures.append(open_rgb(path.read_bytes(), str(path)))
-        except OSError as error:
-            raise SourceError(f"cannot be read: {error.strerror}", where=path) from None
-    return pictures
-
-
 def check_count(model: ModelFolder, pictures: int) -> None:
     """As many as the pipeline takes."""
     most = model.max_controls
@@ -178,15 +167,20 @@ def picture_format(out: Path) -> str:
     return found
 
 
+def places(out: Path, count: int) -> list[Path]:
+    """Of so many pictures: `out`, or with numbers (out-1.png, out-2.png) where there are several."""
+    return [out] if count == 1 else [out.with_stem(f"{out.stem}-{number}") for number in range(1, count + 1)]
+
+
 def save_pictures(pictures: Sequence[Image.Image], out: Path) -> list[Path]:
-    """`out`, or with numbers (out-1.png, out-2.png) where there are several; none is ever half written."""
+    """Write them to their places; none is ever half written.
+
+    A PNG says that it was drawn here, so that `run_jobs` may draw it anew.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
-    several = len(pictures) > 1
-    paths = []
-    for number, picture in enumerate(pictures, 1):
-        path = out.with_stem(f"{out.stem}-{number}") if several else out
+    kind, paths = picture_format(out), places(out, len(pictures))
+    for path, picture in zip(paths, pictures, strict=True):
         data = BytesIO()
-        picture.save(data, picture_format(out))
+        picture.save(data, kind, **({"pnginfo": marked("by itself")} if kind == "PNG" else {}))
         write_durably(path, data.getvalue())
-        paths.append(path)
     return paths

@@ -13,6 +13,7 @@ from rich.markup import escape
 from qwen_cache.build_command import print_problems
 from qwen_cache.config import Config
 from qwen_cache.console import FAILED, FAULTS, INTERRUPTED, console, plural
+from qwen_cache.encode.images import open_rgb_file
 from qwen_cache.encode.source import Problem
 from qwen_cache.format.cache import open_cache
 from qwen_cache.format.errors import ConfigError
@@ -23,12 +24,10 @@ from qwen_train.drawing.devices import Devices
 from qwen_train.drawing.grid import Row, compare_grid
 from qwen_train.drawing.jobs import jobs_of, jobs_of_prompts
 from qwen_train.drawing.loras import WeightedLora
-from qwen_train.drawing.many import compared, draw_jobs, draw_samples
-from qwen_train.predict import open_pictures, picture_format, predict, save_pictures
+from qwen_train.drawing.many import PARTS, PARTS_FOR_A_CACHE, compared, draw_jobs, draw_samples
+from qwen_train.predict import picture_format, places, predict, save_pictures
 
 ROWS_ON_A_PAGE = 25
-PARTS_FOR_A_CACHE = ("vae", "transformer", "scheduler")
-PARTS = (*PARTS_FOR_A_CACHE, "text_encoder", "tokenizer", "processor")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,9 @@ def check(settings: Config, asked: Asked) -> None:
     if config.num_images_per_prompt > 1 and not one:
         raise ConfigError("several pictures are of one prompt", found=f"--num-images {config.num_images_per_prompt}")
     if asked.save_interrupted and not one:
-        raise ConfigError("--save-interrupted is for one picture", do="leave it out: the same command goes on")
+        raise ConfigError("--save-interrupted is for one picture", do="leave it out: what was drawn is kept")
+    if asked.source and asked.out.suffix:
+        raise ConfigError("--source draws into a folder", where="--out", found=asked.out, do="give --out FOLDER")
     if not asked.source:
         check_place(asked, config.num_images_per_prompt)
     if not asked.source and not one and not asked.cache and asked.out.suffix.lower() != ".png":
@@ -88,10 +89,8 @@ def check_place(asked: Asked, pictures: int) -> None:
     """--out can be written, and is none of the pictures that are drawn about."""
     picture_format(asked.out)
     asked.out.parent.mkdir(parents=True, exist_ok=True)
-    count = max(pictures, len(asked.keys))
-    places = [asked.out] if count == 1 else [asked.out.with_stem(f"{asked.out.stem}-{i + 1}") for i in range(count)]
     given = {image.resolve() for image in asked.images}
-    for place in places:
+    for place in places(asked.out, max(pictures, len(asked.keys))):
         if place.is_dir():
             raise ConfigError("a folder is in the place of the picture", where=place, do="name another --out")
         if place.resolve() in given:
@@ -99,7 +98,7 @@ def check_place(asked: Asked, pictures: int) -> None:
 
 
 def _one(settings: Config, model: ModelFolder, devices: Devices, asked: Asked, how: dict[str, Any]) -> int:
-    pictures, config = open_pictures(asked.images), settings.predict
+    pictures, config = [open_rgb_file(path) for path in asked.images], settings.predict
     drawn = predict(model, pictures, asked.prompts[0], config, devices, save_interrupted=asked.save_interrupted, **how)
     paths, steps = save_pictures(drawn.pictures, asked.out), drawn.interrupted_after
     ended = "[bold green]done[/]" if steps is None else f"[yellow]interrupted after {plural(steps, 'step')}[/]"
@@ -112,6 +111,8 @@ def _many(settings: Config, model: ModelFolder, devices: Devices, asked: Asked, 
     """A PNG for each prompt, or for each row of the source; what is there already is not drawn again."""
     problems: list[Problem] = []
     if asked.source is None:
+        for path in asked.images:
+            open_rgb_file(path)  # one that cannot be read is an error of the command, not of every prompt
         jobs = jobs_of_prompts(asked.out.stem, asked.images, asked.prompts)
         folder, grid = asked.out.parent, asked.out.with_stem(f"{asked.out.stem}-compare")
     else:
@@ -121,7 +122,7 @@ def _many(settings: Config, model: ModelFolder, devices: Devices, asked: Asked, 
     if problems and settings.data.on_error == "stop":
         console().print("nothing was drawn; mend these rows, or leave them out with --set data.on_error=skip")
         return FAILED
-    pages = [grid, *(grid.with_stem(f"{grid.stem}-{i + 1}") for i in range(math.ceil(len(jobs) / ROWS_ON_A_PAGE)))]
+    pages = places(grid, math.ceil(len(jobs) / ROWS_ON_A_PAGE))
     done = draw_jobs(
         model,
         jobs,
@@ -148,8 +149,16 @@ def _from_cache(settings: Config, model: ModelFolder, devices: Devices, asked: A
     assert asked.cache is not None
     cache = open_cache(asked.cache, recipe=settings.cache.recipe)
     samples = [find_sample(cache, key) for key in asked.keys]
-    rows = draw_samples(model, cache, samples, settings.predict, devices, compare=asked.compare, **how)
-    paths = save_pictures([picture for row in rows if (picture := row.with_lora or row.without_lora)], asked.out)
+    rows, paths = [], []
+    for place, row in zip(
+        places(asked.out, len(samples)),
+        draw_samples(model, cache, samples, settings.predict, devices, compare=asked.compare, **how),
+        strict=True,
+    ):
+        picture = row.with_lora or row.without_lora
+        assert picture is not None
+        paths += save_pictures([picture], place)
+        rows.append(row)
     console().print(f"[bold green]done[/]: {_named(paths)}", highlight=False)
     if asked.compare:
         grid = asked.out.with_stem(f"{asked.out.stem}-compare")

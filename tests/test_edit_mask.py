@@ -320,6 +320,7 @@ def test_without_its_attention_a_sample_is_encoded_again(
         (("--edit-mask", "head"), "edit-plus", "no mask head is named"),
         (("--edit-mask", "head=nowhere"), "edit-plus", "nowhere: this is not a mask head that can be used"),
         (("--edit-mask", "guess"), "edit-plus", "data.edit_mask"),
+        (("--edit-mask", "diff=head.safetensors"), "edit-plus", "--edit-mask diff takes no head"),
         (("--edit-mask", "diff"), "t2i", "data.edit_mask=diff needs control pictures, and QwenImagePipeline has none"),
         (("--set", "cache.attention=true"), "t2i", "cache.attention needs control pictures"),
         (("--edit-mask", "diff", "--format", "v1"), "edit-plus", "format v1 has no place for what data.edit_mask=diff"),

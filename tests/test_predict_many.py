@@ -165,6 +165,41 @@ def test_a_cached_sample_is_drawn_without_the_text_encoder(
     assert not np.array_equal(pixels(tmp_path / "out-1.png"), trained)
 
 
+def test_a_picture_that_was_drawn_alone_is_drawn_anew(
+    predict: Predict, picture: Path, lora: Path, tmp_path: Path
+) -> None:
+    """First without a thought of it, then side by side."""
+    drawing = ("--image", picture, "--prompt", "x", "--lora", lora, "--out", tmp_path / "out.png")
+    assert predict(*drawing).code == 0
+    alone = pixels(tmp_path / "out.png")
+    for _ in range(2):
+        result = predict(*drawing, "--compare")
+        assert result.code == 0, result.stderr
+        assert np.array_equal(pixels(tmp_path / "out.png"), alone)
+    foreign = tmp_path / "out-compare.png"
+    Image.new("RGB", (8, 8)).save(foreign)
+    assert "did not draw" in predict(*drawing, "--compare").stderr
+    assert pixels(foreign).shape == (8, 8, 3)
+
+
+def test_what_was_drawn_out_of_a_cache_is_kept_when_the_next_fails(
+    predict: Predict, built: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = many.draw_cached
+
+    def fails(sample: Any, *rest: Any, **named: Any) -> Any:
+        if sample.name == "cup":
+            raise KeyboardInterrupt
+        return real(sample, *rest, **named)
+
+    monkeypatch.setattr(many, "draw_cached", fails)
+    keys = ("--key", "cat", "--key", "cup")
+    result = predict("--from-cache", built("edit-plus"), *keys, "--out", tmp_path / "out.png", size=())
+    assert result.code == 130
+    assert "interrupted" in result.stderr
+    assert [path.name for path in tmp_path.glob("out*")] == ["out-1.png"]
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +213,8 @@ def test_a_cached_sample_is_drawn_without_the_text_encoder(
         (("--prompt", "x", "--compare", "--merge", "--lora", "{lora}"), "a merged LoRA cannot be left out again"),
         (("--prompt", "x", "--prompt", "y", "--num-images", "2"), "several pictures are of one prompt"),
         (("--prompt", "x", "--prompt", "y", "--save-interrupted"), "--save-interrupted is for one picture"),
+        (("--source", "data", "--out", "a.png"), "--source draws into a folder"),
+        (("--prompt", "x", "--prompt", "y", "--image", "no.png"), "no.png: cannot be read: No such file"),
         (("--prompt", "x", "--prompt", "y", "--out", "a.jpg"), "pictures that can be gone on with are .png"),
         (("--from-cache", "{cache}", "--key", "cat", "--width", "64"), "a cached sample has its size"),
         (("--from-cache", "{cache}", "--key", "nobody"), "no sample of this key or name"),
@@ -188,7 +225,8 @@ def test_what_does_not_go_together_is_refused(
     predict: Predict, built: Callable[..., Path], lora: Path, tmp_path: Path, options: tuple[str, ...], message: str
 ) -> None:
     given = [option.format(lora=lora, cache=built("edit-plus")) for option in options]
-    result = predict(*given, *(() if "--out" in options else ("--out", tmp_path / "out.png")), size=())
+    out = ("--out", tmp_path / ("out" if "--source" in options else "out.png"))
+    result = predict(*given, *(() if "--out" in options else out), size=())
     assert result.code == 2
     assert message in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr

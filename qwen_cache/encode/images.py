@@ -18,6 +18,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -55,6 +56,14 @@ def upright_size(data: bytes, where: str) -> tuple[int, int]:
 def open_rgb(data: bytes, where: str) -> Image.Image:
     """The picture in `data` as RGB, upright, with white behind what is transparent; `where` names it in errors."""
     return _over("white", _decode(data, where)).convert("RGB")
+
+
+def open_rgb_file(path: Path) -> Image.Image:
+    """The same of a file that was named on the command line."""
+    try:
+        return open_rgb(path.read_bytes(), str(path))
+    except OSError as error:
+        raise SourceError(f"cannot be read: {error.strerror}", where=path) from None
 
 
 def open_mask(data: bytes, where: str) -> Image.Image:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.utils import logging as transformers_logging
 
 from qwen_cache.format.errors import ModelError
@@ -18,10 +19,11 @@ def load_whole(kind: type[Any], folder: Path, **options: Any) -> Any:
     transformers_logging.disable_progress_bar()
     try:
         part, info = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
+    except torch.OutOfMemoryError:
+        raise  # which says nothing of the files
     except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(
-            f"{kind.__name__} cannot be loaded: {error}", where=folder, do="download this part again"
-        ) from None
+        do = "set model.quantization=none" if "quantization_config" in options else "download this part again"
+        raise ModelError(f"{kind.__name__} cannot be loaded: {error}", where=folder, do=do) from None
     for fault in ("missing_keys", "mismatched_keys"):
         if names := sorted(map(str, info.get(fault, []))):
             raise ModelError(

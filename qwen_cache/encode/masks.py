@@ -72,7 +72,7 @@ class MaskMaker:
             return None
         (width, height), cell = sample.sizes[0], PIXELS_PER_TOKEN
         pictures = [cut(picture, (width, height), self.crop) for picture in pair()]
-        while width * height > COMPARED:
+        while width * height > COMPARED and cell > 1:
             width, height, cell = width // 2, height // 2, cell // 2
         after, before = (picture.resize((width, height), Image.Resampling.LANCZOS) for picture in pictures)
         found = difference_mask(after, before, cell).mask

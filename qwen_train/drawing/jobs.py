@@ -120,11 +120,17 @@ def hash_of(job: Job, about: Mapping[str, Any]) -> str:
     return content_hash(canonical_json({"prompt": job.prompt, "controls": controls, "about": dict(about)}))
 
 
+def marked(digest: str) -> PngImagePlugin.PngInfo:
+    """What a PNG says of what it was drawn from."""
+    text = PngImagePlugin.PngInfo()
+    text.add_text(CHUNK, digest)
+    return text
+
+
 def write_picture(path: Path, picture: Image.Image, digest: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    text, data = PngImagePlugin.PngInfo(), BytesIO()
-    text.add_text(CHUNK, digest)
-    picture.save(data, "PNG", pnginfo=text)
+    data = BytesIO()
+    picture.save(data, "PNG", pnginfo=marked(digest))
     write_durably(path, data.getvalue())
 
 

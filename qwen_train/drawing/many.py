@@ -7,7 +7,8 @@ source with a row called like what is made beside its pictures, and a cache of a
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from qwen_cache.model_folder import ModelFolder
 from qwen_train.drawing.cached import draw_cached, guidance_from_cache, initial_latents
 from qwen_train.drawing.devices import Devices, memory_for
 from qwen_train.drawing.grid import Row
-from qwen_train.drawing.jobs import Done, Job, paths_of, pictures_of, run_jobs, waiting
+from qwen_train.drawing.jobs import Done, Job, hash_in, paths_of, pictures_of, run_jobs, waiting
 from qwen_train.drawing.loras import WeightedLora, check_loras
 from qwen_train.drawing.pipeline import load_pipeline
 from qwen_train.drawing.prompts import PromptEncoder
@@ -37,7 +38,8 @@ from qwen_train.predict import check_count, check_settings, draw
 from qwen_train.stop import Signals
 
 WITHOUT = "-without-lora"
-PARTS = ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")
+PARTS_FOR_A_CACHE = ("vae", "transformer", "scheduler")
+PARTS = (*PARTS_FOR_A_CACHE, "text_encoder", "tokenizer", "processor")
 
 
 def draw_jobs(
@@ -92,6 +94,8 @@ def draw_jobs(
 
 def check_places(jobs: Sequence[Job], folder: Path, pages: Sequence[Path]) -> None:
     """Nothing that is drawn takes the place of another picture, or of one that is drawn about."""
+    for page in filter(os.path.lexists, pages):
+        hash_in(page)  # it was drawn here
     places = {path.resolve() for path in paths_of(jobs, folder)}
     if taken := places & {page.resolve() for page in pages}:
         raise SourceError("a row is called like the page beside its picture", where=min(taken), do="rename the row")
@@ -171,7 +175,7 @@ def draw_samples(
     merge: bool,
     quantization: str,
     compare: bool,
-) -> list[Row]:
+) -> Iterator[Row]:
     """Each sample drawn from its embeddings; to compare, without the LoRAs too, and its own pictures decoded."""
     guidance = guidance_from_cache(config.negative_prompt, config.true_cfg_scale)
     check_settings(model, config, devices)
@@ -179,45 +183,43 @@ def draw_samples(
     check_cache(cache, model, json.loads((model.part("transformer") / "config.json").read_text(encoding="utf-8")))
     dtype = getattr(torch, config.dtype)
     pipeline = load_pipeline(model, config, devices, quantization=quantization, loras=loras, merge=merge)
-    turns = [False, True] if compare and loras else [False]
+    turns = 2 if compare and loras else 1
     steps = len(config.sigmas or ()) or config.num_inference_steps
-    drawn: dict[bool, list[Any]] = {}
-    with Signals() as signals, counting("drawing", len(samples) * len(turns) * steps) as advance:
+    with Signals() as signals, counting("drawing", len(samples) * turns * steps) as advance:
 
         def on_step(_: int) -> None:
             advance(1)
             if signals.stop:
                 raise KeyboardInterrupt
 
-        for without in turns:
-            if without:
-                pipeline.disable_lora()
+        def drawn(sample: Sample) -> Image.Image:
             with memory_for("denoising", devices.transformer):
-                drawn[without] = [
-                    draw_cached(
-                        sample,
-                        pipeline.transformer,
-                        FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config),
-                        num_inference_steps=config.num_inference_steps,
-                        true_cfg_scale=guidance,
-                        sigmas=config.sigmas,
-                        latents=initial_latents(sample, config.seed, dtype),
-                        device=devices.transformer,
-                        dtype=dtype,
-                        on_step=on_step,
-                    )
-                    for sample in samples
-                ]
-    rows = []
-    for i, sample in enumerate(samples):
-        shapes = sample.img_shapes
-        pictures = {without: decode_pictures(pipeline.vae, drawn[without][i], shapes[:1])[0] for without in turns}
-        first, second = pictures[False], pictures.get(True)
-        row = Row((), second, first) if loras else Row((), first)
-        if compare:
-            controls = decode_pictures(pipeline.vae, sample["control_latents"], shapes[1:]) if shapes[1:] else []
-            target = decode_pictures(pipeline.vae, sample["image_latents"], shapes[:1])[0]
-            row = replace(row, controls=tuple(controls), target=target)
-        rows.append(row)
+                latents = draw_cached(
+                    sample,
+                    pipeline.transformer,
+                    FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config),
+                    num_inference_steps=config.num_inference_steps,
+                    true_cfg_scale=guidance,
+                    sigmas=config.sigmas,
+                    latents=initial_latents(sample, config.seed, dtype),
+                    device=devices.transformer,
+                    dtype=dtype,
+                    on_step=on_step,
+                )
+            return decode_pictures(pipeline.vae, latents, sample.img_shapes[:1])[0]
+
+        for sample in samples:
+            row = Row(with_lora=drawn(sample)) if loras else Row(without_lora=drawn(sample))
+            if turns == 2:
+                pipeline.disable_lora()
+                row = replace(row, without_lora=drawn(sample))
+                pipeline.enable_lora()
+            yield with_its_own_pictures(row, sample, pipeline.vae) if compare else row
     pipeline.maybe_free_model_hooks()
-    return rows
+
+
+def with_its_own_pictures(row: Row, sample: Sample, vae: Any) -> Row:
+    """Beside what is drawn, the controls and the target, decoded."""
+    target, controls = sample.img_shapes[:1], sample.img_shapes[1:]
+    decoded = decode_pictures(vae, sample["control_latents"], controls) if controls else []
+    return replace(row, controls=tuple(decoded), target=decode_pictures(vae, sample["image_latents"], target)[0])
