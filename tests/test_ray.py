@@ -237,6 +237,7 @@ def test_what_a_worker_cannot_load_is_said_as_ours(
     cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path
 ) -> None:
     log.doom(cluster.nodes[0], "broken")
+    log.doom(cluster.nodes[1], "2")  # or it may have done everything before the other has loaded
     result = build_on(cluster, table, tmp_path / "shards", model)
     assert result.code == 2
     assert f"error: vae: the weights are damaged, on node {cluster.nodes[0].node_ip_address}" in result.stderr
