@@ -25,8 +25,8 @@ from qwen_cache.format.cache import Cache, open_cache
 from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError, TrainError
 from qwen_cache.model_folder import ModelFolder, open_model
+from qwen_cache.sampling.batch_plan import Summary, sequence_settings
 from qwen_train.checkpoint import Run, checkpoints, load_checkpoint, save_checkpoint, save_result
-from qwen_train.data.batch_plan import Summary, sequence_settings
 from qwen_train.data.batches import Batch, Batches, Samples
 from qwen_train.data.mixture import Mixture, open_mixture
 from qwen_train.data.on_the_fly import Feed

@@ -17,7 +17,7 @@ import pytest
 
 from qwen_cache.config import TrainConfig
 from qwen_cache.format.errors import ConfigError, QwenCacheError, TrainError
-from qwen_train.data.batch_plan import BatchPlan, IntArray, Turn, sequence_settings
+from qwen_cache.sampling.batch_plan import BatchPlan, IntArray, Turn, sequence_settings
 
 from .conftest import load_tool
 

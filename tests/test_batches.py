@@ -36,7 +36,7 @@ from qwen_cache.format.cache import Cache
 from qwen_cache.format.errors import ConfigError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import Recipe
-from qwen_train.data.batch_plan import index_token_counts
+from qwen_cache.sampling.batch_plan import index_token_counts
 from qwen_train.data.batches import AHEAD, Batch, Batches, collate
 from qwen_train.data.on_the_fly import Feed
 from qwen_train.data.split import split

@@ -17,9 +17,9 @@ from accelerate.state import AcceleratorState
 from qwen_cache import open_cache
 from qwen_cache.config import CacheConfig, Config, TrainConfig, WeightedCache, load_config
 from qwen_cache.format.errors import ConfigError, QwenCacheError
-from qwen_train.data.batch_plan import BatchPlan
+from qwen_cache.sampling.batch_plan import BatchPlan
+from qwen_cache.sampling.epoch import Epochs, Part
 from qwen_train.data.batches import Batches
-from qwen_train.data.epoch import Epochs, Part
 from qwen_train.data.mixture import Mixture, open_mixture
 from qwen_train.flow import NoiseSchedule
 

@@ -16,7 +16,7 @@ import yaml
 
 from qwen_cache import open_cache
 from qwen_cache.config import load_config
-from qwen_train.data.batch_plan import index_token_counts
+from qwen_cache.sampling.batch_plan import index_token_counts
 from qwen_train.data.on_the_fly import Feed
 
 from .conftest import SMALL, Result, build, photograph, run

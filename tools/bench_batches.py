@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from qwen_cache.config import TrainConfig
-from qwen_train.data.batch_plan import BatchPlan, IntArray, Summary
+from qwen_cache.sampling.batch_plan import BatchPlan, IntArray, Summary
 
 
 def wide_mixture(samples: int, seed: int = 0) -> IntArray:

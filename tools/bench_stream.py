@@ -24,7 +24,7 @@ from bench_read import Samples, write_cache
 
 from qwen_cache.config import TrainConfig
 from qwen_cache.format.cache import Cache, open_cache
-from qwen_train.data.batch_plan import Turn
+from qwen_cache.sampling.batch_plan import Turn
 from qwen_train.data.batches import Batch, Batches, Buffers
 from qwen_train.flow import NoiseSchedule
 

@@ -41,7 +41,7 @@ from peft import LoraConfig
 from qwen_cache.config import TrainConfig
 from qwen_cache.encode.sizes import calculate_dimensions
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
-from qwen_train.data.batch_plan import BatchPlan
+from qwen_cache.sampling.batch_plan import BatchPlan
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
 POOL = 4096  # samples of the mixture that the planner chooses from

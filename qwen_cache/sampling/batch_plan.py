@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from qwen_cache.config import TrainConfig
 from qwen_cache.console import plural
 from qwen_cache.format.errors import ConfigError, IndexFileError, TrainError
-from qwen_train.data.epoch import Epochs, FloatArray, IntArray, Part, random
+from qwen_cache.sampling.epoch import Epochs, FloatArray, IntArray, Part, random
 
 ROUNDING = 1e-6  # of a batch: thirds of one, added up, are whole ones only so
 UNSORTED_WINDOW = 4096  # samples that are cut into batches at a time, where sorting would gain nothing

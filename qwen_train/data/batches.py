@@ -29,8 +29,8 @@ from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.errors import ConfigError
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.sample import ImgShapes, token_count
-from qwen_train.data.batch_plan import BatchPlan, Turn, index_target_tokens, index_token_counts
-from qwen_train.data.epoch import IntArray, Part
+from qwen_cache.sampling.batch_plan import BatchPlan, Turn, index_target_tokens, index_token_counts
+from qwen_cache.sampling.epoch import IntArray, Part
 from qwen_train.data.mixture import Mixture
 from qwen_train.data.on_the_fly import Feed
 from qwen_train.data.split import split

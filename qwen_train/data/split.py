@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from qwen_cache.format.errors import ConfigError
-from qwen_train.data.epoch import IntArray
+from qwen_cache.sampling.epoch import IntArray
 
 
 def split(targets: Sequence[str], share: float, setting: str = "train.validation_split") -> tuple[IntArray, IntArray]:

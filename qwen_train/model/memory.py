@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from qwen_cache.config import Config
 from qwen_cache.format.errors import ModelError, TrainError
 from qwen_cache.format.sample import ImgShapes, token_count
-from qwen_train.data.batch_plan import SUMMARISED
+from qwen_cache.sampling.batch_plan import SUMMARISED
 from qwen_train.data.batches import Batches
 from qwen_train.flow import interpolate
 from qwen_train.model.modulation import TabulatedTransformer2DModel, TimestepRows, check_settings
