@@ -181,7 +181,7 @@ def load_lanes(job: Job) -> Lanes:
     masks = EditMasks.of(job.config)
     text = [TextEncoder(job.model, device, dtype, tokens, attend=masks.attend) for device in text_devices]
     recipe, crop = recipe_id(job.recipe), job.resolution.crop
-    return Lanes(vae, text, recipe, job.condition_image_size, job.format_version, crop, masks)
+    return Lanes(vae, text, recipe, job.condition_image_size, job.format_version, crop, masks, job.keeps_thumbnails)
 
 
 def _measure(job: Job, plan: Plan, encoded: Sequence[Planned]) -> float:

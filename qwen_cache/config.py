@@ -97,6 +97,8 @@ class CacheConfig(Section):
     """Pixels that the VAE gets at once, of one shape and 8 samples at most; 2 megapixels on CUDA, else one picture."""
     text_batch_tokens: Positive | None = None
     """Tokens that the text encoder gets at once, of 8 samples at most; 2048 on CUDA, else, or with 1, one sample's."""
+    thumbnails: bool = True
+    """Keep small pictures of what is encoded from now on, for `inspect --html`: 4 to 12 kB each; v2 only."""
     attention: bool = False
     """Store where each prompt looks in its first picture, for `qwen-train mask-head`: about a fifth more. v2 only."""
     compression: Literal["none", "zstd"] = "none"

@@ -18,6 +18,7 @@ def run_feed(config: Config, source: str) -> int:
     """Plan as `build` does into an empty folder, then encode what is asked for; the exit code."""
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else is printed must not be taken for a reply
+    config = config.model_copy(update={"cache": config.cache.model_copy(update={"thumbnails": False})})
     with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
         job = builder.prepare(config, source, on_bytes)
     with counting("reading the source", total=len(job.rows)) as on_rows:

@@ -23,6 +23,7 @@ from .conftest import Crash, Result, build, contents, crash_after, run
 Built = Callable[..., Path]
 SHARDS = ("--set", "cache.shard_size=80kB")  # more shards than one
 
+NO_THUMBNAILS = ("--set", "cache.thumbnails=false")  # which v1 never knew
 EMPTY_PROMPT = ("--set", "data.allow_empty_prompt=true")
 
 
@@ -39,7 +40,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], 
     def make(version: str) -> Path:
         if version not in made:
             made[version] = tmp_path_factory.mktemp("caches") / version
-            result = build(source, made[version], tiny_model("edit-plus"), "--format", version, *SHARDS, *EMPTY_PROMPT)
+            options = ("--format", version, *SHARDS, *EMPTY_PROMPT, *NO_THUMBNAILS)
+            result = build(source, made[version], tiny_model("edit-plus"), *options)
             assert result.code == 0, result.stderr
         return made[version]
 

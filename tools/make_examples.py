@@ -35,7 +35,7 @@ from qwen_cache.format.shard import END_OF_ARCHIVE
 from qwen_cache.format.update import Existing, Listed, commit_update, open_staging, plan_update
 
 EXAMPLES = Path(__file__).parents[1] / "schemas" / "examples"
-DTYPES = {"float32": "F32", "float16": "F16"}
+DTYPES = {"float32": "F32", "float16": "F16", "uint8": "U8"}
 """Of arrays; BF16 is kept as uint16, of which numpy knows nothing more."""
 RECIPE = {"encoder_version": 1, "pipeline": "QwenImageEditPlusPipeline", "dtype": "bfloat16"}
 
@@ -57,7 +57,13 @@ def manifest(format_version: int, samples: int) -> dict[str, Any]:
     return json.loads(made.to_bytes())
 
 
-def sample(format_version: int, controls: int, mask: str | None = None, attention: bool = False) -> dict[str, Any]:
+def sample(
+    format_version: int,
+    controls: int,
+    mask: str | None = None,
+    attention: bool = False,
+    thumbnails: bool = False,
+) -> dict[str, Any]:
     shapes = ((1, 4, 6), *((1, 2, 3 + i) for i in range(controls)))
     tensors = {"image_latents": (24, 64), "control_latents": (sum(h * w for _, h, w in shapes[1:]), 64)}
     tensors |= {"prompt_embeds": (30, 3584), "empty_prompt_embeds": (5 if format_version == 2 else 27, 3584)}
@@ -68,6 +74,8 @@ def sample(format_version: int, controls: int, mask: str | None = None, attentio
         specs["edit_mask"] = TensorSpec("F32", (24,), digest("edit_mask"))
     if attention:
         specs["attention"] = TensorSpec("F16", (784, 14, 14), digest("attention"))
+    if thumbnails:
+        specs["thumbnails"] = TensorSpec("U8", (3000,), digest("thumbnails"))
     file = digest("mask") if mask == "file" else None
     inputs = Inputs(digest("target"), tuple(digest(f"control {i}") for i in range(controls)), file)
     prefix = 22 if format_version == 2 and controls else 0
@@ -88,6 +96,7 @@ def rename_shard(value: dict[str, Any]) -> None:
 
 CACHE, SAMPLE = manifest(2, 3), sample(2, 1, mask="file")
 ATTENTION = sample(2, 1, mask="file", attention=True)
+THUMBNAILS = sample(2, 1, thumbnails=True)
 VALID = {
     "empty.cache.v1.json": manifest(1, 0),
     "small.cache.v1.json": manifest(1, 3),
@@ -99,6 +108,7 @@ VALID = {
     "edit.sample.v2.json": SAMPLE,
     "attention.sample.v2.json": ATTENTION,
     "mask-by-difference.sample.v2.json": sample(2, 1, mask="difference"),
+    "thumbnails.sample.v2.json": THUMBNAILS,
     "three-controls.sample.v2.json": sample(2, 3),
     "text-to-image.sample.v2.json": sample(2, 0),
 }
@@ -122,6 +132,12 @@ INVALID = {
         ATTENTION, lambda v: v["tensors"]["attention"].update(shape=[784, 196])
     ),
     "F13-attention-in-bf16.sample.v2.json": broken(ATTENTION, lambda v: v["tensors"]["attention"].update(dtype="BF16")),
+    "F12-thumbnails-as-pixels.sample.v2.json": broken(
+        THUMBNAILS, lambda v: v["tensors"]["thumbnails"].update(shape=[100, 30])
+    ),
+    "F13-thumbnails-in-f16.sample.v2.json": broken(
+        THUMBNAILS, lambda v: v["tensors"]["thumbnails"].update(dtype="F16")
+    ),
     "F3-unknown-key.sample.v2.json": {**SAMPLE, "caption_language": "en"},
     "F4-counts-disagree.cache.v2.json": broken(CACHE, lambda v: v["index"].update(samples=4)),
     "F4-shard-twice.cache.v2.json": broken(
@@ -154,6 +170,9 @@ INVALID = {
     "F12-no-size.sample.v2.json": broken(SAMPLE, lambda v: v["tensors"]["image_latents"].update(shape=[0, 64])),
     "F12-prefix-too-long.sample.v2.json": broken(SAMPLE, lambda v: v.update(prefix_length=31)),
     "F12-not-a-multiple-of-16.sample.v1.json": broken(sample(1, 1), lambda v: v.update(height=65)),
+    "F11-thumbnails-in-v1.sample.v1.json": broken(
+        sample(1, 1), lambda v: v["tensors"].update(thumbnails=THUMBNAILS["tensors"]["thumbnails"])
+    ),
     "F13-half-precision.sample.v2.json": broken(SAMPLE, lambda v: v["tensors"]["prompt_embeds"].update(dtype="F16")),
     "F13-mixed.sample.v2.json": broken(SAMPLE, lambda v: v["tensors"]["prompt_embeds"].update(dtype="F32")),
 }
@@ -189,6 +208,7 @@ def make(
     prefix: int = 0,
     mask: bool = False,
     attention: tuple[int, int, int] | None = None,
+    thumbnails: bool = False,
 ) -> Made:
     """A sample of pictures of these sizes (h, w), the target first; `rows` of the prompt and the empty prompt."""
     shapes = tuple((1, h, w) for h, w in sizes)
@@ -201,6 +221,9 @@ def make(
         arrays["edit_mask"] = np.linspace(0, 1, token_count(shapes[:1]), dtype=np.float32)
     if attention:
         arrays["attention"] = np.linspace(0, 1, math.prod(attention), dtype=np.float16).reshape(attention)
+    if thumbnails:  # so small that each is as large as its picture
+        width, height = sum(16 * w for _, w in sizes), max(16 * h for h, _ in sizes)
+        arrays["thumbnails"] = np.frombuffer(grey_jpeg(width, height), np.uint8)
     controls = tuple(digest(f"{name} control {i}") for i in range(len(sizes) - 1))
     inputs = Inputs(digest(f"{name} target"), controls, digest(f"{name} mask") if mask else None)
     meta = SampleMeta(recipe_id(RECIPE), inputs, prompt, shapes, prefix, {}, edit_mask_from="file" if mask else None)
@@ -243,6 +266,26 @@ def frame(claimed: int, runs: Sequence[tuple[int, int]]) -> bytes:
     return header + b"".join(head.to_bytes(3, "little") + bytes([value]) for head, value in blocks)
 
 
+def grey_jpeg(width: int, height: int) -> bytes:
+    """A JPEG (ISO/IEC 10918-1) of nothing but grey, written by hand: another encoder would write other bytes.
+
+    Three components, each with all coefficients 0; the only codes are "no difference" and "end of block", one bit each.
+    """
+    components = b"".join(bytes([i, 0x11, 0]) for i in (1, 2, 3))
+    only_code = bytes([1, *bytes(15), 0])  # one code of one bit, which stands for 0
+    segments = [
+        (0xDB, bytes([0, *[1] * 64])),
+        (0xC0, bytes([8, *height.to_bytes(2, "big"), *width.to_bytes(2, "big"), 3]) + components),
+        (0xC4, bytes([0x00]) + only_code),
+        (0xC4, bytes([0x10]) + only_code),
+        (0xDA, bytes([3, 1, 0, 2, 0, 3, 0, 0, 63, 0])),
+    ]
+    bits = 6 * -(-width // 8) * -(-height // 8)
+    last = bytes([0xFF >> bits % 8]) if bits % 8 else b""
+    headers = b"".join(bytes([0xFF, kind, *(2 + len(body)).to_bytes(2, "big")]) + body for kind, body in segments)
+    return b"\xff\xd8" + headers + bytes(bits // 8) + last + b"\xff\xd9"
+
+
 def write_cache(folder: Path, format_version: int, samples: Iterable[Made], shard_size: int) -> None:
     """Write `samples` as a build does, from its staging to its commit."""
     made = {each.meta.key: each for each in samples}
@@ -263,8 +306,8 @@ CACHE_V1 = [
 CACHE_V2 = [
     compressed(make("edit", "make it 黑白", (2, 3), (3, 2), prefix=4, mask=True), "image_latents"),
     make("three controls", "put them into one picture", (2, 2), (1, 2), (2, 1), (1, 1), prefix=7, attention=(4, 2, 1)),
-    make("no control", "a cat", (1, 3)),
-    make("imported", "no empty prompt is known", (1, 2), (1, 1), rows=(5, None)),
+    make("no control", "a cat", (1, 3), thumbnails=True),
+    make("imported", "no empty prompt is known", (1, 2), (1, 1), rows=(5, None), thumbnails=True),
 ]
 VALID_CACHES = {"cache.v1": (1, CACHE_V1), "cache.v2": (2, CACHE_V2)}
 SHARD_SIZE = 8000  # two samples
@@ -444,6 +487,9 @@ INVALID_SAMPLES: dict[str, Made] = {
     "F18-plane-of-2-to-63-bytes": with_codec((1 << 63).to_bytes(8, "little") * 2 + RAW),
     "F18-planes-end-early": with_codec(planes(RAW, RAW)[:-1]),
     "F18-shorter-than-the-lengths": with_codec(bytes(9)),
+    "F20-thumbnails-are-a-png": with_arrays(
+        EDIT, {**EDIT.arrays, "thumbnails": np.frombuffer(b"\x89PNG\r\n\x1a\n", np.uint8)}
+    ),
     "F5+F18-too-few-bytes": with_codec(b"\0"),
     "F5+F18-unknown-codec": with_stored(EDIT, "image_latents", RAW, codec="lzma", compressed_bytes=len(RAW)),
 }

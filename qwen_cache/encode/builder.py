@@ -83,6 +83,10 @@ class Job:
         return int(self.recipe.get("condition_image_size", 0))
 
     @property
+    def keeps_thumbnails(self) -> bool:
+        return self.config.cache.thumbnails and self.format_version > 1
+
+    @property
     def format_version(self) -> int:
         return int(self.config.cache.format.removeprefix("v"))
 

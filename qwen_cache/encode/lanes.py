@@ -26,10 +26,11 @@ from qwen_cache.encode.edit_mask import EditMasks
 from qwen_cache.encode.images import open_rgb
 from qwen_cache.encode.masks import Mask, MaskMaker, check_finite, cut
 from qwen_cache.encode.plan import Planned, read_again
-from qwen_cache.encode.sizes import Size, calculate_dimensions
+from qwen_cache.encode.sizes import Size, calculate_dimensions, img_shapes
 from qwen_cache.encode.source import Readable, Row
 from qwen_cache.encode.template import estimate_tokens
 from qwen_cache.encode.text import Asked, EncodedText, TextEncoder
+from qwen_cache.encode.thumbnails import join_thumbnails, thumbnail
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.sample import SampleMeta, TensorSpec
@@ -39,7 +40,15 @@ LATENTS_KEPT = 256  # of pictures that may come again: 128 MB at a megapixel in 
 SAMPLES_IN_BATCH = 8  # at most: half of what a build has in flight, so that one batch is made while another is encoded
 TextInputs = dict[str, torch.Tensor]
 FROM_SOURCE = EditMasks("file", None, keep_attention=False)
-_SAFETENSORS_NAME = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_SAFETENSORS_NAME = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.uint8: "U8"}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A picture at one size: its latents, and how people are shown it, where that is kept."""
+
+    latents: Future[torch.Tensor]
+    thumbnail: Future[Image.Image] | None
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class InFlight:
 
     number: int
     sample: Planned
-    latents: list[Future[torch.Tensor]]
+    pictures: list[Seen]
     text: Future[EncodedText]
     mask: Future[Mask | None] | None
     """As the pictures say it."""
@@ -66,7 +75,9 @@ class Lanes:
         format_version: int,
         crop: bool = False,
         masks: EditMasks = FROM_SOURCE,
+        thumbnails: bool = False,
     ) -> None:
+        self.keeps_thumbnails = thumbnails
         self.crop, self.masks = crop, MaskMaker(masks, crop, text[0].device)
         self.recipe_id, self.condition_image_size, self.format_version = recipe_id, condition_image_size, format_version
         self.decoders = ThreadPoolExecutor(DECODE_THREADS, "decode")
@@ -78,7 +89,7 @@ class Lanes:
         )
         self._pixels, self._text_inputs = vae[0].pixels, text[0].inputs
         self._submitted = 0
-        self._known: OrderedDict[tuple[str, Size], Future[torch.Tensor]] = OrderedDict()
+        self._known: OrderedDict[tuple[str, Size], Seen] = OrderedDict()
         self._about: tuple[tuple[str, ...], Future[TextInputs]] | None = None
 
     def __enter__(self) -> Self:
@@ -102,12 +113,12 @@ class Lanes:
             return decoded[digest]
 
         paths, digests = [row.target, *row.controls], [inputs.target, *inputs.controls]
-        latents = []
+        seen = []
         for path, digest, size in zip(paths, digests, sample.sizes, strict=True):
             if (digest, size) not in self._known:
                 self._known[digest, size] = self._encode_picture(number, picture(path, digest), size)
             self._known.move_to_end((digest, size))
-            latents.append(self._known[digest, size])
+            seen.append(self._known[digest, size])
         while len(self._known) > LATENTS_KEPT:
             self._known.popitem(last=False)
         if self._about is None or self._about[0] != inputs.controls:
@@ -118,7 +129,7 @@ class Lanes:
             pair = [] if row.mask else [picture(*each) for each in zip(paths[:2], digests[:2], strict=True)]
             mask = self.decoders.submit(self.masks.of_pictures, sample, lambda: [it.result() for it in pair])
         self._send(number + 1 - SAMPLES_IN_BATCH)
-        return InFlight(number, sample, latents, text, mask)
+        return InFlight(number, sample, seen, text, mask)
 
     def _send(self, number: int) -> None:
         """Let nothing that was submitted up to `number` wait for more."""
@@ -128,7 +139,7 @@ class Lanes:
     def result(self, work: InFlight) -> tuple[SampleMeta, dict[str, memoryview]]:
         """Wait for both lanes; the sample's metadata and the bytes of its tensors."""
         self._send(work.number)
-        latents, text = [each.result() for each in work.latents], work.text.result()
+        latents, text = [each.latents.result() for each in work.pictures], work.text.result()
         mask = work.mask.result() if work.mask else None
         mask = mask or self.masks.of_attention(work.sample, text.attention)
         whole = self.format_version == 1
@@ -139,6 +150,7 @@ class Lanes:
             "empty_prompt_embeds": torch.cat([text.prefix, text.empty]) if whole else text.empty,
             "edit_mask": mask.shares if mask else None,
             "attention": text.attention if self.masks.masks.keep_attention else None,
+            "thumbnails": _joined(work.pictures) if self.keeps_thumbnails else None,
         }
         data, specs = described({name: t for name, t in tensors.items() if t is not None}, work.sample)
         meta = SampleMeta(
@@ -153,9 +165,16 @@ class Lanes:
         )
         return meta, data
 
-    def _encode_picture(self, number: int, picture: Future[Image.Image], size: Size) -> Future[torch.Tensor]:
-        pixels = self.decoders.submit(lambda: self._pixels(cut(picture.result(), size, self.crop), size))
-        return self.vae.submit(number, pixels, lambda pixels: pixels, cost=size[0] * size[1], kind=size)
+    def _encode_picture(self, number: int, picture: Future[Image.Image], size: Size) -> Seen:
+        def fitted() -> Image.Image:
+            return cut(picture.result(), size, self.crop)
+
+        pixels = self.decoders.submit(lambda: self._pixels(fitted(), size))
+        latents = self.vae.submit(number, pixels, lambda pixels: pixels, cost=size[0] * size[1], kind=size)
+        (shape,) = img_shapes([size])
+        return Seen(
+            latents, self.decoders.submit(lambda: thumbnail(fitted(), shape)) if self.keeps_thumbnails else None
+        )
 
     def _read(self, pictures: Sequence[Future[Image.Image]]) -> Future[TextInputs]:
         return self.decoders.submit(lambda: self._text_inputs([self._for_text(p.result()) for p in pictures]))
@@ -173,6 +192,11 @@ class Lanes:
     def _for_text(self, picture: Image.Image) -> Image.Image:
         size = calculate_dimensions(self.condition_image_size, picture.size)
         return picture.resize(size, Image.Resampling.LANCZOS)
+
+
+def _joined(pictures: Sequence[Seen]) -> torch.Tensor:
+    jpeg = join_thumbnails([each.thumbnail.result() for each in pictures if each.thumbnail])
+    return torch.frombuffer(bytearray(jpeg), dtype=torch.uint8)
 
 
 def described(tensors: dict[str, torch.Tensor], sample: Planned) -> tuple[dict[str, memoryview], dict[str, TensorSpec]]:

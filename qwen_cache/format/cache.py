@@ -296,7 +296,7 @@ class Sample:
 def _dtype(spec: TensorSpec) -> torch.dtype:
     import torch
 
-    return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[spec.dtype]
+    return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}[spec.dtype]
 
 
 def map_file(path: Path) -> memoryview:

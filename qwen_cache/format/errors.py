@@ -211,6 +211,13 @@ class PhraseError(FormatError):
     rule = "F19"
 
 
+class ThumbnailError(FormatError):
+    """Thumbnails are not a JPEG, or not one of that size."""
+
+    rule = "F20"
+    cure = RESTORE_SHARD
+
+
 class CodecError(FormatError):
     """A compressed tensor cannot be decoded."""
 

@@ -59,7 +59,8 @@ def plan_migration(source: Path | Url, target: Path, old: int, new: int) -> Upda
 
 
 def _fits(meta: SampleMeta, format_version: int) -> bool:
-    return meta.tensors.keys() <= set(TENSORS[format_version]) and not (format_version == 1 and meta.phrase)
+    """Whether nothing is lost but small pictures, which are for people alone."""
+    return meta.tensors.keys() <= {*TENSORS[format_version], "thumbnails"} and not (format_version == 1 and meta.phrase)
 
 
 def migrate(
@@ -85,8 +86,9 @@ def migrate(
 
 def converted(sample: Sample, format_version: int) -> tuple[SampleMeta, dict[str, memoryview]]:
     """A sample as `format_version` stores it: the empty prompt whole (1), or without what it shares (2)."""
-    meta = sample.row.meta
-    tensors = {name: sample.buffer(name) for name in meta.tensors}
+    specs = {name: spec for name, spec in sample.row.meta.tensors.items() if name in TENSORS[format_version]}
+    meta = replace(sample.row.meta, tensors=specs)
+    tensors = {name: sample.buffer(name) for name in specs}
     if "empty_prompt_embeds" not in tensors:
         return meta, tensors
     row_bytes, width = _row_bytes(meta), meta.tensors["prompt_embeds"].shape[1]

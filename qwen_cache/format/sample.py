@@ -33,16 +33,18 @@ from qwen_cache.format.fields import Fields
 from qwen_cache.format.identity import Inputs, Phrase, canonical_json, sample_key
 from qwen_cache.format.manifest import check_version
 
-BYTES_PER_ELEMENT = {"BF16": 2, "F16": 2, "F32": 4}
+BYTES_PER_ELEMENT = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1}
 EMBEDDING_DTYPES = ("BF16", "F32")
 LATENT_CHANNELS = 64  # 16 channels of the VAE × a patch of 2×2
 PIXELS_PER_TOKEN = 16  # 8× by the VAE, 2× by packing
 TENSORS_V1 = ("image_latents", "control_latents", "prompt_embeds", "empty_prompt_embeds")
-TENSORS = {1: TENSORS_V1, 2: (*TENSORS_V1, "edit_mask", "attention")}
+TENSORS = {1: TENSORS_V1, 2: (*TENSORS_V1, "edit_mask", "attention", "thumbnails")}
 """What a sample of each format version may have, in the order of storage."""
-OPTIONAL = {"empty_prompt_embeds", "edit_mask", "attention"}
+OPTIONAL = {"empty_prompt_embeds", "edit_mask", "attention", "thumbnails"}
 SHARES = {"edit_mask": "F32", "attention": "F16"}
 """Tensors of numbers from 0 to 1, and their dtypes."""
+DTYPES = {**SHARES, "thumbnails": "U8"}
+"""Of what has a dtype of its own; all else is what the encoders gave."""
 MASK_FROM = ("file", "difference", "head")
 """Where an edit mask may come from: the source, the difference of target and control, attention."""
 
@@ -191,9 +193,11 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
     target, controls = token_count(meta.img_shapes[:1]), token_count(meta.img_shapes[1:])
     empty = tensors.get("empty_prompt_embeds")
     suffix = empty.shape[0] if empty and empty.shape else 0
-    stack = tensors.get("attention")
+    stack, jpeg = tensors.get("attention"), tensors.get("thumbnails")
     if stack and len(stack.shape) != 3:
         raise ShapeError("attention must be [C, h, w]", where=where, found=list(stack.shape))
+    if jpeg and len(jpeg.shape) != 1:
+        raise ShapeError("thumbnails must be [n]", where=where, found=list(jpeg.shape))
     expected: dict[str, tuple[int, ...]] = {
         "image_latents": (target, LATENT_CHANNELS),
         "control_latents": (controls, LATENT_CHANNELS),
@@ -201,6 +205,7 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
         "empty_prompt_embeds": (suffix, width),
         "edit_mask": (target,),
         "attention": stack.shape if stack else (),
+        "thumbnails": jpeg.shape if jpeg else (),
     }
     for name, spec in tensors.items():
         if spec.shape != expected[name]:
@@ -260,7 +265,7 @@ def _check_storage(tensors: dict[str, TensorSpec], where: str) -> None:
     """One known dtype for all embeddings, and codecs that are known."""
     embedding = tensors["image_latents"].dtype
     for name, spec in tensors.items():
-        expected = SHARES.get(name, embedding if embedding in EMBEDDING_DTYPES else " or ".join(EMBEDDING_DTYPES))
+        expected = DTYPES.get(name, embedding if embedding in EMBEDDING_DTYPES else " or ".join(EMBEDDING_DTYPES))
         if spec.dtype != expected:
             raise DtypeError(f"{name} has a wrong dtype", where=where, expected=expected, found=spec.dtype)
         check_codec(spec, f"{where}: {name}")

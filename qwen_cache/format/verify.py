@@ -30,6 +30,7 @@ from qwen_cache.format.errors import (
     SampleKeyError,
     ShardError,
     StrayFileError,
+    ThumbnailError,
 )
 from qwen_cache.format.identity import content_hash, dataset_identity
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index
@@ -151,10 +152,18 @@ def _tensor_faults(entry: Entry, data: memoryview, path: Path | Url) -> Iterator
             continue
         if content_hash(piece) != spec.xxh3_128:
             yield ChecksumError(f"{what} does not have its hash", where=path)
+        elif name == "thumbnails":
+            if not _is_jpeg(piece):
+                yield ThumbnailError(f"{what} are no JPEG", where=path)
         elif not _is_finite(piece, spec.dtype):
             yield NotFiniteError(f"{what} has NaN or Inf", where=path)
         elif name in SHARES and not _is_share(piece, spec.dtype):
             yield NotFiniteError(f"{what} has numbers outside 0 to 1", where=path)
+
+
+def _is_jpeg(data: memoryview) -> bool:
+    """By the markers at its begin and end (ISO/IEC 10918-1, SOI and EOI); it is decoded only where it is shown."""
+    return bytes(data[:3]) == b"\xff\xd8\xff" and bytes(data[-2:]) == b"\xff\xd9"
 
 
 def _is_share(data: memoryview, dtype: str) -> bool:

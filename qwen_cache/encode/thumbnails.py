@@ -1,0 +1,64 @@
+"""Small pictures of a sample, kept in the cache for people to look at: the tensor `thumbnails`.
+
+All pictures stand side by side in one JPEG, the target first. The size of each follows from its size in tokens, so the
+JPEG can be cut into pictures again. Refused is one that cannot be read or has another size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import BytesIO
+from itertools import accumulate
+
+from PIL import Image
+
+from qwen_cache.encode.sizes import Size
+from qwen_cache.format.errors import ThumbnailError
+from qwen_cache.format.sample import PIXELS_PER_TOKEN
+
+LONGER_SIDE = 192
+QUALITY = 85
+
+
+def thumbnail_size(img_shape: tuple[int, int, int]) -> Size:
+    """Width and height of the thumbnail of a picture `(1, h, w)`: none is larger than its picture."""
+    _, h, w = img_shape
+    longest = min(LONGER_SIDE, PIXELS_PER_TOKEN * max(h, w))
+    return max(1, round(longest * w / max(h, w))), max(1, round(longest * h / max(h, w)))
+
+
+def thumbnail(picture: Image.Image, img_shape: tuple[int, int, int]) -> Image.Image:
+    """A picture as small as it is kept."""
+    return picture.resize(thumbnail_size(img_shape), Image.Resampling.LANCZOS, reducing_gap=3)
+
+
+def join_thumbnails(thumbnails: Sequence[Image.Image]) -> bytes:
+    """The JPEG of all of them."""
+    strip = Image.new("RGB", (sum(each.width for each in thumbnails), max(each.height for each in thumbnails)))
+    for each, left in zip(thumbnails, accumulate((each.width for each in thumbnails), initial=0), strict=False):
+        strip.paste(each, (left, 0))
+    data = BytesIO()
+    strip.save(data, "JPEG", quality=QUALITY)
+    return data.getvalue()
+
+
+def cut_thumbnails(
+    jpeg: bytes | memoryview, img_shapes: Sequence[tuple[int, int, int]], where: object
+) -> list[Image.Image]:
+    """The thumbnails, the target first; ThumbnailError where they are not those of these pictures."""
+    sizes = [thumbnail_size(shape) for shape in img_shapes]
+    expected = sum(width for width, _ in sizes), max(height for _, height in sizes)
+    try:
+        with Image.open(BytesIO(jpeg), formats=["JPEG"]) as strip:
+            if strip.size != expected or strip.mode != "RGB":
+                found = f"{strip.width}×{strip.height} {strip.mode}"
+                raise ThumbnailError(
+                    "these thumbnails have another size",
+                    where=where,
+                    expected=f"{expected[0]}×{expected[1]} RGB",
+                    found=found,
+                )
+            lefts = accumulate((width for width, _ in sizes), initial=0)
+            return [strip.crop((x, 0, x + w, h)) for x, (w, h) in zip(lefts, sizes, strict=False)]
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ThumbnailError(f"these thumbnails cannot be read: {error}", where=where) from None

@@ -1,0 +1,175 @@
+"""Thumbnails in a cache: the pictures that were encoded, small, and nothing else depends on them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from qwen_cache import open_cache
+from qwen_cache.encode.thumbnails import cut_thumbnails, join_thumbnails, thumbnail_size
+from qwen_cache.format.cache import Sample
+from qwen_cache.format.errors import ThumbnailError
+
+from .conftest import build, contents, run
+from .test_page import Page, page_of
+
+Built = Callable[..., Path]
+WITHOUT = ("--set", "cache.thumbnails=false")
+
+
+def kept(cache: Path) -> Iterator[tuple[Sample, list[Image.Image]]]:
+    """Every sample, and its pictures from its thumbnails."""
+    for sample in open_cache(cache):
+        yield sample, cut_thumbnails(sample.buffer("thumbnails"), sample.img_shapes, sample.key)
+
+
+def of_sample(source: Path, sample: Sample) -> list[Image.Image]:
+    """The pictures as Pillow opens them: the target, then the controls."""
+    controls = [source / "control_images" / f"{sample.name}{end}.png" for end in ("", "_control_1", "_control_2")]
+    files = [source / "target_images" / f"{sample.name}.png", *(path for path in controls if path.exists())]
+    return [ImageOps.exif_transpose(Image.open(path)).convert("RGB") for path in files]
+
+
+def difference(a: Image.Image, b: Image.Image) -> float:
+    """On average, of 255."""
+    return float(np.abs(np.asarray(a, dtype=float) - np.asarray(b, dtype=float)).mean())
+
+
+def test_they_are_the_pictures(pairs: Path, tmp_path: Path, tiny_model: Built) -> None:
+    assert build(pairs, tmp_path / "shards", tiny_model("edit-plus")).code == 0
+    for sample, thumbnails in kept(tmp_path / "shards"):
+        pictures = of_sample(pairs, sample)
+        assert len(thumbnails) == len(pictures) == len(sample.img_shapes)
+        for thumbnail, picture, (_, h, w) in zip(thumbnails, pictures, sample.img_shapes, strict=True):
+            assert max(thumbnail.size) == min(192, 16 * max(h, w))
+            assert abs(thumbnail.width / thumbnail.height - w / h) < 0.02 * w / h
+            assert difference(thumbnail, picture.resize(thumbnail.size, Image.Resampling.LANCZOS)) < 8  # of JPEG
+
+
+def test_of_a_cropped_picture_they_show_what_is_encoded(pairs: Path, tmp_path: Path, tiny_model: Built) -> None:
+    for path in [*(pairs / "target_images").glob("*.png"), *(pairs / "control_images").glob("*.png")]:
+        with Image.open(path) as image:
+            wide = ImageOps.expand(image.convert("RGB"), (image.width, 0), "red")
+        wide.save(path)
+    resolution, no_area = ("--set", "data.resolution=[[64, 64]]"), ("--set", "data.vae_image_size=null")
+    options = (*resolution, *no_area, "--set", "data.resize_mode=crop", "--edit-mask", "none")
+    assert build(pairs, tmp_path / "shards", tiny_model("edit-plus"), *options).code == 0
+    for sample, thumbnails in kept(tmp_path / "shards"):
+        target = of_sample(pairs, sample)[0]
+        assert difference(thumbnails[0], ImageOps.fit(target, (64, 64), Image.Resampling.LANCZOS)) < 8
+        assert difference(thumbnails[0], target.resize((64, 64))) > 16
+
+
+def test_nothing_else_depends_on_them(pairs: Path, tmp_path: Path, tiny_model: Built) -> None:
+    """Neither keys nor tensors; what is cached stays as it is when the setting changes."""
+    model, on, off = tiny_model("edit-plus"), tmp_path / "on", tmp_path / "off"
+    assert build(pairs, on, model).code == 0
+    assert build(pairs, off, model, *WITHOUT).code == 0
+    for a, b in zip(open_cache(on), open_cache(off), strict=True):
+        assert a.key == b.key
+        assert a.row.meta.tensors.keys() - {"thumbnails"} == b.row.meta.tensors.keys()
+        assert all(a.row.meta.tensors[name] == spec for name, spec in b.row.meta.tensors.items())
+    before = contents(off)
+    again = build(pairs, off, model)
+    assert "nothing to do" in again.stderr
+    assert contents(off) == before
+    (pairs / "target_images" / "cat.txt").write_text("another prompt")
+    assert build(pairs, off, model).code == 0
+    assert [sample.name for sample in open_cache(off) if "thumbnails" in sample.row.meta.tensors] == ["cat"]
+    assert run("qwen-cache", "verify", off).code == 0
+
+
+def test_other_masks_leave_them_as_they_are(pairs: Path, tmp_path: Path, tiny_model: Built) -> None:
+    shards = tmp_path / "shards"
+    assert build(pairs, shards, tiny_model("edit-plus")).code == 0
+    before = {sample.name: bytes(sample.buffer("thumbnails")) for sample in open_cache(shards)}
+    again = build(pairs, shards, tiny_model("edit-plus"), "--edit-mask", "none")
+    assert "only the mask is made" in again.stderr
+    assert {sample.name: bytes(sample.buffer("thumbnails")) for sample in open_cache(shards)} == before
+
+
+def test_v1_has_none(pairs: Path, tmp_path: Path, tiny_model: Built) -> None:
+    """Neither when it is built nor when it is made of a v2 that has some, which is no reason to refuse."""
+    two, one, options = tmp_path / "two", tmp_path / "one", ("--edit-mask", "none")
+    assert build(pairs, two, tiny_model("edit-plus"), *options).code == 0
+    assert build(pairs, one, tiny_model("edit-plus"), "--format", "v1", *options).code == 0
+    result = run("qwen-cache", "migrate", "v2", "v1", two, "--out", tmp_path / "made")
+    assert result.code == 0, result.stderr
+    assert contents(tmp_path / "made") == contents(one)
+
+
+def test_a_page_shows_them_without_a_model(built: Built, tmp_path: Path) -> None:
+    """And without torch, whose import would take longer than all else."""
+    cache, page = built("edit-plus", ("--edit-mask", "file")), tmp_path / "page.html"
+    code = f"import sys; from qwen_cache.cli import app; app(['inspect', {str(cache)!r}, '--html', {str(page)!r}], "
+    code += "standalone_mode=False); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    shown = {sample["key"]: sample["pictures"] for sample in Page(page.read_text(encoding="utf-8")).samples}
+    for sample, (target, *controls) in kept(cache):
+        names = ["control 1", "control 2"] if controls[1:] else ["control"]
+        masks = ["edit mask"] if "edit_mask" in sample.row.meta.tensors else []
+        assert [title for title, _ in shown[sample.key]] == [*names, "target", *masks]
+        for (_, data), picture in zip(shown[sample.key], [*controls, target], strict=False):
+            jpeg = Image.open(BytesIO(b64decode(data.removeprefix("data:image/jpeg;base64,"))))
+            assert difference(jpeg, picture) < 4
+    assert any("edit mask" in dict(pictures) for pictures in shown.values())
+
+
+def test_a_cache_without_them_has_a_page_without_pictures(built: Built, tmp_path: Path) -> None:
+    page = page_of(built("edit-plus", WITHOUT), tmp_path / "page.html", "--gallery", "1000")
+    assert not any(sample["pictures"] for sample in page.samples)
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 64, 64), (1, 3, 5), (1, 200, 1), (1, 1, 200), (1, 48, 85)])
+def test_they_are_cut_where_they_were_joined(shape: tuple[int, int, int]) -> None:
+    shapes = (shape, (1, 4, 6), shape[:1] + shape[:0:-1])
+    sizes = [thumbnail_size(each) for each in shapes]
+    colours = [(250, 10, 10), (10, 250, 10), (10, 10, 250)]
+    made = [Image.new("RGB", size, colour) for size, colour in zip(sizes, colours, strict=True)]
+    cut = cut_thumbnails(join_thumbnails(made), shapes, "here")
+    assert [each.size for each in cut] == sizes
+    for each, colour in zip(cut, colours, strict=True):
+        middle = each.getpixel((each.width // 2, each.height // 2))
+        assert np.argmax(middle) == np.argmax(colour) or min(each.size) == 1  # JPEG mixes the colours of neighbours
+
+
+def jpeg(size: tuple[int, int], mode: str = "RGB", kind: str = "JPEG") -> bytes:
+    data = BytesIO()
+    Image.new(mode, size).save(data, kind)
+    return data.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xff\xd8\xff", jpeg((96, 64))[:-200], jpeg((96, 65)), jpeg((96, 64), "L"), jpeg((96, 64), kind="PNG")],
+    ids=["empty", "a marker", "torn", "another size", "grey", "PNG"],
+)
+def test_what_is_no_such_jpeg_is_refused(data: bytes) -> None:
+    assert len(cut_thumbnails(jpeg((96, 64)), [(1, 4, 6)], "here")) == 1
+    with pytest.raises(ThumbnailError):
+        cut_thumbnails(data, [(1, 4, 6)], "here")
+
+
+def test_the_examples_have_thumbnails_that_can_be_cut() -> None:
+    examples = Path(__file__).parents[1] / "schemas" / "examples" / "valid" / "cache.v2"
+    with_some = [sample for sample in open_cache(examples) if "thumbnails" in sample.row.meta.tensors]
+    assert {len(sample.img_shapes) for sample in with_some} == {1, 2}
+    for sample in with_some:
+        for picture in cut_thumbnails(sample.buffer("thumbnails"), sample.img_shapes, sample.key):
+            assert np.asarray(picture).min() == np.asarray(picture).max() == 128
+
+
+def test_one_sample_whole_says_nothing_of_the_numbers_of_a_jpeg(built: Built) -> None:
+    (key, *_) = (sample.key for sample in open_cache(built("edit-plus")))
+    said = json.loads(run("qwen-cache", "inspect", built("edit-plus"), "--sample", key, "--json").stdout)
+    assert said["tensors"]["thumbnails"].keys() == {"dtype", "shape", "xxh3_128", "offset", "bytes"}
