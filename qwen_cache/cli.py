@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -115,9 +117,25 @@ def verify(cache: ReadPath = "shards", json: Json = False) -> int:
 def inspect(
     cache: ReadPath = "shards",
     html: Annotated[Path | None, typer.Option(help="Write a page with everything, and a list of all samples.")] = None,
-    decode: Annotated[bool, typer.Option("--decode", help="With --html: pictures, decoded by the VAE.")] = False,
-    gallery: Annotated[int, typer.Option(help="With --decode: of how many samples at most.", min=1)] = 200,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="With --html: pictures decoded by the VAE, not the thumbnails.")
+    ] = False,
+    gallery: Annotated[
+        int | None,
+        typer.Option(
+            help="With --html: of how many samples it has pictures, at most.",
+            min=0,
+            show_default="200; behind a URL none but with --decode",
+        ),
+    ] = None,
     scan: Annotated[bool, typer.Option("--scan", help="Read every tensor, and flag odd masks and numbers.")] = False,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            help="Say whether the cache is what this source makes; what another model or other settings change, "
+            "`build --dry-run` says."
+        ),
+    ] = None,
     sample: Annotated[
         str | None, typer.Option(help="One sample whole, by its key or how that begins.", metavar="KEY")
     ] = None,
@@ -130,6 +148,12 @@ def inspect(
     ] = None,
     model: Annotated[str | None, typer.Option(help="For pictures: a diffusers folder, or a repository.")] = None,
     vae_device: Annotated[str, typer.Option(help="Where the mask head and the VAE run.")] = "auto",
+    config: Annotated[
+        Path | None, typer.Option(help="With --source: the settings.", show_default="what the build left in CACHE")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="With --source: section.key=value, over the settings.")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Say what a cache holds; with a mask head, which of its masks are doubtful."""
@@ -139,37 +163,59 @@ def inspect(
 
     if pictures is not None and mask_head is None:
         raise ConfigError("--pictures shows what --mask-head finds", do="give --mask-head as well")
-    if decode and html is None:
-        raise ConfigError("--decode puts pictures on a page", do="give --html FILE as well")
+    if (decode or gallery is not None) and html is None:
+        raise ConfigError("--decode and --gallery are about the pictures of a page", do="give --html FILE as well")
     if sample is not None:
-        if html is not None or mask_head is not None:
-            raise ConfigError("--sample shows one sample", do="leave --html and --mask-head to another command")
+        if html is not None or mask_head is not None or source is not None:
+            do = "leave --html and --mask-head to another command, and --source"
+            raise ConfigError("--sample shows one sample", do=do)
         (print_json if json else print_sample)(describe(cache, sample))
         return 0
-    overview = summarise(cache, scan=scan)
+    overview = summarise(cache, scan=scan, compare=_comparing(source, config, set_ or ()))
+    doubtful = None
+    if mask_head is not None:
+        from qwen_cache.doubtful_masks import flagged, print_doubtful, review
+
+        doubtful = review(cache, mask_head, worst, vae_device, pictures, model)
+        overview = flagged(overview, doubtful)
     if html is not None:
         from qwen_cache.page.document import write_page
 
-        write_page(html, overview, _drawing(model, vae_device) if decode else None, gallery)
+        write_page(html, overview, _drawing(model, vae_device, decode), _gallery(cache, gallery, decode))
         console().print(f"wrote {html}", markup=False)
-    if mask_head is None:
-        (print_json if json else print_overview)(overview)
-        return 0
-    from qwen_cache.doubtful_masks import print_doubtful, review
-
-    doubtful = review(cache, mask_head, worst, vae_device, pictures, model)
     if json:
-        print_json(overview | doubtful.to_json())
-    else:
-        print_overview(overview)
+        print_json(overview | (doubtful.to_json() if doubtful else {}))
+        return 0
+    print_overview(overview)
+    if doubtful:
         print_doubtful(doubtful)
     return 0
 
 
-def _drawing(model: str | None, device: str) -> Any:
-    from qwen_cache.page.pictures import drawing  # seconds, and a page without pictures needs no torch
+def _comparing(source: str | None, config: Path | None, assignments: Sequence[str]) -> Any:
+    """How a cache is compared with its source; None where it is not."""
+    if source is None:
+        from qwen_cache.format.errors import ConfigError
 
-    return drawing(model, device)
+        if config is not None or assignments:
+            raise ConfigError("--config and --set say how a source is read", do="give --source as well")
+        return None
+    from qwen_cache.against_source import compare
+
+    return partial(compare, source=source, config=config, assignments=assignments)
+
+
+def _drawing(model: str | None, device: str, decode: bool) -> Any:
+    from qwen_cache.page.pictures import drawing, stored
+
+    return drawing(model, device) if decode else stored
+
+
+def _gallery(cache: str, asked: int | None, decode: bool) -> int:
+    """Of how many samples there shall be pictures: each that lies behind a URL is fetched whole for its own."""
+    from qwen_cache.format.remote import location
+
+    return asked if asked is not None else 200 if decode or isinstance(location(cache), Path) else 0
 
 
 @app.command()

@@ -7,7 +7,8 @@ imports no torch. Refused is a key that names no sample, or several.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,27 +16,33 @@ from qwen_cache.console import counting, human_bytes, plural
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, Sample, open_cache
 from qwen_cache.format.errors import ConfigError
-from qwen_cache.format.index import IndexRow
-from qwen_cache.format.manifest import MANIFEST_NAME
-from qwen_cache.format.remote import location
+from qwen_cache.format.index import INDEX_NAME, IndexRow
+from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
+from qwen_cache.format.remote import Url, location
 from qwen_cache.format.sample import BYTES_PER_ELEMENT, PIXELS_PER_TOKEN, token_count
 from qwen_cache.page.flags import index_flags, scan_flags
 from qwen_cache.page.tensors import numbers, statistics
+from qwen_cache.sampling.batch_plan import index_token_counts
+from qwen_cache.sampling.budgets import budgets
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 BAR_WIDTH = 24
 SHOWN = 12  # rows of a histogram
+MUCH_PADDING = 0.05  # of all tokens: more than that is worth another layout
+BATCHES = ("train.max_tokens", "samples per batch", "padding", "by chance")
 
 Bin = tuple[float, float, int]
 """From, up to but not with, and how many."""
+Compare = Callable[[Path | Url, Manifest], Mapping[str, Any]]
+"""What a source says of a cache: its `state`, and as `source` why (`against_source`)."""
 
 
-def summarise(path: str | Path, *, scan: bool = False) -> dict[str, Any]:
+def summarise(path: str | Path, *, scan: bool = False, compare: Compare | None = None) -> dict[str, Any]:
     """Everything that `inspect` says, as one JSON value; behind a URL, nothing of what is not part of the dataset.
 
-    `scan` reads every tensor, for the flags that the index cannot tell.
+    `scan` reads every tensor, for the flags that the index cannot tell; `compare` looks at a source.
     """
     folder = location(path)
     staged = sorted((folder / directory.STAGING).rglob("*.tar")) if isinstance(folder, Path) else []
@@ -46,6 +53,7 @@ def summarise(path: str | Path, *, scan: bool = False) -> dict[str, Any]:
     overview = {
         "cache": str(folder),
         "state": "complete",
+        **(compare(folder, manifest) if compare else {}),
         "format_version": manifest.format_version,
         "written_by": manifest.written_by,
         "shards": len(manifest.shards),
@@ -76,10 +84,16 @@ def _recipe(cache: Cache, scan: bool) -> dict[str, Any]:
             "text_tokens": bins(texts),
             "all_tokens": bins([text + image for text, image in zip(texts, images, strict=True)]),
         },
+        "batches": _batches(cache),
         "tensor_bytes": _tensor_bytes(rows),
         "saved": _saved(rows),
         "flags": index_flags(rows) | (_scanned(cache) if scan else {}),
     }
+
+
+def _batches(cache: Cache) -> list[dict[str, float]]:
+    """What batches would be like."""
+    return [asdict(budget) for budget in budgets(index_token_counts(cache.table, cache.folder / INDEX_NAME))]
 
 
 def _scanned(cache: Cache) -> dict[str, list[str]]:
@@ -165,10 +179,23 @@ def print_overview(overview: dict[str, Any], out: Console | None = None) -> None
     size = human_bytes(overview["bytes"])
     shards = plural(overview["shards"], "shard")
     out.print(f"[bold]{overview['cache']}[/]  format v{overview['format_version']}, {shards}, {size}")
+    if "source" in overview:
+        out.print(against_source(overview), markup=False)
     if overview.get("garbage_bytes"):
         out.print(f"{human_bytes(overview['garbage_bytes'])} are not part of the dataset; `qwen-cache gc` removes them")
     for name, recipe in overview["recipes"].items():
         _print_recipe(out, name, recipe)
+
+
+def against_source(overview: Mapping[str, Any]) -> str:
+    """What the comparison with a source found, in words."""
+    source = overview["source"]
+    which = f"{source['path']}, by recipe {source['recipe']}"
+    if overview["state"] == "complete":
+        return f"complete: it holds all of {which}"
+    counts = [f"{source[what]} {what}" for what in ("new", "changed", "removed") if source[what]]
+    counts += [plural(source["problems"], "problem")] if source["problems"] else []
+    return f"stale against {which}: {', '.join(counts)}; `qwen-cache build --dry-run` says which"
 
 
 def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
@@ -201,6 +228,23 @@ def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
         _two_columns("tensor", "size", sizes),
     ]
     out.print(Columns(tables, padding=(1, 3)))
+    if recipe["batches"]:
+        out.print()
+        out.print(_table(*BATCHES, rows=map(batch_row, recipe["batches"])))
+        out.print(f"[dim]{about_batches(recipe['batches'])}[/]")
+
+
+def batch_row(budget: Mapping[str, float]) -> tuple[str, str, str, str]:
+    """By `BATCHES`, in words."""
+    padding, by_chance = (f"{100 * budget[name]:.1f} %" for name in ("padding", "padding_by_chance"))
+    return f"{budget['max_tokens']:,}", f"{budget['samples_per_batch']:.1f}", padding, by_chance
+
+
+def about_batches(batches: Sequence[Mapping[str, float]]) -> str:
+    """What is to be said below the table."""
+    much = max(budget["padding"] for budget in batches) > MUCH_PADDING
+    cure = "; train.layout=packed pads nothing" if much else ""
+    return f"padding is a share of all tokens; by chance: with train.shuffle_window=1{cure}"
 
 
 def savings(saved: dict[str, int]) -> list[tuple[str, str]]:
@@ -271,10 +315,15 @@ def describe(path: str | Path, key: str) -> dict[str, Any]:
         "offset": row.entry.offset,
         "length": row.entry.length,
         "tensors": {
-            name: spec.to_json() | {"offset": offsets[name], "bytes": spec.nbytes} | statistics(numbers(sample, name))
+            name: spec.to_json() | {"offset": offsets[name], "bytes": spec.nbytes} | _statistics(sample, name)
             for name, spec in meta.tensors.items()
         },
     }
+
+
+def _statistics(sample: Sample, name: str) -> dict[str, float]:
+    """Of numbers that mean something: those of a JPEG do not."""
+    return {} if name == "thumbnails" else statistics(numbers(sample, name))
 
 
 def print_sample(sample: Mapping[str, Any], out: Console | None = None) -> None:

@@ -11,48 +11,39 @@ import json
 import math
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from io import BytesIO
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from PIL import Image
+from safetensors import SafetensorError, safe_open
 
-from qwen_cache.config import CONFIG_NAME
-from qwen_cache.console import human_bytes
+from qwen_cache.config import CONFIG_NAME, Config, load_config
+from qwen_cache.console import human_bytes, human_time, plural
 from qwen_cache.format.directory import write_durably
-from qwen_cache.format.errors import TrainError
+from qwen_cache.format.errors import ConfigError, TrainError
+from qwen_cache.page.charts import Curve, curve_chart, number
+from qwen_cache.page.frame import table, whole_page
+from qwen_cache.page.look import READOUT
+from qwen_train.checkpoint import checkpoints
 from qwen_train.metrics import METRICS_NAME, read_metrics
 from qwen_train.validation import FOLDER, LOSS, LOSSES
 
 NAME = "report.html"
 ABOUT_NAME = "about.json"
-WIDTH, HEIGHT, LEFT, BOTTOM = 640, 220, 76, 24  # of a chart, and of the room for its numbers
-POINTS = 800  # of a curve: more than its pixels can show
+SAID_FIRST = ("cache", "identity", "pipeline", "trainable_parameters", "device")
+"""What the overview says of about.json."""
 SMOOTHED_OVER = 50  # a moving mean is over this part of the curve
 THUMBNAIL = 320  # pixels
-STYLE = """
-:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
-body { max-width: 84rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { margin-bottom: 0; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #8884; }
-table { border-collapse: collapse; } td, th { padding: .15rem 1.2rem .15rem 0; text-align: left; vertical-align: top; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; }
-.charts { display: flex; flex-wrap: wrap; gap: 1.5rem; } figure { margin: 0; }
-svg { width: 40rem; max-width: 100%; } img { max-width: 100%; border-radius: 4px; } figcaption { font-size: 13px; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(15rem, 1fr)); gap: 1rem; }
-pre { background: #8881; padding: 1rem; overflow-x: auto; }
-"""
 
-
-@dataclass(frozen=True)
-class Line:
-    """A curve of a chart."""
-
-    label: str
-    colour: str
-    points: Sequence[tuple[float, float]]
-    """Step and value."""
+Metrics = Sequence[Mapping[str, float]]
+"""The lines of metrics.jsonl."""
+Points = list[tuple[float, float]]
+"""Step and value."""
+Facts = Iterator[tuple[str, str]]
+"""Of a table: a name and a value."""
 
 
 def write_report(folder: Path) -> Path:
@@ -66,119 +57,69 @@ def write_report(folder: Path) -> Path:
 
 def page(folder: Path) -> str:
     """The whole document."""
-    metrics = read_metrics(folder / METRICS_NAME)
+    metrics, about, text = read_metrics(folder / METRICS_NAME), _about(folder), _text(folder / CONFIG_NAME)
+    rest = ((name.replace("_", " "), _said(value)) for name, value in about.items() if name not in SAID_FIRST)
     sections = [
-        ("Curves", f'<div class="charts">{"".join(charts(metrics))}</div>'),
-        ("Last step", table((name, number(value)) for name, value in (metrics[-1] if metrics else {}).items())),
-        ("Data", table(facts(folder))),
+        ("Curves", f'<div class="charts">{"".join(charts(metrics))}</div>' if metrics else ""),
         ("Pictures", pictures(folder)),
-        ("What came out", table((str(path), human_bytes(size)) for path, size in outcome(folder))),
-        ("Settings", f"<pre>{escape(_text(folder / CONFIG_NAME))}</pre>"),
+        ("Data", table(rest)),
+        ("Settings", f"<details><summary>{CONFIG_NAME}</summary><pre>{escape(text)}</pre></details>" if text else ""),
     ]
     body = "".join(f"<h2>{title}</h2>{content}" for title, content in sections if content)
-    name = escape(folder.resolve().name)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>'
-        f"<body><h1>{name}</h1>{body}</body></html>\n"
-    )
+    return whole_page(folder.resolve().name, table(overview(folder, metrics, about)) + body, READOUT)
 
 
-# ---- curves ----------------------------------------------------------------------------------------------------------
+# ---- overview --------------------------------------------------------------------------------------------------------
 
 
-def charts(metrics: Sequence[Mapping[str, float]]) -> Iterator[str]:
-    """One for each thing that was measured."""
-    loss = series(metrics, "loss")
-    window = max(1, len(loss) // SMOOTHED_OVER)
-    smooth = Line(f"mean of {window} logged steps", "#c2410c", moving_mean(loss, window))
-    yield chart("loss", [Line("", "#8889", loss), *([smooth] if window > 1 else [])])
-    quarters = zip(LOSSES, ("#0891b2", "#65a30d", "#ca8a04", "#9333ea"), strict=True)
-    by_level = [Line(f"quarter {i}", colour, series(metrics, name)) for i, (name, colour) in enumerate(quarters, 1)]
-    yield chart("validation loss, and by quarter of the noise", [Line("", "#dc2626", series(metrics, LOSS)), *by_level])
-    for name in ("learning_rate", "grad_norm", "samples_per_second", "tokens_per_second"):
-        yield chart(name.replace("_", " "), [Line("", "#2563eb", series(metrics, name))])
+def overview(folder: Path, metrics: Metrics, about: Mapping[str, Any]) -> Facts:
+    """How far it is, how well it goes, what came out, and of what: as far as the run wrote it down."""
+    last, config = max((int(line["step"]) for line in metrics), default=0), _settings(folder / CONFIG_NAME)
+    per_step = samples_per_step(folder)
+    if last:
+        of = f" of {number(config.train.max_steps)}" if config else ""
+        yield "steps", number(last) + of + (f", {plural(round(per_step, 1), 'sample')} in each" if per_step else "")
+    if about and per_step:
+        each = about["samples_in_an_epoch"]
+        yield "epochs", f"{number(per_step * last / each)}, {plural(each, 'sample')} in each"
+    speeds = [speed for _, speed in series(metrics, "samples_per_second")]
+    if per_step and speeds and (usual := median(speeds)):
+        yield "time", f"{_duration(per_step / usual)} for a step, at {number(usual)} samples a second"
+    yield from losses(metrics)
+    sizes = [f"{path}, {human_bytes(size)}" for path, size in outcome(folder)]
+    if sizes:
+        yield "came out", "; ".join(sizes)
+    if config:
+        lora = f"a LoRA of rank {config.train.lora.rank}"
+        yield "model", str(config.model.path)
+        yield "trained", lora if config.train.method == "lora" else "every weight"
+    for name in SAID_FIRST:
+        if name in about:
+            yield name.replace("_", " "), _said(about[name])
 
 
-def series(metrics: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
-    """Step and value, where there is one."""
-    return [(line["step"], line[name]) for line in metrics if math.isfinite(line.get(name, math.nan))]
+def samples_per_step(folder: Path) -> float:
+    """On average, as the newest checkpoint knows; 0 before there is one."""
+    saved = checkpoints(folder)
+    if not saved:
+        return 0
+    step, path = saved[-1]
+    return float(json.loads(_text(path / "state.json"))["samples"] / step)
 
 
-def moving_mean(points: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
-    """At each step, the mean of the last `window` values."""
-    total, means = 0.0, []
-    for i, (step, value) in enumerate(points):
-        total += value - (points[i - window][1] if i >= window else 0.0)
-        means.append((step, total / min(i + 1, window)))
-    return means
-
-
-def chart(title: str, lines: Sequence[Line]) -> str:
-    """An SVG with the smallest and the largest numbers at its axes; nothing without a point."""
-    lines = [line for line in lines if line.points]
-    if not lines:
-        return ""
-    steps, values = ([point[axis] for line in lines for point in line.points] for axis in (0, 1))
-    x, y = _scale(steps, LEFT, WIDTH), _scale(values, HEIGHT - BOTTOM, 8)
-    curves = "".join(_curve([(x(step), y(value)) for step, value in thin(line.points)], line.colour) for line in lines)
-    labels = [
-        _label(LEFT - 6, y(max(values)) + 8, "end", max(values)),
-        _label(LEFT - 6, y(min(values)), "end", min(values)),
-        _label(LEFT, HEIGHT - 6, "start", min(steps)),
-        _label(WIDTH, HEIGHT - 6, "end", max(steps)),
-    ]
-    frame = f'<path d="M{LEFT} 4V{HEIGHT - BOTTOM + 4}H{WIDTH}" fill="none" stroke="currentColor" opacity=".4"/>'
-    legend = ", ".join(f'<span style="color:{line.colour}">{escape(line.label)}</span>' for line in lines if line.label)
-    return (
-        f"<figure><figcaption><b>{escape(title)}</b> {legend}</figcaption>"
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(title)}">{frame}{curves}{"".join(labels)}</svg></figure>'
-    )
-
-
-def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """As many of them as can be seen, the last among them."""
-    every = -(-len(points) // POINTS)
-    return [*points[:-1:every], points[-1]]
-
-
-def _scale(values: Sequence[float], begin: float, end: float) -> Any:
-    low, high = min(values), max(values)
-    return lambda value: begin + (end - begin) * (value - low) / (high - low) if high > low else (begin + end) / 2
-
-
-def _curve(points: Sequence[tuple[float, float]], colour: str) -> str:
-    if len(points) == 1:
-        return f'<circle cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="2.5" fill="{colour}"/>'
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
-
-
-def _label(x: float, y: float, anchor: str, value: float) -> str:
-    place = f'x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}"'
-    return f'<text {place} font-size="12" fill="currentColor">{number(value)}</text>'
-
-
-# ---- the rest of the page --------------------------------------------------------------------------------------------
-
-
-def number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def table(rows: Any) -> str:
-    """Pairs of a name and a value; nothing when there are none."""
-    lines = "".join(
-        f'<tr><th>{escape(str(name))}</th><td class="number">{escape(str(value))}</td></tr>' for name, value in rows
-    )
-    return f"<table>{lines}</table>" if lines else ""
-
-
-def facts(folder: Path) -> Iterator[tuple[str, str]]:
-    """What the run was made of, as it wrote them down at its begin."""
-    for name, value in json.loads(_text(folder / ABOUT_NAME) or "{}").items():
-        yield name.replace("_", " "), number(value) if isinstance(value, int | float) else value
+def losses(metrics: Metrics) -> Facts:
+    """The last ones, and how they moved."""
+    loss, measured = series(metrics, "loss"), series(metrics, LOSS)
+    if loss:
+        window = _window(loss)
+        first, last = (fmean(value for _, value in part) for part in (loss[:window], loss[-window:]))
+        over = f"; over {window} logged steps {number(first)} at first, {number(last)} at last" if window > 1 else ""
+        yield "loss", f"{number(loss[-1][1])}{over}"
+    if measured:
+        (first_step, first), (step, last) = measured[0], measured[-1]
+        low_step, low = min(measured, key=lambda point: point[1])
+        moved = f"; {number(first)} after step {number(first_step)}, lowest {number(low)} after step {number(low_step)}"
+        yield "validation loss", f"{number(last)} after step {number(step)}{moved if len(measured) > 1 else ''}"
 
 
 def outcome(folder: Path) -> Iterator[tuple[Path, int]]:
@@ -189,19 +130,76 @@ def outcome(folder: Path) -> Iterator[tuple[Path, int]]:
         yield path.relative_to(folder), sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
+# ---- curves ----------------------------------------------------------------------------------------------------------
+
+
+def charts(metrics: Metrics) -> Iterator[str]:
+    """One for each thing that was measured; the losses first."""
+    loss = series(metrics, "loss")
+    window = _window(loss)
+    smooth = Curve(f"mean of {window} logged steps", moving_mean(loss, window))
+    yield curve_chart("loss", [Curve("as logged", loss, "plain"), smooth] if window > 1 else [Curve("", loss)])
+    levels = [Curve(f"quarter {i}", series(metrics, name), f"quarter-{i}") for i, name in enumerate(LOSSES, 1)]
+    yield curve_chart("validation loss, and by quarter of the noise", [Curve("all", series(metrics, LOSS)), *levels])
+    for name in dict.fromkeys(name for line in metrics for name in line):
+        if name not in ("step", "loss", LOSS, *LOSSES):
+            yield curve_chart(name.replace("_", " "), [Curve("", series(metrics, name))])
+
+
+def series(metrics: Metrics, name: str) -> Points:
+    """Step and value, where there is one."""
+    return [(line["step"], line[name]) for line in metrics if math.isfinite(line.get(name, math.nan))]
+
+
+def _window(points: Points) -> int:
+    return max(1, len(points) // SMOOTHED_OVER)
+
+
+def moving_mean(points: Points, window: int) -> Points:
+    """At each step, the mean of the last `window` values."""
+    total, means = 0.0, []
+    for i, (step, value) in enumerate(points):
+        total += value - (points[i - window][1] if i >= window else 0.0)
+        means.append((step, total / min(i + 1, window)))
+    return means
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
 def pictures(folder: Path) -> str:
     """The newest that are decoded, each beside its target and controls."""
     steps = [path.parent for path in (folder / FOLDER).glob("step-*/*.png")]
     if not steps:
         return ""
     newest = max(steps, key=lambda path: int(path.name.removeprefix("step-")))
-    shown = []
-    for picture in sorted(newest.glob("*.png")):
-        controls = sorted((folder / FOLDER / "controls").glob(f"{picture.stem}*.png"))
-        row = [(path, "control") for path in controls]
-        row += [(folder / FOLDER / "target" / picture.name, "target"), (picture, newest.name)]
-        shown.append("".join(_figure(path, caption) for path, caption in row if path.exists()))
-    return "".join(f'<div class="pictures">{row}</div>' for row in shown)
+    return "".join(_drawn(folder / FOLDER, path) for path in sorted(newest.glob("*.png")))
+
+
+def _drawn(place: Path, picture: Path) -> str:
+    """A picture with what it was made from, and what it was to be."""
+    controls = sorted((place / "controls").glob(f"{picture.stem}*.png"))
+    row = [(path, f"control {i}" if controls[1:] else "control") for i, path in enumerate(controls, 1)]
+    row += [
+        (place / "target" / picture.name, "target"),
+        (picture, f"drawn after {picture.parent.name.replace('-', ' ')}"),
+    ]
+    figures = "".join(_figure(path, caption) for path, caption in row if path.exists())
+    name, prompt = _words(picture.with_suffix(".safetensors"))
+    return (
+        f'<article class="drawn"><h3>{escape(name or picture.stem)}</h3><p class="prompt" dir="auto">{escape(prompt)}'
+        f'</p><div class="pictures">{figures}</div></article>'
+    )
+
+
+def _words(latents: Path) -> tuple[str, str]:
+    """The name and the prompt of the sample that they are of; nothing where they are gone."""
+    try:
+        with safe_open(latents, framework="np") as file:
+            about = file.metadata() or {}
+    except (OSError, SafetensorError):
+        return "", ""
+    return about.get("name", ""), about.get("prompt", "")
 
 
 def _figure(path: Path, caption: str) -> str:
@@ -216,9 +214,33 @@ def _figure(path: Path, caption: str) -> str:
     small.save(data, "JPEG", quality=85)
     source = b64encode(data.getvalue()).decode("ascii")
     return (
-        f'<figure><img alt="{escape(caption)}" src="data:image/jpeg;base64,{source}"><figcaption>{escape(caption)}'
-        f" {escape(path.stem[:8])}</figcaption></figure>"
+        f'<figure><img alt="{escape(caption)}" src="data:image/jpeg;base64,{source}">'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
     )
+
+
+# ---- what the run wrote down -----------------------------------------------------------------------------------------
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    about: dict[str, Any] = json.loads(_text(folder / ABOUT_NAME) or "{}")
+    return about
+
+
+def _settings(path: Path) -> Config | None:
+    """Those of qwen.yaml, where they are of this version; the page has its text in any case."""
+    try:
+        return load_config(path)
+    except ConfigError:
+        return None
+
+
+def _said(value: Any) -> str:
+    return number(value) if isinstance(value, int | float) else str(value)
+
+
+def _duration(seconds: float) -> str:
+    return human_time(seconds) if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
 def _text(path: Path) -> str:

@@ -33,6 +33,7 @@ def imported_by(statement: str) -> set[str]:
         ("import qwen_cache.format.cache, qwen_cache.format.verify, qwen_cache.inspect", HEAVY),
         ("import qwen_cache.config, qwen_cache.model_folder", HEAVY),
         ("import qwen_cache.encode.builder, qwen_cache.encode.plan", HEAVY),
+        ("import qwen_cache.against_source, qwen_cache.sampling.budgets", HEAVY),
         ("import qwen_cache.importers", (*HEAVY, "pyarrow", "numpy", "pydantic")),
         ("import qwen_cache.importers.command", ("diffusers", "transformers", "qwen_cache.encode")),
         (
@@ -48,7 +49,7 @@ def test_imports_stay_light(statement: str, forbidden: tuple[str, ...]) -> None:
 
 def test_imports_go_one_way() -> None:
     """schemas <- qwen_cache.format <- {qwen_cache.encode, qwen_cache.importers, qwen_train}; only what draws knows
-    the encoders and the VAE."""
+    the encoders and the VAE; the cache knows no trainer, and what is sampled when, no picture."""
     for path in (ROOT / "qwen_cache" / "format").glob("*.py"):
         others = set(re.findall(r"(?:from|import) (qwen_\w+(?:\.\w+)?)", path.read_text(encoding="utf-8")))
         assert others <= {"qwen_cache.format"}, path
@@ -56,6 +57,10 @@ def test_imports_go_one_way() -> None:
         if path.stem not in ("predict", "predict_command", "decode", "cli") and path.parent.name != "drawing":
             assert "qwen_cache.encode" not in path.read_text(encoding="utf-8"), path
         assert "qwen_cache.importers" not in path.read_text(encoding="utf-8"), path
+    for path in (ROOT / "qwen_cache").rglob("*.py"):
+        assert not re.search(r"(?:from|import) qwen_train", path.read_text(encoding="utf-8")), path
+    for path in (ROOT / "qwen_cache" / "sampling").glob("*.py"):
+        assert "qwen_cache.encode" not in path.read_text(encoding="utf-8"), path
     for path in (ROOT / "qwen_cache" / "importers").glob("*.py"):
         assert "qwen_cache.encode" not in path.read_text(encoding="utf-8"), path
 
@@ -81,6 +86,7 @@ def test_the_readme_draws_the_tree_that_is_there() -> None:
         ROOT / "qwen_cache" / "encode" / "sources",
         ROOT / "qwen_cache" / "grounding",
         ROOT / "qwen_cache" / "page",
+        ROOT / "qwen_cache" / "sampling",
         ROOT / "qwen_cache" / "importers",
         ROOT / "qwen_train",
         ROOT / "qwen_train" / "data",

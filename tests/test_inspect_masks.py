@@ -12,11 +12,12 @@ import torch
 from PIL import Image
 
 from qwen_cache import open_cache
-from qwen_cache.doubtful_masks import TITLES, overlaid
+from qwen_cache.doubtful_masks import TITLES
 from qwen_cache.encode.decode import decode_latents, load_vae
 from qwen_cache.grid import thumbnail
 from qwen_cache.grounding.head import About, MaskHead, encoder_of, load_head, predict_mask, save_head
 from qwen_cache.model_folder import open_model
+from qwen_cache.page.pictures import overlaid
 
 from .conftest import build as build_cache
 from .conftest import run, write_pairs
@@ -86,12 +87,26 @@ def test_the_table_has_the_numbers_of_the_json_below_the_overview(
     overview, listed = text.split("doubtful masks")
     assert "12 masks compared" in listed
     assert f"mean IoU {said['mean_iou']:.2f}" in listed
-    assert overview.strip() == run("qwen-cache", "inspect", cache).stdout.strip()
+    without = [line for line in overview.strip().splitlines() if not line.startswith("flags")]
+    assert without == run("qwen-cache", "inspect", cache).stdout.strip().splitlines()
     rows = [line.split() for line in listed.strip().splitlines()[-3:]]
     for row, each in zip(rows, said["disagreements"], strict=True):
         numbers = [f"{each['iou']:.2f}", f"{each['area']:.1%}", f"{each['head_area']:.1%}"]
         assert row[:4] == [*numbers, each["edit_mask_from"]]
         assert (each["key"].startswith(row[4]), row[5]) == (True, each["name"])
+
+
+def test_the_worst_are_flagged_where_they_share_next_to_nothing(cache: Path, head: Path, tmp_path: Path) -> None:
+    command = ("qwen-cache", "inspect", cache, "--mask-head", head, "--worst", "11", "--html", tmp_path / "page.html")
+    said = json.loads(run(*command, "--json").stdout)
+    shared = {each["key"]: each["iou"] for each in said["disagreements"]}
+    flagged = [key for key, iou in shared.items() if iou < 0.2]
+    assert 0 < len(flagged) < 11
+    assert said["recipes"]["default"]["flags"]["doubtful_mask"] == flagged
+    assert "doubtful_mask" not in said["recipes"]["elsewhere"]["flags"]  # which the head cannot read
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert all(f'href="#{key}"' in page for key in flagged)
+    assert f"doubtful mask {len(flagged)}" in run(*command).stdout
 
 
 def test_a_name_is_shown_as_it_is(tmp_path: Path, head: Path) -> None:
@@ -106,7 +121,7 @@ def test_a_name_is_shown_as_it_is(tmp_path: Path, head: Path) -> None:
 def test_a_mask_is_laid_over_a_picture_cell_by_cell() -> None:
     mask = torch.tensor([[0.0, 1.0, 0.5], [0.0, 0.0, 1.0]])
     picture = Image.new("RGB", (48, 32), (255, 0, 41))  # as bright as (81, 81, 81), and the mask is seen in red things
-    shown = np.asarray(overlaid(picture, mask)).astype(int)
+    shown = np.asarray(overlaid(picture, mask.numpy())).astype(int)
     for row in range(2):
         for column in range(3):
             cell = shown[16 * row : 16 * row + 16, 16 * column : 16 * column + 16].reshape(-1, 3)
@@ -143,7 +158,7 @@ def test_the_picture_shows_what_is_cached(tiny_model: Callable[[str], Path], tmp
         control = decode_latents(vae, sample["control_latents"][None, : hc * wc], (16 * wc, 16 * hc))
         target = decode_latents(vae, sample["image_latents"][None], (16 * w, 16 * h))
         masks = sample["edit_mask"].view(h, w), predict_mask(head.eval(), sample["attention"], (h, w))
-        pictures = [control, target, *(overlaid(target, mask) for mask in masks)]
+        pictures = [control, target, *(overlaid(target, mask.numpy()) for mask in masks)]
         assert len(TITLES) == len(pictures)
         boxes = [box_of(thumbnail(picture, 384), whole) for picture in pictures]
         assert boxes == sorted(boxes)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import closing
+from html import unescape
 from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
@@ -15,16 +18,17 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.torch import load_file
 
 from qwen_cache import open_cache
+from qwen_cache.console import human_bytes
+from qwen_cache.page.charts import GRID, POINTS
 from qwen_train.metrics import METRICS_NAME
-from qwen_train.report import POINTS, moving_mean, write_report
+from qwen_train.report import moving_mean, write_report
 
 from .conftest import run
 from .test_decode import PICTURES
 from .test_train import LORA, Trainer, metrics, refused
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture
@@ -66,37 +70,75 @@ class Page(HTMLParser):
         return "\n".join(self.words)
 
     def charts(self) -> dict[str, ElementTree.Element]:
-        found = re.findall(r"<svg.*?</svg>", self.html, re.DOTALL)
-        return {svg.attrib["aria-label"]: svg for svg in map(ElementTree.fromstring, found)}
+        """By their titles; a figure is XML as well."""
+        found = map(ElementTree.fromstring, re.findall(r'<figure class="curves">.*?</figure>', self.html, re.DOTALL))
+        return {chart.find(".//svg").attrib["aria-label"]: chart for chart in found}  # type: ignore[union-attr]
+
+    def facts(self) -> dict[str, str]:
+        rows = re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", self.html)
+        return {unescape(name): unescape(value) for name, value in rows}
 
 
-def curves(svg: ElementTree.Element) -> list[np.ndarray]:  # type: ignore[type-arg]
-    lines = [line.attrib["points"].split() for line in svg.iter(f"{SVG}polyline")]
+def value(text: str | None) -> float:
+    return float((text or "").replace(",", ""))
+
+
+def curves(chart: ElementTree.Element) -> list[np.ndarray]:  # type: ignore[type-arg]
+    lines = [line.attrib["points"].split() for line in chart.iter("polyline")]
     return [np.array([[float(number) for number in point.split(",")] for point in line]) for line in lines]
 
 
-def labels(svg: ElementTree.Element) -> list[float]:
+def numbers(chart: ElementTree.Element) -> list[list[tuple[float, float]]]:
+    """Steps and values that the curves carry for the readout."""
+    lines = [(line.attrib["data-steps"].split(), line.attrib["data-values"].split()) for line in chart.iter("polyline")]
+    return [[(float(step), value(text)) for step, text in zip(*line, strict=True)] for line in lines]
+
+
+def labels(chart: ElementTree.Element) -> list[float]:
     """Of the largest and the smallest value, the first and the last step."""
-    return [float((text.text or "").replace(",", "")) for text in svg.iter(f"{SVG}text")]
-
-
-def label_places(svg: ElementTree.Element) -> list[tuple[float, float]]:
-    return [(float(text.attrib["x"]), float(text.attrib["y"])) for text in svg.iter(f"{SVG}text")]
+    return [value(text.text) for axis in ("values", "steps") for text in chart.findall(f".//div[@class='{axis}']/span")]
 
 
 def test_a_run_ends_with_a_page_that_needs_nothing_else(train: Trainer) -> None:
     out = train(settings=PICTURES, validation__every_steps=1, train__max_steps=4)
     page = Page(out / "report.html")
     assert page.references == []
-    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(|<script", page.html)
+    assert not re.search(r"https?:|@import|url\(|fetch|XMLHttp|import\(|innerHTML|eval|<script ", page.html)
     cache = open_cache(train.cache)
-    for text in (cache.identity, str(train.cache), f"{len(cache)}", "QwenImageEditPlusPipeline", LORA, "checkpoint-4"):
+    for text in (cache.identity, str(train.cache), f"{len(cache)}", "QwenImageEditPlusPipeline", str(train.model)):
         assert text in page.words, text
     assert (out / "qwen.yaml").read_text(encoding="utf-8") in page.text
-    last = metrics(out)[-1]
-    for name, value in last.items():
-        assert name in page.words
-        assert (f"{value:,}" if isinstance(value, int) else f"{value:.4g}") in page.words
+    for name, last in metrics(out)[-1].items():
+        texts = [
+            value(each.text) for each in page.charts().get(name.replace("_", " "), ElementTree.Element("a")).iter("b")
+        ]
+        assert name == "step" or "validation" in name or texts == [pytest.approx(last, rel=1e-3)]
+
+
+def test_the_overview_says_how_the_run_went(train: Trainer) -> None:
+    """Against the settings, the metrics and the files themselves."""
+    settings = {**PICTURES, "train.validation_split": 0.5, "train.batch_size": 2, "train.checkpointing_steps": 3}
+    out = train(settings=settings, validation__every_steps=2, train__max_steps=5)
+    facts, lines = Page(out / "report.html").facts(), metrics(out)
+    losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    low = min(losses, key=lambda step: losses[step])
+    assert losses.keys() == {2, 4}
+    with closing(train.batches(settings=settings).starting_at(0)) as stream:
+        keys = [key for batch in itertools.islice(stream, 5) for key in batch.keys]
+    assert facts["steps"] == f"5 of 5, {len(keys) / 5:g} samples in each"
+    assert facts["epochs"] == f"{len(keys) / len(set(keys)):.4g}, {len(set(keys))} samples in each"
+    assert facts["loss"] == f"{lines[-1]['loss']:.4g}"
+    assert facts["validation loss"] == (
+        f"{losses[4]:.4g} after step 4; {losses[2]:.4g} after step 2, lowest {losses[low]:.4g} after step {low}"
+    )
+    speed = sorted(line["samples_per_second"] for line in lines)[2]
+    taken, unit = re.match(r"([\d.]+) (m?s) for a step, at ", facts["time"]).groups()  # type: ignore[union-attr]
+    assert float(taken) * (0.001 if unit == "ms" else 1) == pytest.approx(len(keys) / 5 / speed, rel=0.1, abs=0.0006)
+    sizes = dict(part.rsplit(", ", 1) for part in facts["came out"].split("; "))
+    assert sizes.keys() == {LORA, "checkpoint-3", "checkpoint-5"}
+    assert sizes[LORA] == human_bytes((out / LORA).stat().st_size)
+    trained = sum(tensor.numel() for tensor in load_file(out / LORA).values())
+    assert (facts["trained"], facts["trainable parameters"]) == ("a LoRA of rank 16", f"{trained:,}")
 
 
 def test_the_curves_are_those_of_the_metrics(train: Trainer) -> None:
@@ -106,19 +148,18 @@ def test_the_curves_are_those_of_the_metrics(train: Trainer) -> None:
     names = ("loss", "grad_norm", "samples_per_second", "tokens_per_second")
     assert {name.replace("_", " ") for name in (*names, "learning_rate")} < charts.keys()
     for name in names:
-        svg, values = charts[name.replace("_", " ")], np.array([line[name] for line in lines])
-        assert labels(svg) == pytest.approx([values.max(), values.min(), 1, 5], rel=1e-3)
-        (curve,) = curves(svg)
+        chart, values = charts[name.replace("_", " ")], np.array([line[name] for line in lines])
+        assert labels(chart) == pytest.approx([values.max(), values.min(), 1, 5], rel=1e-3)
+        (curve,), (carried,) = curves(chart), numbers(chart)
+        assert carried == [pytest.approx((line["step"], line[name]), rel=1e-3) for line in lines]
         assert np.corrcoef(curve[:, 0], [1, 2, 3, 4, 5])[0, 1] > 0.99999
         assert np.corrcoef(curve[:, 1], values)[0, 1] < -0.99999, "down is more in an SVG"
-        top, bottom, first, last = label_places(svg)
-        assert (curve[0, 0], curve[-1, 0]) == pytest.approx((first[0], last[0]), abs=1)
-        assert (curve[:, 1].min(), curve[:, 1].max()) == pytest.approx((top[1], bottom[1]), abs=10)
-    (svg,) = (svg for title, svg in charts.items() if title.startswith("validation loss"))
+        assert (curve.min(axis=0).tolist(), curve.max(axis=0).tolist()) == ([0, 0], [GRID, GRID])
+    (chart,) = (chart for title, chart in charts.items() if title.startswith("validation loss"))
     measures = ("validation_loss", *(f"validation_loss_q{i}" for i in (1, 2, 3, 4)))
     drawn = np.array([[line[name] for name in measures] for line in lines])
-    assert labels(svg)[:2] == pytest.approx([drawn.max(), drawn.min()], rel=1e-3)
-    heights = np.array([curve[:, 1] for curve in curves(svg)]).T
+    assert labels(chart)[:2] == pytest.approx([drawn.max(), drawn.min()], rel=1e-3)
+    heights = np.array([curve[:, 1] for curve in curves(chart)]).T
     assert np.corrcoef(heights.ravel(), drawn.ravel())[0, 1] < -0.9999
 
 
@@ -164,8 +205,11 @@ def test_decoded_pictures_are_in_it(train: Trainer) -> None:
     shown = [Image.open(BytesIO(jpeg)) for jpeg in data]
     newest = sorted((out / "validation" / "step-2").glob("*.png"))
     assert len(shown) == 2 * 2 + 3
-    assert page.text.count("step-2") == len(newest)
-    assert "step-1" not in page.text
+    assert page.text.count("drawn after step 2") == len(newest)
+    assert "step 1" not in page.text
+    cache = open_cache(train.cache)
+    for picture in newest:
+        assert {cache[picture.stem].name, cache[picture.stem].prompt} < set(page.words)
     last, expected = np.asarray(shown[-1], float), np.asarray(Image.open(newest[-1]).convert("RGB"), float)
     assert last.shape == expected.shape
     assert np.abs(last - expected).mean() < 20, "a JPEG of noise"

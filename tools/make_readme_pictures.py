@@ -1,10 +1,12 @@
-"""Make the pictures of the README out of the folder that `make demo` leaves: docs/inspect.svg and docs/prediction.jpg.
+"""Make the pictures of the README out of the folder that `make demo` leaves, in docs: inspect.svg, page.jpg (with a
+Chromium from PATH) and prediction.jpg.
 
 make demo && .venv/bin/python tools/make_readme_pictures.py
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +27,21 @@ def inspect_picture() -> None:
     overview = summarise(DEMO / "shards")
     print_overview({**overview, "cache": "shards"}, console)
     console.save_svg(str(DOCS / "inspect.svg"), title="qwen-cache inspect shards")
+
+
+def page_picture() -> None:
+    """What a desk shows of `inspect --html`: the list of samples."""
+    from playwright.sync_api import sync_playwright
+
+    browser = next(path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name)))
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        page = chromium.new_page(viewport={"width": 1200, "height": 900}, color_scheme="light")
+        page.goto((DEMO / "shards.html").as_uri())
+        page.evaluate("document.getElementById('list').scrollIntoView()")
+        page.wait_for_load_state("networkidle")
+        page.screenshot(path=DOCS / "page.jpg", type="jpeg", quality=80)
+        chromium.close()
 
 
 def predict(out: str, *options: str) -> Image.Image:
@@ -55,4 +72,5 @@ def strip() -> None:
 if __name__ == "__main__":
     DOCS.mkdir(exist_ok=True)
     inspect_picture()
+    page_picture()
     strip()

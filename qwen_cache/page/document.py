@@ -9,31 +9,27 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from qwen_cache.console import counting, human_bytes, plural
-from qwen_cache.format.cache import Sample, open_cache
+from qwen_cache.format.cache import open_cache
 from qwen_cache.format.directory import write_durably
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, token_count
-from qwen_cache.inspect import SHOWN, binned, savings
+from qwen_cache.inspect import BATCHES, about_batches, against_source, batch_row, binned, savings
+from qwen_cache.page.charts import bar_chart
 from qwen_cache.page.flags import FLAGS
-from qwen_cache.page.look import SCRIPT, STYLE
+from qwen_cache.page.frame import table, whole_page
+from qwen_cache.page.look import LISTING
+from qwen_cache.page.pictures import Draw
 
 COLUMNS = ("key", "name", "prompt", "sizes", "text_tokens", "image_tokens", "edit_mask_from", "recipe", "pictures")
 PICTURED_WITHIN = 200  # samples: some 10 MB; with more, a page would take long to open
 LINKS = 12  # of a flag; the list below has all
-ROW, CHART_WIDTH, LABEL, COUNT = 20, 340, 110, 48  # of a chart: the height of a row, and the widths of all its parts
 SAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})  # so that no text can end a script
-
-POLICY = "default-src 'none'; img-src data: file: 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""What a browser may load: nothing from the network, unless the page itself is there, with its pictures beside it."""
-
-Draw = Callable[[Sample], Sequence[tuple[str, bytes]]]
-"""What makes the pictures of a sample, each a title and a JPEG."""
 
 
 def write_page(path: Path, overview: Mapping[str, Any], draw: Draw | None = None, gallery: int = 0) -> None:
@@ -47,16 +43,10 @@ def write_page(path: Path, overview: Mapping[str, Any], draw: Draw | None = None
 
 def page(overview: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
     """The whole document."""
-    title = escape(Path(overview["cache"].rstrip("/")).name or overview["cache"])
+    title = Path(overview["cache"].rstrip("/")).name or overview["cache"]
     recipes = "".join(recipe_section(name, recipe) for name, recipe in overview["recipes"].items())
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>'
-        f"<body><h1>{title}</h1>{table(cache_facts(overview))}{recipes}{listing() if rows else ''}"
-        f"{data('overview', overview)}{data('samples', {'columns': COLUMNS, 'rows': rows})}"
-        f"<script>{SCRIPT}</script></body></html>\n"
-    )
+    documents = data("overview", overview) + data("samples", {"columns": COLUMNS, "rows": rows})
+    return whole_page(title, f"{table(cache_facts(overview))}{recipes}{listing() if rows else ''}{documents}", LISTING)
 
 
 def data(name: str, value: Any) -> str:
@@ -86,10 +76,8 @@ def add_pictures(rows: Sequence[list[Any]], cache: str, draw: Draw, gallery: int
     """Pictures of some of them, evenly chosen: pairs of a title and where it is, in the page or beside it."""
     chosen = evenly(len(rows), gallery)
     folder = None if len(chosen) <= PICTURED_WITHIN else path.with_name(f"{path.stem}_files")
-    if folder:
-        folder.mkdir(exist_ok=True)
     caches = {recipe: open_cache(cache, recipe=recipe) for recipe in {row[COLUMNS.index("recipe")] for row in rows}}
-    with counting("decoding", len(chosen)) as advance:
+    with counting("drawing", len(chosen)) as advance:
         for i in chosen:
             key, recipe = rows[i][0], rows[i][COLUMNS.index("recipe")]
             drawn = enumerate(draw(caches[recipe][key]))
@@ -107,6 +95,7 @@ def evenly(count: int, most: int) -> list[int]:
 def _place(jpeg: bytes, folder: Path | None, name: str) -> str:
     if folder is None:
         return f"data:image/jpeg;base64,{b64encode(jpeg).decode('ascii')}"
+    folder.mkdir(exist_ok=True)
     (folder / name).write_bytes(jpeg)
     return f"{folder.name}/{name}"
 
@@ -131,6 +120,8 @@ def cache_facts(overview: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if overview["state"] == "partial":
         yield "state", f"partial: {human_bytes(overview['staged_bytes'])} encoded; the same build command goes on"
         return
+    if "source" in overview:
+        yield "state", against_source(overview)
     yield "format", f"v{overview['format_version']}"
     yield "size", f"{human_bytes(overview['bytes'])} in {plural(overview['shards'], 'shard')}"
     yield "written by", ", ".join(f"{name} {version}" for name, version in overview["written_by"].items())
@@ -152,8 +143,18 @@ def recipe_section(name: str, recipe: Mapping[str, Any]) -> str:
     return (
         f"<h2>Recipe {escape(name)}</h2>{table(recipe_facts(recipe))}"
         f"<details><summary>The whole recipe</summary><pre>{settings}</pre></details>"
-        f'<div class="charts">{"".join(charts)}</div>{flag_section(recipe["flags"])}'
+        f'<div class="charts">{"".join(charts)}</div>{batch_section(recipe["batches"])}{flag_section(recipe["flags"])}'
     )
+
+
+def batch_section(batches: Sequence[Mapping[str, float]]) -> str:
+    """What batches would be like under a few budgets; nothing where there are no samples."""
+    if not batches:
+        return ""
+    head = "".join(f"<th>{title}</th>" for title in BATCHES)
+    rows = ("".join(f"<td>{cell}</td>" for cell in batch_row(budget)) for budget in batches)
+    lines = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<h3>Batches</h3><table><tr>{head}</tr>{lines}</table><p>{about_batches(batches)}</p>"
 
 
 def recipe_facts(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -171,6 +172,12 @@ def recipe_facts(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from savings(recipe["saved"])
 
 
+def _not_looked_for(flags: Iterable[str]) -> str:
+    if "extreme_numbers" not in flags:
+        return "Edit masks, numbers and pictures that look alike were not looked for: <code>--scan</code> does."
+    return "" if "near_duplicate" in flags else "Without thumbnails nothing is known of pictures that look alike."
+
+
 def flag_section(flags: Mapping[str, Sequence[str]]) -> str:
     """What is odd about which samples; what was not looked for is said."""
     parts = []
@@ -180,39 +187,5 @@ def flag_section(flags: Mapping[str, Sequence[str]]) -> str:
         if keys:
             parts.append(f"<dt>{escape(FLAGS[flag])} <b>{len(keys):,}</b></dt><dd>{links}{more}</dd>")
     shown = f"<dl>{''.join(parts)}</dl>" if parts else "<p>Nothing stands out.</p>"
-    missing = (
-        ""
-        if FLAGS.keys() <= flags.keys()
-        else "<p>Edit masks and numbers were not looked at: <code>--scan</code> does.</p>"
-    )
+    missing = f"<p>{_not_looked_for(flags)}</p>" if _not_looked_for(flags) else ""
     return f"<h3>Flags</h3>{shown}{missing}"
-
-
-def table(facts: Iterable[tuple[str, str]]) -> str:
-    """Pairs of a name and a value."""
-    lines = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts)
-    return f"<table>{lines}</table>"
-
-
-def bar_chart(title: str, counts: Mapping[str, int]) -> str:
-    """An SVG with a bar for each of them, the last for all that have no room; nothing when there are none."""
-    if not counts:
-        return ""
-    bars = list(counts.items())[:SHOWN]
-    if len(counts) > SHOWN:
-        bars.append((f"{len(counts) - SHOWN} others", sum(list(counts.values())[SHOWN:])))
-    longest = (CHART_WIDTH - LABEL - COUNT) / max(count for _, count in bars)
-    lines = "".join(_bar(i * ROW, label, count, count * longest) for i, (label, count) in enumerate(bars))
-    return (
-        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {CHART_WIDTH} {ROW * len(bars)}" '
-        f'role="img" aria-label="{escape(title)}">{lines}</svg></figure>'
-    )
-
-
-def _bar(top: int, label: str, count: int, length: float) -> str:
-    middle = top + ROW - 6
-    return (
-        f'<text x="{LABEL - 8}" y="{middle}" text-anchor="end">{escape(label)}</text>'
-        f'<rect x="{LABEL}" y="{top + 3}" width="{length:.1f}" height="{ROW - 6}" rx="2"></rect>'
-        f'<text x="{LABEL + length + 6:.1f}" y="{middle}">{count:,}</text>'
-    )

@@ -7,14 +7,16 @@ Numbers that are NaN or Inf are none of them, as no cache holds any.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from qwen_cache.format.cache import Cache
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.sample import SampleMeta
-from qwen_cache.page.tensors import numbers, rms
+from qwen_cache.page.duplicates import Hash, alike, difference_hash
+from qwen_cache.page.pictures import stored_pictures
+from qwen_cache.page.tensors import numbers, peak, rms
 
 FLAGS = {
     "repeated_target": "The same target under several prompts.",
@@ -24,6 +26,8 @@ FLAGS = {
     "empty_mask": "An edit mask that masks nothing.",
     "full_mask": "An edit mask over more than nine tenths of the picture.",
     "extreme_numbers": "Latents or embeddings much larger or smaller than those of the others.",
+    "near_duplicate": "A target that looks like another file's; those alike stand side by side.",
+    "doubtful_mask": "An edit mask that hardly lies where the mask head says.",
 }
 FREQUENT = 0.1
 AT_LEAST = 10  # samples with a prompt: in a small set a tenth is nothing
@@ -32,6 +36,7 @@ FULL = 0.9
 MEASURED = ("image_latents", "control_latents", "prompt_embeds")
 ENOUGH = 20  # samples, to say what is usual
 SPREADS = 8  # of a normal distribution, one in 10¹⁵ lies that far away
+LARGEST_PEAK = 8  # times the usual largest number of a tensor: on the way to Inf
 LEAST_SPREAD = 0.01  # of the median: numbers that hardly differ are all usual
 
 
@@ -59,19 +64,37 @@ def frequent(prompts: Counter[str]) -> set[str]:
 
 
 def scan_flags(cache: Cache, advance: Callable[[int], None]) -> dict[str, list[str]]:
-    """What the tensors say; `advance` is told of each sample."""
+    """What the tensors say; `advance` is told of each sample. Of duplicates nothing without thumbnails."""
     found: dict[str, list[str]] = {"empty_mask": [], "full_mask": []}
-    measured: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    sizes: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    peaks: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    looks: dict[str, Hash | None] = {}
     for sample in cache:
+        target = sample.row.meta.inputs.target
+        if "thumbnails" in sample.row.meta.tensors and target not in looks:
+            looks[target] = difference_hash(stored_pictures(sample)[0])
         if "edit_mask" in sample.row.meta.tensors:
             mask = numbers(sample, "edit_mask")
             found["empty_mask"] += [] if mask.any() else [sample.key]
             found["full_mask"] += [sample.key] if mask.mean() > FULL else []
         for name in sample.row.meta.tensors.keys() & set(MEASURED):
-            measured[name][sample.key] = rms(numbers(sample, name))
+            values = numbers(sample, name)
+            sizes[name][sample.key], peaks[name][sample.key] = rms(values), peak(values)
         advance(1)
-    odd = {key for sizes in measured.values() for key in outliers(sizes.keys(), list(sizes.values()))}
-    return {**found, "extreme_numbers": [row.meta.key for row in cache.rows() if row.meta.key in odd]}
+    odd = {key for each in sizes.values() for key in outliers(each.keys(), list(each.values()))}
+    odd |= {key for each in peaks.values() for key in spikes(each.keys(), list(each.values()))}
+    found["extreme_numbers"] = [row.meta.key for row in cache.rows() if row.meta.key in odd]
+    return found | ({"near_duplicate": _near_duplicates(cache, looks)} if looks else {})
+
+
+def _near_duplicates(cache: Cache, looks: Mapping[str, Hash | None]) -> list[str]:
+    """The keys, group by group, of samples whose targets are different files that look alike."""
+    seen = {target: look for target, look in looks.items() if look is not None}
+    keys: defaultdict[str, list[str]] = defaultdict(list)
+    for row in cache.rows():
+        keys[row.meta.inputs.target].append(row.meta.key)
+    targets = list(seen)
+    return [key for group in alike(list(seen.values())) for i in group for key in keys[targets[i]]]
 
 
 def outliers(keys: Iterable[str], values: Sequence[float]) -> set[str]:
@@ -82,3 +105,11 @@ def outliers(keys: Iterable[str], values: Sequence[float]) -> set[str]:
     distance = np.abs(np.asarray(values) - middle)
     spread = max(1.4826 * float(np.median(distance)), LEAST_SPREAD * float(middle))
     return {key for key, far in zip(keys, distance > SPREADS * spread, strict=True) if far}
+
+
+def spikes(keys: Iterable[str], values: Sequence[float]) -> set[str]:
+    """Those much larger than the median; none of a few."""
+    if len(values) < ENOUGH:
+        return set()
+    most = LARGEST_PEAK * float(np.median(values))
+    return {key for key, value in zip(keys, values, strict=True) if value > most}

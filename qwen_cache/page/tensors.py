@@ -16,13 +16,18 @@ def numbers(sample: Sample, name: str) -> Floats:
     if spec.dtype == "BF16":  # the upper half of a float32
         values = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
     else:
-        values = np.frombuffer(data, {"F16": "<f2", "F32": "<f4"}[spec.dtype]).astype(np.float32)
+        values = np.frombuffer(data, {"F16": "<f2", "F32": "<f4", "U8": "u1"}[spec.dtype]).astype(np.float32)
     return values.reshape(spec.shape)
 
 
 def rms(values: Floats) -> float:
     """The root of the mean square; 0 for nothing."""
     return float(np.sqrt(np.square(values, dtype=np.float64).mean())) if values.size else 0.0
+
+
+def peak(values: Floats) -> float:
+    """The largest absolute value; 0 for nothing."""
+    return float(np.abs(values).max()) if values.size else 0.0
 
 
 def statistics(values: Floats) -> dict[str, float]:

@@ -1,0 +1,109 @@
+"""`inspect --source`: whether a cache is what its source makes today, by content and prompts, told without a model.
+
+The source is read as `build --dry-run` reads it, and counted alike; nothing is written. The recipe is taken as the
+cache has it, weights and all: what another model or other settings would change is left to `build --dry-run`, and so is
+whether a text-to-image prompt is longer than the pipeline keeps, which takes a tokenizer to tell. Refused are recipes
+that were imported, which have no source, and settings that make other sizes than the recipe.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from qwen_cache.config import CONFIG_NAME, Config, load_config
+from qwen_cache.console import counting
+from qwen_cache.encode.parts import Part
+from qwen_cache.encode.plan import NEW, Plan, Rules, make_plan
+from qwen_cache.encode.sizes import Resolution
+from qwen_cache.encode.source import Problem, Row, read_source
+from qwen_cache.encode.template import PIXEL_TOKENS
+from qwen_cache.format.cache import Cache, open_cache
+from qwen_cache.format.errors import ConfigError
+from qwen_cache.format.manifest import DEFAULT_RECIPE, Manifest
+from qwen_cache.format.remote import Url, location
+from qwen_cache.model_folder import ModelFolder
+
+SIZES = ("vae_image_size", "resolution", "resolutions_per_sample", "resize_mode", "upscale")
+"""What a recipe says of `Resolution`."""
+
+
+def compare(
+    folder: Path | Url, manifest: Manifest, source: str, config: Path | None, assignments: Sequence[str]
+) -> dict[str, Any]:
+    """`state` and `source` of what `inspect` says; `stale` is what `build --dry-run --check` would fail.
+
+    The settings are those of `config`, else those that the build left in the folder, else qwen.yaml here; with
+    `assignments` over them.
+    """
+    own = folder / CONFIG_NAME if isinstance(folder, Path) else None
+    settings = load_config(config or (own if own and own.is_file() else None), assignments)
+    default = DEFAULT_RECIPE if DEFAULT_RECIPE in manifest.recipes else None
+    cache = open_cache(folder, recipe=settings.cache.recipe or default)
+    _check(cache, settings)
+    plan = _plan(cache, settings, source)
+    new = sum(sample.reasons == (NEW,) for sample in plan.to_encode)
+    found = {
+        "new": new,
+        "changed": len(plan.to_encode) - new,
+        "removed": len(plan.removed),
+        "problems": len(plan.problems),
+    }
+    state = "stale" if any(found.values()) else "complete"
+    return {"state": state, "source": {"path": source, "recipe": cache.recipe_name, **found}}
+
+
+def _check(cache: Cache, settings: Config) -> None:
+    recipe = cache.recipe.recipe
+    if tool := recipe.get("imported_from"):
+        raise ConfigError(
+            f"recipe {cache.recipe_name!r} was imported from {tool}, so there is no source to compare it with",
+            where=cache.folder,
+            do="leave --source out; `qwen-cache import --dry-run` reads what it was imported from",
+        )
+    made, asked = {name: recipe[name] for name in SIZES if name in recipe}, Resolution.of(settings.data).recipe()
+    if made != asked:
+        raise ConfigError(
+            f"these settings make other sizes than recipe {cache.recipe_name!r}",
+            where=cache.folder,
+            expected=json.dumps(made),
+            found=json.dumps(asked),
+            do="give those that it was built with, by --config or as --set data.…; "
+            "what others would change is what `qwen-cache build --dry-run` says",
+        )
+
+
+def _plan(cache: Cache, settings: Config, source: str) -> Plan:
+    """What a build would do, were the recipe the same."""
+    recipe = cache.recipe.recipe
+    model = ModelFolder(recipe["pipeline"], Path(), recipe["pipeline"])  # what it takes; no such folder is opened
+    rows, problems = read_source(
+        location(source), needs_control=model.takes_controls, allow_empty_prompt=settings.data.allow_empty_prompt
+    )
+    if settings.data.part:
+        part = Part.parse(settings.data.part)
+        rows, problems = part.of(rows), part.of(problems)
+    unusable = [Problem(row.where, token, "") for row in rows for token in PIXEL_TOKENS if token in row.prompt]
+    rows = [row for row in rows if row.where not in {problem.where for problem in unusable}]
+    rules = Rules(
+        model.pipeline,
+        cache.recipe.id,
+        Resolution.of(settings.data),
+        int(recipe.get("condition_image_size", 0)),
+        model.max_controls,
+    )
+    cached = {row.meta.key: row for row in cache.rows()}
+    with counting("reading the source", total=len(rows)) as advance:
+        seen = [_as_encoded(row, cache, settings) for row in rows]
+        return make_plan(seen, [*problems, *unusable], rules, cached, on_row=lambda: advance(1))
+
+
+def _as_encoded(row: Row, cache: Cache, settings: Config) -> Row:
+    """Without what the recipe does not look at."""
+    recipe = cache.recipe.recipe
+    keeps_masks = cache.format_version > 1 and settings.data.edit_mask != "none"
+    attends = "attention" in recipe or "mask_head" in recipe
+    return replace(row, mask=row.mask if keeps_masks else None, phrase=row.phrase if attends else ())

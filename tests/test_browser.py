@@ -1,0 +1,376 @@
+"""Both pages in a real Chromium: what a person does with them works, and everything can be read, on a phone as well.
+
+No page may say anything in the console or ask for anything but itself; `opened` holds that of every test.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from qwen_cache import open_cache
+from qwen_cache.inspect import summarise
+from qwen_cache.page.document import COLUMNS, page
+
+from .conftest import run
+from .test_decode import PICTURES
+from .test_page import HOSTILE, Made, write
+from .test_train import Trainer
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="the pages are not tried in a browser: no playwright")
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+PHONE, DESK = 390, 1600
+LONG = "unbroken" * 40
+Built = Callable[..., Path]
+UNREADABLE = r"""
+() => {
+  const parse = (colour) => {
+    const [r, g, b, a = 1] = colour.match(/^rgba?\(([^)]*)\)$/)[1].split(/[, /]+/).map(Number);
+    return [r, g, b, a];
+  };
+  const over = ([r, g, b, a], below) => [r, g, b].map((value, i) => a * value + (1 - a) * below[i]);
+  const luminance = (colour) => {
+    const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = colour.map((value) => linear(value / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const contrast = (one, other) => {
+    const [dark, light] = [luminance(one), luminance(other)].sort((a, b) => a - b);
+    return (light + 0.05) / (dark + 0.05);
+  };
+  const ancestors = (element) => (element ? [...ancestors(element.parentElement), element] : []);
+  const painted = (element) => parse(getComputedStyle(element).backgroundColor);
+  const background = (element) =>
+    ancestors(element).reduce((below, each) => over(painted(each), below), [255, 0, 255]);
+  const opacity = (element) => ancestors(element).reduce((all, each) => all * getComputedStyle(each).opacity, 1);
+  const ratio = (element, colour) => {
+    const [r, g, b, a] = parse(colour), below = background(element);
+    return contrast(over([r, g, b, a * opacity(element)], below), below);
+  };
+
+  const unreadable = [];
+  let looked_at = 0;
+  const judge = (element, what, colour, least) => {
+    looked_at += 1;
+    const found = ratio(element, colour);
+    if (found < least) unreadable.push(`${what}: contrast ${found.toFixed(2)}`);
+  };
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const element = node.parentElement, style = getComputedStyle(element), range = document.createRange();
+    range.selectNodeContents(node);
+    const box = range.getBoundingClientRect(), text = node.textContent.trim().slice(0, 40);
+    if (!text || !box.width || element.closest(":disabled, option, script")) continue;
+    const svg = element.closest("svg"), scale = svg ? svg.getScreenCTM().d : 1;
+    judge(element, text, svg ? style.fill : style.color, 4.5);
+    if (parseFloat(style.fontSize) * scale < 11) unreadable.push(`${text}: too small`);
+    if (box.left < 0 || box.right > innerWidth) unreadable.push(`${text}: outside, ${box.left} to ${box.right}`);
+  }
+  for (const control of document.querySelectorAll("input, select"))
+    if (control.getClientRects().length) judge(control, control.id, getComputedStyle(control).color, 4.5);
+  for (const input of document.querySelectorAll("input"))
+    judge(input, input.placeholder, getComputedStyle(input, "::placeholder").color, 4.5);
+  for (const bar of document.querySelectorAll("rect")) judge(bar, "bar", getComputedStyle(bar).fill, 3);
+  for (const line of document.querySelectorAll("polyline"))
+    judge(line, line.getAttribute("class"), getComputedStyle(line).stroke, 3);
+  return { looked_at, unreadable };
+}
+"""
+"""What is wrong with each text, bar and curve that is hard to see; contrast is that of WCAG 2.2."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium, started once; any will do."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"the pages are not tried in a browser: none of {', '.join(BROWSERS)} is in PATH")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser: Any, path: Path, anchor: str = "", width: int = DESK, **options: Any) -> Iterator[Any]:
+    context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+    shown = context.new_page()
+    said: list[str] = []
+    asked: set[str] = set()
+    shown.on("console", lambda message: said.append(message.text))
+    shown.on("pageerror", lambda error: said.append(str(error)))
+    shown.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
+    shown.on("request", lambda request: asked.add(request.url.partition("#")[0]))
+    try:
+        shown.goto(path.as_uri() + anchor)
+        yield shown
+        assert said == []
+        assert {url for url in asked if not url.startswith("data:")} == {path.as_uri()}
+    finally:
+        context.close()
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+
+def picture(colour: str) -> str:
+    data = BytesIO()
+    Image.new("RGB", (64, 48), colour).save(data, "JPEG")
+    return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+def sample(i: int, **changes: Any) -> list[Any]:
+    """A row of the list, as `document.sample_row` makes it."""
+    row = {"key": f"{i * 0x9E3779B97F4A7C15 % 2**128:032x}", "name": f"photo-{i}", "prompt": f"Edit number {i}."}
+    row |= {"sizes": [[320, 224], [256, 256]], "text_tokens": 20 + i % 7, "image_tokens": 536, "edit_mask_from": None}
+    row |= {"recipe": "default", "pictures": []} | changes
+    return [row[column] for column in COLUMNS]
+
+
+@pytest.fixture(scope="module")
+def overview(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What is said of a small cache, under a second recipe as well; the list beside it can be any."""
+    samples = [Made(f"{i}", f"do {i}", target=f"{i % 3}", mask=0.5) for i in range(6)]
+    said = summarise(write(tmp_path_factory.mktemp("overview") / LONG[:60], samples))
+    return said | {"recipes": {"default": said["recipes"]["default"], "other": said["recipes"]["default"]}}
+
+
+def flagged(overview: dict[str, Any]) -> dict[str, Any]:
+    """The overview, with `FLAGGED`."""
+    flags = {flag: [row[0] for row in rows] for flag, rows in FLAGGED.items()}
+    return overview | {"recipes": overview["recipes"] | {"default": overview["recipes"]["default"] | {"flags": flags}}}
+
+
+ROWS = [
+    sample(
+        i,
+        sizes=[[512, 512]] if i % 5 == 0 else [[320, 224], [256, 256]],
+        recipe="other" if i % 3 == 0 else "default",
+        prompt=f"Turn the sky of {i} to GOLD" if i % 10 == 7 else LONG if i == 99 else f"Edit number {i}.",
+        pictures=[["control", picture("teal")], ["target", picture("olive")]] if i % 50 == 1 else [],
+        edit_mask_from="file" if i % 4 == 0 else None,
+    )
+    for i in range(250)
+]
+FLAGGED = {"repeated_target": ROWS[3:9], "long_prompt": ROWS[8:10]}
+
+
+@pytest.fixture(scope="module")
+def many(overview: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """250 samples of two sizes, two recipes and two flags."""
+    path = tmp_path_factory.mktemp("many") / "inspect.html"
+    path.write_text(page(flagged(overview), ROWS), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def report(built: Built, tiny_model: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a real run with decoded pictures; its log goes on, so that there is a mean over steps as well."""
+    train = Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path_factory.mktemp("run"))
+    out = train(settings=PICTURES, validation__every_steps=1)
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    logged = [json.loads(line) for line in lines]
+    for step in range(3, 301):
+        line = {**logged[step % 2], "step": step, "loss": 2 / step, "tokens_per_second": 1000.0 * step}
+        logged.append({name: value for name, value in line.items() if "validation" not in name or step % 10 == 0})
+    (out / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in logged), encoding="utf-8")
+    for command in ("decode", "report"):
+        result = run("qwen-train", command, out)
+        assert result.code == 0, result.stderr
+    return out / "report.html"
+
+
+# ---- the list of samples ---------------------------------------------------------------------------------------------
+
+
+def keys(shown: Any) -> list[str]:
+    found: list[str] = shown.eval_on_selector_all("article", "cards => cards.map(card => card.id)")
+    return found
+
+
+def expected(test: Callable[[dict[str, Any]], bool]) -> list[str]:
+    return [row[0] for row in ROWS if test(dict(zip(COLUMNS, row, strict=True)))]
+
+
+def test_the_page_of_a_built_cache(browser: Any, built: Built, tmp_path: Path) -> None:
+    path, cache = tmp_path / "inspect.html", open_cache(built("edit-plus"))
+    assert run("qwen-cache", "inspect", cache.folder, "--html", path).code == 0
+    with opened(browser, path) as shown:
+        assert keys(shown) == [each.key for each in cache]
+        for each in cache:
+            card = shown.locator(f"[id='{each.key}']")
+            assert card.locator("h3").inner_text() == each.name
+            assert card.locator(".prompt").inner_text() == each.prompt
+        sizes = Counter(f"{16 * w}×{16 * h}" for _, h, w in (each.img_shapes[0] for each in cache))
+        options = shown.get_by_label("Resolution").locator("option").all_inner_texts()
+        assert sorted(options[1:]) == sorted(f"{size} ({count})" for size, count in sizes.items())
+
+
+@pytest.mark.parametrize("text", ["to gold", "PHOTO-17", ROWS[42][0][5:20], "nothing like it"])
+def test_search(browser: Any, many: Path, text: str) -> None:
+    """In prompts, names and keys, in any case, while it is typed."""
+    with opened(browser, many) as shown:
+        shown.get_by_label("Search").press_sequentially(text)
+        found = expected(lambda row: any(text.lower() in row[name].lower() for name in ("prompt", "name", "key")))
+        assert keys(shown) == found
+        assert shown.locator("#range").inner_text() == (f"1 to {len(found)} of {len(found)}" if found else "none")
+
+
+def test_filters(browser: Any, many: Path) -> None:
+    odd = {row[0] for rows in FLAGGED.values() for row in rows}
+    with opened(browser, many) as shown:
+        for label, value, test in (
+            ("Resolution", "512×512", lambda row: row["sizes"][0] == [512, 512]),
+            ("Flags", "any", lambda row: row["key"] in odd),
+            ("Flags", "long_prompt", lambda row: row["name"] in ("photo-8", "photo-9")),
+            ("Recipe", "other", lambda row: row["recipe"] == "other"),
+        ):
+            shown.get_by_label(label).select_option(value)
+            assert keys(shown) == expected(test)[:100], (label, value)
+            shown.get_by_label(label).select_option("")
+        shown.get_by_label("Resolution").select_option("512×512")
+        shown.get_by_label("Recipe").select_option("other")
+        shown.get_by_label("Search").fill("number 3")
+        assert keys(shown) == [ROWS[30][0]], "the one multiple of 15 that begins with a 3"
+        shown.get_by_label("Search").fill("gold")
+        assert keys(shown) == []
+
+
+def test_before_and_after(browser: Any, many: Path) -> None:
+    with opened(browser, many) as shown:
+        before, after = (shown.get_by_role("button", name=name) for name in ("Before", "After"))
+        for button, first, last in ((None, 1, 100), (after, 101, 200), (after, 201, 250), (before, 101, 200)):
+            if button:
+                button.click()
+            assert keys(shown) == [row[0] for row in ROWS[first - 1 : last]]
+            assert shown.locator("#range").inner_text() == f"{first} to {last} of 250"
+            assert (before.is_disabled(), after.is_disabled()) == (first == 1, last == 250)
+        before.click()
+        shown.get_by_label("Search").fill("photo-1")
+        assert keys(shown) == expected(lambda row: row["name"].startswith("photo-1"))[:100]
+
+
+def test_a_key_in_the_address(browser: Any, many: Path) -> None:
+    """Its card is shown and marked, wherever in the list it is, and even where a filter hides it."""
+
+    def marked(shown: Any, key: str) -> None:
+        card = shown.locator("article.chosen")
+        assert card.get_attribute("id") == key
+        box = card.bounding_box()
+        assert 0 <= box["y"] < 900
+
+    far = ROWS[234][0]
+    with opened(browser, many, f"#{far}") as shown:
+        marked(shown, far)
+        shown.get_by_label("Search").fill("nothing like it")
+        assert keys(shown) == []
+        shown.locator(f"a[href='#{ROWS[8][0]}']").first.click()
+        marked(shown, ROWS[8][0])
+        assert shown.get_by_label("Search").input_value() == ""
+        shown.get_by_label("Search").fill("nothing like it")
+        shown.evaluate(f"location.hash = '{far}'")
+        shown.wait_for_selector("article.chosen")
+        marked(shown, far)
+
+
+def test_a_hostile_source_is_text(browser: Any, tmp_path: Path) -> None:
+    hostile = HOSTILE + "<img src=x onerror=alert(2)><b onmouseover=alert(3)>"
+    path, cache = tmp_path / "inspect.html", write(tmp_path / "<img src=x onerror=alert(4)>", [Made(hostile, hostile)])
+    assert run("qwen-cache", "inspect", cache, "--html", path).code == 0
+    with opened(browser, path) as shown:
+        assert shown.locator("h3").first.text_content() != ""
+        assert shown.locator("article h3").text_content() == hostile
+        assert shown.locator("article .prompt").text_content() == hostile
+        assert shown.locator("h1").text_content() == cache.name
+        assert shown.locator("img, b, script[src]").count() == 0
+
+
+def test_a_hundred_thousand_samples(browser: Any, overview: dict[str, Any], tmp_path: Path) -> None:
+    rows = [sample(i) for i in range(100_000)]
+    path = tmp_path / "inspect.html"
+    path.write_text(page(overview, rows), encoding="utf-8")
+    with opened(browser, path) as shown:
+        assert shown.locator("#range").inner_text() == "1 to 100 of 100000"
+        assert len(keys(shown)) == 100
+        shown.get_by_label("Search").fill("number 98765.")
+        assert keys(shown) == [rows[98765][0]]
+        shown.get_by_label("Search").fill("number")
+        assert shown.locator("article").count() == 100
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+@pytest.mark.parametrize("touch", [False, True])
+def test_the_numbers_under_the_pointer_are_those_of_the_metrics(browser: Any, report: Path, touch: bool) -> None:
+    """Those of the last step before and after; on a phone a tap stays."""
+    logged = (report.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = {line["step"]: line for line in map(json.loads, logged)}
+    with opened(browser, report, width=PHONE if touch else DESK, has_touch=touch) as shown:
+        for name in ("tokens_per_second", "validation_loss", "loss"):
+            title = "validation loss, and by quarter of the noise" if "valid" in name else name.replace("_", " ")
+            chart = shown.locator("figure.curves", has=shown.get_by_role("img", name=title, exact=True))
+            plot, value, at = chart.locator("svg"), chart.locator(".value").first, chart.locator(".at")
+            assert number(at.inner_text()) == 300
+            assert number(value.inner_text()) == pytest.approx(lines[300][name], rel=1e-3)
+            plot.scroll_into_view_if_needed()
+            box = plot.bounding_box()
+            for part in (0.01, 0.4, 0.99):
+                (shown.touchscreen.tap if touch else shown.mouse.move)(box["x"] + part * box["width"], box["y"] + 40)
+                step = int(number(at.inner_text()))
+                assert step == pytest.approx(1 + part * 299, abs=10 if "valid" in name else 1.5)
+                assert number(value.inner_text()) == pytest.approx(lines[step][name], rel=1e-3)
+                assert chart.locator(".rule").get_attribute("d")
+            if not touch:
+                shown.mouse.move(0, 0)
+                assert (number(at.inner_text()), chart.locator(".rule").get_attribute("d")) == (300, None)
+
+
+def test_pictures_of_a_sample_lie_in_a_row(browser: Any, report: Path) -> None:
+    with opened(browser, report) as shown:
+        for card in shown.locator("article").all():
+            boxes = [image.bounding_box() for image in card.locator("img").all()]
+            captions = card.locator("figcaption").all_inner_texts()
+            assert captions in (
+                ["control", "target", "drawn after step 2"],
+                ["control 1", "control 2", "target", "drawn after step 2"],
+            )
+            assert len({box["y"] for box in boxes}) == 1
+            assert all(box["width"] > 100 for box in boxes)
+        assert shown.locator("article").count() == 2
+
+
+# ---- looks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [PHONE, DESK])
+@pytest.mark.parametrize("name", ["many", "report"])
+def test_everything_can_be_read(
+    browser: Any, name: str, width: int, scheme: str, request: pytest.FixtureRequest
+) -> None:
+    """No text has too little contrast, is too small, or lies outside of the window; nothing is wider than it."""
+    with opened(browser, request.getfixturevalue(name), width=width, color_scheme=scheme) as shown:
+        shown.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+        sides = shown.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+        assert sides[0] <= sides[1] == width
+        if name == "many":
+            assert LONG in shown.locator("article .prompt").all_inner_texts()
+        found = shown.evaluate(UNREADABLE)
+        assert found["looked_at"] > 100
+        assert found["unreadable"] == []

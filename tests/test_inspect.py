@@ -1,0 +1,387 @@
+"""`inspect`: what batches would pad, by the batches that training makes; and the state of a cache against its source.
+
+What the source says is judged by `build --dry-run`, which loads the model that `inspect` does without.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from qwen_cache import open_cache
+from qwen_cache.config import TrainConfig
+from qwen_cache.format.identity import Inputs, content_hash, recipe_id
+from qwen_cache.format.manifest import Manifest
+from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
+from qwen_cache.format.update import Existing, Listed, commit_update, open_staging, plan_update
+from qwen_cache.sampling.budgets import round_budget
+from qwen_train.data.batches import Batches
+from qwen_train.flow import NoiseSchedule
+
+from .conftest import Result, build, run
+from .test_architecture import HEAVY, imported_by
+from .test_build import add_control, change_control, change_mask, change_prompt, change_target, plan, remove_mask
+from .test_import import imported, make, write_musubi
+from .test_page import page_of
+from .test_remote import Server, serving
+
+Built = Callable[..., Path]
+Size = tuple[int, int, int]
+"""Of a sample: the cells of its target in both directions, and the tokens of its text."""
+
+RECIPE = {"encoder_version": 2, "pipeline": "QwenImagePipeline", "dtype": "float32"}
+
+
+def said(cache: Path | str, *options: str | Path) -> dict[str, Any]:
+    """What `--json` says."""
+    result = run("qwen-cache", "inspect", cache, "--json", *options)
+    assert result.code == 0, result.stderr
+    return dict(json.loads(result.stdout))
+
+
+def refused(cache: Path | str, *options: str | Path) -> str:
+    result = run("qwen-cache", "inspect", cache, *options)
+    assert (result.code, result.stdout) == (2, "")
+    return result.stderr
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, sizes: Sequence[Size]) -> Path:
+    """A cache of samples of such sizes, without controls."""
+    made = {}
+    for i, (h, w, text) in enumerate(sizes):
+        tensors = {"image_latents": torch.ones(h * w, 64), "prompt_embeds": torch.ones(text, 8)}
+        data = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+        specs = {name: TensorSpec("F32", tuple(t.shape), content_hash(data[name])) for name, t in tensors.items()}
+        inputs = Inputs(content_hash(f"{i}".encode()), (), None)
+        meta = SampleMeta(recipe_id(RECIPE), inputs, "draw it", ((1, h, w),), 0, specs)
+        made[meta.key] = f"{i}", meta, data
+    update = plan_update(folder, Existing(Manifest.empty(2), []), 2, [Listed(made[key][0], key) for key in made])
+    staging = open_staging(update, "sizes", 1 << 24)
+    for _, meta, data in made.values():
+        staging.add(meta, {name: memoryview(data[name]) for name in meta.tensors})
+    commit_update(update, staging, {"default": RECIPE}, {"qwen-cache": "0.1.0"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """37 samples of many sizes, of which the largest has 40·40 + 90 tokens."""
+    chance = torch.Generator().manual_seed(1)
+    sizes = torch.randint(8, 40, (36, 3), generator=chance).tolist()
+    samples = [(40, 40, 90), *((h, w, 2 * text) for h, w, text in sizes)]
+    return write(tmp_path_factory.mktemp("mixed") / "shards", samples)
+
+
+def batches(cache: Path, **settings: Any) -> tuple[float, float]:
+    """Of the first epoch that the trainer makes: samples in a batch on average, and the share of padding."""
+    samples = open_cache(cache)
+    stream = Batches(samples, TrainConfig(caption_dropout=0, **settings), NoiseSchedule())
+    count = valid = computed = done = 0
+    while done < len(samples):
+        batch = stream.batch(done)
+        rows, text, _ = batch.prompt_embeds.shape
+        computed += rows * (batch.clean.shape[1] + text)
+        texts = batch.prompt_embeds_mask.sum() if batch.prompt_embeds_mask is not None else rows * text
+        valid += sum(map(token_count, batch.img_shapes)) + int(texts)
+        count, done = count + 1, batch.done
+    return len(samples) / count, 1 - valid / computed
+
+
+def test_padding_is_that_of_the_batches_that_are_trained(mixed: Path) -> None:
+    found = said(mixed)["recipes"]["default"]["batches"]
+    assert [budget["max_tokens"] for budget in found] == [1792, 3456, 6784, 13568]
+    for budget in found:
+        samples, padding = batches(mixed, max_tokens=budget["max_tokens"])
+        _, by_chance = batches(mixed, max_tokens=budget["max_tokens"], shuffle_window=1)
+        assert budget["samples_per_batch"] == pytest.approx(samples)
+        assert budget["padding"] == pytest.approx(padding)
+        assert budget["padding_by_chance"] == pytest.approx(by_chance)
+    assert found[-1]["padding_by_chance"] > found[-1]["padding"] > 0
+
+
+def test_equal_sizes_pad_nothing_and_fill_each_budget(tmp_path: Path) -> None:
+    cache = write(tmp_path / "shards", [(20, 20, 30)] * 16)
+    found = said(cache)["recipes"]["default"]["batches"]
+    assert [budget["samples_per_batch"] for budget in found] == [1, 2, 4, 8]
+    assert {budget[name] for budget in found for name in ("padding", "padding_by_chance")} == {0}
+    assert "packed" not in run("qwen-cache", "inspect", cache).stdout
+
+
+def test_a_budget_that_the_samples_do_not_fill_is_left_out(tmp_path: Path) -> None:
+    found = said(write(tmp_path / "shards", [(20, 20, 30)] * 5))["recipes"]["default"]["batches"]
+    assert [budget["samples_per_batch"] for budget in found] == [1, 5 / 3, 2.5]
+    alone = said(write(tmp_path / "one", [(20, 20, 30)]))["recipes"]["default"]["batches"]
+    assert [(budget["max_tokens"], budget["samples_per_batch"]) for budget in alone] == [(448, 1)]
+
+
+@pytest.mark.parametrize("largest", [*range(1, 40), 1000, 4095, 4096, 8191, 8192, 8592, 12345])
+def test_a_budget_is_round_and_has_no_room_for_another(largest: int) -> None:
+    for samples in (1, 2, 4, 8):
+        budget = round_budget(largest, samples)
+        assert largest * samples <= budget < largest * (samples + 1)
+        assert largest < 8192 or budget % 1024 == 0
+
+
+def test_terminal_and_page_say_what_json_says(mixed: Path, tmp_path: Path) -> None:
+    found = said(mixed)["recipes"]["default"]["batches"]
+    text = run("qwen-cache", "inspect", mixed).stdout
+    page_of(mixed, tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
+    for document, between in ((text, r"\s+"), (html, "</td><td>")):
+        lines = re.findall(between.join([r"([\d,]+)", r"([\d.]+)", r"([\d.]+) %", r"([\d.]+) %"]), document)
+        assert [int(line[0].replace(",", "")) for line in lines] == [budget["max_tokens"] for budget in found]
+        for line, budget in zip(lines, found, strict=True):
+            assert float(line[1]) == pytest.approx(budget["samples_per_batch"], abs=0.051)
+            shares = [100 * budget[name] for name in ("padding", "padding_by_chance")]
+            assert [float(share) for share in line[2:]] == pytest.approx(shares, abs=0.051)
+    for said_so in (" ".join(text.split()), html):
+        assert "train.layout=packed pads nothing" in said_so
+
+
+def test_no_samples_make_no_batches(tmp_path: Path) -> None:
+    cache = write(tmp_path / "shards", [])
+    assert said(cache)["recipes"]["default"]["batches"] == []
+    assert "train.max_tokens" not in run("qwen-cache", "inspect", cache).stdout
+    page_of(cache, tmp_path / "page.html")
+
+
+# ---- the source ------------------------------------------------------------------------------------------------------
+
+
+def nothing(pairs: Path) -> None:
+    pass
+
+
+def add_pair(pairs: Path) -> None:
+    shutil.copy(pairs / "control_images" / "cat.png", pairs / "control_images" / "new.png")
+    shutil.copy(pairs / "target_images" / "cup.png", pairs / "target_images" / "new.png")
+    (pairs / "target_images" / "new.txt").write_text("make it coffee")
+
+
+def remove_pair(pairs: Path) -> None:
+    for path in pairs.rglob("china.*"):
+        path.unlink()
+
+
+def rename_pair(pairs: Path) -> None:
+    for path in pairs.rglob("china.*"):
+        path.rename(path.with_name(f"shanghai{path.suffix}"))
+
+
+def repeat_pair(pairs: Path) -> None:
+    for path in list(pairs.rglob("china.*")):
+        shutil.copy(path, path.with_name(f"shanghai{path.suffix}"))
+
+
+def break_picture(pairs: Path) -> None:
+    (pairs / "control_images" / "flower.png").write_bytes(b"broken")
+
+
+def elongate(pairs: Path) -> None:
+    """Not for the VAE, at 128², but for the text encoder, at 112²."""
+    Image.new("RGB", (1120, 20)).save(pairs / "control_images" / "flower.png")
+
+
+def remove_control(pairs: Path) -> None:
+    (pairs / "control_images" / "flower.png").unlink()
+
+
+def empty_prompt(pairs: Path) -> None:
+    (pairs / "target_images" / "flower.txt").write_text(" ")
+
+
+def smuggle(pairs: Path) -> None:
+    (pairs / "target_images" / "flower.txt").write_text("<|image_pad|> and <|video_pad|>")
+
+
+def mark(pairs: Path) -> None:
+    (pairs / "target_images" / "cup.txt").write_text("invert the [[colours]]")
+
+
+def much(pairs: Path) -> None:
+    for change in (change_target, add_pair, mark, break_picture):
+        change(pairs)
+    (pairs / "target_images" / "cup.txt").write_text("invert all")
+    for path in pairs.rglob("cat*"):
+        path.unlink()
+
+
+V1 = ("--format", "v1")
+ATTENTION, UNMASKED = ("--set", "cache.attention=true"), ("--edit-mask", "none")
+EMPTY = ("--set", "data.allow_empty_prompt=true")
+
+
+@pytest.mark.parametrize(
+    ("change", "counts", "options"),
+    [
+        (nothing, (0, 0, 0, 0), ()),
+        (change_target, (0, 1, 0, 0), ()),
+        (change_control, (0, 1, 0, 0), ()),
+        (add_control, (0, 1, 0, 0), ()),
+        (change_mask, (0, 1, 0, 0), ()),
+        (remove_mask, (0, 1, 0, 0), ()),
+        (change_prompt, (0, 1, 0, 0), ()),
+        (add_pair, (1, 0, 0, 0), ()),
+        (remove_pair, (0, 0, 1, 0), ()),
+        (rename_pair, (0, 0, 0, 0), ()),
+        (repeat_pair, (0, 0, 0, 0), ()),
+        (break_picture, (0, 0, 0, 1), ()),
+        (remove_control, (0, 0, 1, 1), ()),
+        (empty_prompt, (0, 0, 1, 1), ()),
+        (smuggle, (0, 0, 1, 2), ()),
+        (mark, (0, 0, 0, 0), ()),
+        (much, (1, 2, 1, 1), ()),
+        (nothing, (0, 0, 0, 0), UNMASKED),
+        (change_mask, (0, 0, 0, 0), UNMASKED),
+        (change_mask, (0, 1, 0, 0), ("--edit-mask", "diff")),
+        (change_mask, (0, 0, 0, 0), V1),
+        (change_prompt, (0, 1, 0, 0), V1),
+        (elongate, (0, 0, 0, 1), ()),
+        (mark, (0, 1, 0, 0), ATTENTION),
+        (empty_prompt, (0, 1, 0, 0), EMPTY),
+    ],
+)
+def test_the_source_is_read_as_a_build_reads_it(
+    change: Callable[[Path], None],
+    counts: tuple[int, int, int, int],
+    options: tuple[str, ...],
+    built: Built,
+    tiny_model: Built,
+    pairs: Path,
+) -> None:
+    cache = built("edit-plus", options)
+    change(pairs)
+    source = said(cache, "--source", pairs)
+    expected = plan(pairs, cache, tiny_model("edit-plus"), *options)
+    new = sum(sample["reasons"] == ["new"] for sample in expected["samples"])
+    judged = (new, expected["to_encode"] - new, len(expected["removed"]), len(expected["problems"]))
+    assert tuple(source["source"][name] for name in ("new", "changed", "removed", "problems")) == judged == counts
+    checked = build(pairs, cache, tiny_model("edit-plus"), "--dry-run", "--check", *options)
+    assert source["state"] == ("stale" if checked.code else "complete")
+    assert (source["source"]["path"], source["source"]["recipe"]) == (str(pairs), "default")
+
+
+def test_any_kind_of_source_will_do(built: Built, pairs: Path) -> None:
+    rows = ["target,control,control_1,mask,prompt"]
+    for name, second, mask in (("cat", 1, 0), ("china", 0, 0), ("cup", 0, 1), ("flower", 0, 0)):
+        prompt = (pairs / "target_images" / f"{name}.txt").read_text(encoding="utf-8")
+        controls = f"control_images/{name}.png,{f'control_images/{name}_control_1.png' * second}"
+        rows.append(f'target_images/{name}.png,{controls},{f"control_images/{name}_mask.png" * mask},"{prompt}"')
+    table = pairs / "rows.csv"
+    table.write_text("\n".join(rows), encoding="utf-8")
+    assert said(built("edit-plus"), "--source", table)["state"] == "complete"
+    table.write_text("\n".join(rows[:-1]), encoding="utf-8")
+    assert said(built("edit-plus"), "--source", table)["source"]["removed"] == 1
+
+
+def test_text_to_image_has_no_controls(pairs: Path, tiny_model: Built, tmp_path: Path) -> None:
+    cache, source = tmp_path / "shards", pairs / "target_images"
+    assert build(source, cache, tiny_model("t2i")).code == 0
+    assert said(cache, "--source", source)["state"] == "complete"
+    change_prompt(pairs)
+    assert said(cache, "--source", source)["source"]["changed"] == 1
+
+
+def test_a_part_is_compared_with_its_part(pairs: Path, tiny_model: Built, tmp_path: Path) -> None:
+    cache = tmp_path / "shards"
+    assert build(pairs, cache, tiny_model("edit-plus"), "--part", "2/2").code == 0
+    assert said(cache, "--source", pairs)["state"] == "complete"
+    assert said(cache, "--source", pairs, "--set", "data.part=null")["source"]["new"] == 2
+
+
+def test_no_model_no_torch_and_nothing_written(built: Built, pairs: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "shards"
+    shutil.copytree(built("edit-plus"), cache)
+    settings = (cache / "qwen.yaml").read_text(encoding="utf-8")
+    nowhere = re.sub(r"(?m)^  path: .*$", "  path: nowhere", settings, count=1)
+    (cache / "qwen.yaml").write_text(nowhere, encoding="utf-8")
+    add_pair(pairs)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    arguments = ["qwen-cache", "inspect", str(cache), "--source", str(pairs)]
+    loaded = imported_by(f"sys.argv = {arguments}; from qwen_cache.cli import app; app(standalone_mode=False)")
+    assert "stale" in loaded  # the word that it printed
+    assert not loaded & set(HEAVY)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_the_recipe_that_the_settings_name_is_compared(pairs: Path, tiny_model: Built, tmp_path: Path) -> None:
+    cache, model = tmp_path / "shards", tiny_model("edit-plus")
+    assert build(pairs, cache, model).code == 0
+    change_prompt(pairs)
+    small = ("--set", "data.vae_image_size=9216", "--set", "cache.recipe=small")
+    assert build(pairs, cache, model, *small).code == 0
+    assert said(cache, "--source", pairs)["source"]["recipe"] == "small"
+    assert said(cache, "--source", pairs)["state"] == "complete"
+    default = ("--source", pairs, "--set", "cache.recipe=default")
+    found = said(cache, *default, "--set", "data.vae_image_size=16384")
+    assert (found["source"]["recipe"], found["source"]["changed"], found["state"]) == ("default", 1, "stale")
+    message = refused(cache, *default)
+    assert "these settings make other sizes than recipe 'default'" in message
+    assert 'expected {"vae_image_size": 16384}' in " ".join(message.split())
+    assert 'found {"vae_image_size": 9216}' in " ".join(message.split())
+    assert build(pairs, cache, model).code == 0
+    assert said(cache, "--source", pairs)["source"]["recipe"] == "default"
+    assert "no recipe 'third' here" in refused(cache, "--source", pairs, "--set", "cache.recipe=third")
+
+
+def test_without_the_settings_of_the_build_they_are_given(built: Built, pairs: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "shards"
+    shutil.copytree(built("edit-plus"), cache)
+    (cache / "qwen.yaml").rename(tmp_path / "settings.yaml")
+    assert "make other sizes" in refused(cache, "--source", pairs)
+    for options in (("--config", tmp_path / "settings.yaml"), ("--set", "data.vae_image_size=16384")):
+        assert said(cache, "--source", pairs, *options)["state"] == "complete"
+    with serving(Server(built("edit-plus"))) as server:
+        assert said(server.url, "--source", pairs, *options)["state"] == "complete"
+
+
+def test_an_imported_cache_has_no_source(pairs: Path, tmp_path: Path) -> None:
+    theirs = write_musubi(tmp_path / "theirs", [make("a", "make it blue", [(4, 6), (4, 6)], 9, seed=1)])
+    cache = imported("musubi", theirs, tmp_path / "out")
+    what = "recipe 'default' was imported from musubi, so there is no source to compare it with"
+    assert what in refused(cache, "--source", pairs)
+    assert said(cache)["recipes"]["default"]["batches"]
+
+
+def test_a_build_that_is_not_done_stays_partial(pairs: Path, tmp_path: Path) -> None:
+    staging = tmp_path / "shards" / ".staging" / "x"
+    staging.mkdir(parents=True)
+    (staging / "a.tar").write_bytes(bytes(1000))
+    found = said(tmp_path / "shards", "--source", pairs)
+    assert found["state"] == "partial"
+    assert "source" not in found
+
+
+def test_options_that_do_not_go_together(built: Built, pairs: Path) -> None:
+    cache = built("edit-plus")
+    for option in (("--config", "none.yaml"), ("--set", "data.part=1/2")):
+        assert "say how a source is read\n  → give --source as well" in refused(cache, *option)
+    assert "--sample shows one sample" in refused(cache, "--sample", "ab", "--source", pairs)
+    assert "there is no such source" in refused(cache, "--source", pairs / "elsewhere")
+
+
+def test_people_read_the_state_in_terminal_and_page(built: Built, pairs: Path, tmp_path: Path) -> None:
+    def words(result: Result) -> str:
+        return " ".join(result.stdout.split())
+
+    cache = built("edit-plus")
+    whole = f"complete: it holds all of {pairs}, by recipe default"
+    assert whole in words(run("qwen-cache", "inspect", cache, "--source", pairs))
+    odd = pairs.rename(tmp_path / "[bold]<b>")
+    much(odd)
+    stale = f"stale against {odd}, by recipe default: 1 new, 2 changed, 1 removed, 1 problem; `qwen-cache build"
+    assert stale.replace(" ", "") in words(run("qwen-cache", "inspect", cache, "--source", odd)).replace(" ", "")
+    page = page_of(cache, tmp_path / "page.html", "--source", odd)
+    assert page.overview["state"] == "stale"
+    assert "1 new, 2 changed, 1 removed, 1 problem" in (tmp_path / "page.html").read_text(encoding="utf-8")
