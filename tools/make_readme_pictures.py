@@ -30,7 +30,7 @@ def inspect_picture() -> None:
 
 
 def page_picture() -> None:
-    """What a desk shows of `inspect --html`: the list of samples."""
+    """What a desk shows of `inspect --html`: the list of samples, searched for a word."""
     from playwright.sync_api import sync_playwright
 
     browser = next(path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name)))
@@ -38,6 +38,7 @@ def page_picture() -> None:
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
         page = chromium.new_page(viewport={"width": 1200, "height": 900}, color_scheme="light")
         page.goto((DEMO / "shards.html").as_uri())
+        page.locator("#search").fill("photograph")
         page.evaluate("document.getElementById('list').scrollIntoView()")
         page.wait_for_load_state("networkidle")
         page.screenshot(path=DOCS / "page.jpg", type="jpeg", quality=80)
