@@ -71,7 +71,11 @@ def predict(
         list[str] | None, typer.Option(help="PATH or PATH:weight, the file or the folder of a run; repeat it for more.")
     ] = None,
     source: Annotated[
-        str | None, typer.Option(help="A source as `qwen-cache build` reads it: a picture for each row, into --out.")
+        str | None,
+        typer.Option(
+            help="A folder of pictures, with prompts beside them (NAME.txt) or all with --prompt; or a source as "
+            "`qwen-cache build` reads it, targets or not: a picture for each row, into --out."
+        ),
     ] = None,
     from_cache: Annotated[
         str | None, typer.Option(help="A cache, of which --key names samples; loads no text encoder.", metavar="CACHE")

@@ -28,6 +28,8 @@ from qwen_train.drawing.many import PARTS, PARTS_FOR_A_CACHE, compared, draw_job
 from qwen_train.predict import picture_format, places, predict, save_pictures
 
 ROWS_ON_A_PAGE = 25
+WAYS = (("--prompt",), ("--image", "--prompt"), ("--source",), ("--prompt", "--source"), ("--from-cache",))
+"""What says together what to draw."""
 
 
 @dataclass(frozen=True)
@@ -62,23 +64,28 @@ def run_predict(settings: Config, devices: Devices, asked: Asked) -> int:
 
 def check(settings: Config, asked: Asked) -> None:
     """Refuse what does not go together, before anything is read."""
-    given = {"--prompt": asked.prompts, "--source": asked.source, "--from-cache": asked.cache}
-    ways = [name for name, value in given.items() if value]
-    if len(ways) != 1:
-        raise ConfigError("what to draw is said in one way", expected=" or ".join(given), found=" and ".join(ways))
-    if asked.images and not asked.prompts:
-        raise ConfigError(f"--image goes with --prompt, and not with {ways[0]}")
+    given = {"--image": asked.images, "--prompt": asked.prompts, "--source": asked.source, "--from-cache": asked.cache}
+    ways = tuple(name for name, value in given.items() if value)
+    if ways not in WAYS:
+        expected = "; or ".join(" and ".join(way) for way in WAYS)
+        raise ConfigError("this does not say what to draw", expected=expected, found=" and ".join(ways) or "nothing")
     if bool(asked.cache) != bool(asked.keys):
         raise ConfigError("--from-cache CACHE goes with --key KEY", do="name a sample; `qwen-cache inspect` lists them")
     if asked.compare and asked.merge:
         raise ConfigError("a merged LoRA cannot be left out again", found="--compare and --merge", do="choose one")
-    config, one = settings.predict, len(asked.prompts) == 1 and not asked.compare
+    config, one = settings.predict, len(asked.prompts) == 1 and not (asked.compare or asked.source)
     if config.num_images_per_prompt > 1 and not one:
         raise ConfigError("several pictures are of one prompt", found=f"--num-images {config.num_images_per_prompt}")
     if asked.save_interrupted and not one:
         raise ConfigError("--save-interrupted is for one picture", do="leave it out: what was drawn is kept")
     if asked.source and asked.out.suffix:
         raise ConfigError("--source draws into a folder", where="--out", found=asked.out, do="give --out FOLDER")
+    if (
+        asked.source
+        and Path(asked.source).is_dir()
+        and asked.out.resolve().is_relative_to(Path(asked.source).resolve())
+    ):
+        raise ConfigError("what is drawn would be drawn about the next time", where="--out", do="name another folder")
     if not asked.source:
         check_place(asked, config.num_images_per_prompt)
     if not asked.source and not one and not asked.cache and asked.out.suffix.lower() != ".png":
@@ -116,7 +123,7 @@ def _many(settings: Config, model: ModelFolder, devices: Devices, asked: Asked, 
         jobs = jobs_of_prompts(asked.out.stem, asked.images, asked.prompts)
         folder, grid = asked.out.parent, asked.out.with_stem(f"{asked.out.stem}-compare")
     else:
-        jobs, problems = jobs_of(asked.source, settings.data, needs_control=model.takes_controls)
+        jobs, problems = jobs_of(asked.source, settings.data, needs_control=model.takes_controls, prompts=asked.prompts)
         folder, grid = asked.out, asked.out / "compare.png"
     print_problems(tuple(problems))
     if problems and settings.data.on_error == "stop":

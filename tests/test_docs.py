@@ -106,6 +106,8 @@ def folder(
         write_local_edits(tmp_path / "data", 4)
         write_local_edits(tmp_path / "test", 1)
         photograph("flower.jpg").resize((107, 160)).save(tmp_path / "photo.jpg")
+        (tmp_path / "photos").mkdir()
+        photograph("flower.jpg").resize((107, 160)).save(tmp_path / "photos" / "flower.jpg")
         (tmp_path / "names.txt").write_text("cat\ncup\n", encoding="utf-8")
         (tmp_path / "tiny").symlink_to(tiny_model("edit-plus"))
         if page == "howto/import.md":

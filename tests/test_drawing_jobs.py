@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -258,6 +259,18 @@ def test_jobs_of_a_folder_of_pairs(pairs: Path) -> None:
     assert cat.target is not None
     assert cat.target.read() == (pairs / "target_images" / "cat.png").read_bytes()
     assert [picture.size for picture in pictures_of(cat)] == [(120, 120), (160, 107)]
+
+
+def test_without_a_target_there_is_none_to_compare_with(pairs: Path) -> None:
+    shutil.rmtree(pairs / "target_images")
+    jobs, problems = jobs_of(str(pairs), DataConfig(), needs_control=True, prompts=["x"])
+    assert [(job.name, len(job.controls), job.target) for job in jobs] == [
+        ("cat", 2, None),
+        ("china", 1, None),
+        ("cup", 1, None),
+        ("flower", 1, None),
+    ]
+    assert problems == []
 
 
 def test_jobs_of_a_table_name_the_rows_that_cannot_be_used(pairs: Path, drawing: Drawing) -> None:

@@ -116,6 +116,56 @@ def test_a_picture_that_cannot_be_read_is_left_out(predict: Predict, tmp_path: P
     }
 
 
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """A folder of nothing but pictures, two of which belong together."""
+    folder = tmp_path / "photos"
+    (folder / "more").mkdir(parents=True)
+    for name, photo in {"cat": "chelsea.png", "cup": "coffee.png", "cup_control_1": "china.jpg"}.items():
+        photograph(photo).resize((64, 64)).save(folder / f"{name}.png")
+    photograph("flower.jpg").resize((64, 64)).save(folder / "more" / "flower.jpg")
+    return folder
+
+
+def test_a_folder_of_pictures_is_drawn_with_one_prompt(predict: Predict, pictures: Path, tmp_path: Path) -> None:
+    (pictures / "cat.txt").write_text("its own, which --prompt replaces", encoding="utf-8")
+    drawn = tmp_path / "drawn"
+    result = predict("--source", pictures, "--prompt", "make it red", "--out", drawn)
+    assert result.code == 0, result.stderr
+    assert {str(path.relative_to(drawn)) for path in drawn.rglob("*.png")} == {"cat.png", "cup.png", "more/flower.png"}
+    named = {"cat": ["cat.png"], "cup": ["cup.png", "cup_control_1.png"]}
+    for name, files in named.items():
+        images = [option for file in files for option in ("--image", pictures / file)]
+        assert predict(*images, "--prompt", "make it red", "--out", tmp_path / "alone.png").code == 0
+        assert np.array_equal(pixels(drawn / f"{name}.png"), pixels(tmp_path / "alone.png"))
+    assert "0 new pictures" in predict("--source", pictures, "--prompt", "make it red", "--out", drawn).stderr
+    both = predict("--source", pictures, "--prompt", "make it red", "--prompt", "and blue", "--out", tmp_path / "two")
+    assert "6 new pictures" in both.stderr
+    assert np.array_equal(pixels(tmp_path / "two" / "cat-1.png"), pixels(drawn / "cat.png"))
+
+
+def test_prompts_may_lie_beside_the_pictures_or_in_a_table(predict: Predict, pictures: Path, tmp_path: Path) -> None:
+    for name, text in {"cat": "make it red", "cup": "mirror it", "more/flower": "make it night"}.items():
+        (pictures / f"{name}.txt").write_text(text, encoding="utf-8")
+    rows = [
+        "control,control_1,prompt",
+        "photos/cat.png,,make it red",
+        "photos/cup.png,photos/cup_control_1.png,mirror it",
+    ]
+    (tmp_path / "table.csv").write_text("\n".join(rows), encoding="utf-8")
+    assert predict("--source", pictures, "--out", tmp_path / "beside", "--compare").code == 0
+    assert predict("--source", tmp_path / "table.csv", "--out", tmp_path / "listed").code == 0
+    for name in ("cat", "cup"):
+        listed = pixels(tmp_path / "listed" / "photos" / f"{name}.png")
+        assert np.array_equal(pixels(tmp_path / "beside" / f"{name}.png"), listed)
+    missing = predict("--source", pictures.parent / "photos" / "more", "--out", tmp_path / "drawn")
+    assert missing.code == 0
+    (pictures / "more" / "flower.txt").unlink()
+    missing = predict("--source", pictures, "--out", tmp_path / "other")
+    assert missing.code == 2
+    assert "flower.txt is missing" in missing.stderr
+
+
 # ---- side by side ----------------------------------------------------------------------------------------------------
 
 
@@ -206,9 +256,10 @@ def test_what_was_drawn_out_of_a_cache_is_kept_when_the_next_fails(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "what to draw is said in one way (expected --prompt or --source or --from-cache"),
-        (("--prompt", "x", "--source", "data"), "found --prompt and --source"),
-        (("--source", "data", "--image", "a.png"), "--image goes with --prompt"),
+        ((), "this does not say what to draw (expected --prompt; or --image and --prompt; or --source;"),
+        (("--prompt", "x", "--from-cache", "data"), "found --prompt and --from-cache"),
+        (("--source", "data", "--image", "a.png"), "--from-cache, found --image and --source)"),
+        (("--source", ".", "--out", "drawn"), "--out: what is drawn would be drawn about the next time"),
         (("--from-cache", "shards"), "--from-cache CACHE goes with --key KEY"),
         (("--prompt", "x", "--compare", "--merge", "--lora", "{lora}"), "a merged LoRA cannot be left out again"),
         (("--prompt", "x", "--prompt", "y", "--num-images", "2"), "several pictures are of one prompt"),

@@ -255,6 +255,52 @@ def test_text_to_image_needs_no_controls(tmp_path: Path, folder: str) -> None:
     assert problems == []
 
 
+def draw(path: Path, **needs: bool) -> tuple[list[Row], list[Problem]]:
+    return read_source(path, needs_control=True, needs_target=False, **needs)
+
+
+@pytest.mark.parametrize("folder", ["", "control_images/"])
+def test_to_draw_a_folder_of_controls_is_enough(tmp_path: Path, folder: str) -> None:
+    pictures = ["a.png", "a_control_1.jpg", "a_mask.png", "b_control_1.png", "c/d.png", "c/d_control_1_control_1.png"]
+    fill(tmp_path, [folder + name for name in (*pictures, "c/d_control_1.png", "a.txt", "b_control_1.txt", "c/d.txt")])
+    rows, problems = draw(tmp_path)
+    controls = {row.name: [str(path.relative_to(tmp_path / folder)) for path in paths(*row.controls)] for row in rows}
+    assert controls == {
+        "a": ["a.png", "a_control_1.jpg"],
+        "b_control_1": ["b_control_1.png"],
+        "c/d": ["c/d.png", "c/d_control_1.png"],
+    }
+    assert all(row.target == row.controls[0] and row.mask is None for row in rows)
+    assert "d_control_1_control_1.txt is missing" in only(problems).what
+    rows, problems = draw(tmp_path, needs_prompt=False, allow_empty_prompt=True)
+    assert names(rows) == ["a", "b_control_1", "c/d", "c/d_control_1_control_1"]
+    assert problems == []
+
+
+def test_to_draw_a_gap_in_the_controls_is_told(tmp_path: Path) -> None:
+    fill(tmp_path, ["a.png", "a_control_2.png", "a.txt"])
+    assert "a_control_1.png (or .jpg, …) is missing" in only(draw(tmp_path)[1]).what
+
+
+def test_to_draw_a_table_needs_no_target(tmp_path: Path) -> None:
+    fill(tmp_path, {"a.png": b"", "b.png": b"", "t.jsonl": '{"control": ["a.png", "b.png"], "prompt": "x"}\n'})
+    (row,), problems = draw(tmp_path / "t.jsonl")
+    assert (row.name, paths(*row.controls), row.target) == (
+        "a",
+        [tmp_path / "a.png", tmp_path / "b.png"],
+        row.controls[0],
+    )
+    assert problems == []
+    assert "no column holds the target" in refusal(tmp_path / "t.jsonl")
+    fill(tmp_path, {"t.csv": "target,control,prompt\na.png,b.png,x\n,b.png,y\n"})
+    (row,), problems = draw(tmp_path / "t.csv")
+    assert paths(row.target) == [tmp_path / "a.png"]
+    assert "the target 'target' is empty" in only(problems).what
+    fill(tmp_path, {"n.csv": "control\na.png\n"})
+    (row,), problems = draw(tmp_path / "n.csv", needs_prompt=False, allow_empty_prompt=True)
+    assert (row.name, row.prompt, problems) == ("a", "", [])
+
+
 def test_text_to_image_refuses_controls(tmp_path: Path) -> None:
     fill(tmp_path, ["target_images/a.png", "target_images/a.txt", "control_images/a.png"])
     assert "takes no controls (expected targets and prompts only, found control_images)" in refusal(

@@ -46,7 +46,7 @@ from pathlib import Path
 from qwen_cache.encode.sources.arrow import read_parquet, read_saved, splits
 from qwen_cache.encode.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS, read_pairs
 from qwen_cache.encode.sources.places import File, Folder, Place, base_name, file_at, open_folder, read_bytes, suffix
-from qwen_cache.encode.sources.rows import Draft, Faults, Problem, Readable, Row
+from qwen_cache.encode.sources.rows import Draft, Faults, Needs, Problem, Readable, Row
 from qwen_cache.encode.sources.text_table import READERS, read_text_table
 from qwen_cache.encode.sources.webdataset import read_tars
 from qwen_cache.format.errors import SourceError
@@ -58,7 +58,7 @@ __all__ = ["Problem", "Readable", "Row", "read_source"]
 
 METADATA_TABLES = ("metadata.csv", "metadata.jsonl")
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
-ARCHIVES: dict[str, Callable[[Sequence[Place], bool], Iterator[Problem | Draft]]] = {
+ARCHIVES: dict[str, Callable[[Sequence[Place], Needs], Iterator[Problem | Draft]]] = {
     ".parquet": read_parquet,
     ".tar": read_tars,
 }
@@ -69,21 +69,31 @@ KINDS = (
 
 
 def read_source(
-    source: Place, *, needs_control: bool, allow_empty_prompt: bool = False
+    source: Place,
+    *,
+    needs_control: bool,
+    needs_target: bool = True,
+    needs_prompt: bool = True,
+    allow_empty_prompt: bool = False,
 ) -> tuple[list[Row], list[Problem]]:
     """The usable rows of `source`, and everything that is wrong with the others.
 
     A folder's rows are sorted by name, those of tables and tars keep their order. `needs_control` says whether the
-    model edits (every target needs a control) or makes pictures from text (there must be none).
+    model edits (every target needs a control) or makes pictures from text (there must be none). Where pictures are to
+    be drawn, an editing model needs no target: then the first control of a row that has none stands in its place, and
+    the folder may be one of nothing but controls.
     """
+    needs = Needs(needs_control, needs_target, needs_prompt)
     rows: list[Row] = []
     problems: list[Problem] = []
-    for draft in _read(source, needs_control):
+    for draft in _read(source, needs):
         if isinstance(draft, Problem):
             problems.append(draft)
             continue
         samples, unmarked = _phrases(draft)
-        faults = draft.faults | unmarked | _missing(draft, draft.faults, needs_control, allow_empty_prompt)
+        faults = draft.faults | unmarked | _missing(draft, draft.faults, needs, allow_empty_prompt)
+        if not needs_prompt:
+            faults.pop("prompt", None)
         problems += [Problem(draft.samples[0].where, what, do) for what, do in faults.values()]
         if not faults:
             rows += samples
@@ -112,11 +122,11 @@ def stripped(prompt: str, spans: list[tuple[int, int]]) -> tuple[str, list[tuple
     return text, [(max(0, begin - cut), min(len(text), end - cut)) for begin, end in spans]
 
 
-def _missing(draft: Draft, known: Faults, needs_control: bool, allow_empty_prompt: bool) -> Faults:
+def _missing(draft: Draft, known: Faults, needs: Needs, allow_empty_prompt: bool) -> Faults:
     """Parts that are not there. Pictures behind a URL are asked for when they are read."""
     faults: Faults = {}
     row = draft.samples[0]
-    if needs_control and not row.controls and "control" not in known:
+    if needs.control and not row.controls and "control" not in known:
         faults["control"] = f"the target {row.target} has no control", "add one, or remove the target"
     empty = [number for number, sample in enumerate(draft.samples, 1) if not sample.prompt]
     if empty and not allow_empty_prompt and "prompt" not in known:
@@ -130,22 +140,22 @@ def _missing(draft: Draft, known: Faults, needs_control: bool, allow_empty_promp
     return faults
 
 
-def _read(source: Place, needs_control: bool) -> Iterator[Problem | Draft]:
+def _read(source: Place, needs: Needs) -> Iterator[Problem | Draft]:
     """By what it is."""
     kind = suffix(source)
     if isinstance(source, Path) and source.is_dir():
-        return _read_folder(open_folder(source, METADATA_TABLES), needs_control)
+        return _read_folder(open_folder(source, METADATA_TABLES), needs)
     if kind in READERS:
-        return read_text_table(file_at(source), needs_control)
+        return read_text_table(file_at(source), needs)
     if kind in ARCHIVES:
         paths = (
             [source]
             if isinstance(source, Path) and source.exists()
             else [file_at(location(name)) for name in expand(str(source))]
         )
-        return ARCHIVES[kind](paths, needs_control)
+        return ARCHIVES[kind](paths, needs)
     if isinstance(source, Url):
-        return _read_folder(open_folder(source, METADATA_TABLES), needs_control)
+        return _read_folder(open_folder(source, METADATA_TABLES), needs)
     what = "this is no source that can be read" if source.exists() else "there is no such source"
     raise SourceError(what, where=source, expected=KINDS, do="correct the path")
 
@@ -162,7 +172,7 @@ def expand(pattern: str) -> Iterator[str]:
         yield from expand(pattern[: match.start()] + part + pattern[match.end() :])
 
 
-def _read_folder(folder: Folder, needs_control: bool) -> Iterator[Problem | Draft]:
+def _read_folder(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
     tables = [folder.path / name for name in METADATA_TABLES if name in folder.files]
     pairs = [folder.path / name for name in (*TARGET_FOLDERS, *CONTROL_FOLDERS) if name in folder.folders]
     archives = {ending: folder.having(ending) for ending in ARCHIVES}
@@ -171,11 +181,11 @@ def _read_folder(folder: Folder, needs_control: bool) -> Iterator[Problem | Draf
         if isinstance(folder.path, Url):
             do = "copy the folder to a disk, or save it as Parquet"
             raise SourceError("what `datasets` saved is mapped, and so has to be local", where=folder.path, do=do)
-        return read_saved(folder.path, needs_control)
+        return read_saved(folder.path, needs)
     for ending, paths in archives.items():
         if paths:
-            return ARCHIVES[ending](paths, needs_control)
-    return read_text_table(tables[0], needs_control) if tables else read_pairs(folder, needs_control)
+            return ARCHIVES[ending](paths, needs)
+    return read_text_table(tables[0], needs) if tables else read_pairs(folder, needs)
 
 
 def _refuse(folder: Folder, ways: list[list[Place]]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from PIL import Image, PngImagePlugin
 from qwen_cache.config import DataConfig
 from qwen_cache.console import counting
 from qwen_cache.encode.images import open_rgb
-from qwen_cache.encode.source import Problem, Readable, read_source
+from qwen_cache.encode.source import Problem, Readable, Row, read_source
 from qwen_cache.encode.sources.places import File
 from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError, SourceError
@@ -56,12 +56,35 @@ class Done:
     failed: list[Problem]
 
 
-def jobs_of(source: str, config: DataConfig, *, needs_control: bool) -> tuple[list[Job], list[Problem]]:
-    """A job for each row of a source as `qwen-cache build` reads it, and what is wrong with the other rows."""
+def jobs_of(
+    source: str, config: DataConfig, *, needs_control: bool, prompts: Sequence[str] = ()
+) -> tuple[list[Job], list[Problem]]:
+    """A job for each row of a source as `qwen-cache build` reads it, and what is wrong with the other rows.
+
+    An editing model's rows need no target. With `prompts`, each row is drawn with each of them, whatever its own are.
+    """
     rows, problems = read_source(
-        location(source), needs_control=needs_control, allow_empty_prompt=config.allow_empty_prompt
+        location(source),
+        needs_control=needs_control,
+        needs_target=not needs_control,
+        needs_prompt=not prompts,
+        allow_empty_prompt=config.allow_empty_prompt or bool(prompts),
     )
-    return [Job(row.name, row.controls, row.prompt, row.target) for row in rows], problems
+    jobs = [Job(row.name, row.controls, row.prompt, _target(row)) for row in rows]
+    if not prompts:
+        return jobs, problems
+    once: dict[str, Job] = {}  # whatever its captions
+    for row, job in zip(rows, jobs, strict=True):
+        once.setdefault(row.where, job)
+    named = [(f"-{i}" if prompts[1:] else "", prompt) for i, prompt in enumerate(prompts, 1)]
+    return [
+        replace(job, name=job.name + end, prompt=prompt) for job in once.values() for end, prompt in named
+    ], problems
+
+
+def _target(row: Row) -> Readable | None:
+    """None where the first control stands in its place."""
+    return None if row.controls and row.target == row.controls[0] else row.target
 
 
 def jobs_of_prompts(name: str, pictures: Sequence[Path], prompts: Sequence[str]) -> list[Job]:

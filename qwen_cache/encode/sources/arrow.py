@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 from qwen_cache.encode.sources.columns import Columns, Record, find_columns, read_rows, role_of
 from qwen_cache.encode.sources.places import Place, RangeFile, base_name, name_in, parent, read_bytes, resolve
-from qwen_cache.encode.sources.rows import Draft, Problem
+from qwen_cache.encode.sources.rows import Draft, Needs, Problem
 from qwen_cache.format.errors import SourceError
 from qwen_cache.format.remote import Url
 
@@ -215,13 +215,13 @@ class _Group:
         return self.kept[row]
 
 
-def read_parquet(paths: Sequence[Place], needs_control: bool) -> Iterator[Problem | Draft]:
+def read_parquet(paths: Sequence[Place], needs: Needs) -> Iterator[Problem | Draft]:
     """The rows of Parquet files, in their order."""
     groups = OpenGroups()
-    return _read_tables((ParquetTable(path, groups) for path in paths), paths[0], needs_control)
+    return _read_tables((ParquetTable(path, groups) for path in paths), paths[0], needs)
 
 
-def read_saved(folder: Path, needs_control: bool) -> Iterator[Problem | Draft]:
+def read_saved(folder: Path, needs: Needs) -> Iterator[Problem | Draft]:
     """The rows of what `datasets` saved."""
     state = folder / "state.json"
     try:
@@ -233,7 +233,7 @@ def read_saved(folder: Path, needs_control: bool) -> Iterator[Problem | Draft]:
         ) from error
     if not plain:
         raise SourceError("a file leads out of the folder", where=state, found=names, do="save it again")
-    return _read_tables((ArrowTable(folder / name) for name in names), folder, needs_control)
+    return _read_tables((ArrowTable(folder / name) for name in names), folder, needs)
 
 
 def splits(paths: Iterable[Place]) -> set[str]:
@@ -242,14 +242,14 @@ def splits(paths: Iterable[Place]) -> set[str]:
     return {match[1] for match in found if match}
 
 
-def _read_tables(tables: Iterable[Table], where: Place, needs_control: bool) -> Iterator[Problem | Draft]:
+def _read_tables(tables: Iterable[Table], where: Place, needs: Needs) -> Iterator[Problem | Draft]:
     columns: Columns = {}
     first: Table | None = None
     taken: dict[str, int] = {}
     rows = 0
     for table in tables:
         if first is None:
-            first, columns = table, find_columns(table.schema.names, table.path, needs_control)
+            first, columns = table, find_columns(table.schema.names, table.path, needs)
         used = [name for listed in columns.values() for name in listed]
         for name in used:
             if name not in table.schema.names or table.schema.field(name).type != first.schema.field(name).type:

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from qwen_cache.encode.sources.places import File, Place, name_in, resolve
-from qwen_cache.encode.sources.rows import Draft, Embedded, Faults, Problem, Readable, Row, unique
+from qwen_cache.encode.sources.rows import Draft, Embedded, Faults, Needs, Problem, Readable, Row, unique
 from qwen_cache.format.errors import SourceError
 
 SEVERAL = ("prompts", "captions")
@@ -51,7 +51,7 @@ def role_of(name: str) -> tuple[str | None, int | None]:
     return (role, number) if number is None or role == "control" else (None, None)
 
 
-def find_columns(names: Iterable[str], where: Place, needs_control: bool) -> Columns:
+def find_columns(names: Iterable[str], where: Place, needs: Needs) -> Columns:
     """The columns by what they hold; the controls in the order of their numbers."""
     found: dict[str, dict[int, str]] = {role: {} for role in COLUMNS}
     unknown: dict[str, str] = {}
@@ -64,11 +64,11 @@ def find_columns(names: Iterable[str], where: Place, needs_control: bool) -> Col
             raise SourceError(what, where=where, expected="one", do="rename or remove the one that is not meant")
         else:
             found[role][number or 0] = name
-    for role in ("target", "prompt", "control") if needs_control else ("target", "prompt"):
-        if not found[role]:
+    for role in ("target", "prompt", "control"):
+        if getattr(needs, role) and not found[role]:
             raise _no_column(role, names, unknown, where)
     _check_unknown(unknown, where)
-    _check_controls(found["control"], where, needs_control)
+    _check_controls(found["control"], where, needs.control)
     return {role: [by_number[number] for number in sorted(by_number)] for role, by_number in found.items()}
 
 
@@ -144,15 +144,17 @@ def _read_row(
     cells: dict[str, list[Any]] = {role: [] for role in columns}
     for role, column in [(role, column) for role, listed in columns.items() for column in listed]:
         cells[role] += _items(role, column, values.get(column), faults)
-    [target], mask, controls, prompts = cells["target"], cells["mask"], cells["control"], cells["prompt"]
+    mask, controls, prompts = cells["mask"], cells["control"], cells["prompt"] or [""]
     while controls and not controls[-1]:
         controls.pop()
+    target = cells["target"][0] if columns["target"] else controls[0] if controls else ""
     if "" in controls:
         what = f"control {controls.index('') + 1} is empty, but a later one is {controls[-1]}"
         faults.setdefault("control", (what, "move the later ones up: their order is what the model sees"))
     if not target:
-        what, do = f"the target {columns['target'][0]!r} is empty", "name a picture, or remove the row"
-        return Problem(where, *faults.get("target", (what, do)))
+        role = "target" if columns["target"] else "control"
+        what, do = f"the {role} {columns[role][0]!r} is empty", "name a picture, or remove the row"
+        return Problem(where, *faults.get(role, (what, do)))
     try:
         pictures = [_picture(value, folder) for value in [target, *filter(None, controls)]]
         painted = _picture(mask[0], folder) if mask and mask[0] else None

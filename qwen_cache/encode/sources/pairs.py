@@ -1,7 +1,8 @@
 """A folder of pictures that belong together by their names.
 
 Names are compared whole, never by prefix; subfolders are part of a name. Refused: two files of one name, a gap in the
-controls, and a file that belongs to no target.
+controls, and a file that belongs to no target. Where no targets are needed, a folder of controls is enough, each with
+its prompt beside it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import posixpath
 import re
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from qwen_cache.encode.sources.places import File, Folder, Place, read_bytes
-from qwen_cache.encode.sources.rows import Draft, Faults, Problem, Row
+from qwen_cache.encode.sources.rows import Draft, Faults, Needs, Problem, Row
 from qwen_cache.format.errors import SourceError
 
 TARGET_FOLDERS = ("target_images", "training_images", "targets", "target")
@@ -21,8 +23,11 @@ IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", "
 READERS = 16  # prompts read at once: behind a URL each takes 0.1 s
 
 
-def read_pairs(folder: Folder, needs_control: bool) -> Iterator[Problem | Draft]:
-    target_folder, control_folder = _layout(folder, needs_control)
+def read_pairs(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
+    if needs.control and not needs.target and not any(name in folder.folders for name in TARGET_FOLDERS):
+        yield from _read_controls(folder)
+        return
+    target_folder, control_folder = _layout(folder, needs.control)
     targets = _scan(folder, target_folder, IMAGE_EXTENSIONS)
     prompts = _scan(folder, target_folder, [".txt"])
     if not targets:
@@ -45,6 +50,24 @@ def read_pairs(folder: Folder, needs_control: bool) -> Iterator[Problem | Draft]
         what = f"{path} belongs to no target: {folder.path / target_folder} has no picture of that name"
         do = "add the target or remove the file; further controls are called NAME_control_1, masks NAME_mask"
         yield Problem(str(path), what, do)
+
+
+def _read_controls(folder: Folder) -> Iterator[Draft]:
+    """Rows of nothing but controls, in a folder of that name or in this one."""
+    place = next((name for name in CONTROL_FOLDERS if name in folder.folders), ".")
+    pictures, prompts = _scan(folder, place, IMAGE_EXTENSIONS), _scan(folder, place, [".txt"])
+    if not pictures:
+        accepted = ", ".join(IMAGE_EXTENSIONS)
+        raise SourceError("there is no picture", where=folder.path / place, expected=accepted, do="name another source")
+    firsts = {name for name in pictures if _further(name, pictures)[0] is None}
+    owned: dict[str, dict[int, list[Place]]] = {}
+    for name, paths in pictures.items():
+        first, slot = _owner(name, firsts)
+        owned.setdefault(first or name, {})[slot if first else 0] = paths
+    for name, slots in owned.items():
+        files = prompts.get(name, [])
+        draft = _row(name, slots[0], (files, _read_prompt(files)), slots, folder.path / place)
+        yield replace(draft, samples=tuple(replace(row, mask=None) for row in draft.samples))
 
 
 def _layout(folder: Folder, needs_control: bool) -> tuple[str, str | None]:
@@ -95,8 +118,11 @@ _MASK = -1
 
 def _owner(name: str, targets: Collection[str]) -> tuple[str | None, int]:
     """The target that a file of the control folder belongs to, and its slot there."""
-    if name in targets:
-        return name, 0
+    return (name, 0) if name in targets else _further(name, targets)
+
+
+def _further(name: str, targets: Collection[str]) -> tuple[str | None, int]:
+    """The same of what is called after a target: a further control, or a mask."""
     ending = re.fullmatch(r"(.+)_(?:control_([1-9][0-9]*)|mask)", name, re.DOTALL)
     if ending is None or ending[1] not in targets:
         return None, 0

@@ -29,6 +29,17 @@ class Embedded(Readable, Protocol):
 
 
 @dataclass(frozen=True)
+class Needs:
+    """What every row of a source has to have."""
+
+    control: bool
+    """An editing model's rows; one that makes pictures from text takes no controls."""
+    target: bool = True
+    """Else a row that has none is called like its first control, which stands in the target's place."""
+    prompt: bool = True
+
+
+@dataclass(frozen=True)
 class Row:
     """One sample of the source."""
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from qwen_cache.encode.sources.columns import Record, find_columns, read_rows
 from qwen_cache.encode.sources.places import Place, parent, read_bytes, suffix
-from qwen_cache.encode.sources.rows import Draft, Problem
+from qwen_cache.encode.sources.rows import Draft, Needs, Problem
 from qwen_cache.format.errors import SourceError
 
 
-def read_text_table(path: Place, needs_control: bool) -> Iterator[Problem | Draft]:
+def read_text_table(path: Place, needs: Needs) -> Iterator[Problem | Draft]:
     names, records = READERS[suffix(path)](path, _read_text(path))
     if not records:
         raise SourceError("the table has no rows", where=path, expected="one row per sample", do="name another source")
-    columns = find_columns(names, path, needs_control)
+    columns = find_columns(names, path, needs)
     yield from read_rows(records, columns, parent(path), {})
 
 

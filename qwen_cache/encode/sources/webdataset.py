@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 from qwen_cache.encode.sources.columns import COLUMNS, SEVERAL, Record, find_columns, read_rows, role_of
 from qwen_cache.encode.sources.pairs import IMAGE_EXTENSIONS
 from qwen_cache.encode.sources.places import Place, RangeFile, parent, read_range
-from qwen_cache.encode.sources.rows import Draft, Problem
+from qwen_cache.encode.sources.rows import Draft, Needs, Problem
 from qwen_cache.format.errors import SourceError
 from qwen_cache.format.remote import BLOCK, Url
 
@@ -48,10 +48,11 @@ class Member:
         return read_range(self.tar, self.begin, self.begin + self.size)
 
 
-def read_tars(paths: Iterable[Place], needs_control: bool) -> Iterator[Problem | Draft]:
+def read_tars(paths: Iterable[Place], needs: Needs) -> Iterator[Problem | Draft]:
     """The samples of tars, in their order."""
     records: list[Record | Problem] = []
-    names = dict.fromkeys(("target", "prompts", "control") if needs_control else ("target", "prompts"))
+    asked = {"target": needs.target, "prompts": needs.prompt, "control": needs.control}
+    names = dict.fromkeys(name for name, needed in asked.items() if needed)
     first: Place | None = None
     for path in paths:
         first = first or path
@@ -61,7 +62,7 @@ def read_tars(paths: Iterable[Place], needs_control: bool) -> Iterator[Problem |
     if first is None or not records:
         do = "name another source"
         raise SourceError("there is no sample in the tar", where=first, expected="KEY.png and KEY.txt", do=do)
-    columns = find_columns(names, first, needs_control)
+    columns = find_columns(names, first, needs)
     return read_rows(records, columns, parent(first), {})
 
 
