@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,9 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from safetensors.torch import load_file
 
+from qwen_cache.model_folder import open_model
 from qwen_train import checkpoint
+from qwen_train.model.weights import load_transformer
 
 from .test_resume import differences, written
 from .test_train import LORA, SMALL, Trainer, column, relative_error
@@ -92,6 +95,23 @@ def test_two_processes_that_were_stopped_go_on_bit_for_bit(train: Trainer, fsdp:
     whole = written(by_two(train, settings=settings, out="whole"))
     by_two(train, settings=settings, train__max_steps=2)
     assert differences(written(by_two(train, "--resume", settings=settings)), whole) == []
+
+
+def test_weights_stored_in_bfloat16_are_trained_in_float32(train: Trainer, tmp_path: Path) -> None:
+    """Though they are loaded as they lie."""
+    train.model = Path(shutil.copytree(train.model, tmp_path / "model"))
+    stored = QwenImageTransformer2DModel.from_pretrained(train.model / "transformer", torch_dtype=torch.bfloat16)
+    stored.save_pretrained(train.model / "transformer")
+    settings = {**STEPS, "train.method": "full", "train.max_steps": 2}
+    one = train(settings=settings, train__gradient_accumulation_steps=2, out="one")
+    out = by_two(train, settings=settings, train__fsdp=True)
+    found = load_transformer(
+        open_model(str(train.model), ("transformer",)), train.config(settings=settings, train__fsdp=True)
+    )
+    assert found.dtype == torch.bfloat16
+    assert {tensor.dtype for tensor in result(out, "full").values()} == {torch.float32}
+    assert column(out, "loss") == pytest.approx(column(one, "loss"), rel=1e-5)
+    assert relative_error(result(out, "full"), result(one, "full")) < 1e-5
 
 
 def test_processes_drop_out_differently(train: Trainer) -> None:

@@ -23,8 +23,16 @@ T = TypeVar("T")
 
 
 def wrap(accelerator: Any, transformer: Any, settings: TrainConfig) -> Any:
-    """The transformer on this process's device and under autocast; in DDP or FSDP2 if there are more processes."""
+    """The transformer on this process's device and under autocast; in DDP or FSDP2 if there are more processes.
+
+    Weights that are trained whole become float32.
+    """
+
+    def as_trained(module: Any) -> Any:
+        return module.to(torch.float32) if settings.method == "full" else module
+
     if not settings.fsdp or accelerator.num_processes == 1:
+        as_trained(transformer)
         frozen = [name for name, parameter in transformer.named_parameters() if not parameter.requires_grad]
         transformer._ddp_params_and_buffers_to_ignore = frozen  # not sent to processes that have read them
         return accelerator.prepare_model(transformer, device_placement=not settings.offload_blocks)
@@ -36,8 +44,8 @@ def wrap(accelerator: Any, transformer: Any, settings: TrainConfig) -> Any:
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     for block in transformer.transformer_blocks:  # each moves to the device alone: the whole may not fit there
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    return fully_shard(transformer, mesh=mesh, mp_policy=precision)
+        fully_shard(as_trained(block), mesh=mesh, mp_policy=precision)
+    return fully_shard(as_trained(transformer), mesh=mesh, mp_policy=precision)
 
 
 def whole(tensor: Tensor) -> Tensor:

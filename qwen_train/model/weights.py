@@ -43,13 +43,18 @@ UNREACHED = ("attn.add_q_proj.", "attn.norm_added_q.", "attn.to_add_out.", "txt_
 
 
 def load_transformer(model: ModelFolder, config: Config) -> Any:
-    """The transformer of the model, as it is to be trained, but for a LoRA and the table of its modulation."""
+    """The transformer of the model, as it is to be trained, but for a LoRA and the table of its modulation.
+
+    For FSDP2 its weights are as they are stored, so that all processes of a machine map the same bytes; `wrap` makes
+    them float32 part by part, where they are trained.
+    """
     folder, settings, kind = model.part("transformer"), config.train, config.model.quantization
     if settings.method == "full":
         _refuse_quantised(folder, kind)
     if settings.offload_blocks:
         check_offload(config, json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    dtype = torch.float32 if settings.method == "full" else compute_dtype(settings)
+    trained = _stored_dtype(folder) if settings.fsdp else torch.float32
+    dtype = trained if settings.method == "full" else compute_dtype(settings)
     quantised = quantization_options(folder, kind, dtype)
     model_class = QwenImageMultiResTransformer2DModel
     if settings.tabulated_modulation:
@@ -69,6 +74,15 @@ def load_transformer(model: ModelFolder, config: Config) -> Any:
             do="download this part again",
         )
     return transformer
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """bfloat16 where all weights are; else float32, which holds what any dtype does."""
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as weights:
+            if any(weights.get_slice(name).get_dtype() != "BF16" for name in weights.keys()):  # noqa: SIM118 (no dict)
+                return torch.float32
+    return torch.bfloat16
 
 
 def check_cache(cache: Any, model: ModelFolder, config: Mapping[str, Any]) -> None:
