@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from qwen_cache.encode.lanes import Lanes
 
 SIZES_SHOWN = 6  # of targets, in the line below the plan
+FEW = 3  # changed samples that are listed even if all are for one reason
 SHOWN = 20  # problems and changed samples that are listed before "and so many more"
 VAE_BATCH_PIXELS, TEXT_BATCH_TOKENS = 2 * 1024 * 1024, 2048  # on a GPU
 MEASURED = 4  # samples that say how long the others will take: seconds of work with the real encoders on a GPU
@@ -222,6 +223,8 @@ def _print_plan(job: Job, plan: Plan, as_json: bool, seconds: float | None = Non
     if plan.removed:
         out.print(f"        {plural(len(plan.removed), 'sample')} gone from the source, and from the dataset")
     changed = [sample for sample in plan.to_encode if sample.reasons != ("new",)]
+    if len(changed) > FEW and len({sample.reasons for sample in changed}) == 1:
+        changed = []  # the summary has said it
     for sample in changed[:SHOWN]:
         out.print(f"        {sample.row.name}: {', '.join(sample.reasons)}", markup=False)
     if len(changed) > SHOWN:

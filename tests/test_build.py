@@ -462,6 +462,52 @@ def test_a_second_writer_is_refused(pairs: Path, tmp_path: Path, model: Path, fa
     assert f"another process is writing to this cache (found process {os.getpid()}" in result.stderr
 
 
+def test_settings_that_come_back_find_what_was_replaced(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+) -> None:
+    out = tmp_path / "shards"
+    assert build(pairs, out, model, "--dtype", "float32").code == 0
+    before = contents(out)
+    assert build(pairs, out, model, "--dtype", "bfloat16").code == 0
+    assert build(pairs, out, model, "--dtype", "float32").code == 0
+    assert len(fast) == 2, "no encoder was loaded to go back"
+    assert contents(out) == before
+    assert run("qwen-cache", "gc", out).code == 0
+    (pairs / "target_images" / "cat.txt").write_text("another prompt")
+    assert build(pairs, out, model, "--dtype", "bfloat16").code == 0
+    assert len(fast) == 3, "gc removed what was replaced"
+
+
+def test_a_damaged_shard_that_was_replaced_is_encoded_again(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+) -> None:
+    out = tmp_path / "shards"
+    for dtype in ("float32", "bfloat16"):
+        assert build(pairs, out, model, "--dtype", dtype).code == 0
+    (replaced,) = (out / ".replaced").glob("*.tar")
+    data = bytearray(replaced.read_bytes())
+    data[len(data) // 2] ^= 1
+    replaced.write_bytes(data)
+    assert build(pairs, out, model, "--dtype", "float32").code == 0
+    assert len(fast) == 3
+    assert run("qwen-cache", "verify", out).code == 0
+
+
+def test_gc_keeps_the_last_copy_of_a_shard(pairs: Path, tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
+    """Of what was replaced and came back, two copies may lie there; one that is lost leaves the other."""
+    out = tmp_path / "shards"
+    for dtype in ("float32", "bfloat16", "float32"):
+        assert build(pairs, out, tiny_model("edit-plus"), "--dtype", dtype).code == 0
+    (shard,) = out.glob("*.tar")
+    assert (out / ".replaced" / shard.name).is_file()
+    shard.unlink()
+    assert str(shard.name) not in run("qwen-cache", "gc", out, "--dry-run").stderr
+    assert run("qwen-cache", "gc", out).code == 0
+    assert shard.is_file()
+    assert run("qwen-cache", "verify", out).code == 0
+    assert list((out / ".replaced").glob("*.tar")) == []
+
+
 def test_gc_removes_what_the_dataset_does_not_name(
     pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
 ) -> None:

@@ -2,9 +2,10 @@
 
     prepare (source, model, recipe) → plan (what, why) → lanes (encode) → staging (shards) → one commit
 
-A second build of the same source does nothing. A build that dies leaves the old dataset in place and its finished
-samples in staging; the same command goes on from there and gives the same bytes, where the encoders take one sample at
-a time (`batching`).
+A second build of the same source does nothing, and one that goes back to settings that a cache had takes the samples
+out of the shards that were replaced, as long as those are there. A build that dies leaves the old dataset in place and
+its finished samples in staging; the same command goes on from there and gives the same bytes, where the encoders take
+one sample at a time (`batching`).
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from qwen_cache.format.update import (
     open_staging,
     plan_update,
     read_existing,
+    replaced_shards,
 )
 from qwen_cache.model_folder import ModelFolder, open_model
 
@@ -250,7 +252,8 @@ def run(
     `on_sample` hears how many samples are done: at once those that an earlier run left, then one by one.
     """
     encoded = {sample.key: sample for sample in to_encode}
-    staging = open_staging(update, recipe_id(job.recipe), int(job.config.cache.shard_size))
+    back = replaced_shards(job.folder, encoded.keys(), job.format_version)
+    staging = open_staging(update, recipe_id(job.recipe), int(job.config.cache.shard_size), back)
     try:
         on_sample(sum(key in encoded for key in update.order[: staging.position]))
         _write(job, update, encoded, staging, Encoders(load_lanes, in_flight), on_sample)

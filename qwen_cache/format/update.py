@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from qwen_cache.format import directory
 from qwen_cache.format.cache import map_file
-from qwen_cache.format.errors import ConfigError
+from qwen_cache.format.errors import ConfigError, FormatError
 from qwen_cache.format.identity import content_hash, dataset_identity, recipe_id
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, write_index
 from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recipe
 from qwen_cache.format.remote import Url
-from qwen_cache.format.shard import Entry
+from qwen_cache.format.shard import Entry, scan_shard
 from qwen_cache.format.staging import Staging
 
 
@@ -134,6 +135,17 @@ def open_staging(update: Update, name: str, shard_size: int, linked: Iterable[Pa
     for path in linked:
         directory.link_or_copy(path, folder / path.name)
     return Staging(folder, update.order, update.format_version, shard_size)
+
+
+def replaced_shards(folder: Path, keys: Set[str], format_version: int) -> list[Path]:
+    """The replaced shards that have samples of these keys; a damaged one is none."""
+    found = []
+    for path in sorted((folder / directory.REPLACED).glob("*.tar")):
+        with suppress(FormatError, OSError, ValueError):  # ValueError: an empty file cannot be mapped
+            entries = scan_shard(map_file(path), path.name, format_version)
+            if any(entry.meta.key in keys for entry in entries):
+                found.append(path)
+    return found
 
 
 def copy_if_there(update: Update, staging: Staging, key: str) -> bool:
