@@ -43,6 +43,14 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    def flat(self, prefix: str = "") -> dict[str, Any]:
+        """Every setting by its dotted name, as JSON has it."""
+        found: dict[str, Any] = {}
+        for name, value in self.model_dump(mode="json").items():
+            section = getattr(self, name)
+            found |= section.flat(f"{prefix}{name}.") if isinstance(section, Section) else {prefix + name: value}
+        return found
+
 
 class ModelConfig(Section):
     path: str | None = None

@@ -197,13 +197,23 @@ def _reading(path: Path) -> Iterator[Path]:
 def _check_fixed(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
     for name in saved | current:
         if saved.get(name) != current.get(name):
+            was, now = _differing(saved.get(name), current.get(name))
             raise TrainError(
                 f"this checkpoint was trained with another {name}, so it cannot be resumed",
                 where=path,
-                expected=str(saved.get(name)),
-                found=str(current.get(name)),
+                expected=was,
+                found=now,
                 do=f"use the same {name}, or start anew with another train.output_dir",
             )
+
+
+def _differing(was: Any, now: Any) -> tuple[str, str]:
+    """Both in words; of settings by name, those that differ."""
+    if not (isinstance(was, dict) and isinstance(now, dict)):
+        return str(was), str(now)
+    names = [name for name in was | now if was.get(name) != now.get(name)]
+    before, after = (", ".join(f"{name} {side.get(name)}" for name in names) for side in (was, now))
+    return before, after
 
 
 def _dealt_out(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:

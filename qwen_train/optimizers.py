@@ -59,6 +59,18 @@ def make_optimizer(config: Config, parameters: Sequence[torch.nn.Parameter]) -> 
     return optimizer, lr_scheduler
 
 
+def apply_settings(config: Config, optimizer: Any, lr_scheduler: Any) -> None:
+    """Give an optimizer and a schedule that were loaded what the settings say now, at the step where they are."""
+    o = config.optimizer
+    said = {**_settings(o), **o.arguments}
+    lr_scheduler.base_lrs = [o.learning_rate] * len(optimizer.param_groups)
+    factors = [factor(lr_scheduler.last_epoch) for factor in lr_scheduler.lr_lambdas]
+    for group, factor in zip(optimizer.param_groups, factors, strict=True):
+        group.update({name: value for name, value in said.items() if name in group})
+        group |= {"initial_lr": o.learning_rate, "lr": o.learning_rate * factor}
+    lr_scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """The class of that name or import path."""
     path = CLASSES.get(name, name)

@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from qwen_cache.config import CONFIG_NAME, Config, TrainConfig
+from qwen_cache.config import CONFIG_NAME, Config, TrainConfig, load_config
 from qwen_cache.console import console, human_bytes, plural, progress
 from qwen_cache.format.cache import Cache, open_cache
 from qwen_cache.format.directory import write_durably
@@ -39,7 +39,7 @@ from qwen_train.model.modulation import tabulate
 from qwen_train.model.offload import offload_blocks
 from qwen_train.model.sharding import whole, wrap
 from qwen_train.model.weights import check_cache, compute_dtype, load_transformer, prepare_for_training, trainable
-from qwen_train.optimizers import make_optimizer
+from qwen_train.optimizers import apply_settings, make_optimizer
 from qwen_train.report import ABOUT_NAME, write_report
 from qwen_train.stop import LeftOut, Signals, any_process
 from qwen_train.validation import Validation, draw, evaluating, make_validation
@@ -265,8 +265,10 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
         offload_blocks(transformer, settings.offload_blocks, accelerator.device)
     transformer = wrap(accelerator, transformer, settings)
     run = start_run(config, accelerator.unwrap_model(transformer), accelerator, cache.identity)
+    changed = settings_changed(out / CONFIG_NAME, config) if earlier else []
     if earlier:
         load_checkpoint(earlier[-1][1], run)
+        apply_settings(config, run.optimizer, run.lr_scheduler)
     parameters = trainable(run.transformer)
     if accelerator.is_main_process:
         plan = batches.plan.summary(batches.world_size, settings.gradient_accumulation_steps)
@@ -274,6 +276,8 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
         write_durably(out / CONFIG_NAME, config.to_yaml().encode("utf-8"))
         write_durably(out / ABOUT_NAME, about(batches, plan, parameters, accelerator))
         print_plan(config, batches, plan, parameters, accelerator, run.step)
+        if changed:
+            console().print(f"[bold]changed[/] from here on: {', '.join(changed)}", highlight=False)
         print_memory(config, batches, json.loads(transformer_config), accelerator.device.type)
     accelerator.wait_for_everyone()
     return Prepared(out, accelerator, transformer, compute_dtype(settings), parameters, run, batches, validation)
@@ -346,7 +350,17 @@ def print_plan(
         drawn = f", {plural(v.pictures, 'picture')} every {plural(v.picture_steps, 'step')}" if v.pictures else ""
         out.print(f"[bold]aside[/]   {plural(set_aside, 'sample')} for validation: {measured}{drawn}")
     if done:
-        out.print(f"[bold]resume[/]  after step {done}")
+        left = "" if done < t.max_steps else ": nothing is left to train; raise train.max_steps to go on"
+        out.print(f"[bold]resume[/]  after step {done}{left}")
+
+
+def settings_changed(earlier: Path, config: Config) -> list[str]:
+    """What differs from the settings that the run had so far, in words; nothing where they are not known."""
+    try:
+        before = load_config(earlier).flat()
+    except ConfigError:
+        return []
+    return [f"{name} {before[name]} → {value}" for name, value in config.flat().items() if before[name] != value]
 
 
 def print_memory(config: Config, batches: Batches, transformer: dict[str, Any], device: str) -> None:

@@ -165,3 +165,35 @@ def test_a_checkpoint_of_full_training_with_a_weight_missing_is_refused(train: T
     weights = load_file(file)
     checkpoint.save_file({name: weight for name, weight in weights.items() if name != "img_in.bias"}, file)
     refused(train.try_("--resume", settings={**settings, "train.max_steps": 2}), "weights are missing", "img_in.bias")
+
+
+def test_settings_of_the_optimizer_that_changed_count_from_the_checkpoint_on(train: Trainer) -> None:
+    """The judge of the schedule is a run that had it from the begin."""
+    schedule = {"lr_scheduler.name": "linear", "lr_scheduler.warmup_steps": 1, "optimizer.learning_rate": 5e-3}
+    settings = {**DYING, "train.ema_decay": 0, "optimizer.learning_rate": 1e-3}
+    plain = train(settings=settings, out="plain")
+    always = train(settings=settings | schedule, out="always")
+    train(settings=settings, train__max_steps=2)
+    result = train.try_("--resume", settings=settings | schedule, optimizer__weight_decay=0.5)
+    assert result.code == 0, result.stderr
+    rates = column(train.folder / "out", "learning_rate")
+    assert rates == column(plain, "learning_rate")[:2] + column(always, "learning_rate")[2:]
+    said = " ".join(result.stderr.split())
+    assert "from here on: train.max_steps 2 → 4" in said
+    assert "optimizer.learning_rate 0.001 → 0.005, optimizer.weight_decay 0.01 → 0.5, lr_scheduler.name cosine → linear" in said
+    saved = [(train.folder / "out" / f"checkpoint-{step}" / "state.json").read_text() for step in (2, 3)]
+    assert ['["weight_decay", 0.5]' in text for text in saved] == [False, True]
+
+
+def test_a_run_that_is_done_says_so(train: Trainer) -> None:
+    train(settings=DYING, train__max_steps=2)
+    for steps in (1, 2):
+        result = train.try_("--resume", settings=DYING, train__max_steps=steps)
+        assert result.code == 0
+        assert "after step 2: nothing is left to train; raise train.max_steps" in " ".join(result.stderr.split())
+
+
+def test_another_lora_is_told_by_what_differs(train: Trainer) -> None:
+    train(settings=DYING, train__max_steps=1)
+    result = train.try_("--resume", settings=DYING, train__lora__rank=3)
+    assert "(expected rank 16, found rank 3)" in result.stderr
