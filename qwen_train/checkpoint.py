@@ -17,7 +17,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ class Run:
     fixed: dict[str, Any]
     """What a resumed run must share with the checkpoint: the identity of the cache, the seed, what is trained and by
     which optimizer, and the settings of the batches, which decide what was trained so far."""
+    origin: dict[str, Any] = field(default_factory=dict)
+    """What is written into a LoRA's file: the model and the cache that it is of."""
     step: int = 0
     samples: int = 0
     """Those that all processes have trained; which batch follows is a function of it (`batch_plan`)."""
@@ -88,10 +90,10 @@ def save_result(folder: Path, run: Run, dtype: torch.dtype) -> Path:
                 continue
             cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in values.items()}
             if path.suffix:
-                write_weights(run.transformer, cast, path)
+                write_weights(run.transformer, cast, path, run.origin)
                 continue
             temporary = _cleared(folder / f".{path.name}.tmp")
-            write_weights(run.transformer, cast, temporary)
+            write_weights(run.transformer, cast, temporary, run.origin)
             shutil.rmtree(path, ignore_errors=True)
             os.replace(temporary, path)
     return weights_path(run.transformer, folder)
@@ -113,7 +115,7 @@ def _write(
     try:
         temporary.mkdir(parents=True)
         for suffix, values in weights.items():
-            write_weights(run.transformer, values, weights_path(run.transformer, temporary, suffix))
+            write_weights(run.transformer, values, weights_path(run.transformer, temporary, suffix), run.origin)
         _write_tensors(temporary / "state.safetensors", tensors)
         write_durably(temporary / "state.json", json.dumps(state).encode("utf-8"))
     except OSError:

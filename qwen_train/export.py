@@ -33,7 +33,7 @@ from qwen_cache.config import CONFIG_NAME, load_config
 from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError, ModelError, TrainError
 from qwen_cache.model_folder import open_model
-from qwen_train.model.lora import METADATA_KEY, PREFIX, WEIGHTS_NAME
+from qwen_train.model.lora import METADATA_KEY, ORIGIN, PREFIX, WEIGHTS_NAME
 
 Form = Literal["diffusers", "comfyui", "merged"]
 
@@ -46,10 +46,12 @@ COMFYUI_NAMES = {"lora_down.weight": DOWN, "lora_up.weight": UP, DOWN: DOWN, UP:
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA under peft's names: `weights` without a prefix, `settings` as of `peft.LoraConfig`."""
+    """A LoRA under peft's names: `weights` without a prefix, `settings` as of `peft.LoraConfig`, and what its file says
+    of its origin (`model/lora.py`), nothing if it is of another trainer."""
 
     weights: Mapping[str, Tensor]
     settings: Mapping[str, Any]
+    origin: Mapping[str, Any]
 
     @property
     def modules(self) -> list[str]:
@@ -104,11 +106,12 @@ def read_lora(file: Path) -> Lora:
             given = {name.removeprefix(f"{PREFIX}."): value for name, value in named}
         else:
             given = json.loads(header.get(COMFYUI_METADATA_KEY, "{}"))
+        origin = given.pop(ORIGIN, {})
     except (SafetensorError, OSError, ValueError) as error:
         raise TrainError(f"this is not a LoRA file: {error}", where=file) from None
     weights, alphas = peft_names(tensors, file)
     check_pairs(weights, file)
-    return Lora(weights, given or settings_of(weights, alphas))
+    return Lora(weights, given or settings_of(weights, alphas), origin)
 
 
 def peft_names(tensors: Mapping[str, Tensor], file: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -164,9 +167,13 @@ def settings_of(weights: Mapping[str, Tensor], alphas: Mapping[str, float]) -> d
 def diffusers_file(lora: Lora) -> bytes:
     """As diffusers' pipelines load it, and as training writes it."""
     weights = {f"{PREFIX}.{name}": tensor.contiguous() for name, tensor in lora.weights.items()}
-    metadata = {f"{PREFIX}.{name}": value for name, value in lora.settings.items()}
+    metadata = {f"{PREFIX}.{name}": value for name, value in lora.settings.items()} | _origin(lora)
     data: bytes = save(weights, {METADATA_KEY: json.dumps(metadata, indent=2, sort_keys=True)})
     return data
+
+
+def _origin(lora: Lora) -> dict[str, Any]:
+    return {ORIGIN: dict(lora.origin)} if lora.origin else {}
 
 
 def comfyui_file(lora: Lora) -> bytes:
@@ -190,7 +197,7 @@ def comfyui_file(lora: Lora) -> bytes:
     header = {
         "ss_network_dim": str(lora.settings["r"]),
         "ss_network_alpha": str(lora.settings["lora_alpha"]),
-        COMFYUI_METADATA_KEY: json.dumps(dict(lora.settings), sort_keys=True),
+        COMFYUI_METADATA_KEY: json.dumps({**lora.settings, **_origin(lora)}, sort_keys=True),
     }
     data: bytes = save(tensors, header)
     return data

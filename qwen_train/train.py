@@ -40,7 +40,7 @@ from qwen_train.model.offload import offload_blocks
 from qwen_train.model.sharding import whole, wrap
 from qwen_train.model.weights import check_cache, compute_dtype, load_transformer, prepare_for_training, trainable
 from qwen_train.optimizers import apply_settings, make_optimizer
-from qwen_train.report import ABOUT_NAME, write_report
+from qwen_train.report import ABOUT_NAME, renew_report
 from qwen_train.stop import LeftOut, Signals, any_process
 from qwen_train.validation import Validation, draw, evaluating, make_validation
 
@@ -139,7 +139,7 @@ def train(config: Config, *, resume: bool = False, encode_from: str | None = Non
         raise KeyboardInterrupt
     path = save_result(p.out, run, p.dtype if settings.method == "full" else torch.float32)
     if accelerator.is_main_process:
-        write_report(p.out)
+        renew_report(p.out)
     leave(accelerator)
     return path
 
@@ -160,7 +160,7 @@ def save(p: Prepared, keep: int) -> int:
     """Write a checkpoint, in which every process takes part; the step that it is of."""
     save_checkpoint(p.out, p.run, keep)
     if p.accelerator.is_main_process:
-        write_report(p.out)
+        renew_report(p.out)
     return p.run.step
 
 
@@ -265,6 +265,7 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
         offload_blocks(transformer, settings.offload_blocks, accelerator.device)
     transformer = wrap(accelerator, transformer, settings)
     run = start_run(config, accelerator.unwrap_model(transformer), accelerator, cache.identity)
+    run.origin = {"model": named(model), "pipeline": model.pipeline, "cache": cache.identity}
     changed = settings_changed(out / CONFIG_NAME, config) if earlier else []
     if earlier:
         load_checkpoint(earlier[-1][1], run)
@@ -352,6 +353,11 @@ def print_plan(
     if done:
         left = "" if done < t.max_steps else ": nothing is left to train; raise train.max_steps to go on"
         out.print(f"[bold]resume[/]  after step {done}{left}")
+
+
+def named(model: ModelFolder) -> str:
+    """What a file that others get may say of it: a local path is nobody's business but its last part."""
+    return model.name if not Path(model.name).exists() else Path(model.name).resolve().name
 
 
 def settings_changed(earlier: Path, config: Config) -> list[str]:

@@ -49,7 +49,7 @@ def random_lora(model: Path, folder: Path, **settings: Any) -> tuple[Path, Tenso
     transformer.add_adapter(peft.LoraConfig(**{**defaults, **settings}))
     file = folder / "pytorch_lora_weights.safetensors"
     folder.mkdir(exist_ok=True)
-    write_lora(transformer, lora_weights(transformer), file)
+    write_lora(transformer, lora_weights(transformer), file, {})
     return file, output(transformer)
 
 

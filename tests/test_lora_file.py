@@ -27,7 +27,7 @@ from qwen_cache.config import load_config
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.errors import ConfigError, TrainError
 from qwen_train import train as training
-from qwen_train.model.lora import lora_weights, write_lora
+from qwen_train.model.lora import lora_weights, origin_of, write_lora
 
 from .conftest import build, photograph
 
@@ -176,12 +176,22 @@ def test_modules_may_be_named_by_a_regular_expression(fit: Callable[..., Trained
     assert relative_error(found, expected) < 1e-5
 
 
+def test_the_file_says_what_it_was_trained_on(fit: Callable[..., Trained]) -> None:
+    """By the last part of the model's name: where it lay is nobody's business."""
+    trained = fit()
+    assert origin_of(trained.file) == {
+        "model": trained.model.resolve().name,
+        "pipeline": "QwenImageEditPlusPipeline",
+        "cache": json.loads((trained.file.parent / "about.json").read_text())["identity"],
+    }
+
+
 def test_equal_weights_are_equal_files(fit: Callable[..., Trained]) -> None:
     """To the byte, so that a hash of the file tells whether anything changed."""
     trained = fit()
     again = trained.file.with_name("again.safetensors")
     for _ in range(8):
-        write_lora(trained.transformer, lora_weights(trained.transformer), again)
+        write_lora(trained.transformer, lora_weights(trained.transformer), again, origin_of(trained.file))
         assert again.read_bytes() == trained.file.read_bytes()
 
 

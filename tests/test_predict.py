@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from peft import LoraConfig
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -262,6 +263,19 @@ def test_several_loras_count_by_their_weights(tmp_path: Path, tiny_model: TinyMo
     assert np.array_equal(pictures["unmerged"], np.asarray(expected))
     assert np.abs(pictures["merged"] - pictures["unmerged"]).max() <= 1
     assert np.abs(pictures["plain"] - pictures["unmerged"]).max() > 8
+
+
+def test_a_lora_of_another_pipeline_is_said(tmp_path: Path, tiny_model: TinyModel) -> None:
+    """Its shapes fit, and somebody may mean it."""
+    path = write_lora(tmp_path / "one.safetensors", 1)
+    settings = LoraConfig(r=4, lora_alpha=4, target_modules=["to_q"]).to_dict() | {"target_modules": ["to_q"]}
+    header = {f"transformer.{name}": value for name, value in settings.items()}
+    header["trained_on"] = {"model": "Qwen/Qwen-Image-Edit", "pipeline": "QwenImageEditPipeline"}
+    save_file(load_file(path), path, {"lora_adapter_metadata": json.dumps(header)})
+    result = draw(tiny_model("t2i"), tmp_path / "drawn.png", "--steps", "2", "--lora", path)
+    assert result.code == 0, result.stderr
+    said = "trained on Qwen/Qwen-Image-Edit (QwenImageEditPipeline), and drawn with QwenImagePipeline"
+    assert said in " ".join(result.stderr.split())
 
 
 def test_merged_the_loras_are_in_the_weights(tmp_path: Path, tiny_model: TinyModel) -> None:

@@ -19,10 +19,11 @@ from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from qwen_cache.console import console
 from qwen_cache.format.errors import ConfigError, TrainError
 from qwen_cache.model_folder import ModelFolder
 from qwen_train.export import check_pairs, find_lora
-from qwen_train.model.lora import PREFIX
+from qwen_train.model.lora import PREFIX, origin_of
 from qwen_train.model.modulation import TabulatedTransformer2DModel
 
 UNREADABLE = (ValueError, RuntimeError, KeyError, OSError, SafetensorError)
@@ -66,6 +67,10 @@ def check_loras(
     layers = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
     for lora in loras:
         _check_fit(lora.file, layers)
+        origin = origin_of(lora.file)
+        if origin.get("pipeline", model.pipeline) != model.pipeline:
+            made_of = f"{origin.get('model')} ({origin['pipeline']})"
+            console().print(f"{lora.file}: trained on {made_of}, and drawn with {model.pipeline}", markup=False)
 
 
 def load_loras(pipeline: Any, loras: Sequence[WeightedLora], merge: bool = False) -> None:

@@ -27,6 +27,9 @@ from qwen_train.model.sharding import assign
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer"
 METADATA_KEY = "lora_adapter_metadata"  # where diffusers' loader looks for rank and alpha
+ORIGIN = "trained_on"
+"""In that text: the model, its pipeline and the identity of the cache. No entry of its own: safetensors writes several
+in any order, and equal weights shall be equal files."""
 SCALE = ("r", "lora_alpha", "use_rslora", "use_dora")
 """Of the metadata: what an adapter's weights mean nothing without."""
 
@@ -80,12 +83,22 @@ def lora_weights(transformer: Any) -> dict[str, Tensor]:
     return weights
 
 
-def write_lora(transformer: Any, weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write the adapter with these weights, atomically."""
+def write_lora(transformer: Any, weights: Mapping[str, Tensor], path: Path, origin: Mapping[str, Any]) -> None:
+    """Write the adapter with these weights, atomically; `origin` says of what it was trained."""
     settings = transformer.peft_config["default"].to_dict()
     metadata = {f"{PREFIX}.{name}": sorted(v) if isinstance(v, set) else v for name, v in settings.items()}
-    text = json.dumps(metadata, indent=2, sort_keys=True)
+    text = json.dumps(metadata | ({ORIGIN: dict(origin)} if origin else {}), indent=2, sort_keys=True)
     write_durably(path, save({f"{PREFIX}.{name}": it for name, it in weights.items()}, {METADATA_KEY: text}))
+
+
+def origin_of(path: Path) -> dict[str, Any]:
+    """What a LoRA was trained of, as its file says; nothing where that is of another trainer."""
+    with safe_open(path, framework="np") as file:
+        try:
+            found = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}")).get(ORIGIN)
+        except (ValueError, AttributeError):
+            return {}
+    return found if isinstance(found, dict) else {}
 
 
 def start_from(transformer: Any, path: Path) -> None:

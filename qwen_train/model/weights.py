@@ -227,10 +227,10 @@ def weights_path(transformer: Any, folder: Path, suffix: str = "") -> Path:
     return folder / (f"{stem}{suffix}{dot}{ending}" if has_lora(transformer) else f"{FOLDER}{suffix}")
 
 
-def write_weights(transformer: Any, weights: Mapping[str, Tensor], path: Path) -> None:
+def write_weights(transformer: Any, weights: Mapping[str, Tensor], path: Path, origin: Mapping[str, Any]) -> None:
     """Write what was gathered. A file has its name when it is whole; a folder is for the caller to name."""
     if has_lora(transformer):
-        write_lora(transformer, weights, path)
+        write_lora(transformer, weights, path, origin)
         return
     path.mkdir()
     transformer.save_config(path)
