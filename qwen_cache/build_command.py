@@ -59,6 +59,8 @@ def run_build(
         found = "--measure with --ray" if ray is not None else "--measure alone"
         raise ConfigError("--measure goes with --dry-run, and measures this machine", found=found)
     encoders = Encoders(load_lanes) if ray is None else on_cluster(ray, load_lanes)
+    if not dry_run and ray is None:
+        check_devices(config)
     with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
         job = builder.prepare(config, source, on_bytes)
     if dry_run:
@@ -77,6 +79,15 @@ def run_build(
             console().print("nothing was encoded; mend these rows, or leave them out with --on-error skip")
             return FAILED
         return _encode(job, existing, plan, encoders, as_json)
+
+
+def check_devices(config: Config) -> None:
+    """DeviceError for one that was named and is not there, before anything is read."""
+    for name, option in ((config.cache.vae_device, "--vae-device"), (config.cache.text_device, "--text-device")):
+        if name != "auto":
+            from qwen_cache.encode.devices import choose_devices
+
+            choose_devices(name, option)
 
 
 def _plan(job: Job, existing: Existing) -> Plan:

@@ -393,15 +393,32 @@ def _validate(value: Mapping[str, Any], where: str) -> Config:
             raise ConfigError(
                 f"unknown key {name}", where=where, do=_nearest([str(part) for part in first["loc"]])
             ) from None
-        raise ConfigError(f"{name}: {first['msg']}", where=where, found=repr(first["input"])) from None
+        what = "is a section, with settings of its own" if first["type"] == "model_type" else first["msg"]
+        raise ConfigError(f"{name}: {what}", where=where, found=repr(first["input"])) from None
+
+
+OTHER_NAMES = {
+    "optimizer.learning_rate": ("lr", "learningrate"),
+    "train.max_steps": ("epochs", "num_epochs", "num_train_epochs", "max_train_epochs", "steps", "max_train_steps"),
+    "train.lora.rank": ("rank", "dim", "network_dim", "lora_rank"),
+    "train.lora.lora_alpha": ("alpha", "network_alpha"),
+    "train.checkpointing_steps": ("save_every", "save_every_n_steps", "save_steps"),
+    "train.output_dir": ("out", "output", "output_name"),
+    "train.batch_size": ("train_batch_size",),
+    "model.quantization": ("fp8", "fp8_base", "quantize"),
+    "train.offload_blocks": ("blocks_to_swap",),
+}
+"""What other trainers call a setting."""
 
 
 def _nearest(location: list[str]) -> str:
-    """The key that was probably meant: of a like name in the same section, or of this name in another."""
+    """The key that was probably meant: what others call so, a like name in the same section, or in another."""
     *section, last = (part for part in location if not part.isdigit())
+    if meant := next((key for key, names in OTHER_NAMES.items() if last in names and key != ".".join(location)), None):
+        return f"did you mean {meant}?"
     known = [key.split(".") for key in known_keys()]
     here = {key[-1]: key for key in known if key[:-1] == section}
-    anywhere = {key[-1]: key for key in known}
+    anywhere = {key[-1]: key for key in reversed(known) if key[0] != "mask_head"}
     for candidates, likeness in ((here, 0.6), (anywhere, 0.8)):
         if found := difflib.get_close_matches(last, candidates, n=1, cutoff=likeness):
             return f"did you mean {'.'.join(candidates[found[0]])}?"

@@ -54,7 +54,8 @@ def open_model(name: str | None, parts: Sequence[str], revision: str | None = No
     path = Path(name) if Path(name).is_dir() else _download(name, parts, revision)
     index = path / "model_index.json"
     if not index.is_file():
-        raise ModelError("not a diffusers model folder: it has no model_index.json", where=path)
+        do = "name the folder that has vae/, text_encoder/ and transformer/ in it, or a repository on the hub"
+        raise ModelError("not a diffusers model folder: it has no model_index.json", where=path, do=do)
     pipeline = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
     if pipeline not in PIPELINES:
         raise ModelError("not a Qwen-Image model", where=index, expected=" or ".join(PIPELINES), found=pipeline)
@@ -72,9 +73,9 @@ def open_model(name: str | None, parts: Sequence[str], revision: str | None = No
 
 
 def _download(name: str, parts: Sequence[str], revision: str | None) -> Path:
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or Path(name).is_file():
         raise ModelError(
-            "no such folder",
+            "this is one file, and no folder" if Path(name).is_file() else "no such folder",
             where=name,
             do="give a diffusers folder, or a repository such as Qwen/Qwen-Image-Edit-2509",
         )

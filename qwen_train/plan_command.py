@@ -38,6 +38,7 @@ CURES: tuple[dict[str, Any], ...] = (
     {"train.gradient_checkpointing": True, "model.quantization": "nf4"},
 )
 """What makes training smaller, the cheapest in time and precision first."""
+LEAST_MEMORY = 1 << 20  # bytes: with fewer, a unit was forgotten
 LINEAR_FROM = 2048  # tokens: from here on a batch takes more than any optimizer does with a LoRA's gradients
 
 
@@ -142,9 +143,12 @@ def capacity_of(text: str) -> int:
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:
-        return int(TypeAdapter(ByteSize).validate_python(text))
+        size = int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
-        raise ConfigError("not a size", where="--gpu-memory", expected="such as 24GB or 80GiB", found=text) from None
+        size = 0
+    if size < LEAST_MEMORY:
+        raise ConfigError("not the size of a GPU", where="--gpu-memory", expected="such as 24GB or 80GiB", found=text)
+    return size
 
 
 PARTS = {

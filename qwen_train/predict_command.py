@@ -70,7 +70,9 @@ def check(settings: Config, asked: Asked) -> None:
         expected = "; or ".join(" and ".join(way) for way in WAYS)
         raise ConfigError("this does not say what to draw", expected=expected, found=" and ".join(ways) or "nothing")
     if bool(asked.cache) != bool(asked.keys):
-        raise ConfigError("--from-cache CACHE goes with --key KEY", do="name a sample; `qwen-cache inspect` lists them")
+        raise ConfigError(
+            "--from-cache CACHE goes with --key KEY", do="name a sample; `qwen-cache inspect --html` lists them"
+        )
     if asked.compare and asked.merge:
         raise ConfigError("a merged LoRA cannot be left out again", found="--compare and --merge", do="choose one")
     config, one = settings.predict, len(asked.prompts) == 1 and not (asked.compare or asked.source)

@@ -54,6 +54,8 @@ SMALL = {
     "validation": {"num_inference_steps": 2},
 }
 """What qwen.yaml says wherever a page does not."""
+PAIR = {"image_path": "target", "control_path": "control"}
+"""Columns of a table as other trainers have them, and where the pictures lie."""
 MARK = r"<!-- not run: [^\n]+ -->\n"
 BLOCK = re.compile(rf"^(?P<mark>{MARK})?```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -108,6 +110,8 @@ def folder(
         photograph("flower.jpg").resize((107, 160)).save(tmp_path / "photo.jpg")
         (tmp_path / "photos").mkdir()
         photograph("flower.jpg").resize((107, 160)).save(tmp_path / "photos" / "flower.jpg")
+        cat = [f'"{column}": "data/{kind}_images/cat.png"' for column, kind in PAIR.items()]
+        (tmp_path / "pairs.jsonl").write_text(f'{{{", ".join(cat)}, "caption": "mirror it"}}\n', encoding="utf-8")
         (tmp_path / "names.txt").write_text("cat\ncup\n", encoding="utf-8")
         (tmp_path / "tiny").symlink_to(tiny_model("edit-plus"))
         if page == "howto/import.md":

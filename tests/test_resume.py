@@ -180,7 +180,10 @@ def test_settings_of_the_optimizer_that_changed_count_from_the_checkpoint_on(tra
     assert rates == column(plain, "learning_rate")[:2] + column(always, "learning_rate")[2:]
     said = " ".join(result.stderr.split())
     assert "from here on: train.max_steps 2 → 4" in said
-    assert "optimizer.learning_rate 0.001 → 0.005, optimizer.weight_decay 0.01 → 0.5, lr_scheduler.name cosine → linear" in said
+    assert (
+        "optimizer.learning_rate 0.001 → 0.005, optimizer.weight_decay 0.01 → 0.5, lr_scheduler.name cosine → linear"
+        in said
+    )
     saved = [(train.folder / "out" / f"checkpoint-{step}" / "state.json").read_text() for step in (2, 3)]
     assert ['["weight_decay", 0.5]' in text for text in saved] == [False, True]
 

@@ -637,6 +637,10 @@ def test_damaged_bytes_stop_the_run(train: Trainer) -> None:
     ("setting", "parts"),
     [
         ("train.max_step=5", ["unknown key train.max_step", "did you mean train.max_steps?"]),
+        ("train.lr=5", ["unknown key train.lr", "did you mean optimizer.learning_rate?"]),
+        ("train.learning_rate=5", ["unknown key train.learning_rate", "did you mean optimizer.learning_rate?"]),
+        ("train.lora_rank=5", ["unknown key train.lora_rank", "did you mean train.lora.rank?"]),
+        ("train.lora=5", ["train.lora: is a section, with settings of its own (found 5)"]),
         ("train.lora.alpha=5", ["unknown key train.lora.alpha", "did you mean train.lora.lora_alpha?"]),
         ("optimiser.learning_rate=1", ["unknown key optimiser", "did you mean optimizer?"]),
         ("train.max_steps=many", ["train.max_steps: Input should be a valid integer", "(found 'many')"]),
