@@ -350,9 +350,17 @@ def print_plan(
         measured = f"their loss every {plural(v.every_steps, 'step')}" if v.every_steps else "never measured"
         drawn = f", {plural(v.pictures, 'picture')} every {plural(v.picture_steps, 'step')}" if v.pictures else ""
         out.print(f"[bold]aside[/]   {plural(set_aside, 'sample')} for validation: {measured}{drawn}")
+    if t.edit_mask_weight != 1 and not isinstance(cache, Feed):
+        out.print(f"[bold]masks[/]   {edit_masks(cache)} of {plural(len(cache), 'sample')}", highlight=False)
     if done:
         left = "" if done < t.max_steps else ": nothing is left to train; raise train.max_steps to go on"
         out.print(f"[bold]resume[/]  after step {done}{left}")
+
+
+def edit_masks(cache: Cache | Mixture) -> int:
+    """How many samples have one; v1 has none."""
+    tables = [each.table for each in (cache.caches if isinstance(cache, Mixture) else (cache,))]
+    return sum(len(t) - t["edit_mask"].null_count for t in tables if "edit_mask" in t.column_names)
 
 
 def named(model: ModelFolder) -> str:

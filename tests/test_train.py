@@ -301,6 +301,11 @@ def test_learning_rate_follows_its_schedule_by_optimizer_steps(train: Trainer, n
     assert column(out, "learning_rate") == pytest.approx(expected, rel=1e-6)
 
 
+def test_how_many_have_a_mask_is_said_where_masks_count(train: Trainer) -> None:
+    said = [train.try_(train__edit_mask_weight=weight, out=str(weight)).stderr for weight in (1, 2)]
+    assert ["masks   1 of 4 samples" in text for text in said] == [False, True]
+
+
 def test_edit_mask_weight_changes_the_loss_of_the_sample_with_a_mask_alone(train: Trainer) -> None:
     changes = {"train__max_steps": 4, "optimizer__learning_rate": 1e-9, "train__caption_dropout": 0.0}
     plain = column(train(**changes), "loss")
