@@ -22,6 +22,7 @@ from qwen_cache.encode.sizes import Size
 from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import TrainError
 from qwen_cache.model_folder import ModelFolder
+from qwen_train.metrics import METRICS_NAME
 from qwen_train.validation import FOLDER
 
 
@@ -36,7 +37,7 @@ class Latents:
 
 
 def decode_folder(folder: Path, model: ModelFolder, device: torch.device, dtype: torch.dtype) -> list[Path]:
-    """Decode what the run in `folder` left, or what lies in `folder` itself; the PNGs that were made."""
+    """Decode what the run in `folder` left, or `folder` itself, which may be a file; the PNGs that were made."""
     found = [item for file in latents_files(folder) for item in latents_in(file)]
     missing = [item for item in found if not item.png.exists()]
     if not missing:
@@ -54,9 +55,13 @@ def decode_folder(folder: Path, model: ModelFolder, device: torch.device, dtype:
 
 
 def latents_files(folder: Path) -> list[Path]:
-    """Those of a run, or of the folder and the folders in it."""
-    place = folder / FOLDER if (folder / FOLDER).is_dir() else folder
-    files = sorted(place.rglob("*.safetensors")) if place.is_dir() else []
+    """Those of a run, which has other tensors as well, or all of the folder and the folders in it; or the file."""
+    if folder.is_file():
+        return [folder]
+    is_run = (folder / METRICS_NAME).is_file() or (folder / FOLDER).is_dir()
+    files = sorted((folder / FOLDER if is_run else folder).rglob("*.safetensors"))
+    if is_run and not files:
+        raise TrainError("this run drew no pictures", where=folder, do="set validation.pictures")
     if not files:
         raise TrainError(
             "no latents here",
@@ -71,13 +76,16 @@ def latents_in(path: Path) -> Iterator[Latents]:
     try:
         with safe_open(path, framework="pt") as file:
             shapes = json.loads((file.metadata() or {})["img_shapes"])
+            parts = list(parts_of(shapes))
             tokens = file.get_slice("latents").get_shape()[0]
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
         raise TrainError(
-            f"these are not latents that a run left: {error}", where=path, do="remove this file, or name another folder"
+            f"these are not latents that a run left: {error}",
+            where=path,
+            do=f"name the output folder of a run, or a folder or file in its {FOLDER}/",
         ) from None
     if sum(map(prod, shapes)) != tokens:
         raise TrainError("the latents do not fill their pictures", where=path, expected=f"{shapes}", found=f"{tokens}")
-    for number, (part, size) in enumerate(parts_of(shapes), 1):
+    for number, (part, size) in enumerate(parts, 1):
         name = f"{path.stem}.png" if number == 1 else f"{path.stem}-{number}.png"
         yield Latents(path, part, size, path.with_name(name))

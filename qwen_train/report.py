@@ -1,34 +1,38 @@
 """report.html: a run on one page that needs nothing else, neither files nor network.
 
 A pure function of the output folder: the curves are drawn from metrics.jsonl, the settings are those of qwen.yaml, the
-pictures those that `qwen-train decode` has made; so `qwen-train report` makes the same page again. Refused is a folder
-without a run.
+pictures those that `qwen-train decode` has made; so `qwen-train report` makes the same page again. A line, a file or a
+picture that cannot be read is left out, and the page says so. Refused is a folder without a run.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
+import warnings
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from io import BytesIO
+from itertools import count, takewhile
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeGuard
 
+import numpy as np
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 
 from qwen_cache.config import CONFIG_NAME, Config, load_config
-from qwen_cache.console import human_bytes, human_time, plural
+from qwen_cache.console import console, human_bytes, human_time, plural
 from qwen_cache.format.directory import write_durably
-from qwen_cache.format.errors import ConfigError, TrainError
+from qwen_cache.format.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.page.charts import Curve, curve_chart, number
 from qwen_cache.page.frame import table, whole_page
 from qwen_cache.page.look import READOUT
 from qwen_train.checkpoint import checkpoints
-from qwen_train.metrics import METRICS_NAME, read_metrics
+from qwen_train.metrics import METRICS_NAME
 from qwen_train.validation import FOLDER, LOSS, LOSSES
 
 NAME = "report.html"
@@ -37,6 +41,10 @@ SAID_FIRST = ("cache", "identity", "pipeline", "trainable_parameters", "device")
 """What the overview says of about.json."""
 SMOOTHED_OVER = 50  # a moving mean is over this part of the curve
 THUMBNAIL = 320  # pixels
+LARGEST = 1e100  # float32 ends long before, and sums and differences of such do not overflow
+STEP = re.compile(r"step-(\d+)")
+UNREADABLE = (OSError, ValueError, SyntaxError, AssertionError, MemoryError, Image.DecompressionBombError)
+"""What Pillow raises where a PNG is damaged or too large."""
 
 Metrics = Sequence[Mapping[str, float]]
 """The lines of metrics.jsonl."""
@@ -51,13 +59,32 @@ def write_report(folder: Path) -> Path:
     if not (folder / METRICS_NAME).is_file():
         raise TrainError("no run here", where=folder, expected=METRICS_NAME, do="name the train.output_dir of a run")
     path = folder / NAME
-    write_durably(path, page(folder).encode("utf-8"))
+    text = re.sub(r"[\ud800-\udfff]", "\ufffd", page(folder))  # names of files need not be Unicode
+    try:
+        write_durably(path, text.encode("utf-8"))
+    except OSError as error:
+        raise TrainError(f"this page cannot be written: {error.strerror}", where=path) from None
     return path
+
+
+def renew_report(folder: Path) -> None:
+    """`write_report` for a run, which goes on whatever is wrong with its page: then a line on stderr says what."""
+    try:
+        write_report(folder)
+    except Exception as error:  # noqa: BLE001 (a run is worth more than its page)
+        cause = str(error) if isinstance(error, QwenCacheError) else f"{type(error).__name__}: {error}"
+        text = f"warning: {NAME} was not renewed: {' '.join(cause.split())}"
+        console().print(text, style="yellow", markup=False)
 
 
 def page(folder: Path) -> str:
     """The whole document."""
-    metrics, about, text = read_metrics(folder / METRICS_NAME), _about(folder), _text(folder / CONFIG_NAME)
+    metrics, damaged = _metrics(folder / METRICS_NAME)
+    about, text, per_step = _object(folder / ABOUT_NAME), _text(folder / CONFIG_NAME), samples_per_step(folder)
+    parts = ((ABOUT_NAME, about), (CONFIG_NAME, text), ("the state.json of the newest checkpoint", per_step))
+    unread = [f"{plural(damaged, 'line')} of {METRICS_NAME}"] if damaged else []
+    unread += [name for name, content in parts if content is None]
+    about = about or {}
     rest = ((name.replace("_", " "), _said(value)) for name, value in about.items() if name not in SAID_FIRST)
     sections = [
         ("Curves", f'<div class="charts">{"".join(charts(metrics))}</div>' if metrics else ""),
@@ -65,26 +92,27 @@ def page(folder: Path) -> str:
         ("Data", table(rest)),
         ("Settings", f"<details><summary>{CONFIG_NAME}</summary><pre>{escape(text)}</pre></details>" if text else ""),
     ]
+    facts = table(overview(folder, metrics, about, per_step or 0))
+    left_out = f'<p style="color: var(--muted)">{", ".join(unread)} could not be read</p>' if unread else ""
     body = "".join(f"<h2>{title}</h2>{content}" for title, content in sections if content)
-    return whole_page(folder.resolve().name, table(overview(folder, metrics, about)) + body, READOUT)
+    return whole_page(folder.resolve().name, facts + left_out + body, READOUT)
 
 
 # ---- overview --------------------------------------------------------------------------------------------------------
 
 
-def overview(folder: Path, metrics: Metrics, about: Mapping[str, Any]) -> Facts:
+def overview(folder: Path, metrics: Metrics, about: Mapping[str, Any], per_step: float) -> Facts:
     """How far it is, how well it goes, what came out, and of what: as far as the run wrote it down."""
     last, config = max((int(line["step"]) for line in metrics), default=0), _settings(folder / CONFIG_NAME)
-    per_step = samples_per_step(folder)
     if last:
-        of = f" of {number(config.train.max_steps)}" if config else ""
+        of = f" of {_said(config.train.max_steps)}" if config else ""
         yield "steps", number(last) + of + (f", {plural(round(per_step, 1), 'sample')} in each" if per_step else "")
-    if about and per_step:
-        each = about["samples_in_an_epoch"]
+    each = about.get("samples_in_an_epoch")
+    if per_step and _is_number(each) and each > 0:
         yield "epochs", f"{number(per_step * last / each)}, {plural(each, 'sample')} in each"
-    speeds = [speed for _, speed in series(metrics, "samples_per_second")]
-    if per_step and speeds and (usual := median(speeds)):
-        yield "time", f"{_duration(per_step / usual)} for a step, at {number(usual)} samples a second"
+    speeds = [speed for _, speed in series(metrics, "samples_per_second") if speed > 0]
+    if per_step and speeds and _is_number(taken := per_step / (usual := median(speeds))):
+        yield "time", f"{_duration(taken)} for a step, at {number(usual)} samples a second"
     yield from losses(metrics)
     sizes = [f"{path}, {human_bytes(size)}" for path, size in outcome(folder)]
     if sizes:
@@ -98,13 +126,13 @@ def overview(folder: Path, metrics: Metrics, about: Mapping[str, Any]) -> Facts:
             yield name.replace("_", " "), _said(about[name])
 
 
-def samples_per_step(folder: Path) -> float:
-    """On average, as the newest checkpoint knows; 0 before there is one."""
-    saved = checkpoints(folder)
-    if not saved:
+def samples_per_step(folder: Path) -> float | None:
+    """On average, as the newest checkpoint knows; 0 before there is one, None where it does not say."""
+    step, path = max(checkpoints(folder), default=(0, folder))
+    if not step:
         return 0
-    step, path = saved[-1]
-    return float(json.loads(_text(path / "state.json"))["samples"] / step)
+    samples = (_object(path / "state.json") or {}).get("samples")
+    return samples / step if _is_number(samples) and samples >= 0 else None
 
 
 def losses(metrics: Metrics) -> Facts:
@@ -124,7 +152,7 @@ def losses(metrics: Metrics) -> Facts:
 
 def outcome(folder: Path) -> Iterator[tuple[Path, int]]:
     """Every file of weights and every checkpoint, with its size."""
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(path for path in folder.glob("*.safetensors") if path.is_file()):
         yield path.relative_to(folder), path.stat().st_size
     for path in sorted(path for path in folder.iterdir() if path.name.startswith(("checkpoint-", "transformer"))):
         yield path.relative_to(folder), sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
@@ -156,12 +184,16 @@ def _window(points: Points) -> int:
 
 
 def moving_mean(points: Points, window: int) -> Points:
-    """At each step, the mean of the last `window` values."""
-    total, means = 0.0, []
-    for i, (step, value) in enumerate(points):
-        total += value - (points[i - window][1] if i >= window else 0.0)
-        means.append((step, total / min(i + 1, window)))
-    return means
+    """At each step, the mean of the last `window` values, summed anew: a sum that is carried on keeps its errors.
+
+    The values lie in rows as long as the window, which thus is the head of one row and the tail of the row before.
+    """
+    rows = np.zeros((-(-len(points) // window), window))
+    rows.flat[: len(points)] = [value for _, value in points]
+    sums = rows.cumsum(axis=1)
+    sums[1:, :-1] += rows[:-1, :0:-1].cumsum(axis=1)[:, ::-1]
+    means = sums.ravel()[: len(points)] / np.minimum(np.arange(len(points)) + 1, window)
+    return [(step, mean) for (step, _), mean in zip(points, means.tolist(), strict=True)]
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
@@ -169,16 +201,19 @@ def moving_mean(points: Points, window: int) -> Points:
 
 def pictures(folder: Path) -> str:
     """The newest that are decoded, each beside its target and controls."""
-    steps = [path.parent for path in (folder / FOLDER).glob("step-*/*.png")]
+    drawn = {path.parent for path in (folder / FOLDER).glob("step-*/*.png")}
+    steps = [(int(match[1]), path) for path in drawn if (match := STEP.fullmatch(path.name))]
     if not steps:
         return ""
-    newest = max(steps, key=lambda path: int(path.name.removeprefix("step-")))
+    _, newest = max(steps)
     return "".join(_drawn(folder / FOLDER, path) for path in sorted(newest.glob("*.png")))
 
 
 def _drawn(place: Path, picture: Path) -> str:
     """A picture with what it was made from, and what it was to be."""
-    controls = sorted((place / "controls").glob(f"{picture.stem}*.png"))
+    there = {path.name: path for path in (place / "controls").glob("*.png")}
+    names = (f"{picture.stem}-{i}.png" if i > 1 else picture.name for i in count(1))  # as `decode` numbers them
+    controls = [there[name] for name in takewhile(there.__contains__, names)]
     row = [(path, f"control {i}" if controls[1:] else "control") for i, path in enumerate(controls, 1)]
     row += [
         (place / "target" / picture.name, "target"),
@@ -205,9 +240,9 @@ def _words(latents: Path) -> tuple[str, str]:
 def _figure(path: Path, caption: str) -> str:
     """A thumbnail; a picture that cannot be read is no reason to have no page."""
     try:
-        with Image.open(path) as image:
+        with warnings.catch_warnings(action="ignore"), Image.open(path, formats=["PNG"]) as image:
             small = image.convert("RGB")
-    except OSError:
+    except UNREADABLE:
         return f"<figure><figcaption>{escape(caption)} {escape(path.name)} cannot be read</figcaption></figure>"
     small.thumbnail((THUMBNAIL, THUMBNAIL))
     data = BytesIO()
@@ -222,26 +257,59 @@ def _figure(path: Path, caption: str) -> str:
 # ---- what the run wrote down -----------------------------------------------------------------------------------------
 
 
-def _about(folder: Path) -> dict[str, Any]:
-    about: dict[str, Any] = json.loads(_text(folder / ABOUT_NAME) or "{}")
-    return about
+def _metrics(path: Path) -> tuple[Metrics, int]:
+    """The lines that a run can have written, and how many others there are."""
+    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    whole = [values for line in lines if (values := _parsed(line)) and _is_measured(values)]
+    return whole, len(lines) - len(whole)
+
+
+def _is_measured(values: Mapping[str, Any]) -> bool:
+    """Whether these are numbers, of a step; NaN and the infinities are measured too."""
+    numbers = all(_is_number(value) or (type(value) is float and not math.isfinite(value)) for value in values.values())
+    return numbers and _is_number(values.get("step"))
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and abs(value) <= LARGEST
+
+
+def _object(path: Path) -> dict[str, Any] | None:
+    """Of a JSON file; empty where there is none, None where it cannot be read."""
+    try:
+        return _parsed(path.read_bytes()) if path.is_file() else {}
+    except OSError:
+        return None
+
+
+def _parsed(data: bytes) -> dict[str, Any] | None:
+    """A JSON object, if it is one."""
+    try:
+        value = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _settings(path: Path) -> Config | None:
     """Those of qwen.yaml, where they are of this version; the page has its text in any case."""
     try:
         return load_config(path)
-    except ConfigError:
+    except (ConfigError, OSError, ValueError, RecursionError):  # of YAML's dates and towers of brackets
         return None
 
 
 def _said(value: Any) -> str:
-    return number(value) if isinstance(value, int | float) else str(value)
+    return number(value) if _is_number(value) else str(value)
 
 
 def _duration(seconds: float) -> str:
     return human_time(seconds) if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+def _text(path: Path) -> str | None:
+    """Empty where there is no file, None where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+    except (OSError, ValueError):
+        return None

@@ -90,7 +90,7 @@ def test_a_folder_of_latents_and_another_model_can_be_named(train: Trainer) -> N
     assert {path.parent for path in out.rglob("*.png")} == {step}
 
 
-@pytest.mark.parametrize("damage", ["cut off", "without shapes", "of other shapes"])
+@pytest.mark.parametrize("damage", ["cut off", "without shapes", "of other shapes", "of odd shapes"])
 def test_files_that_are_no_latents_of_a_run_are_named(train: Trainer, damage: str) -> None:
     path = train.folder / "latents" / "a.safetensors"
     path.parent.mkdir()
@@ -98,10 +98,28 @@ def test_files_that_are_no_latents_of_a_run_are_named(train: Trainer, damage: st
     save_file({"latents": torch.zeros(6 if damage != "of other shapes" else 7, 64)}, path, shapes)
     if damage == "without shapes":
         save_file({"latents": torch.zeros(6, 64)}, path)
+    if damage == "of odd shapes":
+        save_file({"latents": torch.zeros(6, 64)}, path, {"img_shapes": "[6]"})
     if damage == "cut off":
         path.write_bytes(path.read_bytes()[:100])
     result = run("qwen-train", "decode", path.parent, "--model", train.model)
     refused(result, str(path), "do not fill their pictures" if "other" in damage else "not latents that a run left")
+    assert "remove" not in result.stderr, "it may be anything"
+
+
+def test_a_run_without_pictures_says_so_and_its_weights_are_left_alone(train: Trainer) -> None:
+    out = train(train__max_steps=1)
+    result = run("qwen-train", "decode", out)
+    refused(result, f"{out}: this run drew no pictures", "set validation.pictures")
+    assert ".safetensors" not in result.stderr
+
+
+def test_one_file_of_latents_can_be_named(train: Trainer) -> None:
+    out = train(settings=PICTURES)
+    file = sorted((out / "validation" / "step-2").glob("*.safetensors"))[0]
+    result = run("qwen-train", "decode", file, "--model", train.model)
+    assert result.code == 0, result.stderr
+    assert list(out.rglob("*.png")) == [file.with_suffix(".png")]
 
 
 def test_a_folder_without_latents_is_refused(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import os
 import re
 import shutil
+import struct
+import zlib
 from collections.abc import Callable
 from contextlib import closing
 from html import unescape
@@ -22,7 +25,9 @@ from safetensors.torch import load_file
 
 from qwen_cache import open_cache
 from qwen_cache.console import human_bytes
+from qwen_cache.format.errors import TrainError
 from qwen_cache.page.charts import GRID, POINTS
+from qwen_train import report
 from qwen_train.metrics import METRICS_NAME
 from qwen_train.report import moving_mean, write_report
 
@@ -182,6 +187,15 @@ def test_the_moving_mean_is_over_the_last_values() -> None:
     assert [value for _, value in moving_mean(points, 7)] == pytest.approx(expected)
 
 
+def test_the_moving_mean_forgets_what_is_behind_it() -> None:
+    """Where a sum that is carried on would keep the error of a value that is far larger than others."""
+    for spike in range(20):
+        points = [(float(i), 1e17 if i == spike else 1.0) for i in range(20)]
+        means = [mean for _, mean in moving_mean(points, 4)]
+        assert all(mean == 1.0 for i, mean in enumerate(means) if not spike <= i < spike + 4), spike
+        assert all(mean > 1e16 for mean in means[spike : spike + 4])
+
+
 def test_values_that_are_no_numbers_and_names_that_are_html_do_no_harm(tmp_path: Path) -> None:
     folder = tmp_path / "<b>&run"
     folder.mkdir()
@@ -193,6 +207,211 @@ def test_values_that_are_no_numbers_and_names_that_are_html_do_no_harm(tmp_path:
     assert labels(page.charts()["loss"])[0] == 3.5
     (folder / METRICS_NAME).write_text("", encoding="utf-8")
     assert Page(write_report(folder)).charts() == {}
+
+
+GOOD = [f'{{"step": {i}, "loss": {i / 8}}}'.encode() for i in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(b'{"step": 60, "lo{"step": 61, "loss": 1.0}', id="two in one"),
+        pytest.param(b'{"step": 60, "loss": {}', id="half, with a brace at its end"),
+        pytest.param(b'{"step": 60, "lo', id="half"),
+        pytest.param(b"\0" * 100, id="zeros"),
+        pytest.param(b'\xff\xfe{"step": 60}', id="not UTF-8"),
+        pytest.param(b'{"loss": 1.0}', id="no step"),
+        pytest.param(b"[60, 1.0]", id="a list"),
+        pytest.param(b'{"a": ' + b"[" * 100_000, id="a tower"),
+        pytest.param(b'{"step": 60, "loss": null}', id="null"),
+        pytest.param(b'{"step": 60, "loss": "nan"}', id="text"),
+        pytest.param(b'{"step": 60, "loss": true}', id="a truth"),
+        pytest.param(b'{"step": 1e400, "loss": 1.0}', id="an infinite step"),
+        pytest.param(b'{"step": NaN, "loss": 1.0}', id="a step that is no number"),
+        pytest.param(b'{"step": 1' + b"0" * 400 + b', "loss": 1.0}', id="a step beyond floats"),
+        pytest.param(b'{"step": 60, "loss": 1e308}', id="a loss that cannot be summed"),
+        pytest.param(b'{"step": 60, "loss": -1e308}', id="nor one below zero"),
+    ],
+)
+def test_lines_that_no_run_writes_are_left_out_and_counted(line: bytes, tmp_path: Path) -> None:
+    (tmp_path / METRICS_NAME).write_bytes(b"\n".join([*GOOD[:4], line, line, b"", *GOOD[4:]]))
+    page = Page(write_report(tmp_path))
+    assert "2 lines of metrics.jsonl could not be read" in page.words
+    assert numbers(page.charts()["loss"]) == [[(i, i / 8) for i in range(1, 9)]]
+    (tmp_path / METRICS_NAME).write_bytes(b"\n".join([*GOOD, line]))
+    assert "1 line of metrics.jsonl could not be read" in Page(write_report(tmp_path)).words
+
+
+def test_names_of_metrics_may_be_of_any_letters(tmp_path: Path) -> None:
+    """Those that Python takes for the end of a line, and halves of surrogate pairs, among them."""
+    line = '{"step": 1, "a\u2028b\x85c": 2.0, "\\ud800": 3.0}'
+    (tmp_path / METRICS_NAME).write_text(line, encoding="utf-8")
+    page = Page(write_report(tmp_path))
+    assert page.charts().keys() == {"a\u2028b\x85c", "\ufffd"}
+    assert "could not be read" not in page.text
+
+
+ABOUT = '{"samples_in_an_epoch": 16, "device": "1 × cpu"}'
+STATE = '{"step": 4, "samples": 8}'
+
+
+@pytest.mark.parametrize(
+    ("about", "state", "left_out"),
+    [
+        (ABOUT, STATE, ""),
+        ('{"cache": "x', STATE, "about.json"),
+        ("[1]", STATE, "about.json"),
+        ("", STATE, "about.json"),
+        ("\ud800", STATE, "about.json"),
+        ("{}", STATE, ""),
+        ('{"samples_in_an_epoch": 0}', STATE, ""),
+        ('{"samples_in_an_epoch": "16"}', STATE, ""),
+        (f'{{"samples_in_an_epoch": 1{"0" * 400}}}', STATE, ""),
+        (ABOUT, "{", "the state.json of the newest checkpoint"),
+        (ABOUT, "[8]", "the state.json of the newest checkpoint"),
+        (ABOUT, '{"step": 4}', "the state.json of the newest checkpoint"),
+        (ABOUT, '{"samples": NaN}', "the state.json of the newest checkpoint"),
+        (ABOUT, '{"samples": "8"}', "the state.json of the newest checkpoint"),
+        (ABOUT, None, "the state.json of the newest checkpoint"),
+        (None, "{", "the state.json of the newest checkpoint"),
+        ("{", "{", "about.json, the state.json of the newest checkpoint"),
+        (None, STATE, ""),
+    ],
+)
+def test_what_a_run_wrote_of_itself_may_be_damaged(
+    about: str | None, state: str | None, left_out: str, tmp_path: Path
+) -> None:
+    """What follows from it is there only where all of it is."""
+    (tmp_path / METRICS_NAME).write_bytes(b"\n".join(GOOD))
+    (tmp_path / "checkpoint-4").mkdir()
+    for path, text in ((tmp_path / "about.json", about), (tmp_path / "checkpoint-4" / "state.json", state)):
+        if text is not None:
+            path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    page = Page(write_report(tmp_path))
+    facts = page.facts()
+    assert [words for words in page.words if "could not be read" in words] == (
+        [f"{left_out} could not be read"] if left_out else []
+    )
+    assert facts["steps"] == ("8, 2 samples in each" if state == STATE else "8")
+    assert facts.get("epochs") == ("1, 16 samples in each" if (about, state) == (ABOUT, STATE) else None)
+    assert facts.get("device") == ("1 × cpu" if about == ABOUT else None)
+
+
+def test_a_checkpoint_before_the_first_step_says_nothing_of_steps(tmp_path: Path) -> None:
+    (tmp_path / METRICS_NAME).write_bytes(GOOD[0])
+    (tmp_path / "checkpoint-0").mkdir()
+    (tmp_path / "checkpoint-0" / "state.json").write_text('{"samples": 0}', encoding="utf-8")
+    page = Page(write_report(tmp_path))
+    assert page.facts()["steps"] == "1"
+    assert "could not be read" not in page.text
+
+
+def test_speeds_that_are_no_speeds_give_no_time(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "state.json").write_text(STATE, encoding="utf-8")
+    for speed in ("0", "-1", "1e-320"):
+        line = f'{{"step": 1, "samples_per_second": {speed}}}'
+        (tmp_path / METRICS_NAME).write_text(line, encoding="utf-8")
+        assert "time" not in Page(write_report(tmp_path)).facts()
+
+
+@pytest.mark.parametrize("settings", [b"\xff\xfe", b"a: 2024-13-45\n", b"a: " + b"[" * 5000, b"1: 2\n", b"a: [\n"])
+def test_settings_that_are_none_are_shown_where_they_are_text(settings: bytes, tmp_path: Path) -> None:
+    (tmp_path / METRICS_NAME).write_bytes(b"\n".join(GOOD))
+    (tmp_path / "qwen.yaml").write_bytes(settings)
+    page = Page(write_report(tmp_path))
+    assert ("qwen.yaml could not be read" in page.words) == (settings == b"\xff\xfe")
+    assert (settings.decode("utf-8", "replace") in page.words) == (settings != b"\xff\xfe")
+    assert "model" not in page.facts()
+
+
+def test_names_of_files_need_not_be_unicode(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"run \xff")
+    folder.mkdir()
+    (folder / METRICS_NAME).write_bytes(GOOD[0])
+    (folder / os.fsdecode(b"\xfe.safetensors")).write_bytes(b"12")
+    page = Page(write_report(folder))
+    assert "run \ufffd" in page.words
+    assert page.facts()["came out"] == "\ufffd.safetensors, 2 B"
+
+
+def png(colour: str = "red", size: tuple[int, int] = (8, 8)) -> bytes:
+    data = BytesIO()
+    Image.new("RGB", size, colour).save(data, "PNG")
+    return data.getvalue()
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def validation(folder: Path, pictures: dict[str, bytes]) -> Path:
+    (folder / METRICS_NAME).write_bytes(GOOD[0])
+    for name, data in pictures.items():
+        path = folder / "validation" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return folder
+
+
+def captions(page: Page) -> list[str]:
+    return [unescape(text) for text in re.findall("<figcaption>([^<]*)</figcaption>", page.html)]
+
+
+SIGNATURE, PIXELS = png()[:8], zlib.compress(b"\0" + bytes(100))
+
+
+def header(side: int, colours: int = 2) -> bytes:
+    return SIGNATURE + chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, colours, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(png()[:40], id="cut off"),
+        pytest.param(SIGNATURE + chunk(b"IHDR", b"12345"), id="half a header"),
+        pytest.param(header(60_000) + chunk(b"IDAT", PIXELS), id="a bomb"),
+        pytest.param(header(8) + chunk(b"IDAT", PIXELS[:6]) + chunk(b"I\xb7AT", PIXELS[6:]), id="a broken chunk"),
+        pytest.param(header(8) + chunk(b"acTL", b"1234") + png()[33:], id="half of an animation"),
+        pytest.param(header(8, 3) + chunk(b"tRNS", b"\xff\xff\0") + chunk(b"IDAT", PIXELS), id="without its palette"),
+    ],
+)
+def test_pictures_that_are_damaged_are_named(damaged: bytes, tmp_path: Path) -> None:
+    page = Page(write_report(validation(tmp_path, {"step-5/a.png": damaged, "step-5/b.png": png()})))
+    assert captions(page) == ["drawn after step 5 a.png cannot be read", "drawn after step 5"]
+
+
+def test_what_pillow_warns_of_is_no_matter(tmp_path: Path) -> None:
+    """Warnings are errors here: an animation without pictures is a picture all the same."""
+    picture = header(8) + chunk(b"acTL", bytes(8)) + png()[33:]
+    assert captions(Page(write_report(validation(tmp_path, {"step-5/a.png": picture})))) == ["drawn after step 5"]
+
+
+def test_only_folders_of_steps_are_looked_into(tmp_path: Path) -> None:
+    """Not into what a file manager makes when it copies one."""
+    folders = ("step-5", "step-12", "step-foo", "step-12 copy", "step-99.bak", "step-")
+    page = Page(write_report(validation(tmp_path, {f"{folder}/a.png": png() for folder in folders})))
+    assert captions(page) == ["drawn after step 12"]
+
+
+def test_names_of_pictures_are_taken_as_they_are(tmp_path: Path) -> None:
+    """Neither as patterns nor as beginnings of others, and controls in their order."""
+    controls = ["cat.png", *(f"cat-{i}.png" for i in range(2, 12)), "catalog.png", "cat-dog.png"]
+    colours = [f"#{20 * i:02x}0000" for i in range(11)]
+    pictures = {
+        f"controls/{name}": png(colour) for name, colour in zip(controls, [*colours, "blue", "blue"], strict=True)
+    }
+    names = {f"{place}/[c]*.png": png() for place in ("step-5", "target", "controls")}
+    page = Page(write_report(validation(tmp_path, {"step-5/cat.png": png(), **pictures, **names})))
+    assert captions(page) == [
+        *("control", "target", "drawn after step 5"),
+        *(f"control {i}" for i in range(1, 12)),
+        "drawn after step 5",
+    ]
+    data = [base64.b64decode(source.removeprefix("data:image/jpeg;base64,")) for source in page.references]
+    reds = [Image.open(BytesIO(jpeg)).getpixel((0, 0))[0] for jpeg in data[3:14]]  # type: ignore[index]
+    assert reds == pytest.approx([20 * i for i in range(11)], abs=6)
 
 
 def test_decoded_pictures_are_in_it(train: Trainer) -> None:
@@ -231,10 +450,47 @@ def test_every_checkpoint_renews_it(train: Trainer, monkeypatch: pytest.MonkeyPa
     from qwen_train import train as training
 
     seen: list[int] = []
-    write = training.write_report
-    monkeypatch.setattr(training, "write_report", lambda folder: (write(folder), seen.append(len(metrics(folder))))[0])
+    renew = training.renew_report
+    monkeypatch.setattr(training, "renew_report", lambda folder: (renew(folder), seen.append(len(metrics(folder))))[0])
     train(train__max_steps=3, train__checkpointing_steps=2)
     assert seen == [2, 3, 3]
+
+
+def test_a_run_goes_on_when_its_page_cannot_be_made(train: Trainer) -> None:
+    """A folder lies in its place: once at the checkpoint after each step, and once at the end, a line says so."""
+    place = train.folder / "out" / "report.html"
+    place.mkdir(parents=True)
+    result = train.try_(train__max_steps=2, train__checkpointing_steps=1)
+    assert result.code == 0, result.stderr
+    assert (place.parent / LORA).is_file()
+    assert len(metrics(place.parent)) == 2
+    warnings = [line for line in result.stderr.splitlines() if "report.html was not renewed" in line]
+    assert len(warnings) == 3
+    assert all(f"{place}: this page cannot be written: Is a directory" in line for line in warnings)
+    refused(run("qwen-train", "report", place.parent), f"{place}: this page cannot be written: Is a directory")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (TrainError("odd", where="here", do="do that"), "here: odd → do that"),
+        (ZeroDivisionError("division\nby zero"), "ZeroDivisionError: division by zero"),
+        (MemoryError(), "MemoryError:"),
+        (PermissionError(13, "Permission denied", "a.json"), "PermissionError: [Errno 13] Permission denied: 'a.json'"),
+    ],
+)
+def test_whatever_is_wrong_with_the_page_is_one_line(
+    error: Exception, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def page(folder: Path) -> str:
+        raise error
+
+    (tmp_path / METRICS_NAME).touch()
+    monkeypatch.setattr(report, "page", page)
+    report.renew_report(tmp_path)
+    assert capsys.readouterr().err.strip() == f"warning: report.html was not renewed: {said}"
+    with pytest.raises(type(error)):
+        write_report(tmp_path)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
