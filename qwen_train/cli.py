@@ -41,7 +41,6 @@ def run(
 ) -> int:
     """Train on a cache. Only the transformer is loaded."""
     from qwen_cache.config import load_config
-    from qwen_cache.console import console
 
     source = cache if encode_on_the_fly else None
     named = {} if encode_on_the_fly else _in_place_of_all_caches(cache)
@@ -49,7 +48,7 @@ def run(
     from qwen_train.train import train
 
     path = train(settings, resume=resume, encode_from=source or settings.data.source if encode_on_the_fly else None)
-    console().print(f"[bold green]done[/]: {path}", highlight=False)
+    _done(path)
     return 0
 
 
@@ -157,7 +156,7 @@ def decode(
 ) -> int:
     """Make PNGs of the latents of validation pictures. Only the VAE is loaded."""
     from qwen_cache.config import CONFIG_NAME, load_config
-    from qwen_cache.console import console, plural
+    from qwen_cache.console import plural
     from qwen_cache.model_folder import open_model
 
     saved = folder / CONFIG_NAME if folder is not None and (folder / CONFIG_NAME).is_file() else None
@@ -176,7 +175,7 @@ def decode(
     made = decode_folder(folder, vae, device, dtype)
     if (folder / METRICS_NAME).is_file():
         write_report(folder)
-    console().print(f"[bold green]done[/]: {plural(len(made), 'new picture')} in {folder}", highlight=False)
+    _done(f"{plural(len(made), 'new picture')} in {folder}")
     return 0
 
 
@@ -185,10 +184,9 @@ def report(
     folder: Annotated[Path, typer.Argument(help="The output folder of a run.")] = Path("out"),
 ) -> int:
     """Make report.html anew: curves, settings and pictures of a run on one page."""
-    from qwen_cache.console import console
     from qwen_train.report import write_report
 
-    console().print(f"[bold green]done[/]: {write_report(folder)}", highlight=False)
+    _done(write_report(folder))
     return 0
 
 
@@ -221,11 +219,10 @@ def export(
     model: Model = None,
 ) -> int:
     """Write a LoRA as other programs take it."""
-    from qwen_cache.console import console
     from qwen_train.export import export
 
     path = export(source, to, out, model)
-    console().print(f"[bold green]done[/]: {path}", highlight=False)
+    _done(path)
     return 0
 
 
@@ -240,7 +237,7 @@ def mask_head(
 ) -> int:
     """Learn where edits are from a cache with masks and attention. No part of the model is loaded."""
     from qwen_cache.config import load_config
-    from qwen_cache.console import console, print_json
+    from qwen_cache.console import print_json
     from qwen_cache.encode.devices import choose_device
     from qwen_cache.format.cache import open_cache
     from qwen_train.mask_head import train_mask_head
@@ -257,8 +254,16 @@ def mask_head(
     if json_:
         print_json(trained.to_json())
     else:
-        console().print(f"[bold green]done[/]: {trained}", highlight=False)
+        _done(trained)
     return 0
+
+
+def _done(what: object) -> None:
+    from rich.markup import escape
+
+    from qwen_cache.console import console
+
+    console().print(f"[bold green]done[/]: {escape(str(what))}", highlight=False)
 
 
 def _in_place_of_all_caches(cache: str | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from accelerate.tracking import get_available_trackers
 from qwen_cache.config import Config
 from qwen_cache.console import human_time
 from qwen_cache.format.directory import write_durably
-from qwen_cache.format.errors import ConfigError
+from qwen_cache.format.errors import ConfigError, TrainError
 
 if TYPE_CHECKING:
     from qwen_train.data.batches import Batch
@@ -135,9 +135,28 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The whole lines of metrics.jsonl; a run that was killed may have left half of one."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    """The whole lines of metrics.jsonl; a run that was killed may have left half of one. TrainError for any other."""
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not (line.startswith(b"{") and line.endswith(b"}")):
+            continue
+        try:
+            values = json.loads(line)
+            found.append(values | {"step": int(values["step"])})
+        except (ValueError, KeyError, TypeError, OverflowError):
+            do = "remove that line; its steps are lost to the curves alone"
+            raise TrainError("this line is not one of a run", where=f"{path}:{number}", do=do) from None
+    return found
+
+
+def _given(config: Config) -> dict[str, Any]:
+    """The settings as trackers take them, but for those that are not given."""
+    return {
+        name: value if isinstance(value, bool | int | float | str) else str(value)
+        for name, value in config.flat().items()
+        if value is not None
+    }
 
 
 def start_tracker(accelerator: Any, config: Config) -> None:
@@ -148,17 +167,4 @@ def start_tracker(accelerator: Any, config: Config) -> None:
         return
     name = logging.run_name or Path(config.train.output_dir).resolve().name
     option = RUN_NAME_OPTION.get(logging.tracker)
-    accelerator.init_trackers(
-        logging.project, _flat(config.model_dump(mode="json")), {logging.tracker: {option: name}} if option else {}
-    )
-
-
-def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by their dotted names, as trackers take them; what is not given is left out."""
-    flat: dict[str, Any] = {}
-    for name, item in value.items():
-        if isinstance(item, dict):
-            flat |= _flat(item, f"{prefix}{name}.")
-        elif item is not None:
-            flat[prefix + name] = item if isinstance(item, bool | int | float | str) else str(item)
-    return flat
+    accelerator.init_trackers(logging.project, _given(config), {logging.tracker: {option: name}} if option else {})

@@ -16,6 +16,7 @@ from accelerate.utils import LoggerType
 
 from qwen_cache import open_cache
 from qwen_cache.config import LoggingConfig
+from qwen_cache.format.errors import TrainError
 from qwen_train import train as training
 from qwen_train.metrics import METRICS_NAME, read_metrics
 
@@ -123,3 +124,13 @@ def test_half_a_line_that_a_killed_run_left_is_not_read(tmp_path: Path) -> None:
     path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo', encoding="utf-8")
     assert read_metrics(path) == [{"step": 1, "loss": 0.5}]
     assert read_metrics(tmp_path / "absent") == []
+    for damaged in (
+        b'{"step": 1, "lo{"step": 2}',
+        b'{"loss": 1}',
+        b'{"step": "x"}',
+        b'{"\xff": 1}',
+        b'{"step": 1e400}',
+    ):
+        path.write_bytes(b'{"step": 1}\n' + damaged + b"\n")
+        with pytest.raises(TrainError, match=r"metrics.jsonl:2: this line is not one of a run"):
+            read_metrics(path)
