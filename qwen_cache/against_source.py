@@ -3,7 +3,8 @@
 The source is read as `build --dry-run` reads it, and counted alike; nothing is written. The recipe is taken as the
 cache has it, weights and all: what another model or other settings would change is left to `build --dry-run`, and so is
 whether a text-to-image prompt is longer than the pipeline keeps, which takes a tokenizer to tell. Refused are recipes
-that were imported, which have no source, and settings that make other sizes than the recipe.
+that were imported, which have no source, and settings that make other sizes than the recipe. A cache that no build has
+finished is not compared.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from qwen_cache.encode.sizes import Resolution
 from qwen_cache.encode.source import Problem, Row, read_source
 from qwen_cache.encode.template import PIXEL_TOKENS
 from qwen_cache.format.cache import Cache, open_cache
-from qwen_cache.format.errors import ConfigError
+from qwen_cache.format.directory import shard_places
+from qwen_cache.format.errors import ConfigError, SourceError
 from qwen_cache.format.manifest import DEFAULT_RECIPE, Manifest
 from qwen_cache.format.remote import Url, location
+from qwen_cache.inspect import legible
 from qwen_cache.model_folder import ModelFolder
 
 SIZES = ("vae_image_size", "resolution", "resolutions_per_sample", "resize_mode", "upscale")
@@ -32,13 +35,18 @@ SIZES = ("vae_image_size", "resolution", "resolutions_per_sample", "resize_mode"
 
 
 def compare(
-    folder: Path | Url, manifest: Manifest, source: str, config: Path | None, assignments: Sequence[str]
+    folder: Path | Url, manifest: Manifest | None, source: str, config: Path | None, assignments: Sequence[str]
 ) -> dict[str, Any]:
     """`state` and `source` of what `inspect` says; `stale` is what `build --dry-run --check` would fail.
 
     The settings are those of `config`, else those that the build left in the folder, else qwen.yaml here; with
     `assignments` over them.
     """
+    place = location(source)
+    if manifest is None:
+        if isinstance(place, Path) and not place.exists():
+            raise SourceError("there is no such source", where=place)
+        return {"source": {"path": legible(source)}}
     own = folder / CONFIG_NAME if isinstance(folder, Path) else None
     settings = load_config(config or (own if own and own.is_file() else None), assignments)
     default = DEFAULT_RECIPE if DEFAULT_RECIPE in manifest.recipes else None
@@ -53,7 +61,7 @@ def compare(
         "problems": len(plan.problems),
     }
     state = "stale" if any(found.values()) else "complete"
-    return {"state": state, "source": {"path": source, "recipe": cache.recipe_name, **found}}
+    return {"state": state, "source": {"path": legible(source), "recipe": cache.recipe_name, **found}}
 
 
 def _check(cache: Cache, settings: Config) -> None:
@@ -95,10 +103,19 @@ def _plan(cache: Cache, settings: Config, source: str) -> Plan:
         int(recipe.get("condition_image_size", 0)),
         model.max_controls,
     )
-    cached = {row.meta.key: row for row in cache.rows()}
+    here = _shards_here(cache)
+    cached = {row.meta.key: row for row in cache.rows() if row.shard in here}
     with counting("reading the source", total=len(rows)) as advance:
         seen = [_as_encoded(row, cache, settings) for row in rows]
         return make_plan(seen, [*problems, *unusable], rules, cached, on_row=lambda: advance(1))
+
+
+def _shards_here(cache: Cache) -> set[str]:
+    """What was in a shard that is gone is encoded again. Of a cache behind a URL, no shard is asked for."""
+    names, folder = {shard.name for shard in cache.manifest.shards}, cache.folder
+    if not isinstance(folder, Path):
+        return names
+    return {name for name in names if any(path.is_file() for path in shard_places(folder, name))}
 
 
 def _as_encoded(row: Row, cache: Cache, settings: Config) -> Row:

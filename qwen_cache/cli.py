@@ -128,7 +128,9 @@ def inspect(
             show_default="200; behind a URL none but with --decode",
         ),
     ] = None,
-    scan: Annotated[bool, typer.Option("--scan", help="Read every tensor, and flag odd masks and numbers.")] = False,
+    scan: Annotated[
+        bool, typer.Option("--scan", help="Read every tensor; flag odd masks and numbers, and targets that look alike.")
+    ] = False,
     source: Annotated[
         str | None,
         typer.Option(
@@ -159,7 +161,7 @@ def inspect(
     """Say what a cache holds; with a mask head, which of its masks are doubtful."""
     from qwen_cache.console import console, print_json
     from qwen_cache.format.errors import ConfigError
-    from qwen_cache.inspect import describe, print_overview, print_sample, summarise
+    from qwen_cache.inspect import describe, print_overview, print_sample, survey
 
     if pictures is not None and mask_head is None:
         raise ConfigError("--pictures shows what --mask-head finds", do="give --mask-head as well")
@@ -171,7 +173,11 @@ def inspect(
             raise ConfigError("--sample shows one sample", do=do)
         (print_json if json else print_sample)(describe(cache, sample))
         return 0
-    overview = summarise(cache, scan=scan, compare=_comparing(source, config, set_ or ()))
+    if html is not None:
+        from qwen_cache.page.document import check_place
+
+        check_place(html, cache)
+    overview, opened = survey(cache, scan=scan, compare=_comparing(source, config, set_ or ()))
     doubtful = None
     if mask_head is not None:
         from qwen_cache.doubtful_masks import flagged, print_doubtful, review
@@ -181,7 +187,7 @@ def inspect(
     if html is not None:
         from qwen_cache.page.document import write_page
 
-        write_page(html, overview, _drawing(model, vae_device, decode), _gallery(cache, gallery, decode))
+        write_page(html, overview, opened, _drawing(model, vae_device, decode), _gallery(cache, gallery, decode))
         console().print(f"wrote {html}", markup=False)
     if json:
         print_json(overview | (doubtful.to_json() if doubtful else {}))

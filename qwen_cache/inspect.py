@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qwen_cache.console import counting, human_bytes, plural
+from qwen_cache.console import human_bytes, plural
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, Sample, open_cache
 from qwen_cache.format.errors import ConfigError
@@ -35,8 +35,10 @@ BATCHES = ("train.max_tokens", "samples per batch", "padding", "by chance")
 
 Bin = tuple[float, float, int]
 """From, up to but not with, and how many."""
-Compare = Callable[[Path | Url, Manifest], Mapping[str, Any]]
-"""What a source says of a cache: its `state`, and as `source` why (`against_source`)."""
+Compare = Callable[[Path | Url, Manifest | None], Mapping[str, Any]]
+"""What a source says of a cache: its `state`, and as `source` why (`against_source`); no manifest: it is not done."""
+Opened = Mapping[str, tuple[Cache, Sequence[IndexRow]]]
+"""By the name of its recipe."""
 
 
 def summarise(path: str | Path, *, scan: bool = False, compare: Compare | None = None) -> dict[str, Any]:
@@ -44,29 +46,41 @@ def summarise(path: str | Path, *, scan: bool = False, compare: Compare | None =
 
     `scan` reads every tensor, for the flags that the index cannot tell; `compare` looks at a source.
     """
+    return survey(path, scan=scan, compare=compare)[0]
+
+
+def survey(path: str | Path, *, scan: bool = False, compare: Compare | None = None) -> tuple[dict[str, Any], Opened]:
+    """The same, and what it was told from, so that a page shows the very dataset that it counts."""
     folder = location(path)
     staged = sorted((folder / directory.STAGING).rglob("*.tar")) if isinstance(folder, Path) else []
     if isinstance(folder, Path) and staged and not (folder / MANIFEST_NAME).exists():
         size = sum(path.stat().st_size for path in staged)
-        return {"cache": str(folder), "state": "partial", "staged_bytes": size, "recipes": {}}
+        against = compare(folder, None) if compare else {}
+        return {"cache": legible(folder), "state": "partial", **against, "staged_bytes": size, "recipes": {}}, {}
     manifest, _ = directory.load(folder)
+    caches = {name: open_cache(folder, recipe=name) for name in sorted(manifest.recipes)}
+    opened = {name: (cache, list(cache.rows())) for name, cache in caches.items()}
     overview = {
-        "cache": str(folder),
+        "cache": legible(folder),
         "state": "complete",
         **(compare(folder, manifest) if compare else {}),
         "format_version": manifest.format_version,
         "written_by": manifest.written_by,
         "shards": len(manifest.shards),
         "bytes": sum(shard.bytes for shard in manifest.shards),
-        "recipes": {name: _recipe(open_cache(folder, recipe=name), scan) for name in sorted(manifest.recipes)},
+        "recipes": {name: _recipe(*each, scan) for name, each in opened.items()},
     }
     if isinstance(folder, Path):
         overview["garbage_bytes"] = sum(path.stat().st_size for path in directory.leftovers(folder, manifest))
-    return overview
+    return overview, opened
 
 
-def _recipe(cache: Cache, scan: bool) -> dict[str, Any]:
-    rows = list(cache.rows())
+def legible(name: object) -> str:
+    """A name that can be printed and stand in JSON: with replacement characters for what is not UTF-8."""
+    return str(name).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _recipe(cache: Cache, rows: Sequence[IndexRow], scan: bool) -> dict[str, Any]:
     texts, images = [row.meta.text_length for row in rows], [token_count(row.meta.img_shapes) for row in rows]
     shapes = [row.meta.img_shapes[0] for row in rows]
     return {
@@ -87,18 +101,13 @@ def _recipe(cache: Cache, scan: bool) -> dict[str, Any]:
         "batches": _batches(cache),
         "tensor_bytes": _tensor_bytes(rows),
         "saved": _saved(rows),
-        "flags": index_flags(rows) | (_scanned(cache) if scan else {}),
+        "flags": index_flags(rows) | (scan_flags(cache) if scan else {}),
     }
 
 
 def _batches(cache: Cache) -> list[dict[str, float]]:
     """What batches would be like."""
     return [asdict(budget) for budget in budgets(index_token_counts(cache.table, cache.folder / INDEX_NAME))]
-
-
-def _scanned(cache: Cache) -> dict[str, list[str]]:
-    with counting(f"reading {cache.recipe_name}", len(cache)) as advance:
-        return scan_flags(cache, advance)
 
 
 def _saved(rows: Sequence[IndexRow]) -> dict[str, int]:
@@ -169,22 +178,28 @@ def _prefix_bytes(row: IndexRow) -> int:
 def print_overview(overview: dict[str, Any], out: Console | None = None) -> None:
     """The summary as tables, on stdout."""
     from rich.console import Console
+    from rich.markup import escape
 
     out = out or Console(highlight=False)
+    cache = f"[bold]{escape(overview['cache'])}[/]"
     if overview["state"] == "partial":
-        size = human_bytes(overview["staged_bytes"])
-        state = f"[yellow]partial[/]: {size} encoded; the same build command goes on"
-        out.print(f"[bold]{overview['cache']}[/]  {state}")
+        out.print(f"{cache}  [yellow]partial[/]: {escape(about_partial(overview))}")
         return
     size = human_bytes(overview["bytes"])
     shards = plural(overview["shards"], "shard")
-    out.print(f"[bold]{overview['cache']}[/]  format v{overview['format_version']}, {shards}, {size}")
+    out.print(f"{cache}  format v{overview['format_version']}, {shards}, {size}")
     if "source" in overview:
         out.print(against_source(overview), markup=False)
     if overview.get("garbage_bytes"):
         out.print(f"{human_bytes(overview['garbage_bytes'])} are not part of the dataset; `qwen-cache gc` removes them")
     for name, recipe in overview["recipes"].items():
         _print_recipe(out, name, recipe)
+
+
+def about_partial(overview: Mapping[str, Any]) -> str:
+    """What is to be said of a cache that no build has finished."""
+    said = f"{human_bytes(overview['staged_bytes'])} encoded; the same build command goes on"
+    return f"{said}, then it can be compared with {overview['source']['path']}" if "source" in overview else said
 
 
 def against_source(overview: Mapping[str, Any]) -> str:
@@ -200,14 +215,16 @@ def against_source(overview: Mapping[str, Any]) -> str:
 
 def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
     from rich.columns import Columns
+    from rich.markup import escape
     from rich.table import Table
 
     made = recipe["recipe"]
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
-    facts.add_row("recipe", f"[bold]{name}[/]  {made['pipeline']}, {made['dtype']}")
+    kind = f"{made['pipeline']}, {made['dtype']}"
+    facts.add_row("recipe", f"[bold]{escape(name)}[/]  {escape(kind)}")
     if "imported_from" in made:
-        facts.add_row("imported", f"from {made['imported_from']}; claimed to be of {made['claimed']['model']}")
+        facts.add_row("imported", escape(imported(made)))
     facts.add_row("samples", f"{recipe['samples']}, {recipe['edit_masks']} with an edit mask")
     for kind in ("image", "text"):
         spread = recipe[f"{kind}_tokens"]
@@ -232,6 +249,13 @@ def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
         out.print()
         out.print(_table(*BATCHES, rows=map(batch_row, recipe["batches"])))
         out.print(f"[dim]{about_batches(recipe['batches'])}[/]")
+
+
+def imported(recipe: Mapping[str, Any]) -> str:
+    """Where an imported recipe comes from, in words; what it claims can be anything."""
+    claimed = recipe.get("claimed")
+    model = claimed.get("model") if isinstance(claimed, dict) else None
+    return f"from {recipe['imported_from']}; claimed to be of {model or 'no model'}"
 
 
 def batch_row(budget: Mapping[str, float]) -> tuple[str, str, str, str]:
@@ -345,7 +369,7 @@ def print_sample(sample: Mapping[str, Any], out: Console | None = None) -> None:
     for size, digest in zip(controls, sample["inputs"]["controls"], strict=True):
         facts.add_row("control", f"{size}  {digest}")
     if sample["edit_mask_from"]:
-        facts.add_row("edit mask", f"from {sample['edit_mask_from']}  {sample['inputs']['mask'] or ''}")
+        facts.add_row("edit mask", escape(f"from {sample['edit_mask_from']}  {sample['inputs']['mask'] or ''}"))
     facts.add_row("prefix", f"{plural(sample['prefix_length'], 'token')} shared with the empty prompt")
     facts.add_row("lies in", f"{sample['shard']}, {human_bytes(sample['length'])} from byte {sample['offset']}")
     out.print(facts)

@@ -4,79 +4,142 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageEnhance
+from PIL import Image, ImageDraw, ImageEnhance
 
 from qwen_cache import open_cache
+from qwen_cache.encode.thumbnails import cut_thumbnails, join_thumbnails, thumbnail
 from qwen_cache.page import duplicates
-from qwen_cache.page.duplicates import Hash, alike, difference_hash
+from qwen_cache.page.duplicates import Look, alike, look
 from qwen_cache.page.flags import spikes
 
 from .conftest import build, photograph, run
 
 PHOTOGRAPHS = ("china.jpg", "flower.jpg", "chelsea.png", "coffee.png", "rocket.jpg", "astronaut.png")
+
+
+def saved(picture: Image.Image, quality: int) -> Image.Image:
+    data = BytesIO()
+    picture.save(data, "JPEG", quality=quality)
+    return Image.open(data)
+
+
+def cropped(picture: Image.Image, share: float) -> Image.Image:
+    x, y = round(picture.width * share), round(picture.height * share)
+    return picture.crop((x, y, picture.width - x, picture.height - y))
+
+
 CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
+    "compressed": lambda picture: saved(picture, 20),
     "smaller": lambda picture: picture.resize((picture.width // 2, picture.height // 2)),
-    "darker": lambda picture: ImageEnhance.Brightness(picture).enhance(0.85),
+    "tiny": lambda picture: picture.resize((picture.width // 8, picture.height // 8)),
+    "darker": lambda picture: ImageEnhance.Brightness(picture).enhance(0.5),
+    "brighter": lambda picture: ImageEnhance.Brightness(picture).enhance(1.1),
+    "softer": lambda picture: ImageEnhance.Contrast(picture).enhance(0.7),
+    "harder": lambda picture: ImageEnhance.Contrast(picture).enhance(1.2),
     "grey": lambda picture: picture.convert("L"),
+    "cropped": lambda picture: cropped(picture, 0.005),
+    "all at once": lambda picture: saved(cropped(ImageEnhance.Brightness(picture).enhance(0.8), 0.005), 30),
 }
 
 
-def hash_of(picture: Image.Image) -> Hash:
-    made = difference_hash(picture)
-    assert made is not None
-    return made
+def seen(picture: Image.Image) -> Look:
+    """As from its thumbnail in a cache."""
+    shape = (1, max(1, picture.height // 16), max(1, picture.width // 16))
+    return look(cut_thumbnails(join_thumbnails([thumbnail(picture.convert("RGB"), shape)]) or b"", [shape], "here")[0])
 
 
-def differ(a: Hash, b: Hash) -> int:
-    return int(np.unpackbits((a ^ b).view(np.uint8)).sum())
+@pytest.mark.parametrize("change", CHANGES)
+def test_photographs_are_told_apart_and_recognised(change: str) -> None:
+    looks = [seen(photograph(name)) for name in PHOTOGRAPHS]
+    assert alike(looks) == []
+    changed = [seen(CHANGES[change](photograph(name))) for name in PHOTOGRAPHS]
+    assert alike([*looks, *changed]) == [[i, i + len(PHOTOGRAPHS)] for i in range(len(PHOTOGRAPHS))]
 
 
-def test_alike_are_those_that_differ_in_seven_bits() -> None:
-    """By comparing all with all."""
+def discs(random: np.random.Generator, draw: ImageDraw.ImageDraw) -> None:
+    x, y, size = random.integers([0, 0, 15], [150, 150, 40])
+    draw.ellipse((int(x), int(y), int(x + size), int(y + size)), fill=tuple(map(int, random.integers(0, 200, 3))))
+
+
+def dots(random: np.random.Generator, draw: ImageDraw.ImageDraw) -> None:
+    for x, y in random.integers(0, 180, (3, 2)).tolist():
+        draw.ellipse((x, y, x + 12, y + 12), fill="black")
+
+
+def lines(random: np.random.Generator, draw: ImageDraw.ImageDraw) -> None:
+    for i in range(random.integers(1, 4)):
+        draw.text((10, 60 + 20 * i), "".join(random.choice(list("abcdefgh "), 24)), fill="black")
+
+
+def light(random: np.random.Generator, draw: ImageDraw.ImageDraw) -> None:
+    dark, bright = random.integers([0, 120], [80, 255])
+    for x in range(384):  # from a corner
+        draw.line((x, 0, 0, x), fill=(round(dark + (bright - dark) * x / 383),) * 3, width=3)
+
+
+def nothing(random: np.random.Generator, draw: ImageDraw.ImageDraw) -> None:
+    draw.rectangle((0, 0, 192, 192), fill=tuple(map(int, random.integers(0, 255, 3))))
+
+
+@pytest.mark.parametrize("turned", [0, 90])
+@pytest.mark.parametrize("painted", [discs, dots, lines, light, nothing])
+def test_a_ground_in_common_makes_no_duplicates(painted: Callable[..., None], turned: int) -> None:
+    random, looks = np.random.default_rng(0), []
+    for _ in range(100):
+        picture = Image.new("RGB", (192, 192), "white")
+        painted(random, ImageDraw.Draw(picture))
+        looks.append(seen(picture.rotate(turned)))
+    assert sum(map(len, alike(looks))) <= 4  # of a hundred at random, a few are
+
+
+def test_the_colour_tells_shapes_apart() -> None:
+    shapes = []
+    for colour in ("red", "green", "blue", "gold"):
+        picture = Image.new("RGB", (192, 192), "white")
+        ImageDraw.Draw(picture).ellipse((40, 50, 140, 130), fill=colour)
+        shapes.append(seen(picture))
+    assert alike(shapes) == []
+    assert alike([*shapes, seen(saved(picture, 30))]) == [[3, 4]]
+    assert alike([shapes[0], seen(picture.convert("L"))]) == [[0, 1]]
+
+
+def at(angle: float, random: np.random.Generator) -> Look:
+    """A picture between two others, that many degrees from one of them."""
+    one, other = random.normal(0, 1, (2, 12, 12))
+    levels = 128 + 25 * (np.cos(np.radians(angle)) * one + np.sin(np.radians(angle)) * other)
+    return np.stack([levels, np.full_like(levels, 128), np.full_like(levels, 128)], axis=-1).round().astype(np.uint8)
+
+
+def test_a_chain_is_no_group() -> None:
+    """Each is 12 degrees from the next: alike, but not those two steps apart."""
+    chain = [at(12 * i, np.random.default_rng(0)) for i in range(6)]
+    assert alike(chain) == [[0, 1], [2, 3], [4, 5]]
+    assert alike([chain[0], chain[2], chain[1]]) == [[0, 2]]  # and nothing is in two
+
+
+@pytest.mark.parametrize("at_once", [(128, 2048), (3, 5), (1, 1), (7, 1000)])
+def test_groups_are_those_of_comparing_one_by_one(monkeypatch: pytest.MonkeyPatch, at_once: tuple[int, int]) -> None:
     random = np.random.default_rng(0)
-    hashes = list(random.integers(0, 1 << 16, (200, 8), dtype=np.uint16))
-    for i in range(60):  # of some, neighbours at every distance up to 12, also of neighbours
-        bits = np.unpackbits(hashes[random.integers(len(hashes))].view(np.uint8))
-        bits[random.choice(128, i % 13, replace=False)] ^= 1
-        hashes.append(np.packbits(bits).view(np.uint16))
-    for part in range(8):  # a bit in each part but one
-        hashes.append(hashes[part] ^ np.array([i != part for i in range(8)], np.uint16))
-    found = alike(hashes)
-    group = {i: number for number, each in enumerate(found) for i in each}
-    close = [(i, j) for i in range(len(hashes)) for j in range(i) if differ(hashes[i], hashes[j]) <= 7]
-    assert close
-    assert all(i in group and group[i] == group.get(j) for i, j in close)
-    assert group.keys() == {i for pair in close for i in pair}
-    assert len(found) == len(_components(close))
-
-
-def _components(pairs: list[tuple[int, int]]) -> list[set[int]]:
-    parts: list[set[int]] = []
-    for pair in pairs:
-        touched = [part for part in parts if part & {*pair}]
-        parts = [part for part in parts if part not in touched] + [set(pair).union(*touched)]
-    return parts
-
-
-def test_few_comparisons_at_once_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashes = list(np.repeat(np.arange(3, dtype=np.uint16), 5)[:, None] * np.full(8, 999, np.uint16))
-    expected = alike(hashes)
-    assert expected == [[*range(5)], [*range(5, 10)], [*range(10, 15)]]
-    monkeypatch.setattr(duplicates, "AT_ONCE", 3)
-    assert alike(hashes) == expected
-
-
-def test_photographs_are_told_apart_and_recognised() -> None:
-    hashes = {name: hash_of(photograph(name)) for name in PHOTOGRAPHS}
-    for name in hashes:
-        for change in CHANGES.values():
-            changed = hash_of(change(photograph(name)))
-            assert [each for each, other in hashes.items() if alike([changed, other])] == [name]
-    assert difference_hash(Image.new("RGB", (64, 64), "red")) is None
+    looks = [at(angle, np.random.default_rng(kind)) for kind in range(9) for angle in (0, 3, 6, 40, 45)]
+    looks += [np.full((12, 12, 3), 128, np.uint8)] * 3
+    looks = [looks[i] for i in random.permutation(len(looks))]
+    expected, left = [], list(range(len(looks)))
+    while left:
+        first, *others = left
+        group = [first, *(i for i in others if alike([looks[first], looks[i]]))]
+        expected += [group] if group[1:] else []
+        left = [i for i in left if i not in group]
+    assert len(expected) == 18
+    monkeypatch.setattr(duplicates, "ROWS", at_once[0])
+    monkeypatch.setattr(duplicates, "COLUMNS", at_once[1])
+    told: list[int] = []
+    assert alike(looks, told.append) == expected
+    assert sum(told) == len(looks)
 
 
 def test_inspect_names_them_group_by_group(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:

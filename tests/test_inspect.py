@@ -360,7 +360,25 @@ def test_a_build_that_is_not_done_stays_partial(pairs: Path, tmp_path: Path) -> 
     (staging / "a.tar").write_bytes(bytes(1000))
     found = said(tmp_path / "shards", "--source", pairs)
     assert found["state"] == "partial"
-    assert "source" not in found
+    assert found["source"] == {"path": str(pairs)}  # and nothing of what was not compared
+    shown = run("qwen-cache", "inspect", tmp_path / "shards", "--source", pairs).stdout
+    assert "then it can be compared with" in " ".join(shown.split())
+    assert "there is no such source" in refused(tmp_path / "shards", "--source", pairs / "elsewhere")
+    assert "source" not in said(tmp_path / "shards")
+
+
+def test_what_lay_in_a_missing_shard_is_new(built: Built, tiny_model: Built, pairs: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "shards"
+    shutil.copytree(built("edit-plus"), cache)
+    (shard,) = cache.glob("*.tar")
+    replaced = cache / ".replaced" / shard.name
+    replaced.parent.mkdir(exist_ok=True)
+    shard.rename(replaced)  # where a reader finds it as well
+    assert said(cache, "--source", pairs)["state"] == "complete"
+    replaced.unlink()
+    found = said(cache, "--source", pairs)
+    expected = plan(pairs, cache, tiny_model("edit-plus"))["to_encode"]
+    assert (found["state"], found["source"]["new"]) == ("stale", expected) == ("stale", 4)
 
 
 def test_options_that_do_not_go_together(built: Built, pairs: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
+import signal
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,6 +14,8 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -20,11 +25,12 @@ from PIL import Image, ImageChops
 
 from qwen_cache import open_cache
 from qwen_cache.encode.decode import decode_latents, load_vae
+from qwen_cache.format.directory import write_durably
 from qwen_cache.format.identity import Inputs, content_hash, recipe_id
 from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.sample import SampleMeta, TensorSpec
 from qwen_cache.format.update import Existing, Listed, commit_update, open_staging, plan_update
-from qwen_cache.inspect import bins
+from qwen_cache.inspect import bins, survey
 from qwen_cache.model_folder import open_model
 from qwen_cache.page import document
 from qwen_cache.page.document import evenly
@@ -55,7 +61,7 @@ class Made:
     scale: float = 1.0
 
 
-def write(folder: Path, samples: Sequence[Made]) -> Path:
+def write(folder: Path, samples: Sequence[Made], recipe: dict[str, Any] = RECIPE, named: str = "default") -> Path:
     """A cache of such samples, with tensors of random numbers."""
     random, made = torch.Generator().manual_seed(0), {}
     for each in samples:
@@ -72,13 +78,13 @@ def write(folder: Path, samples: Sequence[Made]) -> Path:
         controls = tuple(content_hash(control.encode()) for control in each.controls)
         inputs = Inputs(content_hash((each.target or each.name).encode()), controls, None)
         shapes, origin = ((1, *CELLS),) * (1 + len(controls)), None if each.mask is None else "difference"
-        meta = SampleMeta(recipe_id(RECIPE), inputs, each.prompt, shapes, 0, specs, (), origin)
+        meta = SampleMeta(recipe_id(recipe), inputs, each.prompt, shapes, 0, specs, (), origin)
         made[meta.key] = each.name, meta, data
     update = plan_update(folder, Existing(Manifest.empty(2), []), 2, [Listed(made[key][0], key) for key in made])
     staging = open_staging(update, "page", 1 << 24)
     for _, meta, data in made.values():
         staging.add(meta, {name: memoryview(data[name]) for name in meta.tensors})
-    commit_update(update, staging, {"default": RECIPE}, {"qwen-cache": "0.1.0"})
+    commit_update(update, staging, {named: recipe}, {"qwen-cache": "0.1.0"})
     return folder
 
 
@@ -346,6 +352,128 @@ def test_a_key_names_one_sample(built: Built) -> None:
     cache = built("edit-plus")
     assert "0 samples of this cache have a key that begins like this" in refusal(cache, open_cache(cache)[0].key[4:])
     assert "4 samples of this cache have a key that begins like this" in refusal(cache, "")
+
+
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [
+        ("", "this names no file"),
+        (".", "this names no file"),
+        ("/", "this names no file"),
+        ("-", "this names no file"),
+        ("..", "this names no file"),
+        ("x" * 251, "its name is too long"),
+        ("x" * 300 + "/page.html", "File name too long"),
+        ("/dev/null", "this is a device or a pipe"),
+        ("folder", "this is a folder"),
+        ("link.html", "this is a symbolic link"),
+        ("file/page.html", "it would lie in a file"),
+        ("shards/cache.json", "it would lie in the cache"),
+        ("shards/new/page.html", "it would lie in the cache"),
+        ("way/page.html", "it would lie in the cache"),
+        ("cache.json", "a file of a cache has this name"),
+        ("index.parquet", "a file of a cache has this name"),
+    ],
+)
+def test_no_page_takes_the_place_of_something_else(
+    place: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "shards", [Made("a")])
+    Path("folder").mkdir()
+    Path("file").write_text("mine")
+    Path("link.html").symlink_to("file")
+    Path("way").symlink_to("shards")
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    result = run("qwen-cache", "inspect", "shards", "--html", place)
+    assert result.code == 2
+    assert f"a page cannot be written here: {fault}\n  → give --html another file" in result.stderr
+    assert result.stdout == ""
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+
+
+def test_a_page_replaces_a_page(tmp_path: Path) -> None:
+    cache = write(tmp_path / "shards", [Made("a")])
+    for _ in range(2):
+        assert len(page_of(cache, tmp_path / f"{'x' * 235}.html").samples) == 1
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    """As on a full disk: files of at most so many bytes."""
+    page = tmp_path / "page.html"
+    page.write_text("an older page")
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        with pytest.raises(OSError, match="File too large") as error:
+            write_durably(page, bytes(5000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert error.value.filename == str(page)
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    assert page.read_text() == "an older page"
+
+
+def test_pictures_beside_a_page_are_those_of_the_page(
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document, "PICTURED_WITHIN", 1)
+    path, beside = tmp_path / "a#b?c%20 d:e.html", tmp_path / "a#b?c%20 d:e_files"
+    beside.mkdir()
+    (beside / "mine.jpg").touch()
+    for gallery in (4, 2, 1):
+        page = page_of(built("edit-plus"), path, "--gallery", f"{gallery}")
+        places = [place for sample in page.samples for _, place in sample["pictures"]]
+        linked = {place for place in places if not place.startswith("data:")}
+        assert bool(linked) == (gallery > 1)
+        assert not any(re.search(r"[#?: ]", place) for place in linked)
+        assert {tmp_path / unquote(place) for place in linked} == {*beside.glob("*-*.jpg")}
+    assert [each.name for each in beside.iterdir()] == ["mine.jpg"]
+
+
+def test_the_page_shows_what_was_counted(tmp_path: Path) -> None:
+    """Even when the cache is replaced meanwhile."""
+    overview, opened = survey(write(tmp_path / "shards", [Made("a"), Made("b")]))
+    (tmp_path / "shards").rename(tmp_path / "elsewhere")
+    write(tmp_path / "shards", [Made("c")])
+    document.write_page(tmp_path / "page.html", overview, opened)
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert [sample["name"] for sample in page.samples] == ["a", "b"]
+
+
+def test_names_that_are_not_utf_8(pairs: Path, tmp_path: Path) -> None:
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
+    odd.mkdir()
+    cache = write(odd / "shards", [Made("a")])
+    assert json.loads(run("qwen-cache", "inspect", cache, "--json").stdout)["cache"] == f"{tmp_path}/��/shards"
+    assert "��/shards" in "".join(run("qwen-cache", "inspect", cache).stdout.split())
+    page = page_of(cache, odd / os.fsdecode(b"\xff.html"))
+    assert page.overview["cache"] == f"{tmp_path}/��/shards"
+    staging = odd / "new" / ".staging"
+    staging.mkdir(parents=True)
+    (staging / "a.tar").touch()
+    said = json.loads(run("qwen-cache", "inspect", odd / "new", "--source", odd, "--json").stdout)
+    assert said["source"] == {"path": f"{tmp_path}/��"}
+
+
+@pytest.mark.parametrize("name", ["[/]", "[red]x", "[/bold]"])
+def test_no_name_is_markup(name: str, tmp_path: Path) -> None:
+    recipe = RECIPE | {"pipeline": f"{name}P", "imported_from": f"{name}tool", "claimed": {"model": f"{name}m"}}
+    cache = write(tmp_path / "[bold]shards[", [Made("a")], recipe, name)
+    result = run("qwen-cache", "inspect", cache)
+    assert result.code == 0, result.stderr
+    shown = " ".join(result.stdout.split())
+    assert f"{name} {name}P, float32" in shown
+    assert f"from {name}tool; claimed to be of {name}m" in shown
+    assert "[bold]shards[" in shown.replace(" ", "")
+
+
+@pytest.mark.parametrize("claimed", [3, None, [], {}, {"model": None}])
+def test_an_import_that_claims_nothing(claimed: Any, tmp_path: Path) -> None:
+    cache = write(tmp_path / "shards", [Made("a")], RECIPE | {"imported_from": "tool", "claimed": claimed})
+    assert "from tool; claimed to be of no model" in " ".join(run("qwen-cache", "inspect", cache).stdout.split())
+    page_of(cache, tmp_path / "page.html")
 
 
 def test_a_page_without_pictures_needs_no_torch(built: Built, tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 from base64 import b64decode
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from io import BytesIO
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from qwen_cache import open_cache
+from qwen_cache.encode.lanes import Seen, _joined
 from qwen_cache.encode.thumbnails import cut_thumbnails, join_thumbnails, thumbnail_size
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.errors import ThumbnailError
@@ -149,6 +152,34 @@ def jpeg(size: tuple[int, int], mode: str = "RGB", kind: str = "JPEG") -> bytes:
     return data.getvalue()
 
 
+def test_a_sample_with_too_many_pictures_has_none() -> None:
+    one = Image.new("RGB", (190, 8))
+    assert join_thumbnails([one] * 344) is not None  # 65,360 pixels wide
+    assert join_thumbnails([one] * 345) is None
+    assert _joined([Seen(Future(), done(one))] * 345) is None
+
+
+def done(picture: Image.Image) -> Future[Image.Image]:
+    future: Future[Image.Image] = Future()
+    future.set_result(picture)
+    return future
+
+
+def of_size(width: int, height: int) -> bytes:
+    """A JPEG whose header says so."""
+    data = jpeg((96, 64))
+    place = data.index(b"\xff\xc0") + 5
+    return data[:place] + struct.pack(">HH", height, width) + data[place + 4 :]
+
+
+@pytest.mark.parametrize("size", [(65_500, 65_500), (10_000, 10_000)])
+def test_a_bomb_is_no_thumbnail(size: tuple[int, int]) -> None:
+    """The second is one of which Pillow only warns."""
+    with pytest.raises(ThumbnailError) as error:
+        cut_thumbnails(of_size(*size), [(1, 4, 6)], "here")
+    assert error.value.found == f"{size[0]}×{size[1]} RGB"
+
+
 @pytest.mark.parametrize(
     "data",
     [b"", b"\xff\xd8\xff", jpeg((96, 64))[:-200], jpeg((96, 65)), jpeg((96, 64), "L"), jpeg((96, 64), kind="PNG")],
@@ -156,8 +187,9 @@ def jpeg(size: tuple[int, int], mode: str = "RGB", kind: str = "JPEG") -> bytes:
 )
 def test_what_is_no_such_jpeg_is_refused(data: bytes) -> None:
     assert len(cut_thumbnails(jpeg((96, 64)), [(1, 4, 6)], "here")) == 1
-    with pytest.raises(ThumbnailError):
+    with pytest.raises(ThumbnailError) as error:
         cut_thumbnails(data, [(1, 4, 6)], "here")
+    assert " at 0x" not in str(error.value)
 
 
 def test_the_examples_have_thumbnails_that_can_be_cut() -> None:

@@ -194,9 +194,9 @@ class Lanes:
         return picture.resize(size, Image.Resampling.LANCZOS)
 
 
-def _joined(pictures: Sequence[Seen]) -> torch.Tensor:
+def _joined(pictures: Sequence[Seen]) -> torch.Tensor | None:
     jpeg = join_thumbnails([each.thumbnail.result() for each in pictures if each.thumbnail])
-    return torch.frombuffer(bytearray(jpeg), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(jpeg), dtype=torch.uint8) if jpeg else None
 
 
 def described(tensors: dict[str, torch.Tensor], sample: Planned) -> tuple[dict[str, memoryview], dict[str, TensorSpec]]:

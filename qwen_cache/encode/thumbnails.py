@@ -1,7 +1,8 @@
 """Small pictures of a sample, kept in the cache for people to look at: the tensor `thumbnails`.
 
 All pictures stand side by side in one JPEG, the target first. The size of each follows from its size in tokens, so the
-JPEG can be cut into pictures again. Refused is one that cannot be read or has another size.
+JPEG can be cut into pictures again. Refused is one that cannot be read or has another size. There is none of a sample
+with more pictures than a JPEG has room for.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from io import BytesIO
 from itertools import accumulate
 
 from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
 
 from qwen_cache.encode.sizes import Size
 from qwen_cache.format.errors import ThumbnailError
@@ -18,6 +20,7 @@ from qwen_cache.format.sample import PIXELS_PER_TOKEN
 
 LONGER_SIDE = 192
 QUALITY = 85
+MOST_PIXELS = 65_500  # of a side of a JPEG, as libjpeg writes it
 
 
 def thumbnail_size(img_shape: tuple[int, int, int]) -> Size:
@@ -32,9 +35,12 @@ def thumbnail(picture: Image.Image, img_shape: tuple[int, int, int]) -> Image.Im
     return picture.resize(thumbnail_size(img_shape), Image.Resampling.LANCZOS, reducing_gap=3)
 
 
-def join_thumbnails(thumbnails: Sequence[Image.Image]) -> bytes:
-    """The JPEG of all of them."""
-    strip = Image.new("RGB", (sum(each.width for each in thumbnails), max(each.height for each in thumbnails)))
+def join_thumbnails(thumbnails: Sequence[Image.Image]) -> bytes | None:
+    """The JPEG of all of them; None when that would be too wide."""
+    width, height = sum(each.width for each in thumbnails), max(each.height for each in thumbnails)
+    if width > MOST_PIXELS:
+        return None
+    strip = Image.new("RGB", (width, height))
     for each, left in zip(thumbnails, accumulate((each.width for each in thumbnails), initial=0), strict=False):
         strip.paste(each, (left, 0))
     data = BytesIO()
@@ -49,7 +55,7 @@ def cut_thumbnails(
     sizes = [thumbnail_size(shape) for shape in img_shapes]
     expected = sum(width for width, _ in sizes), max(height for _, height in sizes)
     try:
-        with Image.open(BytesIO(jpeg), formats=["JPEG"]) as strip:
+        with JpegImageFile(BytesIO(jpeg)) as strip:  # reads no more than the header, so no size is too large
             if strip.size != expected or strip.mode != "RGB":
                 found = f"{strip.width}×{strip.height} {strip.mode}"
                 raise ThumbnailError(

@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,11 +37,7 @@ def load(folder: Path | Url) -> tuple[Manifest, bytes]:
     for _ in range(10):  # a commit between our two reads makes them disagree; the next pair agrees
         data = _read(folder / MANIFEST_NAME)
         if data is None:
-            raise ManifestError(
-                f"no {MANIFEST_NAME} here: not a cache, or one that was never finished",
-                where=folder,
-                do="run `qwen-cache build`" if isinstance(folder, Path) else "check the address",
-            )
+            raise _no_manifest(folder)
         manifest, found = parse_manifest(data, str(folder / MANIFEST_NAME)), "no file"
         for path in (folder / INDEX_NAME, pending_index(folder, manifest)):
             if (index := _read(path)) is None:
@@ -147,9 +143,15 @@ def pending_index(folder: Folder, manifest: Manifest) -> Folder:
 
 def leftovers(folder: Path, manifest: Manifest) -> list[Path]:
     """Every file of ours that the manifest does not name."""
+    needed = _only_replaced(folder, manifest)
     hidden = [path for name in (STAGING, REPLACED) for path in sorted((folder / name).rglob("*")) if path.is_file()]
     temporary = [*folder.glob(".*.tmp"), *folder.glob(f"index-{'[0-9a-f]' * 32}.parquet")]
-    return [*unlisted_shards(folder, manifest), *hidden, *sorted(temporary)]
+    return [*unlisted_shards(folder, manifest), *(path for path in hidden if path not in needed), *sorted(temporary)]
+
+
+def _only_replaced(folder: Path, manifest: Manifest) -> set[Path]:
+    """Shards of the dataset that lie only where replaced ones are kept: whoever lost the other copy reads this one."""
+    return {folder / REPLACED / shard.name for shard in manifest.shards if not (folder / shard.name).is_file()}
 
 
 def collect_garbage(folder: Path, *, dry_run: bool) -> dict[Path, int]:
@@ -164,6 +166,8 @@ def collect_garbage(folder: Path, *, dry_run: bool) -> dict[Path, int]:
         if not dry_run:
             for path in found:
                 path.unlink()
+            for path in filter(Path.is_file, _only_replaced(folder, manifest)):
+                os.replace(path, folder / path.name)
     return sizes
 
 
@@ -184,13 +188,20 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`: on disk before it gets its name, never partial under it."""
+    """Replace `path` by `data`: on disk before it gets its name, never partial under it; nothing stays of a failure."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None
+        raise
     _sync(path.parent)
 
 
@@ -201,6 +212,16 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _no_manifest(folder: Path | Url) -> ManifestError:
+    if not isinstance(folder, Path):
+        return ManifestError(f"no {MANIFEST_NAME} here: not a cache", where=folder, do="check the address")
+    if any((folder / STAGING).rglob("*.tar")):
+        do = "run the same `qwen-cache build` again: it goes on"
+        return ManifestError("this cache is not finished", where=folder, do=do)
+    do = "name the folder of a cache; `qwen-cache build` makes one of pictures"
+    return ManifestError(f"no {MANIFEST_NAME} here: not a cache", where=folder, do=do)
 
 
 def _read(path: Path | Url) -> bytes | None:

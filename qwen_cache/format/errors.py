@@ -18,7 +18,7 @@ from typing import ClassVar
 
 RESTORE = "restore the file from a copy, or run `qwen-cache build` into an empty folder"
 RESTORE_SHARD = "restore the shard from a copy, or delete it and run `qwen-cache build` again"
-UPGRADE = "install a newer qwen-cache"
+UPGRADE = "install a newer version: `git pull && pip install .` in its repository"
 
 
 class QwenCacheError(Exception):

@@ -2,24 +2,40 @@
 
 Two JSON documents lie in it: `overview`, which is `inspect --json`, and `samples`, a row for each sample, which a few
 lines of JavaScript search, filter and show, a hundred at a time. Pictures are in the page while they are few, else in a
-folder beside it. Whatever a source says, such as a prompt, is text in it, never markup.
+folder beside it. Whatever a source says, such as a prompt, is text in it, never markup. Refused are places that are no
+plain file, and those in a cache.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from qwen_cache.console import counting, human_bytes, plural
-from qwen_cache.format.cache import open_cache
 from qwen_cache.format.directory import write_durably
-from qwen_cache.format.index import IndexRow
+from qwen_cache.format.errors import ConfigError
+from qwen_cache.format.index import INDEX_NAME, IndexRow
+from qwen_cache.format.manifest import MANIFEST_NAME
+from qwen_cache.format.remote import location
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, token_count
-from qwen_cache.inspect import BATCHES, about_batches, against_source, batch_row, binned, savings
+from qwen_cache.inspect import (
+    BATCHES,
+    Opened,
+    about_batches,
+    about_partial,
+    against_source,
+    batch_row,
+    binned,
+    imported,
+    savings,
+)
 from qwen_cache.page.charts import bar_chart
 from qwen_cache.page.flags import FLAGS
 from qwen_cache.page.frame import table, whole_page
@@ -28,17 +44,50 @@ from qwen_cache.page.pictures import Draw
 
 COLUMNS = ("key", "name", "prompt", "sizes", "text_tokens", "image_tokens", "edit_mask_from", "recipe", "pictures")
 PICTURED_WITHIN = 200  # samples: some 10 MB; with more, a page would take long to open
+LONGEST_NAME = 240  # bytes, of the 255 of a file system: some are for the names beside it
+PICTURE_NAME = re.compile(r"[0-9a-f]{32}-[0-9]+\.jpg")
 LINKS = 12  # of a flag; the list below has all
 SAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})  # so that no text can end a script
 
 
-def write_page(path: Path, overview: Mapping[str, Any], draw: Draw | None = None, gallery: int = 0) -> None:
-    """Replace `path` by the page about what `summarise` said, with pictures of at most `gallery` samples."""
+def check_place(path: Path, cache: str) -> None:
+    """ConfigError where a page cannot be written, or would replace something that is no page."""
+    try:
+        fault = _fault(path, location(cache))
+    except OSError as error:  # of a folder with too long a name, or one that nobody may look into
+        fault = str(error.strerror)
+    if fault:
+        raise ConfigError(f"a page cannot be written here: {fault}", where=path, do="give --html another file")
+
+
+def _fault(path: Path, cache: object) -> str | None:
+    if path.name in ("", "..", "-"):
+        return "this names no file"
+    if len(os.fsencode(path.name)) > LONGEST_NAME:
+        return "its name is too long"
+    if path.is_symlink():
+        return "this is a symbolic link"
+    if path.exists() and not path.is_file():
+        return "this is a folder" if path.is_dir() else "this is a device or a pipe"
+    if not next(parent for parent in path.absolute().parents if parent.exists()).is_dir():
+        return "it would lie in a file"
+    if isinstance(cache, Path) and path.parent.resolve().is_relative_to(cache.resolve()):
+        return "it would lie in the cache"
+    return "a file of a cache has this name" if path.name in (MANIFEST_NAME, INDEX_NAME) else None
+
+
+def write_page(
+    path: Path, overview: Mapping[str, Any], opened: Opened, draw: Draw | None = None, gallery: int = 0
+) -> None:
+    """Replace `path` by the page about what `survey` said, with pictures of at most `gallery` samples."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = list(sample_rows(overview["cache"], overview["recipes"]))
-    if draw:
-        add_pictures(rows, overview["cache"], draw, gallery, path)
+    rows = [sample_row(row, recipe) for recipe, (_, of_recipe) in opened.items() for row in of_recipe]
+    folder = path.with_name(f"{path.stem}_files")
+    kept = add_pictures(rows, opened, draw, gallery, folder) if draw else set()
     write_durably(path, page(overview, rows).encode("utf-8"))
+    for old in folder.glob("*.jpg"):
+        if PICTURE_NAME.fullmatch(old.name) and old.name not in kept:
+            old.unlink()
 
 
 def page(overview: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
@@ -58,31 +107,33 @@ def data(name: str, value: Any) -> str:
 # ---- samples ---------------------------------------------------------------------------------------------------------
 
 
-def sample_rows(cache: str, recipes: Iterable[str]) -> Iterator[list[Any]]:
-    """What the list shows of every sample, by `COLUMNS`; no pictures yet."""
-    for recipe in recipes:
-        for row in open_cache(cache, recipe=recipe).rows():
-            yield sample_row(row, recipe)
-
-
 def sample_row(row: IndexRow, recipe: str) -> list[Any]:
+    """What the list shows of a sample, by `COLUMNS`; no pictures yet."""
     meta = row.meta
     sizes = [[w * PIXELS_PER_TOKEN, h * PIXELS_PER_TOKEN] for _, h, w in meta.img_shapes]
     tokens = (meta.text_length, token_count(meta.img_shapes))
     return [meta.key, row.name, meta.prompt, sizes, *tokens, meta.edit_mask_from, recipe, []]
 
 
-def add_pictures(rows: Sequence[list[Any]], cache: str, draw: Draw, gallery: int, path: Path) -> None:
-    """Pictures of some of them, evenly chosen: pairs of a title and where it is, in the page or beside it."""
+def add_pictures(rows: Sequence[list[Any]], opened: Opened, draw: Draw, gallery: int, folder: Path) -> set[str]:
+    """Pictures of some of them, evenly chosen: pairs of a title and where it is, in the page or in `folder`.
+
+    Returns the names of those in the folder.
+    """
     chosen = evenly(len(rows), gallery)
-    folder = None if len(chosen) <= PICTURED_WITHIN else path.with_name(f"{path.stem}_files")
-    caches = {recipe: open_cache(cache, recipe=recipe) for recipe in {row[COLUMNS.index("recipe")] for row in rows}}
+    names: set[str] = set()
+    beside = len(chosen) > PICTURED_WITHIN
     with counting("drawing", len(chosen)) as advance:
         for i in chosen:
             key, recipe = rows[i][0], rows[i][COLUMNS.index("recipe")]
-            drawn = enumerate(draw(caches[recipe][key]))
-            rows[i][-1] = [[title, _place(jpeg, folder, f"{key}-{n}.jpg")] for n, (title, jpeg) in drawn]
+            drawn = {f"{key}-{n}.jpg": each for n, each in enumerate(draw(opened[recipe][0][key]))}
+            rows[i][-1] = [
+                [title, _beside(folder, name, jpeg) if beside else _within(jpeg)]
+                for name, (title, jpeg) in drawn.items()
+            ]
+            names |= drawn.keys() if beside else set()
             advance(1)
+    return names
 
 
 def evenly(count: int, most: int) -> list[int]:
@@ -92,12 +143,14 @@ def evenly(count: int, most: int) -> list[int]:
     return [i * (count - 1) // max(most - 1, 1) for i in range(most)]
 
 
-def _place(jpeg: bytes, folder: Path | None, name: str) -> str:
-    if folder is None:
-        return f"data:image/jpeg;base64,{b64encode(jpeg).decode('ascii')}"
+def _within(jpeg: bytes) -> str:
+    return f"data:image/jpeg;base64,{b64encode(jpeg).decode('ascii')}"
+
+
+def _beside(folder: Path, name: str, jpeg: bytes) -> str:
     folder.mkdir(exist_ok=True)
     (folder / name).write_bytes(jpeg)
-    return f"{folder.name}/{name}"
+    return f"{quote(os.fsencode(folder.name))}/{name}"
 
 
 def listing() -> str:
@@ -118,7 +171,7 @@ def listing() -> str:
 def cache_facts(overview: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "cache", overview["cache"]
     if overview["state"] == "partial":
-        yield "state", f"partial: {human_bytes(overview['staged_bytes'])} encoded; the same build command goes on"
+        yield "state", f"partial: {about_partial(overview)}"
         return
     if "source" in overview:
         yield "state", against_source(overview)
@@ -164,7 +217,7 @@ def recipe_facts(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if weights:
         yield "fingerprints", ", ".join(weights)
     if "imported_from" in made:
-        yield "imported", f"from {made['imported_from']}; claimed to be of {made['claimed']['model']}"
+        yield "imported", imported(made)
     yield "samples", f"{recipe['samples']:,}, {recipe['edit_masks']:,} with an edit mask"
     yield "identity", recipe["identity"]
     sizes = (f"{tensor} {human_bytes(count)}" for tensor, count in recipe["tensor_bytes"].items())

@@ -1,67 +1,130 @@
-"""Which pictures look alike, by difference hashes of their thumbnails.
+"""Which pictures look alike: told from their thumbnails, whatever was done to the file.
 
-A hash says, for each place of a small grey picture, whether its neighbour to the right is brighter, and the one below:
-128 bits that scaling, compression and less light hardly change (N. Krawetz, "Kind of Like That", 2013). Two
-pictures look alike when at most `MOST_BITS` differ. Pictures of one tone have no hash.
+Pictures look alike when their edges are in the same places, with the same strength beside each other, and their
+colours are the same beside their contrast. Scaling, compression, less light or contrast, and a crop of a hundredth
+hardly change that; one of the two may be grey. Edges are compared across and down on their own, as lines of text differ
+in one of both alone. Pictures that are plain, or change evenly from side to side, look like nothing. All are compared
+with all, as products of matrices: many take long, whatever they show, but nothing that they show takes for ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-SIDE = 8
-MOST_BITS = 7
-FEWEST_TONES = 16  # of 255, from the darkest to the brightest place: with fewer, noise decides
-AT_ONCE = 1 << 22  # comparisons
+SIDE, COLOUR_SIDE = 12, 6  # finer, and a crop moves edges elsewhere; coarser, and all text is alike
+LEAST_EDGES = 0.5  # grey levels from place to place, on average: with less, noise decides
+LEAST_COLOUR = 4  # levels from grey: with less a picture is taken for a grey one
+EDGES_ALIKE = 0.95  # correlation: photographs keep more after those changes, two views of one scene have 0.6
+COLOURS_APART = 0.35  # of the stronger ones: a sky that more light makes white loses about as much
+ROWS, COLUMNS = 128, 2048  # compared at once: what is made of them stays in the processor's cache
 
-Hash = npt.NDArray[np.uint16]
-"""`[8]`: 128 bits in eight parts. Of hashes that differ in seven bits at most, one part is equal."""
-
-
-def difference_hash(picture: Image.Image) -> Hash | None:
-    """None where there is next to nothing to see."""
-    grey = picture.convert("L").resize((SIDE + 1, SIDE + 1), Image.Resampling.BOX)
-    places = np.asarray(grey, dtype=np.int16)
-    if np.ptp(places) < FEWEST_TONES:
-        return None
-    bits = np.stack([places[:-1, 1:] > places[:-1, :-1], places[1:, :-1] > places[:-1, :-1]])
-    return np.packbits(bits).view(np.uint16)
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+Look = npt.NDArray[np.uint8]
+"""`[12, 12, 3]`: a picture in YCbCr, as small as it is compared."""
 
 
-def alike(hashes: Sequence[Hash]) -> list[list[int]]:
-    """Groups of positions: each looks like another of its group."""
-    if not hashes:
+def look(picture: Image.Image) -> Look:
+    """What `alike` compares of a picture."""
+    return np.asarray(picture.convert("YCbCr").resize((SIDE, SIDE), Image.Resampling.BOX))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of many pictures, by position `N`."""
+
+    position: npt.NDArray[np.intp]
+    across: Floats
+    """`[N, 132]`: differences from left to right, of length 1."""
+    down: Floats
+    """`[N, 132]`: and from top to bottom."""
+    colours: Floats
+    """`[N, 72]`: in units of the contrast; 0 for a grey picture."""
+
+    def of(self, which: slice | Bools) -> Seen:
+        return Seen(*(getattr(self, field.name)[which] for field in fields(self)))
+
+    def near(self, others: Seen) -> Bools:
+        """`[N, M]`: which look alike; each test is made where the one before left some."""
+        near: Bools = self.across @ others.across.T >= EDGES_ALIKE
+        if near.any():
+            near &= self.down @ others.down.T >= EDGES_ALIKE
+        if near.any():
+            near &= _same_colours(self.colours, others.colours)
+        return near
+
+
+def alike(looks: Sequence[Look], advance: Callable[[int], None] = lambda _: None) -> list[list[int]]:
+    """Groups of positions: each looks like the first of its group. `advance` is told of those that are compared."""
+    if not looks:
         return []
-    group = list(range(len(hashes)))
+    rest, groups = _seen(looks), []
+    advance(len(looks) - len(rest.position))
+    while left := len(rest.position):
+        some = rest.of(slice(ROWS))
+        near = np.concatenate([some.near(rest.of(slice(i, i + COLUMNS))) for i in range(0, left, COLUMNS)], axis=1)
+        free = np.ones(left, bool)
+        for i in np.flatnonzero(near.sum(1) > 1):
+            group = near[i] & free
+            group[:i] = False
+            if free[i] and group.sum() > 1:
+                free &= ~group
+                groups.append(rest.position[group].tolist())
+        rest, free = rest.of(slice(ROWS, None)), free[ROWS:]
+        rest = rest if free.all() else rest.of(free)
+        advance(left - len(rest.position))
+    return groups
 
-    def first(i: int) -> int:
-        while group[i] != i:
-            group[i] = group[group[i]]
-            i = group[i]
-        return i
 
-    for i, j in _pairs(np.stack(hashes)):
-        group[max(first(i), first(j))] = min(first(i), first(j))
-    groups: dict[int, list[int]] = {}
-    for i in range(len(hashes)):
-        groups.setdefault(first(i), []).append(i)
-    return [each for each in groups.values() if each[1:]]
+def _same_colours(these: Floats, those: Floats) -> Bools:
+    """`[N, M]`: which have the same, or are grey."""
+    length, others = np.square(these).sum(1)[:, None], np.square(those).sum(1)
+    least = np.maximum(length, others)
+    least *= -(COLOURS_APART**2)
+    least += length
+    least += others
+    close: Bools = 2 * these @ those.T >= least
+    close |= (length == 0) | (others == 0)
+    return close
 
 
-def _pairs(hashes: npt.NDArray[np.uint16]) -> Iterator[tuple[int, int]]:
-    """Those that look alike, each at least once: compared is only what has a part in common."""
-    for part in hashes.T:
-        order = np.argsort(part, kind="stable")
-        ends = np.flatnonzero(np.diff(part[order])) + 1
-        for same in np.split(order, ends):
-            rows = max(1, AT_ONCE // len(same))
-            for begin in range(0, len(same) if len(same) > 1 else 0, rows):
-                some = same[begin : begin + rows]
-                bits = np.bitwise_count(hashes[some, None] ^ hashes[same]).sum(-1, dtype=np.uint8)
-                for i, j in zip(*np.nonzero(bits <= MOST_BITS), strict=True):
-                    if some[i] < same[j]:
-                        yield int(some[i]), int(same[j])
+def _seen(looks: Sequence[Look]) -> Seen:
+    """Of those that have edges."""
+    parts = [_seen_of(begin, np.stack(looks[begin : begin + COLUMNS])) for begin in range(0, len(looks), COLUMNS)]
+    return Seen(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Seen)))
+
+
+def _seen_of(begin: int, looks: Look) -> Seen:
+    """Of `[N, 12, 12, 3]`, the first of which is at position `begin`."""
+    pictures: Floats = looks.astype(np.float32)
+    ramp = np.linspace(-1, 1, SIDE)
+    even = _unit(np.stack([np.ones(SIDE * SIDE), np.tile(ramp, SIDE), np.repeat(ramp, SIDE)]).astype(np.float32))
+    grey: Floats = pictures[..., 0].reshape(len(looks), -1)
+    grey -= grey @ even.T @ even  # without what changes evenly
+    rough: Floats = grey.reshape(-1, SIDE, SIDE)
+    across = (rough[:, :, 1:] - rough[:, :, :-1]).reshape(len(looks), -1)
+    down = (rough[:, 1:] - rough[:, :-1]).reshape(len(looks), -1)
+    has_edges = np.minimum(np.square(across).mean(1), np.square(down).mean(1)) >= LEAST_EDGES**2
+    colours = _coarse(pictures[..., 1:] - 128)
+    colours[np.abs(colours).max(1) < LEAST_COLOUR] = 0
+    colours /= np.maximum(rough.std(axis=(1, 2)), 1)[:, None]
+    return Seen(begin + np.arange(len(looks)), _unit(across), _unit(down), colours).of(has_edges)
+
+
+def _unit(vectors: Floats) -> Floats:
+    lengths = np.sqrt(np.square(vectors).sum(1, keepdims=True))
+    of_length_1: Floats = vectors / np.maximum(lengths, np.float32(1e-6))
+    return of_length_1
+
+
+def _coarse(colours: Floats) -> Floats:
+    """`[N, 12, 12, 2]` as `[N, 72]`."""
+    each = SIDE // COLOUR_SIDE
+    squares = colours.reshape(len(colours), COLOUR_SIDE, each, COLOUR_SIDE, each, 2)
+    means: Floats = squares.mean(axis=(2, 4))
+    return means.reshape(len(colours), -1)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from qwen_cache.console import counting
 from qwen_cache.format.cache import Cache
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.sample import SampleMeta
-from qwen_cache.page.duplicates import Hash, alike, difference_hash
+from qwen_cache.page.duplicates import Look, alike, look
 from qwen_cache.page.pictures import stored_pictures
 from qwen_cache.page.tensors import numbers, peak, rms
 
@@ -63,16 +64,26 @@ def frequent(prompts: Counter[str]) -> set[str]:
     return often if len(prompts) > 1 else set()
 
 
-def scan_flags(cache: Cache, advance: Callable[[int], None]) -> dict[str, list[str]]:
-    """What the tensors say; `advance` is told of each sample. Of duplicates nothing without thumbnails."""
+def scan_flags(cache: Cache) -> dict[str, list[str]]:
+    """What the tensors say, of duplicates nothing without thumbnails."""
+    looks: dict[str, Look] = {}
+    with counting(f"reading {cache.recipe_name}", len(cache)) as advance:
+        found = _odd(cache, looks, advance)
+    if not looks:
+        return found
+    with counting("comparing pictures", len(looks)) as advance:
+        return found | {"near_duplicate": _near_duplicates(cache, looks, advance)}
+
+
+def _odd(cache: Cache, looks: dict[str, Look], advance: Callable[[int], None]) -> dict[str, list[str]]:
+    """What the tensors of each sample say; into `looks` goes what each target looks like."""
     found: dict[str, list[str]] = {"empty_mask": [], "full_mask": []}
     sizes: defaultdict[str, dict[str, float]] = defaultdict(dict)
     peaks: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    looks: dict[str, Hash | None] = {}
     for sample in cache:
         target = sample.row.meta.inputs.target
         if "thumbnails" in sample.row.meta.tensors and target not in looks:
-            looks[target] = difference_hash(stored_pictures(sample)[0])
+            looks[target] = look(stored_pictures(sample)[0])
         if "edit_mask" in sample.row.meta.tensors:
             mask = numbers(sample, "edit_mask")
             found["empty_mask"] += [] if mask.any() else [sample.key]
@@ -84,17 +95,16 @@ def scan_flags(cache: Cache, advance: Callable[[int], None]) -> dict[str, list[s
     odd = {key for each in sizes.values() for key in outliers(each.keys(), list(each.values()))}
     odd |= {key for each in peaks.values() for key in spikes(each.keys(), list(each.values()))}
     found["extreme_numbers"] = [row.meta.key for row in cache.rows() if row.meta.key in odd]
-    return found | ({"near_duplicate": _near_duplicates(cache, looks)} if looks else {})
+    return found
 
 
-def _near_duplicates(cache: Cache, looks: Mapping[str, Hash | None]) -> list[str]:
+def _near_duplicates(cache: Cache, looks: Mapping[str, Look], advance: Callable[[int], None]) -> list[str]:
     """The keys, group by group, of samples whose targets are different files that look alike."""
-    seen = {target: look for target, look in looks.items() if look is not None}
     keys: defaultdict[str, list[str]] = defaultdict(list)
     for row in cache.rows():
         keys[row.meta.inputs.target].append(row.meta.key)
-    targets = list(seen)
-    return [key for group in alike(list(seen.values())) for i in group for key in keys[targets[i]]]
+    targets = list(looks)
+    return [key for group in alike(list(looks.values()), advance) for i in group for key in keys[targets[i]]]
 
 
 def outliers(keys: Iterable[str], values: Sequence[float]) -> set[str]:
