@@ -139,7 +139,7 @@ def inspect(
         ),
     ] = None,
     sample: Annotated[
-        str | None, typer.Option(help="One sample whole, by its key or how that begins.", metavar="KEY")
+        str | None, typer.Option(help="One sample whole, by its name, its key, or how that begins.", metavar="KEY")
     ] = None,
     mask_head: Annotated[
         Path | None, typer.Option(help="What `qwen-train mask-head` made: list the masks least like what it sees.")

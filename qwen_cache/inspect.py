@@ -307,13 +307,16 @@ def _two_columns(title: str, second: str, values: dict[str, str]) -> Any:
 
 
 def find(path: str | Path, key: str) -> tuple[str, Sample]:
-    """The recipe and the sample whose key begins with `key`, of all recipes."""
+    """The recipe and the sample that is called `key`, or whose key begins so, of all recipes."""
     folder = location(path)
     manifest, _ = directory.load(folder)
     caches = {name: open_cache(folder, recipe=name) for name in sorted(manifest.recipes)}
-    found = [(name, k) for name, cache in caches.items() for k in cache.table["key"].to_pylist() if k.startswith(key)]
+    pairs = {name: [cache.table[column].to_pylist() for column in ("key", "name")] for name, cache in caches.items()}
+    every = [(recipe, k, called) for recipe, columns in pairs.items() for k, called in zip(*columns, strict=True)]
+    found = [(recipe, k) for recipe, k, called in every if key in (k, called)]
+    found = found or [(recipe, k) for recipe, k, _ in every if k.startswith(key)]
     if len(found) != 1:
-        what = f"{plural(len(found), 'sample')} of this cache have a key that begins like this"
+        what = f"{plural(len(found), 'sample')} of this cache are called like this, or have a key that begins so"
         raise ConfigError(what, where=folder, found=key, do="name one: `qwen-cache inspect --html FILE` lists all")
     name, whole = found[0]
     return name, caches[name][whole]

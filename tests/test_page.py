@@ -337,6 +337,7 @@ def test_one_sample_whole(built: Built, options: tuple[str, ...]) -> None:
             named = [tensor[which] for which in ("min", "max", "mean") if which in tensor]
             assert named == pytest.approx([float(number) for number in numbers])
         text = run("qwen-cache", "inspect", path, "--sample", sample.key).stdout
+        assert run("qwen-cache", "inspect", path, "--sample", sample.name).stdout == text
         words = (sample.key, sample.name, sample.prompt[:20], said["shard"], *said["tensors"])
         assert all(word in text for word in words)
 
@@ -350,8 +351,10 @@ def refusal(cache: Path, key: str) -> str:
 
 def test_a_key_names_one_sample(built: Built) -> None:
     cache = built("edit-plus")
-    assert "0 samples of this cache have a key that begins like this" in refusal(cache, open_cache(cache)[0].key[4:])
-    assert "4 samples of this cache have a key that begins like this" in refusal(cache, "")
+    assert "0 samples of this cache are called like this, or have a key that begins so" in refusal(
+        cache, open_cache(cache)[0].key[4:]
+    )
+    assert "4 samples of this cache are called like this, or have a key that begins so" in refusal(cache, "")
 
 
 @pytest.mark.parametrize(
