@@ -81,20 +81,22 @@ def console() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def progress(*, remaining: bool = True) -> Progress:
-    """A progress line on stderr; `remaining` time is for work whose size is known."""
+def progress(*, remaining: bool = True, transient: bool = False) -> Progress:
+    """A progress line on stderr, `transient` or not; `remaining` time is for work whose size is known."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = [TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[count]}")]
     columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()] if remaining else []
-    return Progress(*columns, console=console())
+    return Progress(*columns, console=console(), transient=transient)
 
 
 @contextmanager
-def counting(what: str, total: int | None = None, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
-    """A progress line; what it yields is told how much more is done."""
+def counting(
+    what: str, total: int | None = None, *, in_bytes: bool = False, transient: bool = False
+) -> Iterator[Callable[[int], None]]:
+    """A progress line; what it yields is told how much more is done. `transient`: gone when all is."""
     begin, done = time.monotonic(), 0
-    with progress(remaining=total is not None) as bar:
+    with progress(remaining=total is not None, transient=transient) as bar:
         task = bar.add_task(what, total=total, count="")
 
         def advance(count: int) -> None:

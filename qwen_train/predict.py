@@ -76,11 +76,13 @@ def draw(
     config: PredictConfig,
     *,
     save_interrupted: bool = False,
+    one_of_many: bool = False,
 ) -> Drawn:
     """Call the pipeline. The first signal ends it after the step in hand, with its picture as it is then, or none."""
     pipeline.set_progress_bar_config(disable=True)
     done = 0
-    with Signals() as signals, counting("drawing", len(config.sigmas or ()) or config.num_inference_steps) as advance:
+    steps = len(config.sigmas or ()) or config.num_inference_steps
+    with Signals() as signals, counting("drawing", steps, transient=one_of_many) as advance:
 
         def on_step_end(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             nonlocal done

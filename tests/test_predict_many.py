@@ -133,6 +133,7 @@ def test_a_folder_of_pictures_is_drawn_with_one_prompt(predict: Predict, picture
     result = predict("--source", pictures, "--prompt", "make it red", "--out", drawn)
     assert result.code == 0, result.stderr
     assert {str(path.relative_to(drawn)) for path in drawn.rglob("*.png")} == {"cat.png", "cup.png", "more/flower.png"}
+    assert [result.stderr.count(what) for what in ("drawing", "pictures ━")] == [0, 1], "one line for all"
     named = {"cat": ["cat.png"], "cup": ["cup.png", "cup_control_1.png"]}
     for name, files in named.items():
         images = [option for file in files for option in ("--image", pictures / file)]

@@ -80,7 +80,7 @@ def draw_jobs(
         if job.name not in embeds:
             raise SourceError("the picture was there and is gone", where=job.name, do="run the same command again")
         there = {name: tensor.to(devices.transformer) for name, tensor in embeds[job.name].items()}
-        picture: Image.Image = draw(pipeline, pictures_of(job), there, config).pictures[0]
+        picture: Image.Image = draw(pipeline, pictures_of(job), there, config, one_of_many=True).pictures[0]
         return picture
 
     made = Done([], [], [])
