@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from qwen_cache import open_cache
 
-from .conftest import command, run
+from .conftest import run
 from .equivalence.judge import stock_pipeline
 from .test_train import SMALL, Trainer, refused
 
@@ -128,6 +128,7 @@ def test_a_folder_without_latents_is_refused(tmp_path: Path, tiny_model: Callabl
 
 
 @pytest.mark.parametrize("program", ["decode", "report"])
-def test_the_default_folder_need_not_exist(program: str, tmp_path: Path) -> None:
-    result = command("qwen-train", program, cwd=tmp_path)
+def test_the_default_folder_need_not_exist(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("qwen-train", program)
     refused(result, "out: no latents here" if program == "decode" else "out: no run here")

@@ -57,7 +57,7 @@ def processes(source: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("limit", ["batch_size", "max_tokens"])
+@pytest.mark.parametrize("limit", [pytest.param("batch_size", marks=pytest.mark.slow), "max_tokens"])
 def test_losses_and_lora_are_those_of_a_cache(limit: str, pairs: Path, tmp_path: Path, model: Path) -> None:
     """More than an epoch: a sample is encoded again when it comes again. The encoders end with the training.
 
@@ -76,7 +76,13 @@ def test_losses_and_lora_are_those_of_a_cache(limit: str, pairs: Path, tmp_path:
     assert fly.read_bytes() == from_cache.read_bytes()
 
 
-@pytest.mark.parametrize("settings", [(), ("--set", "data.condition_image_size=30000")], ids=["small", "larger"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(("--set", "data.condition_image_size=30000"), id="larger"),
+        pytest.param((), id="small", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("variant", ["edit-plus", "edit", "t2i"])
 def test_tokens_are_those_of_the_cache_though_nothing_is_encoded(
     variant: str, settings: tuple[str, ...], pairs: Path, tmp_path: Path, tiny_model: Callable[[str], Path]
@@ -131,7 +137,7 @@ def test_several_training_processes_are_refused(
     assert "--encode-on-the-fly is for one training process (found 2)" in result.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_the_encoders_end_with_the_trainer(number: int, pairs: Path, tmp_path: Path, model: Path) -> None:
     """A Ctrl-C saves first; after a kill nothing is left running, nor on the disk."""
     temporary = tmp_path / "tmp"

@@ -120,6 +120,7 @@ def test_the_tokenizer_takes_any_text(models, text):
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize("variant", PREFIX_LENGTHS)
 def test_the_stock_pipeline_runs(models, variant):
     pipeline = load_pipeline(models[variant])

@@ -185,7 +185,7 @@ def test_every_nth_block_is_recomputed_with_the_same_result(
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_compiled_blocks_learn_the_same(train: Trainer, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     settings = {**EVERYTHING_RANDOM, "train.method": method, "train.lora.lora_dropout": 0.0}
     plain = train(settings=settings, out="plain")
