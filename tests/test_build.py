@@ -410,7 +410,7 @@ def test_what_a_power_loss_may_not_reorder(
     assert contents(tmp_path / "copy").keys() == contents(shards).keys()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_killed_process_is_resumed_to_the_same_bytes(number: int, pairs: Path, tmp_path: Path, model: Path) -> None:
     """The real encoders in a real process, stopped once it has written something."""
     assert build(pairs, tmp_path / "whole", model).code == 0

@@ -83,7 +83,9 @@ def test_losses_and_lora_are_those_of_a_cache(limit: str, pairs: Path, tmp_path:
         pytest.param((), id="small", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("variant", ["edit-plus", "edit", "t2i"])
+@pytest.mark.parametrize(
+    "variant", ["edit-plus", *(pytest.param(name, marks=pytest.mark.slow) for name in ("edit", "t2i"))]
+)
 def test_tokens_are_those_of_the_cache_though_nothing_is_encoded(
     variant: str, settings: tuple[str, ...], pairs: Path, tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:

@@ -84,6 +84,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_bytes_in_another_process_too(models, make_tiny_model, tmp_path):
     command = [sys.executable, TOOL, tmp_path / "again", "--variant", "edit-2511", "--seed", "0"]
     subprocess.run(command, check=True, capture_output=True)
