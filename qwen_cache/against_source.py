@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from qwen_cache.config import CONFIG_NAME, Config, load_config
 from qwen_cache.console import counting
+from qwen_cache.encode.builder import as_encoded, check_tokens
 from qwen_cache.encode.parts import Part
 from qwen_cache.encode.plan import NEW, Plan, Rules, make_plan
 from qwen_cache.encode.sizes import Resolution
-from qwen_cache.encode.source import Problem, Row, read_source
-from qwen_cache.encode.template import PIXEL_TOKENS
+from qwen_cache.encode.source import read_source
 from qwen_cache.format.cache import Cache, open_cache
 from qwen_cache.format.directory import shard_places
 from qwen_cache.format.errors import ConfigError, SourceError
@@ -94,7 +93,7 @@ def _plan(cache: Cache, settings: Config, source: str) -> Plan:
     if settings.data.part:
         part = Part.parse(settings.data.part)
         rows, problems = part.of(rows), part.of(problems)
-    unusable = [Problem(row.where, token, "") for row in rows for token in PIXEL_TOKENS if token in row.prompt]
+    unusable = check_tokens(rows)
     rows = [row for row in rows if row.where not in {problem.where for problem in unusable}]
     rules = Rules(
         model.pipeline,
@@ -105,8 +104,9 @@ def _plan(cache: Cache, settings: Config, source: str) -> Plan:
     )
     here = _shards_here(cache)
     cached = {row.meta.key: row for row in cache.rows() if row.shard in here}
+    masks = cache.format_version > 1 and settings.data.edit_mask != "none"
+    seen = as_encoded(rows, masks=masks, phrases="attention" in recipe or "mask_head" in recipe)
     with counting("reading the source", total=len(rows)) as advance:
-        seen = [_as_encoded(row, cache, settings) for row in rows]
         return make_plan(seen, [*problems, *unusable], rules, cached, on_row=lambda: advance(1))
 
 
@@ -116,11 +116,3 @@ def _shards_here(cache: Cache) -> set[str]:
     if not isinstance(folder, Path):
         return names
     return {name for name in names if any(path.is_file() for path in shard_places(folder, name))}
-
-
-def _as_encoded(row: Row, cache: Cache, settings: Config) -> Row:
-    """Without what the recipe does not look at."""
-    recipe = cache.recipe.recipe
-    keeps_masks = cache.format_version > 1 and settings.data.edit_mask != "none"
-    attends = "attention" in recipe or "mask_head" in recipe
-    return replace(row, mask=row.mask if keeps_masks else None, phrase=row.phrase if attends else ())

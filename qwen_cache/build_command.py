@@ -83,10 +83,12 @@ def run_build(
 
 def check_devices(config: Config) -> None:
     """DeviceError for one that was named and is not there, before anything is read."""
-    for name, option in ((config.cache.vae_device, "--vae-device"), (config.cache.text_device, "--text-device")):
-        if name != "auto":
-            from qwen_cache.encode.devices import choose_devices
+    devices = {"--vae-device": config.cache.vae_device, "--text-device": config.cache.text_device}
+    named = {option: name for option, name in devices.items() if name != "auto"}
+    if named:
+        from qwen_cache.encode.devices import choose_devices
 
+        for option, name in named.items():
             choose_devices(name, option)
 
 

@@ -144,7 +144,7 @@ def inspect(
     mask_head: Annotated[
         Path | None, typer.Option(help="What `qwen-train mask-head` made: list the masks least like what it sees.")
     ] = None,
-    worst: Annotated[int, typer.Option(help="With --mask-head: how many.", min=1)] = 12,
+    worst: Annotated[int | None, typer.Option(help="With --mask-head: how many.", min=1, show_default="12")] = None,
     pictures: Annotated[
         Path | None, typer.Option(help="With --mask-head: a PNG of them, 24 at most, decoded by the VAE.")
     ] = None,
@@ -163,16 +163,18 @@ def inspect(
     from qwen_cache.format.errors import ConfigError
     from qwen_cache.inspect import describe, print_overview, print_sample, survey
 
-    if pictures is not None and mask_head is None:
-        raise ConfigError("--pictures shows what --mask-head finds", do="give --mask-head as well")
+    if (pictures is not None or worst is not None) and mask_head is None:
+        raise ConfigError("--pictures and --worst are about what --mask-head finds", do="give --mask-head as well")
     if (decode or gallery is not None) and html is None:
         raise ConfigError("--decode and --gallery are about the pictures of a page", do="give --html FILE as well")
     if sample is not None:
-        if html is not None or mask_head is not None or source is not None:
-            do = "leave --html and --mask-head to another command, and --source"
-            raise ConfigError("--sample shows one sample", do=do)
+        others = {"--html": html, "--mask-head": mask_head, "--source": source, "--scan": scan, "--model": model}
+        if given := [name for name, value in (others | {"--config": config, "--set": set_}).items() if value]:
+            raise ConfigError("--sample shows one sample", found=", ".join(given), do="leave them to another command")
         (print_json if json else print_sample)(describe(cache, sample))
         return 0
+    if model is not None and not (decode or pictures):
+        raise ConfigError("--model is for pictures that its VAE decodes", do="give --decode or --pictures as well")
     if html is not None:
         from qwen_cache.page.document import check_place
 
@@ -182,7 +184,7 @@ def inspect(
     if mask_head is not None:
         from qwen_cache.doubtful_masks import flagged, print_doubtful, review
 
-        doubtful = review(cache, mask_head, worst, vae_device, pictures, model)
+        doubtful = review(cache, mask_head, worst or 12, vae_device, pictures, model)
         overview = flagged(overview, doubtful)
     if html is not None:
         from qwen_cache.page.document import write_page

@@ -101,7 +101,7 @@ def _recipe(cache: Cache, rows: Sequence[IndexRow], scan: bool) -> dict[str, Any
         "batches": _batches(cache),
         "tensor_bytes": _tensor_bytes(rows),
         "saved": _saved(rows),
-        "flags": index_flags(rows) | (scan_flags(cache) if scan else {}),
+        "flags": index_flags(rows) | (scan_flags(cache, rows) if scan else {}),
     }
 
 

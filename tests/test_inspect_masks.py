@@ -185,7 +185,8 @@ def test_a_picture_needs_a_head_a_name_and_a_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     inspect = ("qwen-cache", "inspect", cache)
-    refused(run(*inspect, "--pictures", "a.png"), "--pictures shows what --mask-head finds")
+    refused(run(*inspect, "--pictures", "a.png"), "--pictures and --worst are about what --mask-head finds")
+    refused(run(*inspect, "--worst", "3"), "--pictures and --worst are about what --mask-head finds")
     inspect = (*inspect, "--mask-head", head)
     refused(run(*inspect, "--pictures", "a.jpg"), "--pictures: this names no PNG (expected a file such as worst.png")
     refused(run(*inspect, "--pictures", "a.png"), "no model is named", "--model")

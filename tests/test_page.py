@@ -290,7 +290,9 @@ def test_pictures_of_a_few(
     [
         (("--decode",), "--decode and --gallery are about the pictures of a page\n  → give --html FILE as well"),
         (("--gallery", "3"), "--decode and --gallery are about the pictures of a page\n  → give --html FILE as well"),
-        (("--sample", "ab", "--html", "new.html"), "--sample shows one sample\n  → leave --html and --mask-head to"),
+        (("--sample", "ab", "--html", "new.html"), "--sample shows one sample (found --html)"),
+        (("--sample", "ab", "--scan"), "--sample shows one sample (found --scan)"),
+        (("--model", "tiny"), "--model is for pictures that its VAE decodes"),
     ],
 )
 def test_options_that_do_not_go_together(built: Built, options: tuple[str, ...], said: str) -> None:

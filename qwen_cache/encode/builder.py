@@ -145,23 +145,31 @@ def prepare(config: Config, source: str | None, on_bytes: Callable[[int], None] 
     more = check_prompts(model, rows)
     rows = [row for row in rows if row.where not in {problem.where for problem in more}]
     left_out = sum(row.mask is not None for row in rows) if config.cache.format == "v1" else 0
-    if config.cache.format == "v1" or masks.source == "none":
-        rows = [replace(row, mask=None) for row in rows]
-    if not masks.attend:
-        rows = [replace(row, phrase=()) for row in rows]
+    keeps_masks = config.cache.format != "v1" and masks.source != "none"
+    rows = as_encoded(rows, masks=keeps_masks, phrases=masks.attend)
     recipe = make_recipe(model, config, on_bytes)
     folder = Path(config.cache.path)
     return Job(config, folder, model, recipe, rows, [*problems, *more], left_out, part, elsewhere)
 
 
-def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:
-    """Prompts that the encoder cannot take, or that the pipeline would cut off without a word."""
-    problems = [
+def as_encoded(rows: list[Row], *, masks: bool, phrases: bool) -> list[Row]:
+    """The rows, but for what nothing that is stored depends on."""
+    return [replace(row, mask=row.mask if masks else None, phrase=row.phrase if phrases else ()) for row in rows]
+
+
+def check_tokens(rows: list[Row]) -> list[Problem]:
+    """Prompts that the encoder cannot take."""
+    return [
         Problem(row.where, f"{row.name}: the prompt contains {token}, which stands for a picture's pixels", "remove it")
         for row in rows
         for token in PIXEL_TOKENS
         if token in row.prompt
     ]
+
+
+def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:
+    """Prompts that the encoder cannot take, or that the pipeline would cut off without a word."""
+    problems = check_tokens(rows)
     limit = TEMPLATES[model.pipeline].max_length
     long = [row for row in rows if limit and len(row.prompt.encode()) > limit // 2]  # a token is a byte or more
     if limit and long:

@@ -64,18 +64,20 @@ def frequent(prompts: Counter[str]) -> set[str]:
     return often if len(prompts) > 1 else set()
 
 
-def scan_flags(cache: Cache) -> dict[str, list[str]]:
+def scan_flags(cache: Cache, rows: Sequence[IndexRow]) -> dict[str, list[str]]:
     """What the tensors say, of duplicates nothing without thumbnails."""
     looks: dict[str, Look] = {}
     with counting(f"reading {cache.recipe_name}", len(cache)) as advance:
-        found = _odd(cache, looks, advance)
+        found = _odd(cache, rows, looks, advance)
     if not looks:
         return found
     with counting("comparing pictures", len(looks)) as advance:
-        return found | {"near_duplicate": _near_duplicates(cache, looks, advance)}
+        return found | {"near_duplicate": _near_duplicates(rows, looks, advance)}
 
 
-def _odd(cache: Cache, looks: dict[str, Look], advance: Callable[[int], None]) -> dict[str, list[str]]:
+def _odd(
+    cache: Cache, rows: Sequence[IndexRow], looks: dict[str, Look], advance: Callable[[int], None]
+) -> dict[str, list[str]]:
     """What the tensors of each sample say; into `looks` goes what each target looks like."""
     found: dict[str, list[str]] = {"empty_mask": [], "full_mask": []}
     sizes: defaultdict[str, dict[str, float]] = defaultdict(dict)
@@ -94,14 +96,14 @@ def _odd(cache: Cache, looks: dict[str, Look], advance: Callable[[int], None]) -
         advance(1)
     odd = {key for each in sizes.values() for key in outliers(each.keys(), list(each.values()))}
     odd |= {key for each in peaks.values() for key in spikes(each.keys(), list(each.values()))}
-    found["extreme_numbers"] = [row.meta.key for row in cache.rows() if row.meta.key in odd]
+    found["extreme_numbers"] = [row.meta.key for row in rows if row.meta.key in odd]
     return found
 
 
-def _near_duplicates(cache: Cache, looks: Mapping[str, Look], advance: Callable[[int], None]) -> list[str]:
+def _near_duplicates(rows: Sequence[IndexRow], looks: Mapping[str, Look], advance: Callable[[int], None]) -> list[str]:
     """The keys, group by group, of samples whose targets are different files that look alike."""
     keys: defaultdict[str, list[str]] = defaultdict(list)
-    for row in cache.rows():
+    for row in rows:
         keys[row.meta.inputs.target].append(row.meta.key)
     targets = list(looks)
     return [key for group in alike(list(looks.values()), advance) for i in group for key in keys[targets[i]]]
