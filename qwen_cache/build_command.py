@@ -21,6 +21,7 @@ from qwen_cache.format import directory
 from qwen_cache.format.errors import ConfigError
 from qwen_cache.format.sample import LATENT_CHANNELS, token_count
 from qwen_cache.format.update import Existing
+from qwen_cache.storage.durable import write_durably
 
 if TYPE_CHECKING:
     from qwen_cache.encode.lanes import Lanes
@@ -131,7 +132,7 @@ def _encode(job: Job, existing: Existing, plan: Plan, encoders: Encoders, as_jso
             )
         raise
     took = time.monotonic() - begin
-    directory.write_durably(job.folder / CONFIG_NAME, job.config.to_yaml().encode("utf-8"))
+    write_durably(job.folder / CONFIG_NAME, job.config.to_yaml().encode("utf-8"))
     shards = f"{plural(report.shards, 'shard')}, {human_bytes(report.bytes)}"
     out = console()
     out.print(f"[bold green]done[/] in {human_time(took)}: {report.encoded} encoded")

@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 from qwen_cache import __version__
 from qwen_cache.console import FAULTS, human_bytes, plural, print_json
 from qwen_cache.format.errors import ConfigError
+from qwen_cache.storage.durable import cache_home, sync
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -268,8 +269,8 @@ def probe_nvidia() -> list[str]:
     if program := shutil.which("nvidia-smi"):
         asked = [program, "--query-gpu=name", "--format=csv,noheader"]
         try:
-            done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
-            return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+            done = subprocess.run(asked, capture_output=True, timeout=20, check=True)
+            return [line.strip() for line in done.stdout.decode("utf-8", "replace").splitlines() if line.strip()]
         except (OSError, subprocess.SubprocessError):
             pass  # it is there without its driver; the kernel may still know
     lines = [line for path in sorted(NVIDIA_GPUS.glob("*/information")) for line in _lines(path)]
@@ -411,7 +412,7 @@ def check_hub() -> Iterator[Check]:
 
 def check_own_cache() -> Check:
     """Room for what both programs keep for themselves."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "qwen-cache"
+    folder = cache_home()
     free = _free(folder)
     found = f"{folder}, {_room(free)}; for modulation tables and copies of remote shards"
     short = free is not None and free < OWN_CACHE_BYTES
@@ -454,9 +455,9 @@ def _first_line(error: object) -> str:
 
 
 def _existing(path: Path) -> Path:
-    """The path, or the nearest above it that is there."""
+    """The path, or the nearest above it that is there; of a drive that Windows does not have, the path."""
     path = Path(os.path.expanduser(path)).absolute()
-    return next(each for each in (path, *path.parents) if os.path.exists(each))
+    return next((each for each in (path, *path.parents) if os.path.exists(each)), path)
 
 
 def _free(folder: Path) -> int | None:
@@ -473,7 +474,7 @@ def _room(free: int | None) -> str:
 def _write_through(file: IO[bytes], block: bytes) -> int:
     file.write(block)
     file.flush()
-    os.fsync(file.fileno())
+    sync(file)
     return len(block)
 
 

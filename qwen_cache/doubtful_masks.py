@@ -25,7 +25,6 @@ from qwen_cache.console import counting, plural
 from qwen_cache.encode.devices import choose_device
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Sample, open_cache
-from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.remote import location
@@ -34,6 +33,7 @@ from qwen_cache.grounding.cached import Disagreement, disagreements, head_mask_o
 from qwen_cache.grounding.head import MaskHead, encoder_of, load_head
 from qwen_cache.model_folder import ModelFolder, open_model
 from qwen_cache.page.pictures import overlaid
+from qwen_cache.storage.durable import write_durably
 
 ON_A_PICTURE = 24
 """Rows: more are no longer seen at a glance."""

@@ -28,13 +28,13 @@ from qwen_cache.encode.loading import load_whole
 from qwen_cache.encode.sizes import Size, calculate_dimensions
 from qwen_cache.encode.template import TEMPLATES, VAE_IMAGE_SIZE
 from qwen_cache.encode.text import load_processor
-from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.grounding.frozen_qwen import FrozenQwen, spans_of_phrases
 from qwen_cache.grounding.head import load_head, predict_mask
 from qwen_cache.grounding.refine import load_sam, refine
 from qwen_cache.model_folder import ModelFolder, open_model
+from qwen_cache.storage.durable import write_durably
 
 RED = (255, 0, 0)
 OPACITY = 0.5  # of the red where the mask is 1: what is below can still be seen

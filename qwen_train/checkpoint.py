@@ -12,7 +12,6 @@ a pickle. It is of no number of processes: what they hold in parts is gathered, 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -27,8 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import TrainError
+from qwen_cache.storage.durable import sync_file, whole_file, whole_folder, write_durably
 from qwen_train.model.ema import Ema
 from qwen_train.model.sharding import alike, of_all, whole
 from qwen_train.model.weights import gather_weights, read_weights, weights_path, write_weights
@@ -92,10 +91,8 @@ def save_result(folder: Path, run: Run, dtype: torch.dtype) -> Path:
             if path.suffix:
                 write_weights(run.transformer, cast, path, run.origin)
                 continue
-            temporary = _cleared(folder / f".{path.name}.tmp")
-            write_weights(run.transformer, cast, temporary, run.origin)
-            shutil.rmtree(path, ignore_errors=True)
-            os.replace(temporary, path)
+            with whole_folder(path) as temporary:
+                write_weights(run.transformer, cast, temporary, run.origin)
     return weights_path(run.transformer, folder)
 
 
@@ -111,36 +108,22 @@ def _all_weights(run: Run, keep: bool) -> dict[str, dict[str, Tensor]]:
 def _write(
     final: Path, run: Run, weights: dict[str, dict[str, Tensor]], tensors: dict[str, Tensor], state: dict[str, Any]
 ) -> None:
-    temporary = _cleared(final.with_name(f".{final.name}.tmp"))
-    try:
-        temporary.mkdir(parents=True)
+    with whole_folder(final) as temporary:
         for suffix, values in weights.items():
             write_weights(run.transformer, values, weights_path(run.transformer, temporary, suffix), run.origin)
         _write_tensors(temporary / "state.safetensors", tensors)
         write_durably(temporary / "state.json", json.dumps(state).encode("utf-8"))
-    except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)  # what it took of the disk may be what others lack
-        raise
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(temporary, final)
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """As `write_durably`, from memory that is there: the state of an optimizer can be larger than the model."""
-    temporary = path.with_name(f".{path.name}.tmp")
     seen: set[int] = set()
     for name, tensor in tensors.items():  # which optimizers may share, and safetensors may not
         tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
-    save_file(tensors, temporary)
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _cleared(path: Path) -> Path:
-    shutil.rmtree(path, ignore_errors=True)
-    return path
+    with whole_file(path) as temporary:
+        save_file(tensors, temporary)
+        sync_file(temporary)
 
 
 @contextmanager

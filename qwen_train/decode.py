@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from qwen_cache.console import counting
 from qwen_cache.encode.decode import decode_latents, load_vae, parts_of
 from qwen_cache.encode.sizes import Size
-from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import TrainError
 from qwen_cache.model_folder import ModelFolder
+from qwen_cache.storage.durable import write_durably
 from qwen_train.metrics import METRICS_NAME
 from qwen_train.validation import FOLDER
 

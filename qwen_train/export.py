@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,9 +28,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from qwen_cache.config import CONFIG_NAME, load_config
-from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError, ModelError, TrainError
 from qwen_cache.model_folder import open_model
+from qwen_cache.storage.durable import whole_folder, write_durably
 from qwen_train.model.lora import METADATA_KEY, ORIGIN, PREFIX, WEIGHTS_NAME
 
 Form = Literal["diffusers", "comfyui", "merged"]
@@ -231,7 +229,6 @@ def merge(lora: Lora, out: Path, base: Path) -> Path:
 
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError("merged weights go into a new folder", where="--out", found=f"{out}, which is not empty")
-    temporary = out.with_name(f".{out.name}.tmp")
     try:
         transformer = QwenImageTransformer2DModel.from_pretrained(
             base, torch_dtype=stored_dtype(base), use_safetensors=True
@@ -239,12 +236,10 @@ def merge(lora: Lora, out: Path, base: Path) -> Path:
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"the transformer cannot be loaded: {error}", where=base) from None
     add_to_weights(lora, transformer)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    transformer.save_pretrained(temporary)
-    if out.exists():
-        out.rmdir()
-    os.replace(temporary, out)
+    with whole_folder(out) as temporary:
+        transformer.save_pretrained(temporary)
+        if out.exists():
+            out.rmdir()  # which fails when something has come into it since
     return out
 
 

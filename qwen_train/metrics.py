@@ -16,8 +16,8 @@ from accelerate.tracking import get_available_trackers
 
 from qwen_cache.config import Config
 from qwen_cache.console import human_time
-from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError, TrainError
+from qwen_cache.storage.durable import write_durably
 
 if TYPE_CHECKING:
     from qwen_train.data.batches import Batch
@@ -115,7 +115,7 @@ class MetricsLog:
         path = folder / METRICS_NAME
         kept = [line for line in read_metrics(path) if line["step"] <= done]
         write_durably(path, "".join(f"{json.dumps(line)}\n" for line in kept).encode("utf-8"))
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self.file = open(path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115 (closed by close)
         start_tracker(accelerator, config)
 
     def write(self, step: int, values: dict[str, float], *, always: bool = False) -> None:

@@ -19,9 +19,9 @@ from PIL import Image
 
 from qwen_cache.config import PredictConfig
 from qwen_cache.console import counting, plural
-from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError
 from qwen_cache.model_folder import ModelFolder
+from qwen_cache.storage.durable import write_durably
 from qwen_train.drawing.devices import Devices, check_offload, memory_for
 from qwen_train.drawing.jobs import marked
 from qwen_train.drawing.loras import WeightedLora, check_loras

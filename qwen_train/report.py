@@ -26,11 +26,11 @@ from safetensors import SafetensorError, safe_open
 
 from qwen_cache.config import CONFIG_NAME, Config, load_config
 from qwen_cache.console import console, human_bytes, human_time, plural
-from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.page.charts import Curve, curve_chart, number
 from qwen_cache.page.frame import table, whole_page
 from qwen_cache.page.look import READOUT
+from qwen_cache.storage.durable import write_durably
 from qwen_train.checkpoint import checkpoints
 from qwen_train.metrics import METRICS_NAME
 from qwen_train.validation import FOLDER, LOSS, LOSSES

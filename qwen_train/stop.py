@@ -1,6 +1,7 @@
 """What a run is told or runs into on its way: signals, and losses that are not numbers.
 
-SIGINT and SIGTERM, as job queues and people send them: finish the step, save, then stop. SIGUSR1: save, and go on. A
+SIGINT and SIGTERM, as job queues and people send them: finish the step, save, then stop. SIGUSR1: save, and go on.
+Windows has no SIGUSR1, and SIGBREAK (Ctrl-Break) where others have SIGTERM, which no process there can send. A
 loss that is NaN or infinite names its samples; it stops the run, or its batch is left out of the step, in every
 process at once and without a trace in gradients or optimizer.
 """
@@ -19,12 +20,16 @@ import torch
 from qwen_cache.console import console
 from qwen_cache.format.errors import TrainError
 
+STOPPING = ("SIGINT", "SIGTERM", "SIGBREAK")
 MOST_IN_A_ROW = 10
 """Left out one after the other: chance does not do that, so what is wrong is the model by now."""
 
 
 class Signals:
-    """While entered, the first SIGINT or SIGTERM sets `stop`, and a second one stops at once; SIGUSR1 asks to save."""
+    """While entered, the first SIGINT or SIGTERM sets `stop`, and a second one stops at once; SIGUSR1 asks to save.
+
+    A signal that the system does not have is left out.
+    """
 
     def __init__(self) -> None:
         self.stop = False
@@ -32,9 +37,9 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._on_stop)
-        self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
+        for name, handler in (dict.fromkeys(STOPPING, self._on_stop) | {"SIGUSR1": self._on_save}).items():
+            if (number := getattr(signal, name, None)) is not None:
+                self._before[number] = signal.signal(number, handler)
         return self
 
     def __exit__(

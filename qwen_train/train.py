@@ -22,10 +22,10 @@ from accelerate.utils import set_seed
 from qwen_cache.config import CONFIG_NAME, Config, TrainConfig, load_config
 from qwen_cache.console import console, human_bytes, plural, progress
 from qwen_cache.format.cache import Cache, open_cache
-from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError, TrainError
 from qwen_cache.model_folder import ModelFolder, open_model
 from qwen_cache.sampling.batch_plan import Summary, sequence_settings
+from qwen_cache.storage.durable import write_durably
 from qwen_train.checkpoint import Run, checkpoints, load_checkpoint, save_checkpoint, save_result
 from qwen_train.data.batches import Batch, Batches, Samples
 from qwen_train.data.mixture import Mixture, open_mixture

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from qwen_cache.config import Config, ValidationConfig
 from qwen_cache.format.cache import Sample
-from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError, TrainError
 from qwen_cache.format.sample import ImgShapes
+from qwen_cache.storage.durable import write_durably
 from qwen_train.data.batches import Batch, Batches, Drawn, collate
 from qwen_train.data.on_the_fly import Feed
 from qwen_train.drawing.cached import draw_cached

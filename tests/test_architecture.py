@@ -48,11 +48,12 @@ def test_imports_stay_light(statement: str, forbidden: tuple[str, ...]) -> None:
 
 
 def test_imports_go_one_way() -> None:
-    """schemas <- qwen_cache.format <- {qwen_cache.encode, qwen_cache.importers, qwen_train}; only what draws knows
-    the encoders and the VAE; the cache knows no trainer, and what is sampled when, no picture."""
-    for path in (ROOT / "qwen_cache" / "format").glob("*.py"):
-        others = set(re.findall(r"(?:from|import) (qwen_\w+(?:\.\w+)?)", path.read_text(encoding="utf-8")))
-        assert others <= {"qwen_cache.format"}, path
+    """schemas, qwen_cache.storage <- qwen_cache.format <- {qwen_cache.encode, qwen_cache.importers, qwen_train}; only
+    what draws knows the encoders and the VAE; the cache knows no trainer, and what is sampled when, no picture."""
+    for folder, known in (("storage", set()), ("format", {"qwen_cache.format", "qwen_cache.storage"})):
+        for path in (ROOT / "qwen_cache" / folder).glob("*.py"):
+            others = set(re.findall(r"(?:from|import) (qwen_\w+(?:\.\w+)?)", path.read_text(encoding="utf-8")))
+            assert others <= known, path
     for path in (ROOT / "qwen_train").rglob("*.py"):
         if path.stem not in ("predict", "predict_command", "decode", "cli") and path.parent.name != "drawing":
             assert "qwen_cache.encode" not in path.read_text(encoding="utf-8"), path
@@ -63,6 +64,17 @@ def test_imports_go_one_way() -> None:
         assert "qwen_cache.encode" not in path.read_text(encoding="utf-8"), path
     for path in (ROOT / "qwen_cache" / "importers").glob("*.py"):
         assert "qwen_cache.encode" not in path.read_text(encoding="utf-8"), path
+
+
+def test_what_systems_do_differently_about_files_is_in_one_module() -> None:
+    """Modules that one system lacks, and the calls whose order decides what a crash leaves."""
+    lacking = re.compile(r"^\s*(?:import|from) (?:fcntl|msvcrt|filelock|platformdirs|resource|pwd)\b", re.MULTILINE)
+    for path in [*(ROOT / "qwen_cache").rglob("*.py"), *(ROOT / "qwen_train").rglob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        if path != ROOT / "qwen_cache" / "storage" / "durable.py":
+            assert not lacking.search(text), path
+            assert 'XDG_CACHE_HOME"' not in text, path
+            assert not re.search(r"os\.(?:fsync|link|rename)\(", text), path
 
 
 def test_public_names() -> None:
@@ -81,6 +93,7 @@ def test_the_readme_draws_the_tree_that_is_there() -> None:
     names = {re.split(r"\s+", line.strip())[0] for line in drawn[1].splitlines() if line.strip()}
     packages = [
         ROOT / "qwen_cache",
+        ROOT / "qwen_cache" / "storage",
         ROOT / "qwen_cache" / "format",
         ROOT / "qwen_cache" / "encode",
         ROOT / "qwen_cache" / "encode" / "sources",

@@ -25,7 +25,6 @@ from PIL import Image, ImageChops
 
 from qwen_cache import open_cache
 from qwen_cache.encode.decode import decode_latents, load_vae
-from qwen_cache.format.directory import write_durably
 from qwen_cache.format.identity import Inputs, content_hash, recipe_id
 from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.sample import SampleMeta, TensorSpec
@@ -36,6 +35,7 @@ from qwen_cache.page import document
 from qwen_cache.page.document import evenly
 from qwen_cache.page.flags import FLAGS
 from qwen_cache.page.pictures import THUMBNAIL
+from qwen_cache.storage.durable import write_durably
 
 from .conftest import build, command, run
 from .test_architecture import HEAVY, imported_by

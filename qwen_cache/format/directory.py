@@ -8,12 +8,9 @@ the new one. Shards that a commit replaces move to `.replaced/`, where a run tha
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
-import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,6 +18,17 @@ from qwen_cache.format.errors import ConfigError, IndexFileError, ManifestError,
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN, VERSIONS, Manifest, parse_manifest
+from qwen_cache.storage.durable import (
+    LockHeldError,
+    NoLocksError,
+    is_link,
+    locked,
+    move,
+    replace,
+    sync_folder,
+    unless_in_use,
+    write_durably,
+)
 
 if TYPE_CHECKING:
     from qwen_cache.format.remote import Url
@@ -78,38 +86,30 @@ def writing(folder: Path) -> Iterator[None]:
     except (FileExistsError, NotADirectoryError):
         raise ConfigError("not a folder", where=folder, do="choose another with --out") from None
     _refuse_links(folder)
-    with open(folder / LOCK, "a+", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown"
-            raise QwenCacheError(
-                "another process is writing to this cache",
-                where=folder,
-                found=holder,
-                do="wait for it, or stop it first",
-            ) from None
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
-        _finish_commit(folder)
-        yield
-        lock.truncate(0)
+    try:
+        with locked(folder / LOCK):
+            _finish_commit(folder)
+            yield
+    except LockHeldError as held:
+        what, do = "another process is writing to this cache", "wait for it, or stop it first"
+        raise QwenCacheError(what, where=folder, found=held.holder, do=do) from None
+    except NoLocksError as error:
+        what, do = "files cannot be locked here, so two writers could not be kept apart", "write to a local disk"
+        raise QwenCacheError(what, where=folder, found=error.strerror, do=do) from None
 
 
 def _refuse_links(folder: Path) -> None:
     """Refuse links among the files that we write, empty and delete: they could lead to any file of the user."""
     ours = [folder / name for name in (LOCK, STAGING, REPLACED)]
     for path in (*ours, *folder.glob(".*.tmp"), *(folder / STAGING).rglob("*"), *(folder / REPLACED).rglob("*")):
-        if path.is_symlink():
+        if is_link(path):
             raise QwenCacheError("a symbolic link where this program writes", where=path, do="remove it")
 
 
 def commit(folder: Path, manifest: Manifest, index: bytes, shards: Sequence[Path]) -> None:
     """Make `shards` (sealed, elsewhere in the folder), `index` and `manifest` the dataset, all at once."""
     for path in shards:
-        os.replace(path, folder / path.name)  # made durable with the name of the index
+        move(path, folder / path.name)  # made durable with the name of the index
     write_durably(pending_index(folder, manifest), index)
     write_durably(folder / MANIFEST_NAME, manifest.to_bytes())
     _finish_commit(folder)
@@ -125,9 +125,11 @@ def _finish_commit(folder: Path) -> None:
     if pending.exists():
         for path in unlisted_shards(folder, manifest):
             (folder / REPLACED).mkdir(exist_ok=True)
-            os.replace(path, folder / REPLACED / path.name)
-        os.replace(pending, folder / INDEX_NAME)
-        _sync(folder)
+            with unless_in_use():  # where it is, a run that reads it finds it as well; `gc` removes it from there
+                os.replace(path, folder / REPLACED / path.name)
+        with unless_in_use():  # `load` finds it under both names
+            replace(pending, folder / INDEX_NAME)
+        sync_folder(folder)
 
 
 def unlisted_shards(folder: Folder, manifest: Manifest) -> list[Folder]:
@@ -155,7 +157,10 @@ def _only_replaced(folder: Path, manifest: Manifest) -> set[Path]:
 
 
 def collect_garbage(folder: Path, *, dry_run: bool) -> dict[Path, int]:
-    """Remove what the dataset does not name, and what builds that were given up left; the files and their sizes."""
+    """Remove what the dataset does not name, and what builds that were given up left; the files and their sizes.
+
+    On Windows, files that a process has open stay for a later time.
+    """
     if not folder.is_dir():
         raise ManifestError("no such folder", where=folder)
     with writing(folder):
@@ -165,53 +170,11 @@ def collect_garbage(folder: Path, *, dry_run: bool) -> dict[Path, int]:
         sizes = {path: path.stat().st_size for path in found}
         if not dry_run:
             for path in found:
-                path.unlink()
+                with unless_in_use():
+                    path.unlink()
             for path in filter(Path.is_file, _only_replaced(folder, manifest)):
-                os.replace(path, folder / path.name)
-    return sizes
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """Make the immutable file `source` available as `target`: without a copy where the file system allows it."""
-    if target.exists():
-        return
-    temporary = target.with_name(f".{target.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(source, temporary)
-    except OSError:
-        with open(source, "rb") as original, open(temporary, "wb") as copy:
-            shutil.copyfileobj(original, copy, 1 << 20)
-            copy.flush()
-            os.fsync(copy.fileno())
-    os.replace(temporary, target)
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`: on disk before it gets its name, never partial under it; nothing stays of a failure."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink()
-        if isinstance(error, OSError):
-            error.filename, error.filename2 = str(path), None
-        raise
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    """Make renames in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+                move(path, folder / path.name)
+    return {path: size for path, size in sizes.items() if dry_run or not path.exists()}
 
 
 def _no_manifest(folder: Path | Url) -> ManifestError:

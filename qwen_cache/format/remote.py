@@ -8,7 +8,6 @@ disk and no more; the least recently used go first. Nothing is ever written to a
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import random
@@ -32,6 +31,7 @@ from qwen_cache.format import directory
 from qwen_cache.format.errors import ConfigError, DisagreementError, QwenCacheError, ShardError
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
 from qwen_cache.format.shard import Entry, check_tensors
+from qwen_cache.storage.durable import LockHeldError, cache_home, locked, unless_in_use
 
 if TYPE_CHECKING:
     from qwen_cache.format.index import IndexRow
@@ -48,6 +48,7 @@ OPEN_COPIES = 64  # each holds two file descriptors; the usual limit is 1024
 TOUCH_AFTER = 60.0  # seconds: how exactly "least recently used" is known
 SUFFIX = ".part"
 LOCK = ".lock"
+WRITING = Lock()
 
 T = TypeVar("T")
 
@@ -241,9 +242,8 @@ class LocalCopies:
 
     @classmethod
     def of(cls, folder: str | Path | None, size: int) -> LocalCopies:
-        """In `folder`; by default in the user's cache folder, which XDG_CACHE_HOME names, else ~/.cache."""
-        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qwen-cache" / "shards"
-        return cls(Path(folder).expanduser() if folder else default, size)
+        """In `folder`; by default in the user's cache folder."""
+        return cls(Path(folder).expanduser() if folder else cache_home() / "shards", size)
 
     def open(self, name: str, size: int) -> Copy:
         """The copy of a shard; an empty one where there is none yet."""
@@ -254,20 +254,18 @@ class LocalCopies:
     def evict(self) -> None:
         """Remove the least recently used copies, to a tenth below the bound; one process at a time does it.
 
-        Who still reads a removed copy does so undisturbed; the disk gets its bytes back after that.
+        Who still reads a removed copy does so undisturbed; the disk gets its bytes back after that. Windows keeps the
+        copies that a process has open, so there they may take more.
         """
-        with _explained(self.folder), open(self.folder / LOCK, "ab") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return
+        with suppress(LockHeldError), _explained(self.folder), locked(self.folder / LOCK):
             found = [(path.stat(), path) for path in self.folder.glob(f"*{SUFFIX}")]
             total = sum(_disk_bytes(stat) for stat, _ in found)
             for stat, path in sorted(found, key=lambda each: each[0].st_mtime_ns):
                 if total <= 0.9 * self.size:
                     break
-                path.unlink(missing_ok=True)
-                total -= _disk_bytes(stat)
+                with unless_in_use():
+                    path.unlink(missing_ok=True)
+                    total -= _disk_bytes(stat)
 
 
 class Copy:
@@ -275,7 +273,7 @@ class Copy:
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
         weakref.finalize(self, os.close, self._file)
         if os.fstat(self._file).st_size != size:
             os.ftruncate(self._file, size)
@@ -283,12 +281,17 @@ class Copy:
         self._touched = 0.0
 
     def has(self, entry: Entry) -> bool:
-        """Whether no hole of the file is in a sample: cheaper than hashing zeros, and no more than a hint."""
-        return os.lseek(self._file, entry.offset, os.SEEK_HOLE) >= entry.offset + entry.length
+        """Whether the first byte of a sample is there: cheaper than hashing zeros, and no more than a hint.
+
+        A sample begins with the name of a file, so with no zero.
+        """
+        return any(self.data[entry.offset : entry.offset + 1])
 
     def write(self, begin: int, data: memoryview) -> None:
+        """Store a sample, its first byte last."""
         with _explained(self.path):
-            _write(self._file, begin, data)
+            _write(self._file, begin + 1, data[1:])
+            _write(self._file, begin, data[:1])
 
     def is_removed(self) -> bool:
         return os.fstat(self._file).st_nlink == 0
@@ -296,7 +299,8 @@ class Copy:
     def touch(self) -> None:
         """Note that the copy is in use."""
         if time.monotonic() - self._touched > TOUCH_AFTER:
-            os.utime(self._file)
+            with suppress(FileNotFoundError):  # another process has removed it
+                os.utime(self.path)
             self._touched = time.monotonic()
 
 
@@ -398,14 +402,23 @@ class RemoteShards:
 
 
 def _write(file: int, begin: int, data: bytes | memoryview) -> None:
+    """Write at `begin`, from any number of threads."""
     left = memoryview(data)
     while left:
-        written = os.pwrite(file, left, begin)
+        written = os.pwrite(file, left, begin) if hasattr(os, "pwrite") else _write_there(file, begin, left)
         left, begin = left[written:], begin + written
 
 
+def _write_there(file: int, begin: int, data: memoryview) -> int:
+    """As `pwrite`, which Windows lacks; a fork, which could leave the lock to nobody, it lacks as well."""
+    with WRITING:
+        os.lseek(file, begin, os.SEEK_SET)
+        return os.write(file, data)
+
+
 def _disk_bytes(stat: os.stat_result) -> int:
-    return stat.st_blocks * 512
+    """What a file takes: on Windows all of its length."""
+    return stat.st_blocks * 512 if hasattr(stat, "st_blocks") else stat.st_size
 
 
 @contextmanager

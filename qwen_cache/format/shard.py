@@ -9,7 +9,6 @@ after a kill; it trusts nothing that it reads.
 from __future__ import annotations
 
 import json
-import os
 import re
 import tarfile
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,8 @@ from qwen_cache.format.fields import Fields
 from qwen_cache.format.identity import HASH_PATTERN, canonical_json, content_hash
 from qwen_cache.format.manifest import Shard
 from qwen_cache.format.sample import SampleMeta, TensorSpec, parse_sample
+from qwen_cache.storage.durable import replace as replace_file
+from qwen_cache.storage.durable import sync
 
 BLOCK = 512
 END_OF_ARCHIVE = bytes(2 * BLOCK)
@@ -91,10 +92,10 @@ class ShardWriter:
         """End the archive, make it durable, and give it its name in `folder`."""
         self._write(END_OF_ARCHIVE)
         self.file.flush()
-        os.fsync(self.file.fileno())
+        sync(self.file)
         self.file.close()
         shard = Shard(f"{self.hash.hexdigest()}.tar", len(self.entries), self.size)
-        os.replace(self.path, folder / shard.name)
+        replace_file(self.path, folder / shard.name)
         return shard, self.entries
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import SHARD_PATTERN, Shard
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.shard import Entry, ShardWriter, check_tensors, recover, scan_shard
+from qwen_cache.storage.durable import replace
 
 OPEN = "open.tar"
 
@@ -120,6 +121,6 @@ class Staging:
             self._seal_if_full()
         elif entries:
             kept = self.folder / f"left-{len(list(self.folder.glob('left-*.tar')))}.tar"
-            os.replace(path, kept)
+            replace(path, kept)
         for path in filter(Path.is_file, self.folder.glob("left-*.tar")):
             self._left |= {entry.meta.key: (path, entry) for entry in recover(map_file(path), self.format_version)}

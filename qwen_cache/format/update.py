@@ -24,6 +24,7 @@ from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recip
 from qwen_cache.format.remote import Url
 from qwen_cache.format.shard import Entry, scan_shard
 from qwen_cache.format.staging import Staging
+from qwen_cache.storage.durable import link_or_copy, move, unless_in_use
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,9 @@ def open_staging(update: Update, name: str, shard_size: int, linked: Iterable[Pa
     folder = update.folder / directory.STAGING / f"{name}-v{update.format_version}"
     folder.mkdir(parents=True, exist_ok=True)
     for path in directory.unlisted_shards(update.folder, update.existing.manifest):
-        path.replace(folder / path.name)
+        move(path, folder / path.name)
     for path in linked:
-        directory.link_or_copy(path, folder / path.name)
+        link_or_copy(path, folder / path.name)
     return Staging(folder, update.order, update.format_version, shard_size)
 
 
@@ -205,7 +206,8 @@ def commit_update(
         written_by=written_by,
     )
     directory.commit(update.folder, manifest, index, [staging.folder / shard.name for shard, _ in shards])
-    shutil.rmtree(staging.folder)
+    with unless_in_use():
+        shutil.rmtree(staging.folder)
     return manifest
 
 

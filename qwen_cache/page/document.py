@@ -19,7 +19,6 @@ from typing import Any
 from urllib.parse import quote
 
 from qwen_cache.console import counting, human_bytes, plural
-from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError
 from qwen_cache.format.index import INDEX_NAME, IndexRow
 from qwen_cache.format.manifest import MANIFEST_NAME
@@ -41,6 +40,7 @@ from qwen_cache.page.flags import FLAGS
 from qwen_cache.page.frame import table, whole_page
 from qwen_cache.page.look import LISTING
 from qwen_cache.page.pictures import Draw
+from qwen_cache.storage.durable import write_durably
 
 COLUMNS = ("key", "name", "prompt", "sizes", "text_tokens", "image_tokens", "edit_mask_from", "recipe", "pictures")
 PICTURED_WITHIN = 200  # samples: some 10 MB; with more, a page would take long to open

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from qwen_cache.config import Config
-from qwen_cache.format.cache import Sample, map_file
+from qwen_cache.format.cache import Sample
 from qwen_cache.format.errors import TrainError
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import Recipe
@@ -103,8 +103,8 @@ class Feed:
 
     def _receive(self) -> Sample:
         path = Path(self._reply()["file"])
-        data = map_file(path)
-        path.unlink()  # the mapping keeps it
+        data = memoryview(bytearray(path.read_bytes()))  # not mapped: Windows removes no mapped file
+        path.unlink()
         (entry,) = recover(data, self.format_version)
         return Sample(IndexRow(entry.meta.key, path.name, entry), OneSample(self.folder, data))
 
@@ -136,6 +136,7 @@ def _start(config: Config, source: str) -> subprocess.Popen[str]:
         [sys.executable, "-c", COMMAND, "feed", source, settings],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         start_new_session=True,
+        creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # as Windows has it
     )

@@ -23,10 +23,10 @@ from qwen_cache.console import counting
 from qwen_cache.encode.images import open_rgb
 from qwen_cache.encode.source import Problem, Readable, Row, read_source
 from qwen_cache.encode.sources.places import File
-from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError, SourceError
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.format.remote import location
+from qwen_cache.storage.durable import write_durably
 
 CHUNK = "qwen-train job"
 """The key of the PNG's text chunk with the hash."""

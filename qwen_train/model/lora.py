@@ -20,8 +20,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from qwen_cache.config import LoraConfig
-from qwen_cache.format.directory import write_durably
 from qwen_cache.format.errors import ConfigError, TrainError
+from qwen_cache.storage.durable import write_durably
 from qwen_train.model.sharding import assign
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import json
 import mmap
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 from qwen_cache.config import TrainConfig
 from qwen_cache.console import console
 from qwen_cache.format.errors import ConfigError, ModelError, TrainError
+from qwen_cache.storage.durable import allocate, cache_home, sync, whole_file
 from qwen_train.flow import NoiseSchedule
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
@@ -145,16 +145,11 @@ class Checkpoint:
         return digest.hexdigest()
 
 
-def cache_folder() -> Path:
-    """In the user's cache folder, which XDG_CACHE_HOME names, else ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qwen-cache" / "modulation"
-
-
 def open_table(checkpoint: Checkpoint, fingerprint: str, config: Mapping[str, Any], timesteps: Tensor) -> Table:
     """The table of these weights and timesteps; it is made where there is none, or a damaged one."""
     bits = timesteps.view(torch.int16).tolist()
     name = xxhash.xxh3_128_hexdigest(f"{fingerprint} {bits}".encode())
-    path = cache_folder() / f"{name}.npy"
+    path = cache_home() / "modulation" / f"{name}.npy"
     if not _is_whole(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,24 +162,20 @@ def open_table(checkpoint: Checkpoint, fingerprint: str, config: Mapping[str, An
 
 def _make(path: Path, checkpoint: Checkpoint, parts: Mapping[str, slice], timesteps: Tensor) -> None:
     """Write it: on disk before it gets its name, with its digest behind the array. Two that do so do no harm."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shape = len(timesteps), max(part.stop for part in parts.values())
     console().print(f"tabulating the modulation of {shape[0]} timesteps, once for these weights")
-    try:
+    with whole_file(path, shared=True) as temporary:
         rows = np.lib.format.open_memmap(temporary, "w+", np.uint16, shape)
-        with open(temporary, "r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, os.path.getsize(temporary))  # else a full disk would be a SIGBUS
+        allocate(temporary)
         embedding = embed(checkpoint, timesteps)
         for layer, part in parts.items():
             rows[:, part] = _outputs(checkpoint, layer, embedding).view(torch.uint16).numpy()
         rows.flush()
+        del rows  # Windows renames no mapped file
         with open(temporary, "ab") as file:
             file.write(_digest(path, np.memmap(temporary, mode="r")))
             file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            sync(file)
 
 
 @torch.no_grad()

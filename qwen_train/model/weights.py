@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -228,16 +227,13 @@ def weights_path(transformer: Any, folder: Path, suffix: str = "") -> Path:
 
 
 def write_weights(transformer: Any, weights: Mapping[str, Tensor], path: Path, origin: Mapping[str, Any]) -> None:
-    """Write what was gathered. A file has its name when it is whole; a folder is for the caller to name."""
+    """Write what was gathered. A file has its name when it is whole; a folder is for the caller to sync and name."""
     if has_lora(transformer):
         write_lora(transformer, weights, path, origin)
         return
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     transformer.save_config(path)
     save_torch_state_dict(dict(weights), path, filename_pattern=FILE_PATTERN, max_shard_size=MAX_SHARD_SIZE)
-    for file in path.iterdir():
-        with open(file, "rb") as written:
-            os.fsync(written.fileno())
 
 
 def read_weights(transformer: Any, path: Path) -> None:

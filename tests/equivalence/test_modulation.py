@@ -216,7 +216,7 @@ def test_the_file_follows_from_the_weights(tmp_path: Path, monkeypatch: pytest.M
     for name, shard_size in {"one": "1GB", "many": "50KB"}.items():
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"home of {name}"))
         without_weights(saved(tmp_path / name, shard_size))
-        made[name] = tables(modulation.cache_folder())
+        made[name] = tables(tmp_path / f"home of {name}" / "qwen-cache" / "modulation")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
     assert made["one"] == made["many"]
     assert len(made["one"]) == 1
