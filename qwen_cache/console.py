@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import os
@@ -41,6 +42,7 @@ def run_app(app: typer.Typer) -> NoReturn:
     """Run a command line; errors that a user can cause become a message and an exit code."""
     import typer
 
+    write_utf8()
     quiet_libraries()
     try:
         code = app(standalone_mode=False)
@@ -113,6 +115,13 @@ def counting(
 def print_json(value: Any) -> None:
     """The one document that `--json` puts on stdout."""
     print(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def write_utf8() -> None:
+    """Write UTF-8 to files and pipes: Windows would take its code page, in which most prompts have no letters."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not stream.isatty():
+            stream.reconfigure(encoding="utf-8", errors=stream.errors)
 
 
 def quiet_libraries() -> None:

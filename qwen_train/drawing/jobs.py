@@ -26,10 +26,11 @@ from qwen_cache.encode.sources.places import File
 from qwen_cache.format.errors import ConfigError, SourceError
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.format.remote import location
-from qwen_cache.storage.durable import write_durably
+from qwen_cache.storage.durable import WINDOWS, write_durably
 
 CHUNK = "qwen-train job"
 """The key of the PNG's text chunk with the hash."""
+NO_NAME_ON_WINDOWS = frozenset('<>:"|?*')
 LONGEST_PART = 240
 """Bytes of a part of a name: file systems take 255, of which the extension and the temporary name need some."""
 
@@ -189,6 +190,10 @@ def checked(name: str) -> str:
             where=repr(name),
             expected="a path without .., that begins in it",
             do="rename it in the source, or move the table to a folder above its pictures",
+        )
+    if WINDOWS and (lacking := sorted(set(name) & NO_NAME_ON_WINDOWS)):
+        raise SourceError(
+            "Windows has no file of this name", where=name, found=" ".join(lacking), do="rename it in the source"
         )
     if any(len(os.fsencode(part)) > LONGEST_PART for part in parts):
         raise SourceError("this name is too long for a file", where=name, expected=f"{LONGEST_PART} bytes at most")
