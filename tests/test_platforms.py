@@ -273,18 +273,25 @@ def in_use(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return used
 
 
-def test_shards_that_a_run_reads_stay_until_it_is_done(in_use: set[int], tmp_path: Path) -> None:
+def test_shards_that_a_run_reads_stay_until_it_is_done(
+    in_use: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There and back while a run maps the first shards: nothing fails, and what it reads stays where it is."""
+    monkeypatch.setattr(durable, "WAITS", ())
     shards = tmp_path / "shards"
     shutil.copytree(EXAMPLE, shards)
     old = sorted(path.name for path in shards.glob("*.tar"))
-    in_use.update((shards / name).stat().st_ino for name in old)
+    mapped, index = {(shards / name).stat().st_ino for name in old}, (shards / "index.parquet").stat().st_ino
+    in_use.update(mapped, [index])
     assert run("qwen-cache", "migrate", "v1", "v2", shards).code == 0
+    assert len(open_cache(shards)) == len(open_cache(EXAMPLE))
+    assert len(list(shards.glob("index-*.parquet"))) == 1, "the index of the manifest waits for its name"
+    in_use.remove(index)
     assert {path.name for path in shards.glob("*.tar")} > set(old)
     assert json.loads(run("qwen-cache", "gc", shards, "--json").stdout)["files"] == {}
     assert run("qwen-cache", "migrate", "v2", "v1", shards).code == 0
     assert contents(shards).items() >= contents(EXAMPLE).items()
-    assert {(shards / name).stat().st_ino for name in old} == in_use
+    assert {(shards / name).stat().st_ino for name in old} == mapped
     in_use.clear()
     assert run("qwen-cache", "gc", shards).code == 0
     assert contents(shards) == contents(EXAMPLE)
