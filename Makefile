@@ -29,9 +29,10 @@ docs: .venv/installed-docs  ## the documentation as a site, in the folder site/
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
-check: setup  ## linter, formatter, types
+check: setup  ## linter, formatter, spelling, types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 test: check  ## everything that takes seconds
