@@ -3,9 +3,10 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
+LOWEST := .venv-lowest/bin
 SPREAD := --numprocesses auto --maxprocesses 4 --dist worksteal  # a process takes 2 GB
 
-.PHONY: help setup demo docs check test test-slow clean
+.PHONY: help setup demo docs check test test-slow test-lowest clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,9 +30,10 @@ docs: .venv/installed-docs  ## the documentation as a site, in the folder site/
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
-check: setup  ## linter, formatter, types
+check: setup  ## linter, formatter, spelling, types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 test: check  ## everything that takes seconds
@@ -40,5 +42,14 @@ test: check  ## everything that takes seconds
 test-slow: check  ## everything
 	$(BIN)/pytest $(SPREAD)
 
+test-lowest: .venv-lowest/installed  ## the same as test, with the lowest stated version of each dependency
+	$(LOWEST)/pytest $(SPREAD) -m "not slow" -W ignore::DeprecationWarning -W ignore::FutureWarning
+
+.venv-lowest/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-lowest
+	$(LOWEST)/pip install --quiet --constraint constraints.txt uv
+	$(LOWEST)/uv pip install --quiet --python $(LOWEST)/python --resolution lowest-direct --editable '.[dev]'
+	@touch $@
+
 clean:  ## remove what the other commands made
-	rm -rf .venv demo site docs/reference .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-lowest demo site docs/reference .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

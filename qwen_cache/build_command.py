@@ -17,6 +17,7 @@ from qwen_cache.encode.edit_mask import Cached, with_all_but_masks
 from qwen_cache.encode.plan import Plan, Planned
 from qwen_cache.encode.source import Problem
 from qwen_cache.encode.template import estimate_tokens
+from qwen_cache.extras import require
 from qwen_cache.format import directory
 from qwen_cache.format.errors import ConfigError
 from qwen_cache.format.sample import LATENT_CHANNELS, token_count
@@ -59,6 +60,8 @@ def run_build(
     if measure and (ray is not None or not dry_run):
         found = "--measure with --ray" if ray is not None else "--measure alone"
         raise ConfigError("--measure goes with --dry-run, and measures this machine", found=found)
+    if not dry_run:
+        require("torch")
     encoders = Encoders(load_lanes) if ray is None else on_cluster(ray, load_lanes)
     if not dry_run and ray is None:
         check_devices(config)

@@ -54,6 +54,10 @@ def run_app(app: typer.Typer) -> NoReturn:
         if not isinstance(leaving.__context__, BrokenPipeError):
             raise
         code = 0
+    except ModuleNotFoundError as error:
+        if (message := _missing(error, str(app.info.name))) is None:
+            raise
+        code = fail(message)
     except OSError as error:
         if error.errno not in USERS_ERRNO:
             raise
@@ -67,6 +71,16 @@ def run_app(app: typer.Typer) -> NoReturn:
     if code == INTERRUPTED:  # typer makes this code of a KeyboardInterrupt
         console().print("[yellow]interrupted[/]")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _missing(error: ModuleNotFoundError, program: str) -> str | None:
+    """What to say of a module that an extra would have brought; None of any other, which is a fault of ours."""
+    from qwen_cache.extras import advice
+
+    module = error.name or ""
+    do = advice(module, program)
+    command = " ".join([program, *sys.argv[1:2]])
+    return do and f"{command} needs {module}, which is not installed\n  → {do}"
 
 
 def fail(message: str) -> int:

@@ -16,32 +16,24 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from qwen_cache import __version__
 from qwen_cache.console import FAULTS, human_bytes, plural, print_json
+from qwen_cache.extras import EXTRAS, PACKAGE, installed, requirements
 from qwen_cache.format.errors import ConfigError
 from qwen_cache.storage.durable import cache_home, sync
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-PACKAGE = "qwen-cache"
 IN_BUG_REPORTS = ("torch", "diffusers", "transformers", "peft", "accelerate")
 SHOWN_PACKAGES = (*IN_BUG_REPORTS, "safetensors")
-EXTRAS = {
-    "s3": "sources and caches in S3 buckets",
-    "gs": "sources and caches in Google Cloud Storage",
-    "http": "sources and caches behind http and https",
-    "ray": "`build --ray`: encoding on a cluster",
-    "prodigy": "optimizer.name: prodigy",
-    "quantization": "model.quantization, and optimizer.name: adamw8bit",
-}
-"""What each extra of pyproject.toml is for, but for those that only this project's own demo and tests need."""
+PROGRAMS = ("build", "train")  # the extras that are most of what both programs do
 TRACKERS = ("tensorboard", "wandb", "trackio", "aim", "comet_ml", "mlflow", "clearml", "dvclive", "swanlab")
 MEMINFO, NVIDIA_GPUS = Path("/proc/meminfo"), Path("/proc/driver/nvidia/gpus")
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -89,13 +81,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Torch:
-    """What torch says of itself, and what it complains of; when it is `broken` that is all."""
+    """What torch says of itself, and what it complains of; when it is `broken` or `absent` that is all."""
 
     version: str = ""
     built_for: str = CPU_ALONE
     devices: tuple[Device, ...] = ()
     complaint: str = ""
     broken: bool = False
+    absent: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,7 +117,7 @@ def examine(path: Path, *, disk: bool) -> list[Check]:
     required, optional = requirements()
     return [
         Check("python", "ok", f"{platform.python_version()}, {sys.executable}, {platform.platform()}"),
-        *check_packages(required),
+        *check_packages(required, optional),
         *check_extras(optional),
         check_trackers(),
         *check_accelerators(probe_torch(), probe_nvidia(), os.environ.get("CUDA_VISIBLE_DEVICES")),
@@ -162,28 +155,6 @@ def version_lines(program: str) -> str:
 # ---- packages --------------------------------------------------------------------------------------------------------
 
 
-def installed(name: str) -> str | None:
-    """The version of a package, without importing it; None when it is not there, or only its ruins are."""
-    try:
-        return metadata.version(name) or None
-    except (metadata.PackageNotFoundError, KeyError):
-        return None
-
-
-def requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
-    """What this package needs always, and what for each of its extras."""
-    from packaging.requirements import Requirement
-
-    try:
-        found = [Requirement(text) for text in metadata.requires(PACKAGE) or ()]
-    except metadata.PackageNotFoundError:  # run from a folder of sources
-        return [], {}
-    always = [it for it in found if it.marker is None or it.marker.evaluate({"extra": ""})]
-    others = [it for it in found if it not in always]
-    extras = {name: [it for it in others if it.marker and it.marker.evaluate({"extra": name})] for name in EXTRAS}
-    return always, {name: needs for name, needs in extras.items() if needs}
-
-
 def satisfied(need: Requirement) -> bool:
     """Whether it is installed and new enough; a version that is no number at all is somebody's own build, and taken."""
     from packaging.version import InvalidVersion, Version
@@ -195,13 +166,17 @@ def satisfied(need: Requirement) -> bool:
         return True
 
 
-def check_packages(required: Sequence[Requirement]) -> Iterator[Check]:
-    """A line for each package that bug reports are about, and for every other that does not do."""
+def check_packages(required: Sequence[Requirement], optional: Mapping[str, Sequence[Requirement]]) -> Iterator[Check]:
+    """A line for each package that bug reports are about, and for every other that does not do.
+
+    Of what `build` and `train` need, what is not installed at all is left to the lines about extras.
+    """
     if required:
         yield Check(PACKAGE, "ok", __version__)
     else:
-        yield Check(PACKAGE, "careful", f"{__version__}, not installed", "pip install . in its folder")
-    for need in required:
+        yield Check(PACKAGE, "careful", f"{__version__}, not installed", "pip install '.[all]' in its folder")
+    heavy = {need.name: need for extra in PROGRAMS for need in optional.get(extra, ()) if installed(need.name)}
+    for need in (*required, *heavy.values()):
         version, fits = installed(need.name), satisfied(need)
         do = None if fits else f"pip install '{need.name}{need.specifier}'"
         found = version if fits else f"{version or 'not installed'}, needs {need.specifier}"
@@ -209,7 +184,7 @@ def check_packages(required: Sequence[Requirement]) -> Iterator[Check]:
             yield Check(need.name, "ok" if fits else "missing", str(found), do, facts={"version": version})
 
 
-def check_extras(optional: dict[str, list[Requirement]]) -> Iterator[Check]:
+def check_extras(optional: Mapping[str, Sequence[Requirement]]) -> Iterator[Check]:
     """One line for all that are there, one for each that is not."""
     lacking = {extra: [need.name for need in needs if not satisfied(need)] for extra, needs in optional.items()}
     present = [extra for extra, names in lacking.items() if not names]
@@ -234,6 +209,8 @@ def check_trackers() -> Check:
 
 def probe_torch() -> Torch:
     """Import torch and ask it; a torch that cannot be loaded, or a driver that it dislikes, is an answer as well."""
+    if installed("torch") is None and find_spec("torch") is None:
+        return Torch(absent=True)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -279,6 +256,10 @@ def probe_nvidia() -> list[str]:
 
 def check_accelerators(torch: Torch, nvidia: Sequence[str], visible: str | None) -> Iterator[Check]:
     """Whether torch loads, then each device, or why there is none. `visible` is CUDA_VISIBLE_DEVICES."""
+    if torch.absent:
+        found = "torch is not installed: caches can be read and checked, not built or trained on"
+        yield Check("accelerator", "careful", found, f"pip install '{PACKAGE}[all]'")
+        return
     if torch.broken:
         yield Check("torch's build", "missing", f"fails: {torch.complaint}", "install torch again, or its driver")
         return

@@ -13,6 +13,7 @@ import torch
 import qwen_cache
 
 from .conftest import ROOT, command
+from .test_package import project_files
 
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft")
 
@@ -108,7 +109,7 @@ def test_the_readme_draws_the_tree_that_is_there() -> None:
     ]
     modules = {path.name for package in packages for path in package.glob("*.py") if path.stat().st_size}
     assert modules - {"__init__.py"} <= names, f"not drawn: {modules - names}"
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    listed = project_files()
     present = {Path(name).name for name in listed} | {f"{part}/" for name in listed for part in Path(name).parts[:-1]}
     present |= modules
     assert {name for name in names if re.fullmatch(r"[\w./]+", name)} <= present, f"drawn, but gone: {names - present}"

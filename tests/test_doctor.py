@@ -28,7 +28,7 @@ import torch
 import transformers
 
 import qwen_cache
-from qwen_cache import doctor
+from qwen_cache import doctor, extras
 from qwen_cache.config import LoggingConfig
 from qwen_cache.doctor import Device, Speed, Torch
 
@@ -37,7 +37,15 @@ from .test_architecture import HEAVY, imported_by
 
 GPU = "NVIDIA H200"
 CPU_BUILD = Torch("2.13.0+cpu")
-NEEDS = ("torch>=2.6", "diffusers>=0.42", "s3fs>=2025.3; extra == 's3'", "ray>=2.40; extra == 'ray'")
+NEEDS = (
+    "pyarrow>=18",
+    "torch>=2.6; extra == 'build'",
+    "diffusers>=0.42; extra == 'build'",
+    "qwen-cache[build]; extra == 'train'",
+    "peft>=0.18; extra == 'train'",
+    "s3fs>=2025.3; extra == 's3'",
+    "ray>=2.40; extra == 'ray'",
+)
 GB = 10**9
 
 
@@ -70,7 +78,7 @@ def packages(monkeypatch: pytest.MonkeyPatch, present: dict[str, str], needs: It
     fake = SimpleNamespace(
         version=version, requires=lambda _: list(needs), PackageNotFoundError=metadata.PackageNotFoundError
     )
-    monkeypatch.setattr(doctor, "metadata", fake)
+    monkeypatch.setattr(extras, "metadata", fake)
 
 
 # ---- as a user types it ----------------------------------------------------------------------------------------------
@@ -219,30 +227,42 @@ def test_nvidia_gpus_are_found_with_and_without_nvidia_smi(tmp_path: Path, monke
 def test_missing_and_old_packages_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
     packages(monkeypatch, {"diffusers": "0.30.0", "s3fs": "2026.1"})
     checks = examined(code=1)
-    assert (checks["torch"]["status"], checks["torch"]["found"]) == ("missing", "not installed, needs >=2.6")
-    assert checks["torch"]["do"] == "pip install 'torch>=2.6'"
+    assert (checks["pyarrow"]["status"], checks["pyarrow"]["found"]) == ("missing", "not installed, needs >=18")
+    assert checks["pyarrow"]["do"] == "pip install 'pyarrow>=18'"
     assert (checks["diffusers"]["status"], checks["diffusers"]["found"]) == ("missing", "0.30.0, needs >=0.42")
     assert checks["diffusers"]["do"] == "pip install 'diffusers>=0.42'"
 
 
 def test_extras_are_not_essential(monkeypatch: pytest.MonkeyPatch) -> None:
-    packages(monkeypatch, {"torch": "2.13.0+cpu", "diffusers": "0.43.0.dev0", "s3fs": "2026.1", "ray": "2.9"})
+    present = {"pyarrow": "26.0", "torch": "2.13.0+cpu", "diffusers": "0.43.0.dev0", "s3fs": "2026.1", "ray": "2.9"}
+    packages(monkeypatch, present)
     checks = examined()
-    assert checks["extras"]["found"] == "s3"
+    assert checks["extras"]["found"] == "build, s3"
+    assert checks["extra train"]["found"] == "without peft; for `qwen-train`"
     assert (checks["extra ray"]["status"], checks["extra ray"]["essential"]) == ("missing", False)
     assert checks["extra ray"]["do"] == "pip install 'qwen-cache[ray]'"
     assert "without ray; for `build --ray`" in checks["extra ray"]["found"]
     assert "extra s3" not in checks
 
 
+def test_the_core_alone_lacks_nothing_essential(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages(monkeypatch, {"pyarrow": "26.0"})
+    monkeypatch.setattr(doctor, "probe_torch", lambda: Torch(absent=True))
+    checks = examined()
+    assert checks["extra build"]["do"] == "pip install 'qwen-cache[build]'"
+    assert checks["extra train"]["found"] == "without torch and diffusers and peft; for `qwen-train`"
+    assert "can be read and checked, not built or trained on" in checks["accelerator"]["found"]
+    assert checks["accelerator"]["do"] == "pip install 'qwen-cache[all]'"
+
+
 def test_a_version_that_is_no_number_is_somebodys_own_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    packages(monkeypatch, {"torch": "built here", "diffusers": "0.42.1"})
+    packages(monkeypatch, {"pyarrow": "26.0", "torch": "built here", "diffusers": "0.42.1"})
     assert (examined()["torch"]["status"], examined()["torch"]["found"]) == ("ok", "built here")
 
 
 def test_every_extra_and_every_tracker_is_known() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert set(doctor.EXTRAS) == set(project["optional-dependencies"]) - {"demo", "docs", "bench", "dev"}
+    assert set(extras.EXTRAS) == set(project["optional-dependencies"]) - {"all", "demo", "docs", "bench", "dev"}
     known = get_args(LoggingConfig.model_fields["tracker"].annotation)
     assert (*doctor.TRACKERS, "none") == known
 
@@ -265,7 +285,7 @@ def test_an_odd_machine_is_no_reason_to_crash(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(doctor, "NVIDIA_GPUS", nowhere)
     monkeypatch.setattr(doctor, "CONTAINER_LIMITS", (nowhere,))
     monkeypatch.setattr(doctor, "MEASURED_BYTES", 1)
-    monkeypatch.setattr(doctor.metadata, "requires", unknown)
+    monkeypatch.setattr(extras.metadata, "requires", unknown)
     for name in ("posix_fadvise", "sched_getaffinity", "sysconf_names"):
         monkeypatch.delattr(os, name, raising=False)
     result = run("qwen-cache", "doctor", "--json")
@@ -273,7 +293,7 @@ def test_an_odd_machine_is_no_reason_to_crash(tmp_path: Path, monkeypatch: pytes
     assert result.code == 0, result
     assert checks["memory"]["found"] == "not known"
     assert checks["disk of shards"]["facts"]["read"] is None
-    assert checks["qwen-cache"]["do"] == "pip install . in its folder"
+    assert checks["qwen-cache"]["do"] == "pip install '.[all]' in its folder"
 
 
 def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,10 @@ import webdataset
 
 from qwen_cache import FormatError, QwenCacheError, open_cache
 
+from .conftest import ROOT
+
 Built = Callable[..., Path]
+EXAMPLES = ROOT / "schemas" / "examples" / "valid"
 
 
 @pytest.fixture(params=["v2", "v1"])
@@ -88,6 +92,28 @@ def test_v1_and_v2_say_the_same(built: Built) -> None:
         assert b.stored("empty_prompt_embeds").shape[0] == a["empty_prompt_embeds"].shape[0] - b.row.meta.prefix_length
 
 
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_numpy_arrays_have_the_bits_of_the_torch_tensors(version: str) -> None:
+    """Every dtype of the format, compressed or not, and the empty prompt with the prefix that v2 stores once."""
+    seen = set()
+    for sample in open_cache(EXAMPLES / f"cache.{version}"):
+        for name, tensor in sample.tensors().items():
+            array = sample.numpy(name)
+            seen.add(str(array.dtype))
+            assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{array.dtype}", array.shape), name
+            assert array.tobytes() == tensor.contiguous().view(torch.uint8).numpy().tobytes(), name
+            with pytest.raises(ValueError, match="read-only"):
+                array[...] = 0
+    assert seen == {"bfloat16"} | ({"float16", "float32", "uint8"} if version == "v2" else set())
+
+
+def test_numpy_arrays_are_views_of_the_shard(shards: Path) -> None:
+    sample = open_cache(shards)[0]
+    assert sample.numpy("image_latents").ctypes.data == sample["image_latents"].data_ptr()
+    with pytest.raises(KeyError, match="has no 'depth'; it has image_latents"):
+        sample.numpy("depth")
+
+
 def test_edit_mask_is_the_share_of_each_token_that_is_edited(built: Built) -> None:
     """The mask covers the left half of the cup; one column of tokens may be cut by its border."""
     cup = next(sample for sample in open_cache(built("edit-plus")) if sample.name == "cup")
@@ -112,10 +138,23 @@ def test_changed_bytes_are_refused_when_they_are_read(built: Built, tmp_path: Pa
     flip(shards / sample.row.shard, offset)
     damaged = open_cache(shards)[0]
     damaged["image_latents"]
-    with pytest.raises(
-        FormatError, match=r"prompt_embeds of sample .* does not have the bytes that were written .*\[F14\]"
-    ):
-        damaged["prompt_embeds"]
+    for read in (damaged.__getitem__, damaged.numpy):
+        with pytest.raises(
+            FormatError, match=r"prompt_embeds of sample .* does not have the bytes that were written .*\[F14\]"
+        ):
+            read("prompt_embeds")
+
+
+def test_without_torch_a_tensor_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = open_cache(EXAMPLES / "cache.v2")[0]
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(QwenCacheError) as refused:
+        sample["image_latents"]
+    assert str(refused.value) == (
+        "sample['image_latents'] is a torch tensor, and torch is not installed\n"
+        "  → take sample.numpy('image_latents'), or pip install 'qwen-cache[build]'"
+    )
+    assert sample.numpy("image_latents").shape == (6, 64)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

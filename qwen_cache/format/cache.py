@@ -1,8 +1,8 @@
 """Reading a cache: `open_cache`, its samples by position or key, their tensors without a copy.
 
 Tensors are views of the mapped shard; nothing is read until they are touched, and the bytes of a tensor are checked
-against its hash when it is asked for. Of a cache behind a URL, what is mapped are local copies (`remote`). Importing
-this imports no torch; asking for a tensor does.
+against its hash when it is asked for. Of a cache behind a URL, what is mapped are local copies (`remote`). Only what
+gives torch tensors needs torch; `Sample.numpy` gives the same values as NumPy arrays.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
 
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 ROWS_KEPT = 1 << 14  # parsed rows in memory, at 4 kB each; more than most sets that people fine-tune on
+NUMPY_DTYPES = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "U8": np.uint8}
 OPEN_SHARDS = 64  # each mapping holds a file descriptor; the usual limit is 1024
 
 
@@ -199,7 +203,7 @@ class SampleBytes(Protocol):
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample. `sample["image_latents"]` and the like are torch tensors; `tensors()` is all of them."""
+    """One sample. `sample["image_latents"]` is a torch tensor, `sample.numpy("image_latents")` a NumPy array."""
 
     row: IndexRow
     _shards: SampleBytes
@@ -231,16 +235,17 @@ class Sample:
 
         In the dtype that is stored, checking costs next to nothing: the bytes come from memory once.
         """
+        _require_torch(name)
         import torch
 
-        prefix = self.row.meta.prefix_length if name == "empty_prompt_embeds" else 0
+        prefix = self._shared_rows(name)
         if prefix:
             out[:prefix] = self.stored("prompt_embeds")[:prefix]
             out = out[prefix:]
         spec = self.row.meta.tensors[name]
         if out.shape != spec.shape:
             raise ValueError(f"{name} is {list(spec.shape)}, not {list(out.shape)}")
-        if out.dtype == _dtype(spec):
+        if out.dtype == _torch_dtype(spec):
             self._read(name, out.view(-1).view(torch.uint8).numpy().data)
         else:
             out.copy_(self.stored(name))
@@ -273,27 +278,62 @@ class Sample:
 
     def stored(self, name: str) -> torch.Tensor:
         """A tensor as it is stored, without a copy."""
+        _require_torch(name)
         import torch
 
-        data = self.buffer(name)
-        spec = self.row.meta.tensors[name]
-        return torch.frombuffer(data, dtype=_dtype(spec)).view(spec.shape)
+        data, spec = self.buffer(name), self.row.meta.tensors[name]
+        return torch.frombuffer(data, dtype=_torch_dtype(spec)).view(spec.shape)
+
+    def stored_numpy(self, name: str) -> npt.NDArray[Any]:
+        """The same as an array, which cannot be written to."""
+        data, spec = self.buffer(name), self.row.meta.tensors[name]
+        array = np.frombuffer(data, NUMPY_DTYPES[spec.dtype]).reshape(spec.shape)
+        array.flags.writeable = False
+        return array
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A tensor: without a copy, but for `empty_prompt_embeds`, which v2 stores without its shared prefix."""
-        import torch
+        stored = self.stored(name)
+        if prefix := self._shared_rows(name):
+            import torch
 
-        prefix = self.row.meta.prefix_length
-        if name == "empty_prompt_embeds" and prefix:
-            return torch.cat([self.stored("prompt_embeds")[:prefix], self.stored(name)])
-        return self.stored(name)
+            return torch.cat([self.stored("prompt_embeds")[:prefix], stored])
+        return stored
+
+    def numpy(self, name: str) -> npt.NDArray[Any]:
+        """What `sample[name]` is, as a NumPy array and without torch; copied where that is copied.
+
+        BF16 is `ml_dtypes.bfloat16`. The array cannot be written to: copy it first. Raises KeyError when the sample has
+        no such tensor, ChecksumError when its bytes are not those that were written.
+        """
+        if prefix := self._shared_rows(name):
+            whole = np.concatenate([self.stored_numpy("prompt_embeds")[:prefix], self.stored_numpy(name)])
+            whole.flags.writeable = False
+            return whole
+        return self.stored_numpy(name)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name."""
         return {name: self[name] for name in self.row.meta.tensors}
 
+    def _shared_rows(self, name: str) -> int:
+        """How many rows of `prompt_embeds` come before what is stored of this tensor."""
+        return self.row.meta.prefix_length if name == "empty_prompt_embeds" else 0
 
-def _dtype(spec: TensorSpec) -> torch.dtype:
+
+def _require_torch(name: str) -> None:
+    """An error that says how to read the tensor `name` without torch, where there is none."""
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        what = f"sample[{name!r}] is a torch tensor, and torch is not installed"
+        do = f"take sample.numpy({name!r}), or pip install 'qwen-cache[build]'"
+        raise QwenCacheError(what, do=do) from None
+
+
+def _torch_dtype(spec: TensorSpec) -> torch.dtype:
     import torch
 
     return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}[spec.dtype]

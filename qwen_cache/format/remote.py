@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 LOCAL_COPIES_SIZE = 100_000_000_000
 URL = re.compile(r"([a-z][a-z0-9+.-]*)(://|::)")
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "https": "http"}
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "https": "http", "hf": "hf"}
 """What of `pip install 'qwen-cache[…]'` a protocol needs."""
 BLOCK = 8_000_000  # of one request: what a broken connection costs at most, and 0.1 s of a 1 Gbit/s line
 ATTEMPTS = 5

@@ -12,12 +12,7 @@ Floats = npt.NDArray[np.float32]
 
 def numbers(sample: Sample, name: str) -> Floats:
     """A tensor as it is stored, in float32, which holds every number of all dtypes of the format."""
-    spec, data = sample.row.meta.tensors[name], sample.buffer(name)
-    if spec.dtype == "BF16":  # the upper half of a float32
-        values = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
-    else:
-        values = np.frombuffer(data, {"F16": "<f2", "F32": "<f4", "U8": "u1"}[spec.dtype]).astype(np.float32)
-    return values.reshape(spec.shape)
+    return sample.stored_numpy(name).astype(np.float32)
 
 
 def rms(values: Floats) -> float:
