@@ -123,7 +123,9 @@ def bitsandbytes_load(folder: Path) -> Callable[[type[Stock]], Any]:
 
 
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
-@pytest.mark.parametrize("wrapped", [False, True], ids=["from_pretrained", "from_stock"])
+@pytest.mark.parametrize(
+    "wrapped", [pytest.param(False, marks=pytest.mark.slow), True], ids=["from_pretrained", "from_stock"]
+)
 @pytest.mark.parametrize("kind", ["int8", "fp8", "nf4"])
 def test_lora_on_quantised_weights(layout: str, kind: str, wrapped: bool, tmp_path: Path) -> None:
     stock_model(zero_cond_t=True).save_pretrained(tmp_path)
