@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a run is, so that resumed equals uninterrupted, bit for bit.
+"""Checkpoints: everything that a run is, so that resumed equals uninterrupted, bit for bit on one CPU.
 
     checkpoint-500/
       pytorch_lora_weights.safetensors   the adapter, as the stock pipeline loads it; or all weights, in transformer/

@@ -26,7 +26,17 @@ from qwen_cache.format.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.model_folder import open_model
 from qwen_train.drawing.cached import draw_cached, find_sample, guidance_from_cache, initial_latents
 
-from .equivalence.judge import SMALL_AREA, Case, build_cache, by_name, case, relative, small_options, stock_pipeline
+from .equivalence.judge import (
+    SMALL_AREA,
+    TOLERANCE,
+    Case,
+    build_cache,
+    by_name,
+    case,
+    relative,
+    small_options,
+    stock_pipeline,
+)
 
 TinyModel = Callable[[str], Path]
 STEPS, SEED = 3, 7
@@ -105,7 +115,7 @@ def test_it_is_the_stock_pipelines_of_the_pictures_and_the_prompt(
     found = ours(pipeline, sample, true_cfg_scale=guidance)
     if variant == "t2i":  # nothing is encoded in other pieces than there
         assert torch.equal(found, expected)
-    assert relative(found, expected) < 1e-5
+    assert relative(found, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
@@ -145,7 +155,7 @@ def test_sigmas_can_be_given(cached: Callable[..., tuple[Sample, Any]], small_ar
     sigmas = [1.0, 0.8, 0.1]  # the first and the last are stretched to 1 and shift_terminal anyway
     expected = stock(pipeline, sample, CASES["edit-plus"], sigmas=sigmas)
     found = ours(pipeline, sample, sigmas=sigmas)
-    assert relative(found, expected) < 1e-5
+    assert relative(found, expected) < TOLERANCE
     assert relative(found, ours(pipeline, sample)) > 1e-3
 
 

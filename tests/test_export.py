@@ -20,6 +20,7 @@ from torch import Tensor
 from qwen_train.model.lora import lora_weights, write_lora
 
 from .conftest import run
+from .equivalence.judge import TOLERANCE
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 EVERYWHERE = [*ATTENTION, "add_q_proj", "to_add_out", "img_mlp.net.0.proj", "txt_mlp.net.2", "img_mod.1", "proj_out"]
@@ -85,7 +86,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def assert_same(found: Tensor, expected: Tensor, model: Path) -> None:
-    assert relative_error(found, expected) < 1e-5
+    assert relative_error(found, expected) < TOLERANCE
     assert relative_error(output(stock(model)), expected) > 0.01, "the LoRA changes nothing"
 
 
@@ -190,7 +191,7 @@ def test_merged_is_written_in_shards(model: Path, tmp_path: Path, monkeypatch: p
     file, expected = random_lora(model, tmp_path / "run")
     out = export(file, "merged", tmp_path / "merged", "--model", model)
     assert len(list(out.glob("*.safetensors"))) > 1
-    assert relative_error(output(QwenImageTransformer2DModel.from_pretrained(out)), expected) < 1e-5
+    assert relative_error(output(QwenImageTransformer2DModel.from_pretrained(out)), expected) < TOLERANCE
 
 
 def test_the_model_of_a_run_is_that_of_its_settings(model: Path, tmp_path: Path) -> None:
@@ -200,7 +201,7 @@ def test_the_model_of_a_run_is_that_of_its_settings(model: Path, tmp_path: Path)
     (tmp_path / "run" / "qwen.yaml").write_text(f"model:\n  path: {model}\n")
     for source in (tmp_path / "run", tmp_path / "run" / "checkpoint-1"):
         out = export(source, "merged", tmp_path / f"merged-{source.name}")
-        assert relative_error(output(QwenImageTransformer2DModel.from_pretrained(out)), expected) < 1e-5
+        assert relative_error(output(QwenImageTransformer2DModel.from_pretrained(out)), expected) < TOLERANCE
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------

@@ -35,7 +35,8 @@ PROMPT = "make the red car blue, 然后 keep the sky"
 NAMES = ("china.jpg", "flower.jpg")
 WIDE, TALL, SQUARE = (168, 112), (84, 140), (112, 112)
 ACROSS_KERNELS = 1e-5
-"""SDPA adds up in another order than eager; what leaves a layer differs by that much, and the weights after it."""
+"""Another kernel, or the rows of a few tokens in place of all, adds up in another order. A score of up to 16, a sum of
+k = 16 products in float32, is off by 16·sqrt(k)·2^-24 = 4e-6, and so is the weight, at most 1, that follows from it."""
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +146,7 @@ def test_the_judge_has_peaked_rows(eager: Any, folder: ModelFolder) -> None:
 
 def test_rows_are_those_of_the_eager_pass_they_are_taken_from(eager: Any, case: Batch) -> None:
     rows, output = taken(eager, case, output_attentions=True, output_hidden_states=True)
-    assert_rows(rows, output, case, eager.config.image_token_id, atol=0)
+    assert_rows(rows, output, case, eager.config.image_token_id, ACROSS_KERNELS)
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
@@ -171,7 +172,7 @@ def test_max_keeps_the_largest_of_a_phrase(eager: Any, folder: ModelFolder) -> N
     rows, output = taken(eager, case, "max", output_attentions=True)
     columns = (case.inputs["input_ids"][0] == eager.config.image_token_id).nonzero()[:, 0]
     wanted = torch.cat([layer[0][:, case.tokens[0][0]][..., columns].amax(1) for layer in output.attentions])
-    assert torch.equal(rows.attention[0][0][0].flatten(1), wanted)
+    torch.testing.assert_close(rows.attention[0][0][0].flatten(1), wanted, atol=ACROSS_KERNELS, rtol=0)
 
 
 @pytest.mark.parametrize(

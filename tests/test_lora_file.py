@@ -30,6 +30,7 @@ from qwen_train import train as training
 from qwen_train.model.lora import lora_weights, origin_of, write_lora
 
 from .conftest import build, photograph
+from .equivalence.judge import TOLERANCE
 
 Built = Callable[[str, Sequence[str]], Path]
 PIPELINES = {
@@ -127,7 +128,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def test_stock_pipeline_with_the_file_equals_what_was_trained(fit: Callable[..., Trained], variant: str) -> None:
     trained = fit(variant)
     expected = output(trained.transformer, trained.sample)
-    assert relative_error(output(stock_with(trained.file, variant, trained.model), trained.sample), expected) < 1e-5
+    found = output(stock_with(trained.file, variant, trained.model), trained.sample)
+    assert relative_error(found, expected) < TOLERANCE
     untrained = QwenImageTransformer2DModel.from_pretrained(trained.model / "transformer")
     assert relative_error(output(untrained, trained.sample), expected) > 0.01, "the LoRA changes nothing"
 
@@ -138,7 +140,7 @@ def test_an_alpha_that_is_not_the_rank_reaches_the_stock_loader(fit: Callable[..
     trained = fit(lora_alpha=lora_alpha, target_modules=[*ATTENTION, "add_q_proj", "img_mlp.net.2"])
     expected = output(trained.transformer, trained.sample)
     found = output(stock_with(trained.file, "edit-plus", trained.model), trained.sample)
-    assert relative_error(found, expected) < 1e-5
+    assert relative_error(found, expected) < TOLERANCE
 
     bare = trained.file.with_name("bare.safetensors")
     save_file(load_file(trained.file), bare)
@@ -173,7 +175,7 @@ def test_modules_may_be_named_by_a_regular_expression(fit: Callable[..., Trained
     }
     expected = output(trained.transformer, trained.sample)
     found = output(stock_with(trained.file, "edit-plus", trained.model), trained.sample)
-    assert relative_error(found, expected) < 1e-5
+    assert relative_error(found, expected) < TOLERANCE
 
 
 def test_the_file_says_what_it_was_trained_on(fit: Callable[..., Trained]) -> None:
@@ -212,7 +214,7 @@ def test_variants_reach_the_stock_loader(fit: Callable[..., Trained], settings: 
     trained, plain = fit(**settings), fit(folder="plain", lora_alpha=settings.get("lora_alpha"))
     expected = output(trained.transformer, trained.sample)
     found = output(stock_with(trained.file, "edit-plus", trained.model), trained.sample)
-    assert relative_error(found, expected) < 1e-5
+    assert relative_error(found, expected) < TOLERANCE
     assert relative_error(output(plain.transformer, trained.sample), expected) > 1e-3, "the setting changes nothing"
 
 

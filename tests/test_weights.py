@@ -27,6 +27,7 @@ from qwen_train import train as training
 from qwen_train.model import weights
 from qwen_train.model.packed import QwenImageMultiResTransformerBlock as Block
 
+from .equivalence.judge import TOLERANCE
 from .test_lora_file import output, relative_error
 from .test_train import EVERYTHING_RANDOM, LORA, SMALL, Trainer, column, refused
 
@@ -68,7 +69,7 @@ def test_full_training_leaves_a_transformer_that_the_stock_class_loads(
     sample = open_cache(train.cache)[0]
     expected = output(prepared[0].run.transformer.eval(), sample)
     for folder in (out / "transformer", out / "checkpoint-3" / "transformer"):
-        assert relative_error(output(stock(folder), sample), expected) < 1e-6
+        assert relative_error(output(stock(folder), sample), expected) < TOLERANCE
     for folder in (train.model / "transformer", out / "transformer_ema"):
         assert relative_error(output(stock(folder), sample), expected) > 1e-3
 

@@ -2,9 +2,9 @@
 
 The model is causal and the pictures come before the instruction, so everything up to the last picture is the same for
 every prompt about them: it is run once (`read`), and of each prompt only what follows, on the kept keys and values
-(`embed`). With `batch_tokens` of 1 each pass is about one thing, and what comes out is the same, bit for bit, whatever
-else is encoded. Passes about several, padded on the right, give the same within the rounding of the dtype: matrix
-products of other shapes are added up in another order.
+(`embed`). With `batch_tokens` of 1 each pass is about one thing, and on one machine what comes out is the same, bit for
+bit, whatever else is encoded. Passes about several, padded on the right, give the same within the rounding of the
+dtype: matrix products of other shapes are added up in another order.
 
 Refuses to run with 1-D positions: transformers 5 silently falls back to them when `mm_token_type_ids` is missing, and
 diffusers 0.42's Edit pipelines do not pass it (huggingface/diffusers issue 14194). The pipelines' `lm_head` is not
@@ -147,7 +147,7 @@ class TextEncoder:
 
     @torch.inference_mode()
     def encode_whole(self, pictures: Sequence[Image.Image], prompt: str) -> Float[torch.Tensor, "L D"]:
-        """The embeddings of `prompt` about `pictures` in one pass, bit for bit as the pipelines compute them."""
+        """The embeddings of `prompt` about `pictures` in one pass: the modules and shapes of the pipelines."""
         if not pictures:
             return self.embed(self.read([{}]), [(0, prompt, None)])[0].embeds
         inputs = self._process(self.template.text(prompt, len(pictures)), pictures)

@@ -1,8 +1,9 @@
 """The stock pipelines of diffusers, each part on the device that was named.
 
-What they are called with and what they draw is theirs, bit for bit: overridden are only the places where tensors go
-from one part to another, and the text encoder, for which see prompts.py. It is loaded when a prompt is first given;
-with `prompt_embeds` it never is. A picture for which the VAE's device has too little memory goes in tiles.
+What they are called with and what they generate is theirs, bit for bit on the same devices: overridden are only the
+places where tensors go from one part to another, and the text encoder, for which see prompts.py. It is loaded when a
+prompt is first given; with `prompt_embeds` it never is. A picture for which the VAE's device has too little memory goes
+in tiles.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Prompts for the stock pipelines, encoded by the encoder of the cache: so training and inference agree.
 
 diffusers 0.42's Edit pipelines give Qwen2.5-VL one-dimensional positions under transformers 5; here it gets those that
-it was trained with. Everything else is as the pipelines have it, bit for bit. The encoder is loaded when it is first
-asked, and can be given back, so that one device never has to hold it beside the transformer.
+it was trained with. Everything else is as the pipelines have it: the same modules on the same shapes. The encoder is
+loaded when it is first asked, and can be given back, so that one device never has to hold it beside the transformer.
 """
 
 from __future__ import annotations

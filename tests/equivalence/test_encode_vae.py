@@ -32,6 +32,7 @@ from tests.conftest import photograph
 
 from .judge import (
     SEVERAL,
+    TOLERANCE,
     VAE_AREA,
     Case,
     Size,
@@ -40,6 +41,7 @@ from .judge import (
     build_cache,
     by_name,
     case,
+    exact_pipeline,
     feed,
     picture,
     plain_latents,
@@ -47,9 +49,11 @@ from .judge import (
     relative,
     small_options,
     stock_pipeline,
+    without_float32,
 )
 
 VaeEncoders = Callable[[torch.dtype], VaeEncoder]
+LYING = (320, 192)
 SIZES: list[Size] = [(32, 32), (128, 128), (160, 96), (96, 160), (32, 416), (416, 32), (224, 192)]
 
 
@@ -108,9 +112,11 @@ def test_latents_are_those_of_the_pipeline(
     with torch.no_grad():
         latents = stock._encode_vae_image(pixels.to(dtype), generator=None)
     assert latents.shape == (1, 16, 1, size[1] // 8, size[0] // 8)
-    ours = encoded(vae_encoder(dtype), original, size)
-    assert_same(ours, stock._pack_latents(latents, 1, 16, size[1] // 8, size[0] // 8)[0])
-    assert_same(ours, plain_tokens(plain_latents(stock.vae, original, size)))
+    ours, exact = encoded(vae_encoder(dtype), original, size), None
+    if dtype == torch.bfloat16:
+        exact = plain_tokens(plain_latents(exact_pipeline(tiny_model("edit-plus"), "edit-plus").vae, original, size))
+    assert_same(ours, stock._pack_latents(latents, 1, 16, size[1] // 8, size[0] // 8)[0], exact)
+    assert_same(ours, plain_tokens(plain_latents(stock.vae, original, size)), exact)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -124,7 +130,7 @@ def test_the_pipeline_unpacks_what_is_packed(
     unpacked = pipeline._unpack_latents(packed[None], height, width, pipeline.vae_scale_factor)
     assert unpacked.shape == (1, 16, 1, height // 8, width // 8)
     expected = plain_latents(pipeline.vae, original, size)
-    assert float((unpacked[:, :, 0] - expected).abs().max() / expected.abs().max()) < 1e-6
+    assert float((unpacked[:, :, 0] - expected).abs().max() / expected.abs().max()) < TOLERANCE
 
 
 def test_latents_are_the_mode_of_the_posterior_and_no_draw(
@@ -146,21 +152,34 @@ def test_latents_are_the_mode_of_the_posterior_and_no_draw(
 
 
 @pytest.fixture(scope="module")
-def real_vae() -> AutoencoderKLQwenImage:
-    """The structure and size of the trained one, with random weights."""
+def wide_vae() -> AutoencoderKLQwenImage:
+    """The structure of the trained one with a twelfth of its channels, and random weights."""
     torch.manual_seed(0)
-    return AutoencoderKLQwenImage().eval()
+    return AutoencoderKLQwenImage(base_dim=8).eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("size", [(64, 64), (96, 32)])
-def test_two_dimensions_give_what_three_give_with_nothing_before_the_picture(
-    size: Size, real_vae: AutoencoderKLQwenImage
+def test_two_dimensions_give_what_three_give_with_nothing_before_the_image(
+    size: Size, wide_vae: AutoencoderKLQwenImage
 ) -> None:
-    ours = for_single_frames(copy.deepcopy(real_vae))
+    """In float64 it is one function; in bfloat16 both round it as much."""
     pixels, latents = torch.randn(2, 3, 1, *size), torch.randn(2, 16, 1, size[0] // 8, size[1] // 8)
-    with torch.no_grad():
-        assert relative(ours.encode(pixels).latent_dist.mode(), real_vae.encode(pixels).latent_dist.mode()) < 1e-5
-        assert relative(ours.decode(latents).sample, real_vae.decode(latents).sample) < 1e-5
+    for dtype in (torch.float64, torch.bfloat16):
+        stock = copy.deepcopy(wide_vae).to(dtype)
+        ours, exact = for_single_frames(copy.deepcopy(stock)), copy.deepcopy(stock).double()
+        given = pixels.to(dtype), latents.to(dtype)
+        with without_float32():
+            for half in (encode_mode, decode_sample):
+                x = given[half is decode_sample]
+                assert_same(half(ours, x), half(stock, x), half(exact, x.double()))
+
+
+def encode_mode(vae: Any, pixels: Tensor) -> Tensor:
+    return vae.encode(pixels).latent_dist.mode()
+
+
+def decode_sample(vae: Any, latents: Tensor) -> Tensor:
+    return vae.decode(latents).sample
 
 
 def test_no_convolution_of_a_build_has_three_dimensions(
@@ -175,13 +194,14 @@ def test_no_convolution_of_a_build_has_three_dimensions(
         return convolve(self, x, weight, bias)
 
     monkeypatch.setattr(torch.nn.Conv3d, "_conv_forward", count)
-    build_cache(tmp_path, {"it": case(SEVERAL["two"], "make it blue")}, tiny_model("edit-plus"))
+    it = case(SEVERAL["two"], "make it blue")
+    build_cache(tmp_path, {"it": it}, tiny_model("edit-plus"), *small_options("edit-plus"))
     assert set(seen) == {(2, 14, 14)}
 
 
-def test_more_frames_than_one_are_refused(real_vae: AutoencoderKLQwenImage) -> None:
+def test_more_frames_than_one_are_refused(wide_vae: AutoencoderKLQwenImage) -> None:
     with pytest.raises(ValueError, match="made for single pictures, found 4 frames"):
-        for_single_frames(copy.deepcopy(real_vae)).encode(torch.randn(1, 3, 5, 32, 32))
+        for_single_frames(copy.deepcopy(wide_vae)).encode(torch.randn(1, 3, 5, 32, 32))
 
 
 # ---- the picture comes back ------------------------------------------------------------------------------------------
@@ -208,8 +228,18 @@ def psnr(decoded: Tensor, original: Image.Image) -> float:
     return float(-10 * error.log10())
 
 
-@pytest.mark.parametrize("name", ["china.jpg", "flower.jpg", "chelsea.png", "coffee.png"])
-@pytest.mark.parametrize("size", [(192, 320), (320, 192)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("china.jpg", (192, 320)),
+        ("chelsea.png", (320, 192)),
+        *(
+            pytest.param(n, s, marks=pytest.mark.slow)
+            for n in ("flower.jpg", "coffee.png")
+            for s in (LYING, LYING[::-1])
+        ),
+    ],
+)
 def test_decoding_gives_the_picture_back(name: str, size: Size, tiny_model: TinyModel, tmp_path: Path) -> None:
     """Traps 11, 13 and 14: upright, unmirrored, normalised once; the tiny VAE keeps averages of 8×8 pixels."""
     control = photograph(name).resize(size)
@@ -249,9 +279,9 @@ def test_width_and_height_of_a_control_are_not_swapped(tiny_model: TinyModel, tm
     assert_same(sample["control_latents"], torch.cat([standing, lying]))
 
 
-@pytest.mark.parametrize("size", [(333, 517), (90, 400), (128, 128)])
+@pytest.mark.parametrize("size", [(333, 517), (90, 400)])
 def test_a_target_equal_to_its_control_has_equal_latents(size: Size, tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Trap 22: one rule for the size of both, so that nothing is shifted."""
+    """Trap 22: one rule for the size of both, so that nothing is shifted. It is the same image in the same call."""
     original = picture("china.jpg", size)
     cases = {"it": Case(original, (original,), "change nothing")}
     sample = build_cache(tmp_path, cases, tiny_model("edit"), *small_options("edit"))[0]
@@ -313,8 +343,8 @@ def test_nearly_equal_pictures_have_their_own_keys(tiny_model: TinyModel, tmp_pa
     assert not torch.equal(samples["there"]["prompt_embeds"], samples["back"]["prompt_embeds"])
 
 
-def test_two_builds_are_equal_to_the_byte(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Trap 13: nothing is drawn at random, and no date or path gets into the files."""
+def test_two_builds_on_one_machine_are_equal_to_the_byte(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Trap 13: nothing is sampled, no date or path gets into the files, and the same kernels run."""
     cases = {name: case(sizes, f"make it {name}") for name, sizes in SEVERAL.items()}
     for folder in ("one", "two"):
         build_cache(tmp_path / folder, cases, tiny_model("edit-plus"), *small_options("edit-plus"))

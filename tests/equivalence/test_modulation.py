@@ -1,7 +1,9 @@
 """The tabulated modulation: the same training without a third of the weights.
 
-The judge is the same model with those weights, in bfloat16. A table differs from it where a sum in another order rounds
-to the other neighbour: in fewer than one value of a thousand, which a few blocks make into less than TOLERANCE.
+The judge is the same model with those weights, in bfloat16. A table is computed for all timesteps at once, so its sums
+may be in another order. Two sums of k = 64 products in float32 differ by about 2·2^-24·sqrt(k) = 1e-6, and round to
+different neighbours, 2^-8 apart, in 1e-6 / 2^-8 of all values: 2.4e-4; four times that is allowed (OTHERS). What the
+model makes of it is judged by float32, as all of bfloat16 (`transformer_judge.assert_as_near`).
 """
 
 from __future__ import annotations
@@ -39,10 +41,21 @@ from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from tests.conftest import load_tool
 from tests.test_train import LORA, SMALL, Trainer, column, differences, outcome, refused
 
-from .transformer_judge import CASES, TINY, Run, gradient_error, output_error, random_samples, run_batched, stock_model
+from .judge import AS_FAR
+from .transformer_judge import (
+    CASES,
+    TINY,
+    Run,
+    Sample,
+    assert_as_near,
+    output_error,
+    random_samples,
+    run_batched,
+    stock_model,
+)
 
-TOLERANCE = 1e-2  # relative; bfloat16 has three digits
-CAUGHT = 0.1  # a mutant has to err by this much at least
+OTHERS = 1e-3  # how many values of a table may be the neighbours of the layers' own
+LOSS = 1e-2  # relative; a loss is a mean over thousands of values that err by 2^-8 or so
 SCHEDULE = NoiseSchedule()
 COUNTS = CASES["one, two, three and no control images"]
 DRAWN = {"train.validation_split": 0.7, "validation.every_steps": 1, "validation.pictures": 1}
@@ -102,6 +115,17 @@ def trained(model: Any, layout: str = "padded", *, checkpointing: bool = False) 
         return run_batched(model, random_samples(*COUNTS, dtype=torch.bfloat16))
 
 
+def in_float32(folder: Path, layout: str) -> Run:
+    """The same with nothing rounded but the weights, the inputs and the timesteps."""
+    samples = [
+        Sample(s.images, s.image.float(), s.text.float(), s.sigma.bfloat16().float(), s.loss_weight.float())
+        for s in random_samples(*COUNTS, dtype=torch.bfloat16)
+    ]
+    model = with_lora(with_weights(folder).float())
+    model.layout = layout
+    return run_batched(model, samples)
+
+
 # ---- equal to running them -------------------------------------------------------------------------------------------
 
 
@@ -114,8 +138,7 @@ def test_outputs_and_gradients_are_those_with_the_weights(
     folder = saved(tmp_path / "model", zero_cond_t=zero_cond_t)
     expected = trained(with_lora(with_weights(folder)), layout, checkpointing=checkpointing)
     found = trained(with_lora(without_weights(folder)), layout, checkpointing=checkpointing)
-    assert output_error(found, expected) < TOLERANCE
-    assert gradient_error(found, expected) < TOLERANCE
+    assert_as_near(found, expected, in_float32(folder, layout))
 
 
 MUTANTS: dict[str, Callable[[int], int]] = {
@@ -130,7 +153,8 @@ def test_another_row_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     folder = saved(tmp_path / "model", zero_cond_t=True)
     expected, row = trained(with_lora(with_weights(folder)), layout), TimestepRows._row
     monkeypatch.setattr(TimestepRows, "_row", lambda self, bits, t: row(self, MUTANTS[mutant](bits), t))
-    assert output_error(trained(with_lora(without_weights(folder)), layout), expected) > CAUGHT
+    found, exact = trained(with_lora(without_weights(folder)), layout), in_float32(folder, layout)
+    assert output_error(found, exact) > 2 * AS_FAR * output_error(expected, exact)
 
 
 def test_every_row_is_what_the_layers_give(tmp_path: Path) -> None:
@@ -142,8 +166,8 @@ def test_every_row_is_what_the_layers_give(tmp_path: Path) -> None:
         layers.append(torch.nn.Sequential(stock.norm_out.silu, stock.norm_out.linear))
         expected = torch.cat([layer(embedding) for layer in layers], dim=1)
     found = rows(timesteps, embedding)
-    assert (found != expected).float().mean() < 1e-3
-    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-6)
+    assert (found != expected).float().mean() < OTHERS
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-5)  # one digit, or what a sum of terms of 1 errs by
 
 
 def test_timesteps_are_all_that_can_occur() -> None:
@@ -164,7 +188,7 @@ def test_other_timesteps_get_a_table_of_their_own(tmp_path: Path, cache_folder: 
     timesteps = torch.tensor([1e-6, 0.5, 0.001]).bfloat16()
     embedding = stock.time_text_embed(timesteps, timesteps)
     expected = stock.transformer_blocks[0].img_mod(embedding)
-    torch.testing.assert_close(rows(timesteps, embedding)[:, : expected.shape[1]], expected, rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(rows(timesteps, embedding)[:, : expected.shape[1]], expected, rtol=2**-7, atol=1e-5)
 
 
 # ---- what it saves ---------------------------------------------------------------------------------------------------
@@ -242,7 +266,7 @@ def flip(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [flip, lambda data: data[:-1], lambda data: b"", lambda data: b"short"])
-def test_a_damaged_file_is_made_anew(tmp_path: Path, cache_folder: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_file_is_made_again(tmp_path: Path, cache_folder: Path, damage: Callable[[bytes], bytes]) -> None:
     folder = saved(tmp_path / "model")
     without_weights(folder)
     ((name, data),) = tables(cache_folder).items()
@@ -358,14 +382,14 @@ def test_it_is_not_saved_as_a_whole(tmp_path: Path) -> None:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", pytest.param("packed", marks=pytest.mark.slow)])
 def test_a_run_learns_and_measures_the_same(train: Trainer, layout: str) -> None:
     """Validation too, whose noise levels go below the schedule's last."""
     settings = {**BF16, "train.layout": layout}
     whole = train(settings=settings, out="whole")
     out = train(settings=settings, train__tabulated_modulation=True)
     for name in ("loss", "validation_loss", "validation_loss_q1"):
-        assert column(out, name) == pytest.approx(column(whole, name), rel=TOLERANCE)
+        assert column(out, name) == pytest.approx(column(whole, name), rel=LOSS)
     (picture,) = (load_file(path) for path in (out / "validation" / "step-2").iterdir())
     (expected,) = (load_file(path) for path in (whole / "validation" / "step-2").iterdir())
     assert (picture["latents"] - expected["latents"]).norm() < 0.02 * expected["latents"].norm()
@@ -374,7 +398,7 @@ def test_a_run_learns_and_measures_the_same(train: Trainer, layout: str) -> None
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(train: Trainer) -> None:
-    """Bit for bit; the first finds no table, the second does."""
+    """Bit for bit on one machine; the first finds no table, the second does."""
     settings = {**BF16, "train.tabulated_modulation": True, "train.lora.lora_dropout": 0.3}
     whole = outcome(train(settings=settings, out="whole"))
     train(settings=settings, train__max_steps=1)
@@ -382,6 +406,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(train: Trainer) -> None:
     assert [name for name in differences(resumed, whole) if not name.startswith("checkpoint-1/")] == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
 def test_compiled_blocks_learn_the_same(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's part is another in each block, and must not make another graph of it."""
@@ -399,21 +424,18 @@ def test_compiled_blocks_learn_the_same(train: Trainer, monkeypatch: pytest.Monk
             jaxtyping.config.update("jaxtyping_disable", False)
         losses.append(column(out, "loss"))
         graphs.append(counters["stats"]["unique_graphs"])
-    assert losses[1] == pytest.approx(losses[0], rel=TOLERANCE)
+    assert losses[1] == pytest.approx(losses[0], rel=LOSS)
     assert graphs[1] <= graphs[0]
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_a_quantised_base_learns_with_a_table_too(train: Trainer, kind: str) -> None:
     settings = {**BF16, "train.max_steps": 1}
-    losses = [
-        column(train(settings={**settings, **changes}, out=f"out{i}"), "loss")
-        for i, changes in enumerate(
-            [{}, {"model.quantization": kind}, {"model.quantization": kind, "train.tabulated_modulation": True}]
-        )
-    ]
-    assert losses[1] == pytest.approx(losses[0], rel=0.05)
-    assert losses[2] == pytest.approx(losses[0], rel=0.05)
+    changes = {"model.quantization": kind, "train.tabulated_modulation": True}
+    plain, quantised = (
+        column(train(settings={**settings, **each}, out=f"out{len(each)}"), "loss") for each in ({}, changes)
+    )
+    assert quantised == pytest.approx(plain, rel=0.05)
 
 
 @pytest.mark.slow
@@ -435,5 +457,5 @@ def test_two_processes_learn_what_one_does(train: Trainer, cache_folder: Path, f
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "COLUMNS": "200"},
     )
     assert done.returncode == 0, done.stderr
-    assert column(train.folder / "two", "loss") == pytest.approx(column(one, "loss"), rel=TOLERANCE)
+    assert column(train.folder / "two", "loss") == pytest.approx(column(one, "loss"), rel=LOSS)
     assert tables(cache_folder) == expected

@@ -15,6 +15,7 @@ from qwen_cache.format.errors import ModelError
 from qwen_train.model import joint_attention
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
+from .judge import AS_FAR, TOLERANCE
 from .transformer_judge import (
     CASES,
     TINY,
@@ -61,7 +62,7 @@ def test_a_sample_without_text() -> None:
     batch = {**batch_of(samples), "encoder_hidden_states_mask": torch.tensor([[True] * 5, [False] * 5])}
     with torch.no_grad():
         outputs = [multi_res_model(stock_model(), layout)(**batch).sample for layout in ("padded", "packed")]
-    assert distance(outputs[1], outputs[0]) < 1e-5
+    assert distance(outputs[1], outputs[0]) < TOLERANCE
 
 
 @pytest.mark.parametrize("layout", ["dense", "Packed"])
@@ -143,7 +144,7 @@ def test_kernel_is_for_cuda_in_half_precision() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the variable-length kernel needs CUDA")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_variable_length_kernel_equals_single_calls_on_cuda(dtype: torch.dtype) -> None:
-    """Forward and backward, on the same rounded inputs, against float32: not more than half as far again."""
+    """Forward and backward, on the same rounded inputs, against float32."""
     image_lengths, text_lengths = [40, 16, 97], [5, 11, 1]
     packing = joint_attention.Packing.of(
         torch.arange(97) < torch.tensor(image_lengths)[:, None],
@@ -164,4 +165,4 @@ def test_variable_length_kernel_equals_single_calls_on_cuda(dtype: torch.dtype) 
 
     assert joint_attention.flash_takes(*inputs[:3])
     exact, singly, kernel = run(torch.float32, False), run(dtype, False), run(dtype, True)
-    assert distance(kernel, exact) < 1.5 * distance(singly, exact) < 0.1
+    assert distance(kernel, exact) <= AS_FAR * distance(singly, exact)

@@ -33,8 +33,8 @@ from .transformer_judge import (
     MIXED,
     TINY,
     Run,
+    assert_as_near,
     assert_equal,
-    gradient_error,
     multi_res_model,
     output_error,
     random_samples,
@@ -66,9 +66,8 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(
-    "whole", [pytest.param(False, id="blocks"), pytest.param(True, id="model", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "model"])
 def test_compiled_for_successive_mixtures(layout: str, whole: bool) -> None:
     stock = stock_model(zero_cond_t=True, num_layers=2)
     model = multi_res_model(stock, layout)
@@ -81,15 +80,13 @@ def test_compiled_for_successive_mixtures(layout: str, whole: bool) -> None:
 
 
 def test_autocast_is_as_near_to_float32_as_the_stock_model(layout: str) -> None:
-    """Rounding differs with the shape of every product, so the measure is float32: not more than half as far again."""
+    """Rounding differs with the shape of every product, so the measure is float32."""
     stock = stock_model(zero_cond_t=True)
     samples = [replace(sample, sigma=sample.sigma.bfloat16().float()) for sample in random_samples(*COUNTS)]
     exact = run_singly(stock, samples)
     with torch.autocast("cpu", torch.bfloat16):
         singly, batched = run_singly(stock, samples), run_batched(multi_res_model(stock, layout), samples)
-    assert batched.outputs[0].dtype == torch.bfloat16
-    assert output_error(batched, exact) < 1.5 * output_error(singly, exact) < 0.1
-    assert gradient_error(batched, exact) < 1.5 * gradient_error(singly, exact)
+    assert_as_near(batched, singly, exact)
 
 
 # ---- quantised weights -----------------------------------------------------------------------------------------------
@@ -126,7 +123,9 @@ def bitsandbytes_load(folder: Path) -> Callable[[type[Stock]], Any]:
 
 
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
-@pytest.mark.parametrize("wrapped", [False, True], ids=["from_pretrained", "from_stock"])
+@pytest.mark.parametrize(
+    "wrapped", [pytest.param(False, marks=pytest.mark.slow), True], ids=["from_pretrained", "from_stock"]
+)
 @pytest.mark.parametrize("kind", ["int8", "fp8", "nf4"])
 def test_lora_on_quantised_weights(layout: str, kind: str, wrapped: bool, tmp_path: Path) -> None:
     stock_model(zero_cond_t=True).save_pretrained(tmp_path)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
+from .judge import AS_FAR, TOLERANCE
+
 TINY = {
     "in_channels": 16,
     "out_channels": 4,
@@ -26,8 +28,7 @@ TINY = {
     "joint_attention_dim": 48,
     "axes_dims_rope": (4, 14, 14),
 }
-TOLERANCE = 1e-5  # relative, float32
-CAUGHT = 1e-3  # a mutant has to err by this much at least, a hundred times what passes
+CAUGHT = 1e-3  # a mutant has to err by this much at least in float32, thirty times what passes
 LORA = LoraConfig(
     r=4,
     lora_alpha=4,
@@ -142,6 +143,15 @@ def run_singly(stock: QwenImageTransformer2DModel, samples: list[Sample], **argu
     return Run(outputs, totals)
 
 
+def run_in_float32(stock: QwenImageTransformer2DModel, samples: list[Sample], **arguments: Any) -> Run:
+    """What a stock bfloat16 model would say if nothing but its weights and inputs were rounded. It becomes float32."""
+    inputs = [
+        Sample(s.images, s.image.float(), s.text.float(), s.sigma.bfloat16().float(), s.loss_weight.float())
+        for s in samples
+    ]
+    return run_singly(stock.float(), inputs, **arguments)
+
+
 def run_batched(
     model: QwenImageMultiResTransformer2DModel, samples: list[Sample], fill: float = 1e3, **arguments: Any
 ) -> Run:
@@ -175,9 +185,17 @@ def gradient_error(found: Run, expected: Run) -> float:
     return max(distance(found.gradients[name], expected.gradients[name]) for name in reached)
 
 
-def assert_equal(found: Run, expected: Run, tolerance: float = TOLERANCE) -> None:
-    assert output_error(found, expected) < tolerance
-    assert gradient_error(found, expected) < tolerance
+def assert_equal(found: Run, expected: Run) -> None:
+    """In float32."""
+    assert output_error(found, expected) < TOLERANCE
+    assert gradient_error(found, expected) < TOLERANCE
+
+
+def assert_as_near(found: Run, stock: Run, exact: Run) -> None:
+    """In bfloat16: no further from float32 than the stock model, by the rule of `judge`."""
+    assert found.outputs[0].dtype == stock.outputs[0].dtype == torch.bfloat16
+    assert output_error(found, exact) <= AS_FAR * output_error(stock, exact)
+    assert gradient_error(found, exact) <= AS_FAR * gradient_error(stock, exact)
 
 
 CASES = {
