@@ -5,6 +5,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 BIN := .venv/bin
 LOWEST := .venv-lowest/bin
 SPREAD := --numprocesses auto --maxprocesses 4 --dist worksteal  # a process takes 2 GB
+SHELL := bash
+export TIMEFORMAT := %U + %S seconds of CPU time (user + system), %R seconds in all
 
 .PHONY: help setup demo docs check test test-slow test-lowest clean
 
@@ -36,11 +38,11 @@ check: setup  ## linter, formatter, spelling, types
 	$(BIN)/codespell
 	$(BIN)/mypy
 
-test: check  ## everything that takes seconds
-	$(BIN)/pytest $(SPREAD) -m "not slow"
+test: setup  ## linter, formatter, types, and the tests that take seconds
+	@time { $(MAKE) --no-print-directory check && $(BIN)/pytest $(SPREAD) -m "not slow"; }
 
-test-slow: check  ## everything
-	$(BIN)/pytest $(SPREAD)
+test-slow: setup  ## the tests that take minutes
+	@time $(BIN)/pytest $(SPREAD) -m slow
 
 test-lowest: .venv-lowest/installed  ## the same as test, with the lowest stated version of each dependency
 	$(LOWEST)/pytest $(SPREAD) -m "not slow" -W ignore::DeprecationWarning -W ignore::FutureWarning

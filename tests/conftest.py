@@ -7,20 +7,66 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from PIL import Image, ImageOps
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the last bit of a sum depends on it; tiny products gain nothing
 ROOT = Path(__file__).parents[1]
+HANG = 1800.0
+"""Seconds after which a test that waits for something has hung, however busy the machine is."""
+settings.register_profile("project", deadline=None, derandomize=True, database=None)  # the same examples every time
+settings.load_profile("project")
 SMALL = ["--set", "data.vae_image_size=16384", "--set", "data.condition_image_size=12544", "--dtype", "float32"]
 """Settings under which a build takes seconds: pictures of about 128² pixels for the VAE, 112² for the text encoder."""
+
+
+# ---- the CPU time of the tests --------------------------------------------------------------------------------------
+
+CPU_SECONDS = pytest.StashKey[float]()
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process and of the children that it has waited for."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    item.stash[CPU_SECONDS] = cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Each phase of a test reports its own CPU time; xdist carries `user_properties` to the main process."""
+    report = yield
+    before, item.stash[CPU_SECONDS] = item.stash[CPU_SECONDS], cpu_seconds()
+    report.user_properties = [("cpu_seconds", item.stash[CPU_SECONDS] - before)]
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The ten tests with the most CPU time, fixtures included: a session fixture counts for its first user."""
+    total = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in filter(lambda report: isinstance(report, pytest.TestReport), reports):
+            total[report.nodeid] += sum(seconds for _, seconds in report.user_properties)
+    terminalreporter.section("ten slowest tests, in seconds of CPU time")
+    for nodeid, seconds in total.most_common(10):
+        terminalreporter.line(f"{seconds:8.1f}  {nodeid}")
+
+
+# ---- what tests share ------------------------------------------------------------------------------------------------
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +75,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the transformer")
     group.addoption("--device", default="cpu", help="of the transformer, such as cuda:0")
     group.addoption("--model", metavar="PATH", type=Path, help="a transformer's folder, or its pipeline's; else random")
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait, however busy the machine is, but not for ever."""
+    last = time.monotonic() + HANG
+    while not condition():
+        assert time.monotonic() < last, "this never comes"
+        time.sleep(0.02)
 
 
 @dataclass(frozen=True)
@@ -148,7 +202,7 @@ def crash_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ShardWriter, "_write", dying(ShardWriter._write))
 
 
-def command(program: str, *arguments: str | Path, cwd: Path | None = None, timeout: float = 300) -> Result:
+def command(program: str, *arguments: str | Path, cwd: Path | None = None, timeout: float = HANG) -> Result:
     """Run `qwen-cache` or `qwen-train` as a user does, in a process of its own."""
     done = subprocess.run(
         [Path(sys.executable).parent / program, *map(str, arguments)],

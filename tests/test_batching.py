@@ -18,6 +18,8 @@ import torch
 from qwen_cache.encode.batching import SHARE, Batcher, Lane, Room
 from qwen_cache.format.errors import DeviceError, SourceError
 
+from .conftest import HANG
+
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -91,7 +93,7 @@ def test_a_batch_goes_when_its_first_piece_may_wait_no_longer() -> None:
     with batching([encoder], 100) as batcher:
         results = [submit(batcher, number, number + 1, "odd" if number % 2 else "even") for number in range(6)]
         batcher.send(0)
-        wait(results[::2], timeout=60)
+        wait(results[::2], timeout=HANG)
         assert not any(result.done() for result in results[1::2])
         batcher.send(1)
     assert encoder.batches == [[1, 3, 5], [2, 4, 6]]

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -30,7 +29,7 @@ from qwen_cache.format.identity import content_hash, recipe_id
 from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
 from qwen_cache.format.shard import ShardWriter
 
-from .conftest import SMALL, Crash, Result, build, command, contents, crash_after, run
+from .conftest import HANG, SMALL, Crash, Result, build, command, contents, crash_after, run
 
 TinyModel = Callable[[str], Path]
 
@@ -410,6 +409,26 @@ def test_what_a_power_loss_may_not_reorder(
     assert contents(tmp_path / "copy").keys() == contents(shards).keys()
 
 
+WAITING = """
+import time
+from qwen_cache.cli import main
+from qwen_cache.format.staging import Staging
+
+add, written = Staging.add, []
+
+def add_or_wait(self, *arguments):
+    if written:
+        print("written", flush=True)
+        while True:
+            time.sleep(1)
+    written.append(add(self, *arguments))
+
+Staging.add = add_or_wait
+main()
+"""
+"""`qwen-cache` that has written one sample and waits to be stopped."""
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_killed_process_is_resumed_to_the_same_bytes(number: int, pairs: Path, tmp_path: Path, model: Path) -> None:
     """The real encoders in a real process, stopped once it has written something."""
@@ -417,13 +436,13 @@ def test_a_killed_process_is_resumed_to_the_same_bytes(number: int, pairs: Path,
     out = tmp_path / "shards"
     arguments = ["build", pairs, "--out", out, "--model", model, *SMALL]
     process = subprocess.Popen(
-        [Path(sys.executable).parent / "qwen-cache", *map(str, arguments)], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", WAITING, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    while process.poll() is None and not any(path.stat().st_size for path in out.rglob("open.tar")):
-        time.sleep(0.01)
+    assert process.stdout
+    assert process.stdout.readline() == "written\n"
     process.send_signal(number)
     _, message = process.communicate()
-    assert not (out / "cache.json").exists(), "the build was over too soon to be stopped"
+    assert not (out / "cache.json").exists()
     if number == signal.SIGINT:
         assert process.returncode == 130
         assert "samples encoded and kept; the same command goes on" in message
@@ -549,7 +568,7 @@ def test_both_encoders_work_at_the_same_time(
     from qwen_cache.encode.text import TextEncoder
     from qwen_cache.encode.vae import VaeEncoder
 
-    meeting = threading.Barrier(2, timeout=60)
+    meeting = threading.Barrier(2, timeout=HANG)
     vae, text, met = VaeEncoder.encode, TextEncoder.read, threading.Event()
 
     def meet(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from qwen_cache.model_folder import open_model
 from qwen_train import checkpoint
 from qwen_train.model.weights import load_transformer
 
+from .conftest import HANG
 from .test_resume import differences, written
 from .test_train import LORA, SMALL, Trainer, column, relative_error
 
@@ -53,7 +54,7 @@ def two(train: Trainer, *options: str, **changes: Any) -> subprocess.CompletedPr
         [*torchrun, program, *map(str, train.arguments(**changes)), *options],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "COLUMNS": "200"},
     )
 

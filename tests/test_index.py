@@ -31,7 +31,7 @@ def test_every_record_is_what_pyarrow_says(format_version: int) -> None:
     """With nulls anywhere, and for a table that begins within its buffers or lies in several pieces."""
     schema = index_schema(format_version)
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(
         st.lists(st.fixed_dictionaries({f.name: values(f.type) for f in schema}), min_size=1, max_size=12), st.data()
     )

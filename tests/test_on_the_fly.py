@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ from qwen_cache.config import load_config
 from qwen_cache.sampling.batch_plan import index_token_counts
 from qwen_train.data.on_the_fly import Feed
 
-from .conftest import SMALL, Result, build, photograph, run
+from .conftest import HANG, SMALL, Result, build, photograph, run, wait_until
 
 SETTINGS = {
     "train.max_steps": 4,
@@ -152,16 +151,12 @@ def test_the_encoders_end_with_the_trainer(number: int, pairs: Path, tmp_path: P
         stderr=subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(temporary)},
     )
-    while process.poll() is None and not (tmp_path / "out" / "checkpoint-2").exists():
-        time.sleep(0.05)
+    wait_until(lambda: process.poll() is not None or (tmp_path / "out" / "checkpoint-2").exists())
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANG)
     if number == signal.SIGINT:
         assert process.returncode == 130
-    deadline = time.monotonic() + 60
-    while processes(pairs) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert processes(pairs) == []
+    wait_until(lambda: not processes(pairs))  # the encoder ends a moment after the trainer
     assert not list(temporary.iterdir())
 
 

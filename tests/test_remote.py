@@ -41,7 +41,7 @@ from qwen_cache.format.index import write_index
 from qwen_train.data.batches import Batches
 from qwen_train.flow import NoiseSchedule
 
-from .conftest import command, run
+from .conftest import HANG, command, run
 
 BUCKET = "bucket"
 SHARDS = ("--set", "cache.shard_size=1")
@@ -341,7 +341,7 @@ def test_a_replaced_shard_is_found(served: Server, local: Path) -> None:
 
 def test_prefetched_samples_come_at_once_and_are_not_asked_for_again(served: Server) -> None:
     """No request is answered before all four are there."""
-    served.before_answer = threading.Barrier(4, timeout=10).wait
+    served.before_answer = threading.Barrier(4, timeout=HANG).wait
     cache = open_cache(served.url)
     cache.prefetch(range(4))
     contents(cache)
@@ -350,7 +350,7 @@ def test_prefetched_samples_come_at_once_and_are_not_asked_for_again(served: Ser
 
 def test_the_trainer_asks_for_the_batches_ahead(served: Server, local: Path) -> None:
     """With batches of one, the first batch comes only when the samples of three others are on their way."""
-    served.before_answer = threading.Barrier(4, timeout=10).wait
+    served.before_answer = threading.Barrier(4, timeout=HANG).wait
     config = TrainConfig(batch_size=1)
     ours, theirs = (
         Batches(open_cache(where), config, NoiseSchedule()).starting_at(0) for where in (served.url, str(local))
@@ -392,7 +392,7 @@ def test_a_forked_process_reads_on(served: Server, local: Path, monkeypatch: pyt
     arguments = cache, contents(open_cache(local))
     child = multiprocessing.get_context("fork").Process(target=exit_with, args=arguments, daemon=True)
     child.start()
-    child.join(20)
+    child.join(HANG)
     assert child.exitcode == 0
 
 
@@ -419,11 +419,15 @@ for _ in range(100):
 def test_processes_that_share_too_little_room_read_what_is_right(served: Server, local: Path, copies: Path) -> None:
     """Three processes fill and remove the same copies under one another, one of them is killed on the way."""
     arguments = [served.url, str(local), str(copies), "150000"]
-    readers = [subprocess.Popen([sys.executable, "-c", READER, str(seed), *arguments]) for seed in range(4)]
-    while len(served.asked) < 20:
-        assert readers[0].poll() is None
-    readers[0].kill()
-    assert [reader.wait(60) for reader in readers] == [-9, 0, 0, 0]
+    readers: list[subprocess.Popen[bytes]] = []
+
+    def kill_one() -> None:
+        if len(served.asked) == 20:
+            readers[0].kill()
+
+    served.before_answer = kill_one
+    readers += [subprocess.Popen([sys.executable, "-c", READER, str(seed), *arguments]) for seed in range(4)]
+    assert [reader.wait(HANG) for reader in readers] == [-9, 0, 0, 0]
     assert len(served.asked) > 100, "nothing was removed, so nothing was shown"
 
 

@@ -24,6 +24,7 @@ from qwen_train import train as training
 from qwen_train.data.batches import Batch, Batches
 from qwen_train.stop import MOST_IN_A_ROW, Signals
 
+from .conftest import HANG
 from .test_train import EVERYTHING_RANDOM, LORA, Trainer, column, differences, outcome, refused, send
 
 FAST = {"optimizer__learning_rate": 0.01, "train__caption_dropout": 0.0}
@@ -183,7 +184,7 @@ def test_what_one_process_meets_all_of_them_heed(train: Trainer) -> None:
         [*torchrun, program, *map(str, train.arguments(**FAST, **settings, out="two"))],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
         env={**os.environ, "ACCELERATE_USE_CPU": "true"},
     )
     assert done.returncode == 0, done.stderr

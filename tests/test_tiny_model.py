@@ -113,7 +113,7 @@ def test_what_the_pipeline_drops_is_exactly_the_template_before_the_user(models,
     assert kept == vision + "Make it blue.<|im_end|>\n<|im_start|>assistant\n"
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text())
 def test_the_tokenizer_takes_any_text(models, text):
     tokenizer = Qwen2Tokenizer.from_pretrained(models["edit"] / "tokenizer")

@@ -24,7 +24,7 @@ from qwen_cache import open_cache
 from qwen_train import validation
 from qwen_train.data.batches import Drawn
 
-from .conftest import photograph
+from .conftest import HANG, photograph
 from .equivalence.judge import stock_pipeline
 from .test_train import EVERYTHING_RANDOM, SMALL, Trainer, column, differences, metrics, outcome, refused
 
@@ -203,7 +203,7 @@ def test_two_processes_measure_and_draw_what_one_does(train: Trainer, fsdp: bool
         [*torchrun, program, *map(str, train.arguments(settings=settings, **options))],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG,
         env={**os.environ, "ACCELERATE_USE_CPU": "true"},
     )
     assert done.returncode == 0, done.stderr
