@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 from hypothesis import settings
 from PIL import Image, ImageOps
 
@@ -75,6 +76,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the transformer")
     group.addoption("--device", default="cpu", help="of the transformer, such as cuda:0")
     group.addoption("--model", metavar="PATH", type=Path, help="a transformer's folder, or its pipeline's; else random")
+
+
+def slow(*values: object, id: str | None = None) -> ParameterSet:
+    """A case of a parametrised test that `make test-slow` runs."""
+    return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -94,6 +94,7 @@ def run_build(monkeypatch: pytest.MonkeyPatch, *options: str) -> Any:
     return load_tool("bench_build")
 
 
+@pytest.mark.slow
 def test_both_ways_of_encoding_give_equal_tensors_and_ours_takes_less(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

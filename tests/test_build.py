@@ -29,7 +29,7 @@ from qwen_cache.format.identity import content_hash, recipe_id
 from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
 from qwen_cache.format.shard import ShardWriter
 
-from .conftest import HANG, SMALL, Crash, Result, build, command, contents, crash_after, run
+from .conftest import HANG, SMALL, Crash, Result, build, command, contents, crash_after, run, slow
 
 TinyModel = Callable[[str], Path]
 
@@ -292,7 +292,7 @@ def tear(out: Path, chance: random.Random) -> None:
             file.truncate(chance.randint(0, path.stat().st_size))
 
 
-@pytest.mark.parametrize("size", ["1", "300000", "1GB"])
+@pytest.mark.parametrize("size", [slow("1"), "300000", slow("1GB")])
 def test_a_first_build_that_dies_anywhere_is_resumed_to_the_same_bytes(
     size: str, pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
 ) -> None:
@@ -429,7 +429,8 @@ main()
 """`qwen-cache` that has written one sample and waits to be stopped."""
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_process_is_resumed_to_the_same_bytes(number: int, pairs: Path, tmp_path: Path, model: Path) -> None:
     """The real encoders in a real process, stopped once it has written something."""
     assert build(pairs, tmp_path / "whole", model).code == 0

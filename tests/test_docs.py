@@ -26,7 +26,7 @@ from PIL import ImageDraw
 from qwen_cache.config import Config, known_keys, load_config
 from qwen_train.model.memory import predict_memory, tokens_of
 
-from .conftest import ROOT, load_tool, photograph, run, write_pairs
+from .conftest import ROOT, load_tool, photograph, run, slow, write_pairs
 from .test_import import make, write_diffusion_pipe, write_musubi, write_qflux
 
 reference: Any = load_tool("make_reference")
@@ -151,7 +151,10 @@ def over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
     return {**lower, **upper, **inner}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(b.is_run and b.commands for b in blocks(page))])
+RUN = [page for page in PAGES if any(block.is_run and block.commands for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", [page if page == "tutorial.md" else slow(page) for page in RUN])
 def test_the_commands_of_a_page_run(page: str, folder: Callable[[str], Path]) -> None:
     settings = folder(page) / "qwen.yaml"
     for block in filter(lambda block: block.is_run, blocks(page)):
@@ -210,6 +213,7 @@ def test_what_is_named_in_the_text_exists(page: str) -> None:
             assert match[2] in reference.commands(match[1]), f"{page}: {code}"
 
 
+@pytest.mark.slow
 def test_the_memory_of_small_cards_is_what_plan_computes() -> None:
     bench: Any = load_tool("bench_memory")
     model = bench.transformer_config(layers=60, heads=24, head_dim=128, width=3584, out_channels=16)

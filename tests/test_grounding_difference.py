@@ -14,6 +14,8 @@ from PIL import Image, ImageDraw, ImageFilter, ImageOps
 from qwen_cache.grounding.difference import difference_mask
 from tests.conftest import photograph
 
+from .conftest import slow
+
 PHOTOGRAPHS = (
     "astronaut.png",
     "chelsea.png",
@@ -108,7 +110,7 @@ def edits(edit: Callable[[Image.Image, Random], Image.Image]) -> Iterator[tuple[
             yield control, redone(target, random), shape
 
 
-@pytest.mark.parametrize("edit", [pasted, recoloured, removed])
+@pytest.mark.parametrize("edit", [pasted, slow(recoloured), slow(removed)])
 def test_finds_an_edit_under_shift_tone_and_compression(edit: Callable[[Image.Image, Random], Image.Image]) -> None:
     found = []
     for control, target, shape in islice(edits(edit), 9):
@@ -141,7 +143,7 @@ def test_finds_what_is_recoloured_although_nothing_else_has_its_colour(name: str
     assert iou(difference.mask, shape) >= 0.7
 
 
-@pytest.mark.parametrize("name", PHOTOGRAPHS)
+@pytest.mark.parametrize("name", [PHOTOGRAPHS[0], *map(slow, PHOTOGRAPHS[1:])])
 def test_no_mask_without_an_edit(name: str) -> None:
     random, control = np.random.default_rng(0), scene(name)
     same = difference_mask(control, control)
@@ -164,7 +166,7 @@ TONES: dict[str, Callable[[Image.Image], Image.Image]] = {
 }
 
 
-@pytest.mark.parametrize("tone", TONES)
+@pytest.mark.parametrize("tone", ["half inverted", *map(slow, TONES.keys() - {"half inverted"})])
 def test_a_change_of_tone_is_global(tone: str) -> None:
     for name in PHOTOGRAPHS:
         toned = TONES[tone](scene(name))

@@ -72,14 +72,16 @@ def trained(seed: int) -> tuple[MaskHead, float]:
     return train_head(right, [(stack, mask) for stack, _, mask in scenes(64, 100 + seed)], SETTINGS, seed, quietly)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_learns_which_heads_to_listen_to(seed: int) -> None:
     head, found = trained(seed)
     assert found >= 0.45
     assert mean_iou(head, [(other, mask) for _, other, mask in scenes(64, 100 + seed)]) <= 0.15
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_learns_nothing_from_masks_of_other_scenes(seed: int) -> None:
     made = scenes(256, seed)
     permuted = [(stack, made[index - 1][2]) for index, (stack, _, _) in enumerate(made)]

@@ -119,7 +119,7 @@ class Seen:
 
 @pytest.fixture(
     scope="module",
-    params=[0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)],
+    params=[0, 1, 2],
     ids="seed {}".format,
 )
 def seen(request: pytest.FixtureRequest) -> Seen:
@@ -132,6 +132,7 @@ def seen(request: pytest.FixtureRequest) -> Seen:
     )
 
 
+@pytest.mark.slow
 def test_a_head_finds_what_the_phrase_names(seen: Seen) -> None:
     """In scenes that it was not trained on; and not what a phrase about another object of the same scene names."""
     head = seen.train(flat(seen.trained))
@@ -140,6 +141,7 @@ def test_a_head_finds_what_the_phrase_names(seen: Seen) -> None:
     assert mean_iou(head, other) <= 0.15
 
 
+@pytest.mark.slow
 def test_a_head_learns_nothing_from_masks_of_other_scenes(seen: Seen) -> None:
     samples = flat(seen.trained)
     permuted = [(stack, samples[k - 3][1]) for k, (stack, _) in enumerate(samples)]  # no scene has more than three

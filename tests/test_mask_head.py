@@ -116,6 +116,7 @@ def train(tmp_path: Path) -> Callable[..., Result]:
 # ---- what it learns --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_learns_where_attention_is_on_the_mask(
     write: Callable[..., Path], train: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -205,6 +206,7 @@ def test_what_a_head_has_drawn_is_not_learned(write: Callable[..., Path], train:
     assert found["trained"] + found["held_out"] == 20
 
 
+@pytest.mark.slow
 def test_no_part_of_a_model_is_imported(write: Callable[..., Path], tmp_path: Path) -> None:
     """Neither for training a head, nor for finding where it disagrees."""
     cache, head = write([scene(i) for i in range(20)]), tmp_path / "head.safetensors"

@@ -18,7 +18,7 @@ from qwen_cache.format.errors import ModelError
 from qwen_train.model.memory import Memory, Shape, predict_memory, tokens_of
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
-from .conftest import load_tool, run
+from .conftest import load_tool, run, slow
 
 bench: Any = load_tool("bench_memory")
 SMALL = bench.transformer_config(layers=5, heads=4, head_dim=32, width=64)
@@ -65,14 +65,15 @@ def compare_here(config: dict[str, Any], settings: list[str]) -> tuple[Memory, M
     return found, measured
 
 
+FAST = ("as it is by default", "accumulated")
 PACKED = [settings for name, settings in SETTINGS.items() if name in ("as it is by default", "no checkpointing")]
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        *(pytest.param(settings, id=name) for name, settings in SETTINGS.items()),
-        *(pytest.param([*settings, "train.layout=packed"], id=f"packed {i}") for i, settings in enumerate(PACKED)),
+        *((pytest.param if name in FAST else slow)(settings, id=name) for name, settings in SETTINGS.items()),
+        *(slow([*settings, "train.layout=packed"], id=f"packed {i}") for i, settings in enumerate(PACKED)),
     ],
 )
 def test_prediction_is_within_a_tenth_of_what_is_allocated(settings: list[str], compare: Compare) -> None:
@@ -84,6 +85,7 @@ def test_prediction_is_within_a_tenth_of_what_is_allocated(settings: list[str], 
     assert 0.99 < found.activations / measured.activations < 1.2
 
 
+@pytest.mark.slow
 def test_zero_cond_t_keeps_more(compare: Compare) -> None:
     """A modulation for each token, in the padded layout (Edit-2511)."""
     settings = SETTINGS["no checkpointing"]
@@ -92,12 +94,14 @@ def test_zero_cond_t_keeps_more(compare: Compare) -> None:
     assert found.activations > 1.1 * predicted(SMALL, settings, RAGGED, "cpu").activations
 
 
+@pytest.mark.slow
 def test_optimizer_state_of_prodigy(compare: Compare) -> None:
     pytest.importorskip("prodigyopt")
     found, measured = compare(SMALL, ["optimizer.name=prodigy", "optimizer.learning_rate=1", "train.method=full"])
     assert found.optimizer == pytest.approx(measured.optimizer, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_few_blocks_tell_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every block run the prediction is the same, also where blocks come in groups that do not divide them."""
     for settings in (SETTINGS["every second block"], SETTINGS["no checkpointing"]):
@@ -136,7 +140,7 @@ def test_activations_of_the_real_configuration() -> None:
     assert predicted(REAL, SETTINGS["no checkpointing"], EDIT).activations > 1.1 * whole
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", slow("packed")])
 def test_memory_is_linear_in_tokens(layout: str) -> None:
     """Attention keeps no logits."""
     side = [[([(1, 16 * n, 64)], 64 * n)] for n in (1, 2, 4)]
@@ -144,6 +148,7 @@ def test_memory_is_linear_in_tokens(layout: str) -> None:
     assert four - two == pytest.approx(2 * (two - one), rel=0.01)
 
 
+@pytest.mark.slow
 def test_everything_that_is_held_counts() -> None:
     plain, more = (predicted(REAL, settings, EDIT) for settings in ([], ["train.ema_decay=0.99", "train.lora.rank=32"]))
     assert more.trained == more.gradients == more.average == pytest.approx(2 * plain.trained, rel=1e-6)
@@ -199,6 +204,7 @@ def test_plan_says_what_fits(built: Callable[[str], Path], real_model: Path) -> 
     assert predicted(REAL, [], [largest] * (count + 1)).total > 60e9
 
 
+@pytest.mark.slow
 def test_plan_says_what_would_fit(built: Callable[[str], Path], real_model: Path) -> None:
     options = ("--model", real_model, "--gpu-memory", "20GB", "--set", "train.gradient_checkpointing=false")
     code, found = plan(built("edit-plus"), *options)

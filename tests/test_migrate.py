@@ -18,7 +18,7 @@ from qwen_cache.format.identity import Inputs, content_hash, recipe_id
 from qwen_cache.format.sample import SampleMeta, TensorSpec
 from qwen_cache.format.update import Listed, commit_update, open_staging, plan_update, read_existing
 
-from .conftest import Crash, Result, build, contents, crash_after, run
+from .conftest import Crash, Result, build, contents, crash_after, run, slow
 
 Built = Callable[..., Path]
 SHARDS = ("--set", "cache.shard_size=80kB")  # more shards than one
@@ -108,7 +108,7 @@ def test_compressed_tensors_are_restored_for_v1(plain: Callable[[str], Path], tm
     assert contents(tmp_path / "one") == contents(plain("v1"))
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("in_place", [True, slow(False)])
 def test_a_migration_that_dies_anywhere_goes_on_to_the_same_bytes(
     in_place: bool, plain: Callable[[str], Path], tmp_path: Path
 ) -> None:

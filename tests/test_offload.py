@@ -22,6 +22,7 @@ from qwen_train.model.memory import predict_memory
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.model.weights import prepare_for_training
 
+from .conftest import slow
 from .equivalence.transformer_judge import TINY
 from .test_memory import EDIT, REAL
 from .test_train import EVERYTHING_RANDOM, LORA, Trainer, column, refused
@@ -58,9 +59,9 @@ def plain(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
     "settings",
     [
         {},
-        {"train.layout": "packed", "train.gradient_accumulation_steps": 2, "train.batch_size": 2},
-        {"train.mixed_precision": "bf16", "train.tabulated_modulation": True},
-        {"train.lora.use_dora": True, "train.ema_decay": 0.9},
+        slow({"train.layout": "packed", "train.gradient_accumulation_steps": 2, "train.batch_size": 2}),
+        slow({"train.mixed_precision": "bf16", "train.tabulated_modulation": True}),
+        slow({"train.lora.use_dora": True, "train.ema_decay": 0.9}),
     ],
 )
 def test_what_is_trained_is_the_same(train: Trainer, plain: Callable[..., Path], settings: dict[str, Any]) -> None:
@@ -74,12 +75,13 @@ def test_what_is_trained_is_the_same(train: Trainer, plain: Callable[..., Path],
 
 
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", slow("fp8")])
 def test_quantised_weights_too(train: Trainer, plain: Callable[..., Path], kind: str) -> None:
     judge = plain(model__quantization=kind)
     assert column(train(model__quantization=kind, train__offload_blocks=2), "loss") == column(judge, "loss")
 
 
+@pytest.mark.slow
 def test_validation_and_going_on(train: Trainer, plain: Callable[..., Path]) -> None:
     """A forward pass without a backward pass, a picture, and the checkpoint of a run that offloaded nothing."""
     settings = {**EVERYTHING_RANDOM, "train.validation_split": 0.4, "validation.every_steps": 1}
@@ -116,7 +118,7 @@ def step(model: Any) -> torch.Tensor:
     return loss.detach()
 
 
-@pytest.mark.parametrize("offloaded", [1, 2, 3, 7])
+@pytest.mark.parametrize("offloaded", [slow(1), slow(2), 3, slow(7)])
 def test_at_most_two_blocks_are_on_the_device(offloaded: int, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[tuple[int, weakref.ref[torch.Tensor]]] = []
     alive: list[int] = []

@@ -75,16 +75,15 @@ def test_losses_and_lora_are_those_of_a_cache(limit: str, pairs: Path, tmp_path:
     assert fly.read_bytes() == from_cache.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
         pytest.param(("--set", "data.condition_image_size=30000"), id="larger"),
-        pytest.param((), id="small", marks=pytest.mark.slow),
+        pytest.param((), id="small"),
     ],
 )
-@pytest.mark.parametrize(
-    "variant", ["edit-plus", *(pytest.param(name, marks=pytest.mark.slow) for name in ("edit", "t2i"))]
-)
+@pytest.mark.parametrize("variant", ["edit-plus", "edit", "t2i"])
 def test_tokens_are_those_of_the_cache_though_nothing_is_encoded(
     variant: str, settings: tuple[str, ...], pairs: Path, tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:
@@ -107,6 +106,7 @@ def test_tokens_are_those_of_the_cache_though_nothing_is_encoded(
     assert len(set(expected[1])) > 2
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_cache_and_back(pairs: Path, tmp_path: Path, model: Path) -> None:
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert build(pairs, tmp_path / "shards", model).code == 0
@@ -117,6 +117,7 @@ def test_a_run_goes_on_from_a_cache_and_back(pairs: Path, tmp_path: Path, model:
     assert losses(parted) == losses(whole)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_the_source_is_said(
     pairs: Path, tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,7 +139,8 @@ def test_several_training_processes_are_refused(
     assert "--encode-on-the-fly is for one training process (found 2)" in result.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_encoders_end_with_the_trainer(number: int, pairs: Path, tmp_path: Path, model: Path) -> None:
     """A Ctrl-C saves first; after a kill nothing is left running, nor on the disk."""
     temporary = tmp_path / "tmp"

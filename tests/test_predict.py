@@ -28,18 +28,26 @@ from qwen_cache.encode.text import TextEncoder
 from qwen_cache.model_folder import ModelFolder, open_model
 from qwen_train import predict as predicting
 from qwen_train.drawing import pipeline as pipelines
+from qwen_train.drawing import prompts
 from qwen_train.drawing.devices import Devices
 from qwen_train.drawing.loras import WeightedLora, parse_lora
 from qwen_train.drawing.pipeline import load_pipeline
 
 from .conftest import Result, photograph, run
-from .equivalence.judge import stock_pipeline
+from .equivalence.judge import SMALL_AREA, stock_pipeline
 
 CPU = torch.device("cpu")
 FLOAT32 = PredictConfig(dtype="float32")
 PARTS = ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")
 TinyModel = Callable[[str], Path]
 SIZE = ("--set", "predict.height=128", "--set", "predict.width=96", "--set", "predict.dtype=float32", "--steps", "2")
+
+
+@pytest.fixture(autouse=True)
+def small_everywhere(small_areas: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours and the stock pipelines work at SMALL_AREA; test_predict_steps.py has their own sizes."""
+    ours = prompts.calculate_dimensions
+    monkeypatch.setattr(prompts, "calculate_dimensions", lambda area, size: ours(SMALL_AREA[area], size))
 
 
 @pytest.fixture
@@ -116,6 +124,7 @@ def test_a_trained_lora_changes_the_picture_as_it_does_in_the_stock_pipeline(
     assert np.array_equal(trained, np.asarray(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
 def test_with_a_quantised_transformer_the_picture_is_nearly_the_same(
     pictures: list[Path], tmp_path: Path, tiny_model: TinyModel

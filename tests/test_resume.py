@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from qwen_train import checkpoint
 from qwen_train import train as training
 
-from .conftest import Crash
+from .conftest import Crash, slow
 from .test_train import EVERYTHING_RANDOM, LORA, Trainer, column, metrics, refused
 
 STEPS = 4
@@ -80,9 +80,13 @@ def uninterrupted(
 
 
 EVERY_STEP = [(way, step) for way in ("adamw", "full") for step in range(STEPS)]
+FAST = [("adamw", 2), ("full", 1)]
 
 
-@pytest.mark.parametrize(("way", "step"), EVERY_STEP + [(way, 2) for way in WAYS if way not in ("adamw", "full")])
+@pytest.mark.parametrize(
+    ("way", "step"),
+    FAST + [slow(*case) for case in [*EVERY_STEP, *((way, 2) for way in WAYS)] if case not in FAST],
+)
 def test_dead_in_any_step_and_resumed_equals_uninterrupted(
     train: Trainer, uninterrupted: Callable[[str], dict[str, object]], way: str, step: int
 ) -> None:
@@ -98,6 +102,7 @@ def test_dead_in_any_step_and_resumed_equals_uninterrupted(
     assert differences(written(train("--resume", settings=settings)), uninterrupted(way)) == []
 
 
+@pytest.mark.slow
 def test_the_ways_are_different(uninterrupted: Callable[[str], dict[str, object]]) -> None:
     """Or the test above would say nothing of some."""
     losses = [tuple(uninterrupted(way)["loss"]) for way in WAYS if way != "prodigy"]  # type: ignore[arg-type]
@@ -117,7 +122,7 @@ def test_resuming_as_something_else_is_refused(train: Trainer, change: dict[str,
     refused(train.try_("--resume", settings={**EVERYTHING_RANDOM, **change}), "checkpoint-1", message)
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", ["lora", slow("full")])
 def test_a_full_disk_stops_the_run_and_keeps_the_checkpoint_before(
     train: Trainer, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -167,6 +172,7 @@ def test_a_checkpoint_of_full_training_with_a_weight_missing_is_refused(train: T
     refused(train.try_("--resume", settings={**settings, "train.max_steps": 2}), "weights are missing", "img_in.bias")
 
 
+@pytest.mark.slow
 def test_settings_of_the_optimizer_that_changed_count_from_the_checkpoint_on(train: Trainer) -> None:
     """The judge of the schedule is a run that had it from the begin."""
     schedule = {"lr_scheduler.name": "linear", "lr_scheduler.warmup_steps": 1, "optimizer.learning_rate": 5e-3}

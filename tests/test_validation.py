@@ -171,6 +171,7 @@ def test_pictures_are_those_of_the_stock_pipeline(
         assert float((found - expected).norm() / expected.norm()) < 1e-4
 
 
+@pytest.mark.slow
 def test_what_was_cached_lies_beside_the_pictures(train: Trainer) -> None:
     out = train(settings=FROZEN, train__max_steps=4, validation__pictures=2, validation__picture_steps=2)
     keys = aside(train, settings=FROZEN)[:2]

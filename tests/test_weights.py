@@ -27,6 +27,7 @@ from qwen_train import train as training
 from qwen_train.model import weights
 from qwen_train.model.packed import QwenImageMultiResTransformerBlock as Block
 
+from .conftest import slow
 from .equivalence.judge import TOLERANCE
 from .test_lora_file import output, relative_error
 from .test_train import EVERYTHING_RANDOM, LORA, SMALL, Trainer, column, refused
@@ -57,7 +58,7 @@ def stock(folder: Path, **options: Any) -> QwenImageTransformer2DModel:
 # ---- every weight ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [slow(False), True])
 def test_full_training_leaves_a_transformer_that_the_stock_class_loads(
     train: Trainer, prepared: list[Any], monkeypatch: pytest.MonkeyPatch, sharded: bool
 ) -> None:
@@ -124,7 +125,7 @@ def quantised_linears(transformer: Any) -> Counter[str]:
 
 
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", slow("fp8")])
 def test_a_lora_on_quantised_weights_learns_from_their_values(train: Trainer, prepared: list[Any], kind: str) -> None:
     out = train(model__quantization=kind, optimizer__learning_rate=0.02)
     transformer = prepared[0].run.transformer
@@ -170,7 +171,7 @@ def test_dora_on_quantised_weights_is_refused(train: Trainer) -> None:
 # ---- checkpointing and compiling -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("setting", "calls"), [(False, [1, 1]), (True, [2, 2]), (1, [2, 2]), (2, [2, 1])])
+@pytest.mark.parametrize(("setting", "calls"), [slow(False, [1, 1]), slow(True, [2, 2]), slow(1, [2, 2]), (2, [2, 1])])
 def test_every_nth_block_is_recomputed_with_the_same_result(
     train: Trainer, prepared: list[Any], monkeypatch: pytest.MonkeyPatch, setting: bool | int, calls: list[int]
 ) -> None:
@@ -185,8 +186,9 @@ def test_every_nth_block_is_recomputed_with_the_same_result(
     assert column(out, "loss") == pytest.approx(column(plain, "loss"), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
-@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["lora", "full"])
 def test_compiled_blocks_learn_the_same(train: Trainer, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     settings = {**EVERYTHING_RANDOM, "train.method": method, "train.lora.lora_dropout": 0.0}
     plain = train(settings=settings, out="plain")
