@@ -165,11 +165,15 @@ def pairs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the pipelines work at the sizes of SMALL, by their own formula."""
+    """Make the pipelines and `predict` work at the sizes of SMALL, by their own formula."""
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+
+    from qwen_train.drawing import prompts
 
     from .equivalence.judge import SMALL_AREA
 
+    ours = prompts.calculate_dimensions
+    monkeypatch.setattr(prompts, "calculate_dimensions", lambda area, size: ours(SMALL_AREA[area], size))
     for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
         stock = module.calculate_dimensions
         monkeypatch.setattr(module, "calculate_dimensions", lambda area, ratio, f=stock: f(SMALL_AREA[area], ratio))

@@ -184,6 +184,7 @@ def looked(model: Path, source: Path, name: str, text: str) -> torch.Tensor:
     return qwen.ground(control, text).attention[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batched", [(), ("--set", "cache.text_batch_tokens=4096")])
 def test_attention_is_what_one_pass_over_picture_and_prompt_has(
     cache: Callable[..., Cache], source: Path, tiny_model: TinyModel, batched: tuple[str, ...]
@@ -202,6 +203,7 @@ def test_attention_is_what_one_pass_over_picture_and_prompt_has(
         assert sample.row.meta.phrase == ((9, 9 + len(name)),)
 
 
+@pytest.mark.slow
 def test_marks_are_no_part_of_the_prompt_and_count_where_attention_is_asked_for(
     cache: Callable[..., Cache], source: Path
 ) -> None:
@@ -240,11 +242,13 @@ def test_a_head_draws_where_the_source_has_no_mask(cache: Callable[..., Cache], 
     assert "attention" not in by_name(made)["after/spot"].tensors()
 
 
+@pytest.mark.slow
 def test_auto_asks_the_head_only_where_the_difference_says_nothing(cache: Callable[..., Cache], head: Path) -> None:
     made = cache("--edit-mask", f"auto={head}")
     assert origins(made) == dict(zip(NAMES, ("difference", "file", "head", "head"), strict=True))
 
 
+@pytest.mark.slow
 def test_a_head_that_changed_is_another_recipe(
     cache: Callable[..., Cache], build: Callable[..., Result], head: Path
 ) -> None:
@@ -261,6 +265,7 @@ def _about(head: Path) -> str:
 # ---- other masks for what is cached ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_other_masks_need_no_encoder(
     cache: Callable[..., Cache], head: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +302,7 @@ def test_what_is_not_cached_is_encoded_beside_it(cache: Callable[..., Cache], so
     assert contents(tmp_path / "shards") == contents(tmp_path / "new")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["nothing is there", "masks alone are there", "other words"])
 def test_without_its_attention_a_sample_is_encoded_again(
     cache: Callable[..., Cache], head: Path, source: Path, tmp_path: Path, changed: str

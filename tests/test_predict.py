@@ -28,26 +28,19 @@ from qwen_cache.encode.text import TextEncoder
 from qwen_cache.model_folder import ModelFolder, open_model
 from qwen_train import predict as predicting
 from qwen_train.drawing import pipeline as pipelines
-from qwen_train.drawing import prompts
 from qwen_train.drawing.devices import Devices
 from qwen_train.drawing.loras import WeightedLora, parse_lora
 from qwen_train.drawing.pipeline import load_pipeline
 
 from .conftest import Result, photograph, run
-from .equivalence.judge import SMALL_AREA, stock_pipeline
+from .equivalence.judge import stock_pipeline
 
+pytestmark = pytest.mark.usefixtures("small_areas")  # test_predict_steps.py has the pipelines' own sizes
 CPU = torch.device("cpu")
 FLOAT32 = PredictConfig(dtype="float32")
 PARTS = ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")
 TinyModel = Callable[[str], Path]
 SIZE = ("--set", "predict.height=128", "--set", "predict.width=96", "--set", "predict.dtype=float32", "--steps", "2")
-
-
-@pytest.fixture(autouse=True)
-def small_everywhere(small_areas: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours and the stock pipelines work at SMALL_AREA; test_predict_steps.py has their own sizes."""
-    ours = prompts.calculate_dimensions
-    monkeypatch.setattr(prompts, "calculate_dimensions", lambda area, size: ours(SMALL_AREA[area], size))
 
 
 @pytest.fixture

@@ -142,6 +142,7 @@ def build_on(cluster: Any, source: Path, out: Path, model: Path, *options: str) 
     return build(source, out, model, "--ray", cluster.address, *SHARDS, *options)
 
 
+@pytest.mark.slow
 def test_a_cluster_makes_the_cache_of_one_machine(
     cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path
 ) -> None:
@@ -161,6 +162,7 @@ def test_a_cluster_makes_the_cache_of_one_machine(
     assert run("qwen-cache", "verify", tmp_path / "many").code == 0
 
 
+@pytest.mark.slow
 def test_only_the_difference_is_encoded(cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path) -> None:
     out = tmp_path / "shards"
     assert build_on(cluster, table, out, model).code == 0
@@ -173,6 +175,7 @@ def test_only_the_difference_is_encoded(cluster: Any, log: Log, table: Path, tmp
     assert log.encoded() == {"cup#5"}
 
 
+@pytest.mark.slow
 def test_the_work_of_a_killed_node_is_done_again_elsewhere(
     cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path
 ) -> None:
@@ -211,6 +214,7 @@ def test_when_every_worker_dies_what_is_done_is_kept(
     assert not (tmp_path / "shards" / "cache.json").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_build_goes_on_without_ray(
     cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +237,7 @@ def test_an_interrupted_build_goes_on_without_ray(
     assert contents(out) == contents(tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_what_a_worker_cannot_load_is_said_as_ours(
     cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path
 ) -> None:
@@ -245,6 +250,7 @@ def test_what_a_worker_cannot_load_is_said_as_ours(
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_node_without_the_source_is_named(cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path) -> None:
     for node in cluster.nodes:  # whichever begins
         log.doom(node, "blind")
@@ -256,6 +262,7 @@ def test_a_node_without_the_source_is_named(cluster: Any, log: Log, table: Path,
     assert "→ put source and model where every node has them under the same path" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_node_with_other_weights_is_refused(
     cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +275,7 @@ def test_a_node_with_other_weights_is_refused(
     assert not log.encoded()
 
 
+@pytest.mark.slow
 def test_the_real_encoders_on_a_node(cluster: Any, pairs: Path, tmp_path: Path, model: Path) -> None:
     """One sample, with relative paths: they mean the same on the nodes."""
     for path in [*pairs.rglob("china.*"), *pairs.rglob("cup*"), *pairs.rglob("flower.*")]:
