@@ -23,6 +23,8 @@ from PIL import Image, ImageOps
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the last bit of a sum depends on it; tiny products gain nothing
 ROOT = Path(__file__).parents[1]
+HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft")
+"""What neither a command line nor a reader imports."""
 HANG = 1800.0
 """Seconds after which a test that waits for something has hung, however busy the machine is."""
 settings.register_profile("project", deadline=None, derandomize=True, database=None)  # the same examples every time
@@ -223,6 +225,13 @@ def command(program: str, *arguments: str | Path, cwd: Path | None = None, timeo
         env={**os.environ, "COLUMNS": "200"},
     )
     return Result(done.returncode, done.stdout, done.stderr)
+
+
+def imported_by(statement: str) -> set[str]:
+    """Every word that `statement` prints in a fresh process, and every module that is loaded then."""
+    code = f"import sys; {statement}; print(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
 
 
 def build(source: Path, out: Path, model: Path, *options: str) -> Result:

@@ -15,11 +15,8 @@ import torch
 import qwen_cache
 import qwen_cache.format
 
-from .conftest import ROOT, command
+from .conftest import HEAVY, ROOT, command
 from .test_package import project_files
-
-HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft")
-
 
 LIGHT = ("qwen_cache", "qwen_cache.cli", "qwen_train.cli", "qwen_cache.importers")
 """Without these and what a command line is made of, `--help` does not answer at once."""
@@ -32,6 +29,7 @@ TORCHLESS = (
     "qwen_cache.encode.plan",
     "qwen_cache.against_source",
     "qwen_cache.sampling.budgets",
+    "qwen_cache.page.document",
 )
 """What reads, checks and plans."""
 

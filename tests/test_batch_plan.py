@@ -58,7 +58,7 @@ def any_case(seed: int) -> Case:
     return Case(tokens, settings)
 
 
-CASES = [any_case(seed) for seed in range(40)]
+CASES = [any_case(seed) for seed in range(25)]
 
 
 def each_case(test: Callable[[Case], None]) -> Callable[[], None]:

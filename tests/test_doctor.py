@@ -32,8 +32,7 @@ from qwen_cache import doctor, extras
 from qwen_cache.config import LoggingConfig
 from qwen_cache.doctor import Device, Speed, Torch
 
-from .conftest import ROOT, command, run
-from .test_architecture import HEAVY, imported_by
+from .conftest import HEAVY, ROOT, command, imported_by, run
 
 GPU = "NVIDIA H200"
 CPU_BUILD = Torch("2.13.0+cpu")

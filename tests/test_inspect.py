@@ -27,8 +27,7 @@ from qwen_cache.sampling.budgets import round_budget
 from qwen_train.data.batches import Batches
 from qwen_train.flow import NoiseSchedule
 
-from .conftest import Result, build, run, slow
-from .test_architecture import HEAVY, imported_by
+from .conftest import HEAVY, Result, build, imported_by, run, slow
 from .test_build import add_control, change_control, change_mask, change_prompt, change_target, plan, remove_mask
 from .test_import import imported, make, write_musubi
 from .test_page import page_of

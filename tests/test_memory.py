@@ -18,7 +18,7 @@ from qwen_cache.format.errors import ModelError
 from qwen_train.model.memory import Memory, Shape, predict_memory, tokens_of
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
-from .conftest import load_tool, run, slow
+from .conftest import load_tool, run
 
 bench: Any = load_tool("bench_memory")
 SMALL = bench.transformer_config(layers=5, heads=4, head_dim=32, width=64)
@@ -65,15 +65,15 @@ def compare_here(config: dict[str, Any], settings: list[str]) -> tuple[Memory, M
     return found, measured
 
 
-FAST = ("as it is by default", "accumulated")
 PACKED = [settings for name, settings in SETTINGS.items() if name in ("as it is by default", "no checkpointing")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
-        *((pytest.param if name in FAST else slow)(settings, id=name) for name, settings in SETTINGS.items()),
-        *(slow([*settings, "train.layout=packed"], id=f"packed {i}") for i, settings in enumerate(PACKED)),
+        *(pytest.param(settings, id=name) for name, settings in SETTINGS.items()),
+        *(pytest.param([*settings, "train.layout=packed"], id=f"packed {i}") for i, settings in enumerate(PACKED)),
     ],
 )
 def test_prediction_is_within_a_tenth_of_what_is_allocated(settings: list[str], compare: Compare) -> None:
@@ -140,7 +140,8 @@ def test_activations_of_the_real_configuration() -> None:
     assert predicted(REAL, SETTINGS["no checkpointing"], EDIT).activations > 1.1 * whole
 
 
-@pytest.mark.parametrize("layout", ["padded", slow("packed")])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_memory_is_linear_in_tokens(layout: str) -> None:
     """Attention keeps no logits."""
     side = [[([(1, 16 * n, 64)], 64 * n)] for n in (1, 2, 4)]
@@ -163,6 +164,7 @@ def test_everything_that_is_held_counts() -> None:
     assert accumulated.total > once.total + 0.5 * once.gradients
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_saved_quantised() -> None:
     """Its config.json says so."""
     saved = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}

@@ -56,7 +56,8 @@ def processes(source: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("limit", [pytest.param("batch_size", marks=pytest.mark.slow), "max_tokens"])
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", ["batch_size", "max_tokens"])
 def test_losses_and_lora_are_those_of_a_cache(limit: str, pairs: Path, tmp_path: Path, model: Path) -> None:
     """More than an epoch: a sample is encoded again when it comes again. The encoders end with the training.
 

@@ -21,7 +21,7 @@ from qwen_train import predict_command
 from qwen_train.drawing import many
 from qwen_train.drawing.prompts import PromptEncoder
 
-from .conftest import Result, photograph, run, write_pairs
+from .conftest import Result, photograph, run, slow, write_pairs
 
 TinyModel = Callable[[str], Path]
 Predict = Callable[..., Result]
@@ -318,6 +318,7 @@ def test_a_row_called_like_what_is_made_beside_it_is_refused(
     assert not (tmp_path / "drawn").exists()
 
 
+@pytest.mark.slow
 def test_weights_behind_a_link_count(predict: Predict, picture: Path, tmp_path: Path, tiny_model: TinyModel) -> None:
     linked, other = tmp_path / "linked", tmp_path / "other"
     shutil.copytree(tiny_model("edit-plus"), linked)
@@ -343,7 +344,7 @@ def test_a_file_that_was_not_drawn_here_stays(predict: Predict, picture: Path, t
 # ---- a table in place of the modulation ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["edit-plus", "edit-2511"])
+@pytest.mark.parametrize("variant", ["edit-plus", slow("edit-2511")])
 def test_the_modulation_from_a_table_draws_nearly_the_same(
     predict: Predict, picture: Path, lora: Path, tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

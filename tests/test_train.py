@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from qwen_cache import open_cache
 from qwen_cache.config import Config, load_config
+from qwen_cache.console import human_bytes
 from qwen_cache.format.directory import commit
 from qwen_cache.format.identity import content_hash, dataset_identity
 from qwen_cache.format.index import write_index
@@ -39,6 +41,7 @@ from qwen_train import checkpoint
 from qwen_train import train as training
 from qwen_train.data.batches import Batches
 from qwen_train.flow import NoiseSchedule
+from qwen_train.model.memory import largest_batch, predict_memory
 
 from .conftest import HANG, Result, command, run, slow
 
@@ -78,8 +81,10 @@ class Trainer:
         return ["run", self.cache, "--model", self.model, *itertools.chain(*assignments)]
 
     def try_(self, *options: str, **changes: Any) -> Result:
+        """Without the plan of its memory, which takes as long as a short run and has a test of its own."""
         AcceleratorState._reset_state(reset_partial_state=True)
-        return run("qwen-train", *self.arguments(**changes), *options)
+        with patch.object(training, "print_memory"):
+            return run("qwen-train", *self.arguments(**changes), *options)
 
     def __call__(self, *options: str, **changes: Any) -> Path:
         """The output folder of a run that works."""
@@ -344,8 +349,8 @@ def test_stopped_in_any_batch_and_resumed_equals_uninterrupted(
     train: Trainer, uninterrupted: dict[str, object], monkeypatch: pytest.MonkeyPatch, in_batch: int
 ) -> None:
     """Bit for bit: weights, optimizer, learning rate, random numbers, metrics; also from the middle of a step."""
-    with monkeypatch.context() as patch:
-        send(patch, signal.SIGTERM, in_batch)
+    with monkeypatch.context() as patched:
+        send(patched, signal.SIGTERM, in_batch)
         assert train.try_(settings=EVERYTHING_RANDOM).code == 130
     assert differences(outcome(train("--resume", settings=EVERYTHING_RANDOM)), uninterrupted) == []
 
@@ -354,8 +359,8 @@ def test_stopped_after_every_single_step_equals_uninterrupted(
     train: Trainer, uninterrupted: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (1, 2):
-        with monkeypatch.context() as patch:
-            send(patch, signal.SIGINT, in_batch=1)
+        with monkeypatch.context() as patched:
+            send(patched, signal.SIGINT, in_batch=1)
             assert train.try_("--resume", settings=EVERYTHING_RANDOM).code == 130
         assert [number for number, _ in checkpoint.checkpoints(train.folder / "out")][-1] == step
     assert differences(outcome(train("--resume", settings=EVERYTHING_RANDOM)), uninterrupted) == []
@@ -439,8 +444,8 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before_it(
             raise Crash
         replace(source, target)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", crash)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", crash)
         with pytest.raises(Crash):
             train.try_(settings=EVERYTHING_RANDOM, train__checkpointing_steps=1)
     out = train.folder / "out"
@@ -455,8 +460,8 @@ def test_resuming_on_the_same_samples_stored_in_another_way_is_exact(
     train: Trainer, uninterrupted: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What counts is what the cache holds, not how it is stored or where it lies."""
-    with monkeypatch.context() as patch:
-        send(patch, signal.SIGTERM, in_batch=3)
+    with monkeypatch.context() as patched:
+        send(patched, signal.SIGTERM, in_batch=3)
         assert train.try_(settings=EVERYTHING_RANDOM).code == 130
     assert run("qwen-cache", "merge", train.cache, "--out", tmp_path / "small", "--compression", "zstd").code == 0
     train.cache = tmp_path / "small"
@@ -694,6 +699,17 @@ def test_a_sample_larger_than_the_budget_is_refused_by_name(train: Trainer) -> N
     refused(result, f"found {image + text:,}: {image:,} of its pictures, {text:,} of its text", "set train.max_tokens=")
     assert not (train.folder / "out").exists()
     assert column(train(train__max_tokens=image + text), "step") == [1, 2, 3]
+
+
+def test_the_memory_of_the_largest_batch_is_said_before_training(train: Trainer) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    result = run("qwen-train", *train.arguments(train__batch_size=2, train__max_steps=1))
+    assert result.code == 0, result.stderr
+    transformer = json.loads((train.model / "transformer" / "config.json").read_text(encoding="utf-8"))
+    config, batches = train.config(train__batch_size=2), train.batches(train__batch_size=2)
+    memory = predict_memory(transformer, config, largest_batch(batches, "padded")[0], "cpu")
+    parts = f"weights {human_bytes(memory.weights)}, activations {human_bytes(memory.activations)}"
+    assert f"memory  about {human_bytes(memory.total)}: {parts}" in result.stderr
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
