@@ -38,7 +38,7 @@ check: setup  ## linter, formatter, spelling, types
 	$(BIN)/codespell
 	$(BIN)/mypy
 
-test: setup  ## linter, formatter, types, and the tests that take seconds
+test: setup  ## linter, formatter, spelling, types, and the tests that take seconds
 	@time { $(MAKE) --no-print-directory check && $(BIN)/pytest $(SPREAD) -m "not slow"; }
 
 test-slow: setup  ## the tests that take minutes
