@@ -207,6 +207,7 @@ def test_the_weights_are_not_there(tmp_path: Path) -> None:
     assert not [name for name in model.state_dict() if "_mod" in name or name.startswith(("norm_out", "time_text"))]
 
 
+@pytest.mark.slow
 def test_the_real_configuration_takes_13_6_gb_less() -> None:
     config = load_tool("bench_memory").transformer_config(  # type: ignore[attr-defined]
         layers=60, heads=24, head_dim=128, width=3584, out_channels=16
@@ -428,6 +429,7 @@ def test_compiled_blocks_learn_the_same(train: Trainer, monkeypatch: pytest.Monk
     assert graphs[1] <= graphs[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_a_quantised_base_learns_with_a_table_too(train: Trainer, kind: str) -> None:
     settings = {**BF16, "train.max_steps": 1}
