@@ -45,7 +45,8 @@ test-slow: setup  ## the tests that take minutes
 	@time $(BIN)/pytest $(SPREAD) -m slow
 
 test-lowest: .venv-lowest/installed  ## the same as test, with the lowest stated version of each dependency
-	$(LOWEST)/pytest $(SPREAD) -m "not slow" -W ignore::DeprecationWarning -W ignore::FutureWarning
+	$(LOWEST)/pytest $(SPREAD) -m "not slow" -W ignore::DeprecationWarning -W ignore::FutureWarning \
+		-W 'ignore:Config Deprecation:UserWarning'
 
 .venv-lowest/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-lowest

@@ -89,7 +89,7 @@ def test_it_says_what_is_there_and_leaves_nothing_behind(tmp_path: Path) -> None
     assert (result.code, document["ok"], result.stderr) == (0, True, "")
     checks = {check["name"]: check for check in document["checks"]}
     for module in (accelerate, diffusers, peft, safetensors, torch, transformers):
-        assert checks[module.__name__]["facts"]["version"] == module.__version__
+        assert checks[module.__name__]["facts"]["version"] == metadata.version(module.__name__)
     disk = checks["disk of shards"]["facts"]
     assert disk["write"] > 0
     assert 0 < disk["free"] <= shutil.disk_usage(tmp_path).total
@@ -409,7 +409,7 @@ def test_the_version_has_what_a_bug_report_needs(program: str) -> None:
     assert first == f"{program} {qwen_cache.__version__}"
     named = dict(part.split(" ") for part in second.split(", "))
     modules = (torch, diffusers, transformers, peft, accelerate)
-    assert named == {"python": sys.version.split()[0]} | {it.__name__: it.__version__ for it in modules}
+    assert named == {"python": sys.version.split()[0]} | {it.__name__: metadata.version(it.__name__) for it in modules}
 
 
 def test_versions_are_read_without_imports_and_gaps_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,9 @@ def test_the_tool_writes_the_examples_again(tmp_path: Path) -> None:
     assert again == {path.relative_to(SCHEMAS / "examples") for path in (SCHEMAS / "examples").rglob("*")}
     for path in again:
         old, new = SCHEMAS / "examples" / path, tmp_path / path
-        if path.name == "cache.json":
+        if new.is_symlink():  # to a manifest; an sdist has a copy in its place
+            assert not old.is_symlink() or old.readlink() == new.readlink(), path
+        elif path.name == "cache.json":
             assert without_index(new) == without_index(old), path
         elif path.name == "index.parquet" and path.parts[0] == "valid":
             assert pq.read_table(new).equals(pq.read_table(old)), path
