@@ -2,8 +2,8 @@
 
 Results are taken in the order of the plan, so on nodes of one kind the cache is, byte for byte, that of one machine,
 whichever worker encoded what (where encoders take one sample at a time: `batching`), and an interrupted build goes on
-with Ray or without. A worker that is lost, with its node or alone, leaves nothing behind: its samples go to the others. Everything
-written passes through this process; where its network or disk is the limit, `--part` is the other way.
+with Ray or without. A worker that is lost, with its node or alone, leaves nothing behind: its samples go to the others.
+Everything written passes through this process; where its network or disk is the limit, `--part` is the other way.
 
 Every node needs the same environment, the source under the same paths, and the model there or on the hub. Refused is a
 node whose weights or code would give another recipe.

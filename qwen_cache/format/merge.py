@@ -1,7 +1,8 @@
 """Merge: the samples of several caches, or some of the samples of one, as a cache of their own.
 
 Shards that are wanted whole are linked, not copied; a sample that two caches share is taken from the first, because two
-kinds of processors give it other last digits under one key. Everything that is taken is checked on the way in. Refuses caches of different format versions, and different recipes of one name.
+kinds of processors give it other last digits under one key. Everything that is taken is checked on the
+way in. Refuses caches of different format versions, and different recipes of one name.
 """
 
 from __future__ import annotations
