@@ -6,6 +6,7 @@ BIN := .venv/bin
 LOWEST := .venv-lowest/bin
 SPREAD := --numprocesses auto --maxprocesses 4 --dist worksteal  # a process takes 2 GB
 SHELL := bash
+unexport PYTHONDONTWRITEBYTECODE # compiling every module in every process costs a minute
 export TIMEFORMAT := %U + %S seconds of CPU time (user + system), %R seconds in all
 
 .PHONY: help setup demo docs check test test-slow test-lowest clean

@@ -69,6 +69,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"{seconds:8.1f}  {nodeid}")
 
 
+# ---- what is fast ----------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`@pytest.mark.fast_cases(2)`: of a parametrised test, all cases but the first two are slow."""
+    fast = Counter[str]()
+    for item in items:
+        mark = item.get_closest_marker("fast_cases")
+        if mark and not item.get_closest_marker("slow"):
+            test = item.nodeid.partition("[")[0]
+            fast[test] += 1
+            if fast[test] > mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+
+
 # ---- what tests share ------------------------------------------------------------------------------------------------
 
 

@@ -315,6 +315,7 @@ def test_rows_are_the_stored_tensors_and_then_zeros(built: Built, options: tuple
     assert batch.image_tokens == sum(len(t["image_latents"]) + len(t["control_latents"]) for t in expected.values())
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("codec", [(), ("--set", "cache.compression=zstd")], ids=["plain", "compressed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_batch_is_what_pad_sequence_makes_of_its_samples(built: Built, dtype: str, codec: tuple[str, ...]) -> None:

@@ -120,6 +120,7 @@ def test_both_ways_of_encoding_give_equal_tensors_and_ours_takes_less(
     assert "lm_head" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_way_of_encoding_that_gives_something_else_is_found_out(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ def change_both(pairs: Path) -> None:
     (pairs / "target_images" / "china.txt").write_text("make it grey")
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("change", "name", "reasons"),
     [
@@ -314,6 +315,7 @@ def test_a_first_build_that_dies_anywhere_is_resumed_to_the_same_bytes(
     assert count > 20
 
 
+@pytest.mark.slow
 def test_a_later_build_that_dies_anywhere_leaves_the_old_dataset_or_the_new(
     pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
 ) -> None:
@@ -513,6 +515,7 @@ def test_a_damaged_shard_that_was_replaced_is_encoded_again(
     assert run("qwen-cache", "verify", out).code == 0
 
 
+@pytest.mark.slow
 def test_gc_keeps_the_last_copy_of_a_shard(pairs: Path, tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
     """Of what was replaced and came back, two copies may lie there; one that is lost leaves the other."""
     out = tmp_path / "shards"
@@ -586,6 +589,7 @@ def test_both_encoders_work_at_the_same_time(
     assert build(pairs, tmp_path / "shards", model).code == 0
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("vae", "text"), [("cpu,cpu", "cpu"), ("cpu", "cpu,cpu"), ("cpu,cpu,cpu", "cpu, cpu")])
 def test_several_devices_give_the_same_bytes(vae: str, text: str, pairs: Path, tmp_path: Path, model: Path) -> None:
     """And each copy of an encoder gets work."""

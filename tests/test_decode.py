@@ -65,6 +65,7 @@ def test_pictures_are_the_stock_pipelines_bit_for_bit(train: Trainer) -> None:
     assert f"{decoded} new pictures in {out}" in result.stderr
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_made_again(train: Trainer) -> None:
     out = train(settings=PICTURES)
     assert run("qwen-train", "decode", out).code == 0
@@ -81,6 +82,7 @@ def test_what_is_there_is_not_made_again(train: Trainer) -> None:
     assert not [path.name for path in out.rglob(".*")]
 
 
+@pytest.mark.slow
 def test_a_folder_of_latents_and_another_model_can_be_named(train: Trainer) -> None:
     out = train(settings=PICTURES)
     step = out / "validation" / "step-1"
@@ -114,6 +116,7 @@ def test_a_run_without_pictures_says_so_and_its_weights_are_left_alone(train: Tr
     assert ".safetensors" not in result.stderr
 
 
+@pytest.mark.slow
 def test_one_file_of_latents_can_be_named(train: Trainer) -> None:
     out = train(settings=PICTURES)
     file = sorted((out / "validation" / "step-2").glob("*.safetensors"))[0]

@@ -144,6 +144,7 @@ def test_targets_are_what_the_prompts_ask_for(demo):
     assert abs(pixels(beside.crop((seam, 0, *beside.size)).resize((8, 8))) - astronaut).mean() < 4
 
 
+@pytest.mark.slow
 def test_two_runs_write_the_same_bytes(demo, tmp_path):
     subprocess.run([sys.executable, TOOL, tmp_path], check=True, capture_output=True)
     written, again = (

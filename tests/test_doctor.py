@@ -109,6 +109,7 @@ def test_the_table_says_the_same_as_the_json(monkeypatch: pytest.MonkeyPatch) ->
     assert lines[-1] == "1 essential thing missing"
 
 
+@pytest.mark.slow
 def test_a_token_is_never_printed_and_offline_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
@@ -418,6 +419,7 @@ def test_versions_are_read_without_imports_and_gaps_are_said(monkeypatch: pytest
     assert "torch 2.13.0, diffusers missing, " in doctor.version_lines("qwen-cache")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 @pytest.mark.parametrize(
     ("program", "typed", "offered"),

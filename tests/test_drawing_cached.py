@@ -104,6 +104,7 @@ def ours(pipeline: Any, sample: Sample, dtype: torch.dtype = torch.float32, **ar
 # ---- the drawing -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("variant", CASES)
 def test_it_is_the_stock_pipelines_of_the_pictures_and_the_prompt(
@@ -118,6 +119,7 @@ def test_it_is_the_stock_pipelines_of_the_pictures_and_the_prompt(
     assert relative(found, expected) < TOLERANCE
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", CASES)

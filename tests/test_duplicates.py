@@ -86,6 +86,7 @@ def nothing(random: np.random.Generator, draw: ImageDraw.ImageDraw) -> None:
     draw.rectangle((0, 0, 192, 192), fill=tuple(map(int, random.integers(0, 255, 3))))
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("turned", [0, 90])
 @pytest.mark.parametrize("painted", [discs, dots, lines, light, nothing])
 def test_a_ground_in_common_makes_no_duplicates(painted: Callable[..., None], turned: int) -> None:

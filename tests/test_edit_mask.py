@@ -115,6 +115,7 @@ NAMES = ("after/spot", "after/said", "after/same", "after/tone")
 # ---- where masks come from -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("option", "expected"),
     [
@@ -294,6 +295,7 @@ def test_other_masks_need_no_encoder(
         assert said["edit_mask"].sum() == 4
 
 
+@pytest.mark.slow
 def test_what_is_not_cached_is_encoded_beside_it(cache: Callable[..., Cache], source: Path, tmp_path: Path) -> None:
     cache()
     edit_rows(source, lambda row: row.update(prompt="another") if row["prompt"] == "edit the same" else None)
@@ -346,6 +348,7 @@ def test_a_head_of_another_encoder_is_refused(build: Callable[..., Result], head
     assert "trained on the attention of another encoder" in build("--edit-mask", f"head={head}").stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out", ["shards", "attention"])
 def test_a_head_that_gives_no_numbers_is_refused(build: Callable[..., Result], head: Path, out: str) -> None:
     """Also where nothing but the mask is made."""
@@ -357,6 +360,7 @@ def test_a_head_that_gives_no_numbers_is_refused(build: Callable[..., Result], h
     assert "not finite" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_lost_shard_of_the_recipe_that_is_replaced_is_encoded_again(
     cache: Callable[..., Cache], head: Path, tmp_path: Path
 ) -> None:

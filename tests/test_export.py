@@ -152,6 +152,7 @@ def test_what_other_trainers_wrote_for_comfyui(named: str, with_alpha: bool, mod
 # ---- merged ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("settings", [*SETTINGS.values(), {"use_dora": True}], ids=[*SETTINGS, "DoRA"])
 def test_merged_weights_compute_what_the_model_computes_with_the_lora(
     settings: dict[str, Any], model: Path, tmp_path: Path

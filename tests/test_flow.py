@@ -101,6 +101,7 @@ def test_a_scheduler_of_another_kind_is_refused(
         NoiseSchedule.of_config({**scheduler.config, **other})
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("tokens", [256, 8192])
 def test_histogram_of_training_is_that_of_inference(scheduler: FlowMatchEulerDiscreteScheduler, tokens: int) -> None:
     """Uniform draws, shifted for the resolution, are spread as the steps of a long inference are."""
@@ -128,6 +129,7 @@ def test_sigma_begins_at_the_terminal_ends_at_one_and_grows(terminal: float | No
 # ---- densities -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("density", "settings"),
     [
@@ -166,6 +168,7 @@ def mode_quantile(p: float, scale: float = 0.9) -> float:
     return 1 - u - scale * (math.cos(math.pi * u / 2) ** 2 - 1 + u)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("tokens", [256, 8192])
 @pytest.mark.parametrize(
     ("density", "quantile"),

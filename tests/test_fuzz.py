@@ -158,6 +158,7 @@ def scan(data: bytes, version: int) -> list[Entry]:
     return entries
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("damage", ALL_KINDS, ids=lambda damage: damage.__name__)
 def test_verify_finds_every_damage_to_a_shard(damage: Damage, cache: Path) -> None:
     written, chance = everything(cache), random.Random(damage.__name__)

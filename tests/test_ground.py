@@ -95,6 +95,7 @@ def assert_mask(path: Path, expected: np.ndarray) -> None:
     assert found.max() - found.min() > 100, "nothing to see"
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("words", "text", "phrase"),
     [

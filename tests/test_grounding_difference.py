@@ -166,6 +166,7 @@ TONES: dict[str, Callable[[Image.Image], Image.Image]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tone", ["half inverted", *map(slow, TONES.keys() - {"half inverted"})])
 def test_a_change_of_tone_is_global(tone: str) -> None:
     for name in PHOTOGRAPHS:

@@ -154,6 +154,7 @@ def test_the_prediction_is_the_head_on_the_cells_that_are_asked_for() -> None:
     torch.testing.assert_close(coarse, interpolate(at_its_own_size, (8, 12), mode="area")[0, 0], atol=0.05, rtol=0)
 
 
+@pytest.mark.slow
 def test_half_precision_stacks_of_several_grids_train_and_every_step_is_reported() -> None:
     random = torch.Generator().manual_seed(0)
     grids = [(8, 12), (12, 8), (8, 8), (8, 12), (12, 8)]
@@ -168,6 +169,7 @@ def test_half_precision_stacks_of_several_grids_train_and_every_step_is_reported
     assert found > 0.9
 
 
+@pytest.mark.slow
 def test_draws_single_cells() -> None:
     """Masks without any shape: only the connections around the narrow part of the U-Net see where each cell is."""
     random = torch.Generator().manual_seed(0)
@@ -177,6 +179,7 @@ def test_draws_single_cells() -> None:
     assert train_head(samples[16:], samples[:16], settings, 0, quietly)[1] > 0.8
 
 
+@pytest.mark.slow
 def test_the_seed_alone_decides() -> None:
     samples: list[Sample] = [(stack, mask) for stack, _, mask in scenes(24, 0)]
     settings = replace(SETTINGS, steps=4)

@@ -226,6 +226,7 @@ def test_swapped_controls_are_another_sample(pairs: Path, model: Path) -> None:
     assert {name for name in before if before[name] != after[name]} == {"cat"}
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "file",
     [

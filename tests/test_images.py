@@ -327,6 +327,7 @@ def test_a_decompression_bomb_is_refused() -> None:
     assert "too large to decode (found Image size (400000000 pixels) exceeds limit" in message
 
 
+@pytest.mark.slow
 def test_a_large_picture_is_fine_and_does_not_warn() -> None:
     data = encoded(Image.new("1", (10000, 9000), 1))  # 90 MP: above Pillow's warning, below its error
     with warnings.catch_warnings():

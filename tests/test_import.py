@@ -781,6 +781,7 @@ def test_diffusion_pipe_caches_that_cannot_be(made: list[Made], tmp_path: Path) 
     assert not out.exists()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("tool", TOOLS)
 def test_random_damage_is_an_error_or_nothing(tool: str, made: list[Made], tmp_path: Path) -> None:
     """Never a traceback: `run` lets no other exception pass."""
@@ -814,6 +815,7 @@ def train(cache: Path, model: Path, out: Path, caption_dropout: float) -> Result
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("tool", TOOLS)
 def test_imported_caches_can_be_trained(
     tool: str, made: list[Made], tiny_model: Callable[[str], Path], tmp_path: Path

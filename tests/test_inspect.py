@@ -221,6 +221,7 @@ ATTENTION, UNMASKED = ("--set", "cache.attention=true"), ("--edit-mask", "none")
 EMPTY = ("--set", "data.allow_empty_prompt=true")
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize(
     ("change", "counts", "options"),
     [
@@ -314,6 +315,7 @@ def test_no_model_no_torch_and_nothing_written(built: Built, pairs: Path, tmp_pa
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_the_recipe_that_the_settings_name_is_compared(pairs: Path, tiny_model: Built, tmp_path: Path) -> None:
     cache, model = tmp_path / "shards", tiny_model("edit-plus")
     assert build(pairs, cache, model).code == 0

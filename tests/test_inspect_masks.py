@@ -51,6 +51,7 @@ def cache(tmp_path: Path) -> Path:
     return write_scenes(tmp_path / "shards", {"default": scenes, "elsewhere": other}, names)
 
 
+@pytest.mark.slow
 def test_the_masks_that_lie_elsewhere_come_first(cache: Path, head: Path) -> None:
     result = run("qwen-cache", "inspect", cache, "--mask-head", head, "--worst", "3", "--json", "--vae-device", "cpu")
     assert result.code == 0, result.stderr
@@ -130,6 +131,7 @@ def test_a_mask_is_laid_over_a_picture_cell_by_cell() -> None:
             assert cell[0] == pytest.approx((81 + 174 * share, 81 - 81 * share, 81 - 81 * share), abs=2)
 
 
+@pytest.mark.slow
 def test_the_picture_shows_what_is_cached(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Of a real build: control and target as the VAE alone decodes them, and under each mask the target."""
     source, keep = write_pairs(tmp_path / "data"), ("--edit-mask", "file", "--set", "cache.attention=true")

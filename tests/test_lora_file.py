@@ -218,6 +218,7 @@ def test_variants_reach_the_stock_loader(fit: Callable[..., Trained], settings: 
     assert relative_error(output(plain.transformer, trained.sample), expected) > 1e-3, "the setting changes nothing"
 
 
+@pytest.mark.slow
 def test_training_starts_from_a_file_or_its_folder(fit: Callable[..., Trained]) -> None:
     first = fit(lora_alpha=6)
     for place in (first.file, first.file.parent):

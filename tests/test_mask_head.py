@@ -135,6 +135,7 @@ def test_learns_where_attention_is_on_the_mask(
     assert fmean(iou(predict_mask(head, each.attention.half(), CELLS), each.mask) for each in unseen) > 0.8
 
 
+@pytest.mark.slow
 def test_is_judged_by_what_it_has_not_seen(
     write: Callable[..., Path], train: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -151,6 +152,7 @@ def test_is_judged_by_what_it_has_not_seen(
     assert found["iou"] != pytest.approx(fmean(ious[1]))
 
 
+@pytest.mark.slow
 def test_says_in_words_how_good_it_is_and_where_it_lies(
     write: Callable[..., Path], train: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -169,6 +171,7 @@ def test_says_in_words_how_good_it_is_and_where_it_lies(
     assert "→" not in train(cache).stderr
 
 
+@pytest.mark.slow
 def test_masks_that_always_lie_in_one_place_need_no_head(
     write: Callable[..., Path], train: Callable[..., Result]
 ) -> None:
@@ -229,6 +232,7 @@ def test_no_part_of_a_model_is_imported(write: Callable[..., Path], tmp_path: Pa
 # ---- what it is for --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_build_of_the_same_source_takes_the_head(
     tiny_model: TinyModel, train: Callable[..., Result], tmp_path: Path
 ) -> None:

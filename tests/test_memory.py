@@ -193,6 +193,7 @@ def plan(cache: Path, *options: str | Path) -> tuple[int, dict[str, Any]]:
     return result.code, json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_plan_says_what_fits(built: Callable[[str], Path], real_model: Path) -> None:
     """The tokens that it allows fit by the prediction for a batch of so many, and one sample more does not."""
     code, found = plan(built("edit-plus"), "--model", real_model, "--gpu-memory", "60GB", "--set", "train.batch_size=3")

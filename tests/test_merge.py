@@ -105,6 +105,7 @@ def test_the_settings_say_how_samples_are_stored_and_what_is_so_already_is_linke
     assert all(sample.row.meta.tensors["prompt_embeds"].codec for sample in open_cache(tmp_path / "again"))
 
 
+@pytest.mark.slow
 def test_a_merge_that_dies_anywhere_goes_on(whole: Path, parts: tuple[Path, Path], tmp_path: Path) -> None:
     keys = [sample.key for sample in open_cache(whole)]
     count, died = 0, True

@@ -97,6 +97,7 @@ def test_all_trackers_of_accelerate_can_be_named(train: Trainer) -> None:
     refused(result, "logging.tracker: Input should be 'tensorboard', 'wandb'", "(found 'tensorbord')")
 
 
+@pytest.mark.slow
 def test_speeds_count_the_tokens_and_samples_of_the_step(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that shows a second at each look; of a batch of three and one of a single sample."""
     images = [sum(h * w for _, h, w in sample.img_shapes) for sample in open_cache(train.cache)]

@@ -145,6 +145,7 @@ def test_its_identity_is_that_of_its_parts_and_their_weights(built: Built) -> No
     assert mixture(*ways[0]).identity == identities[0]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("weight", [2.0, 3.0])
 def test_a_run_on_both_goes_on_with_the_same_weights_only(
     built: Built, tiny_model: Callable[[str], Path], tmp_path: Path, weight: float

@@ -171,6 +171,7 @@ def test_what_waits_is_frozen_and_in_blocks_spread_evenly() -> None:
 # ---- what it saves, and what is refused ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_planner_counts_what_stays() -> None:
     """All but two of the offloaded blocks, 339.8 M weights each in bfloat16; nothing else changes."""
     settings = ["train.mixed_precision=bf16"]

@@ -145,6 +145,7 @@ def cache(request: pytest.FixtureRequest, built: Built, tiny_model: Built, pairs
     return tmp_path / "shards"
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("cache", [(), ("--edit-mask", "diff"), V1, "t2i"], indirect=True)
 def test_the_page_says_what_the_index_holds(cache: Path, tmp_path: Path) -> None:
     page = page_of(cache, tmp_path / "report.html")
@@ -320,6 +321,7 @@ def test_bins_count_as_numpy_does(unit: float, values: list[float]) -> None:
     assert sum(count for _, _, count in found) == len(values)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("options", [(), ("--dtype", "bfloat16"), V1])
 def test_one_sample_whole(built: Built, options: tuple[str, ...]) -> None:
     path = built("edit-plus", options)

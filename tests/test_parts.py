@@ -81,6 +81,7 @@ def test_one_folder_for_all_parts_is_refused(pairs: Path, tmp_path: Path, model:
     assert build(pairs, out, model, "--part", "1/2").code == 0, "the same part again is no other part"
 
 
+@pytest.mark.slow
 def test_a_cut_that_moved_is_followed(pairs: Path, tmp_path: Path, model: Path) -> None:
     """Two rows come in front, so that cat and china, part 1, are now cup's and flower's neighbours in part 2."""
     parts(pairs, tmp_path, model, 2)

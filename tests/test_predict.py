@@ -246,6 +246,7 @@ def write_lora(path: Path, seed: int, rank: int = 4) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")  # of the stock pipeline
 def test_several_loras_count_by_their_weights(tmp_path: Path, tiny_model: TinyModel) -> None:
     model = tiny_model("t2i")
@@ -359,6 +360,7 @@ def no_memory(*arguments: Any, **named: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total of 24 GiB")
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("owner", "method", "doing", "cure"),
     [
@@ -415,6 +417,7 @@ def test_the_text_encoder_is_gone_before_the_transformer_comes(
 # ---- interruption ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_after_the_step_in_hand(
     number: signal.Signals, tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch

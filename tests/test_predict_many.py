@@ -64,6 +64,7 @@ def pixels(path: Path) -> Any:
 # ---- several prompts, a whole source ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_of_several_prompts_gets_the_picture_it_gets_alone(
     predict: Predict, picture: Path, tmp_path: Path
 ) -> None:
@@ -127,6 +128,7 @@ def pictures(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_folder_of_pictures_is_drawn_with_one_prompt(predict: Predict, pictures: Path, tmp_path: Path) -> None:
     (pictures / "cat.txt").write_text("its own, which --prompt replaces", encoding="utf-8")
     drawn = tmp_path / "drawn"
@@ -145,6 +147,7 @@ def test_a_folder_of_pictures_is_drawn_with_one_prompt(predict: Predict, picture
     assert np.array_equal(pixels(tmp_path / "two" / "cat-1.png"), pixels(drawn / "cat.png"))
 
 
+@pytest.mark.slow
 def test_prompts_may_lie_beside_the_pictures_or_in_a_table(predict: Predict, pictures: Path, tmp_path: Path) -> None:
     for name, text in {"cat": "make it red", "cup": "mirror it", "more/flower": "make it night"}.items():
         (pictures / f"{name}.txt").write_text(text, encoding="utf-8")
@@ -216,6 +219,7 @@ def test_a_cached_sample_is_drawn_without_the_text_encoder(
     assert not np.array_equal(pixels(tmp_path / "out-1.png"), trained)
 
 
+@pytest.mark.slow
 def test_a_picture_that_was_drawn_alone_is_drawn_anew(
     predict: Predict, picture: Path, lora: Path, tmp_path: Path
 ) -> None:
@@ -344,6 +348,7 @@ def test_a_file_that_was_not_drawn_here_stays(predict: Predict, picture: Path, t
 # ---- a table in place of the modulation ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["edit-plus", slow("edit-2511")])
 def test_the_modulation_from_a_table_draws_nearly_the_same(
     predict: Predict, picture: Path, lora: Path, tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch

@@ -416,6 +416,7 @@ for _ in range(100):
 """
 
 
+@pytest.mark.slow
 def test_processes_that_share_too_little_room_read_what_is_right(served: Server, local: Path, copies: Path) -> None:
     """Three processes fill and remove the same copies under one another, one of them is killed on the way."""
     arguments = [served.url, str(local), str(copies), "150000"]
@@ -736,6 +737,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_verify_finds_behind_a_url_what_it_finds_in_the_folder(
     damage: str, local: Path, s3: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -795,6 +797,7 @@ def test_nothing_is_written_to_a_url(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_training_from_s3_is_training_from_the_folder(
     s3: tuple[str, int], local: Path, tiny_model: Callable[[str], Path], tmp_path: Path, copies: Path
 ) -> None:

@@ -146,6 +146,7 @@ def test_the_overview_says_how_the_run_went(train: Trainer) -> None:
     assert (facts["trained"], facts["trainable parameters"]) == ("a LoRA of rank 16", f"{trained:,}")
 
 
+@pytest.mark.slow
 def test_the_curves_are_those_of_the_metrics(train: Trainer) -> None:
     """The smallest and largest values and steps are written at the axes; between them a point lies in proportion."""
     out = train(settings=PICTURES, validation__every_steps=1, train__max_steps=5, optimizer__learning_rate=0.01)
@@ -414,6 +415,7 @@ def test_names_of_pictures_are_taken_as_they_are(tmp_path: Path) -> None:
     assert reds == pytest.approx([20 * i for i in range(11)], abs=6)
 
 
+@pytest.mark.slow
 def test_decoded_pictures_are_in_it(train: Trainer) -> None:
     """Of the newest step alone, small, beside targets and controls."""
     out = train(settings=PICTURES)

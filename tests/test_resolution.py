@@ -66,6 +66,7 @@ def write_pair(folder: Path, target: Image.Image, control: Image.Image, mask: Im
 # ---- several budgets -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_budget_of_a_list_gives_what_it_gives_alone(pairs: Path, tmp_path: Path, model: Path) -> None:
     """Bit for bit: all budgets for each sample, or the largest that its target fills."""
     alone: dict[tuple[Any, ...], Sample] = {}
@@ -122,6 +123,7 @@ def test_a_target_saved_at_another_size_stays_aligned_with_its_control(tmp_path:
     assert difference.norm() < 0.1 * sample["image_latents"].norm()
 
 
+@pytest.mark.slow
 def test_without_upscale_small_pictures_keep_their_own_size(tmp_path: Path, model: Path) -> None:
     """And are cut nowhere: the latents are those of the picture resized to the next multiples of 32 below."""
     china = photograph("china.jpg").resize((100, 75))

@@ -83,6 +83,7 @@ EVERY_STEP = [(way, step) for way in ("adamw", "full") for step in range(STEPS)]
 FAST = [("adamw", 2), ("full", 1)]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("way", "step"),
     FAST + [slow(*case) for case in [*EVERY_STEP, *((way, 2) for way in WAYS)] if case not in FAST],
@@ -109,6 +110,7 @@ def test_the_ways_are_different(uninterrupted: Callable[[str], dict[str, object]
     assert len(set(losses)) == len(losses)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

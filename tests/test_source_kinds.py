@@ -230,6 +230,7 @@ def test_every_kind_gives_the_keys_of_the_folder(
     assert len({sample["key"] for sample in plan["samples"]}) == 4
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.usefixtures("s3")
 @pytest.mark.parametrize("write", [as_remote_table, as_saved, as_hub_parquet, as_remote_tars])
 def test_a_build_of_every_kind_is_the_build_of_the_folder(
@@ -519,6 +520,7 @@ def test_parquet_is_read_by_many_threads_in_any_order_and_few_rows_are_kept(
     assert max(kept) <= arrow.KEPT_ROWS
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_row_group_is_streamed_and_never_held(tmp_path: Path, plain: bool) -> None:
     """As far as its pages allow: a page is decoded as a whole."""

@@ -95,6 +95,7 @@ def test_asking_to_save_counts_once() -> None:
 # ---- losses that are not numbers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("how", [nan, nan_gradient])
 def test_a_step_without_a_usable_batch_is_made_of_the_next_ones(
     train: Trainer, monkeypatch: pytest.MonkeyPatch, how: Callable[[torch.Tensor], torch.Tensor]
@@ -117,6 +118,7 @@ def test_a_step_without_a_usable_batch_is_made_of_the_next_ones(
     assert column(out, "left_out") == ([0, 1, 0] if how is nan else [0, 0, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", [0, 1])
 def test_the_step_is_the_mean_over_the_samples_that_are_left(
     train: Trainer, monkeypatch: pytest.MonkeyPatch, left_out: int
@@ -140,6 +142,7 @@ def test_a_gradient_that_is_no_number_stops_the_run(train: Trainer, monkeypatch:
     assert column(train.folder / "out", "step") == [1]
 
 
+@pytest.mark.slow
 def test_many_in_a_row_stop_the_run(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes between them starts the count anew."""
     changes = {**FAST, "train__max_steps": 5, "train__on_nan": "skip", "train__checkpointing_steps": 1}

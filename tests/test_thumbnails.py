@@ -72,6 +72,7 @@ def test_of_a_cropped_picture_they_show_what_is_encoded(pairs: Path, tmp_path: P
         assert difference(thumbnails[0], target.resize((64, 64))) > 16
 
 
+@pytest.mark.slow
 def test_nothing_else_depends_on_them(pairs: Path, tmp_path: Path, tiny_model: Built) -> None:
     """Neither keys nor tensors; what is cached stays as it is when the setting changes."""
     model, on, off = tiny_model("edit-plus"), tmp_path / "on", tmp_path / "off"

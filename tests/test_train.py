@@ -263,6 +263,7 @@ def test_gradient_checkpointing_changes_memory_not_the_result(train: Trainer) ->
     assert relative_error(load_file(recomputed / LORA), load_file(plain / LORA)) < 1e-5
 
 
+@pytest.mark.slow
 def test_bf16_holds_frozen_weights_in_bfloat16_and_trains_in_float32(train: Trainer) -> None:
     full = train(out="full")
     half = train(train__mixed_precision="bf16")
@@ -355,6 +356,7 @@ def test_stopped_in_any_batch_and_resumed_equals_uninterrupted(
     assert differences(outcome(train("--resume", settings=EVERYTHING_RANDOM)), uninterrupted) == []
 
 
+@pytest.mark.slow
 def test_stopped_after_every_single_step_equals_uninterrupted(
     train: Trainer, uninterrupted: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -712,6 +714,7 @@ def test_the_memory_of_the_largest_batch_is_said_before_training(train: Trainer)
     assert f"memory  about {human_bytes(memory.total)}: {parts}" in result.stderr
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_the_batches_and_their_padding_are_said_before_training(train: Trainer, layout: str) -> None:
     cache = open_cache(train.cache)

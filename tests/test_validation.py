@@ -73,6 +73,7 @@ def test_the_loss_is_that_of_the_stock_transformer_on_samples_outside_training(t
     assert column(first, "validation_loss") == pytest.approx([float(losses[0].mean())] * 2, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_noise_and_levels_belong_to_the_sample_alone(train: Trainer) -> None:
     """Runs of other seeds, batches and timesteps are measured by the same."""
     one = train(settings=MEASURED)
@@ -100,6 +101,7 @@ def test_training_is_the_same_with_and_without(train: Trainer) -> None:
     assert ["validation_loss" in line for line in metrics(out)] == [False, True, False]
 
 
+@pytest.mark.slow
 def test_dropout_is_off_while_validating(train: Trainer) -> None:
     """Else the second measure of the same weights would be another."""
     settings = {**MEASURED, "train.lora.lora_dropout": 0.9, "optimizer.learning_rate": 0.01}
@@ -133,6 +135,7 @@ def test_without_samples_set_aside_it_is_refused(train: Trainer, setting: str) -
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_pictures_are_those_of_the_stock_pipeline(
     train: Trainer, monkeypatch: pytest.MonkeyPatch, guidance: float

@@ -83,6 +83,7 @@ SOME = ("odd", "minute", "chinese", "L", "two", "four")
 """Samples of `sweep`: the odd size, the few tokens, the other script, the other mode, the other number of controls."""
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize("every", [pytest.param(False, id="some"), pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

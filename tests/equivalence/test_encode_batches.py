@@ -47,6 +47,7 @@ def mixture(variant: str) -> dict[str, Case]:
     return cases | {"again": case([(128, 96), *controls[0]], "the same picture, something else")}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize(
     "variant", [pytest.param("t2i", marks=pytest.mark.slow), pytest.param("edit", marks=pytest.mark.slow), "edit-plus"]

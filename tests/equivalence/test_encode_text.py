@@ -112,6 +112,7 @@ def recording(model: type[nn.Module]) -> Iterator[list[dict[str, Any]]]:
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("variant", "count"), NUMBERS)
 def test_the_tokens_are_the_pipelines_and_so_is_what_is_dropped(
     variant: str, count: int, text_encoder: TextEncoders, tiny_model: TinyModel
@@ -188,6 +189,7 @@ def test_a_prompt_alone_equals_its_row_of_a_padded_batch(
 # ---- pixels ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize("variant", ["edit", "edit-plus"])
 def test_the_vision_tower_sees_the_pixels_that_the_pipeline_shows_it(
@@ -272,6 +274,7 @@ def test_the_uncorrected_pipeline_says_something_else(
 # ---- the shared prefix -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("variant", "count"), [*NUMBERS[:2], NUMBERS[4], *map(slow, (*NUMBERS[2:4], NUMBERS[5]))])
 def test_every_prompt_equals_a_full_pass_of_its_own(
@@ -290,6 +293,7 @@ def test_every_prompt_equals_a_full_pass_of_its_own(
         assert torch.equal(ours, alone)  # in passes of one prompt: the same shapes
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("variant", "count"), NUMBERS)
 def test_in_one_pass_the_embeddings_are_the_pipelines_bit_for_bit(
@@ -301,6 +305,7 @@ def test_in_one_pass_the_embeddings_are_the_pipelines_bit_for_bit(
     assert torch.equal(ours, stock)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("variant", "size"), [("edit", (1024, 1024)), ("edit-plus", (384, 384))])
 def test_two_prompts_cost_as_much_as_one(
     variant: str, size: Size, text_encoder: TextEncoders, tiny_model: TinyModel
@@ -337,6 +342,7 @@ def test_lm_head_is_never_run(tiny_model: TinyModel, tmp_path: Path) -> None:
         handle.remove()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize("variant", ["edit", "edit-plus"])
 def test_the_empty_prompt_is_about_the_pictures_in_both_formats(

@@ -91,6 +91,7 @@ def test_moments_are_those_of_the_whole(size: tuple[int, int], tile: int, exact:
     assert error(encode_in_tiles(ours, pixels, tile), whole) < EXACT
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("size", "tile"), SIZES_AND_TILES)
 def test_pixels_are_those_of_the_whole(size: tuple[int, int], tile: int, exact: tuple[Any, Any]) -> None:
     stock, ours = exact

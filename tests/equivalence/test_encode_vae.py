@@ -100,6 +100,7 @@ def test_sizes_are_those_of_the_pipelines(area: int) -> None:
 # ---- latents ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", SIZES)
 def test_latents_are_those_of_the_pipeline(
@@ -292,6 +293,7 @@ def test_a_target_equal_to_its_control_has_equal_latents(size: Size, tiny_model:
 # ---- pixels ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize("variant", ["edit", "edit-plus"])
 def test_the_vae_sees_the_pixels_that_the_pipeline_shows_it(
@@ -343,6 +345,7 @@ def test_nearly_equal_pictures_have_their_own_keys(tiny_model: TinyModel, tmp_pa
     assert not torch.equal(samples["there"]["prompt_embeds"], samples["back"]["prompt_embeds"])
 
 
+@pytest.mark.slow
 def test_two_builds_on_one_machine_are_equal_to_the_byte(tiny_model: TinyModel, tmp_path: Path) -> None:
     """Trap 13: nothing is sampled, no date or path gets into the files, and the same kernels run."""
     cases = {name: case(sizes, f"make it {name}") for name, sizes in SEVERAL.items()}

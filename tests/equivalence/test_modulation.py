@@ -129,6 +129,7 @@ def in_float32(folder: Path, layout: str) -> Run:
 # ---- equal to running them -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("zero_cond_t", [False, True])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -147,6 +148,7 @@ MUTANTS: dict[str, Callable[[int], int]] = {
 }
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("mutant", MUTANTS)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_another_row_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, mutant: str) -> None:
@@ -383,6 +385,7 @@ def test_it_is_not_saved_as_a_whole(tmp_path: Path) -> None:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["padded", pytest.param("packed", marks=pytest.mark.slow)])
 def test_a_run_learns_and_measures_the_same(train: Trainer, layout: str) -> None:
     """Validation too, whose noise levels go below the schedule's last."""
@@ -398,6 +401,7 @@ def test_a_run_learns_and_measures_the_same(train: Trainer, layout: str) -> None
     assert {name: tensor.shape for name, tensor in found.items()} == {n: t.shape for n, t in wanted.items()}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one(train: Trainer) -> None:
     """Bit for bit on one machine; the first finds no table, the second does."""
     settings = {**BF16, "train.tabulated_modulation": True, "train.lora.lora_dropout": 0.3}

@@ -183,6 +183,7 @@ def test_all_that_goes_from_part_to_part_is_equal(
     assert [call[0] for call in stock[:-1]] == expected  # nothing went by unseen
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -296,6 +297,7 @@ def test_what_stock_refuses_is_refused_in_its_words(arguments: dict[str, Any], b
 # ---- devices ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", ["model", "sequential"])
 @pytest.mark.parametrize(("variant", "count"), [pytest.param("t2i", 0, marks=pytest.mark.slow), ("edit-plus", 2)])
 def test_offloaded_all_is_equal(
@@ -344,6 +346,7 @@ def test_tensors_go_to_the_device_of_the_part_that_takes_them(tiny_model: TinyMo
     assert [tensor.device for tensor in pipeline._get_qwen_prompt_embeds("a fox", picture)] == [meta, meta]
 
 
+@pytest.mark.slow
 def test_the_encoder_comes_with_the_first_prompt_and_goes_when_it_is_freed(both: Callable[..., Both]) -> None:
     pipelines = both("edit", 1)
     with patch("qwen_train.drawing.prompts.TextEncoder", side_effect=TextEncoder) as loading:

@@ -122,6 +122,7 @@ def bitsandbytes_load(folder: Path) -> Callable[[type[Stock]], Any]:
     return load
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
 @pytest.mark.parametrize(
     "wrapped", [pytest.param(False, marks=pytest.mark.slow), True], ids=["from_pretrained", "from_stock"]
@@ -146,6 +147,7 @@ def test_lora_on_quantised_weights(layout: str, kind: str, wrapped: bool, tmp_pa
 # ---- the trainer -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_trainer_computes_the_same_in_either_layout(
     built: Callable[[str], Path], tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
