@@ -273,6 +273,11 @@ def in_use(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return used
 
 
+def tars(folder: Path) -> dict[str, bytes]:
+    """The shards of a cache; the bytes of its index depend on the version of pyarrow, and so does the manifest."""
+    return {name: data for name, data in contents(folder).items() if name.endswith(".tar")}
+
+
 def test_shards_that_a_run_reads_stay_until_it_is_done(
     in_use: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,11 +295,11 @@ def test_shards_that_a_run_reads_stay_until_it_is_done(
     assert {path.name for path in shards.glob("*.tar")} > set(old)
     assert json.loads(run("qwen-cache", "gc", shards, "--json").stdout)["files"] == {}
     assert run("qwen-cache", "migrate", "v2", "v1", shards).code == 0
-    assert contents(shards).items() >= contents(EXAMPLE).items()
+    assert tars(shards).items() >= tars(EXAMPLE).items()
     assert {(shards / name).stat().st_ino for name in old} == mapped
     in_use.clear()
     assert run("qwen-cache", "gc", shards).code == 0
-    assert contents(shards) == contents(EXAMPLE)
+    assert tars(shards) == tars(EXAMPLE)
     assert run("qwen-cache", "verify", shards).code == 0
 
 
