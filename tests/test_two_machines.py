@@ -101,7 +101,7 @@ def test_damage_is_not_hidden_by_the_other_machines_sample(built: Built, other: 
 def test_half_a_cache_from_another_processor_trains(
     built: Built, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Really computed by other kernels, in a process of its own; a run goes on from the one cache to the other."""
+    """Really computed by other kernels, in a process of its own; a run continues from one cache on the other."""
     here, model = built("edit-plus"), tiny_model("edit-plus")
     program = Path(sys.executable).parent / "qwen-cache"
     arguments = ["build", write_pairs(tmp_path / "data"), "--out", tmp_path / "there", "--model", model, *SMALL]

@@ -1,7 +1,7 @@
 """Lanes on a Ray cluster: each worker has both encoders; this process hands out the samples and is the only writer.
 
 Results are taken in the order of the plan, so on nodes of one kind the cache is, byte for byte, that of one machine,
-whichever worker encoded what (where encoders take one sample at a time: `batching`), and an interrupted build goes on
+whichever worker encoded what (where encoders take one sample at a time: `batching`), and an interrupted build resumes
 with Ray or without. A worker that is lost, with its node or alone, leaves nothing behind: its samples go to the others.
 Everything written passes through this process; where its network or disk is the limit, `--part` is the other way.
 

@@ -1,7 +1,7 @@
 """Reading a cache: `open_cache`, its samples by position or key, their tensors without a copy.
 
 Tensors are views of the mapped shard; nothing is read until they are touched, and the bytes of a tensor are checked
-against its hash when it is asked for. Of a cache behind a URL, what is mapped are local copies (`remote`). Only what
+against its hash when it is asked for. Of a remote cache, what is mapped are local copies (`remote`). Only what
 gives torch tensors needs torch; `Sample.numpy` gives the same values as NumPy arrays.
 """
 
