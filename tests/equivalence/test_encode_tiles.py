@@ -179,6 +179,18 @@ def test_a_narrower_halo_would_be_noticed(mutant: Any, exact: tuple[Any, Any], m
     assert error(encode_in_tiles(ours, pixels, 64), whole) > 1e6 * EXACT
 
 
+@pytest.mark.parametrize("mutant", [narrower(1, 0), narrower(0, 1)])
+def test_a_narrower_halo_of_the_decoder_would_be_noticed(
+    mutant: Any, exact: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One value of the latents less, which weighs little where it is furthest away."""
+    stock, ours = exact
+    latents = noise(192, 192).double()
+    monkeypatch.setattr(tiles, "reach", mutant)
+    with without_float32():
+        assert error(decode_in_tiles(ours, latents, 64), stock.decode(latents).sample) > 100 * EXACT
+
+
 def test_the_largest_tensor_is_one_of_a_tile(ours: Any) -> None:
     """It does not grow with the picture."""
     largest: list[int] = []
