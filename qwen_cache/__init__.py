@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from qwen_cache.format.errors import FormatError, QwenCacheError
+from qwen_cache.errors import FormatError, QwenCacheError
 
 if TYPE_CHECKING:
     from qwen_cache.format.cache import Cache, Sample, open_cache

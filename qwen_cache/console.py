@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qwen_cache.format.errors import QwenCacheError
+from qwen_cache.errors import QwenCacheError
 
 if TYPE_CHECKING:
     import typer
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FAULTS = 1
 FAILED = 2
 INTERRUPTED = 130
+IN_BUG_REPORTS = ("torch", "diffusers", "transformers", "peft", "accelerate")
 USERS_ERRNO = (
     errno.ENOSPC,
     errno.EEXIST,
@@ -174,3 +175,14 @@ def human_time(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def version_lines(program: str) -> str:
+    """What `--version` prints: the program, and below it what else a bug report needs."""
+    import platform
+
+    from qwen_cache import __version__
+    from qwen_cache.extras import installed
+
+    versions = [f"{name} {installed(name) or 'missing'}" for name in IN_BUG_REPORTS]
+    return f"{program} {__version__}\n" + ", ".join([f"python {platform.python_version()}", *versions])

@@ -26,11 +26,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qwen_cache.format.errors import TrainError
+from qwen_cache.errors import TrainError
 from qwen_cache.storage.durable import sync_file, whole_file, whole_folder, write_durably
 from qwen_train.model.ema import Ema
 from qwen_train.model.sharding import alike, of_all, whole
-from qwen_train.model.weights import gather_weights, read_weights, weights_path, write_weights
+from qwen_train.weights import gather_weights, read_weights, weights_path, write_weights
 
 NAME = re.compile(r"checkpoint-(\d+)")
 EMA_SUFFIX = "_ema"

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qwen_cache.format.errors import ModelError
+from qwen_cache.errors import ModelError
 
 _SUPPORTED = {
     "use_dynamic_shifting": True,

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch.nn.functional import interpolate
 
-from qwen_cache.config import MaskHeadConfig
 from qwen_cache.console import console, plural, progress
+from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.format.cache import Cache
-from qwen_cache.format.errors import ConfigError, TrainError
 from qwen_cache.grounding.cached import Masked, masked, nothing_masked
 from qwen_cache.grounding.head import About, TrainSettings, encoder_of, iou, save_head, train_head
+from qwen_cache.settings.train import MaskHeadConfig
 from qwen_train.data.split import split
 
 AVERAGED = 1000

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.tracking import get_available_trackers
 
-from qwen_cache.config import Config
 from qwen_cache.console import human_time
-from qwen_cache.format.errors import ConfigError, TrainError
+from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.settings.load import Config
 from qwen_cache.storage.durable import write_durably
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ import torch
 from diffusers.optimization import get_scheduler
 from torch.distributed.tensor import DTensor
 
-from qwen_cache.config import Config, OptimizerConfig
-from qwen_cache.format.errors import ConfigError
+from qwen_cache.errors import ConfigError
+from qwen_cache.settings.load import Config
+from qwen_cache.settings.train import OptimizerConfig
 
 CLASSES = {
     "adamw": "torch.optim.AdamW",

@@ -1,8 +1,9 @@
 """report.html: a run on one page that needs nothing else, neither files nor network.
 
-A pure function of the output folder: the curves are drawn from metrics.jsonl, the settings are those of qwen.yaml, the
-pictures those that `qwen-train decode` has made; so `qwen-train report` makes the same page again. A line, a file or a
-picture that cannot be read is left out, and the page says so. Refused is a folder without a run.
+A pure function of the output folder: curves from metrics.jsonl, settings from qwen.yaml, images from `qwen-train
+decode`; so `qwen-train report` makes the same page again. The template `run.html.jinja` has the markup; this module
+collects its values. The page leaves out a line, a file or an image that cannot be read, and says so. Refused: a folder
+without a run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 import warnings
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from dataclasses import dataclass
 from io import BytesIO
 from itertools import count, takewhile
 from pathlib import Path
@@ -24,12 +25,11 @@ import numpy as np
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 
-from qwen_cache.config import CONFIG_NAME, Config, load_config
 from qwen_cache.console import console, human_bytes, human_time, plural
-from qwen_cache.format.errors import ConfigError, QwenCacheError, TrainError
-from qwen_cache.page.charts import Curve, curve_chart, number
-from qwen_cache.page.frame import table, whole_page
-from qwen_cache.page.look import READOUT
+from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
+from qwen_cache.html.charts import Curve, CurveChart, curve_chart, number
+from qwen_cache.html.page import render
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.durable import write_durably
 from qwen_train.checkpoint import checkpoints
 from qwen_train.metrics import METRICS_NAME
@@ -85,17 +85,18 @@ def page(folder: Path) -> str:
     unread = [f"{plural(damaged, 'line')} of {METRICS_NAME}"] if damaged else []
     unread += [name for name, content in parts if content is None]
     about = about or {}
-    rest = ((name.replace("_", " "), _said(value)) for name, value in about.items() if name not in SAID_FIRST)
-    sections = [
-        ("Curves", f'<div class="charts">{"".join(charts(metrics))}</div>' if metrics else ""),
-        ("Pictures", pictures(folder)),
-        ("Data", table(rest)),
-        ("Settings", f"<details><summary>{CONFIG_NAME}</summary><pre>{escape(text)}</pre></details>" if text else ""),
-    ]
-    facts = table(overview(folder, metrics, about, per_step or 0))
-    left_out = f'<p style="color: var(--muted)">{", ".join(unread)} could not be read</p>' if unread else ""
-    body = "".join(f"<h2>{title}</h2>{content}" for title, content in sections if content)
-    return whole_page(folder.resolve().name, facts + left_out + body, READOUT)
+    return render(
+        "run.html.jinja",
+        title=folder.resolve().name,
+        facts=list(overview(folder, metrics, about, per_step or 0)),
+        unread=unread,
+        logged=bool(metrics),
+        charts=list(charts(metrics)),
+        samples=validation_samples(folder),
+        data=[(name.replace("_", " "), _said(value)) for name, value in about.items() if name not in SAID_FIRST],
+        settings_name=CONFIG_NAME,
+        settings=text,
+    )
 
 
 # ---- overview --------------------------------------------------------------------------------------------------------
@@ -161,17 +162,24 @@ def outcome(folder: Path) -> Iterator[tuple[Path, int]]:
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 
-def charts(metrics: Metrics) -> Iterator[str]:
+def charts(metrics: Metrics) -> Iterator[CurveChart]:
     """One for each thing that was measured; the losses first."""
+    for title, curves in _curves(metrics):
+        if chart := curve_chart(title, curves):
+            yield chart
+
+
+def _curves(metrics: Metrics) -> Iterator[tuple[str, list[Curve]]]:
+    """Titles, and curves that may have no points."""
     loss = series(metrics, "loss")
     window = _window(loss)
     smooth = Curve(f"mean of {window} logged steps", moving_mean(loss, window))
-    yield curve_chart("loss", [Curve("as logged", loss, "plain"), smooth] if window > 1 else [Curve("", loss)])
+    yield "loss", [Curve("as logged", loss, "plain"), smooth] if window > 1 else [Curve("", loss)]
     levels = [Curve(f"quarter {i}", series(metrics, name), f"quarter-{i}") for i, name in enumerate(LOSSES, 1)]
-    yield curve_chart("validation loss, and by quarter of the noise", [Curve("all", series(metrics, LOSS)), *levels])
+    yield "validation loss, and by quarter of the noise", [Curve("all", series(metrics, LOSS)), *levels]
     for name in dict.fromkeys(name for line in metrics for name in line):
         if name not in ("step", "loss", LOSS, *LOSSES):
-            yield curve_chart(name.replace("_", " "), [Curve("", series(metrics, name))])
+            yield name.replace("_", " "), [Curve("", series(metrics, name))]
 
 
 def series(metrics: Metrics, name: str) -> Points:
@@ -196,35 +204,41 @@ def moving_mean(points: Points, window: int) -> Points:
     return [(step, mean) for (step, _), mean in zip(points, means.tolist(), strict=True)]
 
 
-# ---- pictures --------------------------------------------------------------------------------------------------------
+# ---- images ----------------------------------------------------------------------------------------------------------
 
 
-def pictures(folder: Path) -> str:
-    """The newest that are decoded, each beside its target and controls."""
-    drawn = {path.parent for path in (folder / FOLDER).glob("step-*/*.png")}
-    steps = [(int(match[1]), path) for path in drawn if (match := STEP.fullmatch(path.name))]
+@dataclass(frozen=True)
+class ValidationSample:
+    """A sample with the images around it."""
+
+    name: str
+    prompt: str
+    images: list[tuple[str, str]]
+    """Captions and data URLs; an empty URL where an image cannot be read, as its caption then says."""
+
+
+def validation_samples(folder: Path) -> list[ValidationSample]:
+    """The newest that are decoded, each with its target and controls."""
+    decoded = {path.parent for path in (folder / FOLDER).glob("step-*/*.png")}
+    steps = [(int(match[1]), path) for path in decoded if (match := STEP.fullmatch(path.name))]
     if not steps:
-        return ""
+        return []
     _, newest = max(steps)
-    return "".join(_drawn(folder / FOLDER, path) for path in sorted(newest.glob("*.png")))
+    return [_validation_sample(folder / FOLDER, path) for path in sorted(newest.glob("*.png"))]
 
 
-def _drawn(place: Path, picture: Path) -> str:
-    """A picture with what it was made from, and what it was to be."""
-    there = {path.name: path for path in (place / "controls").glob("*.png")}
-    names = (f"{picture.stem}-{i}.png" if i > 1 else picture.name for i in count(1))  # as `decode` numbers them
+def _validation_sample(folder: Path, decoded: Path) -> ValidationSample:
+    """A decoded image with its controls and its target, as far as they are there."""
+    there = {path.name: path for path in (folder / "controls").glob("*.png")}
+    names = (f"{decoded.stem}-{i}.png" if i > 1 else decoded.name for i in count(1))  # as `decode` numbers them
     controls = [there[name] for name in takewhile(there.__contains__, names)]
     row = [(path, f"control {i}" if controls[1:] else "control") for i, path in enumerate(controls, 1)]
     row += [
-        (place / "target" / picture.name, "target"),
-        (picture, f"drawn after {picture.parent.name.replace('-', ' ')}"),
+        (folder / "target" / decoded.name, "target"),
+        (decoded, f"drawn after {decoded.parent.name.replace('-', ' ')}"),
     ]
-    figures = "".join(_figure(path, caption) for path, caption in row if path.exists())
-    name, prompt = _words(picture.with_suffix(".safetensors"))
-    return (
-        f'<article class="drawn"><h3>{escape(name or picture.stem)}</h3><p class="prompt" dir="auto">{escape(prompt)}'
-        f'</p><div class="pictures">{figures}</div></article>'
-    )
+    name, prompt = _words(decoded.with_suffix(".safetensors"))
+    return ValidationSample(name or decoded.stem, prompt, [_image(path, title) for path, title in row if path.exists()])
 
 
 def _words(latents: Path) -> tuple[str, str]:
@@ -237,21 +251,17 @@ def _words(latents: Path) -> tuple[str, str]:
     return about.get("name", ""), about.get("prompt", "")
 
 
-def _figure(path: Path, caption: str) -> str:
-    """A thumbnail; a picture that cannot be read is no reason to have no page."""
+def _image(path: Path, caption: str) -> tuple[str, str]:
+    """Its caption and a thumbnail; the page is written even where an image cannot be read."""
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(path, formats=["PNG"]) as image:
             small = image.convert("RGB")
     except UNREADABLE:
-        return f"<figure><figcaption>{escape(caption)} {escape(path.name)} cannot be read</figcaption></figure>"
+        return f"{caption} {path.name} cannot be read", ""
     small.thumbnail((THUMBNAIL, THUMBNAIL))
     data = BytesIO()
     small.save(data, "JPEG", quality=85)
-    source = b64encode(data.getvalue()).decode("ascii")
-    return (
-        f'<figure><img alt="{escape(caption)}" src="data:image/jpeg;base64,{source}">'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
-    )
+    return caption, f"data:image/jpeg;base64,{b64encode(data.getvalue()).decode('ascii')}"
 
 
 # ---- what the run wrote down -----------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -19,30 +18,30 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from qwen_cache.config import CONFIG_NAME, Config, TrainConfig, load_config
-from qwen_cache.console import console, human_bytes, plural, progress
-from qwen_cache.format.cache import Cache, open_cache
-from qwen_cache.format.errors import ConfigError, TrainError
-from qwen_cache.model_folder import ModelFolder, open_model
-from qwen_cache.sampling.batch_plan import Summary, sequence_settings
+from qwen_cache.batching.batch_plan import sequence_settings
+from qwen_cache.console import console, progress
+from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.models.folder import ModelFolder, open_model
+from qwen_cache.settings.load import CONFIG_NAME, Config
+from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.durable import write_durably
 from qwen_train.checkpoint import Run, checkpoints, load_checkpoint, save_checkpoint, save_result
-from qwen_train.data.batches import Batch, Batches, Samples
-from qwen_train.data.mixture import Mixture, open_mixture
-from qwen_train.data.on_the_fly import Feed
+from qwen_train.data.batches import Batch, Batches
+from qwen_train.data.samples import Samples, open_samples
 from qwen_train.flow import NoiseSchedule, flow_loss, interpolate
+from qwen_train.lora.adapter import start_from
 from qwen_train.metrics import MetricsLog, Pace, Tally, check_tracker, progress_text
 from qwen_train.model.ema import Ema
-from qwen_train.model.lora import start_from
-from qwen_train.model.memory import largest_batch, predict_memory
 from qwen_train.model.modulation import tabulate
 from qwen_train.model.offload import offload_blocks
 from qwen_train.model.sharding import whole, wrap
-from qwen_train.model.weights import check_cache, compute_dtype, load_transformer, prepare_for_training, trainable
+from qwen_train.nonfinite import LeftOut
 from qwen_train.optimizers import apply_settings, make_optimizer
 from qwen_train.report import ABOUT_NAME, renew_report
-from qwen_train.stop import LeftOut, Signals, any_process
+from qwen_train.run_summary import about, print_memory, print_plan, settings_changed
+from qwen_train.signals import Signals, any_process
 from qwen_train.validation import Validation, draw, evaluating, make_validation
+from qwen_train.weights import check_cache, compute_dtype, load_transformer, prepare_for_training, trainable
 
 TRANSFORMER_PARTS = ("transformer", "scheduler")
 GLOO_SECONDS = 0.5  # in which a thread that waits for the interpreter gets it, on a busy machine too
@@ -212,23 +211,6 @@ def no_loss(transformer: Any, batch: Batch) -> torch.Tensor:
     return 0 * compute_loss(transformer, replace(batch, clean=nothing, noise=nothing, prompt_embeds=no_text))
 
 
-def open_samples(config: Config, encode_from: str | None) -> Samples:
-    """The cache or caches; or the source `encode_from`, of which another process encodes samples as they are needed."""
-    if encode_from is None and config.train.caches:
-        return open_mixture(config.train.caches, config.cache)
-    if encode_from is None:
-        return open_cache(
-            config.cache.path,
-            recipe=config.cache.recipe,
-            local_copies=config.cache.local_copies,
-            local_copies_size=config.cache.local_copies_size,
-        )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        do = "build a cache: `qwen-cache build`"
-        raise ConfigError("--encode-on-the-fly is for one training process", found=os.environ["WORLD_SIZE"], do=do)
-    return Feed(config, encode_from)
-
-
 def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Prepared:
     """Load the transformer, add the LoRA, and find the checkpoint to go on from."""
     settings, out = config.train, Path(config.train.output_dir)
@@ -289,7 +271,7 @@ def to_be_trained(config: Config, model: ModelFolder, cache: Samples, *, is_new:
     settings = config.train
     transformer = load_transformer(model, config)
     check_cache(cache, model, transformer.config)
-    if not isinstance(cache, Feed):
+    if cache.has_index:
         check_empty_prompts(cache, settings.caption_dropout)
     prepare_for_training(transformer, settings)
     if settings.method == "lora" and settings.lora.weights is not None and is_new:
@@ -313,9 +295,9 @@ def start_run(config: Config, transformer: Any, accelerator: Accelerator, cache:
     return Run(transformer, accelerator.prepare_optimizer(optimizer), lr_scheduler, fixed, ema=ema)
 
 
-def check_empty_prompts(cache: Cache | Mixture, caption_dropout: float) -> None:
+def check_empty_prompts(cache: Samples, caption_dropout: float) -> None:
     """Refuse caption dropout where samples lack what it needs: an imported cache need not have it."""
-    missing = cache.table["empty_prompt_embeds"].null_count
+    missing = cache.column("empty_prompt_embeds").null_count
     if caption_dropout and missing:
         raise TrainError(
             "caption dropout needs the embeddings of the empty prompt, which this cache lacks",
@@ -325,82 +307,6 @@ def check_empty_prompts(cache: Cache | Mixture, caption_dropout: float) -> None:
         )
 
 
-def print_plan(
-    config: Config,
-    batches: Batches,
-    plan: Summary,
-    parameters: list[torch.nn.Parameter],
-    accelerator: Accelerator,
-    done: int,
-) -> None:
-    """What will be trained, before it is."""
-    t, cache, v, out = config.train, batches.cache, config.validation, console()
-    per_step = plan.samples_per_batch * t.gradient_accumulation_steps * accelerator.num_processes
-    epochs = t.max_steps * per_step / plan.in_epoch
-    out.print(f"[bold]cache[/]   {cache.folder}: {len(cache)} samples, {cache.recipe.recipe.get('pipeline')}")
-    method = f"LoRA of rank {t.lora.rank}" if t.method == "lora" else "every weight"
-    trainable = sum(parameter.numel() for parameter in parameters)
-    out.print(f"[bold]trains[/]  {method}, {trainable:,} trainable parameters, on {accelerator.device}")
-    out.print(f"[bold]batches[/] {plan}", highlight=False)
-    out.print(
-        f"[bold]steps[/]   {t.max_steps} of {plural(round(per_step, 1), 'sample')}: {epochs:.1f} epochs",
-        highlight=False,
-    )
-    if set_aside := len(batches.validation):
-        measured = f"their loss every {plural(v.every_steps, 'step')}" if v.every_steps else "never measured"
-        drawn = f", {plural(v.pictures, 'picture')} every {plural(v.picture_steps, 'step')}" if v.pictures else ""
-        out.print(f"[bold]aside[/]   {plural(set_aside, 'sample')} for validation: {measured}{drawn}")
-    if t.edit_mask_weight != 1 and not isinstance(cache, Feed):
-        out.print(f"[bold]masks[/]   {edit_masks(cache)} of {plural(len(cache), 'sample')}", highlight=False)
-    if done:
-        left = "" if done < t.max_steps else ": nothing is left to train; raise train.max_steps to go on"
-        out.print(f"[bold]resume[/]  after step {done}{left}")
-
-
-def edit_masks(cache: Cache | Mixture) -> int:
-    """How many samples have one; v1 has none."""
-    tables = [each.table for each in (cache.caches if isinstance(cache, Mixture) else (cache,))]
-    return sum(len(t) - t["edit_mask"].null_count for t in tables if "edit_mask" in t.column_names)
-
-
 def named(model: ModelFolder) -> str:
     """What a file that others get may say of it: a local path is nobody's business but its last part."""
     return model.name if not Path(model.name).exists() else Path(model.name).resolve().name
-
-
-def settings_changed(earlier: Path, config: Config) -> list[str]:
-    """What differs from the settings that the run had so far, in words; nothing where they are not known."""
-    try:
-        before = load_config(earlier).flat()
-    except ConfigError:
-        return []
-    return [f"{name} {before[name]} → {value}" for name, value in config.flat().items() if before[name] != value]
-
-
-def print_memory(config: Config, batches: Batches, transformer: dict[str, Any], device: str) -> None:
-    """What the largest batch will take, where `qwen-train plan` could say it."""
-    if isinstance(batches.cache, Feed) or config.train.fsdp or device not in ("cpu", "cuda"):
-        return
-    batch, _ = largest_batch(batches, config.train.layout)
-    memory = predict_memory(transformer, config, batch, "cuda" if device == "cuda" else "cpu")
-    parts = f"weights {human_bytes(memory.weights)}, activations {human_bytes(memory.activations)}"
-    console().print(f"[bold]memory[/]  about {human_bytes(memory.total)}: {parts}", highlight=False)
-
-
-def about(batches: Batches, plan: Summary, parameters: list[torch.nn.Parameter], accelerator: Accelerator) -> bytes:
-    """What the report says of the data and the run."""
-    cache = batches.cache
-    facts = {
-        "cache": str(cache.folder),
-        "identity": cache.identity,
-        "pipeline": str(cache.recipe.recipe.get("pipeline")),
-        "samples": len(cache),
-        "samples_for_validation": len(batches.validation),
-        "samples_in_an_epoch": plan.in_epoch,
-        "batches_in_an_epoch": plan.batches,
-        "tokens_of_a_batch": plan.tokens,
-        "padding": f"{100 * plan.padding:.1f} %",
-        "trainable_parameters": sum(parameter.numel() for parameter in parameters),
-        "device": f"{accelerator.num_processes} × {accelerator.device.type}",
-    }
-    return json.dumps(facts, indent=1).encode("utf-8")

@@ -21,14 +21,14 @@ from jaxtyping import Float
 from safetensors.torch import save
 from torch import Tensor
 
-from qwen_cache.config import Config, ValidationConfig
+from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.format.cache import Sample
-from qwen_cache.format.errors import ConfigError, TrainError
 from qwen_cache.format.sample import ImgShapes
+from qwen_cache.settings.load import Config
+from qwen_cache.settings.train import ValidationConfig
 from qwen_cache.storage.durable import write_durably
 from qwen_train.data.batches import Batch, Batches, Drawn, collate
-from qwen_train.data.on_the_fly import Feed
-from qwen_train.drawing.cached import draw_cached
+from qwen_train.inference.cached import draw_cached
 
 LEVELS = 4
 """Noise levels at which a sample is measured: one in each quarter of 0..1, where in it the key decides."""
@@ -122,8 +122,7 @@ def make_validation(config: Config, batches: Batches, scheduler: dict[str, Any])
 
 def by_key(batches: Batches) -> list[int]:
     """The samples that are set aside, in an order that does not depend on how they lie in the cache."""
-    assert not isinstance(batches.cache, Feed)  # which sets none aside
-    keys = batches.cache.table["key"].take(batches.validation).to_pylist()
+    keys = batches.cache.column("key").take(batches.validation).to_pylist()
     return [int(i) for _, i in sorted(zip(keys, batches.validation, strict=True))]
 
 

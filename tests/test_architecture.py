@@ -15,23 +15,30 @@ import torch
 import qwen_cache
 import qwen_cache.format
 
-from .conftest import HEAVY, ROOT, command
-from .test_package import project_files
+from .support.commands import HEAVY, command
+from .support.paths import ROOT
+from .support.project import project_files
 
 LIGHT = ("qwen_cache", "qwen_cache.cli", "qwen_train.cli", "qwen_cache.importers")
 """Without these and what a command line is made of, `--help` does not answer at once."""
 TORCHLESS = (
     *(f"qwen_cache.format.{module.name}" for module in pkgutil.iter_modules(qwen_cache.format.__path__)),
     "qwen_cache.inspect",
-    "qwen_cache.config",
-    "qwen_cache.model_folder",
+    "qwen_cache.settings.load",
+    "qwen_cache.models.folder",
     "qwen_cache.encode.builder",
     "qwen_cache.encode.plan",
-    "qwen_cache.against_source",
-    "qwen_cache.sampling.budgets",
-    "qwen_cache.page.document",
+    "qwen_cache.inspect.compare",
+    "qwen_cache.batching.budgets",
+    "qwen_cache.inspect.page",
 )
 """What reads, checks and plans."""
+FOUNDATIONS = (
+    ("html", {"qwen_cache.html"}),
+    ("storage", set()),
+    ("format", {"qwen_cache.format", "qwen_cache.storage"}),
+)
+"""Packages of the cache, with all that they import of the project."""
 
 
 def test_imports_stay_light() -> None:
@@ -45,15 +52,16 @@ def test_imports_stay_light() -> None:
         "        loaded = sorted(sys.modules.keys() & set(forbidden))\n"
         "        assert not loaded, f'{module} loads {loaded}'\n"
     )
-    stages = [(LIGHT, (*HEAVY, "pyarrow", "numpy", "pydantic")), (TORCHLESS, HEAVY)]
+    stages = [(LIGHT, (*HEAVY, "jinja2", "pyarrow", "numpy", "pydantic")), (TORCHLESS, HEAVY)]
     done = subprocess.run([sys.executable, "-c", code, json.dumps(stages)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_imports_go_one_way() -> None:
     """schemas, qwen_cache.storage <- qwen_cache.format <- {qwen_cache.encode, qwen_cache.importers, qwen_train}; only
-    what draws knows the encoders and the VAE; the cache knows no trainer, and what is sampled when, no picture."""
-    for folder, known in (("storage", set()), ("format", {"qwen_cache.format", "qwen_cache.storage"})):
+    what draws knows the encoders and the VAE; the cache knows no trainer, and what is sampled when, no picture; the
+    pages' markup, in qwen_cache.html, knows nothing else."""
+    for folder, known in FOUNDATIONS:
         for path in (ROOT / "qwen_cache" / folder).glob("*.py"):
             others = set(re.findall(r"(?:from|import) (qwen_\w+(?:\.\w+)?)", path.read_text(encoding="utf-8")))
             assert others <= known, path
@@ -101,6 +109,7 @@ def test_the_readme_draws_the_tree_that_is_there() -> None:
         ROOT / "qwen_cache" / "encode",
         ROOT / "qwen_cache" / "encode" / "sources",
         ROOT / "qwen_cache" / "grounding",
+        ROOT / "qwen_cache" / "html",
         ROOT / "qwen_cache" / "page",
         ROOT / "qwen_cache" / "sampling",
         ROOT / "qwen_cache" / "importers",

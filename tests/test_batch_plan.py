@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qwen_cache.config import TrainConfig
-from qwen_cache.format.errors import ConfigError, QwenCacheError, TrainError
-from qwen_cache.sampling.batch_plan import BatchPlan, IntArray, Turn, sequence_settings
+from qwen_cache.batching.batch_plan import BatchPlan, IntArray, Turn, sequence_settings
+from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
+from qwen_cache.settings.train import TrainConfig
 
-from .conftest import load_tool
+from .support.paths import load_tool
 
 wide_mixture = load_tool("bench_batches").wide_mixture  # type: ignore[attr-defined]
 

@@ -31,14 +31,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from qwen_cache import FormatError, open_cache
-from qwen_cache.config import TrainConfig
+from qwen_cache.batching.batch_plan import index_token_counts
+from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Cache
-from qwen_cache.format.errors import ConfigError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import Recipe
-from qwen_cache.sampling.batch_plan import index_token_counts
+from qwen_cache.settings.train import TrainConfig
 from qwen_train.data.batches import AHEAD, Batch, Batches, collate
-from qwen_train.data.on_the_fly import Feed
+from qwen_train.data.mixture import Mixture
+from qwen_train.data.on_the_fly import OnTheFlySamples
 from qwen_train.data.split import split
 from qwen_train.flow import NoiseSchedule, Weighting
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
@@ -76,7 +77,7 @@ def whole_tensors(built: Built, *options: str) -> dict[str, dict[str, Tensor]]:
 
 
 def batches(cache: Cache, *, rank: int = 0, world_size: int = 1, **settings: Any) -> Batches:
-    return Batches(cache, TrainConfig(**settings), NoiseSchedule(), rank=rank, world_size=world_size)
+    return Batches(Mixture.of(cache), TrainConfig(**settings), NoiseSchedule(), rank=rank, world_size=world_size)
 
 
 def first(stream: Batches, count: int, done: int = 0) -> list[Batch]:
@@ -248,7 +249,7 @@ def test_noise_level_is_shifted_for_the_target_alone(cache: Cache) -> None:
     schedule = NoiseSchedule(base_image_seq_len=0, max_image_seq_len=100)
     config = TrainConfig(timestep_sampling="logit_normal", logit_mean=-1.0, logit_std=0.0)
     for position in range(len(cache)):
-        drawn = Batches(cache, config, schedule).draw(position)
+        drawn = Batches(Mixture.of(cache), config, schedule).draw(position)
         _, h, w = drawn.sample.img_shapes[0]
         assert drawn.sigma == pytest.approx(schedule.sigma(1 / (1 + math.e), h * w), rel=1e-9)
         assert drawn.noise.shape == (h * w, 64)
@@ -496,11 +497,12 @@ def test_a_split_that_leaves_nothing_is_refused(cache: Cache, share: float, whic
 
 @pytest.mark.parametrize("settings", [{"validation_split": 0.5}, {"loss_mean": "tokens"}], ids=str)
 def test_what_goes_by_an_index_is_refused_where_there_is_none(settings: dict[str, Any]) -> None:
-    feed: Any = object.__new__(Feed)
-    feed.recipe, feed.token_counts = Recipe({}, 4, ""), np.ones((2, 4), np.int64)
+    samples: Any = object.__new__(OnTheFlySamples)
+    samples.folder, samples.prompt_embeds_width = Path("data"), 64
+    samples.recipe, samples._token_counts = Recipe({}, 4, ""), np.ones((2, 4), np.int64)
     ((name, _),) = settings.items()
     with pytest.raises(ConfigError, match=rf"train\.{name}.* goes by the index of a cache.*\n.*qwen-cache build"):
-        batches(feed, **settings)
+        Batches(samples, TrainConfig(**settings), NoiseSchedule())
 
 
 # ---- the thread ------------------------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from qwen_cache.encode.batching import SHARE, Batcher, Lane, Room
-from qwen_cache.format.errors import DeviceError, SourceError
+from qwen_cache.encode.micro_batches import SHARE, Batcher, Lane, Room
+from qwen_cache.errors import DeviceError, SourceError
 
-from .conftest import HANG
+from .support.waiting import HANG
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, load_tool
+from .support.paths import ROOT, load_tool
 
 NUMBERS = {"cpu_seconds_per_gb", "gb_per_second", "first_batch_seconds"}
 

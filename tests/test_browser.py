@@ -19,13 +19,12 @@ import pytest
 from PIL import Image
 
 from qwen_cache import open_cache
-from qwen_cache.inspect import summarise
-from qwen_cache.page.document import COLUMNS, page
+from qwen_cache.inspect.page import COLUMNS, page
+from qwen_cache.inspect.summary import summarise
 
-from .conftest import run
-from .test_decode import PICTURES
-from .test_page import HOSTILE, Made, write
-from .test_train import Trainer
+from .support.commands import run
+from .support.pages import HOSTILE, Made, write
+from .support.runs import PICTURES, Trainer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the pages are not tried in a browser: no playwright")
 

@@ -19,17 +19,23 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image, ImageOps
 
-from qwen_cache import build_command, open_cache
+from qwen_cache import open_cache
+from qwen_cache.cli import build as build_command
 from qwen_cache.encode.builder import Job
 from qwen_cache.encode.plan import Planned
 from qwen_cache.format import directory
 from qwen_cache.format.identity import content_hash, recipe_id
-from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
+from qwen_cache.format.sample import SampleMeta, token_count
 from qwen_cache.format.shard import ShardWriter
+from qwen_cache.format.tensor import TensorSpec
 
-from .conftest import HANG, SMALL, Crash, Result, build, command, contents, crash_after, run, slow
+from .support.caches import SMALL, build, contents, plan
+from .support.commands import Result, command, run
+from .support.crash import Crash, crash_after
+from .support.marks import slow
+from .support.sources import add_control, change_control, change_mask, change_prompt, change_target, remove_mask
+from .support.waiting import HANG
 
 TinyModel = Callable[[str], Path]
 
@@ -80,13 +86,6 @@ def model(tiny_model: TinyModel) -> Path:
     return tiny_model("edit-plus")
 
 
-def plan(source: Path, out: Path, model: Path, *options: str) -> dict[str, Any]:
-    """What `--dry-run --json` says."""
-    result = build(source, out, model, "--dry-run", "--json", *options)
-    assert result.code == 0, result.stderr
-    return dict(json.loads(result.stdout))
-
-
 # ---- incremental -----------------------------------------------------------------------------------------------------
 
 
@@ -109,33 +108,6 @@ def test_a_second_build_does_nothing_and_says_so(
     assert "nothing to do" in result.stderr
     assert {path: path.stat().st_mtime_ns for path in out.iterdir() if path.name != ".lock"} == before
     assert len(fast) == 1
-
-
-def change_target(pairs: Path) -> None:
-    path = pairs / "target_images" / "china.png"
-    ImageOps.flip(Image.open(path)).save(path)
-
-
-def change_control(pairs: Path) -> None:
-    path = pairs / "control_images" / "cat_control_1.png"
-    ImageOps.flip(Image.open(path)).save(path)
-
-
-def change_mask(pairs: Path) -> None:
-    path = pairs / "control_images" / "cup_mask.png"
-    ImageOps.mirror(Image.open(path)).save(path)
-
-
-def remove_mask(pairs: Path) -> None:
-    (pairs / "control_images" / "cup_mask.png").unlink()
-
-
-def add_control(pairs: Path) -> None:
-    shutil.copy(pairs / "control_images" / "china.png", pairs / "control_images" / "flower_control_1.png")
-
-
-def change_prompt(pairs: Path) -> None:
-    (pairs / "target_images" / "flower.txt").write_text("make it grey")
 
 
 def change_both(pairs: Path) -> None:
@@ -593,7 +565,7 @@ def test_both_encoders_work_at_the_same_time(
 @pytest.mark.parametrize(("vae", "text"), [("cpu,cpu", "cpu"), ("cpu", "cpu,cpu"), ("cpu,cpu,cpu", "cpu, cpu")])
 def test_several_devices_give_the_same_bytes(vae: str, text: str, pairs: Path, tmp_path: Path, model: Path) -> None:
     """And each copy of an encoder gets work."""
-    from qwen_cache.encode.batching import Lane
+    from qwen_cache.encode.micro_batches import Lane
 
     used: set[int] = set()
     send = Lane.send

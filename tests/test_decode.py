@@ -14,24 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from qwen_cache import open_cache
 
-from .conftest import run
-from .equivalence.judge import stock_pipeline
-from .test_train import SMALL, Trainer, refused
-
-PICTURES = {
-    **SMALL,
-    "train.max_steps": 2,
-    "train.validation_split": 0.6,
-    "validation.pictures": 2,
-    "validation.picture_steps": 1,
-    "validation.num_inference_steps": 2,
-    "predict.dtype": "float32",
-}
-
-
-@pytest.fixture
-def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
-    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
+from .support.commands import refused, run
+from .support.judge import stock_pipeline
+from .support.runs import PICTURES, Trainer
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from qwen_cache.encode.source import read_source
-from qwen_cache.format.errors import SourceError
+from qwen_cache.errors import SourceError
+from qwen_cache.sources.detect import read_source
 
 TOOL = Path(__file__).parent.parent / "tools" / "make_demo_data.py"
 

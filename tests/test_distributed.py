@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,12 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from safetensors.torch import load_file
 
-from qwen_cache.model_folder import open_model
+from qwen_cache.models.folder import open_model
 from qwen_train import checkpoint
-from qwen_train.model.weights import load_transformer
+from qwen_train.weights import load_transformer
 
-from .conftest import HANG
-from .test_resume import differences, written
-from .test_train import LORA, SMALL, Trainer, column, relative_error
+from .support.runs import LORA, SMALL, Trainer, column, differences, relative_error, written
+from .support.waiting import HANG
 
 pytestmark = pytest.mark.slow
 
@@ -39,11 +37,6 @@ STEPS = {
     "optimizer.learning_rate": 0.01,
     "optimizer.eps": 1e-3,  # a small one makes whole steps of gradients that are nothing but rounding
 }
-
-
-@pytest.fixture
-def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
-    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
 
 
 def two(train: Trainer, *options: str, **changes: Any) -> subprocess.CompletedProcess[str]:

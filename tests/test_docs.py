@@ -23,11 +23,15 @@ import yaml
 from accelerate.state import AcceleratorState
 from PIL import ImageDraw
 
-from qwen_cache.config import Config, known_keys, load_config
-from qwen_train.model.memory import predict_memory, tokens_of
+from qwen_cache.settings.load import Config, known_keys, load_config
+from qwen_train.memory.predict import predict_memory, tokens_of
 
-from .conftest import ROOT, load_tool, photograph, run, slow, write_pairs
-from .test_import import make, write_diffusion_pipe, write_musubi, write_qflux
+from .support.commands import run
+from .support.imports import make, write_diffusion_pipe, write_musubi, write_qflux
+from .support.marks import slow
+from .support.paths import ROOT, load_tool
+from .support.photographs import photograph
+from .support.sources import write_pairs
 
 reference: Any = load_tool("make_reference")
 DOCS = ROOT / "docs"
@@ -274,7 +278,7 @@ def test_the_reference_has_every_setting(written: dict[str, str]) -> None:
 
 
 def test_the_reference_has_every_error_and_rule(written: dict[str, str]) -> None:
-    source = (ROOT / "qwen_cache" / "format" / "errors.py").read_text(encoding="utf-8")
+    source = (ROOT / "qwen_cache" / "errors.py").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| (?:F\d+ \| )?`(\w+)`", written["errors.md"], re.MULTILINE)) == {
         name for name in re.findall(r"^class (\w+)\(", source, re.MULTILINE) if name != "QwenCacheError"
     }

@@ -28,11 +28,14 @@ import torch
 import transformers
 
 import qwen_cache
-from qwen_cache import doctor, extras
-from qwen_cache.config import LoggingConfig
-from qwen_cache.doctor import Device, Speed, Torch
+from qwen_cache import extras
+from qwen_cache.cli import doctor
+from qwen_cache.cli.doctor import Device, Speed, Torch
+from qwen_cache.console import version_lines
+from qwen_cache.settings.train import LoggingConfig
 
-from .conftest import HEAVY, ROOT, command, imported_by, run
+from .support.commands import HEAVY, command, imported_by, run
+from .support.paths import ROOT
 
 GPU = "NVIDIA H200"
 CPU_BUILD = Torch("2.13.0+cpu")
@@ -414,9 +417,9 @@ def test_the_version_has_what_a_bug_report_needs(program: str) -> None:
 
 
 def test_versions_are_read_without_imports_and_gaps_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not imported_by("from qwen_cache.doctor import version_lines; version_lines('x')") & {*HEAVY, "pyarrow"}
+    assert not imported_by("from qwen_cache.console import version_lines; version_lines('x')") & {*HEAVY, "pyarrow"}
     packages(monkeypatch, {"torch": "2.13.0"})
-    assert "torch 2.13.0, diffusers missing, " in doctor.version_lines("qwen-cache")
+    assert "torch 2.13.0, diffusers missing, " in version_lines("qwen-cache")
 
 
 @pytest.mark.fast_cases(1)

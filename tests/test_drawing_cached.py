@@ -21,12 +21,12 @@ from torch import Tensor
 
 from qwen_cache import open_cache
 from qwen_cache.encode.decode import decode_pictures, load_vae
+from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.format.cache import Cache, Sample
-from qwen_cache.format.errors import ConfigError, QwenCacheError, TrainError
-from qwen_cache.model_folder import open_model
-from qwen_train.drawing.cached import draw_cached, find_sample, guidance_from_cache, initial_latents
+from qwen_cache.models.folder import open_model
+from qwen_train.inference.cached import draw_cached, find_sample, guidance_from_cache, initial_latents
 
-from .equivalence.judge import (
+from .support.judge import (
     SMALL_AREA,
     TOLERANCE,
     Case,

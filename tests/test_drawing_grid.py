@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from PIL import Image, ImageChops, ImageDraw, ImageOps
 
-from qwen_cache import grid
-from qwen_train.drawing.grid import Row, compare_grid
+from qwen_cache import image_grid as grid
+from qwen_train.inference.grid import Row, compare_grid
 
-from .conftest import photograph
+from .support.grids import Box, box_of
+from .support.photographs import photograph
 
-Box = tuple[int, int, int, int]
 LANCZOS = Image.Resampling.LANCZOS
 LONG = "Replace the background by a bright alpine meadow at sunrise, and keep the face exactly as it is. " * 6
 
@@ -25,20 +24,6 @@ def landscape() -> Image.Image:
 
 def portrait() -> Image.Image:
     return photograph("astronaut.png").crop((60, 0, 316, 384))
-
-
-def box_of(picture: Image.Image, whole: Image.Image) -> Box:
-    """Where the picture stands, pixel for pixel; it must stand in one place."""
-    pixels, part = np.asarray(whole).astype(int), np.asarray(picture).astype(int)
-    h, w = part.shape[:2]
-    corners = (pixels[: -h or None, : -w or None] == part[0, 0]).all(axis=-1)
-    found = [
-        (int(x), int(y), int(x) + w, int(y) + h)
-        for y, x in np.argwhere(corners)
-        if np.array_equal(pixels[y, x : x + w], part[0]) and np.array_equal(pixels[y : y + h, x : x + w], part)
-    ]
-    assert len(found) == 1, found
-    return found[0]
 
 
 def overlap(a: Box, b: Box) -> bool:

@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from qwen_cache.config import DataConfig
-from qwen_cache.encode.sources.places import File
-from qwen_cache.format.errors import QwenCacheError
-from qwen_train.drawing.jobs import Done, Job, jobs_of, jobs_of_prompts, pictures_of, run_jobs
+from qwen_cache.errors import QwenCacheError
+from qwen_cache.settings.data import DataConfig
+from qwen_cache.sources.places import File
+from qwen_train.inference.jobs import Done, Job, jobs_of, jobs_of_prompts, pictures_of, run_jobs
 
-from .conftest import Crash, contents, crash_after, photograph
+from .support.caches import contents
+from .support.crash import Crash, crash_after
+from .support.photographs import photograph
 
 ABOUT = {"model": "tiny", "seed": 3, "true_cfg_scale": 4.0, "lora": None}
 

@@ -13,11 +13,13 @@ from PIL import Image, ImageDraw, ImageEnhance
 
 from qwen_cache import open_cache
 from qwen_cache.encode.thumbnails import cut_thumbnails, join_thumbnails, thumbnail
-from qwen_cache.page import duplicates
-from qwen_cache.page.duplicates import Look, alike, look
-from qwen_cache.page.flags import spikes
+from qwen_cache.inspect import duplicates
+from qwen_cache.inspect.duplicates import Look, alike, look
+from qwen_cache.inspect.flags import spikes
 
-from .conftest import build, photograph, run
+from .support.caches import build
+from .support.commands import run
+from .support.photographs import photograph
 
 PHOTOGRAPHS = ("china.jpg", "flower.jpg", "chelsea.png", "coffee.png", "rocket.jpg", "astronaut.png")
 

@@ -17,23 +17,26 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from qwen_cache import build_command, open_cache
+from qwen_cache import open_cache
+from qwen_cache.cli import build as build_command
 from qwen_cache.encode.edit_mask import EditMasks
 from qwen_cache.encode.masks import MaskMaker
 from qwen_cache.encode.plan import Planned
-from qwen_cache.encode.sizes import calculate_dimensions
-from qwen_cache.encode.sources.places import File
-from qwen_cache.encode.sources.rows import Row
-from qwen_cache.encode.template import TEMPLATES
-from qwen_cache.encode.text import load_processor
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import Inputs
 from qwen_cache.grounding.difference import difference_mask
 from qwen_cache.grounding.frozen_qwen import FrozenQwen
 from qwen_cache.grounding.head import About, MaskHead, encoder_of, load_head, predict_mask, save_head
-from qwen_cache.model_folder import open_model
+from qwen_cache.models.folder import open_model
+from qwen_cache.models.processor import load_processor
+from qwen_cache.models.template import TEMPLATES
+from qwen_cache.sources.places import File
+from qwen_cache.sources.rows import Row
+from qwen_cache.sources.sizes import calculate_dimensions
 
-from .conftest import SMALL, Result, contents, photograph, run
+from .support.caches import SMALL, contents
+from .support.commands import Result, run
+from .support.photographs import photograph
 
 TinyModel = Callable[[str], Path]
 SIZE = (128, 128)  # of pictures, as the VAE sees them; the text encoder makes 5×5 tokens of one

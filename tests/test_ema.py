@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +11,9 @@ from safetensors.torch import load_file
 
 from qwen_train.model.ema import Ema
 
-from .test_train import EVERYTHING_RANDOM, LORA, Trainer, differences, outcome, relative_error
+from .support.runs import EVERYTHING_RANDOM, LORA, Trainer, differences, outcome, relative_error
 
 AVERAGE = "pytorch_lora_weights_ema.safetensors"
-
-
-@pytest.fixture
-def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
-    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.9, 0.9999])

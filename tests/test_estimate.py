@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from qwen_cache import build_command, open_cache
+from qwen_cache import open_cache
+from qwen_cache.cli import build as build_command
 from qwen_cache.encode.builder import Job
 from qwen_cache.encode.plan import Planned
 from qwen_cache.format.sample import token_count
 
-from .conftest import build
+from .support.caches import build
 
 TinyModel = Callable[[str], Path]
 SECONDS_PER_TOKEN, WARM_UP = 0.5, 1000.0

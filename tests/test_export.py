@@ -17,10 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qwen_train.model.lora import lora_weights, write_lora
+from qwen_train.lora.adapter import lora_weights, write_lora
 
-from .conftest import run
-from .equivalence.judge import TOLERANCE
+from .support.commands import run
+from .support.judge import TOLERANCE
+from .support.outputs import relative_error
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 EVERYWHERE = [*ATTENTION, "add_q_proj", "to_add_out", "img_mlp.net.0.proj", "txt_mlp.net.2", "img_mod.1", "proj_out"]
@@ -79,10 +80,6 @@ def export(source: Path, form: str, out: Path, *options: str | Path) -> Path:
     result = run("qwen-train", "export", source, "--to", form, "--out", out, *options)
     assert result.code == 0, result.stderr
     return out
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 def assert_same(found: Tensor, expected: Tensor, model: Path) -> None:

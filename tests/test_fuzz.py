@@ -25,16 +25,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qwen_cache import FormatError, open_cache
-from qwen_cache.format.codec import PLANES_ZSTD, decode, encode
-from qwen_cache.format.errors import CodecError, MemberError
+from qwen_cache.errors import CodecError, MemberError
+from qwen_cache.format.codec import decode, encode
 from qwen_cache.format.index import index_row, index_schema, read_index
 from qwen_cache.format.manifest import Manifest, parse_manifest
-from qwen_cache.format.sample import TensorSpec, parse_sample
+from qwen_cache.format.sample import parse_sample
 from qwen_cache.format.shard import Entry, check_tensors, compress, safetensors_header, scan_shard
+from qwen_cache.format.tensor import PLANES_ZSTD, TensorSpec
 from qwen_cache.format.verify import verify_cache
 
-from .conftest import HANG, load_tool, slow
-from .test_schemas import schema_of
+from .support.marks import slow
+from .support.paths import load_tool
+from .support.schemas import schema_of
+from .support.waiting import HANG
 
 examples: Any = load_tool("make_examples")
 Damage = Callable[[bytes, random.Random], bytes]
@@ -451,7 +454,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from qwen_cache.format.cache import open_cache
-from qwen_cache.format.errors import FormatError
+from qwen_cache.errors import FormatError
 from qwen_cache.format.verify import verify_cache
 
 for folder in sys.argv[1:]:

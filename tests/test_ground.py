@@ -16,16 +16,17 @@ from PIL import Image
 from torch.nn.functional import interpolate
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from qwen_cache.encode.loading import load_whole
-from qwen_cache.encode.template import TEMPLATES
-from qwen_cache.encode.text import load_processor
 from qwen_cache.grounding.frozen_qwen import FrozenQwen
 from qwen_cache.grounding.head import About, MaskHead, load_head, predict_mask, save_head
 from qwen_cache.grounding.refine import load_sam, refine
-from qwen_cache.model_folder import open_model
+from qwen_cache.models.folder import open_model
+from qwen_cache.models.loading import load_whole
+from qwen_cache.models.processor import load_processor
+from qwen_cache.models.template import TEMPLATES
 
-from .conftest import Result, photograph, run
-from .test_grounding_refine import tiny_sam
+from .support.commands import Result, run
+from .support.photographs import photograph
+from .support.sam import tiny_sam
 
 CHANNELS = 16  # of the tiny encoder: 4 layers of 4 heads
 PROMPT = "make the cat blue, 然后 keep the eyes"

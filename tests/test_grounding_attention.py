@@ -19,16 +19,17 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLForConditionalGeneration, StaticCache
 
-from qwen_cache.encode.template import TEMPLATES
-from qwen_cache.encode.text import TextEncoder, load_processor
-from qwen_cache.format.errors import ModelError, SourceError
+from qwen_cache.encode.text import TextEncoder
+from qwen_cache.errors import ModelError, SourceError
 from qwen_cache.grounding.attention import AttentionRows, ImageTokens, attention_rows, image_tokens
 from qwen_cache.grounding.frozen_qwen import CHAT, FrozenQwen
 from qwen_cache.grounding.phrase import find, token_positions
 from qwen_cache.grounding.processor import QwenImageProcessor
-from qwen_cache.model_folder import ModelFolder, open_model
+from qwen_cache.models.folder import ModelFolder, open_model
+from qwen_cache.models.processor import load_processor
+from qwen_cache.models.template import TEMPLATES
 
-from .conftest import photograph
+from .support.photographs import photograph
 
 TEMPLATE = TEMPLATES["QwenImageEditPlusPipeline"]
 PROMPT = "make the red car blue, 然后 keep the sky"

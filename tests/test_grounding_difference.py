@@ -12,9 +12,9 @@ import pytest
 from PIL import Image, ImageDraw, ImageFilter, ImageOps
 
 from qwen_cache.grounding.difference import difference_mask
-from tests.conftest import photograph
 
-from .conftest import slow
+from .support.marks import slow
+from .support.photographs import photograph
 
 PHOTOGRAPHS = (
     "astronaut.png",

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import interpolate
 
-from qwen_cache.format.errors import ModelError
+from qwen_cache.errors import ModelError
 from qwen_cache.grounding.head import (
     METADATA_KEY,
     About,

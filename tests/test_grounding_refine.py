@@ -10,36 +10,17 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import Sam2Config, Sam2Model, SamConfig, SamModel
+from transformers import Sam2Config, Sam2Model
 from transformers.models.sam.image_processing_pil_sam import SamImageProcessorPil
 
-from qwen_cache.format.errors import ModelError
+from qwen_cache.errors import ModelError
 from qwen_cache.grounding.refine import load_sam, refine
-from tests.conftest import photograph
 
-SIDE, PATCH = 64, 16
+from .support.photographs import photograph
+from .support.sam import PATCH, SIDE, shaken, tiny_sam
+
 SIZES = [(120, 80), (80, 120), (96, 96), (45, 31)]
 """Width and height: landscape, portrait, square, and one that is smaller than the model's frame."""
-
-
-def tiny_sam() -> Any:
-    torch.manual_seed(0)
-    config = SamConfig(
-        vision_config={
-            "hidden_size": 16,
-            "output_channels": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": SIDE,
-            "patch_size": PATCH,
-            "global_attn_indexes": [0],
-            "num_pos_feats": 8,
-            "initializer_range": 0.02,
-        },
-        prompt_encoder_config={"hidden_size": 16, "image_size": SIDE, "patch_size": PATCH},
-        mask_decoder_config={"hidden_size": 16, "mlp_dim": 16, "num_attention_heads": 2, "iou_head_hidden_dim": 16},
-    )
-    return shaken(SamModel(config))
 
 
 def tiny_sam2() -> Any:
@@ -64,14 +45,6 @@ def tiny_sam2() -> Any:
         mask_decoder_config={"hidden_size": 32, "mlp_dim": 16, "num_attention_heads": 2, "iou_head_hidden_dim": 16},
     )
     return shaken(Sam2Model(config))
-
-
-def shaken(model: Any) -> Any:
-    """Weights that no initialisation has left at zero, so that everything that is said to the model matters."""
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.5 * torch.randn_like(weight))
-    return model.requires_grad_(False).eval()
 
 
 class Echo:

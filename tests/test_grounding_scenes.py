@@ -19,11 +19,11 @@ from PIL import Image, ImageDraw
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from qwen_cache.encode.text import ImageOnlyQwen2VLProcessor
 from qwen_cache.grounding.frozen_qwen import CHAT, FrozenQwen
 from qwen_cache.grounding.head import MaskHead, Sample, TrainSettings, mean_iou, train_head
+from qwen_cache.models.processor import ImageOnlyQwen2VLProcessor
 
-from .conftest import load_tool
+from .support.paths import load_tool
 
 SIZE, CELL = (336, 224), 16  # 12 × 8 tokens for the encoder: a row that is taken for a column is seen
 COLOURS = {"red": (220, 40, 30), "green": (40, 170, 60), "blue": (40, 70, 220)}

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from qwen_cache import FormatError, QwenCacheError, open_cache
+from qwen_cache.errors import RULES
 from qwen_cache.format import directory
-from qwen_cache.format.errors import RULES
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.verify import verify_cache
 
-from .conftest import load_tool
+from .support.paths import load_tool
 
 examples: Any = load_tool("make_examples")
 

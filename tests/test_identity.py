@@ -15,12 +15,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from qwen_cache.config import load_config
 from qwen_cache.encode import builder, recipe
 from qwen_cache.encode.plan import Plan
-from qwen_cache.encode.template import TEMPLATES
 from qwen_cache.format.identity import Inputs, canonical_json, dataset_identity, recipe_id, sample_key
 from qwen_cache.format.update import read_existing
+from qwen_cache.models.template import TEMPLATES
+from qwen_cache.settings.load import load_config
 
 # ---- the functions ---------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ import skimage
 import sklearn
 from PIL import Image, ImageCms, features
 
-from qwen_cache.encode.images import open_mask, open_rgb
-from qwen_cache.format.errors import SourceError
+from qwen_cache.errors import SourceError
+from qwen_cache.sources.images import open_mask, open_rgb
 
 SKLEARN = Path(sklearn.__file__).parent / "datasets/images"
 SKIMAGE = Path(skimage.__file__).parent / "data"

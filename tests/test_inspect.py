@@ -18,20 +18,24 @@ import torch
 from PIL import Image
 
 from qwen_cache import open_cache
-from qwen_cache.config import TrainConfig
+from qwen_cache.batching.budgets import round_budget
 from qwen_cache.format.identity import Inputs, content_hash, recipe_id
 from qwen_cache.format.manifest import Manifest
-from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
+from qwen_cache.format.sample import SampleMeta, token_count
+from qwen_cache.format.tensor import TensorSpec
 from qwen_cache.format.update import Existing, Listed, commit_update, open_staging, plan_update
-from qwen_cache.sampling.budgets import round_budget
+from qwen_cache.settings.train import TrainConfig
 from qwen_train.data.batches import Batches
+from qwen_train.data.mixture import Mixture
 from qwen_train.flow import NoiseSchedule
 
-from .conftest import HEAVY, Result, build, imported_by, run, slow
-from .test_build import add_control, change_control, change_mask, change_prompt, change_target, plan, remove_mask
-from .test_import import imported, make, write_musubi
-from .test_page import page_of
-from .test_remote import Server, serving
+from .support.caches import build, plan
+from .support.commands import HEAVY, Result, imported_by, run
+from .support.imports import imported, make, write_musubi
+from .support.marks import slow
+from .support.pages import page_of
+from .support.server import Server, serving
+from .support.sources import add_control, change_control, change_mask, change_prompt, change_target, remove_mask
 
 Built = Callable[..., Path]
 Size = tuple[int, int, int]
@@ -86,7 +90,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def batches(cache: Path, **settings: Any) -> tuple[float, float]:
     """Of the first epoch that the trainer makes: samples in a batch on average, and the share of padding."""
     samples = open_cache(cache)
-    stream = Batches(samples, TrainConfig(caption_dropout=0, **settings), NoiseSchedule())
+    stream = Batches(Mixture.of(samples), TrainConfig(caption_dropout=0, **settings), NoiseSchedule())
     count = valid = computed = done = 0
     while done < len(samples):
         batch = stream.batch(done)
@@ -309,7 +313,7 @@ def test_no_model_no_torch_and_nothing_written(built: Built, pairs: Path, tmp_pa
     add_pair(pairs)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     arguments = ["qwen-cache", "inspect", str(cache), "--source", str(pairs)]
-    loaded = imported_by(f"sys.argv = {arguments}; from qwen_cache.cli import app; app(standalone_mode=False)")
+    loaded = imported_by(f"sys.argv = {arguments}; from qwen_cache.cli.app import app; app(standalone_mode=False)")
     assert "stale" in loaded  # the word that it printed
     assert not loaded & set(HEAVY)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
@@ -384,8 +388,6 @@ def test_what_lay_in_a_missing_shard_is_new(built: Built, tiny_model: Built, pai
 
 def test_options_that_do_not_go_together(built: Built, pairs: Path) -> None:
     cache = built("edit-plus")
-    for option in (("--config", "none.yaml"), ("--set", "data.part=1/2")):
-        assert "say how a source is read\n  → give --source as well" in refused(cache, *option)
     assert "--sample shows one sample" in refused(cache, "--sample", "ab", "--source", pairs)
     assert "there is no such source" in refused(cache, "--source", pairs / "elsewhere")
 

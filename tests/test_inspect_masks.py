@@ -12,17 +12,18 @@ import torch
 from PIL import Image
 
 from qwen_cache import open_cache
-from qwen_cache.doubtful_masks import TITLES
 from qwen_cache.encode.decode import decode_latents, load_vae
-from qwen_cache.grid import thumbnail
 from qwen_cache.grounding.head import About, MaskHead, encoder_of, load_head, predict_mask, save_head
-from qwen_cache.model_folder import open_model
-from qwen_cache.page.pictures import overlaid
+from qwen_cache.image_grid import thumbnail
+from qwen_cache.inspect.doubtful_masks import TITLES
+from qwen_cache.inspect.images import overlaid
+from qwen_cache.models.folder import open_model
 
-from .conftest import build as build_cache
-from .conftest import run, write_pairs
-from .test_drawing_grid import box_of
-from .test_mask_head import CELLS, CHANNELS, QUICK, RECIPE, Scene, refused, scene, write_scenes
+from .support.caches import build as build_cache
+from .support.commands import refused, run
+from .support.grids import box_of
+from .support.scenes import CELLS, CHANNELS, QUICK, RECIPE, Scene, scene, write_scenes
+from .support.sources import write_pairs
 
 WRONG = (4, 9)
 NAMES = {f"after/{i}.png" for i in WRONG}

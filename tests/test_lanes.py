@@ -21,17 +21,17 @@ import torch
 from PIL import Image
 
 from qwen_cache import open_cache
-from qwen_cache.config import load_config
 from qwen_cache.encode import builder, lanes
 from qwen_cache.encode.builder import Job
 from qwen_cache.encode.lanes import Lanes
 from qwen_cache.encode.text import EncodedText
+from qwen_cache.errors import SourceError
 from qwen_cache.format import directory
-from qwen_cache.format.errors import SourceError
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.staging import Staging
+from qwen_cache.settings.load import load_config
 
-from .conftest import HANG
+from .support.waiting import HANG
 
 SAMPLES, IN_FLIGHT = 10, 4
 CALLS = {"vae": 3, "text": 1}  # of each encoder for a sample with two controls: three pictures, one text about two

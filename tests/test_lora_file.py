@@ -20,17 +20,19 @@ from accelerate.state import AcceleratorState
 from diffusers import QwenImageTransformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from qwen_cache import open_cache
-from qwen_cache.config import load_config
+from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.format.cache import Sample
-from qwen_cache.format.errors import ConfigError, TrainError
+from qwen_cache.settings.load import load_config
 from qwen_train import train as training
-from qwen_train.model.lora import lora_weights, origin_of, write_lora
+from qwen_train.lora.adapter import lora_weights, origin_of, write_lora
 
-from .conftest import build, photograph, slow
-from .equivalence.judge import TOLERANCE
+from .support.caches import build
+from .support.judge import TOLERANCE
+from .support.marks import slow
+from .support.outputs import output, relative_error
+from .support.photographs import photograph
 
 Built = Callable[[str, Sequence[str]], Path]
 PIPELINES = {
@@ -105,23 +107,6 @@ def stock_with(file: Path, variant: str, model: Path) -> QwenImageTransformer2DM
     pipeline = pipeline_class(transformer=transformer, **dict.fromkeys(parts))
     pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
     return pipeline.transformer.eval()
-
-
-@torch.no_grad()
-def output(transformer: Any, sample: Sample) -> Tensor:
-    tensors = [sample[name] for name in ("image_latents", "control_latents") if name in sample.row.meta.tensors]
-    velocity: Tensor = transformer(
-        hidden_states=torch.cat(tensors)[None],
-        encoder_hidden_states=sample["prompt_embeds"][None],
-        timestep=torch.tensor([0.6]),
-        img_shapes=[list(sample.img_shapes)],
-        return_dict=False,
-    )[0]
-    return velocity
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("variant", [name if name == "edit-plus" else slow(name) for name in PIPELINES])

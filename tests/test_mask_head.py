@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,78 +19,16 @@ import xxhash
 from PIL import ImageDraw
 
 from qwen_cache import open_cache
-from qwen_cache.format.identity import Inputs, content_hash, recipe_id
-from qwen_cache.format.manifest import Manifest
-from qwen_cache.format.sample import SampleMeta, TensorSpec
-from qwen_cache.format.update import Existing, Listed, commit_update, open_staging, plan_update
 from qwen_cache.grounding.head import encoder_of, iou, load_head, predict_mask
 from qwen_train import mask_head
 from qwen_train.mask_head import constant_mask_iou
 
-from .conftest import SMALL, Result, photograph, run
+from .support.caches import SMALL
+from .support.commands import Result, refused, run
+from .support.photographs import photograph
+from .support.scenes import CELLS, QUICK, RECIPE, Scene, scene, write_scenes
 
 TinyModel = Callable[[str], Path]
-RECIPE = {"encoder_version": 2, "pipeline": "QwenImageEditPlusPipeline", "dtype": "float32", "text_encoder": "ab12"}
-QUICK = {"steps": 60, "base": 4, "size": 16, "learning_rate": 0.02, "validation_split": 0.3}
-CELLS = (16, 12)
-CHANNELS = 6
-
-
-@dataclass(frozen=True)
-class Scene:
-    """A sample to be: what its attention and its mask are, each where there is one."""
-
-    name: str
-    attention: torch.Tensor | None
-    mask: torch.Tensor | None
-    origin: str = "difference"
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        rows, columns = CELLS
-        made = {"image_latents": torch.zeros(rows * columns, 64), "control_latents": torch.zeros(rows * columns, 64)}
-        made |= {"prompt_embeds": torch.zeros(3, 4)}
-        made |= {} if self.mask is None else {"edit_mask": self.mask.float().flatten()}
-        return made | ({} if self.attention is None else {"attention": self.attention.half()})
-
-
-def scene(seed: int, *, looks_elsewhere: bool = False, origin: str = "difference") -> Scene:
-    """A box, at which two channels look; the others look anywhere. Or they look at another box."""
-    random = torch.Generator().manual_seed(seed)
-    mask, other = (torch.zeros(CELLS) for _ in range(2))
-    for drawn, left in ((mask, 0), (other, 6)):
-        row, column = torch.randint(0, 10, (), generator=random), torch.randint(left, left + 3, (), generator=random)
-        drawn[row : row + 5, column : column + 3] = 1
-    if seed % 2:
-        mask, other = other, mask
-    attention = 0.1 * torch.rand(CHANNELS, *CELLS, generator=random)
-    attention[:2] += 0.8 * (other if looks_elsewhere else mask)
-    return Scene(f"after/{seed}.png", attention, mask, origin)
-
-
-def write_scenes(folder: Path, scenes: Mapping[str, Sequence[Scene]], recipes: Mapping[str, Any]) -> Path:
-    """A cache of such samples, for each name of a recipe."""
-    made = {}
-    for name, recipe in recipes.items():
-        for each in scenes[name]:
-            data = {tensor: value.numpy().tobytes() for tensor, value in each.tensors().items()}
-            specs = {
-                tensor: TensorSpec(
-                    {2: "F16", 4: "F32"}[value.element_size()], tuple(value.shape), content_hash(data[tensor])
-                )
-                for tensor, value in each.tensors().items()
-            }
-            inputs = Inputs(content_hash(each.name.encode()), (content_hash(b"before"),), None)
-            shapes = ((1, *CELLS), (1, *CELLS))
-            origin = None if each.mask is None else each.origin
-            meta = SampleMeta(recipe_id(recipe), inputs, "edit it", shapes, 0, specs, (), origin)
-            made[meta.key] = (each.name, meta, data)
-    listed = [Listed(name, key) for key, (name, _, _) in made.items()]
-    update = plan_update(folder, Existing(Manifest.empty(2), []), 2, listed)
-    staging = open_staging(update, "scenes", 1 << 20)
-    for _, meta, data in made.values():
-        staging.add(meta, {name: memoryview(data[name]) for name in meta.tensors})
-    commit_update(update, staging, dict(recipes), {"qwen-cache": "0.1.0"})
-    return folder
 
 
 def share_of(target: str) -> float:
@@ -259,13 +196,6 @@ def test_a_build_of_the_same_source_takes_the_head(
 
 
 # ---- what it cannot do -----------------------------------------------------------------------------------------------
-
-
-def refused(result: Result, *parts: str) -> None:
-    text = " ".join(result.stderr.split())
-    assert result.code == 2, text
-    assert all(part in text for part in parts), text
-    assert "Traceback" not in text
 
 
 def without(what: str) -> list[Scene]:

@@ -13,18 +13,16 @@ import pytest
 import torch
 
 from qwen_cache import open_cache
-from qwen_cache.config import load_config
-from qwen_cache.format.errors import ModelError
-from qwen_train.model.memory import Memory, Shape, predict_memory, tokens_of
+from qwen_cache.errors import ModelError
+from qwen_cache.settings.load import load_config
+from qwen_train.memory.predict import Memory, Shape, predict_memory, tokens_of
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
-from .conftest import load_tool, run
+from .support.commands import run
+from .support.full_size import EDIT, REAL, bench
 
-bench: Any = load_tool("bench_memory")
 SMALL = bench.transformer_config(layers=5, heads=4, head_dim=32, width=64)
-REAL = bench.transformer_config(layers=60, heads=24, head_dim=128, width=3584, out_channels=16)
 RAGGED: list[Shape] = [([(1, 20, 24), (1, 12, 16)], 60), ([(1, 16, 16)], 90)]
-EDIT: list[Shape] = [([(1, 64, 64), (1, 64, 64)], 1500)]
 SETTINGS = {
     "as it is by default": [],
     "every second block": ["train.gradient_checkpointing=2"],
@@ -108,7 +106,7 @@ def test_a_few_blocks_tell_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
         config = {**SMALL, "num_layers": 9}
         few = predicted(config, settings, RAGGED)
         with monkeypatch.context() as patch:
-            patch.setattr("qwen_train.model.memory._names_blocks", lambda targets: True)
+            patch.setattr("qwen_train.memory.predict._names_blocks", lambda targets: True)
             assert predicted(config, settings, RAGGED) == few
 
 

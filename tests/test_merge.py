@@ -12,7 +12,9 @@ import torch
 
 from qwen_cache import open_cache
 
-from .conftest import Crash, Result, build, contents, crash_after, run
+from .support.caches import build, contents
+from .support.commands import Result, run
+from .support.crash import Crash, crash_after
 
 Built = Callable[..., Path]
 SHARDS = ("--set", "cache.shard_size=80kB")  # more shards than one

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -15,17 +14,13 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from accelerate.utils import LoggerType
 
 from qwen_cache import open_cache
-from qwen_cache.config import LoggingConfig
-from qwen_cache.format.errors import TrainError
+from qwen_cache.errors import TrainError
+from qwen_cache.settings.train import LoggingConfig
 from qwen_train import train as training
 from qwen_train.metrics import METRICS_NAME, read_metrics
 
-from .test_train import Trainer, column, metrics, refused
-
-
-@pytest.fixture
-def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
-    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
+from .support.commands import refused
+from .support.runs import Trainer, column, metrics
 
 
 class FakeTracker(GeneralTracker):  # type: ignore[misc]

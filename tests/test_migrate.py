@@ -15,10 +15,14 @@ import torch
 
 from qwen_cache import open_cache
 from qwen_cache.format.identity import Inputs, content_hash, recipe_id
-from qwen_cache.format.sample import SampleMeta, TensorSpec
+from qwen_cache.format.sample import SampleMeta
+from qwen_cache.format.tensor import TensorSpec
 from qwen_cache.format.update import Listed, commit_update, open_staging, plan_update, read_existing
 
-from .conftest import Crash, Result, build, contents, crash_after, run, slow
+from .support.caches import build, contents
+from .support.commands import Result, run
+from .support.crash import Crash, crash_after
+from .support.marks import slow
 
 Built = Callable[..., Path]
 SHARDS = ("--set", "cache.shard_size=80kB")  # more shards than one
@@ -30,7 +34,7 @@ EMPTY_PROMPT = ("--set", "data.allow_empty_prompt=true")
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Path]) -> Callable[[str], Path]:
     """A cache of v1 or v2 from a source without masks and with an empty prompt, never to be changed."""
-    from .conftest import write_pairs
+    from .support.sources import write_pairs
 
     source = write_pairs(tmp_path_factory.mktemp("plain") / "data")
     (source / "control_images" / "cup_mask.png").unlink()

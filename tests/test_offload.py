@@ -15,24 +15,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qwen_cache.config import load_config
+from qwen_cache.settings.load import load_config
 from qwen_train import train as training
+from qwen_train.memory.predict import predict_memory
 from qwen_train.model import offload
-from qwen_train.model.memory import predict_memory
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
-from qwen_train.model.weights import prepare_for_training
+from qwen_train.weights import prepare_for_training
 
-from .conftest import slow
-from .equivalence.transformer_judge import TINY
-from .test_memory import EDIT, REAL
-from .test_train import EVERYTHING_RANDOM, LORA, Trainer, column, refused
+from .support.commands import refused
+from .support.full_size import EDIT, REAL
+from .support.marks import slow
+from .support.runs import EVERYTHING_RANDOM, LORA, Trainer, column
+from .support.transformer_judge import TINY
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
-    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
 
 
 @pytest.fixture

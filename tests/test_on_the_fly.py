@@ -14,11 +14,14 @@ import pytest
 import yaml
 
 from qwen_cache import open_cache
-from qwen_cache.config import load_config
-from qwen_cache.sampling.batch_plan import index_token_counts
-from qwen_train.data.on_the_fly import Feed
+from qwen_cache.batching.batch_plan import index_token_counts
+from qwen_cache.settings.load import load_config
+from qwen_train.data.on_the_fly import OnTheFlySamples
 
-from .conftest import HANG, SMALL, Result, build, photograph, run, wait_until
+from .support.caches import SMALL, build
+from .support.commands import Result, run
+from .support.photographs import photograph
+from .support.waiting import HANG, wait_until
 
 SETTINGS = {
     "train.max_steps": 4,
@@ -99,7 +102,7 @@ def test_tokens_are_those_of_the_cache_though_nothing_is_encoded(
     built = build(pairs, tmp_path / "shards", tiny_model(variant), *settings)
     assert built.code == 0, built.stderr
     cache = open_cache(tmp_path / "shards")
-    feed = Feed(load_config(tmp_path / "shards" / "qwen.yaml"), str(pairs))
+    feed = OnTheFlySamples(load_config(tmp_path / "shards" / "qwen.yaml"), str(pairs))
     feed.stop_prefetch()
     expected = index_token_counts(cache.table, "there")
     assert feed.token_counts.tolist() == expected.tolist()

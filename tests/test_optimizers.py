@@ -9,8 +9,8 @@ import bitsandbytes
 import pytest
 import torch
 
-from qwen_cache.config import Config
-from qwen_cache.format.errors import ConfigError
+from qwen_cache.errors import ConfigError
+from qwen_cache.settings.load import Config
 from qwen_train.optimizers import make_optimizer, optimizer_class
 
 

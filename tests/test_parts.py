@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from qwen_cache import open_cache
-from qwen_cache.encode.parts import Part
-from qwen_cache.format.errors import ConfigError
+from qwen_cache.encode.slices import Part
+from qwen_cache.errors import ConfigError
 
-from .conftest import Result, build, run
+from .support.caches import build
+from .support.commands import Result, run
 
 
 @pytest.fixture

@@ -24,16 +24,18 @@ import pytest
 
 from qwen_cache import QwenCacheError, open_cache
 from qwen_cache.console import write_utf8
+from qwen_cache.errors import SourceError
 from qwen_cache.format import directory
-from qwen_cache.format.errors import SourceError
-from qwen_cache.format.remote import Copy
 from qwen_cache.format.update import read_existing
 from qwen_cache.storage import durable
 from qwen_cache.storage.durable import LockHeldError, NoLocksError, locked
-from qwen_train.drawing import jobs
-from qwen_train.stop import Signals
+from qwen_cache.storage.local_copies import Copy
+from qwen_train.inference import jobs
+from qwen_train.signals import Signals
 
-from .conftest import ROOT, contents, run
+from .support.caches import contents
+from .support.commands import run
+from .support.paths import ROOT
 
 EXAMPLE = ROOT / "schemas" / "examples" / "valid" / "cache.v1"
 
@@ -54,10 +56,11 @@ warnings.filterwarnings("ignore", "only soft file lock")  # of filelock; its sof
 said = {}
 
 import qwen_cache
-imported = [f"qwen_cache.{name}" for name in ("cli", "doctor", "inspect", "change_command", "config")]
-for part in ("storage", "format", "sampling", "page"):
+imported = [f"qwen_cache.{name}" for name in ("console", "extras", "image_grid")]
+for part in ("settings", "html", "storage", "format", "batching"):
     package = importlib.import_module(f"qwen_cache.{part}")
     imported += [f"qwen_cache.{part}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
+imported += [f"qwen_cache.cli.{name}" for name in ("app", "doctor", "gc", "inspect", "merge", "migrate", "verify")]
 for name in imported:
     importlib.import_module(name)
 said["modules"] = len(imported)
@@ -68,7 +71,7 @@ def command(*arguments):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            qwen_cache.cli.main()
+            qwen_cache.cli.app.main()
         except SystemExit as leaving:
             return [leaving.code, out.getvalue(), err.getvalue()]
 
@@ -101,7 +104,7 @@ for name in ("gc", "migrate", "verify", "inspect"):
 said["left"] = command("gc", folder, "--json")
 
 from fsspec.implementations.memory import MemoryFileSystem
-from qwen_cache.format.remote import RemoteShards
+from qwen_cache.format.shards import RemoteShards
 MemoryFileSystem().put(folder, "/cache", recursive=True)
 fetched, fetch = [], RemoteShards._fetch
 RemoteShards._fetch = lambda self, row, copy: (fetched.append(row.meta.key), fetch(self, row, copy))
@@ -165,15 +168,15 @@ def test_a_sample_that_was_not_stored_to_its_end_is_not_there(tmp_path: Path, mo
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwrite(file, data[:-5], begin)
 
-    assert not copy.has(entry)
+    assert not copy.has(entry.offset)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", torn)
         with pytest.raises(QwenCacheError, match="No space left"):
             copy.write(entry.offset, memoryview(b"x" * entry.length))
     assert copy.data[entry.offset + 1] == ord("x")
-    assert not copy.has(entry)
+    assert not copy.has(entry.offset)
     copy.write(entry.offset, memoryview(b"x" * entry.length))
-    assert copy.has(entry)
+    assert copy.has(entry.offset)
 
 
 # ---- locks -----------------------------------------------------------------------------------------------------------

@@ -22,18 +22,19 @@ from peft import LoraConfig
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from qwen_cache.config import PredictConfig
 from qwen_cache.encode import tiles
 from qwen_cache.encode.text import TextEncoder
-from qwen_cache.model_folder import ModelFolder, open_model
-from qwen_train import predict as predicting
-from qwen_train.drawing import pipeline as pipelines
-from qwen_train.drawing.devices import Devices
-from qwen_train.drawing.loras import WeightedLora, parse_lora
-from qwen_train.drawing.pipeline import load_pipeline
+from qwen_cache.models.folder import ModelFolder, open_model
+from qwen_cache.settings.inference import PredictConfig
+from qwen_train.inference import pipeline as pipelines
+from qwen_train.inference import predict as predicting
+from qwen_train.inference.devices import Devices
+from qwen_train.inference.loras import WeightedLora, parse_lora
+from qwen_train.inference.pipeline import load_pipeline
 
-from .conftest import Result, photograph, run
-from .equivalence.judge import stock_pipeline
+from .support.commands import Result, run
+from .support.judge import stock_pipeline
+from .support.photographs import photograph
 
 pytestmark = pytest.mark.usefixtures("small_areas")  # test_predict_steps.py has the pipelines' own sizes
 CPU = torch.device("cpu")

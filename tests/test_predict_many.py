@@ -17,11 +17,14 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from qwen_cache import open_cache
-from qwen_train import predict_command
-from qwen_train.drawing import many
-from qwen_train.drawing.prompts import PromptEncoder
+from qwen_train.cli import predict as predict_command
+from qwen_train.inference import many
+from qwen_train.inference.prompts import PromptEncoder
 
-from .conftest import Result, photograph, run, slow, write_pairs
+from .support.commands import Result, run
+from .support.marks import slow
+from .support.photographs import photograph
+from .support.sources import write_pairs
 
 TinyModel = Callable[[str], Path]
 Predict = Callable[..., Result]

@@ -15,18 +15,20 @@ from typing import Any
 
 import pytest
 
-from qwen_cache import build_command
-from qwen_cache.config import CacheConfig
+from qwen_cache.cli import build as build_command
 from qwen_cache.encode import builder
 from qwen_cache.encode.builder import Job
 from qwen_cache.encode.cluster import Place, Share, choose_places, choose_share
 from qwen_cache.encode.plan import Planned
-from qwen_cache.format.errors import ModelError
+from qwen_cache.errors import ModelError
 from qwen_cache.format.identity import content_hash, recipe_id
-from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
+from qwen_cache.format.sample import SampleMeta, token_count
 from qwen_cache.format.staging import Staging
+from qwen_cache.format.tensor import TensorSpec
+from qwen_cache.settings.cache import CacheConfig
 
-from .conftest import Result, build, contents, run
+from .support.caches import build, contents
+from .support.commands import Result, run
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
 SHARDS = ("--set", "cache.shard_size=200kB")  # more shards than one

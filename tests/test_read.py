@@ -16,7 +16,7 @@ import webdataset
 
 from qwen_cache import FormatError, QwenCacheError, open_cache
 
-from .conftest import ROOT
+from .support.paths import ROOT
 
 Built = Callable[..., Path]
 EXAMPLES = ROOT / "schemas" / "examples" / "valid"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import itertools
 import json
-import logging
 import multiprocessing
 import os
 import pickle
@@ -23,27 +22,31 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 from accelerate.state import AcceleratorState
-from moto.server import ThreadedMotoServer
 
 from qwen_cache import FormatError, QwenCacheError, open_cache
-from qwen_cache.config import TrainConfig, load_config
-from qwen_cache.format import remote
+from qwen_cache.format import shards
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import write_index
+from qwen_cache.settings.load import load_config
+from qwen_cache.settings.train import TrainConfig
+from qwen_cache.storage import local_copies
+from qwen_cache.storage import url as remote
 from qwen_train.data.batches import Batches
+from qwen_train.data.mixture import Mixture
 from qwen_train.flow import NoiseSchedule
 
-from .conftest import HANG, command, run
+from .support.commands import command, run
+from .support.server import BUCKET, Server, fresh_clients, serving
+from .support.waiting import HANG
 
-BUCKET = "bucket"
 SHARDS = ("--set", "cache.shard_size=1")
 """A shard for each of the four samples."""
 
@@ -51,89 +54,11 @@ SHARDS = ("--set", "cache.shard_size=1")
 # ---- servers ---------------------------------------------------------------------------------------------------------
 
 
-class Server(ThreadingHTTPServer):
-    """HTTP with ranges out of a folder; notes every request for a shard, and fails as it is told."""
-
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.folder = folder
-        self.asked: list[tuple[str, int, int]] = []
-        self.failures: Iterator[str | int] = iter(())
-        self.before_answer: Callable[[], object] = lambda: None
-        self.ranges = True
-        self.hidden: set[str] = set()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def fail(self, *failures: str | int) -> None:
-        """How the next requests for a shard fail: `cut` in the middle, `short` without a word, or by a status."""
-        self.failures = iter(failures)
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Server
-
-    def do_HEAD(self) -> None:
-        self.answer(body=False)
-
-    def do_GET(self) -> None:
-        self.answer(body=True)
-
-    def answer(self, *, body: bool) -> None:
-        path = self.server.folder / self.path.lstrip("/")
-        if not path.is_file():
-            return self.send_error(404)
-        if path.name in self.server.hidden:
-            return self.send_error(403)
-        data = path.read_bytes()
-        match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")) if self.server.ranges else None
-        begin, end = (int(match[1]), int(match[2]) + 1) if match else (0, len(data))
-        data = data[begin:end]
-        failure = None
-        if body and path.suffix == ".tar":
-            self.server.asked.append((path.name, begin, end))
-            self.server.before_answer()
-            failure = next(self.server.failures, None)
-        if isinstance(failure, int):
-            return self.send_error(failure)
-        self.send_response(206 if match else 200)
-        if failure != "short":
-            self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.close_connection = failure is not None
-        self.wfile.write(data[: len(data) // 2] if failure else data if body else b"")
-        return None
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def served(local: Path, tmp_path: Path) -> Iterator[Server]:
     """The cache by HTTP, out of a copy that may be damaged."""
     with serving(Server(Path(shutil.copytree(local, tmp_path / "served")))) as server:
         yield server
-
-
-class serving:  # noqa: N801 (used as a function is)
-    """Run a server while in the block."""
-
-    def __init__(self, server: Any) -> None:
-        self.server = server
-
-    def __enter__(self) -> Any:
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return self.server
-
-    def __exit__(self, *_: object) -> None:
-        self.server.shutdown()
-        self.server.server_close()
 
 
 class Proxy:
@@ -176,34 +101,6 @@ class Proxy:
 
     def server_close(self) -> None:
         self.listening.close()
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[tuple[str, int]]:
-    """moto's server; every S3 client of this process and its children speaks to it."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    address = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "AWS_ENDPOINT_URL": f"http://{address[0]}:{address[1]}",
-            "AWS_ACCESS_KEY_ID": "somebody",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_MAX_ATTEMPTS": "1",
-        }.items():
-            patch.setenv(name, value)
-        fresh_clients()
-        fsspec.filesystem("s3").call_s3("create_bucket", Bucket=BUCKET)
-        yield address
-    fresh_clients()
-    server.stop()
-
-
-def fresh_clients() -> None:
-    """Let go of clients that were made under other settings."""
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 def upload(folder: Path, name: str, protocol: str = "s3") -> str:
@@ -353,7 +250,8 @@ def test_the_trainer_asks_for_the_batches_ahead(served: Server, local: Path) -> 
     served.before_answer = threading.Barrier(4, timeout=HANG).wait
     config = TrainConfig(batch_size=1)
     ours, theirs = (
-        Batches(open_cache(where), config, NoiseSchedule()).starting_at(0) for where in (served.url, str(local))
+        Batches(Mixture.of(open_cache(where)), config, NoiseSchedule()).starting_at(0)
+        for where in (served.url, str(local))
     )
     for a, b in itertools.islice(zip(ours, theirs, strict=True), 8):
         assert a.keys == b.keys
@@ -365,7 +263,7 @@ def test_the_trainer_asks_for_the_batches_ahead(served: Server, local: Path) -> 
 
 
 def test_what_was_asked_ahead_can_be_given_up(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "FETCHERS", 1)
+    monkeypatch.setattr(shards, "FETCHERS", 1)
     asked, go_on = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -386,7 +284,7 @@ def test_what_was_asked_ahead_can_be_given_up(served: Server, monkeypatch: pytes
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_process_reads_on(served: Server, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "FETCHERS", 1)  # the parent's only thread is not in the child
+    monkeypatch.setattr(shards, "FETCHERS", 1)  # the parent's only thread is not in the child
     cache = open_cache(served.url)
     tensors(cache[0])
     arguments = cache, contents(open_cache(local))
@@ -677,7 +575,7 @@ def test_a_copy_takes_the_room_of_what_was_read_and_not_of_its_shard(built: Call
 def test_the_least_recently_used_goes_first(
     served: Server, local: Path, copies: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "TOUCH_AFTER", 0)
+    monkeypatch.setattr(local_copies, "TOUCH_AFTER", 0)
     rows = list(open_cache(local).rows())
     cache = open_cache(served.url)
     for i in (0, 1, 2, 3, 0, 2):

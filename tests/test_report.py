@@ -10,7 +10,6 @@ import re
 import shutil
 import struct
 import zlib
-from collections.abc import Callable
 from contextlib import closing
 from html import unescape
 from html.parser import HTMLParser
@@ -20,25 +19,20 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from qwen_cache import open_cache
 from qwen_cache.console import human_bytes
-from qwen_cache.format.errors import TrainError
-from qwen_cache.page.charts import GRID, POINTS
+from qwen_cache.errors import TrainError
+from qwen_cache.html.charts import GRID, POINTS
 from qwen_train import report
 from qwen_train.metrics import METRICS_NAME
 from qwen_train.report import moving_mean, write_report
 
-from .conftest import run
-from .test_decode import PICTURES
-from .test_train import LORA, Trainer, metrics, refused
-
-
-@pytest.fixture
-def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
-    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
+from .support.commands import refused, run
+from .support.runs import LORA, PICTURES, Trainer, metrics
 
 
 class Page(HTMLParser):
@@ -208,6 +202,22 @@ def test_values_that_are_no_numbers_and_names_that_are_html_do_no_harm(tmp_path:
     assert labels(page.charts()["loss"])[0] == 3.5
     (folder / METRICS_NAME).write_text("", encoding="utf-8")
     assert Page(write_report(folder)).charts() == {}
+
+
+def test_text_of_a_run_stays_text(tmp_path: Path) -> None:
+    """Names of metrics and images, prompts, and what the run wrote of itself."""
+    hostile = "</script></pre><script>alert(1)</script><!-- <img src=x> & \"'"
+    folder = validation(tmp_path, {"step-5/<b>&'\".png": png(), "step-5/a.png": png()})
+    (folder / METRICS_NAME).write_text(json.dumps({"step": 1, "loss": 2.0, hostile: 1.0}), encoding="utf-8")
+    (folder / "about.json").write_text(json.dumps({"cache": hostile, hostile: hostile}), encoding="utf-8")
+    words = {"name": hostile, "prompt": f"{hostile}, please"}
+    save_file({"latents": torch.zeros(1)}, folder / "validation" / "step-5" / "a.safetensors", words)
+    page = Page(write_report(folder))
+    assert hostile in page.charts()
+    assert page.facts()["cache"] == page.facts()[hostile] == hostile
+    assert {*words.values(), "<b>&'\""} < set(page.words)
+    assert [source[:5] for source in page.references] == ["data:"] * 2
+    assert page.html.count("<script>") == 1
 
 
 GOOD = [f'{{"step": {i}, "loss": {i / 8}}}'.encode() for i in range(1, 9)]

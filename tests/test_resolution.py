@@ -15,12 +15,14 @@ import torch
 from PIL import Image, ImageDraw, ImageFile
 
 from qwen_cache import open_cache
-from qwen_cache.encode import images, plan
-from qwen_cache.encode.images import open_rgb, upright_size
+from qwen_cache.encode import plan
+from qwen_cache.errors import SourceError
 from qwen_cache.format.cache import Cache, Sample
-from qwen_cache.format.errors import SourceError
+from qwen_cache.sources import images
+from qwen_cache.sources.images import open_rgb, upright_size
 
-from .conftest import Result, photograph, run
+from .support.commands import Result, run
+from .support.photographs import photograph
 
 TinyModel = Callable[[str], Path]
 

@@ -19,8 +19,10 @@ from safetensors.torch import load_file
 from qwen_train import checkpoint
 from qwen_train import train as training
 
-from .conftest import Crash, slow
-from .test_train import EVERYTHING_RANDOM, LORA, Trainer, column, metrics, refused
+from .support.commands import refused
+from .support.crash import Crash
+from .support.marks import slow
+from .support.runs import EVERYTHING_RANDOM, LORA, Trainer, column, differences, metrics, written
 
 STEPS = 4
 DYING = {**EVERYTHING_RANDOM, "train.max_steps": STEPS, "train.checkpointing_steps": 1, "train.ema_decay": 0.9}
@@ -33,22 +35,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "import path": {"optimizer.name": "torch.optim.RAdam"},
     "rslora and dora": {"train.lora.use_rslora": True, "train.lora.use_dora": True},
 }
-
-
-@pytest.fixture
-def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
-    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
-
-
-def written(out: Path) -> dict[str, object]:
-    """All that a run leaves but its settings, which name the folder, and how long it took."""
-    files = [path for path in out.rglob("*") if path.is_file() and path.name not in ("qwen.yaml", "metrics.jsonl")]
-    curves = {name: column(out, name) for name in ("step", "loss", "learning_rate", "grad_norm")}
-    return {str(path.relative_to(out)): path.read_bytes() for path in files if path.suffix != ".html"} | curves
-
-
-def differences(a: dict[str, object], b: dict[str, object]) -> list[str]:
-    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 
 def dying_in(batch: int, patch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -22,16 +21,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_cache import open_cache
-from qwen_cache.format.errors import RULES, FormatError
+from qwen_cache.errors import RULES, FormatError
 from qwen_cache.format.identity import Inputs, dataset_identity
 from qwen_cache.format.manifest import IndexFile, Manifest, Recipe, Shard, parse_manifest
-from qwen_cache.format.sample import MASK_FROM, SampleMeta, TensorSpec, parse_sample
+from qwen_cache.format.sample import MASK_FROM, SampleMeta, parse_sample
+from qwen_cache.format.tensor import TensorSpec
 from qwen_cache.format.verify import verify_cache
 
-from .conftest import load_tool, run
+from .support.commands import run
+from .support.paths import load_tool
+from .support.schemas import SCHEMAS, schema_of
 
 examples: Any = load_tool("make_examples")
-SCHEMAS = Path(__file__).parents[1] / "schemas"
 VALID = sorted((SCHEMAS / "examples" / "valid").glob("*.json"))
 INVALID = sorted((SCHEMAS / "examples" / "invalid").glob("*.json"))
 ONLY_THE_PARSER = {"F4", "F5", "F6-name", "F10", "F11-no-control", "F12-sides", "F12-prefix", "F13-mixed", "F19"}
@@ -45,14 +46,6 @@ ONLY_VERIFY = {
     *("F9-metadata", "F9-key", "F9-header-claims", "F9-header-of", "F9-header-is"),
 }
 """What readers do not look at: they take a tensor's place from the index and check its bytes."""
-
-
-def schema_of(path: Path) -> jsonschema.Draft202012Validator:
-    """The validator for `name.cache.v2.json` or `name.sample.v1.json`."""
-    kind, version = path.name.split(".")[-3:-1]
-    schema = json.loads((SCHEMAS / f"{kind}.{version}.schema.json").read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator.check_schema(schema)
-    return jsonschema.Draft202012Validator(schema)
 
 
 def parse(path: Path) -> object:

@@ -11,9 +11,9 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from qwen_cache.config import load_config
-from qwen_cache.encode.sizes import Picture, Resolution, Size, crop_box, sizes_of
-from qwen_cache.format.errors import ConfigError, SourceError
+from qwen_cache.errors import ConfigError, SourceError
+from qwen_cache.settings.load import load_config
+from qwen_cache.sources.sizes import Picture, Resolution, Size, crop_box, sizes_of
 
 sides = st.integers(33, 6000)
 sizes = st.tuples(sides, sides).filter(lambda size: max(size) <= 10 * min(size))

@@ -25,14 +25,16 @@ import webdataset
 from PIL import Image
 
 from qwen_cache.encode.plan import read_again
-from qwen_cache.encode.source import Problem, Row, expand, read_source
-from qwen_cache.encode.sources import arrow
-from qwen_cache.format.errors import QwenCacheError, SourceError
+from qwen_cache.errors import QwenCacheError, SourceError
 from qwen_cache.format.identity import content_hash
-from qwen_cache.format.remote import Url, location
+from qwen_cache.sources import arrow
+from qwen_cache.sources.detect import Problem, Row, expand, read_source
+from qwen_cache.storage.url import Url, location
 
-from . import test_remote
-from .conftest import build, run, write_pairs
+from .support.caches import build
+from .support.commands import run
+from .support.server import BUCKET
+from .support.sources import write_pairs
 
 Sample = dict[str, Any]
 IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
@@ -72,16 +74,13 @@ def samples(folder: Path) -> list[Sample]:
     ]
 
 
-s3 = test_remote.s3
-
-
 def upload(folder: Path) -> str:
     """A copy of a folder in a bucket."""
     files = fsspec.filesystem("s3")
     for path in folder.rglob("*"):
         if path.is_file():
-            files.pipe_file(f"{test_remote.BUCKET}/{folder.name}/{path.relative_to(folder)}", path.read_bytes())
-    return f"s3://{test_remote.BUCKET}/{folder.name}"
+            files.pipe_file(f"{BUCKET}/{folder.name}/{path.relative_to(folder)}", path.read_bytes())
+    return f"s3://{BUCKET}/{folder.name}"
 
 
 # Each writes the samples in its own way and returns what is given to `build`.
@@ -640,7 +639,7 @@ def test_a_missing_remote_picture_is_a_problem_of_its_row(tmp_path: Path, model:
 def test_a_server_that_lists_nothing_may_have_a_table_and_one_that_is_gone_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qwen_cache.format.remote.FIRST_WAIT", 0)
+    monkeypatch.setattr("qwen_cache.storage.url.FIRST_WAIT", 0)
     put({"data/a.png": png(), "data/metadata.csv": "file_name,text\na.png,red\n"})
     with monkeypatch.context() as patch:
         patch.setattr(type(fsspec.filesystem("memory")), "find", lambda *_: [])

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from qwen_cache.encode import source
-from qwen_cache.encode.source import Problem, Row, read_source
-from qwen_cache.encode.sources.columns import COLUMNS, SEVERAL
-from qwen_cache.encode.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS
-from qwen_cache.encode.sources.places import File
-from qwen_cache.format.errors import SourceError
+from qwen_cache.errors import SourceError
+from qwen_cache.sources import detect as source
+from qwen_cache.sources.columns import COLUMNS, SEVERAL
+from qwen_cache.sources.detect import Problem, Row, read_source
+from qwen_cache.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS
+from qwen_cache.sources.places import File
 
 
 def fill(folder: Path, files: dict[str, str | bytes] | list[str]) -> Path:
@@ -629,7 +629,7 @@ def test_other_columns_are_ignored(tmp_path: Path) -> None:
 
 def test_reading_sources_and_pictures_imports_no_torch() -> None:
     code = (
-        "import sys, qwen_cache.encode.source, qwen_cache.encode.images; "
+        "import sys, qwen_cache.sources.detect, qwen_cache.sources.images; "
         "print([name for name in ('torch', 'diffusers', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,17 +21,14 @@ from safetensors.torch import load_file
 from qwen_train import checkpoint
 from qwen_train import train as training
 from qwen_train.data.batches import Batch, Batches
-from qwen_train.stop import MOST_IN_A_ROW, Signals
+from qwen_train.nonfinite import MOST_IN_A_ROW
+from qwen_train.signals import Signals
 
-from .conftest import HANG
-from .test_train import EVERYTHING_RANDOM, LORA, Trainer, column, differences, outcome, refused, send
+from .support.commands import refused
+from .support.runs import EVERYTHING_RANDOM, LORA, Trainer, column, differences, outcome, send
+from .support.waiting import HANG
 
 FAST = {"optimizer__learning_rate": 0.01, "train__caption_dropout": 0.0}
-
-
-@pytest.fixture
-def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
-    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
 
 
 def break_loss(

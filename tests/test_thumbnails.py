@@ -19,11 +19,12 @@ from PIL import Image, ImageOps
 from qwen_cache import open_cache
 from qwen_cache.encode.lanes import Seen, _joined
 from qwen_cache.encode.thumbnails import cut_thumbnails, join_thumbnails, thumbnail_size
+from qwen_cache.errors import ThumbnailError
 from qwen_cache.format.cache import Sample
-from qwen_cache.format.errors import ThumbnailError
 
-from .conftest import build, contents, run
-from .test_page import Page, page_of
+from .support.caches import build, contents
+from .support.commands import run
+from .support.pages import Page, page_of
 
 Built = Callable[..., Path]
 WITHOUT = ("--set", "cache.thumbnails=false")
@@ -114,7 +115,7 @@ def test_v1_has_none(pairs: Path, tmp_path: Path, tiny_model: Built) -> None:
 def test_a_page_shows_them_without_a_model(built: Built, tmp_path: Path) -> None:
     """And without torch, whose import would take longer than all else."""
     cache, page = built("edit-plus", ("--edit-mask", "file")), tmp_path / "page.html"
-    code = f"import sys; from qwen_cache.cli import app; app(['inspect', {str(cache)!r}, '--html', {str(page)!r}], "
+    code = f"import sys; from qwen_cache.cli.app import app; app(['inspect', {str(cache)!r}, '--html', {str(page)!r}], "
     code += "standalone_mode=False); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     shown = {sample["key"]: sample["pictures"] for sample in Page(page.read_text(encoding="utf-8")).samples}

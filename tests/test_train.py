@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,33 +30,32 @@ from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qwen_cache import open_cache
-from qwen_cache.config import Config, load_config
 from qwen_cache.console import human_bytes
 from qwen_cache.format.directory import commit
 from qwen_cache.format.identity import content_hash, dataset_identity
 from qwen_cache.format.index import write_index
 from qwen_cache.format.manifest import IndexFile, Manifest, Recipe
+from qwen_cache.settings.load import load_config
 from qwen_train import checkpoint
 from qwen_train import train as training
 from qwen_train.data.batches import Batches
-from qwen_train.flow import NoiseSchedule
-from qwen_train.model.memory import largest_batch, predict_memory
+from qwen_train.memory.predict import largest_batch, predict_memory
 
-from .conftest import HANG, Result, command, run, slow
-
-LORA = "pytorch_lora_weights.safetensors"
-SMALL = {"train.mixed_precision": "no", "train.max_steps": 3, "logging.tracker": "none"}
-EVERYTHING_RANDOM = {
-    **SMALL,
-    "train.batch_size": 2,
-    "train.gradient_accumulation_steps": 2,
-    "train.caption_dropout": 0.5,
-    "train.lora.lora_dropout": 0.3,
-    "optimizer.learning_rate": 0.01,
-    "lr_scheduler.name": "cosine",
-    "lr_scheduler.warmup_steps": 1,
-}
-"""A run in which chance and the past decide as much as they can: three steps of two batches."""
+from .support.commands import command, refused, run
+from .support.crash import Crash
+from .support.marks import slow
+from .support.runs import (
+    EVERYTHING_RANDOM,
+    LORA,
+    SMALL,
+    Trainer,
+    column,
+    differences,
+    outcome,
+    relative_error,
+    send,
+)
+from .support.waiting import HANG
 
 
 @pytest.fixture(autouse=True)
@@ -66,71 +64,6 @@ def fresh_accelerate() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-class Trainer:
-    """`qwen-train run` on the small cache, with settings by their dotted names."""
-
-    def __init__(self, cache: Path, model: Path, folder: Path) -> None:
-        self.cache, self.model, self.folder = cache, model, folder
-
-    def arguments(self, out: str = "out", **changes: Any) -> list[str | Path]:
-        settings = {"train.output_dir": str(self.folder / out), **changes.pop("settings", SMALL)}
-        settings |= {name.replace("__", "."): value for name, value in changes.items()}
-        assignments = [["--set", f"{name}={json.dumps(value)}"] for name, value in settings.items()]
-        return ["run", self.cache, "--model", self.model, *itertools.chain(*assignments)]
-
-    def try_(self, *options: str, **changes: Any) -> Result:
-        """Without the plan of its memory, which takes as long as a short run and has a test of its own."""
-        AcceleratorState._reset_state(reset_partial_state=True)
-        with patch.object(training, "print_memory"):
-            return run("qwen-train", *self.arguments(**changes), *options)
-
-    def __call__(self, *options: str, **changes: Any) -> Path:
-        """The output folder of a run that works."""
-        result = self.try_(*options, **changes)
-        assert result.code == 0, result.stderr
-        return self.folder / str(changes.get("out", "out"))
-
-    def config(self, **changes: Any) -> Config:
-        _, cache, _, model, *assignments = self.arguments(**changes)
-        return load_config(None, [str(it) for it in assignments[1::2]], cache__path=str(cache), model__path=str(model))
-
-    def batches(self, **changes: Any) -> Batches:
-        schedule = json.loads((self.model / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
-        return Batches(open_cache(self.cache), self.config(**changes).train, NoiseSchedule.of_config(schedule))
-
-
-@pytest.fixture
-def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
-    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
-
-
-def metrics(out: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def column(out: Path, name: str) -> list[float]:
-    return [line[name] for line in metrics(out)]
-
-
-def outcome(out: Path) -> dict[str, object]:
-    """Everything of a finished run that does not tell the time."""
-    newest = checkpoint.checkpoints(out)[-1][1]
-    files = [out / LORA, *sorted(newest.iterdir())]
-    curves = {name: column(out, name) for name in ("step", "loss", "learning_rate", "grad_norm")}
-    return {str(path.relative_to(out)): path.read_bytes() for path in files} | curves
-
-
-def differences(a: dict[str, object], b: dict[str, object]) -> list[str]:
-    """The names under which two outcomes differ."""
-    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
-
-
-def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    error = sum(float((found[name] - expected[name]).square().sum()) for name in expected)
-    return math.sqrt(error / sum(float(tensor.square().sum()) for tensor in expected.values()))
 
 
 # ---- what a run leaves -----------------------------------------------------------------------------------------------
@@ -332,19 +265,6 @@ def uninterrupted(
     return outcome(train(settings=EVERYTHING_RANDOM))
 
 
-def send(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, in_batch: int, times: int = 1) -> None:
-    """Let the process get a signal while it works on that batch, counted from 0."""
-    batches, compute_loss = itertools.count(), training.compute_loss
-
-    def interrupted(*arguments: Any) -> torch.Tensor:
-        if next(batches) == in_batch:
-            for _ in range(times):
-                os.kill(os.getpid(), number)
-        return compute_loss(*arguments)
-
-    monkeypatch.setattr(training, "compute_loss", interrupted)
-
-
 @pytest.mark.parametrize("in_batch", [slow(0), 1, slow(2), slow(3)])
 def test_stopped_in_any_batch_and_resumed_equals_uninterrupted(
     train: Trainer, uninterrupted: dict[str, object], monkeypatch: pytest.MonkeyPatch, in_batch: int
@@ -428,10 +348,6 @@ def test_killed_at_a_random_moment_and_resumed_equals_uninterrupted(train: Train
     assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
 
 
-class Crash(BaseException):
-    """The process dies here."""
-
-
 @pytest.mark.parametrize(
     "renames", [slow(0), slow(1), slow(2), 3], ids=["weights", "state.safetensors", "state.json", "the whole"]
 )
@@ -497,15 +413,6 @@ def test_checkpoints_are_ordered_by_number(train: Trainer) -> None:
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
-
-
-def refused(result: Result, *parts: str) -> None:
-    """Exit code 2, a message with all of `parts`, no traceback."""
-    assert result.code == 2, result.stderr
-    assert "error:" in result.stderr
-    assert "Traceback" not in result.stderr
-    for part in parts:
-        assert part in result.stderr
 
 
 def test_a_second_run_into_the_same_folder_is_refused(train: Trainer) -> None:
@@ -760,9 +667,9 @@ def test_a_wrong_command_line_is_a_message_and_exit_code_2(arguments: list[str])
 
 TRAINING = """
 import sys
-import qwen_cache.importers.command
+import qwen_cache.cli.import_
 print("importing", *sys.modules)
-from qwen_cache.config import load_config
+from qwen_cache.settings.load import load_config
 from qwen_train.train import train
 train(load_config(None, sys.argv[3:], cache__path=sys.argv[1], model__path=sys.argv[2]))
 print("training", *sys.modules)

@@ -21,8 +21,10 @@ from qwen_cache import open_cache
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format.cache import Cache
 
-from .conftest import SMALL, build, run, write_pairs
-from .equivalence.judge import TOLERANCE, by_name, relative
+from .support.caches import SMALL, build
+from .support.commands import run
+from .support.judge import TOLERANCE, by_name, relative
+from .support.sources import write_pairs
 
 Built = Callable[..., Path]
 OTHER_PROCESSOR = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,15 @@ from qwen_cache import open_cache
 from qwen_train import validation
 from qwen_train.data.batches import Drawn
 
-from .conftest import HANG, photograph
-from .equivalence.judge import stock_pipeline
-from .test_train import EVERYTHING_RANDOM, SMALL, Trainer, column, differences, metrics, outcome, refused
+from .support.commands import refused
+from .support.judge import stock_pipeline
+from .support.photographs import photograph
+from .support.runs import EVERYTHING_RANDOM, SMALL, Trainer, column, differences, metrics, outcome
+from .support.waiting import HANG
 
 FROZEN = {**SMALL, "optimizer.learning_rate": 1e-12, "train.max_steps": 2, "train.validation_split": 0.6}
 """Under so small a learning rate, with a LoRA that begins as nothing, the model stays the stock one."""
 MEASURED = {**FROZEN, "validation.every_steps": 1}
-
-
-@pytest.fixture
-def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
-    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
 
 
 def aside(train: Trainer, **changes: Any) -> list[str]:

@@ -19,7 +19,7 @@ from qwen_cache.format.index import IndexRow, write_index
 from qwen_cache.format.manifest import parse_manifest
 from qwen_cache.format.shard import ShardWriter, tensor_bytes
 
-from .conftest import run
+from .support.commands import run
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,17 @@ from torchao.quantization import Int8WeightOnlyConfig
 
 from qwen_cache import open_cache
 from qwen_train import train as training
-from qwen_train.model import weights
+from qwen_train import weights
 from qwen_train.model.packed import QwenImageMultiResTransformerBlock as Block
 
-from .conftest import slow
-from .equivalence.judge import TOLERANCE
-from .test_lora_file import output, relative_error
-from .test_train import EVERYTHING_RANDOM, LORA, SMALL, Trainer, column, refused
+from .support.commands import refused
+from .support.judge import TOLERANCE
+from .support.marks import slow
+from .support.outputs import output, relative_error
+from .support.runs import EVERYTHING_RANDOM, LORA, SMALL, Trainer, column
 
 UNREACHED = ("attn.to_add_out", "attn.add_q_proj", "attn.norm_added_q", "txt_mlp")
 FULL = {**SMALL, "train.method": "full", "optimizer.learning_rate": 0.01}
-
-
-@pytest.fixture
-def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
-    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from qwen_cache.config import TrainConfig
-from qwen_cache.sampling.batch_plan import BatchPlan, IntArray, Summary
+from qwen_cache.batching.batch_plan import BatchPlan, IntArray, Summary
+from qwen_cache.settings.train import TrainConfig
 
 
 def wide_mixture(samples: int, seed: int = 0) -> IntArray:

@@ -45,20 +45,21 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.utils import logging
 
 from qwen_cache import open_cache
-from qwen_cache.build_command import TEXT_BATCH_TOKENS, VAE_BATCH_PIXELS
-from qwen_cache.config import load_config
 from qwen_cache.encode import builder
 from qwen_cache.encode.builder import Job
 from qwen_cache.encode.lanes import Lanes
-from qwen_cache.encode.loading import load_whole
-from qwen_cache.encode.sizes import calculate_dimensions
-from qwen_cache.encode.source import Row
-from qwen_cache.encode.text import Asked, EncodedText, TextEncoder, load_processor
+from qwen_cache.encode.load import TEXT_BATCH_TOKENS, VAE_BATCH_PIXELS
+from qwen_cache.encode.text import Asked, EncodedText, TextEncoder
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
-from qwen_cache.model_folder import ModelFolder
+from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.loading import load_whole
+from qwen_cache.models.processor import load_processor
+from qwen_cache.settings.load import load_config
+from qwen_cache.sources.detect import Row
+from qwen_cache.sources.sizes import calculate_dimensions
 
 VARIANTS = {"edit": QwenImageEditPipeline, "edit-plus": QwenImageEditPlusPipeline}
 TOLERANCE = 0.05  # relative; bfloat16's own noise over the real depth stays below it, other work does not

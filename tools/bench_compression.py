@@ -29,8 +29,8 @@ import zstandard
 from PIL import Image
 from scipy.fft import dctn
 
-from qwen_cache.format.codec import PLANES_ZSTD, decode, encode
-from qwen_cache.format.sample import TensorSpec
+from qwen_cache.format.codec import decode, encode
+from qwen_cache.format.tensor import PLANES_ZSTD, TensorSpec
 
 PHOTOGRAPHS = (("skimage", "data/astronaut.png"), ("skimage", "data/coffee.png"), ("skimage", "data/chelsea.png"))
 PHOTOGRAPHS += (("sklearn.datasets", "images/china.jpg"), ("sklearn.datasets", "images/flower.jpg"))

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from qwen_cache.config import Config, load_config
+from qwen_cache.settings.load import Config, load_config
 from qwen_train.data.batches import Batch
-from qwen_train.model.memory import Memory, Shape, predict_memory
+from qwen_train.memory.predict import Memory, Shape, predict_memory
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
-from qwen_train.model.weights import compute_dtype, prepare_for_training, trainable
 from qwen_train.optimizers import make_optimizer
 from qwen_train.train import compute_loss
+from qwen_train.weights import compute_dtype, prepare_for_training, trainable
 
 CASES = {
     f"{layout}, {name}": [f"train.layout={layout}", *settings]

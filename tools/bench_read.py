@@ -36,7 +36,8 @@ import torch
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Sample, open_cache
 from qwen_cache.format.identity import Inputs, content_hash, copy_hashed, recipe_id
-from qwen_cache.format.sample import SampleMeta, TensorSpec
+from qwen_cache.format.sample import SampleMeta
+from qwen_cache.format.tensor import TensorSpec
 from qwen_cache.format.update import Listed, commit_update, open_staging, plan_update, read_existing
 
 BATCH = 4

@@ -46,7 +46,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from qwen_cache import open_cache
-from qwen_cache.config import load_config
+from qwen_cache.settings.load import load_config
 
 TOOLS = Path(__file__).parent
 ENCODER_BYTES = 16_800_000_000  # of Qwen2.5-VL-7B and the VAE in bfloat16

@@ -38,10 +38,10 @@ from diffusers import QwenImageTransformer2DModel
 from diffusers.utils import logging
 from peft import LoraConfig
 
-from qwen_cache.config import TrainConfig
-from qwen_cache.encode.sizes import calculate_dimensions
+from qwen_cache.batching.batch_plan import BatchPlan
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
-from qwen_cache.sampling.batch_plan import BatchPlan
+from qwen_cache.settings.train import TrainConfig
+from qwen_cache.sources.sizes import calculate_dimensions
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
 POOL = 4096  # samples of the mixture that the planner chooses from

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageOps
 
-from qwen_cache.format.errors import SourceError
+from qwen_cache.errors import SourceError
 
 LANCZOS = Image.Resampling.LANCZOS
 ORIENTATION = 0x0112  # the EXIF tag

@@ -25,13 +25,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from qwen_cache.format.codec import PLANES_ZSTD
 from qwen_cache.format.directory import STAGING
 from qwen_cache.format.identity import Inputs, content_hash, dataset_identity, recipe_id
 from qwen_cache.format.index import INDEX_NAME, index_schema
 from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recipe, Shard
-from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
+from qwen_cache.format.sample import SampleMeta, token_count
 from qwen_cache.format.shard import END_OF_ARCHIVE
+from qwen_cache.format.tensor import PLANES_ZSTD, TensorSpec
 from qwen_cache.format.update import Existing, Listed, commit_update, open_staging, plan_update
 
 EXAMPLES = Path(__file__).parents[1] / "schemas" / "examples"

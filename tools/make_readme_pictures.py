@@ -14,7 +14,8 @@ from pathlib import Path
 from PIL import Image
 from rich.console import Console
 
-from qwen_cache.inspect import print_overview, summarise
+from qwen_cache.inspect.summary import summarise
+from qwen_cache.inspect.terminal import print_overview
 
 ROOT = Path(__file__).parents[1]
 DEMO, DOCS = ROOT / "demo", ROOT / "docs"

@@ -20,10 +20,10 @@ from typing import Any
 from typer.main import get_command
 
 import qwen_cache.grounding
-from qwen_cache import cli as cache_cli
-from qwen_cache.config import Config
-from qwen_cache.format.errors import RULES, QwenCacheError
-from qwen_train import cli as train_cli
+from qwen_cache.cli import app as cache_cli
+from qwen_cache.errors import RULES, QwenCacheError
+from qwen_cache.settings.load import Config
+from qwen_train.cli import app as train_cli
 
 ROOT = Path(__file__).parents[1]
 APPS = {"qwen-cache": cache_cli.app, "qwen-train": train_cli.app}
@@ -31,7 +31,7 @@ API = {
     "Reading a cache": ["qwen_cache.open_cache", "qwen_cache.Cache", "qwen_cache.Sample"],
     "The transformer": ["qwen_train.model.transformer.QwenImageMultiResTransformer2DModel"],
     "Flow matching": ["qwen_train.flow"],
-    "Drawing": ["qwen_train.predict"],
+    "Drawing": ["qwen_train.inference.predict"],
     "Where an edit is": [f"qwen_cache.grounding.{found.name}" for found in iter_modules(qwen_cache.grounding.__path__)],
 }
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

@@ -20,20 +20,15 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from qwen_cache import __version__
-from qwen_cache.config import Config, check_compression
 from qwen_cache.encode.edit_mask import EditMasks
-from qwen_cache.encode.parts import Part, refuse_other_parts
 from qwen_cache.encode.plan import Plan, Planned, Rules, make_plan
 from qwen_cache.encode.recipe import make_recipe
-from qwen_cache.encode.sizes import Resolution
-from qwen_cache.encode.source import Problem, Row, read_source
-from qwen_cache.encode.template import PIXEL_TOKENS, TEMPLATES
+from qwen_cache.encode.slices import Part, refuse_other_parts
+from qwen_cache.errors import ConfigError, ShardError
 from qwen_cache.format import directory
-from qwen_cache.format.errors import ConfigError, ShardError
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import DEFAULT_RECIPE
-from qwen_cache.format.remote import location
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.shard import compress
 from qwen_cache.format.staging import Staging
@@ -48,7 +43,13 @@ from qwen_cache.format.update import (
     read_existing,
     replaced_shards,
 )
-from qwen_cache.model_folder import ModelFolder, open_model
+from qwen_cache.models.folder import ModelFolder, open_model
+from qwen_cache.models.template import PIXEL_TOKENS, TEMPLATES
+from qwen_cache.settings.cache import check_compression
+from qwen_cache.settings.load import Config
+from qwen_cache.sources.detect import Problem, Row, read_source
+from qwen_cache.sources.sizes import Resolution
+from qwen_cache.storage.url import location
 
 ENCODER_PARTS = ("vae", "text_encoder", "tokenizer", "processor")
 IN_FLIGHT = 16  # samples ahead of the writer: enough for uneven lanes, about 300 MB of pixels at a megapixel

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from qwen_cache.config import CacheConfig
 from qwen_cache.encode.builder import ENCODER_PARTS, IN_FLIGHT, Encoders, Encoding, Job, changed_settings
 from qwen_cache.encode.plan import Planned
 from qwen_cache.encode.recipe import make_recipe
-from qwen_cache.format.errors import ConfigError, DeviceError, ModelError, QwenCacheError, SourceError
+from qwen_cache.errors import ConfigError, DeviceError, ModelError, QwenCacheError, SourceError
 from qwen_cache.format.sample import SampleMeta
-from qwen_cache.model_folder import open_model
+from qwen_cache.models.folder import open_model
+from qwen_cache.settings.cache import CacheConfig
 
 if TYPE_CHECKING:
     import ray

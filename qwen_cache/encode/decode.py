@@ -11,11 +11,11 @@ from diffusers.image_processor import VaeImageProcessor
 from jaxtyping import Float
 from PIL import Image
 
-from qwen_cache.encode.loading import load_whole
-from qwen_cache.encode.sizes import Size
 from qwen_cache.encode.tiles import VaeThatFits
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
-from qwen_cache.model_folder import ModelFolder
+from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.loading import load_whole
+from qwen_cache.sources.sizes import Size
 
 
 def parts_of(img_shapes: Iterable[Sequence[int]]) -> Iterator[tuple[slice, Size]]:

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from qwen_cache.config import Config
 from qwen_cache.encode.plan import Planned
-from qwen_cache.encode.sizes import Size, crop_box
-from qwen_cache.format.errors import ConfigError
+from qwen_cache.errors import ConfigError
 from qwen_cache.format.identity import content_hash, sample_key
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, SampleMeta
 from qwen_cache.format.update import Existing
-from qwen_cache.model_folder import ModelFolder
+from qwen_cache.models.folder import ModelFolder
+from qwen_cache.settings.load import Config
+from qwen_cache.sources.sizes import Size, crop_box
 
 VERSION = 1  # goes up with any change that changes a mask or attention
 IN_RECIPE = ("edit_mask", "mask_head", "attention", "edit_mask_version")

@@ -21,19 +21,20 @@ from typing import Any, Self
 import torch
 from PIL import Image
 
-from qwen_cache.encode.batching import Batcher, Lane
 from qwen_cache.encode.edit_mask import EditMasks
-from qwen_cache.encode.images import open_rgb
 from qwen_cache.encode.masks import Mask, MaskMaker, check_finite, cut
+from qwen_cache.encode.micro_batches import Batcher, Lane
 from qwen_cache.encode.plan import Planned, read_again
-from qwen_cache.encode.sizes import Size, calculate_dimensions, img_shapes
-from qwen_cache.encode.source import Readable, Row
-from qwen_cache.encode.template import estimate_tokens
 from qwen_cache.encode.text import Asked, EncodedText, TextEncoder
 from qwen_cache.encode.thumbnails import join_thumbnails, thumbnail
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format.identity import content_hash
-from qwen_cache.format.sample import SampleMeta, TensorSpec
+from qwen_cache.format.sample import SampleMeta
+from qwen_cache.format.tensor import TensorSpec
+from qwen_cache.models.template import estimate_tokens
+from qwen_cache.sources.detect import Readable, Row
+from qwen_cache.sources.images import open_rgb
+from qwen_cache.sources.sizes import Size, calculate_dimensions, img_shapes
 
 DECODE_THREADS = min(32, max(4, os.cpu_count() or 1))
 LATENTS_KEPT = 256  # of pictures that may come again: 128 MB at a megapixel in bfloat16

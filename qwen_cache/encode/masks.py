@@ -18,15 +18,16 @@ from PIL import Image
 
 from qwen_cache.encode.builder import Encoding, Job
 from qwen_cache.encode.edit_mask import Cached, EditMasks, token_shares
-from qwen_cache.encode.images import open_mask, open_rgb
 from qwen_cache.encode.plan import Planned, read_again
-from qwen_cache.encode.sizes import Size, crop_box
+from qwen_cache.errors import QwenCacheError
 from qwen_cache.format.cache import Sample, open_cache
-from qwen_cache.format.errors import QwenCacheError
 from qwen_cache.format.identity import content_hash, recipe_id
-from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS, SampleMeta, TensorSpec
+from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS, SampleMeta
+from qwen_cache.format.tensor import TensorSpec
 from qwen_cache.grounding.difference import difference_mask
 from qwen_cache.grounding.head import load_head, predict_mask
+from qwen_cache.sources.images import open_mask, open_rgb
+from qwen_cache.sources.sizes import Size, crop_box
 
 COMPARED = 640 * 640  # pixels of pictures that are compared, at most: the sizes for which its thresholds were chosen
 THREADS = min(32, os.cpu_count() or 1)

@@ -12,12 +12,12 @@ from typing import Any
 
 import xxhash
 
-from qwen_cache.config import Config
 from qwen_cache.encode.edit_mask import EditMasks
-from qwen_cache.encode.sizes import Resolution
-from qwen_cache.encode.template import TEMPLATES
 from qwen_cache.format.identity import canonical_json, content_hash
-from qwen_cache.model_folder import ModelFolder
+from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.template import TEMPLATES
+from qwen_cache.settings.load import Config
+from qwen_cache.sources.sizes import Resolution
 
 ENCODER_VERSION = 2
 _CHUNK = 1 << 24

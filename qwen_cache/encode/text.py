@@ -19,37 +19,22 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer, DynamicCache, Qwen2_5_VLForConditionalGeneration, Qwen2VLProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers import AutoTokenizer, DynamicCache, Qwen2_5_VLForConditionalGeneration
 
-from qwen_cache.encode.loading import load_whole
-from qwen_cache.encode.sizes import Size
-from qwen_cache.encode.template import TEMPLATES, VISION_END
-from qwen_cache.format.errors import ModelError
+from qwen_cache.errors import ModelError
 from qwen_cache.format.identity import Phrase
 from qwen_cache.grounding.attention import AttentionRows, ImageTokens, attention_rows, image_tokens
 from qwen_cache.grounding.phrase import token_positions
-from qwen_cache.model_folder import ModelFolder
-
-
-class ImageOnlyQwen2VLProcessor(Qwen2VLProcessor):  # type: ignore[misc]  # transformers is not typed for mypy
-    """Qwen2VLProcessor without its video half, which needs torchvision.
-
-    transformers derives the parts of a processor from this signature. Pictures go through PIL, with torchvision or
-    without.
-    """
-
-    def __init__(
-        self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **kwargs: Any
-    ) -> None:
-        super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **kwargs)
-
+from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.loading import load_whole
+from qwen_cache.models.processor import load_processor
+from qwen_cache.models.template import TEMPLATES, VISION_END
+from qwen_cache.sources.sizes import Size
 
 KEPT_TOKENS = 8  # times batch_tokens may stand in the keys and values of one pass: 1 GB of a 7B model for 2048
 
@@ -92,13 +77,6 @@ class Prefixes:
     next_positions: list[int]
     past: DynamicCache | None
     first_pictures: list[ImageTokens]
-
-
-def load_processor(model: ModelFolder) -> ImageOnlyQwen2VLProcessor:
-    """The processor of an Edit model, on PIL."""
-    folder = model.part("processor")
-    pictures = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    return ImageOnlyQwen2VLProcessor(pictures, AutoTokenizer.from_pretrained(folder))
 
 
 def kept_tokens(model: ModelFolder, asked: Sequence[tuple[str, Sequence[Size]]]) -> list[int]:

@@ -14,9 +14,9 @@ from itertools import accumulate
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
-from qwen_cache.encode.sizes import Size
-from qwen_cache.format.errors import ThumbnailError
+from qwen_cache.errors import ThumbnailError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
+from qwen_cache.sources.sizes import Size
 
 LONGER_SIDE = 192
 QUALITY = 85

@@ -30,7 +30,7 @@ from jaxtyping import Float
 from torch import nn
 
 from qwen_cache.encode.single_frame import for_single_frames
-from qwen_cache.format.errors import ModelError
+from qwen_cache.errors import ModelError
 
 HEIGHT, WIDTH = -2, -1
 CONTAINERS = {QwenImageResample, QwenImageResidualBlock, QwenImageUpBlock, nn.ModuleList, nn.Sequential}

@@ -15,11 +15,11 @@ from diffusers import AutoencoderKLQwenImage, QwenImageEditPlusPipeline
 from jaxtyping import Float
 from PIL import Image
 
-from qwen_cache.encode.loading import load_whole
 from qwen_cache.encode.single_frame import for_single_frames
-from qwen_cache.encode.sizes import Size
 from qwen_cache.encode.tiles import VaeThatFits
-from qwen_cache.model_folder import ModelFolder
+from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.loading import load_whole
+from qwen_cache.sources.sizes import Size
 
 
 class VaeEncoder:

@@ -7,14 +7,11 @@ gives torch tensors needs torch; `Sample.numpy` gives the same values as NumPy a
 
 from __future__ import annotations
 
-import mmap
-import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -22,21 +19,25 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
 
+from qwen_cache.errors import ChecksumError, CodecError, IndexFileError, QwenCacheError, SampleKeyError
 from qwen_cache.format import directory
 from qwen_cache.format.codec import decode
-from qwen_cache.format.errors import ChecksumError, CodecError, IndexFileError, QwenCacheError, SampleKeyError
 from qwen_cache.format.identity import content_hash, copy_hashed
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, record_reader
 from qwen_cache.format.manifest import Manifest, Recipe
-from qwen_cache.format.remote import LOCAL_COPIES_SIZE, LocalCopies, RemoteShards, Url, location
-from qwen_cache.format.sample import ImgShapes, TensorSpec
+from qwen_cache.format.sample import ImgShapes
+from qwen_cache.format.shards import RemoteShards
+from qwen_cache.format.tensor import TensorSpec
+from qwen_cache.settings.cache import LOCAL_COPIES_SIZE, CacheConfig
+from qwen_cache.storage.local_copies import LocalCopies
+from qwen_cache.storage.url import Url, location
 
 if TYPE_CHECKING:
     import torch
+from qwen_cache.format.shards import LocalShards, SampleBytes
 
 ROWS_KEPT = 1 << 14  # parsed rows in memory, at 4 kB each; more than most sets that people fine-tune on
 NUMPY_DTYPES = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "U8": np.uint8}
-OPEN_SHARDS = 64  # each mapping holds a file descriptor; the usual limit is 1024
 
 
 def open_cache(
@@ -53,6 +54,21 @@ def open_cache(
     `local_copies_size` bytes. Raises FormatError when the folder is not a cache, is of an unknown version, or
     contradicts itself.
     """
+    return _open(path, recipe, LocalCopies.of(local_copies, local_copies_size))
+
+
+def open_configured(config: CacheConfig, path: str | Path | Url | None = None) -> Cache:
+    """The cache that `config` names, or `path` in its place, with the recipe and the local copies of `config`."""
+    return _open(config.path if path is None else path, config.recipe, LocalCopies.of_settings(config))
+
+
+def open_recipes(path: str | Path | Url, copies: LocalCopies) -> dict[str, Cache]:
+    """Every recipe of a cache by its name, in the order of their names."""
+    manifest, _ = directory.load(location(path))
+    return {name: _open(path, name, copies) for name in sorted(manifest.recipes)}
+
+
+def _open(path: str | Path | Url, recipe: str | None, copies: LocalCopies) -> Cache:
     folder = location(path)
     manifest, index = directory.load(folder)
     name = _choose(manifest, recipe, folder)
@@ -66,7 +82,7 @@ def open_cache(
             expected=manifest.recipes[name].samples,
             found=table.num_rows,
         )
-    return Cache(folder, manifest, name, table, LocalCopies.of(local_copies, local_copies_size))
+    return Cache(folder, manifest, name, table, copies)
 
 
 class Cache:
@@ -139,7 +155,7 @@ class Cache:
         return self.shards.map(name)
 
     def __reduce__(self) -> tuple[Callable[..., Cache], tuple[Any, ...]]:
-        return _reopen, (self.folder, self.recipe_name, self.copies)
+        return _open, (self.folder, self.recipe_name, self.copies)
 
     def _position(self, which: int | str) -> int:
         if isinstance(which, str):
@@ -157,48 +173,6 @@ class Cache:
         if len(positions) != len(keys):
             raise SampleKeyError("a key stands twice in the index", where=self.folder / INDEX_NAME)
         return positions
-
-
-class LocalShards:
-    """The shards of a folder, mapped."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._open: OrderedDict[str, memoryview] = OrderedDict()
-
-    def bytes_of(self, row: IndexRow) -> memoryview:
-        """The shard of a sample."""
-        return self.map(row.shard)
-
-    def map(self, name: str) -> memoryview:
-        data = self._open.pop(name, None)
-        if data is None:
-            data = map_file(directory.shard_path(self.folder, name))
-        self._open[name] = data
-        while len(self._open) > OPEN_SHARDS:
-            self._open.popitem(last=False)  # tensors that still use it keep the mapping alive
-        return data
-
-    def renew(self, row: IndexRow) -> bool:
-        """False: there is no other place to read a sample from."""
-        return False
-
-    def prefetch(self, rows: Iterable[IndexRow]) -> None:
-        """Nothing: what the disk has is here."""
-
-    def stop_prefetch(self) -> None:
-        """Nothing."""
-
-
-class SampleBytes(Protocol):
-    """Where a sample reads its bytes."""
-
-    @property
-    def folder(self) -> Path | Url: ...
-
-    def bytes_of(self, row: IndexRow) -> memoryview: ...
-
-    def renew(self, row: IndexRow) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -337,18 +311,6 @@ def _torch_dtype(spec: TensorSpec) -> torch.dtype:
     import torch
 
     return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}[spec.dtype]
-
-
-def map_file(path: Path) -> memoryview:
-    """The bytes of a file, mapped privately; torch warns of tensors over read-only memory, so it is copy-on-write."""
-    with open(path, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:  # which the system refuses to map
-            return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-
-
-def _reopen(folder: Path | Url, recipe: str, copies: LocalCopies) -> Cache:
-    return open_cache(folder, recipe=recipe, local_copies=copies.folder, local_copies_size=copies.size)
 
 
 def _choose(manifest: Manifest, recipe: str | None, folder: Path | Url) -> str:

@@ -11,19 +11,15 @@ Decoding allocates twice what the tensor needs at most, whatever the compressed 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from qwen_cache.format.errors import CodecError
+from qwen_cache.errors import CodecError
+from qwen_cache.format.tensor import TensorSpec
 
-if TYPE_CHECKING:
-    from qwen_cache.format.sample import TensorSpec
-
-PLANES_ZSTD = "planes-zstd"
 LEVEL = 1  # higher levels are slower and no better on these planes
-MAX_RATIO = 100  # of a tensor to its compressed bytes: a forged header cannot ask for more memory than that
 
 
 def encode(data: memoryview, width: int) -> bytes:

@@ -12,9 +12,9 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from qwen_cache.format.errors import ConfigError, IndexFileError, ManifestError, QwenCacheError, ShardError
+from qwen_cache.errors import ConfigError, IndexFileError, ManifestError, QwenCacheError, ShardError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN, VERSIONS, Manifest, parse_manifest
@@ -29,11 +29,9 @@ from qwen_cache.storage.durable import (
     unless_in_use,
     write_durably,
 )
+from qwen_cache.storage.url import Url
 
-if TYPE_CHECKING:
-    from qwen_cache.format.remote import Url
-
-Folder = TypeVar("Folder", "Path", "Url", "Path | Url")  # what is asked of one gives one of its kind
+Folder = TypeVar("Folder", Path, Url, Path | Url)  # what is asked of one gives one of its kind
 
 STAGING = ".staging"  # shards that are being written
 REPLACED = ".replaced"  # shards that an earlier manifest named

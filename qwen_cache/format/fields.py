@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from qwen_cache.format.errors import FormatError, ManifestError, UnknownKeyError
+from qwen_cache.errors import FormatError, ManifestError, UnknownKeyError
 from qwen_cache.format.identity import HASH_PATTERN, canonical_json
 
 

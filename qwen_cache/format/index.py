@@ -15,18 +15,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from qwen_cache.format.errors import IndexFileError, SampleKeyError
+from qwen_cache.errors import IndexFileError, SampleKeyError
 from qwen_cache.format.identity import HASH_PATTERN, Inputs
-from qwen_cache.format.sample import (
-    PIXELS_PER_TOKEN,
-    TENSORS,
-    ImgShapes,
-    SampleMeta,
-    TensorSpec,
-    check_shapes,
-    parse_phrase,
-)
+from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS, ImgShapes, SampleMeta, check_shapes, parse_phrase
 from qwen_cache.format.shard import Entry
+from qwen_cache.format.tensor import TensorSpec
 
 INDEX_NAME = "index.parquet"
 NULLABLE = {"mask", "edit_mask_from", *TENSORS[2]}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.format.errors import CountError, ManifestError, RecipeError, ShardError, VersionError
+from qwen_cache.errors import CountError, ManifestError, RecipeError, ShardError, VersionError
 from qwen_cache.format.fields import Fields
 from qwen_cache.format.identity import HASH_PATTERN, recipe_id
 

@@ -14,14 +14,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from qwen_cache.errors import ConfigError
 from qwen_cache.format import directory
-from qwen_cache.format.cache import Cache, open_cache
-from qwen_cache.format.errors import ConfigError
+from qwen_cache.format.cache import Cache, open_recipes
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import Manifest
-from qwen_cache.format.remote import Url
 from qwen_cache.format.shard import compress
 from qwen_cache.format.update import Listed, Update, by_place, carry_out, open_staging, plan_update, read_existing
+from qwen_cache.storage.local_copies import LocalCopies
+from qwen_cache.storage.url import Url
 
 SHOWN = 10  # names that an error lists
 
@@ -62,12 +63,13 @@ class Merge:
     """By key: where a sample is taken from."""
 
 
-def plan_merge(sources: Sequence[Path | Url], target: Path, select: Selection) -> Merge:
+def plan_merge(sources: Sequence[Path | Url], target: Path, select: Selection, copies: LocalCopies) -> Merge:
     """The samples of `sources` that `select` names, in `target`, which keeps what it already holds.
 
-    Raises ConfigError when the caches do not go together, or when something in `select` selects nothing.
+    `copies` is where remote samples are kept. Raises ConfigError when the caches do not go together, or when something
+    in `select` selects nothing.
     """
-    caches = [cache for source in sources for cache in _open_all(source)]
+    caches = [cache for source in sources for cache in open_recipes(source, copies).values()]
     versions = {cache.format_version for cache in caches}
     existing = read_existing(target, max(versions))
     if len(versions | {existing.manifest.format_version}) > 1:
@@ -115,11 +117,6 @@ def merge(
             staging.add(*compress(row.meta, {name: sample.buffer(name) for name in row.meta.tensors}, compression))
 
     return carry_out(plan.update, staging, write, plan.recipes, {"qwen-cache": version}, on_sample)
-
-
-def _open_all(source: Path | Url) -> list[Cache]:
-    manifest, _ = directory.load(source)
-    return [open_cache(source, recipe=name) for name in sorted(manifest.recipes)]
 
 
 def _taken_from(cache: Cache, places: Mapping[str, tuple[Cache, IndexRow]]) -> list[IndexRow]:

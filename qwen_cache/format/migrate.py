@@ -11,22 +11,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from qwen_cache.errors import ConfigError
 from qwen_cache.format import directory
-from qwen_cache.format.cache import Sample, open_cache
-from qwen_cache.format.errors import ConfigError
+from qwen_cache.format.cache import Sample, open_recipes
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import Manifest
-from qwen_cache.format.remote import Url
 from qwen_cache.format.sample import TENSORS, SampleMeta, shared_rows
 from qwen_cache.format.shard import compress
-from qwen_cache.format.update import (
-    Update,
-    by_place,
-    carry_out,
-    open_staging,
-    plan_update,
-    read_existing,
-)
+from qwen_cache.format.update import Update, by_place, carry_out, open_staging, plan_update, read_existing
+from qwen_cache.storage.local_copies import LocalCopies
+from qwen_cache.storage.url import Url
 
 AFTER_PROMPT = 5
 """Tokens of every template after the prompt (`<|im_end|>\\n<|im_start|>assistant\\n`): the least that differs."""
@@ -69,12 +63,12 @@ def migrate(
     shard_size: int,
     compression: str,
     version: str,
+    copies: LocalCopies,
     on_sample: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
     """Write and commit `update` as qwen-cache `version`; the caller holds `directory.writing(update.folder)`."""
     manifest, _ = directory.load(source)
-    caches = [open_cache(source, recipe=name) for name in manifest.recipes]
-    place = {row.meta.key: cache for cache in caches for row in cache.rows()}
+    place = {row.meta.key: cache for cache in open_recipes(source, copies).values() for row in cache.rows()}
     staging = open_staging(update, "migrate", shard_size)
 
     def write(key: str) -> None:

@@ -16,11 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from qwen_cache.format.codec import MAX_RATIO, PLANES_ZSTD
-from qwen_cache.format.errors import (
+from qwen_cache.errors import (
     RESTORE_SHARD,
-    UPGRADE,
-    CodecError,
     DtypeError,
     MemberError,
     PhraseError,
@@ -32,8 +29,8 @@ from qwen_cache.format.errors import (
 from qwen_cache.format.fields import Fields
 from qwen_cache.format.identity import Inputs, Phrase, canonical_json, sample_key
 from qwen_cache.format.manifest import check_version
+from qwen_cache.format.tensor import TensorSpec, check_codec
 
-BYTES_PER_ELEMENT = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1}
 EMBEDDING_DTYPES = ("BF16", "F32")
 LATENT_CHANNELS = 64  # 16 channels of the VAE × a patch of 2×2
 PIXELS_PER_TOKEN = 16  # 8× by the VAE, 2× by packing
@@ -49,36 +46,6 @@ MASK_FROM = ("file", "difference", "head")
 """Where an edit mask may come from: the source, the difference of target and control, attention."""
 
 ImgShapes = tuple[tuple[int, int, int], ...]
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What a tensor is: safetensors' dtype name, shape, the xxh3-128 of its bytes; and how it is stored."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    xxh3_128: str
-    codec: str | None = None
-    compressed_bytes: int | None = None
-
-    @property
-    def element_size(self) -> int:
-        return BYTES_PER_ELEMENT[self.dtype]
-
-    @cached_property
-    def nbytes(self) -> int:
-        return self.element_size * math.prod(self.shape)
-
-    @property
-    def stored_bytes(self) -> int:
-        """What it takes in a shard."""
-        return self.nbytes if self.compressed_bytes is None else self.compressed_bytes
-
-    def to_json(self) -> dict[str, Any]:
-        value = {"dtype": self.dtype, "shape": list(self.shape), "xxh3_128": self.xxh3_128}
-        return (
-            value if self.codec is None else {**value, "codec": self.codec, "compressed_bytes": self.compressed_bytes}
-        )
 
 
 @dataclass(frozen=True)
@@ -294,17 +261,6 @@ def _parse_tensor(fields: Fields, version: int) -> TensorSpec:
     if not all(is_size(n) for n in shape):
         raise ShapeError("a shape is a list of positive integers", where=fields.where, found=shape)
     return TensorSpec(dtype, tuple(shape), xxh3, codec, compressed)
-
-
-def check_codec(spec: TensorSpec, where: str) -> None:
-    """A codec that is known, and no more bytes than such compressed ones may stand for."""
-    if spec.codec is None:
-        return
-    if spec.codec != PLANES_ZSTD:
-        raise CodecError("unknown codec", where=where, expected=PLANES_ZSTD, found=spec.codec, do=UPGRADE)
-    if spec.nbytes > MAX_RATIO * spec.stored_bytes:
-        found = f"{spec.stored_bytes} for {spec.nbytes}"
-        raise CodecError("too few compressed bytes", where=where, expected=f"at least 1 for {MAX_RATIO}", found=found)
 
 
 def _parse_img_shapes(value: list[Any], where: str) -> ImgShapes:

@@ -18,12 +18,13 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from qwen_cache.format.codec import MAX_RATIO, PLANES_ZSTD, decode, encode
-from qwen_cache.format.errors import ArchiveError, ChecksumError, FormatError, MemberError
+from qwen_cache.errors import ArchiveError, ChecksumError, FormatError, MemberError
+from qwen_cache.format.codec import decode, encode
 from qwen_cache.format.fields import Fields
 from qwen_cache.format.identity import HASH_PATTERN, canonical_json, content_hash
 from qwen_cache.format.manifest import Shard
-from qwen_cache.format.sample import SampleMeta, TensorSpec, parse_sample
+from qwen_cache.format.sample import SampleMeta, parse_sample
+from qwen_cache.format.tensor import MAX_RATIO, PLANES_ZSTD, TensorSpec
 from qwen_cache.storage.durable import replace as replace_file
 from qwen_cache.storage.durable import sync
 

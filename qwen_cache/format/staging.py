@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from qwen_cache.format.cache import map_file
-from qwen_cache.format.errors import FormatError
+from qwen_cache.errors import FormatError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import SHARD_PATTERN, Shard
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.shard import Entry, ShardWriter, check_tensors, recover, scan_shard
+from qwen_cache.format.shards import map_file
 from qwen_cache.storage.durable import replace
 
 OPEN = "open.tar"

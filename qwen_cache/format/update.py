@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from qwen_cache.errors import ConfigError, FormatError
 from qwen_cache.format import directory
-from qwen_cache.format.cache import map_file
-from qwen_cache.format.errors import ConfigError, FormatError
 from qwen_cache.format.identity import content_hash, dataset_identity, recipe_id
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, write_index
 from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recipe
-from qwen_cache.format.remote import Url
 from qwen_cache.format.shard import Entry, scan_shard
+from qwen_cache.format.shards import map_file
 from qwen_cache.format.staging import Staging
 from qwen_cache.storage.durable import link_or_copy, move, unless_in_use
+from qwen_cache.storage.url import Url
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qwen_cache.format import directory
-from qwen_cache.format.cache import map_file
-from qwen_cache.format.codec import decode
-from qwen_cache.format.errors import (
+from qwen_cache.errors import (
     ChecksumError,
     CountError,
     DisagreementError,
@@ -32,12 +29,15 @@ from qwen_cache.format.errors import (
     StrayFileError,
     ThumbnailError,
 )
+from qwen_cache.format import directory
+from qwen_cache.format.codec import decode
 from qwen_cache.format.identity import content_hash, dataset_identity
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest, Shard
-from qwen_cache.format.remote import Url, location
 from qwen_cache.format.sample import SHARES
 from qwen_cache.format.shard import Entry, scan_shard, tensor_bytes
+from qwen_cache.format.shards import map_file
+from qwen_cache.storage.url import Url, location
 
 REMOTE_SHARDS = 2  # on the disk at once: one comes while the other is hashed
 
@@ -53,7 +53,7 @@ def verify_cache(path: str | Path, on_bytes: Callable[[int], None] = lambda _: N
         do = "run `qwen-cache build`" if isinstance(folder, Path) else "check the address"
         raise ManifestError(what, where=folder, do=do)
     if isinstance(folder, Url):
-        folder.require_ranges()
+        (folder / MANIFEST_NAME).require_ranges()
     try:
         manifest, index = directory.load(folder)
         table = read_index(index, manifest.format_version, str(folder / INDEX_NAME))

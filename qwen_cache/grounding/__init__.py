@@ -1,0 +1,1 @@
+"""Where an edit is: from attention, or from the difference of images."""

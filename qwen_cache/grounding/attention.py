@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel, rotate_half
 
-from qwen_cache.format.errors import ModelError
+from qwen_cache.errors import ModelError
 
 Merge = Literal["mean", "max"]
 Phrases = Sequence[Sequence[int]]

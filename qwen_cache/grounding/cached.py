@@ -12,9 +12,9 @@ from typing import Any, overload
 
 import torch
 
+from qwen_cache.errors import QwenCacheError
 from qwen_cache.format.cache import Cache
 from qwen_cache.format.cache import Sample as CachedSample
-from qwen_cache.format.errors import QwenCacheError
 from qwen_cache.grounding.head import MaskHead, Sample, iou, predict_mask
 
 

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from qwen_cache.encode.loading import load_whole
-from qwen_cache.encode.template import PIXEL_TOKENS, VISION_END, Template
-from qwen_cache.encode.text import ImageOnlyQwen2VLProcessor
-from qwen_cache.format.errors import SourceError
+from qwen_cache.errors import SourceError
 from qwen_cache.grounding.attention import Merge, attention_rows, image_tokens
 from qwen_cache.grounding.phrase import Span, find, parse, token_positions
 from qwen_cache.grounding.processor import Picture, to_pil
+from qwen_cache.models.loading import load_whole
+from qwen_cache.models.processor import ImageOnlyQwen2VLProcessor
+from qwen_cache.models.template import PIXEL_TOKENS, VISION_END, Template
 
 CHAT = Template(
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n",
@@ -53,7 +53,7 @@ class Grounding:
 class FrozenQwen(nn.Module):
     """A Qwen2.5-VL with or without its `lm_head`, and a processor; `template` is what stands around the instruction.
 
-    With a template of `qwen_cache.encode.template.TEMPLATES`, and pictures resized as for that pipeline, the attention
+    With a template of `qwen_cache.models.template.TEMPLATES`, and pictures resized as for that pipeline, the attention
     is that of a cache's `prompt_embeds`.
     """
 

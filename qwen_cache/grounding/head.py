@@ -21,7 +21,7 @@ from safetensors.torch import save
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, interpolate, pad
 
-from qwen_cache.format.errors import ModelError
+from qwen_cache.errors import ModelError
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.storage.durable import write_durably
 

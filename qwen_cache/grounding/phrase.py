@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from qwen_cache.format.errors import SourceError
+from qwen_cache.errors import SourceError
 
 Span = tuple[int, int]
 """Characters from `start` to before `end`."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from qwen_cache.format.errors import SourceError
+from qwen_cache.errors import SourceError
 
 Picture = Image.Image | NDArray[Any]
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.format.errors import SourceError
+from qwen_cache.errors import SourceError
 from qwen_cache.importers.source import Found, Imported, Options, check_tensor, load_pickled, pack_latents
 
 INDEX = "metadata.db"

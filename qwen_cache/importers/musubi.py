@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from qwen_cache.format.errors import SourceError
+from qwen_cache.errors import SourceError
 from qwen_cache.importers.source import Found, Imported, Options, check_tensor, pack_latents
 
 LATENT_FILE = re.compile(r"(?P<stem>.+)_\d{4,}x\d{4,}_(?P<arch>qie?)\.safetensors")

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from qwen_cache.format.errors import SourceError
+from qwen_cache.errors import SourceError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, ImgShapes, token_count
 from qwen_cache.importers.source import Found, Imported, Options, check_tensor, load_pickled, unpad
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from qwen_cache.format.errors import SourceError
+from qwen_cache.errors import SourceError
 from qwen_cache.format.sample import ImgShapes
 
 LATENT_CHANNELS = 16

@@ -18,17 +18,18 @@ from typing import Any, Literal
 import torch
 
 from qwen_cache import __version__
-from qwen_cache.config import Config
-from qwen_cache.format.errors import ConfigError, ModelError, SourceError
+from qwen_cache.errors import ConfigError, ModelError, SourceError
 from qwen_cache.format.identity import Inputs, canonical_json, content_hash, recipe_id
 from qwen_cache.format.manifest import DEFAULT_RECIPE, Manifest
-from qwen_cache.format.remote import local_folder
-from qwen_cache.format.sample import LATENT_CHANNELS, TENSORS, SampleMeta, TensorSpec, shared_rows, token_count
+from qwen_cache.format.sample import LATENT_CHANNELS, TENSORS, SampleMeta, shared_rows, token_count
 from qwen_cache.format.shard import compress
+from qwen_cache.format.tensor import TensorSpec
 from qwen_cache.format.update import Existing, Listed, Update, carry_out, open_staging, plan_update
 from qwen_cache.importers import diffusion_pipe, musubi, qflux
 from qwen_cache.importers.source import EXACT_IN, Found, Imported, Options
-from qwen_cache.model_folder import PIPELINES, ModelFolder, PipelineName, open_model
+from qwen_cache.models.folder import PIPELINES, ModelFolder, PipelineName, open_model
+from qwen_cache.settings.load import Config
+from qwen_cache.storage.url import local_folder
 
 Tool = Literal["qflux", "musubi", "diffusion-pipe"]
 Dtype = Literal["bfloat16", "float32"]

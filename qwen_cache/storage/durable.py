@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 from typing import IO
 
 try:
@@ -248,3 +249,21 @@ def cache_home() -> Path:
     from platformdirs import user_cache_path
 
     return user_cache_path(APP, appauthor=False)
+
+
+_SEEKING = Lock()
+
+
+def write_at(file: int, begin: int, data: bytes | memoryview) -> None:
+    """Write at `begin`, from any number of threads."""
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(file, left, begin) if hasattr(os, "pwrite") else _seek_and_write(file, begin, left)
+        left, begin = left[written:], begin + written
+
+
+def _seek_and_write(file: int, begin: int, data: memoryview) -> int:
+    """As `pwrite`, which Windows lacks; a fork, which could leave the lock to nobody, it lacks as well."""
+    with _SEEKING:
+        os.lseek(file, begin, os.SEEK_SET)
+        return os.write(file, data)

@@ -1,0 +1,1 @@
+"""From caches to batches."""

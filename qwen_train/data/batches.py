@@ -24,19 +24,15 @@ import xxhash
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qwen_cache.config import TrainConfig
-from qwen_cache.format.cache import Cache, Sample
-from qwen_cache.format.errors import ConfigError
-from qwen_cache.format.index import INDEX_NAME
+from qwen_cache.batching.batch_plan import BatchPlan, Turn
+from qwen_cache.batching.epoch import IntArray
+from qwen_cache.errors import ConfigError
+from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import ImgShapes, token_count
-from qwen_cache.sampling.batch_plan import BatchPlan, Turn, index_target_tokens, index_token_counts
-from qwen_cache.sampling.epoch import IntArray, Part
-from qwen_train.data.mixture import Mixture
-from qwen_train.data.on_the_fly import Feed
+from qwen_cache.settings.train import TrainConfig
+from qwen_train.data.samples import Samples
 from qwen_train.data.split import split
 from qwen_train.flow import NoiseSchedule, draw_u, weighting
-
-Samples = Cache | Mixture | Feed
 
 AHEAD = 2  # batches in preparation while one is trained
 FETCHED_AHEAD = 8  # more batches whose samples are on their way, where the cache lies behind a URL
@@ -127,10 +123,7 @@ class Batches:
         self.training, self.validation = training_and_validation(cache, config)
         """Which samples of the cache are trained, and which never are."""
         counts = target_tokens(cache) if config.loss_mean == "tokens" else None
-        self.plan = BatchPlan(token_counts(cache), config, self._name, parts(cache, self.training), counts)
-
-    def _name(self, sample: int) -> str:
-        return self.cache.names[sample] if isinstance(self.cache, Feed) else self.cache.row(sample).name
+        self.plan = BatchPlan(cache.token_counts(), config, cache.name, cache.parts(self.training), counts)
 
     def batch(self, done: int) -> Batch:
         """This process's batch when an optimizer step begins after `done` samples."""
@@ -193,45 +186,26 @@ class Batches:
                 self.cache.stop_prefetch()
 
 
-def training_and_validation(cache: Samples, config: TrainConfig) -> tuple[IntArray, IntArray]:
-    """Which samples are trained, and which are set aside."""
-    if not config.validation_split or not len(cache):
-        return np.arange(len(cache)), np.arange(0)
-    if isinstance(cache, Feed):
+def training_and_validation(samples: Samples, config: TrainConfig) -> tuple[IntArray, IntArray]:
+    """Which samples are trained, and which are held out."""
+    if not config.validation_split or not len(samples):
+        return np.arange(len(samples)), np.arange(0)
+    if not samples.has_index:
         raise ConfigError(
             "train.validation_split goes by the index of a cache, which --encode-on-the-fly does not have",
             do="build a cache: `qwen-cache build`",
         )
-    return split(cache.table["target"].to_pylist(), config.validation_split)
+    return split(samples.column("target").to_pylist(), config.validation_split)
 
 
-def parts(cache: Samples, training: IntArray) -> list[Part]:
-    """How often which of the samples to train come in an epoch."""
-    if not isinstance(cache, Mixture):
-        return [Part(training)]
-    each = np.split(training, np.searchsorted(training, cache.ends[:-1]))
-    return [Part(samples, weight) for samples, weight in zip(each, cache.weights, strict=True)]
-
-
-def token_counts(cache: Samples) -> IntArray:
-    """`[2, N]`: of the pictures (target and controls) and of the text."""
-    if isinstance(cache, Feed):
-        return cache.token_counts
-    if isinstance(cache, Mixture):
-        return np.concatenate([token_counts(part) for part in cache.caches], axis=1)
-    return index_token_counts(cache.table, cache.folder / INDEX_NAME)
-
-
-def target_tokens(cache: Samples) -> IntArray:
-    """`[N]`: of the targets."""
-    if isinstance(cache, Feed):
+def target_tokens(samples: Samples) -> IntArray:
+    """`[N]`: image tokens of the targets."""
+    if not samples.has_index:
         raise ConfigError(
             "train.loss_mean=tokens goes by the index of a cache, which --encode-on-the-fly does not have",
             do="build a cache: `qwen-cache build`, or set train.loss_mean=samples",
         )
-    if isinstance(cache, Mixture):
-        return np.concatenate([target_tokens(part) for part in cache.caches])
-    return index_target_tokens(cache.table, cache.folder / INDEX_NAME)
+    return samples.target_tokens()
 
 
 def collate(

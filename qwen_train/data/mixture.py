@@ -1,4 +1,4 @@
-"""Several caches as one: what training needs of a `Cache`, over the samples of all in turn, each with its weight.
+"""One or more caches as the samples of a run: those of each in turn, with the weight of its cache.
 
 They may differ in resolution, format and compression. Refused are caches for different pipelines, of different
 encoders, or stored in different dtypes: which samples share a batch must not change what they are.
@@ -12,14 +12,18 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from qwen_cache.config import CacheConfig, WeightedCache
-from qwen_cache.format.cache import Cache, Sample, open_cache
-from qwen_cache.format.errors import ConfigError
+from qwen_cache.batching.batch_plan import index_target_tokens, index_token_counts
+from qwen_cache.batching.epoch import IntArray, Part
+from qwen_cache.errors import ConfigError
+from qwen_cache.format.cache import Cache, Sample, open_configured
 from qwen_cache.format.identity import canonical_json, content_hash
-from qwen_cache.format.index import IndexRow
+from qwen_cache.format.index import INDEX_NAME, IndexRow
 from qwen_cache.format.manifest import Recipe
+from qwen_cache.settings.cache import CacheConfig
+from qwen_cache.settings.train import WeightedCache
 
 COLUMNS = ("key", "target", "text_length", "image_latents", "control_latents", "empty_prompt_embeds")
 """Of the index, what all formats have alike and training asks of all samples at once."""
@@ -30,18 +34,27 @@ SAME = ("pipeline", "vae", "text_encoder", "processor", "template", "picture_tem
 class Mixture:
     """The samples of `caches`, those of the first, then those of the second, and so on."""
 
+    has_index = True
+
     def __init__(self, caches: Sequence[Cache], weights: Sequence[float]) -> None:
         for other in caches:
             _check_alike(caches[0], other)
         self.caches, self.weights = tuple(caches), tuple(weights)
         self.ends = list(accumulate(map(len, caches)))
         self.table = pa.concat_tables([cache.table.select(COLUMNS) for cache in caches])
-        parts = [[cache.identity, weight] for cache, weight in zip(caches, weights, strict=True)]
-        self.recipe = Recipe(caches[0].recipe.recipe, len(self), content_hash(canonical_json(parts)))
+        weighted = [[cache.identity, weight] for cache, weight in zip(caches, weights, strict=True)]
+        is_one = len(caches) == 1 and weights[0] == 1
+        identity = caches[0].identity if is_one else content_hash(canonical_json(weighted))
+        self.recipe = Recipe(caches[0].recipe.recipe, len(self), identity)
+
+    @classmethod
+    def of(cls, cache: Cache) -> Mixture:
+        """One cache alone; its identity is the cache's."""
+        return cls([cache], [1.0])
 
     @property
     def folder(self) -> str:
-        """Where all of it lies, in words."""
+        """Where all of it is, in words."""
         return " and ".join(str(cache.folder) for cache in self.caches)
 
     @property
@@ -64,6 +77,32 @@ class Mixture:
         cache, place = self._locate(position)
         return cache.row(place)
 
+    def column(self, name: str) -> pa.ChunkedArray:
+        """`[N]`: one of `COLUMNS`."""
+        return self.table[name]
+
+    def name(self, position: int) -> str:
+        return self.row(position).name
+
+    def token_counts(self) -> IntArray:
+        """`[2, N]`: image tokens (of target and controls) and text tokens."""
+        each = [index_token_counts(cache.table, cache.folder / INDEX_NAME) for cache in self.caches]
+        return np.concatenate(each, axis=1)
+
+    def target_tokens(self) -> IntArray:
+        """`[N]`: image tokens of the target."""
+        return np.concatenate([index_target_tokens(cache.table, cache.folder / INDEX_NAME) for cache in self.caches])
+
+    def edit_masks(self) -> int:
+        """How many samples have an edit mask; v1 has none."""
+        tables = [cache.table for cache in self.caches]
+        return sum(len(t) - t["edit_mask"].null_count for t in tables if "edit_mask" in t.column_names)
+
+    def parts(self, training: IntArray) -> list[Part]:
+        """The samples at the positions `training`, those of each cache with its weight."""
+        each = np.split(training, np.searchsorted(training, self.ends[:-1]))
+        return [Part(samples, weight) for samples, weight in zip(each, self.weights, strict=True)]
+
     def prefetch(self, positions: Iterable[int]) -> None:
         places = defaultdict(list)
         for cache, place in map(self._locate, positions):
@@ -84,15 +123,7 @@ class Mixture:
 
 def open_mixture(parts: Sequence[WeightedCache], config: CacheConfig) -> Mixture:
     """The caches of train.caches; ConfigError where they do not go together."""
-    caches = [
-        open_cache(
-            part.path,
-            recipe=part.recipe,
-            local_copies=config.local_copies,
-            local_copies_size=config.local_copies_size,
-        )
-        for part in parts
-    ]
+    caches = [open_configured(config.model_copy(update={"recipe": part.recipe}), part.path) for part in parts]
     for cache in caches:
         if not len(cache):
             do = "run `qwen-cache build`, or leave it out of train.caches"

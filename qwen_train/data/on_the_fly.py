@@ -18,13 +18,15 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from qwen_cache.config import Config
+from qwen_cache.batching.epoch import IntArray, Part
+from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.format.cache import Sample
-from qwen_cache.format.errors import TrainError
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import Recipe
 from qwen_cache.format.shard import recover
+from qwen_cache.settings.load import Config
 
 COMMAND = "from qwen_cache.cli import main; main()"
 
@@ -43,8 +45,10 @@ class OneSample:
         return False
 
 
-class Feed:
-    """The samples of a source, from a process that encodes them. Has what training needs of a `Cache`."""
+class OnTheFlySamples:
+    """The samples of a source, from a process that encodes them."""
+
+    has_index = False
 
     def __init__(self, config: Config, source: str) -> None:
         self.folder = Path(source)
@@ -57,13 +61,34 @@ class Feed:
         self.format_version: int = about["format_version"]
         self.prompt_embeds_width: int = about["prompt_embeds_width"]
         self.names: list[str] = about["names"]
-        self.token_counts = np.array([about["image_tokens"], about["text_tokens"]], dtype=np.int64)
-        """`[2, N]`, as `batch_plan` plans with."""
+        self._token_counts = np.array([about["image_tokens"], about["text_tokens"]], dtype=np.int64)
         self.recipe = Recipe(about["recipe"], about["samples"], about["identity"])
 
     @property
     def identity(self) -> str:
         return self.recipe.identity
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        raise self._no_index()
+
+    def row(self, position: int) -> IndexRow:
+        raise self._no_index()
+
+    def target_tokens(self) -> IntArray:
+        raise self._no_index()
+
+    def edit_masks(self) -> int:
+        raise self._no_index()
+
+    def name(self, position: int) -> str:
+        return self.names[position]
+
+    def token_counts(self) -> IntArray:
+        """`[2, N]`: image tokens (of target and controls) and text tokens."""
+        return self._token_counts
+
+    def parts(self, training: IntArray) -> list[Part]:
+        return [Part(training)]
 
     def __len__(self) -> int:
         return self.recipe.samples
@@ -91,6 +116,10 @@ class Feed:
             self._process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             self._process.kill()
+
+    def _no_index(self) -> ConfigError:
+        what = "this goes by the index of a cache, which --encode-on-the-fly does not have"
+        return ConfigError(what, where=self.folder, do="build a cache: `qwen-cache build`")
 
     def _ask(self, position: int) -> None:
         assert self._process.stdin is not None

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from qwen_cache.format.errors import ConfigError
-from qwen_cache.sampling.epoch import IntArray
+from qwen_cache.batching.epoch import IntArray
+from qwen_cache.errors import ConfigError
 
 
 def split(targets: Sequence[str], share: float, setting: str = "train.validation_split") -> tuple[IntArray, IntArray]:

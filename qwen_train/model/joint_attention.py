@@ -17,7 +17,7 @@ from diffusers.models.attention_processor import Attention
 from jaxtyping import Complex, Float
 from torch import Tensor, nn
 
-from qwen_cache.format.errors import ModelError, TrainError
+from qwen_cache.errors import ModelError, TrainError
 from qwen_train.model.packed import Packing
 
 # Of a row with n valid keys these keep the first n, which is wrong when padding lies between text and image.

@@ -30,9 +30,9 @@ from jaxtyping import BFloat16
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from qwen_cache.config import TrainConfig
 from qwen_cache.console import console
-from qwen_cache.format.errors import ConfigError, ModelError, TrainError
+from qwen_cache.errors import ConfigError, ModelError, TrainError
+from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.durable import allocate, cache_home, sync, whole_file
 from qwen_train.flow import NoiseSchedule
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel

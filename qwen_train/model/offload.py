@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
-from qwen_cache.config import Config
-from qwen_cache.format.errors import ConfigError
+from qwen_cache.errors import ConfigError
+from qwen_cache.settings.load import Config
 
 OFF = "set train.offload_blocks=0"
 ON_DEVICE = 2

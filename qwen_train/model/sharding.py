@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from qwen_cache.config import TrainConfig
-from qwen_cache.format.errors import ConfigError
+from qwen_cache.errors import ConfigError
+from qwen_cache.settings.train import TrainConfig
 
 T = TypeVar("T")
 

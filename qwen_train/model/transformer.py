@@ -38,7 +38,7 @@ from diffusers.utils import apply_lora_scale
 from jaxtyping import Bool, Complex, Int, Shaped
 from torch import Tensor, nn
 
-from qwen_cache.format.errors import ModelError, TrainError
+from qwen_cache.errors import ModelError, TrainError
 from qwen_train.model.joint_attention import QwenMultiResAttnProcessor, active_backend, refuse_backend_for_mask
 from qwen_train.model.packed import Packing, QwenImageMultiResTransformerBlock, gather, norm_out, scatter
 

@@ -11,27 +11,27 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from qwen_cache import open_cache
 from qwen_cache.encode.text import EncodedText, TextEncoder
 from qwen_cache.encode.vae import VaeEncoder
-from tests.conftest import SMALL, build, run, write_pairs
-
-from .judge import (
+from tests.support.caches import SMALL, build
+from tests.support.commands import run
+from tests.support.judge import (
     LONG,
     PROMPTS,
     SEVERAL,
     SHAPES,
     TOLERANCE,
-    Any,
     Case,
     Size,
-    Tensor,
     TinyModel,
     assert_is_what_stock_computes,
     assert_same,
@@ -44,6 +44,7 @@ from .judge import (
     stock_pipeline,
     write_source,
 )
+from tests.support.sources import write_pairs
 
 # ---- against the pipelines -------------------------------------------------------------------------------------------
 

@@ -10,13 +10,12 @@ import pytest
 import torch
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
-from qwen_cache.encode.batching import Batcher
 from qwen_cache.encode.builder import ENCODER_PARTS
+from qwen_cache.encode.micro_batches import Batcher
 from qwen_cache.encode.text import TextEncoder
 from qwen_cache.encode.vae import VaeEncoder
-from qwen_cache.model_folder import open_model
-
-from .judge import (
+from qwen_cache.models.folder import open_model
+from tests.support.judge import (
     PHOTOGRAPHS,
     PROMPTS,
     Case,
@@ -30,7 +29,7 @@ from .judge import (
     picture,
     small_options,
 )
-from .test_encode_text import pictures, recording
+from tests.support.text_encoder import pictures, recording
 
 CONTROLS: list[list[Size]] = [[(150, 100)], [(90, 200)], [(150, 100), (200, 90)], [(128, 128)], [(60, 60), (90, 160)]]
 IN_BATCHES = ["--set", "cache.vae_batch_pixels=100000", "--set", "cache.text_batch_tokens=2000"]

@@ -7,8 +7,7 @@ three-dimensional positions passed in from outside; and positions counted by han
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,13 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from qwen_cache.encode.builder import ENCODER_PARTS
-from qwen_cache.encode.template import TEMPLATES
-from qwen_cache.encode.text import ImageOnlyQwen2VLProcessor, TextEncoder
-from qwen_cache.format.errors import ModelError
-from qwen_cache.model_folder import open_model
-
-from .judge import (
+from qwen_cache.encode.text import TextEncoder
+from qwen_cache.errors import ModelError
+from qwen_cache.models.folder import open_model
+from qwen_cache.models.processor import ImageOnlyQwen2VLProcessor
+from qwen_cache.models.template import TEMPLATES
+from tests.support.judge import (
     LONG,
-    PHOTOGRAPHS,
     PIPELINES,
     PROMPTS,
     Case,
@@ -52,9 +50,9 @@ from .judge import (
     small_options,
     stock_pipeline,
 )
+from tests.support.text_encoder import pictures, recording, stock_embeds
 
 TextEncoders = Callable[..., TextEncoder]
-SIZES: list[Size] = [(128, 96), (84, 140), (112, 112), (160, 64)]
 NUMBERS = [("t2i", 0), ("edit", 1), ("edit-plus", 1), ("edit-plus", 2), ("edit-plus", 4), ("edit-2511", 3)]
 """Variants, each with numbers of pictures."""
 
@@ -73,40 +71,11 @@ def slow(values: tuple[Any, ...]) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def pictures(count: int) -> list[Image.Image]:
-    """At sizes for the text encoder, all different."""
-    return [picture(name, size) for name, size in zip(PHOTOGRAPHS, SIZES[:count], strict=False)]
-
-
 def our_embeds(encoder: TextEncoder, controls: list[Image.Image], *prompts: str) -> list[Tensor]:
     """`[L, D]` of each prompt, all on one prefix."""
     prefixes = encoder.read([encoder.inputs(controls)])
     rests = encoder.embed(prefixes, [(0, p, None) for p in prompts])
     return [torch.cat([prefixes.embeds[0], rest.embeds]) for rest in rests]
-
-
-@torch.no_grad()
-def stock_embeds(pipeline: Any, controls: list[Image.Image], prompt: str) -> Tensor:
-    """`[L, D]`: one prompt by itself, from the first token on."""
-    images = {"image": controls if len(controls) > 1 else controls[0]} if controls else {}
-    embeds, mask = pipeline.encode_prompt(prompt, **images)
-    assert mask is None
-    return embeds[0]
-
-
-@contextmanager
-def recording(model: type[nn.Module]) -> Iterator[list[dict[str, Any]]]:
-    """The named arguments of every call of a `model`, ours or stock."""
-    calls: list[dict[str, Any]] = []
-    forward = model.forward
-    signature = inspect.signature(forward)
-
-    def record(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(signature.bind(self, *args, **kwargs).arguments)
-        return forward(self, *args, **kwargs)
-
-    with patch.object(model, "forward", record):
-        yield calls
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------

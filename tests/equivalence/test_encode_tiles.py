@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImageEditPlusPipeline
+from diffusers import QwenImageEditPlusPipeline
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qwen_cache.encode import tiles
 from qwen_cache.encode.single_frame import for_single_frames
 from qwen_cache.encode.tiles import HEIGHT, WIDTH, VaeThatFits, decode_in_tiles, encode_in_tiles, reach, spans, windows
-from qwen_cache.format.errors import ModelError
-
-from .judge import EXACT, TOLERANCE, assert_same, relative, without_float32
+from qwen_cache.errors import ModelError
+from tests.support.judge import EXACT, TOLERANCE, assert_same, relative, without_float32
+from tests.support.vae import noise, picture, random_vae
 
 SIZES = [(192, 192), (96, 288), (304, 80), (32, 32), (176, 240)]  # height, width
 FAST = [((96, 288), 64), ((304, 80), 64), ((192, 192), 128), ((32, 32), 64)]
@@ -29,14 +29,6 @@ SIZES_AND_TILES = [
     for size in SIZES
     for tile in (64, 128)
 ]
-
-
-def random_vae(**config: Any) -> Any:
-    """The structure of the trained one, with random weights."""
-    torch.manual_seed(0)
-    vae = AutoencoderKLQwenImage(**config).eval().requires_grad_(False)
-    vae.decoder.conv_out.weight *= 4  # so that pixels have to be clamped
-    return vae
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +57,6 @@ def decoder_part(vae: Any) -> nn.Module:
     """What is after the mid block."""
     last = (vae.decoder.norm_out, vae.decoder.nonlinearity, vae.decoder.conv_out)
     return nn.Sequential(*vae.decoder.up_blocks, *last)
-
-
-def picture(height: int, width: int) -> Tensor:
-    return torch.rand(1, 3, 1, height, width, generator=torch.Generator().manual_seed(1)) * 2 - 1
-
-
-def noise(height: int, width: int) -> Tensor:
-    return torch.randn(1, 16, 1, height // 8, width // 8, generator=torch.Generator().manual_seed(2))
 
 
 def error(ours: Tensor, stock: Tensor) -> float:

@@ -24,13 +24,11 @@ from torch import Tensor
 
 from qwen_cache.encode.builder import ENCODER_PARTS
 from qwen_cache.encode.single_frame import for_single_frames
-from qwen_cache.encode.sizes import calculate_dimensions
 from qwen_cache.encode.vae import VaeEncoder
-from qwen_cache.format.errors import SourceError
-from qwen_cache.model_folder import open_model
-from tests.conftest import photograph
-
-from .judge import (
+from qwen_cache.errors import SourceError
+from qwen_cache.models.folder import open_model
+from qwen_cache.sources.sizes import calculate_dimensions
+from tests.support.judge import (
     SEVERAL,
     TOLERANCE,
     VAE_AREA,
@@ -51,6 +49,7 @@ from .judge import (
     stock_pipeline,
     without_float32,
 )
+from tests.support.photographs import photograph
 
 VaeEncoders = Callable[[torch.dtype], VaeEncoder]
 LYING = (320, 192)

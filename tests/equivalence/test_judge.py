@@ -23,8 +23,7 @@ from qwen_cache.encode import tiles
 from qwen_cache.encode.single_frame import for_single_frames
 from qwen_cache.encode.tiles import Window
 from qwen_train.model import transformer
-
-from .judge import (
+from tests.support.judge import (
     AS_FAR,
     TinyModel,
     assert_same,
@@ -36,11 +35,8 @@ from .judge import (
     relative,
     stock_pipeline,
 )
-from .test_encode_text import stock_embeds
-from .test_encode_tiles import noise, random_vae
-from .test_encode_tiles import picture as random_picture
-from .test_transformer import MASK_MUTANTS, ROPE_MUTANTS
-from .transformer_judge import (
+from tests.support.text_encoder import stock_embeds
+from tests.support.transformer_judge import (
     multi_res_model,
     output_error,
     random_samples,
@@ -49,6 +45,9 @@ from .transformer_judge import (
     run_singly,
     stock_model,
 )
+from tests.support.transformer_mutants import MASK_MUTANTS, ROPE_MUTANTS
+from tests.support.vae import noise, random_vae
+from tests.support.vae import picture as random_picture
 
 VARIANT, BFLOAT16 = "edit-plus", torch.bfloat16
 

@@ -24,12 +24,13 @@ from accelerate.state import AcceleratorState, PartialState
 from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 
-from qwen_cache.config import load_config
-from qwen_cache.format.errors import ModelError, QwenCacheError, TrainError
+from qwen_cache.errors import ModelError, QwenCacheError, TrainError
+from qwen_cache.settings.load import load_config
+from qwen_train import weights
 from qwen_train.flow import NoiseSchedule, draw_u
-from qwen_train.model import modulation, weights
-from qwen_train.model.lora import add_lora
-from qwen_train.model.memory import predict_memory
+from qwen_train.lora.adapter import add_lora
+from qwen_train.memory.predict import predict_memory
+from qwen_train.model import modulation
 from qwen_train.model.modulation import (
     TabulatedTransformer2DModel,
     TimestepRows,
@@ -38,12 +39,12 @@ from qwen_train.model.modulation import (
     timesteps_from,
 )
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
-from tests.conftest import load_tool
-from tests.test_train import LORA, SMALL, Trainer, column, differences, outcome, refused
-
-from .judge import AS_FAR
-from .transformer_judge import (
-    CASES,
+from tests.support.commands import refused
+from tests.support.judge import AS_FAR
+from tests.support.paths import load_tool
+from tests.support.runs import LORA, SMALL, Trainer, column, differences, outcome
+from tests.support.transformer_judge import (
+    COUNTS,
     TINY,
     Run,
     Sample,
@@ -57,7 +58,6 @@ from .transformer_judge import (
 OTHERS = 1e-3  # how many values of a table may be the neighbours of the layers' own
 LOSS = 1e-2  # relative; a loss is a mean over thousands of values that err by 2^-8 or so
 SCHEDULE = NoiseSchedule()
-COUNTS = CASES["one, two, three and no control images"]
 DRAWN = {"train.validation_split": 0.7, "validation.every_steps": 1, "validation.pictures": 1}
 BF16 = {**SMALL, "train.mixed_precision": "bf16", "optimizer.learning_rate": 0.01, "train.batch_size": 2, **DRAWN}
 BF16 |= {"validation.picture_steps": 2, "validation.num_inference_steps": 3}
@@ -69,11 +69,6 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     PartialState()
     yield tmp_path / "home" / "qwen-cache" / "modulation"
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.fixture
-def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
-    return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
 
 
 def saved(folder: Path, shard_size: str = "1GB", **config: Any) -> Path:

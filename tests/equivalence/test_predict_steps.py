@@ -24,15 +24,14 @@ import torch
 from accelerate.hooks import CpuOffload
 from PIL import Image
 
-from qwen_cache.config import PredictConfig
 from qwen_cache.encode.text import TextEncoder
-from qwen_cache.model_folder import open_model
-from qwen_train.drawing import pipeline as drawing
-from qwen_train.drawing.devices import Devices
-from qwen_train.drawing.pipeline import load_pipeline
-from qwen_train.drawing.prompts import PromptEncoder
-
-from .judge import TOLERANCE, picture, relative, stock_pipeline
+from qwen_cache.models.folder import open_model
+from qwen_cache.settings.inference import PredictConfig
+from qwen_train.inference import pipeline as drawing
+from qwen_train.inference.devices import Devices
+from qwen_train.inference.pipeline import load_pipeline
+from qwen_train.inference.prompts import PromptEncoder
+from tests.support.judge import TOLERANCE, picture, relative, stock_pipeline
 
 TinyModel = Callable[[str], Path]
 CPU = Devices(*[torch.device("cpu")] * 3)
@@ -268,7 +267,7 @@ def test_given_embeddings_load_no_encoder(tiny_model: TinyModel, small_areas: No
     pipelines = Both(fresh, stock_pipeline(folder, "edit"), [picture("china.jpg", (96, 96))])
     embeds = torch.randn(1, 7, 64, generator=torch.Generator().manual_seed(1))
     names = ("prompt_embeds", "negative_prompt_embeds")
-    with patch("qwen_train.drawing.prompts.TextEncoder", side_effect=AssertionError("loaded")):
+    with patch("qwen_train.inference.prompts.TextEncoder", side_effect=AssertionError("loaded")):
         assert_equal(*pipelines.trace(**dict.fromkeys(names, embeds), true_cfg_scale=2.0))
         with pytest.raises(AssertionError, match="loaded"):
             pipelines.call(**PROMPT)
@@ -349,7 +348,7 @@ def test_tensors_go_to_the_device_of_the_part_that_takes_them(tiny_model: TinyMo
 @pytest.mark.slow
 def test_the_encoder_comes_with_the_first_prompt_and_goes_when_it_is_freed(both: Callable[..., Both]) -> None:
     pipelines = both("edit", 1)
-    with patch("qwen_train.drawing.prompts.TextEncoder", side_effect=TextEncoder) as loading:
+    with patch("qwen_train.inference.prompts.TextEncoder", side_effect=TextEncoder) as loading:
         pipelines.ours.free_encoder()
         assert loading.call_count == 0
         for loaded in (1, 2):

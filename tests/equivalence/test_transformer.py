@@ -23,14 +23,14 @@ from diffusers import QwenImageTransformer2DModel
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from torch.utils.checkpoint import checkpoint
 
-from qwen_cache.format.errors import ModelError, TrainError
+from qwen_cache.errors import ModelError, TrainError
 from qwen_train.model import joint_attention, packed, transformer
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel, QwenMultiResAttnProcessor
-
-from .judge import TOLERANCE
-from .transformer_judge import (
+from tests.support.judge import TOLERANCE
+from tests.support.transformer_judge import (
     CASES,
     CAUGHT,
+    COUNTS,
     LORA,
     MIXED,
     TINY,
@@ -49,10 +49,10 @@ from .transformer_judge import (
     run_singly,
     stock_model,
 )
-
-SWAPPED = CASES["equal token counts, swapped sides"]
-TEXTS = CASES["text lengths differ, image sizes do not"]
-COUNTS = CASES["one, two, three and no control images"]
+from tests.support.transformer_mutants import (
+    MASK_MUTANTS,
+    ROPE_MUTANTS,
+)
 
 
 @pytest.fixture(params=["padded", "packed"])
@@ -176,43 +176,6 @@ def test_bfloat16_is_as_near_to_float32_as_the_stock_model(layout: str) -> None:
 # ---- the judge notices -----------------------------------------------------------------------------------------------
 
 
-def text_start_shared(pos_embed: Any, samples: Any, text_lengths: Any, *rest: Any) -> Any:
-    """Text RoPE of the whole batch from its largest image."""
-    widest = max(samples, key=lambda images: max(max(height, width) for _, height, width in images))
-    image_freqs, _ = ROTARY(pos_embed, samples, text_lengths, *rest)
-    _, text_length, device = rest
-    text = pos_embed([widest], device=device, max_txt_seq_len=text_length)[1]
-    return image_freqs, text.expand(len(samples), -1, -1)
-
-
-def text_start_from_target(pos_embed: Any, samples: Any, *rest: Any) -> Any:
-    """Text RoPE that starts behind the target, whatever the control images' sizes are."""
-    return ROTARY(pos_embed, samples, *rest)[0], ROTARY(pos_embed, [images[:1] for images in samples], *rest)[1]
-
-
-def no_frame_index(pos_embed: Any, samples: Any, text_lengths: Any, image_length: int, *rest: Any) -> Any:
-    """Every image counted as the first of its sample."""
-    singles = [[pos_embed([[image]], device=None, max_txt_seq_len=1)[0] for image in images] for images in samples]
-    image_freqs = padded([torch.cat(rows) for rows in singles], 0)
-    return image_freqs, ROTARY(pos_embed, samples, text_lengths, image_length, *rest)[1]
-
-
-def sides_swapped(pos_embed: Any, samples: Any, *rest: Any) -> Any:
-    return ROTARY(pos_embed, [[(t, w, h) for t, h, w in images] for images in samples], *rest)
-
-
-def first_sample_for_all(pos_embed: Any, samples: Any, *rest: Any) -> Any:
-    return ROTARY(pos_embed, [samples[0]] * len(samples), *rest)
-
-
-def real_text_offset(pos_embed: Any, samples: Any, text_lengths: Any, *rest: Any) -> Any:
-    """Image RoPE laid behind the real text, while the image tokens lie behind the padded text."""
-    image_freqs, text_freqs = ROTARY(pos_embed, samples, text_lengths, *rest)
-    rows = zip(text_freqs, image_freqs, text_lengths, strict=True)
-    joint = torch.stack([torch.cat([text[:n], image, text[n:]]) for text, image, n in rows])
-    return joint.split([text_freqs.shape[1], image_freqs.shape[1]], dim=1)[::-1]
-
-
 def neighbours_modulation(model: QwenImageMultiResTransformer2DModel) -> None:
     forward = model.time_text_embed.forward
     model.time_text_embed.forward = lambda *arguments: forward(*arguments).roll(1, dims=0)
@@ -241,45 +204,12 @@ def bounds_off_by_one(text: Any, image: Any, packing: packed.Packing, *rest: Any
     return PACKED_ATTENTION(text, image, replace(packing, text_lengths=[first + 1, second - 1, *others]), *rest)
 
 
-ROTARY = transformer.rotary_embeddings
-JOINT_MASK = transformer.joint_attention_mask
-MODULATION = transformer.modulation_index
 PACKING = packed.Packing.of
 PACKED_ATTENTION = joint_attention.packed_attention
 SCATTER = transformer.scatter
 NORM_OUT = transformer.norm_out
 ADD_GATED = packed.add_gated
 
-ROPE_MUTANTS = {
-    "text start shared": (MIXED, text_start_shared),
-    "text start from the target": (CASES["a control larger than its target"], text_start_from_target),
-    "no frame index": (COUNTS, no_frame_index),
-    "height and width swapped": (SWAPPED, sides_swapped),
-    "RoPE of the first sample": (SWAPPED, first_sample_for_all),
-    "real text offset": (TEXTS, real_text_offset),
-}
-MASK_MUTANTS = {
-    "image padding attended": (
-        COUNTS,
-        "joint_attention_mask",
-        lambda text, image, device: JOINT_MASK(text, torch.ones_like(image), device),
-    ),
-    "text padding attended": (
-        TEXTS,
-        "joint_attention_mask",
-        lambda text, image, device: JOINT_MASK(torch.ones_like(text), image, device),
-    ),
-    "control images modulated as targets": (
-        COUNTS,
-        "modulation_index",
-        lambda samples, *rest: torch.zeros_like(MODULATION(samples, *rest)),
-    ),
-    "neighbour's target length": (
-        COUNTS,
-        "modulation_index",
-        lambda samples, *rest: MODULATION(samples, *rest).roll(1, dims=0),
-    ),
-}
 PACKING_MUTANTS = {
     "text padding packed too": lambda image, text, *rest: PACKING(image, torch.ones_like(text), *rest),
     "control images modulated as targets": lambda image, text, targets, device: PACKING(image, text, None, device),

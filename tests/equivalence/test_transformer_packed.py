@@ -11,13 +11,12 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor
 
-from qwen_cache.format.errors import ModelError
+from qwen_cache.errors import ModelError
 from qwen_train.model import joint_attention
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
-
-from .judge import AS_FAR, TOLERANCE
-from .transformer_judge import (
-    CASES,
+from tests.support.judge import AS_FAR, TOLERANCE
+from tests.support.transformer_judge import (
+    COUNTS,
     TINY,
     assert_equal,
     batch_of,
@@ -28,8 +27,6 @@ from .transformer_judge import (
     run_singly,
     stock_model,
 )
-
-COUNTS = CASES["one, two, three and no control images"]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

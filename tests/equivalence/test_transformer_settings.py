@@ -22,13 +22,13 @@ from diffusers import QwenImageTransformer2DModel, TorchAoConfig
 from peft import get_peft_model
 from torch._dynamo.utils import counters
 
-from qwen_cache.format.errors import ModelError
+from qwen_cache.errors import ModelError
 from qwen_train.model import transformer
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
-from tests.conftest import run
-
-from .transformer_judge import (
+from tests.support.commands import run
+from tests.support.transformer_judge import (
     CASES,
+    COUNTS,
     LORA,
     MIXED,
     TINY,
@@ -43,7 +43,6 @@ from .transformer_judge import (
     stock_model,
 )
 
-COUNTS = CASES["one, two, three and no control images"]
 Stock = QwenImageTransformer2DModel
 
 

@@ -1,0 +1,142 @@
+"""`qwen-cache import` as people see it: what was found before anything is written, progress, and a summary after."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from qwen_cache.console import FAILED, console, counting, human_bytes, plural, print_json
+from qwen_cache.errors import ConfigError
+from qwen_cache.format import directory
+from qwen_cache.format.sample import PIXELS_PER_TOKEN
+from qwen_cache.format.update import Update, read_existing
+from qwen_cache.importers.source import Options
+from qwen_cache.importers.writer import (
+    FORMAT_VERSION,
+    Dtype,
+    Job,
+    Plan,
+    Tool,
+    claimed_model,
+    make_plan,
+    make_update,
+    prepare,
+    run,
+)
+from qwen_cache.settings.load import Config
+
+SHOWN = 20  # problems that are listed before "and so many more"
+
+
+def run_import(
+    config: Config,
+    tool: Tool,
+    source: Path,
+    *,
+    model: str,
+    pipeline: str | None,
+    dtype: Dtype | None,
+    image_sizes: list[str],
+    captions: Path | None,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Read, say what was found, write, say what was written; the exit code."""
+    options = Options(tuple(parse_size(text) for text in image_sizes), captions)
+    job = prepare(config, tool, source, claimed_model(model, pipeline), options, dtype)
+    with counting("reading", in_bytes=True) as on_bytes:
+        plan = make_plan(job, on_bytes)
+    if dry_run:
+        update = make_update(job, plan, read_existing(job.folder, FORMAT_VERSION))
+        _print_plan(job, plan, update, as_json)
+        return 0
+    if plan.problems and config.data.on_error == "stop":
+        _print_problems(plan)
+        console().print("nothing was imported; mend these samples, or leave them out with --on-error skip")
+        return FAILED
+    if not plan.samples:
+        _print_problems(plan)
+        console().print("[bold red]error:[/] no usable sample is left, so there is nothing to import")
+        return FAILED
+    with directory.writing(job.folder):
+        return _write(job, plan, make_update(job, plan, read_existing(job.folder, FORMAT_VERSION)), as_json)
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """`832x576`, width and height in pixels, as (height, width) in tokens."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    width, height = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not match or width % PIXELS_PER_TOKEN or height % PIXELS_PER_TOKEN:
+        expected = f"WIDTHxHEIGHT, both multiples of {PIXELS_PER_TOKEN}"
+        raise ConfigError("not a size", where="--image-size", expected=expected, found=text)
+    return height // PIXELS_PER_TOKEN, width // PIXELS_PER_TOKEN
+
+
+def _write(job: Job, plan: Plan, update: Update, as_json: bool) -> int:
+    _print_plan(job, plan, update, as_json=False)
+    if up_to_date := update.is_nothing:
+        console().print(f"nothing to do: {job.folder} already holds this source")
+    else:
+        with counting("writing", total=len(update.order)) as on_samples:
+            manifest = run(job, plan, update, on_samples)
+        size = human_bytes(sum(shard.bytes for shard in manifest.shards))
+        shards = plural(len(manifest.shards), "shard")
+        console().print(
+            f"[bold green]done[/]: {job.folder} holds {plural(len(plan.samples), 'sample')} in {shards}, {size}"
+        )
+    if as_json:
+        imported = 0 if up_to_date else len(update.order)
+        print_json({"imported": imported, "samples": len(plan.samples), "up_to_date": up_to_date})
+    return 0
+
+
+def _print_plan(job: Job, plan: Plan, update: Update, as_json: bool) -> None:
+    found = _plan_json(plan, update)
+    if as_json:
+        print_json(found)
+        return
+    out = console()
+    out.print(f"[bold]source[/]  {job.source}  ({job.tool})")
+    out.print(f"[bold]claimed[/] {job.model.name}  ({job.model.pipeline}); nothing in the source says it")
+    size = human_bytes(found["bytes"])
+    counts = f"{found['to_import']} to import, {found['cached']} here already"
+    out.print(f"[bold]plan[/]    {counts}; {size} in {plan.recipe['dtype']}")
+    if found["repeated"]:
+        out.print(f"        {plural(found['repeated'], 'sample')} repeated what another has, and kept once")
+    if found["removed"]:
+        out.print(f"        {plural(found['removed'], 'sample')} gone from the source, and from the dataset")
+    if found["without_empty_prompt"]:
+        samples = plural(found["without_empty_prompt"], "sample")
+        out.print(f"        {samples} without the empty prompt: they cannot be trained with caption dropout")
+    if found["without_prompt"]:
+        out.print(f"        {plural(found['without_prompt'], 'sample')} without the text of the prompt")
+    _print_problems(plan)
+
+
+def _print_problems(plan: Plan) -> None:
+    out = console()
+    if plan.problems:
+        out.print(f"[bold red]{plural(len(plan.problems), 'problem')}[/] in the source:")
+    for problem in plan.problems[:SHOWN]:
+        out.print(f"  {problem}".replace("\n", "\n  "), markup=False)
+    if len(plan.problems) > SHOWN:
+        out.print(f"  and {len(plan.problems) - SHOWN} more; --dry-run --json lists all")
+
+
+def _plan_json(plan: Plan, update: Update) -> dict[str, Any]:
+    here = {row.meta.key for row in update.existing.rows}
+    wanted = {row.key for row in update.rows}
+    new = [sample for key, sample in plan.samples.items() if key not in here]
+    return {
+        "to_import": len(new),
+        "cached": len(plan.samples) - len(new),
+        "samples": [{"name": sample.found.name, "key": sample.key} for sample in new],
+        "repeated": sum(sample.source_rows - 1 for sample in plan.samples.values()),
+        "removed": len(here - wanted),
+        "without_empty_prompt": sum(not sample.has_empty_prompt for sample in plan.samples.values()),
+        "without_prompt": sum(not sample.prompt for sample in plan.samples.values()),
+        "problems": [{"where": str(p.where), "what": p.fault, "do": p.do} for p in plan.problems],
+        "recipe": plan.recipe,
+        "bytes": sum(sample.bytes for sample in new),
+    }

@@ -1,0 +1,33 @@
+"""Terminal front end of `qwen-cache merge`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qwen_cache import __version__
+from qwen_cache.cli.migrate import OnSample, write_update
+from qwen_cache.errors import ConfigError
+from qwen_cache.format import directory
+from qwen_cache.format.manifest import Manifest
+from qwen_cache.format.merge import Selection, merge, plan_merge
+from qwen_cache.settings.load import Config
+from qwen_cache.storage.local_copies import LocalCopies
+from qwen_cache.storage.url import local_folder, location
+
+
+def run_merge(config: Config, caches: list[str], select: list[str], *, as_json: bool) -> int:
+    """Merge `caches` into `config.cache.path`; the exit code. Samples stay as they lie where nothing says otherwise."""
+    sources, target = [location(cache) for cache in caches], local_folder(config.cache.path)
+    if any(isinstance(source, Path) and source.resolve() == target.resolve() for source in sources):
+        raise ConfigError("a cache cannot be merged into itself", where=target, do="choose another folder with --out")
+    selection = Selection.of(select)
+    for source in sources:
+        directory.load(source)  # before a folder is made for the lock
+    with directory.writing(target):
+        plan = plan_merge(sources, target, selection, LocalCopies.of_settings(config.cache))
+
+        def write(on_sample: OnSample) -> Manifest:
+            compression = config.cache.compression if "compression" in config.cache.model_fields_set else None
+            return merge(plan, int(config.cache.shard_size), compression, __version__, on_sample)
+
+        return write_update(plan.update, write, "merging", as_json)

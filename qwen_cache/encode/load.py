@@ -1,0 +1,55 @@
+"""Both encoders, loaded on the devices that the settings name.
+
+Importing this imports no torch: a build with nothing to do loads none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qwen_cache.encode.builder import Job
+from qwen_cache.settings.load import Config
+
+if TYPE_CHECKING:
+    from qwen_cache.encode.lanes import Lanes
+
+VAE_BATCH_PIXELS, TEXT_BATCH_TOKENS = 2 * 1024 * 1024, 2048  # on a GPU
+
+
+def check_devices(config: Config) -> None:
+    """DeviceError for one that was named and is not there, before anything is read."""
+    devices = {"--vae-device": config.cache.vae_device, "--text-device": config.cache.text_device}
+    named = {option: name for option, name in devices.items() if name != "auto"}
+    if named:
+        from qwen_cache.models.devices import choose_devices
+
+        for option, name in named.items():
+            choose_devices(name, option)
+
+
+def load_lanes(job: Job) -> Lanes:
+    """Both encoders, each on its devices.
+
+    A GPU gets so much at once that it is busy for longer than launching it takes: 2048 tokens are 30 TFLOP of a 7B
+    model. A CPU gains nothing by batches.
+    """
+    import torch
+
+    from qwen_cache.encode.edit_mask import EditMasks
+    from qwen_cache.encode.lanes import Lanes
+    from qwen_cache.encode.text import TextEncoder
+    from qwen_cache.encode.vae import VaeEncoder
+    from qwen_cache.format.identity import recipe_id
+    from qwen_cache.models.devices import choose_devices
+
+    cache = job.config.cache
+    vae_devices = choose_devices(cache.vae_device, "--vae-device", preferred=0)
+    text_devices = choose_devices(cache.text_device, "--text-device", preferred=1)
+    dtype = getattr(torch, cache.dtype)
+    pixels = cache.vae_batch_pixels or (VAE_BATCH_PIXELS if vae_devices[0].type == "cuda" else 1)
+    tokens = cache.text_batch_tokens or (TEXT_BATCH_TOKENS if text_devices[0].type == "cuda" else 1)
+    vae = [VaeEncoder(job.model, device, dtype, pixels) for device in vae_devices]
+    masks = EditMasks.of(job.config)
+    text = [TextEncoder(job.model, device, dtype, tokens, attend=masks.attend) for device in text_devices]
+    recipe, crop = recipe_id(job.recipe), job.resolution.crop
+    return Lanes(vae, text, recipe, job.condition_image_size, job.format_version, crop, masks, job.keeps_thumbnails)

@@ -1,0 +1,1 @@
+"""How HTML pages are written: templates, style, scripts and charts. Nothing here knows a cache or a run."""

@@ -1,0 +1,102 @@
+// The list of samples of `inspect --html`: it is searched, filtered and shown by SHOWN samples at a time.
+"use strict";
+const SHOWN = 100;
+const read = (name) => JSON.parse(document.getElementById(name).textContent);
+const overview = read("overview"), { columns, rows } = read("samples");
+const samples = rows.map((row) => Object.fromEntries(columns.map((column, i) => [column, row[i]])));
+const flags = new Map();
+for (const recipe of Object.values(overview.recipes))
+  for (const [flag, keys] of Object.entries(recipe.flags))
+    for (const key of keys) flags.set(key, [...(flags.get(key) ?? []), flag]);
+const found = (name) => document.getElementById(name);
+const sizeOf = (sample) => sample.sizes[0].join("×"), words = (flag) => flag.replaceAll("_", " ");
+let matching = samples, first = 0;
+
+function element(kind, text, attributes = {}) {
+  const made = Object.assign(document.createElement(kind), attributes);
+  if (text) made.textContent = text;
+  return made;
+}
+
+function picture([title, place], [width, height]) {
+  const figure = element("figure");
+  const image = element("img", "", { loading: "lazy", alt: title, src: place, width, height });
+  figure.append(image, element("figcaption", title));
+  return figure;
+}
+
+function card(sample) {
+  const made = element("article", "", { id: sample.key }), pictures = element("div", "", { className: "pictures" });
+  const [target, ...before] = sample.sizes;
+  pictures.append(...sample.pictures.map((each, i) => picture(each, before[i] ?? target)));
+  const controls = sample.sizes.slice(1).map((size) => size.join("×")).join(", ");
+  const facts = [sizeOf(sample) + (controls && ` from ${controls}`), `${sample.text_tokens} text tokens`];
+  facts.push(`${sample.image_tokens} image tokens`);
+  if (sample.edit_mask_from) facts.push(`edit mask from ${sample.edit_mask_from}`);
+  if (Object.keys(overview.recipes).length > 1) facts.push(`recipe ${sample.recipe}`);
+  const link = element("a", "", { href: "#" + sample.key });
+  link.append(element("code", sample.key));
+  const key = element("p");
+  key.append(link);
+  if (sample.pictures.length) made.append(pictures);
+  made.append(element("h3", sample.name), element("p", sample.prompt, { className: "prompt", dir: "auto" }));
+  made.append(element("p", facts.join(" · ")));
+  const odd = (flags.get(sample.key) ?? []).map(words).join(", ");
+  if (odd) made.append(element("p", odd, { className: "flag" }));
+  made.append(key);
+  return made;
+}
+
+function show(begin) {
+  first = begin;
+  found("samples-shown").replaceChildren(...matching.slice(first, first + SHOWN).map(card));
+  const last = Math.min(first + SHOWN, matching.length);
+  found("range").textContent = matching.length ? `${first + 1} to ${last} of ${matching.length}` : "none";
+  found("before").disabled = first === 0;
+  found("after").disabled = last === matching.length;
+}
+
+function filter() {
+  const text = found("search").value.toLowerCase(), size = found("size").value;
+  const flag = found("flag").value, recipe = found("recipe").value;
+  matching = samples.filter((sample) =>
+    (!size || sizeOf(sample) === size) && (!recipe || sample.recipe === recipe) &&
+    (!flag || (flags.get(sample.key) ?? []).some((each) => flag === "any" || flag === each)) &&
+    (!text || [sample.prompt, sample.name, sample.key].some((each) => each.toLowerCase().includes(text))));
+  show(0);
+}
+
+function choices(name, all, options) {
+  const select = found(name);
+  select.append(new Option(all, ""), ...options.map(([value, title]) => new Option(title, value)));
+  select.hidden = options.length < 2;
+}
+
+function follow() {
+  const key = location.hash.slice(1), reach = () => matching.findIndex((sample) => sample.key === key);
+  if (!samples.some((sample) => sample.key === key)) return;
+  if (reach() < 0) { found("filters").reset(); filter(); }
+  show(reach() - (reach() % SHOWN));
+  found(key).classList.add("chosen");
+  found(key).scrollIntoView({ block: "center" });
+}
+
+function counted(values, title = (value) => value) {
+  const counts = new Map();
+  for (const value of values) counts.set(value, (counts.get(value) ?? 0) + 1);
+  return [...counts].sort((a, b) => b[1] - a[1]).map(([value, count]) => [value, `${title(value)} (${count})`]);
+}
+
+if (samples.length) {
+  choices("size", "all sizes", counted(samples.map(sizeOf)));
+  const flagged = counted([...flags.values()].flat(), words);
+  choices("flag", "flagged or not", [["any", `flagged (${flags.size})`], ...flagged]);
+  choices("recipe", "all recipes", counted(samples.map((sample) => sample.recipe)));
+  found("filters").addEventListener("input", filter);
+  found("filters").addEventListener("submit", (event) => event.preventDefault());
+  found("before").addEventListener("click", () => show(first - SHOWN));
+  found("after").addEventListener("click", () => show(first + SHOWN));
+  addEventListener("hashchange", follow);
+  show(0);
+  follow();
+}

@@ -1,0 +1,219 @@
+"""The page of `qwen-cache inspect --html`: one file that needs no network, and says what `inspect --json` says.
+
+It contains two JSON documents: `overview`, the output of `inspect --json`, and `samples`, a row for each sample. A
+script searches, filters and shows the samples, a hundred at a time. A few images are stored in the page itself, many in
+a folder beside it. The template `cache.html.jinja` has the markup; this module collects its values. Text of a source,
+such as a prompt, stays text. Refused: a path that is not a plain file, and one inside a cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from qwen_cache.console import counting, human_bytes, plural
+from qwen_cache.errors import ConfigError
+from qwen_cache.format.index import INDEX_NAME, IndexRow
+from qwen_cache.format.manifest import MANIFEST_NAME
+from qwen_cache.format.sample import PIXELS_PER_TOKEN, token_count
+from qwen_cache.html.charts import Bar, bars
+from qwen_cache.html.page import render
+from qwen_cache.inspect.flags import FLAGS
+from qwen_cache.inspect.images import Draw
+from qwen_cache.inspect.summary import (
+    BATCHES,
+    Opened,
+    about_batches,
+    about_partial,
+    against_source,
+    batch_row,
+    binned,
+    imported,
+    savings,
+)
+from qwen_cache.storage.durable import write_durably
+from qwen_cache.storage.url import location
+
+COLUMNS = ("key", "name", "prompt", "sizes", "text_tokens", "image_tokens", "edit_mask_from", "recipe", "pictures")
+PICTURED_WITHIN = 200  # samples: some 10 MB; with more, a page would take long to open
+LONGEST_NAME = 240  # bytes, of the 255 of a file system: some are for the names beside it
+PICTURE_NAME = re.compile(r"[0-9a-f]{32}-[0-9]+\.jpg")
+LINKS = 12  # of a flag; the list below has all
+
+
+def check_place(path: Path, cache: str) -> None:
+    """ConfigError where a page cannot be written, or would replace something that is no page."""
+    try:
+        fault = _fault(path, location(cache))
+    except OSError as error:  # of a folder with too long a name, or one that nobody may look into
+        fault = str(error.strerror)
+    if fault:
+        raise ConfigError(f"a page cannot be written here: {fault}", where=path, do="give --html another file")
+
+
+def _fault(path: Path, cache: object) -> str | None:
+    if path.name in ("", "..", "-"):
+        return "this names no file"
+    if len(os.fsencode(path.name)) > LONGEST_NAME:
+        return "its name is too long"
+    if path.is_symlink():
+        return "this is a symbolic link"
+    if path.exists() and not path.is_file():
+        return "this is a folder" if path.is_dir() else "this is a device or a pipe"
+    if not next(parent for parent in path.absolute().parents if parent.exists()).is_dir():
+        return "it would lie in a file"
+    if isinstance(cache, Path) and path.parent.resolve().is_relative_to(cache.resolve()):
+        return "it would lie in the cache"
+    return "a file of a cache has this name" if path.name in (MANIFEST_NAME, INDEX_NAME) else None
+
+
+def write_page(
+    path: Path, overview: Mapping[str, Any], opened: Opened, draw: Draw | None = None, gallery: int = 0
+) -> None:
+    """Replace `path` by the page about what `survey` said, with pictures of at most `gallery` samples."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [sample_row(row, recipe) for recipe, (_, of_recipe) in opened.items() for row in of_recipe]
+    folder = path.with_name(f"{path.stem}_files")
+    kept = add_pictures(rows, opened, draw, gallery, folder) if draw else set()
+    write_durably(path, page(overview, rows).encode("utf-8"))
+    for old in folder.glob("*.jpg"):
+        if PICTURE_NAME.fullmatch(old.name) and old.name not in kept:
+            old.unlink()
+
+
+def page(overview: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
+    """The whole document."""
+    return render(
+        "cache.html.jinja",
+        title=Path(overview["cache"].rstrip("/")).name or overview["cache"],
+        facts=list(cache_facts(overview)),
+        recipes=[recipe_section(name, recipe) for name, recipe in overview["recipes"].items()],
+        overview=overview,
+        samples={"columns": COLUMNS, "rows": rows},
+    )
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+def sample_row(row: IndexRow, recipe: str) -> list[Any]:
+    """What the list shows of a sample, by `COLUMNS`; no pictures yet."""
+    meta = row.meta
+    sizes = [[w * PIXELS_PER_TOKEN, h * PIXELS_PER_TOKEN] for _, h, w in meta.img_shapes]
+    tokens = (meta.text_length, token_count(meta.img_shapes))
+    return [meta.key, row.name, meta.prompt, sizes, *tokens, meta.edit_mask_from, recipe, []]
+
+
+def add_pictures(rows: Sequence[list[Any]], opened: Opened, draw: Draw, gallery: int, folder: Path) -> set[str]:
+    """Pictures of some of them, evenly chosen: pairs of a title and where it is, in the page or in `folder`.
+
+    Returns the names of those in the folder.
+    """
+    chosen = evenly(len(rows), gallery)
+    names: set[str] = set()
+    beside = len(chosen) > PICTURED_WITHIN
+    with counting("drawing", len(chosen)) as advance:
+        for i in chosen:
+            key, recipe = rows[i][0], rows[i][COLUMNS.index("recipe")]
+            drawn = {f"{key}-{n}.jpg": each for n, each in enumerate(draw(opened[recipe][0][key]))}
+            rows[i][-1] = [
+                [title, _beside(folder, name, jpeg) if beside else _within(jpeg)]
+                for name, (title, jpeg) in drawn.items()
+            ]
+            names |= drawn.keys() if beside else set()
+            advance(1)
+    return names
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """At most `most` of `count` positions, the first and the last among them where there is room for two."""
+    if count <= most:
+        return list(range(count))
+    return [i * (count - 1) // max(most - 1, 1) for i in range(most)]
+
+
+def _within(jpeg: bytes) -> str:
+    return f"data:image/jpeg;base64,{b64encode(jpeg).decode('ascii')}"
+
+
+def _beside(folder: Path, name: str, jpeg: bytes) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(jpeg)
+    return f"{quote(os.fsencode(folder.name))}/{name}"
+
+
+# ---- overview --------------------------------------------------------------------------------------------------------
+
+
+def cache_facts(overview: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "cache", overview["cache"]
+    if overview["state"] == "partial":
+        yield "state", f"partial: {about_partial(overview)}"
+        return
+    if "source" in overview:
+        yield "state", against_source(overview)
+    yield "format", f"v{overview['format_version']}"
+    yield "size", f"{human_bytes(overview['bytes'])} in {plural(overview['shards'], 'shard')}"
+    yield "written by", ", ".join(f"{name} {version}" for name, version in overview["written_by"].items())
+    if overview.get("garbage_bytes"):
+        yield "garbage", f"{human_bytes(overview['garbage_bytes'])}, which `qwen-cache gc` removes"
+
+
+def recipe_section(name: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `recipe.html.jinja`."""
+    return {
+        "name": name,
+        "facts": list(recipe_facts(recipe)),
+        "settings": json.dumps(recipe["recipe"], indent=1, ensure_ascii=False),
+        "charts": list(recipe_charts(recipe)),
+        "batches": batch_section(recipe["batches"]),
+        "flags": flag_section(recipe["flags"]),
+    }
+
+
+def recipe_charts(recipe: Mapping[str, Any]) -> Iterator[tuple[str, list[Bar]]]:
+    """Titles and their bars; a chart may have none."""
+    histograms = recipe["histograms"]
+    yield "target sizes", bars(recipe["resolutions"])
+    yield "width over height", bars(binned(histograms["width_over_height"]))
+    yield "text tokens", bars(binned(histograms["text_tokens"]))
+    yield "all tokens, of text, target and controls", bars(binned(histograms["all_tokens"]))
+    yield "controls of a sample", bars(recipe["controls"])
+    yield "edit masks, by where they come from", bars(recipe["edit_masks_from"])
+
+
+def batch_section(batches: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
+    """What batches would be like under a few budgets; nothing where there are no samples."""
+    if not batches:
+        return None
+    return {"titles": BATCHES, "lines": [batch_row(budget) for budget in batches], "about": about_batches(batches)}
+
+
+def flag_section(flags: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The samples of each flag, its first `LINKS` by their keys, and which flags were not looked for."""
+    return {
+        "found": [(FLAGS[flag], len(keys), keys[:LINKS]) for flag, keys in flags.items() if keys],
+        "scanned": "extreme_numbers" in flags,
+        "compared": "near_duplicate" in flags,
+    }
+
+
+def recipe_facts(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    made = recipe["recipe"]
+    yield "pipeline", f"{made['pipeline']}, {made['dtype']}"
+    weights = [f"{part} {made[part]}" for part in ("vae", "text_encoder", "processor") if made.get(part)]
+    if weights:
+        yield "fingerprints", ", ".join(weights)
+    if "imported_from" in made:
+        yield "imported", imported(made)
+    yield "samples", f"{recipe['samples']:,}, {recipe['edit_masks']:,} with an edit mask"
+    yield "identity", recipe["identity"]
+    sizes = (f"{tensor} {human_bytes(count)}" for tensor, count in recipe["tensor_bytes"].items())
+    yield "tensors", ", ".join(sizes)
+    yield from savings(recipe["saved"])

@@ -1,0 +1,33 @@
+"""Which device a part runs on, from what the user typed."""
+
+from __future__ import annotations
+
+import torch
+
+from qwen_cache.errors import DeviceError
+
+
+def available_devices() -> list[str]:
+    """Every device of this machine, as one would type it."""
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]  # there is one
+        return [f"{kind}:{i}" for i in range(torch.accelerator.device_count())] + ["cpu"]
+    return ["cpu"]
+
+
+def choose_devices(names: str, option: str, preferred: int = 0) -> list[torch.device]:
+    """The devices called `names`, separated by commas."""
+    return [choose_device(name.strip(), option, preferred) for name in names.split(",")]
+
+
+def choose_device(name: str, option: str, preferred: int = 0) -> torch.device:
+    """The device called `name`; `auto` is accelerator number `preferred`, else the last there is, else the CPU."""
+    devices = available_devices()
+    if name == "auto":
+        accelerators = devices[:-1]
+        return torch.device(accelerators[min(preferred, len(accelerators) - 1)] if accelerators else "cpu")
+    if name in devices:
+        return torch.device(name)
+    if f"{name}:0" in devices:
+        return torch.device(f"{name}:0")
+    raise DeviceError(f"{option}: no such device on this machine", expected=" or ".join(devices), found=name)

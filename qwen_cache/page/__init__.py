@@ -1,1 +1,0 @@
-"""What `qwen-cache inspect` can say beyond counts: a page, flags, one sample whole. Importing it imports no torch."""

@@ -1,4 +1,0 @@
-"""Which sample of a cache comes when, and with which others: planned from the index alone, before a shard is opened.
-
-`qwen-train` trains by these plans and `qwen-cache inspect` says what they would pad. Importing this imports no torch.
-"""

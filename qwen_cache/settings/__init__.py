@@ -1,0 +1,1 @@
+"""qwen.yaml: one file for both programs."""

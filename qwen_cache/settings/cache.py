@@ -1,0 +1,50 @@
+"""`cache` in qwen.yaml."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ByteSize
+
+from qwen_cache.errors import ConfigError
+from qwen_cache.settings.section import Positive, Section
+
+LOCAL_COPIES_SIZE = 100_000_000_000
+"""Bytes of the disk that local copies of remote shards may take."""
+
+
+class CacheConfig(Section):
+    path: str = "shards"
+    """The folder of the cache; for all that only reads it, also a URL such as s3://bucket/shards."""
+    recipe: str | None = None
+    """The name of the recipe, where a cache holds more than one; `default` when building."""
+    format: Literal["v1", "v2"] = "v2"
+    """The format that `build` writes."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """What the encoders compute in, and what is stored."""
+    vae_device: str = "auto"
+    """The device of the VAE, or several with commas; `auto` is the first accelerator, or the CPU."""
+    text_device: str = "auto"
+    """The device of the text encoder, or several; `auto` is the second accelerator, else the first, or the CPU."""
+    vae_batch_pixels: Positive | None = None
+    """Pixels that the VAE gets at once, of one shape and 8 samples at most; 2 megapixels on CUDA, else one picture."""
+    text_batch_tokens: Positive | None = None
+    """Tokens that the text encoder gets at once, of 8 samples at most; 2048 on CUDA, else, or with 1, one sample's."""
+    thumbnails: bool = True
+    """Keep small pictures of what is encoded from now on, for `inspect --html`: 4 to 12 kB each; v2 only."""
+    attention: bool = False
+    """Store where each prompt looks in its first picture, for `qwen-train mask-head`: about a fifth more. v2 only."""
+    compression: Literal["none", "zstd"] = "none"
+    """zstd: 0.7 of the bytes; worth it when what is read from is slower than 0.8 GB/s. v2 only."""
+    shard_size: ByteSize = ByteSize(1_000_000_000)
+    """A shard is closed when it has reached this many bytes."""
+    local_copies: str | None = None
+    """The folder for what is read of a cache behind a URL; qwen-cache/shards in the user's cache folder by default."""
+    local_copies_size: ByteSize = ByteSize(LOCAL_COPIES_SIZE)
+    """How much of the disk that may take; what was not used for longest goes first."""
+
+
+def check_compression(format_version: str, compression: str) -> None:
+    """ConfigError where the format has no place for it."""
+    if format_version == "v1" and compression != "none":
+        raise ConfigError("format v1 knows no compression", found=f"cache.compression={compression}")

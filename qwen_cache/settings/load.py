@@ -1,0 +1,155 @@
+"""qwen.yaml: one file for both programs.
+
+Names are diffusers' own where it has one. An unknown key is an error that names the nearest known one; `--set
+a.b=value` and options of the commands are laid over the file; the result is saved beside every output.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from qwen_cache.errors import ConfigError
+from qwen_cache.settings.cache import CacheConfig
+from qwen_cache.settings.data import DataConfig
+from qwen_cache.settings.inference import PredictConfig
+from qwen_cache.settings.model import ModelConfig
+from qwen_cache.settings.section import Section
+from qwen_cache.settings.train import (
+    LoggingConfig,
+    LrSchedulerConfig,
+    MaskHeadConfig,
+    OptimizerConfig,
+    TrainConfig,
+    ValidationConfig,
+)
+
+CONFIG_NAME = "qwen.yaml"
+
+
+class Config(Section):
+    """The whole of qwen.yaml."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    cache: CacheConfig = CacheConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lr_scheduler: LrSchedulerConfig = LrSchedulerConfig()
+    logging: LoggingConfig = LoggingConfig()
+    validation: ValidationConfig = ValidationConfig()
+    predict: PredictConfig = PredictConfig()
+    mask_head: MaskHeadConfig = MaskHeadConfig()
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def load_config(path: Path | None, assignments: Sequence[str] = (), **options: Any) -> Config:
+    """The file (qwen.yaml of this folder when none is named and it exists), then `a.b=value`, then command options.
+
+    `options` are keyed by dotted name with `__` for the dot; None means not given.
+    """
+    if path is None and Path(CONFIG_NAME).is_file():
+        path = Path(CONFIG_NAME)
+    value = _read(path) if path else {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError("--set takes section.key=value", found=assignment)
+        _assign(value, name.strip(), yaml.safe_load(text))
+    for name, option in options.items():
+        if option is not None:
+            _assign(value, name.replace("__", "."), option)
+    return _validate(value, str(path) if path else "the options given")
+
+
+def parse_config(text: str) -> Config:
+    """The settings as `qwen-train run --encode-on-the-fly` hands them on: JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"this is not JSON: {error}") from None
+    return _validate(value if isinstance(value, dict) else {"": value}, "the settings given")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError("no such file", where=path) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"this is not YAML: {error}", where=path) from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError("a mapping of sections is expected", where=path, found=type(value).__name__)
+    return value
+
+
+def _assign(value: dict[str, Any], name: str, new: Any) -> None:
+    *parents, last = name.split(".")
+    for part in parents:
+        value = value.setdefault(part, {})
+        if not isinstance(value, dict):
+            raise ConfigError(f"{part} is not a section", found=name)
+    value[last] = new
+
+
+def _validate(value: Mapping[str, Any], where: str) -> Config:
+    try:
+        return Config.model_validate({key: {} if section is None else section for key, section in value.items()})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(
+                f"unknown key {name}", where=where, do=_nearest([str(part) for part in first["loc"]])
+            ) from None
+        what = "is a section, with settings of its own" if first["type"] == "model_type" else first["msg"]
+        raise ConfigError(f"{name}: {what}", where=where, found=repr(first["input"])) from None
+
+
+OTHER_NAMES = {
+    "optimizer.learning_rate": ("lr", "learningrate"),
+    "train.max_steps": ("epochs", "num_epochs", "num_train_epochs", "max_train_epochs", "steps", "max_train_steps"),
+    "train.lora.rank": ("rank", "dim", "network_dim", "lora_rank"),
+    "train.lora.lora_alpha": ("alpha", "network_alpha"),
+    "train.checkpointing_steps": ("save_every", "save_every_n_steps", "save_steps"),
+    "train.output_dir": ("out", "output", "output_name"),
+    "train.batch_size": ("train_batch_size",),
+    "model.quantization": ("fp8", "fp8_base", "quantize"),
+    "train.offload_blocks": ("blocks_to_swap",),
+}
+"""What other trainers call a setting."""
+
+
+def _nearest(location: list[str]) -> str:
+    """The key that was probably meant: what others call so, a like name in the same section, or in another."""
+    *section, last = (part for part in location if not part.isdigit())
+    if meant := next((key for key, names in OTHER_NAMES.items() if last in names and key != ".".join(location)), None):
+        return f"did you mean {meant}?"
+    known = [key.split(".") for key in known_keys()]
+    here = {key[-1]: key for key in known if key[:-1] == section}
+    anywhere = {key[-1]: key for key in reversed(known) if key[0] != "mask_head"}
+    for candidates, likeness in ((here, 0.6), (anywhere, 0.8)):
+        if found := difflib.get_close_matches(last, candidates, n=1, cutoff=likeness):
+            return f"did you mean {'.'.join(candidates[found[0]])}?"
+    return "known here: " + ", ".join(sorted(here))
+
+
+def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every dotted name that qwen.yaml may contain, sections included."""
+    names: list[str] = []
+    for name, field in section.model_fields.items():
+        names.append(prefix + name)
+        for kind in (field.annotation, *get_args(field.annotation)):  # a section, or a list of them
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                names += known_keys(kind, f"{prefix}{name}.")
+    return names

@@ -1,0 +1,38 @@
+"""What the sections of qwen.yaml have in common, and the types of their values."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Areas = Annotated[list[Positive], Field(min_length=1), BeforeValidator(lambda v: v if isinstance(v, list) else [v])]
+Side = Annotated[int, Field(ge=16)]
+Sigmas = Annotated[
+    list[Annotated[float, Field(gt=0, le=1)]],
+    Field(min_length=1),
+    BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v),
+]
+Resolutions = Annotated[
+    list[tuple[Positive, Positive]],
+    Field(min_length=1),
+    BeforeValidator(lambda v: [v] if isinstance(v, list) and all(isinstance(side, int) for side in v) else v),
+]
+
+
+class Section(BaseModel):
+    """Part of qwen.yaml: frozen, and strict about names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    def flat(self, prefix: str = "") -> dict[str, Any]:
+        """Every setting by its dotted name, as JSON has it."""
+        found: dict[str, Any] = {}
+        for name, value in self.model_dump(mode="json").items():
+            section = getattr(self, name)
+            found |= section.flat(f"{prefix}{name}.") if isinstance(section, Section) else {prefix + name: value}
+        return found

@@ -1,0 +1,301 @@
+"""Tables that hold the pictures themselves: Parquet files, and what `datasets` wrote with `save_to_disk`.
+
+A picture is a struct of `bytes` and `path` (the bytes count; where there are none the path does, relative to the
+folder), plain bytes, or a path; a list of these where there are several controls. Arrow files are mapped. Parquet has
+no places to jump to within a row group: cells are streamed, some rows behind the newest are kept, and going further
+back begins the row group anew. A page is decoded as a whole, so that a file decides how much memory it takes at least;
+`datasets` makes row groups of about 100 MB. Plain bytes are read once more, to know which cells are empty. Refused:
+columns that differ between files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from threading import Lock
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from qwen_cache.errors import SourceError
+from qwen_cache.sources.columns import Columns, Record, find_columns, read_rows, role_of
+from qwen_cache.sources.places import Place, RangeFile, base_name, name_in, parent, read_bytes, resolve
+from qwen_cache.sources.rows import Draft, Needs, Problem
+from qwen_cache.storage.url import Url
+
+PICTURES = ("target", "control", "mask")
+KEPT_ROWS = 40  # of a row group behind its newest: the plan reads with up to 32 threads, which come out of order
+OPEN_GROUPS = 2  # threads stand on both sides of a border
+LOCAL_BUFFER, REMOTE_BUFFER = 1 << 20, 8 << 20  # bytes of a column read at once; a request takes 0.1 s
+LIGHT_ROWS, HEAVY_ROWS = 1024, 16  # read at once where pictures are not, and where they are, among what is read
+
+
+class Table(Protocol):
+    """Rows with pictures."""
+
+    path: Place
+    schema: Any
+
+    def records(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """The values of some columns, row by row, as Arrow scalars that need not hold the bytes of pictures."""
+        ...
+
+    def value(self, row: int, column: str) -> Any:
+        """One of them, as an Arrow scalar that does."""
+        ...
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A picture in a table."""
+
+    table: Table
+    row: int
+    column: str
+    item: int | None
+    """Its place in a list."""
+    path: str | None
+
+    def __str__(self) -> str:
+        item = "" if self.item is None else f"[{self.item}]"
+        return f"{self.table.path}[{self.row}].{self.column}{item}"
+
+    @property
+    def name(self) -> str:
+        if self.path:
+            return name_in(parent(self.table.path), self.path)
+        return f"{base_name(self.table.path).rpartition('.')[0]}/{self.row}"
+
+    def read(self) -> bytes:
+        with _explained(self):
+            value = self.table.value(self.row, self.column).as_py()
+        content = value if self.item is None else value[self.item]
+        data = content.get("bytes") if isinstance(content, dict) else content
+        if data is None and self.path:
+            return read_bytes(resolve(parent(self.table.path), self.path))
+        if data is None:
+            raise SourceError("the cell has neither bytes nor a path", where=self, do="fill it, or remove the row")
+        return bytes(data)
+
+
+@contextmanager
+def _explained(where: object) -> Iterator[None]:
+    """Say of what Arrow raises which file it is about."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise SourceError("the file does not exist", where=where, do="correct the path") from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError, EOFError) as error:
+        do = "copy or download the file again"
+        raise SourceError("the file is damaged or incomplete", where=where, found=error, do=do) from error
+
+
+class ArrowTable:
+    """An Arrow stream on a disk, mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path: Place = path
+        with _explained(path):
+            self.table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+            self.table.validate(full=True)  # so that damaged offsets are an error and not a crash
+        self.schema = self.table.schema
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened_here, (ArrowTable, self.path)
+
+    def records(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        for row in range(len(self.table)):
+            yield {name: self.value(row, name) for name in names}
+
+    def value(self, row: int, column: str) -> Any:
+        return self.table.column(column)[row]
+
+
+class ParquetTable:
+    """A Parquet file; `groups` is shared by all files of a source."""
+
+    def __init__(self, path: Place, groups: OpenGroups) -> None:
+        self.path, self.groups = path, groups
+        with _explained(path):
+            self.metadata = pq.read_metadata(_source(path))
+            self.schema = self.metadata.schema.to_arrow_schema()
+        kinds = {name: self.schema.field(name).type for name in self.schema.names if role_of(name)[0] in PICTURES}
+        self.pictures = [name for name, kind in kinds.items() if _is_picture(kind)]
+        counts = (self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups))
+        self.starts = list(accumulate(counts, initial=0))[:-1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened_here, (ParquetTable, self.path, self.groups)
+
+    def open(self) -> Any:
+        remote = isinstance(self.path, Url)
+        size = REMOTE_BUFFER if remote else LOCAL_BUFFER
+        return pq.ParquetFile(_source(self.path), metadata=self.metadata, buffer_size=size, pre_buffer=False)
+
+    def records(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        leaves = [self.metadata.schema.column(i).path for i in range(len(self.metadata.schema))]
+        wanted: list[str] = []
+        heavy = False
+        for name in names:
+            parts = [leaf for leaf in leaves if leaf == name or leaf.startswith(name + ".")]
+            paths = [leaf for leaf in parts if leaf.endswith(".path")] if name in self.pictures else parts
+            heavy = heavy or not paths
+            wanted += paths or parts
+        with _explained(self.path):
+            for batch in self.open().iter_batches(HEAVY_ROWS if heavy else LIGHT_ROWS, columns=wanted):
+                for row in range(batch.num_rows):
+                    yield {name: batch.column(name)[row] for name in names}
+
+    def value(self, row: int, column: str) -> Any:
+        group = bisect_right(self.starts, row) - 1
+        return self.groups.row(self, group, row - self.starts[group]).column(column)[0]
+
+
+@lru_cache(maxsize=64)
+def _opened_here(kind: type[Table], *arguments: Any) -> Table:
+    """A table that comes from another process, opened once for all its cells."""
+    return kind(*arguments)
+
+
+@lru_cache(maxsize=1)
+def _groups_here() -> OpenGroups:
+    return OpenGroups()
+
+
+def _source(path: Place) -> Any:
+    return RangeFile(path) if isinstance(path, Url) else str(path)
+
+
+class OpenGroups:
+    """The row groups of Parquet files that are being read."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[tuple[Place, int], _Group] = OrderedDict()
+        self._lock = Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _groups_here, ()
+
+    def row(self, table: ParquetTable, number: int, row: int) -> Any:
+        """A record batch of one row, with the pictures."""
+        key = table.path, number
+        with self._lock:
+            group = self._open.pop(key, None)
+            if group is None or (row < group.position and row not in group.kept):
+                group = _Group(table.open().iter_batches(1, row_groups=[number], columns=table.pictures))
+            self._open[key] = group
+            while len(self._open) > OPEN_GROUPS:
+                self._open.popitem(last=False)
+            return group.row(row)
+
+
+@dataclass
+class _Group:
+    batches: Iterator[Any]
+    position: int = 0
+    kept: dict[int, Any] = field(default_factory=dict)
+
+    def row(self, row: int) -> Any:
+        while self.position <= row:
+            batch = next(self.batches, None)
+            if batch is None:
+                raise EOFError("it has fewer rows than it had")
+            self.kept[self.position] = batch
+            self.kept.pop(self.position - KEPT_ROWS, None)
+            self.position += 1
+        return self.kept[row]
+
+
+def read_parquet(paths: Sequence[Place], needs: Needs) -> Iterator[Problem | Draft]:
+    """The rows of Parquet files, in their order."""
+    groups = OpenGroups()
+    return _read_tables((ParquetTable(path, groups) for path in paths), paths[0], needs)
+
+
+def read_saved(folder: Path, needs: Needs) -> Iterator[Problem | Draft]:
+    """The rows of what `datasets` saved."""
+    state = folder / "state.json"
+    try:
+        names = [each["filename"] for each in json.loads(read_bytes(state))["_data_files"]]
+        plain = all(re.fullmatch(r"[^/\\]+\.arrow", name) for name in names)
+    except (ValueError, LookupError, TypeError) as error:
+        raise SourceError(
+            "this is not what `datasets` saves", where=state, found=repr(error), do="save it again"
+        ) from error
+    if not plain:
+        raise SourceError("a file leads out of the folder", where=state, found=names, do="save it again")
+    return _read_tables((ArrowTable(folder / name) for name in names), folder, needs)
+
+
+def splits(paths: Iterable[Place]) -> set[str]:
+    """The splits among Parquet files, by the names that `datasets` gives them: `train-00000-of-00002.parquet`."""
+    found = (re.fullmatch(r"(.+)-\d+-of-\d+\.parquet", base_name(path)) for path in paths)
+    return {match[1] for match in found if match}
+
+
+def _read_tables(tables: Iterable[Table], where: Place, needs: Needs) -> Iterator[Problem | Draft]:
+    columns: Columns = {}
+    first: Table | None = None
+    taken: dict[str, int] = {}
+    rows = 0
+    for table in tables:
+        if first is None:
+            first, columns = table, find_columns(table.schema.names, table.path, needs)
+        used = [name for listed in columns.values() for name in listed]
+        for name in used:
+            if name not in table.schema.names or table.schema.field(name).type != first.schema.field(name).type:
+                expected, do = f"{name!r} as in {first.path}", "name the files that belong together"
+                raise SourceError("the columns differ between files", where=table.path, expected=expected, do=do)
+        for draft in read_rows(_records(table, columns, used), columns, parent(table.path), taken):
+            rows += 1
+            yield draft
+    if not rows:
+        raise SourceError("the table has no rows", where=where, expected="one row per sample", do="name another source")
+
+
+def _records(table: Table, columns: Columns, used: Sequence[str]) -> Iterator[Record]:
+    pictures = [name for role in PICTURES for name in columns[role] if _is_picture(table.schema.field(name).type)]
+    for row, values in enumerate(table.records(used)):
+        with _explained(f"{table.path}[{row}]"):
+            found = {
+                name: _cells(table, row, name, value) if name in pictures else value.as_py()
+                for name, value in values.items()
+            }
+        yield f"{table.path}[{row}]", found
+
+
+def _cells(table: Table, row: int, column: str, value: Any) -> Cell | list[Cell | None] | None:
+    """The pictures of one cell, unread."""
+    if not value.is_valid:
+        return None
+    if _is_list(value.type):
+        return [_cell(table, row, column, index, item) for index, item in enumerate(value)]
+    return _cell(table, row, column, None, value)
+
+
+def _cell(table: Table, row: int, column: str, item: int | None, value: Any) -> Cell | None:
+    if not value.is_valid:
+        return None
+    has_path = pa.types.is_struct(value.type) and "path" in [each.name for each in value.type]
+    return Cell(table, row, column, item, value["path"].as_py() if has_path else None)
+
+
+def _is_picture(kind: Any) -> bool:
+    if _is_list(kind):
+        return _is_picture(kind.value_type)
+    if pa.types.is_struct(kind):
+        return "bytes" in [each.name for each in kind]
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))

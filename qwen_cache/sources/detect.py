@@ -1,0 +1,221 @@
+"""Turn what people have into rows, before anything is encoded: a folder or a file, on a disk or behind a URL.
+
+Pairs, for editing. Names are compared whole, never by prefix; subfolders are part of a name:
+
+    target_images/NAME.png           the target (the folder may be called training_images, targets or target as well)
+    target_images/NAME.txt           its prompt
+    control_images/NAME.png          the first control (or condition_images, controls, control)
+    control_images/NAME_control_1.*  further controls, counted from 1
+    control_images/NAME_mask.*       the mask, white where the target was edited
+
+Every picture in the target folder is a target. A file in the control folder goes to the target that has exactly its
+name, if there is one; only else are `_control_1` and `_mask` read as endings. So a target may be called `x_mask`, but
+then `control_images/x_mask.png` is the control of that one. For text-to-image there are no controls, and a folder of
+pictures with their prompts beside them will do. A folder with a metadata.csv or metadata.jsonl stands for that table.
+
+A table (.csv, .jsonl, .json, .parquet, a folder of .parquet, or what `datasets` wrote with save_to_disk) has one row
+per sample. These are its columns or keys, in upper or lower case; others are ignored, unless the name reads like that
+of a control or a mask:
+
+    target   path_target, target, target_image, target_img, image, image_path, file_name, edited_image, edited_img,
+             output_image
+    control  path_control, control, control_image, control_images, control_path, edit_image, input_image, input_images,
+             source_image, source_img, src_img, original_image
+             (several: one of these with _0, _1, _2, … behind it; a list will do where the table can hold one)
+    mask     path_mask, mask, mask_image, mask_img, mask_path, control_mask, edit_mask
+    prompt   prompt, text, caption, instruction, edit_prompt; or, a list of which each makes a sample: prompts, captions
+    phrase   phrase, edit_phrase: words of the prompt that say where the edit is; `[[ ]]` around them in any prompt does
+             the same (`grounding/phrase.py`)
+
+Paths are relative to the table's folder; Parquet and Arrow may hold the pictures themselves. Tars (.tar, or a folder of
+them) are those of `webdataset`; `sources/webdataset.py` says how members are called. `data/{000..009}.tar` means ten.
+
+Text is UTF-8; white space around prompts is dropped. Refused at once, with a `SourceError`: what cannot be read, is
+empty, or can be read in two ways. All else that is wrong is a `Problem` of its row, so that one go shows all of them.
+No row is dropped in silence, and no files are paired by their position.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from qwen_cache.errors import SourceError
+from qwen_cache.format.manifest import MANIFEST_NAME
+from qwen_cache.grounding.phrase import find, parse
+from qwen_cache.sources.arrow import read_parquet, read_saved, splits
+from qwen_cache.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS, read_pairs
+from qwen_cache.sources.places import File, Folder, Place, base_name, file_at, open_folder, read_bytes, suffix
+from qwen_cache.sources.rows import Draft, Faults, Needs, Problem, Readable, Row
+from qwen_cache.sources.text_table import READERS, read_text_table
+from qwen_cache.sources.webdataset import read_tars
+from qwen_cache.storage.url import Url, location
+
+__all__ = ["Problem", "Readable", "Row", "read_source"]
+
+METADATA_TABLES = ("metadata.csv", "metadata.jsonl")
+SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
+ARCHIVES: dict[str, Callable[[Sequence[Place], Needs], Iterator[Problem | Draft]]] = {
+    ".parquet": read_parquet,
+    ".tar": read_tars,
+}
+KINDS = (
+    f"a table ({', '.join(READERS)}, .parquet), a .tar of pictures, or a folder of picture pairs, of .parquet, "
+    "of .tar, or that `datasets` saved"
+)
+
+
+def read_source(
+    source: Place,
+    *,
+    needs_control: bool,
+    needs_target: bool = True,
+    needs_prompt: bool = True,
+    allow_empty_prompt: bool = False,
+) -> tuple[list[Row], list[Problem]]:
+    """The usable rows of `source`, and everything that is wrong with the others.
+
+    A folder's rows are sorted by name, those of tables and tars keep their order. `needs_control` says whether the
+    model edits (every target needs a control) or makes pictures from text (there must be none). Where pictures are to
+    be drawn, an editing model needs no target: then the first control of a row that has none stands in its place, and
+    the folder may be one of nothing but controls.
+    """
+    needs = Needs(needs_control, needs_target, needs_prompt)
+    rows: list[Row] = []
+    problems: list[Problem] = []
+    for draft in _read(source, needs):
+        if isinstance(draft, Problem):
+            problems.append(draft)
+            continue
+        samples, unmarked = _phrases(draft)
+        faults = draft.faults | unmarked | _missing(draft, draft.faults, needs, allow_empty_prompt)
+        if not needs_prompt:
+            faults.pop("prompt", None)
+        problems += [Problem(draft.samples[0].where, what, do) for what, do in faults.values()]
+        if not faults:
+            rows += samples
+    return rows, problems
+
+
+def _phrases(draft: Draft) -> tuple[list[Row], Faults]:
+    """The samples with prompts that have no marks, and the words that were marked or given as a phrase."""
+    samples, faults = [], Faults()
+    for sample in draft.samples:
+        try:
+            prompt, marked = stripped(*parse(sample.prompt))
+            if marked and draft.phrase:
+                raise SourceError("words are marked and a phrase is given too", do="leave out one of both")
+            spans = [find(prompt, draft.phrase)] if draft.phrase and prompt else marked
+            samples.append(replace(sample, prompt=prompt, phrase=tuple(spans)))
+        except SourceError as error:
+            faults["phrase"] = f"{sample.name}: {error.fault}", error.do or "correct it"
+    return samples, faults
+
+
+def stripped(prompt: str, spans: list[tuple[int, int]]) -> tuple[str, list[tuple[int, int]]]:
+    """Without the white space around it that stood inside of marks."""
+    text = prompt.strip()
+    cut = len(prompt) - len(prompt.lstrip())
+    return text, [(max(0, begin - cut), min(len(text), end - cut)) for begin, end in spans]
+
+
+def _missing(draft: Draft, known: Faults, needs: Needs, allow_empty_prompt: bool) -> Faults:
+    """Parts that are not there. Pictures behind a URL are asked for when they are read."""
+    faults: Faults = {}
+    row = draft.samples[0]
+    if needs.control and not row.controls and "control" not in known:
+        faults["control"] = f"the target {row.target} has no control", "add one, or remove the target"
+    empty = [number for number, sample in enumerate(draft.samples, 1) if not sample.prompt]
+    if empty and not allow_empty_prompt and "prompt" not in known:
+        which = "the prompt" if len(draft.samples) == 1 else f"prompt {empty[0]}"
+        do = "write one, or allow empty prompts with data.allow_empty_prompt: true"
+        faults["prompt"] = f"{which} of {row.target} is empty", do
+    for role, picture in [("target", row.target), *(("control", it) for it in row.controls), ("mask", row.mask)]:
+        if isinstance(picture, File) and isinstance(picture.path, Path) and not os.path.isfile(picture.path):
+            do = "put the file there, or correct the path (in a table it starts at the table's folder)"
+            faults[f"{role} {picture}"] = f"the {role} {picture} does not exist", do
+    return faults
+
+
+def _read(source: Place, needs: Needs) -> Iterator[Problem | Draft]:
+    """By what it is."""
+    kind = suffix(source)
+    if isinstance(source, Path) and source.is_dir():
+        return _read_folder(open_folder(source, METADATA_TABLES), needs)
+    if kind in READERS:
+        return read_text_table(file_at(source), needs)
+    if kind in ARCHIVES:
+        paths = (
+            [source]
+            if isinstance(source, Path) and source.exists()
+            else [file_at(location(name)) for name in expand(str(source))]
+        )
+        return ARCHIVES[kind](paths, needs)
+    if isinstance(source, Url):
+        return _read_folder(open_folder(source, METADATA_TABLES), needs)
+    what = "this is no source that can be read" if source.exists() else "there is no such source"
+    raise SourceError(what, where=source, expected=KINDS, do="correct the path")
+
+
+def expand(pattern: str) -> Iterator[str]:
+    """The names that braces stand for, as in a shell: `{000..009}` and `{a,b}`."""
+    match = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", pattern)
+    if match is None:
+        yield pattern
+        return
+    first, last, listed = match.groups()
+    count = range(int(first), int(last) + 1) if listed is None else ()
+    for part in listed.split(",") if listed is not None else (str(number).zfill(len(first)) for number in count):
+        yield from expand(pattern[: match.start()] + part + pattern[match.end() :])
+
+
+def _read_folder(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
+    tables = [folder.path / name for name in METADATA_TABLES if name in folder.files]
+    pairs = [folder.path / name for name in (*TARGET_FOLDERS, *CONTROL_FOLDERS) if name in folder.folders]
+    archives = {ending: folder.having(ending) for ending in ARCHIVES}
+    _refuse(folder, [[table] for table in tables] + [pairs, *archives.values()])
+    if SAVED in folder.files:
+        if isinstance(folder.path, Url):
+            do = "copy the folder to a disk, or save it as Parquet"
+            raise SourceError("what `datasets` saved is mapped, and so has to be local", where=folder.path, do=do)
+        return read_saved(folder.path, needs)
+    for ending, paths in archives.items():
+        if paths:
+            return ARCHIVES[ending](paths, needs)
+    return read_text_table(tables[0], needs) if tables else read_pairs(folder, needs)
+
+
+def _refuse(folder: Folder, ways: list[list[Place]]) -> None:
+    """What is no source, or more than one."""
+    found = [way for way in ways if way]
+    if MANIFEST_NAME in folder.files:
+        do = "name the pictures that it was made from; `qwen-cache merge` joins caches"
+        raise SourceError("this is a cache, and no source of one", where=folder.path, expected=KINDS, do=do)
+    if SAVED_SPLITS in folder.files:
+        raise SourceError(
+            "the folder holds several splits",
+            where=folder.path,
+            expected="one",
+            found=read_bytes(folder.path / SAVED_SPLITS).decode("utf-8", "replace")[:200],
+            do=f"name one of its folders: {', '.join(str(folder.path / name) for name in folder.folders)}",
+        )
+    if len(found) > 1:
+        raise SourceError(
+            "the folder can be read in more than one way",
+            where=folder.path,
+            expected="one table, pictures in tars, or folders of pictures",
+            found=", ".join(base_name(path) for way in found for path in way[:3]),
+            do=f"name the file itself, {found[0][0]}, or move what is not meant elsewhere",
+        )
+    several = splits(path for way in found for path in way)
+    if len(several) > 1:
+        raise SourceError(
+            "the folder holds several splits",
+            where=folder.path,
+            expected="one",
+            found=", ".join(sorted(several)),
+            do="name the files of one: data/train-{00000..00007}-of-00008.parquet",
+        )

@@ -1,0 +1,176 @@
+"""Turn the bytes of a picture into the pixels that people see: 8-bit RGB, or 8-bit grey for a mask (white = edited).
+
+EXIF orientation is applied; transparency is laid over white (over black for a mask, so that what is transparent is not
+edited); 16-bit grey, and floats from 0 to 1, are scaled to 8 bits, never clipped; palette, CMYK, LAB, YCbCr and 1-bit
+pictures are converted. ICC profiles are ignored: the stock pipelines work on the pixel values as stored, and so do we.
+
+Refused with a `SourceError` that names the file: what is no picture or is damaged, more pixels than Pillow's limit,
+sides beyond 1:200 (Qwen2.5-VL takes none), several frames or pages (which one was meant? an MPO, as phones write it, is
+a photo with extras and counts as one), numbers without an agreed white, and a mask whose white is 1 instead of 255.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import threading
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+
+from qwen_cache.errors import SourceError
+
+MAX_ASPECT_RATIO = 200
+"""Beyond this, Qwen2.5-VL's image processor raises."""
+
+_DAMAGE = (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, RuntimeError, struct.error, zlib.error)
+"""What Pillow's decoders raise on bytes that are not what their header says."""
+
+_ON_ITS_SIDE = (5, 6, 7, 8)
+"""EXIF orientations that swap width and height."""
+_EXIF_IN_PNG = (b"eXIf", b"Raw profile type", b"adobe.xmp")
+"""What a PNG contains that has an orientation."""
+
+_opening = threading.Lock()
+"""Warning filters belong to the whole process: only one thread at a time may change them."""
+
+
+def upright_size(data: bytes, where: str) -> tuple[int, int]:
+    """Width and height as `open_rgb` gives them, from the header alone."""
+    with _refusals(data, where), _open(data) as image:
+        if image.format == "TIFF":  # Pillow has turned it already
+            return image.size
+        # a PNG may say it after its pixels: Pillow decodes them to look there, so only where there is something
+        end = data[data.rfind(b"IDAT") :] if image.format == "PNG" else b""
+        all_ahead = image.format == "PNG" and not any(name in end for name in _EXIF_IN_PNG)
+        exif = Image.Image.getexif(image) if all_ahead else image.getexif()
+        turned = exif.get(ExifTags.Base.Orientation) in _ON_ITS_SIDE
+        return (image.height, image.width) if turned else image.size
+
+
+def open_rgb(data: bytes, where: str) -> Image.Image:
+    """The picture in `data` as RGB, upright, with white behind what is transparent; `where` names it in errors."""
+    return _over("white", _decode(data, where)).convert("RGB")
+
+
+def open_rgb_file(path: Path) -> Image.Image:
+    """The same of a file that was named on the command line."""
+    try:
+        return open_rgb(path.read_bytes(), str(path))
+    except OSError as error:
+        raise SourceError(f"cannot be read: {error.strerror}", where=path) from None
+
+
+def open_mask(data: bytes, where: str) -> Image.Image:
+    """The mask in `data` as grey: white is edited, black is not, transparent counts as black, colours by luminance."""
+    image = _over("black", _decode(data, where))
+    mask = image if image.mode == "L" else image.convert("RGB").convert("L")
+    if mask.getextrema() in {(0, 1), (1, 1)}:
+        raise SourceError(
+            "the mask is all but black",
+            where=where,
+            expected="0 (kept) to 255 (edited)",
+            found="0 and 1 only",
+            do="multiply its values by 255 and save it again",
+        )
+    return mask
+
+
+def _decode(data: bytes, where: str) -> Image.Image:
+    """Every pixel decoded, upright, at 8 bits per channel, in whatever mode the file has."""
+    with _refusals(data, where):
+        with _open(data) as image:
+            image.verify()  # checks a PNG's checksums; the file has to be opened anew afterwards
+        with _open(data) as image:
+            _check_shape(image, where)
+            upright = ImageOps.exif_transpose(image)
+    if upright.size != (header := upright_size(data, where)):
+        raise SourceError(
+            "the file has other pixels than its header says",
+            where=where,
+            expected=f"{header[0]}×{header[1]}",
+            found=f"{upright.width}×{upright.height}",
+            do="save it again, as PNG",
+        )
+    return _eight_bits(upright, where) if upright.mode == "F" or upright.mode.startswith("I") else upright
+
+
+@contextmanager
+def _refusals(data: bytes, where: str) -> Iterator[None]:
+    """What Pillow raises, as a SourceError about the file."""
+    try:
+        yield
+    except Image.DecompressionBombError as error:
+        raise SourceError(
+            "the picture is too large to decode", where=where, found=error, do="make it smaller"
+        ) from error
+    except UnidentifiedImageError as error:
+        raise SourceError(
+            "this is not a picture that Pillow can read",
+            where=where,
+            found=f"a file that begins with {data[:12]!r}" if data else "an empty file",
+            do="save it as PNG, JPEG or WebP, or fetch it again",
+        ) from error
+    except _DAMAGE as error:
+        raise SourceError(
+            "the picture is damaged or incomplete", where=where, found=error, do="copy or download the file again"
+        ) from error
+
+
+def _open(data: bytes) -> Image.Image:
+    """`Image.open` without its warning at half of Pillow's pixel limit; at the limit it raises as ever."""
+    with _opening, warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        return Image.open(io.BytesIO(data))
+
+
+def _check_shape(image: Image.Image, where: str) -> None:
+    width, height = image.size
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise SourceError(
+            "the picture is too elongated for Qwen2.5-VL",
+            where=where,
+            expected=f"sides of at most 1:{MAX_ASPECT_RATIO}",
+            found=f"{width}×{height}",
+            do="crop it",
+        )
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1 and image.format != "MPO":
+        raise SourceError(
+            "the file holds more than one picture",
+            where=where,
+            expected="one frame or page",
+            found=frames,
+            do="save the one that is meant as a file of its own",
+        )
+
+
+def _eight_bits(image: Image.Image, where: str) -> Image.Image:
+    """Grey of 16 bits, or floats, to 8 bits by scaling: Pillow's own `convert` would clip everything above 255."""
+    values = np.asarray(image)
+    white = 1 if image.mode == "F" else 65535
+    darkest, lightest = values.min(), values.max()
+    if not 0 <= darkest <= lightest <= white:  # not true for NaN either
+        raise SourceError(
+            "the pixel values have no agreed white",
+            where=where,
+            expected=f"0 to {white}",
+            found=f"{darkest:g} to {lightest:g}",
+            do="save it with 8 or 16 bits per channel",
+        )
+    grey = Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
+    if "transparency" in image.info:  # a PNG can name one grey value that is transparent
+        grey.putalpha(Image.fromarray(np.where(values == image.info["transparency"], 0, 255).astype(np.uint8)))
+    return grey
+
+
+def _over(background: str, image: Image.Image) -> Image.Image:
+    """`image` without transparency: laid over `background` where it has any."""
+    if not image.has_transparency_data:
+        return image
+    return Image.alpha_composite(Image.new("RGBA", image.size, background), image.convert("RGBA"))

@@ -1,0 +1,204 @@
+"""How large each picture becomes, from the sizes of the originals and what the user asked for; integers only.
+
+By default the pipelines' own rule: each picture keeps its aspect ratio up to the rounding of its sides to 32 pixels.
+A first control of its target's shape gets exactly its target's size, so that the pair stays aligned under every policy.
+Nothing is cropped unless `data.resize_mode` says so; nothing is enlarged where `data.upscale` forbids it. Refused is
+what a fixed resolution would bend out of shape, and what cannot be made without enlarging it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qwen_cache.errors import ConfigError, SourceError
+from qwen_cache.format.sample import PIXELS_PER_TOKEN, ImgShapes
+from qwen_cache.models.template import VAE_IMAGE_SIZE
+from qwen_cache.settings.data import DataConfig
+
+Size = tuple[int, int]
+"""Width and height in pixels, PIL's order."""
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom, as PIL takes it."""
+
+ROUNDING = 32  # the pipelines' own: twice the 16 pixels of a token, so that any of these sizes can be asked of them
+MAX_ASPECT_RATIO = 200  # beyond it, Qwen2.5-VL's image processor raises
+SAME_SHAPE = 0.03  # how far rounding to 32 pixels moves a ratio at about a megapixel: what counts as the same one
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The user's policy: pixel budgets, or fixed resolutions (then there are no budgets)."""
+
+    areas: tuple[int, ...] = (VAE_IMAGE_SIZE,)
+    fixed: tuple[Size, ...] = ()
+    all: bool = False
+    """A sample for each of them, and not only for the largest that a picture fills."""
+    resize_mode: str | None = None
+    upscale: bool = True
+
+    @staticmethod
+    def of(data: DataConfig) -> Resolution:
+        """The policy of `data`; ConfigError where its settings contradict each other."""
+        _check_settings(data)
+        fixed = tuple(sorted(set(data.resolution or ())))
+        areas = () if fixed else tuple(sorted(set(data.vae_image_size or [VAE_IMAGE_SIZE])))
+        every = data.resolutions_per_sample == "all" and len(areas or fixed) > 1
+        return Resolution(areas, fixed, every, data.resize_mode, data.upscale)
+
+    def recipe(self) -> dict[str, Any]:
+        """What a recipe says of it: no more than what differs from one budget for all."""
+        areas = list(self.areas) if len(self.areas) > 1 else self.areas[0] if self.areas else None
+        value = {
+            "vae_image_size": areas,
+            "resolution": [list(size) for size in self.fixed] or None,
+            "resolutions_per_sample": "all" if self.all else None,
+            "resize_mode": self.resize_mode if self.crop else None,  # stretching is what every resize does
+            "upscale": None if self.upscale else False,
+        }
+        return {name: each for name, each in value.items() if each is not None}
+
+    @property
+    def crop(self) -> bool:
+        return self.resize_mode == "crop"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An original: what errors call it, and its size."""
+
+    where: str
+    size: Size
+
+
+def sizes_of(pictures: Sequence[Picture], resolution: Resolution) -> list[tuple[Size, ...]]:
+    """The sizes of target and controls, in that order, once for each sample that they become.
+
+    SourceError names the picture that cannot be brought there.
+    """
+    target, first = pictures[0], pictures[1:2]
+    aligned = [target, *(control for control in first if same_shape(control.size, target.size))]
+    filled = min(picture.size[0] for picture in aligned), min(picture.size[1] for picture in aligned)
+    choose = _fixed if resolution.fixed else _budgets
+    found = []
+    for area, size in choose(target, filled, resolution):
+        others = pictures[len(aligned) :]
+        own = [_within(area, other, None if resolution.upscale else other.size) for other in others]
+        found.append((*[size] * len(aligned), *own))
+    return list(dict.fromkeys(found))
+
+
+def same_shape(one: Size, two: Size) -> bool:
+    """Whether the aspect ratios are the same up to what rounding does to them."""
+    return abs(math.log(one[0] * two[1] / (one[1] * two[0]))) <= math.log1p(SAME_SHAPE)
+
+
+def calculate_dimensions(area: int, size: Size, where: str | None = None) -> Size:
+    """Width and height of about `area` pixels with the aspect ratio of `size`, both multiples of 32.
+
+    The formula of diffusers' `calculate_dimensions` (pipelines/qwenimage/pipeline_qwenimage_edit_plus.py). SourceError
+    when the result is more elongated than Qwen2.5-VL takes.
+    """
+    ratio = size[0] / size[1]
+    exact_width = math.sqrt(area * ratio)
+    width, height = round(exact_width / ROUNDING) * ROUNDING, round(exact_width / ratio / ROUNDING) * ROUNDING
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise SourceError(
+            "the picture is too elongated",
+            where=where,
+            expected=f"sides of at most {MAX_ASPECT_RATIO}:1 at {area} pixels, in steps of {ROUNDING}",
+            found=f"{size[0]}×{size[1]}, which becomes {width}×{height}",
+            do="crop it",
+        )
+    return width, height
+
+
+def crop_box(picture: Size, size: Size) -> Box:
+    """The middle of a picture, as large as it can be with exactly the aspect ratio of `size`."""
+    left = max(0.0, (picture[0] - picture[1] * size[0] / size[1]) / 2)
+    top = max(0.0, (picture[1] - picture[0] * size[1] / size[0]) / 2)
+    return left, top, picture[0] - left, picture[1] - top
+
+
+def img_shapes(sizes: Sequence[Size]) -> ImgShapes:
+    """`(1, h, w)` in units of 16 pixels for pictures of these sizes in pixels."""
+    return tuple((1, height // PIXELS_PER_TOKEN, width // PIXELS_PER_TOKEN) for width, height in sizes)
+
+
+def _budgets(target: Picture, filled: Size, resolution: Resolution) -> list[tuple[int, Size]]:
+    """Every budget, or the largest that `filled` fills, or the smallest; and the target's size under it."""
+    fills = [area for area in resolution.areas if area <= filled[0] * filled[1]]
+    areas = resolution.areas if resolution.all else fills[-1:] or resolution.areas[:1]
+    return [(area, _within(area, target, None if resolution.upscale else filled)) for area in areas]
+
+
+def _fixed(target: Picture, filled: Size, resolution: Resolution) -> list[tuple[int, Size]]:
+    """Of the fixed resolutions of the nearest shape every one, or the largest that `filled` fills, or the smallest."""
+    nearest = min(resolution.fixed, key=lambda size: _bend(size, target.size))
+    if resolution.resize_mode is None and not same_shape(nearest, target.size):
+        raise SourceError(
+            "data.resolution has none of the picture's shape",
+            where=target.where,
+            expected=f"an aspect ratio within {SAME_SHAPE:.0%} of {_text(nearest)}, the nearest",
+            found=_text(target.size),
+            do="set data.resize_mode=crop or stretch, add a resolution, or crop the picture",
+        )
+    sizes = [size for size in resolution.fixed if size[0] * nearest[1] == size[1] * nearest[0]]
+    fills = [size for size in sizes if size[0] <= filled[0] and size[1] <= filled[1]]
+    if not (fills or resolution.upscale):
+        raise SourceError(
+            "target or first control is too small for data.resolution, and data.upscale is off",
+            where=target.where,
+            expected=f"at least {_text(sizes[0])}",
+            found=_text(filled),
+            do="set data.upscale=true, add a smaller resolution, or leave the picture out",
+        )
+    chosen = (sizes if resolution.upscale else fills) if resolution.all else fills[-1:] or sizes[:1]
+    return [(width * height, (width, height)) for width, height in chosen]
+
+
+def _within(area: int, picture: Picture, limit: Size | None) -> Size:
+    """The size of a picture under a budget; no side larger than that of `limit`."""
+    width, height = calculate_dimensions(area, picture.size, picture.where)
+    if limit is None:
+        return width, height
+    width, height = min(width, limit[0] // ROUNDING * ROUNDING), min(height, limit[1] // ROUNDING * ROUNDING)
+    if not (width and height):
+        raise SourceError(
+            "the picture is too small, and data.upscale is off",
+            where=picture.where,
+            expected=f"sides of at least {ROUNDING} pixels",
+            found=_text(limit),
+            do="set data.upscale=true, or leave the picture out",
+        )
+    return width, height
+
+
+def _bend(size: Size, picture: Size) -> float:
+    """How much a picture is deformed at that size, stretched and shrunk alike."""
+    return abs(math.log(size[0] * picture[1] / (size[1] * picture[0])))
+
+
+def _text(size: Size) -> str:
+    return f"{size[0]}×{size[1]}"
+
+
+def _check_settings(data: DataConfig) -> None:
+    if data.resolution is None:
+        if data.resize_mode == "stretch":
+            what = "data.resize_mode=stretch is for data.resolution; a pixel budget keeps the aspect ratio"
+            raise ConfigError(what, do="leave it out, or set data.resolution")
+        return
+    if data.vae_image_size is not None:
+        do = "leave one of them out: vae_image_size keeps each picture's aspect ratio, resolution does not"
+        raise ConfigError("data.resolution and data.vae_image_size contradict each other", do=do)
+    for size in data.resolution:
+        if any(side % ROUNDING for side in size):
+            near = tuple(max(ROUNDING, round(side / ROUNDING) * ROUNDING) for side in size)
+            raise ConfigError(
+                f"data.resolution: sides are multiples of {ROUNDING} pixels, as the pipelines make them",
+                found=_text(size),
+                do=f"did you mean {list(near)}?",
+            )

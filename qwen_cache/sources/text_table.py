@@ -1,0 +1,108 @@
+"""Tables of text: CSV, JSON Lines, JSON, all of them UTF-8."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from qwen_cache.errors import SourceError
+from qwen_cache.sources.columns import Record, find_columns, read_rows
+from qwen_cache.sources.places import Place, parent, read_bytes, suffix
+from qwen_cache.sources.rows import Draft, Needs, Problem
+
+
+def read_text_table(path: Place, needs: Needs) -> Iterator[Problem | Draft]:
+    names, records = READERS[suffix(path)](path, _read_text(path))
+    if not records:
+        raise SourceError("the table has no rows", where=path, expected="one row per sample", do="name another source")
+    columns = find_columns(names, path, needs)
+    yield from read_rows(records, columns, parent(path), {})
+
+
+def _read_text(path: Place) -> str:
+    data = read_bytes(path)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise SourceError(
+            "the table is not UTF-8 text",
+            where=f"{path}:{line}",
+            expected="UTF-8",
+            found=f"the bytes {data[error.start : error.end]!r}",
+            do="save it as UTF-8 (spreadsheets call it “CSV UTF-8”)",
+        ) from error
+
+
+def _csv_records(path: Place, text: str) -> tuple[list[str], list[Record | Problem]]:
+    # strict: without it, a quote that is never closed swallows the rest of the table in silence
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
+    records: list[Record | Problem] = []
+    line = 1
+    try:
+        names = next(reader, [])
+        line = reader.line_num + 1
+        for cells in reader:
+            where, line = f"{path}:{line}", reader.line_num + 1
+            if len(cells) == len(names):
+                records.append((where, dict(zip(names, cells, strict=True))))
+            elif cells:
+                what = f"the row has {len(cells)} cells, expected {len(names)} as in the first line"
+                records.append(Problem(where, what, "put a prompt that contains commas in double quotes"))
+    except csv.Error as error:
+        raise SourceError(
+            "the table cannot be read from here on",
+            where=f"{path}:{line}",
+            found=error,
+            do="write a double quote inside a quoted prompt twice, and close every quoted prompt",
+        ) from error
+    return names, [it for it in records if isinstance(it, Problem) or any(cell.strip() for cell in it[1].values())]
+
+
+def _json_records(path: Place, text: str) -> tuple[list[str], list[Record | Problem]]:
+    try:
+        items = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _not_json(f"{path}:{error.lineno}", error) from error
+    if not isinstance(items, list):
+        raise SourceError("this is no table", where=path, expected="a list of objects", found=type(items).__name__)
+    return _objects((f"{path}[{index}]", item) for index, item in enumerate(items))
+
+
+def _jsonl_records(path: Place, text: str) -> tuple[list[str], list[Record | Problem]]:
+    items = []
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would also break at U+2028, which JSON may hold
+        try:
+            items += [(f"{path}:{number}", json.loads(line))] if line.strip() else []
+        except json.JSONDecodeError as error:
+            raise _not_json(f"{path}:{number}", error) from error
+    return _objects(items)
+
+
+def _not_json(where: str, error: json.JSONDecodeError) -> SourceError:
+    return SourceError(
+        "this is not JSON", where=where, found=f"{error.msg} at column {error.colno}", do="correct the line"
+    )
+
+
+def _objects(items: Iterable[tuple[str, Any]]) -> tuple[list[str], list[Record | Problem]]:
+    records: list[Record | Problem] = []
+    names: dict[str, None] = {}
+    for where, item in items:
+        if not isinstance(item, dict):
+            raise SourceError(
+                "this is no sample", where=where, expected='an object, {"image": …}', found=repr(item)[:60]
+            )
+        names |= dict.fromkeys(item)
+        records.append((where, item))
+    return list(names), records
+
+
+READERS: dict[str, Callable[[Place, str], tuple[list[str], list[Record | Problem]]]] = {
+    ".csv": _csv_records,
+    ".jsonl": _jsonl_records,
+    ".json": _json_records,
+}

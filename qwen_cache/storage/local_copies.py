@@ -1,0 +1,121 @@
+"""Local copies of remote shards, bounded in size; the least recently used go first.
+
+A local copy is a sparse file that fills sample by sample, as samples are asked for. It has no bookkeeping that could be
+wrong: bytes enter it only with the hashes of the index, and are hashed again whenever they are read, so a torn write, a
+killed process and two processes that fill one file are all harmless.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from qwen_cache.errors import QwenCacheError
+from qwen_cache.settings.cache import LOCAL_COPIES_SIZE, CacheConfig
+from qwen_cache.storage.durable import LockHeldError, cache_home, locked, unless_in_use, write_at
+
+OPEN_COPIES = 64  # each holds two file descriptors; the usual limit is 1024
+TOUCH_AFTER = 60.0  # seconds: how exactly "least recently used" is known
+SUFFIX = ".part"
+LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class LocalCopies:
+    """Where copies of remote shards lie, and how many bytes of the disk they may take."""
+
+    folder: Path
+    size: int
+
+    @classmethod
+    def of(cls, folder: str | Path | None = None, size: int = LOCAL_COPIES_SIZE) -> LocalCopies:
+        """In `folder`; by default in the user's cache folder."""
+        return cls(Path(folder).expanduser() if folder else cache_home() / "shards", size)
+
+    @classmethod
+    def of_settings(cls, config: CacheConfig) -> LocalCopies:
+        """As `cache.local_copies` and `cache.local_copies_size` say."""
+        return cls.of(config.local_copies, config.local_copies_size)
+
+    def open(self, name: str, size: int) -> Copy:
+        """The copy of a shard; an empty one where there is none yet."""
+        with _explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return Copy(self.folder / (name + SUFFIX), size)
+
+    def evict(self) -> None:
+        """Remove the least recently used copies, to a tenth below the bound; one process at a time does it.
+
+        Who still reads a removed copy does so undisturbed; the disk gets its bytes back after that. Windows keeps the
+        copies that a process has open, so there they may take more.
+        """
+        with suppress(LockHeldError), _explained(self.folder), locked(self.folder / LOCK):
+            found = [(path.stat(), path) for path in self.folder.glob(f"*{SUFFIX}")]
+            total = sum(_disk_bytes(stat) for stat, _ in found)
+            for stat, path in sorted(found, key=lambda each: each[0].st_mtime_ns):
+                if total <= 0.9 * self.size:
+                    break
+                with unless_in_use():
+                    path.unlink(missing_ok=True)
+                    total -= _disk_bytes(stat)
+
+
+class Copy:
+    """A sparse file with the bytes of a shard that have been asked for, and its mapping."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
+        weakref.finalize(self, os.close, self._file)
+        if os.fstat(self._file).st_size != size:
+            os.ftruncate(self._file, size)
+        self.data = memoryview(mmap.mmap(self._file, size, access=mmap.ACCESS_COPY))
+        self._touched = 0.0
+
+    def has(self, offset: int) -> bool:
+        """Whether the first byte of the sample at `offset` is there: cheap, and only a hint.
+
+        A sample begins with the name of a file, so with no zero.
+        """
+        return any(self.data[offset : offset + 1])
+
+    def write(self, begin: int, data: memoryview) -> None:
+        """Store a sample, its first byte last."""
+        with _explained(self.path):
+            write_at(self._file, begin + 1, data[1:])
+            write_at(self._file, begin, data[:1])
+
+    def is_removed(self) -> bool:
+        return os.fstat(self._file).st_nlink == 0
+
+    def touch(self) -> None:
+        """Note that the copy is in use."""
+        if time.monotonic() - self._touched > TOUCH_AFTER:
+            with suppress(FileNotFoundError):  # another process has removed it
+                os.utime(self.path)
+            self._touched = time.monotonic()
+
+
+def _disk_bytes(stat: os.stat_result) -> int:
+    """What a file takes: on Windows all of its length."""
+    return stat.st_blocks * 512 if hasattr(stat, "st_blocks") else stat.st_size
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Say of a disk's error which setting cures it."""
+    try:
+        yield
+    except OSError as error:
+        raise QwenCacheError(
+            "the local copy of a shard cannot be kept",
+            where=path,
+            found=error.strerror,
+            do="set cache.local_copies to a folder on a disk with room, or cache.local_copies_size to less",
+        ) from error

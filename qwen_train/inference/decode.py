@@ -1,0 +1,91 @@
+"""`qwen-train decode`: pictures of the latents that `run` left of its validation.
+
+A PNG beside each file of latents, on any device and at any time: what is there already is not made again, and none is
+ever half written. Refused are files that do not say what pictures they hold.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from qwen_cache.console import counting
+from qwen_cache.encode.decode import decode_latents, load_vae, parts_of
+from qwen_cache.errors import TrainError
+from qwen_cache.models.folder import ModelFolder
+from qwen_cache.sources.sizes import Size
+from qwen_cache.storage.durable import write_durably
+from qwen_train.metrics import METRICS_NAME
+from qwen_train.validation import FOLDER
+
+
+@dataclass(frozen=True)
+class Latents:
+    """A picture that is still to be decoded: a part of a file of latents."""
+
+    file: Path
+    tokens: slice
+    size: Size
+    png: Path
+
+
+def decode_folder(folder: Path, model: ModelFolder, device: torch.device, dtype: torch.dtype) -> list[Path]:
+    """Decode what the run in `folder` left, or `folder` itself, which may be a file; the PNGs that were made."""
+    found = [item for file in latents_files(folder) for item in latents_in(file)]
+    missing = [item for item in found if not item.png.exists()]
+    if not missing:
+        return []
+    vae = load_vae(model, device, dtype)
+    with counting("decoding", len(missing)) as advance:
+        for item in missing:
+            with safe_open(item.file, framework="pt") as file:
+                picture = decode_latents(vae, file.get_tensor("latents")[item.tokens][None], item.size)
+            data = BytesIO()
+            picture.save(data, "PNG")
+            write_durably(item.png, data.getvalue())
+            advance(1)
+    return [item.png for item in missing]
+
+
+def latents_files(folder: Path) -> list[Path]:
+    """Those of a run, which has other tensors as well, or all of the folder and the folders in it; or the file."""
+    if folder.is_file():
+        return [folder]
+    is_run = (folder / METRICS_NAME).is_file() or (folder / FOLDER).is_dir()
+    files = sorted((folder / FOLDER if is_run else folder).rglob("*.safetensors"))
+    if is_run and not files:
+        raise TrainError("this run drew no pictures", where=folder, do="set validation.pictures")
+    if not files:
+        raise TrainError(
+            "no latents here",
+            where=folder,
+            expected=f"the output folder of a run with validation.pictures, or one of the folders in its {FOLDER}/",
+        )
+    return files
+
+
+def latents_in(path: Path) -> Iterator[Latents]:
+    """Of each picture in a file; the first has the name of the file, others a number as well."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = json.loads((file.metadata() or {})["img_shapes"])
+            parts = list(parts_of(shapes))
+            tokens = file.get_slice("latents").get_shape()[0]
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
+        raise TrainError(
+            f"these are not latents that a run left: {error}",
+            where=path,
+            do=f"name the output folder of a run, or a folder or file in its {FOLDER}/",
+        ) from None
+    if sum(map(prod, shapes)) != tokens:
+        raise TrainError("the latents do not fill their pictures", where=path, expected=f"{shapes}", found=f"{tokens}")
+    for number, (part, size) in enumerate(parts, 1):
+        name = f"{path.stem}.png" if number == 1 else f"{path.stem}-{number}.png"
+        yield Latents(path, part, size, path.with_name(name))

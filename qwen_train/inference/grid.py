@@ -1,0 +1,31 @@
+"""What a LoRA does, side by side: control, drawn without it, drawn with it, target; a row for each instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from PIL import Image
+
+from qwen_cache.image_grid import HEIGHT, picture_grid
+
+
+@dataclass(frozen=True)
+class Row:
+    """What belongs together; where a picture is missing, its place is left empty."""
+
+    controls: tuple[Image.Image, ...] = ()
+    without_lora: Image.Image | None = None
+    with_lora: Image.Image | None = None
+    target: Image.Image | None = None
+
+
+def compare_grid(rows: Sequence[Row], captions: Sequence[str], height: int = HEIGHT) -> Image.Image:
+    """Titles, then each row with its caption below; see `picture_grid`."""
+    controls = max((len(row.controls) for row in rows), default=0)
+    titles = ["control"] if controls == 1 else [f"control {i}" for i in range(1, controls + 1)]
+    table = [
+        [*row.controls, *[None] * (controls - len(row.controls)), row.without_lora, row.with_lora, row.target]
+        for row in rows
+    ]
+    return picture_grid([*titles, "without LoRA", "with LoRA", "target"], table, captions, height)

@@ -1,0 +1,116 @@
+"""LoRAs of a pipeline: read by the stock loader, each with a weight; in front of the weights, or merged into them.
+
+Refused before anything large is loaded: a LoRA of another base, with the first key that does not fit, a matrix without
+its partner, and merging into quantised weights, which would round the LoRA away. Pickles are never opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from qwen_cache.console import console
+from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.models.folder import ModelFolder
+from qwen_train.lora.adapter import PREFIX, origin_of
+from qwen_train.lora.export import check_pairs, find_lora
+from qwen_train.model.modulation import TabulatedTransformer2DModel
+
+UNREADABLE = (ValueError, RuntimeError, KeyError, OSError, SafetensorError)
+
+
+@dataclass(frozen=True)
+class WeightedLora:
+    """A LoRA's file, and how much of it."""
+
+    file: Path
+    weight: float = 1.0
+
+
+def parse_lora(text: str) -> WeightedLora:
+    """`PATH` or `PATH:weight`, of a file or of the folder that `run` wrote."""
+    path, _, number = text.rpartition(":")
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not path or not math.isfinite(weight):
+        path, weight = text, 1.0
+    return WeightedLora(find_lora(Path(path)), weight)
+
+
+def check_loras(
+    model: ModelFolder, loras: Sequence[WeightedLora], merge: bool, quantization: str, *, tabulated: bool = False
+) -> None:
+    """Every one is for the transformer of this model, of which only the configuration is read."""
+    if not loras:
+        if merge:
+            raise ConfigError("there is nothing to merge", found="--merge", do="name a LoRA with --lora")
+        return
+    config = json.loads((model.part("transformer") / "config.json").read_text(encoding="utf-8"))
+    if merge and (quantization != "none" or "quantization_config" in config):
+        do = "draw without --merge, or merge into the weights that they were made from: `qwen-train export --to merged`"
+        raise ConfigError("a LoRA merged into quantised weights would be rounded away", found="--merge", do=do)
+    kind = TabulatedTransformer2DModel if tabulated else QwenImageTransformer2DModel
+    with torch.device("meta"):
+        transformer = kind.from_config(config)
+    layers = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
+    for lora in loras:
+        _check_fit(lora.file, layers)
+        origin = origin_of(lora.file)
+        if origin.get("pipeline", model.pipeline) != model.pipeline:
+            made_of = f"{origin.get('model')} ({origin['pipeline']})"
+            console().print(f"{lora.file}: trained on {made_of}, and drawn with {model.pipeline}", markup=False)
+
+
+def load_loras(pipeline: Any, loras: Sequence[WeightedLora], merge: bool = False) -> None:
+    """By the stock loader, with the stock names for weights and merging."""
+    names = [f"lora_{number}" for number in range(1, len(loras) + 1)]
+    for name, lora in zip(names, loras, strict=True):
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Already found a `peft_config`")  # there are to be several
+                pipeline.load_lora_weights(str(lora.file.parent), weight_name=lora.file.name, adapter_name=name)
+        except UNREADABLE as error:
+            raise TrainError(f"the LoRA cannot be loaded: {_first_line(error)}", where=lora.file) from None
+    if loras:
+        pipeline.set_adapters(names, [lora.weight for lora in loras])
+    if merge:
+        pipeline.fuse_lora(adapter_names=names)
+        pipeline.unload_lora_weights()
+
+
+def _check_fit(file: Path, layers: dict[str, Any]) -> None:
+    """TrainError names the first key that is of no layer, or of one with other sides."""
+    try:
+        state: dict[str, Tensor] = QwenImagePipeline.lora_state_dict(str(file.parent), weight_name=file.name)
+    except UNREADABLE as error:
+        raise TrainError(f"this is not a LoRA file: {_first_line(error)}", where=file) from None
+    weights = {}
+    for key, tensor in state.items():
+        name = key.removeprefix(f"{PREFIX}.")
+        module, _, rest = name.partition(".lora_")
+        layer, where = layers.get(module), f"{file}: {key}"
+        what = "the LoRA does not fit this model"
+        if layer is None or name == key or not rest:
+            raise TrainError(what, where=where, expected=f"{PREFIX}.<linear layer>.lora_A or lora_B", found="no such")
+        down = rest.startswith("A.")
+        if tensor.shape[-1 if down else 0] != (layer.in_features if down else layer.out_features):
+            expected = f"({'r' if down else layer.out_features}, {layer.in_features if down else 'r'})"
+            raise TrainError(what, where=where, expected=expected, found=tuple(tensor.shape))
+        weights[name] = tensor
+    check_pairs(weights, file)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,163 @@
+"""The stock pipelines of diffusers, each part on the device that was named.
+
+What they are called with and what they generate is theirs, bit for bit on the same devices: overridden are only the
+places where tensors go from one part to another, and the text encoder, for which see prompts.py. It is loaded when a
+prompt is first given; with `prompt_embeds` it never is. A picture for which the VAE's device has too little memory goes
+in tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from diffusers.utils.accelerate_utils import apply_forward_hook
+from torch import Tensor, nn
+
+from qwen_cache.encode.tiles import VaeThatFits
+from qwen_cache.models.folder import ModelFolder, PipelineName
+from qwen_cache.models.loading import load_whole
+from qwen_cache.settings.inference import PredictConfig
+from qwen_train.flow import NoiseSchedule
+from qwen_train.inference.devices import Devices, check_offload, memory_for
+from qwen_train.inference.loras import WeightedLora, load_loras
+from qwen_train.inference.prompts import PromptEncoder
+from qwen_train.model.modulation import TabulatedTransformer2DModel, tabulate
+from qwen_train.weights import quantization_options
+
+Prompt = str | list[str] | None
+
+
+def load_pipeline(
+    model: ModelFolder,
+    config: PredictConfig,
+    devices: Devices,
+    *,
+    quantization: str = "none",
+    loras: Sequence[WeightedLora] = (),
+    merge: bool = False,
+) -> Any:
+    """The model's pipeline, to be called as the stock one; no text encoder is loaded yet.
+
+    Of the settings, `dtype`, `offload` and `tabulated_modulation` count; the rest is for the call.
+    """
+    offload, tabulated, dtype = config.offload, config.tabulated_modulation, getattr(torch, config.dtype)
+    check_offload(offload, devices)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.part("scheduler"))
+    with memory_for("loading the VAE", devices.vae):
+        vae = PlacedVae(load_whole(AutoencoderKLQwenImage, model.part("vae"), torch_dtype=dtype), devices.vae)
+        if offload == "none":
+            vae.to(devices.vae)
+    folder, kind = model.part("transformer"), TabulatedTransformer2DModel if tabulated else QwenImageTransformer2DModel
+    options = quantization_options(folder, quantization, dtype)
+    with memory_for("loading the transformer", devices.transformer):
+        transformer = load_whole(kind, folder, torch_dtype=dtype, **options)
+        if tabulated:
+            tabulate(transformer, folder, NoiseSchedule.of_config(scheduler.config))
+        if offload == "none":
+            transformer.to(devices.transformer)
+        parts = {"text_encoder": None, "tokenizer": None} | ({"processor": None} if model.takes_controls else {})
+        pipeline = PIPELINES[model.pipeline](scheduler=scheduler, vae=vae, transformer=transformer, **parts)
+        pipeline.devices = devices
+        pipeline.prompt_encoder = PromptEncoder(model, devices.text, dtype, offload)
+        load_loras(pipeline, loras, merge)
+    if offload == "model":
+        pipeline.enable_model_cpu_offload(device=devices.transformer)
+    elif offload == "sequential":
+        pipeline.enable_sequential_cpu_offload(device=devices.transformer)
+    return pipeline
+
+
+class PlacedVae(nn.Module):
+    """The stock VAE; what it is given is moved to its device, and a picture too large for that goes in tiles."""
+
+    def __init__(self, vae: Any, place: torch.device) -> None:
+        super().__init__()
+        self.vae, self.place = vae, place
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("vae"), name)
+
+    @apply_forward_hook  # type: ignore[untyped-decorator]
+    def encode(self, pixels: Tensor) -> Any:
+        with memory_for("encoding a picture", self.place):
+            return VaeThatFits(self.vae).encode(pixels.to(self.place))
+
+    @apply_forward_hook  # type: ignore[untyped-decorator]
+    def decode(self, latents: Tensor, return_dict: bool = True) -> Any:
+        with memory_for("decoding the picture", self.place):
+            return VaeThatFits(self.vae).decode(latents.to(self.place), return_dict)
+
+
+class Placed:
+    """What all three have in common, in front of a stock pipeline."""
+
+    devices: Devices
+    prompt_encoder: PromptEncoder
+    # Of offloading layer by layer: the VAE is small, and needs its weights in place to go in tiles.
+    _exclude_from_cpu_offload: ClassVar[list[str]] = ["vae"]
+
+    @property
+    def _execution_device(self) -> torch.device:
+        return self.devices.transformer
+
+    def free_encoder(self) -> None:
+        """Give the text encoder's memory back, until the next prompt."""
+        self.prompt_encoder.free()
+
+    def _embed(self, prompt: Prompt, image: Any, device: Any, dtype: Any) -> tuple[Tensor, Tensor]:
+        """In place of the stock text encoder."""
+        prompts = prompt if isinstance(prompt, list) else [prompt or ""]
+        pictures = [] if image is None else image if isinstance(image, list) else [image]
+        embeds, mask = self.prompt_encoder.embed(prompts, pictures)
+        device = device or self._execution_device
+        return embeds.to(device=device, dtype=dtype), mask.to(device)
+
+
+class PlacedEdit(Placed):
+    """What the Edit pipelines have in common."""
+
+    def _get_qwen_prompt_embeds(
+        self, prompt: Prompt = None, image: Any = None, device: Any = None, dtype: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        return self._embed(prompt, image, device, dtype)
+
+    def _encode_vae_image(self, image: Tensor, generator: Any) -> Tensor:
+        latents: Tensor = super()._encode_vae_image(image, generator)  # type: ignore[misc]  # of the stock pipeline
+        return latents.to(self._execution_device)
+
+
+class PlacedEditPipeline(PlacedEdit, QwenImageEditPipeline):  # type: ignore[misc]  # diffusers is not typed for mypy
+    """Qwen-Image-Edit."""
+
+
+class PlacedEditPlusPipeline(PlacedEdit, QwenImageEditPlusPipeline):  # type: ignore[misc]
+    """Qwen-Image-Edit-2509 and 2511."""
+
+
+class PlacedTextPipeline(Placed, QwenImagePipeline):  # type: ignore[misc]
+    """Qwen-Image."""
+
+    def _get_qwen_prompt_embeds(
+        self, prompt: Prompt = None, device: Any = None, dtype: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        return self._embed(prompt, None, device, dtype)
+
+
+PIPELINES: dict[PipelineName, type[Any]] = {
+    "QwenImageEditPipeline": PlacedEditPipeline,
+    "QwenImageEditPlusPipeline": PlacedEditPlusPipeline,
+    "QwenImagePipeline": PlacedTextPipeline,
+}

@@ -1,0 +1,102 @@
+"""Prompts for the stock pipelines, encoded by the encoder of the cache: so training and inference agree.
+
+diffusers 0.42's Edit pipelines give Qwen2.5-VL one-dimensional positions under transformers 5; here it gets those that
+it was trained with. Everything else is as the pipelines have it: the same modules on the same shapes. The encoder is
+loaded when it is first asked, and can be given back, so that one device never has to hold it beside the transformer.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import cpu_offload, cpu_offload_with_hook
+from diffusers.utils.torch_utils import empty_device_cache
+from PIL import Image
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from qwen_cache.encode.text import TextEncoder
+from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.template import TEMPLATES
+from qwen_cache.sources.sizes import calculate_dimensions
+from qwen_train.inference.devices import Devices, Offload, memory_for
+
+
+def encode_prompts(
+    model: ModelFolder,
+    pictures: Sequence[Image.Image],
+    prompt: str,
+    negative_prompt: str | None,
+    devices: Devices,
+    dtype: torch.dtype,
+    offload: Offload = "none",
+) -> dict[str, Tensor]:
+    """`prompt_embeds` and, where one is given, `negative_prompt_embeds`, with their masks, for the pipeline.
+
+    No encoder is left behind.
+    """
+    encoder = PromptEncoder(model, devices.text, dtype, offload)
+    found = encoder.arguments(pictures, prompt, negative_prompt)
+    encoder.free()
+    return {name: tensor.to(devices.transformer) for name, tensor in found.items()}
+
+
+@dataclass
+class PromptEncoder:
+    """Qwen2.5-VL, from when it is first asked to when it is freed."""
+
+    model: ModelFolder
+    device: torch.device
+    dtype: torch.dtype
+    offload: Offload = "none"
+    _encoder: TextEncoder | None = None
+
+    def arguments(self, pictures: Sequence[Image.Image], prompt: str, negative_prompt: str | None) -> dict[str, Tensor]:
+        """What a pipeline takes in place of the prompts about `pictures` (RGB, as they are)."""
+        area = TEMPLATES[self.model.pipeline].condition_image_size
+        seen = [p.resize(calculate_dimensions(area, p.size), Image.Resampling.LANCZOS) for p in pictures]
+        arguments = {}
+        for name, text in (("prompt_embeds", prompt), ("negative_prompt_embeds", negative_prompt)):
+            if text is not None:
+                arguments[name], arguments[f"{name}_mask"] = self.embed([text], seen)
+        return arguments
+
+    def embed(self, prompts: Sequence[str], pictures: Sequence[Image.Image]) -> tuple[Tensor, Tensor]:
+        """Embeddings `[B, L, D]` and mask `[B, L]`, padded as the pipelines do; pictures (resized) are dealt out."""
+        per_prompt, left_over = divmod(len(pictures), len(prompts))
+        if left_over or per_prompt > (self.model.max_controls or len(pictures)):
+            raise ValueError(f"{len(pictures)} pictures for {len(prompts)} prompts of a {self.model.pipeline}")
+        with memory_for("encoding the prompt", self.device):
+            encoder = self._load()
+            rows = [
+                encoder.encode_whole(pictures[i * per_prompt : (i + 1) * per_prompt], prompt)
+                for i, prompt in enumerate(prompts)
+            ]
+            if self._moves and self.offload == "model":
+                encoder.model.to("cpu")
+        masks = [row.new_ones(len(row), dtype=torch.long) for row in rows]
+        return pad_sequence(rows, batch_first=True), pad_sequence(masks, batch_first=True)
+
+    def free(self) -> None:
+        """Give its memory back."""
+        self._encoder = None
+        gc.collect()
+        empty_device_cache(self.device.type)
+
+    @property
+    def _moves(self) -> bool:
+        return self.offload != "none" and self.device.type != "cpu"
+
+    def _load(self) -> TextEncoder:
+        if self._encoder is None:
+            encoder = TextEncoder(self.model, torch.device("cpu") if self._moves else self.device, self.dtype)
+            if self._moves:
+                encoder.device = self.device  # where its inputs go; its weights follow
+                follow: dict[str, Any] = {"model": cpu_offload_with_hook, "sequential": cpu_offload}
+                follow[self.offload](encoder.model, self.device)
+            self._encoder = encoder
+        return self._encoder

@@ -1,0 +1,1 @@
+"""LoRA adapters: added to the transformer, saved, exported."""

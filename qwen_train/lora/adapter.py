@@ -1,0 +1,149 @@
+"""LoRA by peft on the transformer, and its file: `pytorch_lora_weights.safetensors` as diffusers' pipelines load it.
+
+Rank, alpha, rsLoRA and DoRA stand in the file's metadata, without which a loader would have to guess them. Refused: an
+adapter of another shape or scale than the settings say. Initialisations that change the base weights (PiSSA, OLoRA)
+are not offered: the file would then fit no base that anybody has.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+from peft.utils import get_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.settings.train import LoraConfig
+from qwen_cache.storage.durable import write_durably
+from qwen_train.model.sharding import assign
+
+WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
+PREFIX = "transformer"
+METADATA_KEY = "lora_adapter_metadata"  # where diffusers' loader looks for rank and alpha
+ORIGIN = "trained_on"
+"""In that text: the model, its pipeline and the identity of the cache. No entry of its own: safetensors writes several
+in any order, and equal weights shall be equal files."""
+SCALE = ("r", "lora_alpha", "use_rslora", "use_dora")
+"""Of the metadata: what an adapter's weights mean nothing without."""
+
+
+def add_lora(transformer: Any, config: LoraConfig) -> None:
+    """Freeze the transformer and add the adapter, in float32."""
+    if config.use_dora and getattr(transformer, "hf_quantizer", None) is not None:
+        raise ConfigError("train.lora.use_dora is for unquantised weights", do="set train.lora.use_dora=false")
+    transformer.requires_grad_(False)
+    settings = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.lora_alpha if config.lora_alpha is not None else config.rank,
+        lora_dropout=config.lora_dropout,
+        target_modules=config.target_modules,
+        init_lora_weights=config.init_lora_weights,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+    )
+    check_targets(transformer, config.target_modules)
+    try:
+        transformer.add_adapter(settings)
+    except (ValueError, re.error) as error:
+        raise ConfigError(
+            f"train.lora.target_modules: {error}",
+            do="name linear layers of the transformer, such as to_q or img_mlp.net.2",
+        ) from None
+    for parameter in transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def check_targets(transformer: Any, targets: list[str] | str) -> None:
+    """Every listed name is a module; peft is content when one of them is."""
+    names = [name for name, _ in transformer.named_modules()]
+    for target in targets if isinstance(targets, list) else []:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise ConfigError(
+                "train.lora.target_modules: no such module",
+                found=target,
+                do="name linear layers of the transformer, such as to_q or img_mlp.net.2",
+            )
+
+
+def has_lora(transformer: Any) -> bool:
+    return bool(getattr(transformer, "peft_config", None))
+
+
+def lora_weights(transformer: Any) -> dict[str, Tensor]:
+    """The adapter's weights by name: those that are trained, not copies."""
+    weights: dict[str, Tensor] = get_peft_model_state_dict(transformer)
+    return weights
+
+
+def write_lora(transformer: Any, weights: Mapping[str, Tensor], path: Path, origin: Mapping[str, Any]) -> None:
+    """Write the adapter with these weights, atomically; `origin` says of what it was trained."""
+    settings = transformer.peft_config["default"].to_dict()
+    metadata = {f"{PREFIX}.{name}": sorted(v) if isinstance(v, set) else v for name, v in settings.items()}
+    text = json.dumps(metadata | ({ORIGIN: dict(origin)} if origin else {}), indent=2, sort_keys=True)
+    write_durably(path, save({f"{PREFIX}.{name}": it for name, it in weights.items()}, {METADATA_KEY: text}))
+
+
+def origin_of(path: Path) -> dict[str, Any]:
+    """What a LoRA was trained of, as its file says; nothing where that is of another trainer."""
+    with safe_open(path, framework="np") as file:
+        try:
+            found = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}")).get(ORIGIN)
+        except (ValueError, AttributeError):
+            return {}
+    return found if isinstance(found, dict) else {}
+
+
+def start_from(transformer: Any, path: Path) -> None:
+    """Begin with the weights of an existing LoRA, a file or the folder of one."""
+    file = path / WEIGHTS_NAME if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError("train.lora.weights: no LoRA here", where=path, expected=f"{WEIGHTS_NAME}, or another file")
+    try:
+        load_lora(transformer, file)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise TrainError(f"the LoRA cannot be read: {error}", where=file) from None
+
+
+def load_lora(transformer: Any, path: Path) -> None:
+    """Read an adapter of the same shape and scale into the one that `add_lora` made."""
+    with safe_open(path, framework="pt") as file:
+        metadata = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
+        weights = {name.removeprefix(f"{PREFIX}."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    _check_scale(metadata, transformer.peft_config["default"].to_dict(), path)
+    expected = lora_weights(transformer)
+    wrong = sorted(
+        name
+        for name in expected.keys() | weights.keys()
+        if name not in expected or name not in weights or expected[name].shape != weights[name].shape
+    )
+    if wrong:
+        raise TrainError(
+            "the LoRA is not of these target modules and this rank",
+            where=path,
+            found=wrong[0],
+            do="use the same train.lora",
+        )
+    for name, target in expected.items():
+        assign(target, weights[name])
+
+
+def _check_scale(metadata: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> None:
+    """Other weights would be told by their shapes; another scale trains on from another function, in silence."""
+    for name in SCALE:
+        saved = metadata.get(f"{PREFIX}.{name}", settings[name])
+        if saved != settings[name]:
+            raise TrainError(
+                f"the LoRA has another {name}",
+                where=path,
+                expected=settings[name],
+                found=saved,
+                do="use the train.lora that it was trained with",
+            )

@@ -1,0 +1,282 @@
+"""What was trained, as other programs take it: `qwen-train export`.
+
+    diffusers   <name>.safetensors: the names of peft, rank and alpha in its header
+    comfyui     <name>.safetensors: diffusion_model.<module>.lora_down.weight, .lora_up.weight and .alpha
+    merged      a folder: the base model's transformer with the LoRA added to its weights, for from_pretrained
+
+Promises: either file can be made from the other, with the same bits and settings; `merged` needs the memory of the
+model, not twice that. Refuses a file that is no LoRA of this transformer, DoRA where it has no counterpart, and to
+merge into quantised weights, which would round the LoRA away.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import set_peft_model_state_dict
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from qwen_cache.errors import ConfigError, ModelError, TrainError
+from qwen_cache.models.folder import open_model
+from qwen_cache.settings.load import CONFIG_NAME, load_config
+from qwen_cache.storage.durable import whole_folder, write_durably
+from qwen_train.lora.adapter import METADATA_KEY, ORIGIN, PREFIX, WEIGHTS_NAME
+
+Form = Literal["diffusers", "comfyui", "merged"]
+
+COMFYUI_PREFIX = "diffusion_model"
+# Not under diffusers' key: its loader would apply the alpha of the header on top of the alpha of each module.
+COMFYUI_METADATA_KEY = "peft_config"
+DOWN, UP = "lora_A.weight", "lora_B.weight"
+COMFYUI_NAMES = {"lora_down.weight": DOWN, "lora_up.weight": UP, DOWN: DOWN, UP: UP}
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A LoRA under peft's names: `weights` without a prefix, `settings` as of `peft.LoraConfig`, and what its file says
+    of its origin (`model/lora.py`), nothing if it is of another trainer."""
+
+    weights: Mapping[str, Tensor]
+    settings: Mapping[str, Any]
+    origin: Mapping[str, Any]
+
+    @property
+    def modules(self) -> list[str]:
+        return [name.removesuffix(f".{DOWN}") for name in self.weights if name.endswith(DOWN)]
+
+    def alpha(self, module: str) -> float:
+        """What the product of the module's two matrices is multiplied by, times their rank."""
+        patterns = self.settings.get("alpha_pattern") or {}
+        alpha = float(patterns.get(get_pattern_key(patterns, module), self.settings["lora_alpha"]))
+        rank = len(self.weights[f"{module}.{DOWN}"])
+        return alpha * math.sqrt(rank) if self.settings.get("use_rslora") else alpha
+
+
+def export(source: Path, form: str, out: Path, model: str | None = None) -> Path:
+    """Write the LoRA of `source`, its file or the folder of a run, to `out` in another form; the path of that."""
+    if form not in get_args(Form):
+        raise ConfigError("no such form", where="--to", expected=" or ".join(get_args(Form)), found=form)
+    lora = read_lora(find_lora(source))
+    if form == "merged":
+        return merge(lora, out, transformer_folder(source, model))
+    if out.suffix != ".safetensors" or out.is_dir():
+        raise ConfigError("a LoRA is one file", where="--out", expected="a name that ends in .safetensors", found=out)
+    write: dict[str, Callable[[Lora], bytes]] = {"diffusers": diffusers_file, "comfyui": comfyui_file}
+    data = write[form](lora)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(out, data)
+    return out
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def find_lora(source: Path) -> Path:
+    """The file of a LoRA: `source`, or the one in the folder that `run` wrote."""
+    file = source / WEIGHTS_NAME if source.is_dir() else source
+    if (source / "transformer").is_dir() and not file.is_file():
+        do = f"they are in {source / 'transformer'}, as from_pretrained and other programs take them"
+        raise TrainError("this run trained all weights", where=source, do=do)
+    if not file.is_file() or file.suffix != ".safetensors":
+        raise TrainError("no LoRA here", where=source, expected=f"{WEIGHTS_NAME} or a .safetensors file")
+    return file
+
+
+def read_lora(file: Path) -> Lora:
+    """A LoRA in the names of diffusers or of ComfyUI; without settings in its header they follow from its tensors."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in sorted(opened.keys())}
+            header = opened.metadata() or {}
+        if METADATA_KEY in header:
+            named = json.loads(header[METADATA_KEY]).items()
+            given = {name.removeprefix(f"{PREFIX}."): value for name, value in named}
+        else:
+            given = json.loads(header.get(COMFYUI_METADATA_KEY, "{}"))
+        origin = given.pop(ORIGIN, {})
+    except (SafetensorError, OSError, ValueError) as error:
+        raise TrainError(f"this is not a LoRA file: {error}", where=file) from None
+    weights, alphas = peft_names(tensors, file)
+    check_pairs(weights, file)
+    return Lora(weights, given or settings_of(weights, alphas), origin)
+
+
+def peft_names(tensors: Mapping[str, Tensor], file: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The weights under peft's names, and the alpha of each module where the file has one."""
+    weights, alphas = {}, {}
+    for name, tensor in tensors.items():
+        bare = name.removeprefix(f"{PREFIX}.").removeprefix(f"{COMFYUI_PREFIX}.")
+        module, _, rest = bare.partition(".lora_")
+        if bare.endswith(".alpha") and tensor.numel() == 1:
+            alphas[bare.removesuffix(".alpha")] = float(tensor)
+        elif rest:
+            weights[f"{module}.{COMFYUI_NAMES.get(f'lora_{rest}', f'lora_{rest}')}"] = tensor
+        else:
+            raise TrainError(
+                "not a LoRA of a Qwen-Image transformer",
+                where=file,
+                expected=f"{PREFIX}.… or {COMFYUI_PREFIX}.… with lora_A and lora_B, or lora_down and lora_up",
+                found=name,
+            )
+    return weights, alphas
+
+
+def check_pairs(weights: Mapping[str, Tensor], file: Path) -> None:
+    """TrainError where a module has one of its two matrices only, or they are of two ranks."""
+    for name, tensor in weights.items():
+        for one, other, axis in ((DOWN, UP, 0), (UP, DOWN, 1)):
+            partner = weights.get(f"{name.removesuffix(one)}{other}")
+            if name.endswith(one) and (partner is None or tensor.shape[axis] != partner.shape[1 - axis]):
+                found = "none" if partner is None else f"shapes {tuple(tensor.shape)} and {tuple(partner.shape)}"
+                raise TrainError("a matrix has no partner of its rank", where=f"{file}: {name}", found=found)
+    if not any(name.endswith(DOWN) for name in weights):
+        raise TrainError("not a LoRA: it has no weights", where=file)
+
+
+def settings_of(weights: Mapping[str, Tensor], alphas: Mapping[str, float]) -> dict[str, Any]:
+    """What peft has to be told of a file without settings; a module without an alpha is not scaled."""
+    ranks = {name.removesuffix(f".{DOWN}"): len(tensor) for name, tensor in weights.items() if name.endswith(DOWN)}
+    alphas = {module: alphas.get(module, float(rank)) for module, rank in ranks.items()}
+    rank, alpha = (Counter(values).most_common(1)[0][0] for values in (ranks.values(), alphas.values()))
+    return {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {module: value for module, value in ranks.items() if value != rank},
+        "alpha_pattern": {module: value for module, value in alphas.items() if value != alpha},
+        "target_modules": sorted(ranks),
+    }
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def diffusers_file(lora: Lora) -> bytes:
+    """As diffusers' pipelines load it, and as training writes it."""
+    weights = {f"{PREFIX}.{name}": tensor.contiguous() for name, tensor in lora.weights.items()}
+    metadata = {f"{PREFIX}.{name}": value for name, value in lora.settings.items()} | _origin(lora)
+    data: bytes = save(weights, {METADATA_KEY: json.dumps(metadata, indent=2, sort_keys=True)})
+    return data
+
+
+def _origin(lora: Lora) -> dict[str, Any]:
+    return {ORIGIN: dict(lora.origin)} if lora.origin else {}
+
+
+def comfyui_file(lora: Lora) -> bytes:
+    """As ComfyUI loads it, which scales each module by alpha / rank; rank and alpha in the header as tools show them.
+
+    rsLoRA scales by alpha / sqrt(rank): its alpha is written times sqrt(rank).
+    """
+    names = {peft: comfyui for comfyui, peft in COMFYUI_NAMES.items() if comfyui != peft}
+    tensors = {}
+    for name, tensor in lora.weights.items():
+        module, _, rest = name.partition(".lora_")
+        if f"lora_{rest}" not in names:
+            raise TrainError(
+                "ComfyUI has no counterpart of this tensor",
+                where=name,
+                do="export it with --to merged" if "magnitude" in rest else None,
+            )
+        tensors[f"{COMFYUI_PREFIX}.{module}.{names[f'lora_{rest}']}"] = tensor.contiguous()
+    for module in lora.modules:
+        tensors[f"{COMFYUI_PREFIX}.{module}.alpha"] = torch.tensor(lora.alpha(module))
+    header = {
+        "ss_network_dim": str(lora.settings["r"]),
+        "ss_network_alpha": str(lora.settings["lora_alpha"]),
+        COMFYUI_METADATA_KEY: json.dumps({**lora.settings, **_origin(lora)}, sort_keys=True),
+    }
+    data: bytes = save(tensors, header)
+    return data
+
+
+# ---- merged weights --------------------------------------------------------------------------------------------------
+
+
+def transformer_folder(source: Path, model: str | None) -> Path:
+    """The base model's transformer: of `model`, or of the qwen.yaml beside the LoRA."""
+    folder = source if source.is_dir() else source.parent
+    candidates = [path for path in (folder / CONFIG_NAME, folder.parent / CONFIG_NAME) if path.is_file()]
+    settings = load_config(candidates[0]).model if model is None and candidates else None
+    name, revision = (settings.path, settings.revision) if settings else (model, None)
+    path = open_model(name, ("transformer",), revision).part("transformer")
+    if "quantization_config" in json.loads((path / "config.json").read_text(encoding="utf-8")):
+        raise ModelError(
+            "these weights are quantised: the sum with the LoRA would be rounded to them",
+            where=path,
+            do="merge into the model that they were made from, with --model",
+        )
+    return path
+
+
+def merge(lora: Lora, out: Path, base: Path) -> Path:
+    """`out`: the transformer of `base` with the LoRA in its weights, in their precision, complete or not there.
+
+    Each module is added to in place; the folder is written next to `out` and then renamed.
+    """
+    from diffusers import QwenImageTransformer2DModel
+
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError("merged weights go into a new folder", where="--out", found=f"{out}, which is not empty")
+    try:
+        transformer = QwenImageTransformer2DModel.from_pretrained(
+            base, torch_dtype=stored_dtype(base), use_safetensors=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"the transformer cannot be loaded: {error}", where=base) from None
+    add_to_weights(lora, transformer)
+    with whole_folder(out) as temporary:
+        transformer.save_pretrained(temporary)
+        if out.exists():
+            out.rmdir()  # which fails when something has come into it since
+    return out
+
+
+def add_to_weights(lora: Lora, transformer: Any) -> None:
+    """Add the LoRA to the weights of the stock transformer, by peft's own arithmetic; no adapter is left."""
+    shapes = {name.removesuffix(".weight"): weight.shape for name, weight in transformer.named_parameters()}
+    for module in lora.modules:
+        down, up = lora.weights[f"{module}.{DOWN}"], lora.weights[f"{module}.{UP}"]
+        if shapes.get(module) != (len(up), down.shape[1]):
+            raise TrainError(
+                "the LoRA does not fit this model",
+                where=module,
+                expected=f"a layer of {down.shape[1]} inputs and {len(up)} outputs",
+                found=f"weights {tuple(shapes[module])}" if module in shapes else "no such layer",
+            )
+    prefixed = {f"{PREFIX}.{name}": tensor for name, tensor in lora.weights.items()}
+    settings = {f"{PREFIX}.{name}": value for name, value in lora.settings.items()}
+    transformer.load_lora_adapter(prefixed, prefix=PREFIX, metadata=settings, adapter_name="default")
+    for name, parameter in transformer.named_parameters():
+        if ".lora_" in name:  # the loader has rounded it to the precision of the model
+            parameter.data = parameter.data.float()
+    set_peft_model_state_dict(transformer, dict(lora.weights))
+    for layer in [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]:
+        stored = layer.get_base_layer().weight.dtype
+        try:
+            layer.float().merge(safe_merge=True)  # in bfloat16 peft would round the update before the sum
+        except ValueError as error:  # it would not be finite
+            raise TrainError(f"the LoRA cannot be merged: {error}") from None
+        layer.to(stored)
+    transformer.unload_lora()
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """What the weights are stored in: of the output projection, which nothing quantises or keeps in other precision."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            if "proj_out.weight" in names:
+                return file.get_tensor("proj_out.weight").dtype  # type: ignore[no-any-return]
+    raise ModelError("the transformer's weights are missing", where=folder, expected="proj_out.weight in .safetensors")

@@ -1,0 +1,180 @@
+"""`qwen-train plan` as people see it: the memory of the largest batch by part, whether it fits, and what would.
+
+Of the model its configuration alone is read, also from the hub. What a setting saves is predicted as all else is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from qwen_cache.console import human_bytes, plural
+from qwen_cache.errors import ConfigError, ModelError
+from qwen_cache.settings.load import Config
+from qwen_cache.settings.model import ModelConfig
+from qwen_train.data.batches import Batches
+from qwen_train.data.samples import open_samples
+from qwen_train.flow import NoiseSchedule
+from qwen_train.memory.predict import FRAGMENTATION, Shape, block_bytes, largest_batch, predict_memory, tokens_of
+
+FEWEST = -1
+"""Stands for as few blocks as it takes."""
+CURES: tuple[dict[str, Any], ...] = (
+    {"train.gradient_checkpointing": True},
+    {"train.gradient_checkpointing": True, "train.tabulated_modulation": True},
+    {"train.gradient_checkpointing": True, "model.quantization": "fp8"},
+    {"train.gradient_checkpointing": True, "train.offload_blocks": FEWEST},
+    {"train.gradient_checkpointing": True, "model.quantization": "nf4"},
+)
+"""What makes training smaller, the cheapest in time and precision first."""
+LEAST_MEMORY = 1 << 20  # bytes: with fewer, a unit was forgotten
+LINEAR_FROM = 2048  # tokens: from here on a batch takes more than any optimizer does with a LoRA's gradients
+
+
+def plan(settings: Config, capacity: int | None) -> dict[str, Any]:
+    """What `qwen-train plan` says, as one JSON value: the largest batch, its memory by part, and what fits."""
+    transformer = transformer_config(settings.model)
+    batches = Batches(open_samples(settings), settings.train, NoiseSchedule())
+    batch, largest = largest_batch(batches, settings.train.layout)
+    memory = predict_memory(transformer, settings, batch)
+    found: dict[str, Any] = {
+        "largest_batch": {"samples": len(batch), "tokens": tokens_of(batch, settings.train.layout)},
+        "largest_sample": tokens_of([largest], settings.train.layout),
+        "memory": {**asdict(memory), "total": memory.total},
+    }
+    if capacity is None:
+        return found
+    most = most_tokens(transformer, settings, largest, capacity)
+    found |= {"gpu_memory": capacity, "fits": memory.total <= capacity, "max_tokens": most}
+    return found if found["fits"] else {**found, "do": cures(transformer, settings, batch, most, capacity)}
+
+
+def most_tokens(transformer: dict[str, Any], settings: Config, largest: Shape, capacity: int) -> int | None:
+    """The largest train.max_tokens that fits, of samples like the largest; None if that one alone does not.
+
+    Memory is linear in tokens, but for the smallest batches, in which the optimizer's own work takes more.
+    """
+    if predict_memory(transformer, settings, [largest]).total > capacity:
+        return None
+    tokens = tokens_of([largest], settings.train.layout)
+    count = math.ceil(LINEAR_FROM / tokens)
+    one, two = (predict_memory(transformer, settings, [largest] * n).total for n in (count, 2 * count))
+    return max(tokens, math.floor(count * tokens * (1 + (capacity - one) / (two - one))))
+
+
+def cures(
+    transformer: dict[str, Any], settings: Config, batch: Sequence[Shape], most: int | None, capacity: int
+) -> list[str]:
+    """The settings, each alone, under which the batch fits; a smaller batch if there is one."""
+    found = [f"train.max_tokens={most}"] if most and len(batch) > 1 else []
+    for changes in CURES:
+        lossy = "model.quantization" in changes
+        if lossy and (settings.train.method == "full" or "quantization_config" in transformer):
+            continue
+        with suppress(ConfigError, ModelError):  # what these settings or this model cannot have
+            if changes.get("train.offload_blocks") == FEWEST:
+                changes = {**changes, "train.offload_blocks": fewest_blocks(transformer, settings, batch, capacity)}
+            changed = _changed(settings, changes)
+            total = predict_memory(transformer, changed, batch).total
+            if changed == settings or total > capacity:
+                continue
+            words = " ".join(f"{name}={json.dumps(value)}" for name, value in changes.items())
+            found.append(f"{words} ({human_bytes(total)})".replace('"', ""))
+    return found
+
+
+def fewest_blocks(transformer: dict[str, Any], settings: Config, batch: Sequence[Shape], capacity: int) -> int:
+    """The smallest train.offload_blocks under which the batch fits; that of all blocks if it never does."""
+    changes = {"train.gradient_checkpointing": True, "train.offload_blocks": transformer["num_layers"]}
+    every = _changed(settings, changes)
+    left = capacity - predict_memory(transformer, every, batch).total
+    stay = max(0, left) / (1 + FRAGMENTATION) // block_bytes(transformer, every)
+    return int(max(transformer["num_layers"] - stay, 1))
+
+
+def _changed(settings: Config, changes: dict[str, Any]) -> Config:
+    for name, value in changes.items():
+        section, key = name.split(".")
+        settings = settings.model_copy(update={section: getattr(settings, section).model_copy(update={key: value})})
+    return settings
+
+
+def transformer_config(model: ModelConfig) -> dict[str, Any]:
+    """config.json of the model's transformer; from the hub, that file alone."""
+    if model.path is None:
+        raise ModelError("no model is named", do="give --model FOLDER_OR_REPOSITORY, or model.path in qwen.yaml")
+    path = Path(model.path) / "transformer" / "config.json"
+    if not Path(model.path).is_dir():
+        path = _download(model.path, model.revision)
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the transformer's configuration cannot be read: {error}", where=path) from None
+    if (found := config.get("_class_name")) != "QwenImageTransformer2DModel":
+        raise ModelError("not a Qwen-Image transformer", where=path, found=found)
+    return config
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, "config.json", subfolder="transformer", revision=revision))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            "no such folder here, and none on the hub", where=name, do=str(error).splitlines()[0]
+        ) from None
+
+
+def capacity_of(text: str) -> int:
+    """Bytes from `24GB` or `22.5 GiB`."""
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        size = 0
+    if size < LEAST_MEMORY:
+        raise ConfigError("not the size of a GPU", where="--gpu-memory", expected="such as 24GB or 80GiB", found=text)
+    return size
+
+
+PARTS = {
+    "weights": "frozen weights",
+    "trained": "trained weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "average": "average (EMA)",
+    "activations": "activations",
+    "reserved": "CUDA itself, estimated",
+}
+
+
+def print_plan(found: dict[str, Any]) -> None:
+    """The same for people, on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    out, table = Console(highlight=False, soft_wrap=True), Table(box=None, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, words in (PARTS | {"total": "[bold]together[/]"}).items():
+        if found["memory"][name]:
+            table.add_row(words, human_bytes(found["memory"][name]))
+    batch = found["largest_batch"]
+    out.print(f"[bold]largest batch[/]  {plural(batch['samples'], 'sample')}, {batch['tokens']:,} tokens")
+    out.print(table)
+    if "fits" not in found:
+        return
+    verdict = "[bold green]fits[/]" if found["fits"] else "[bold red]does not fit[/]"
+    out.print(f"{verdict} in {human_bytes(found['gpu_memory'])}")
+    if found["max_tokens"]:
+        out.print(f"largest batches that fit: train.max_tokens={found['max_tokens']}")
+    for cure in found.get("do", []):
+        out.print(f"would fit with {cure}")

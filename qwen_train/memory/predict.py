@@ -1,0 +1,343 @@
+"""How much memory training takes, by part, without training.
+
+A training step of the real configuration runs on tensors that have sizes but no data (torch's device "meta"), and what
+is alive is counted: parameters, what autograd keeps, recomputed blocks, gradients. Blocks are alike, so a few are run
+and the rest follows. What cannot run so is computed: quantised weights, the optimizer's state, the device's own share.
+Not predicted: `train.compile`, which keeps less, and the parts of several processes (DDP's buckets, FSDP2).
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Any, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from qwen_cache.batching.batch_plan import SUMMARISED
+from qwen_cache.errors import ModelError, TrainError
+from qwen_cache.format.sample import ImgShapes, token_count
+from qwen_cache.settings.load import Config
+from qwen_train.data.batches import Batches
+from qwen_train.flow import flow_loss, interpolate
+from qwen_train.model.modulation import TabulatedTransformer2DModel, TimestepRows, check_settings
+from qwen_train.model.offload import ON_DEVICE
+from qwen_train.model.offload import check_settings as check_offload
+from qwen_train.model.packed import QwenImageMultiResTransformerBlock
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel, prefix_mask
+from qwen_train.weights import compute_dtype, prepare_for_training
+
+Device = Literal["cuda", "cpu"]
+Shape = tuple[ImgShapes, int]
+"""Of a sample: its pictures in tokens, the target first, and the tokens of its text."""
+
+RESERVED = 800_000_000  # of CUDA: context and libraries, 0.4 to 0.8 GB as published for recent cards; not measured here
+FRAGMENTATION = 0.03  # of the rest: what the caching allocator cannot hand out; a guess on the safe side
+BYTES_PER_WEIGHT = {"int8": 1.0, "fp8": 1.0, "nf4": 0.5 + 4 / 64}  # nf4 has a float32 scale for every 64 weights
+BYTES_PER_ROW = {"int8": 2, "fp8": 4, "nf4": 0}  # a scale for each output channel
+OPTIMIZER_STATE: dict[str, Callable[[Tensor], float]] = {
+    "adamw": lambda p: 8 * p.numel(),
+    # two bytes and two float32 scales for every 256 elements; small tensors stay in float32
+    "adamw8bit": lambda p: (2 + 8 / 256) * p.numel() if p.numel() >= 4096 else 8 * p.numel(),
+    "adafactor": lambda p: 4 * (p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.ndim > 1 else p.numel()),
+    "prodigy": lambda p: 16 * p.numel(),
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device at the fullest moment of a training step."""
+
+    weights: int
+    """Frozen ones."""
+    trained: int
+    """Weights that are trained: a LoRA, or all."""
+    gradients: int
+    optimizer: int
+    """Its state; as AdamW's for one by import path."""
+    average: int
+    """The EMA of what is trained."""
+    activations: int
+    """What a batch takes: its tensors, what the backward pass needs of the forward pass, what both use meanwhile."""
+    reserved: int = 0
+    """What the device takes for itself, an estimate; no part of torch.cuda.max_memory_allocated."""
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+
+def predict_memory(
+    transformer: dict[str, Any], settings: Config, batch: Sequence[Shape], device: Device = "cuda"
+) -> Memory:
+    """What a step on `batch` takes, for a transformer of that config.json and the sections `model`, `train`,
+    `optimizer` of the settings."""
+    layers = int(transformer["num_layers"])
+    every = int(settings.train.gradient_checkpointing) or 1
+    few, more = layers % every + 2 * every, layers % every + 3 * every
+    with torch.random.fork_rng(devices=[]):  # a LoRA without data draws its first weights like any other
+        if more >= layers or _names_blocks(settings.train.lora.target_modules):
+            memory = _of_layers(layers, transformer, settings, batch, device)
+        else:
+            a, b = (astuple(_of_layers(n, transformer, settings, batch, device)) for n in (few, more))
+            memory = Memory(*(y + (y - x) * (layers - more) // every for x, y in zip(a, b, strict=True)))
+    if settings.train.offload_blocks:
+        check_offload(settings, transformer)
+        absent = max(0, settings.train.offload_blocks - ON_DEVICE)
+        memory = replace(memory, weights=memory.weights - absent * block_bytes(transformer, settings))
+    if device == "cpu":
+        return memory
+    return replace(memory, reserved=RESERVED + int(FRAGMENTATION * memory.total))
+
+
+def _names_blocks(targets: list[str] | str) -> bool:
+    """Whether the LoRA may be in some blocks only."""
+    return isinstance(targets, str) or any("transformer_blocks" in target for target in targets)
+
+
+def _of_layers(
+    layers: int, transformer: dict[str, Any], settings: Config, batch: Sequence[Shape], device: Device
+) -> Memory:
+    model = prepared(without_data({**transformer, "num_layers": layers}, settings), settings, device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    frozen, unpacked = frozen_bytes(model, _quantization(transformer, settings))
+    gradients = sum(map(_bytes, trained))
+    state = OPTIMIZER_STATE.get(settings.optimizer.name, OPTIMIZER_STATE["adamw"])
+    # of all trained weights at once on CUDA (foreach), one after the other on the CPU
+    update = gradients if device == "cuda" else max(map(_bytes, trained), default=0)
+    accumulated = settings.train.gradient_accumulation_steps > 1
+    if accumulated:  # into gradients that are there all the time: a new one lasts until it is added
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    step = peak_of_step(model, batch, compute_dtype(settings.train)) + unpacked
+    return Memory(
+        weights=frozen,
+        trained=gradients,
+        gradients=gradients,
+        optimizer=int(sum(map(state, trained))),
+        average=gradients if settings.train.ema_decay else 0,
+        activations=max(step, update) if accumulated else max(step - gradients, update),
+    )
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _quantization(transformer: dict[str, Any], settings: Config) -> str:
+    """The kind of the frozen weights: of the settings, or of a folder that was saved quantised."""
+    saved = transformer.get("quantization_config")
+    if saved is None:
+        return settings.model.quantization
+    text = json.dumps(saved).lower()
+    kinds = {'"load_in_4bit": true': "nf4", '"load_in_8bit": true': "int8", "int8": "int8", "float8": "fp8"}
+    for mark, kind in kinds.items():
+        if mark in text:
+            return kind
+    raise ModelError("this quantisation is not known here", where="config.json", found=saved.get("quant_method"))
+
+
+def frozen_bytes(model: nn.Module, kind: str) -> tuple[int, int]:
+    """What frozen weights take, and the largest quantised one, as it is unpacked to be multiplied."""
+    frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+    total, unpacked = float(sum(map(_bytes, frozen))), 0
+    blocks: Any = model.transformer_blocks if kind != "none" else nn.Module()
+    for module in blocks.modules():
+        if isinstance(module, nn.Linear) and module.weight in frozen:
+            weight = module.weight
+            total += BYTES_PER_WEIGHT[kind] * weight.numel() + BYTES_PER_ROW[kind] * len(weight) - _bytes(weight)
+            unpacked = max(unpacked, _bytes(weight))
+    return int(total), unpacked
+
+
+def block_bytes(transformer: dict[str, Any], settings: Config) -> int:
+    """The frozen weights of one block."""
+    models = (without_data({**transformer, "num_layers": n}, settings).requires_grad_(False) for n in (1, 2))
+    one, two = (frozen_bytes(model, _quantization(transformer, settings))[0] for model in models)
+    return two - one
+
+
+# ---- a step without data ---------------------------------------------------------------------------------------------
+
+
+class Kernels(TorchFunctionMode):
+    """Lets "meta" keep what the device's kernels keep: attention without its logits, and autocast's casts.
+
+    Autocast keeps the copy of a trained weight until the outermost of its contexts ends.
+    """
+
+    def __init__(self, device: Device, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.autocast, self.depth = autocast, 0
+        self.precise = {F.layer_norm} if device == "cuda" else set()
+        self.copies: dict[Tensor, Tensor] = {}
+
+    def __enter__(self) -> Self:
+        self.depth += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.depth -= 1
+        if not self.depth:
+            self.copies.clear()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.autocast and function in (F.linear, F.scaled_dot_product_attention):
+            args = [self._cast(value, self.autocast) for value in args]
+            kwargs = {name: self._cast(value, self.autocast) for name, value in kwargs.items()}
+        if self.autocast and function in self.precise:
+            args = [self._cast(value, torch.float32) for value in args]
+        return (
+            flash_attention(*args, **kwargs)
+            if function is F.scaled_dot_product_attention
+            else function(*args, **kwargs)
+        )
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(value, Tensor) or value.dtype == dtype or not value.is_floating_point():
+            return value
+        if not (value.is_leaf and value.requires_grad):
+            return value.to(dtype)
+        if value not in self.copies:
+            self.copies[value] = value.to(dtype)
+        return self.copies[value]
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """Keeps queries, keys, values, the output and a number per row, as every kernel does that SDPA chooses for these
+    sizes; on "meta" it would choose none."""
+    mask = None if attn_mask is None else torch.zeros_like(attn_mask, dtype=query.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output: Tensor = kernel(query, key, value, attn_mask=mask)[0]
+    return output
+
+
+class WithoutData(QwenImageMultiResTransformerBlock):
+    """The block under `Kernels` in the backward pass too, which torch runs outside of every mode."""
+
+    kernels: Kernels
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        with self.kernels:
+            return super().forward(*args, **kwargs)
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of tensors on "meta" that are made while it is entered and not yet freed, and their peak."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now, self.peak = 0, 0
+        self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type == "meta":
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self.sizes:
+            return
+        self.sizes[storage._cdata] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, storage._cdata)
+
+    def _free(self, storage: int) -> None:
+        self.now -= self.sizes.pop(storage)
+
+
+class RowsWithoutData(TimestepRows):
+    def forward(self, timestep: Tensor, hidden_states: Tensor, addition_t_cond: None = None) -> Tensor:
+        return hidden_states.new_empty(len(timestep), self.width)
+
+
+def without_data(transformer: dict[str, Any], settings: Config) -> Any:
+    """The transformer as it is loaded, on "meta"."""
+    train, model_class = settings.train, QwenImageMultiResTransformer2DModel
+    if train.tabulated_modulation:
+        check_settings(train, transformer)
+        model_class = TabulatedTransformer2DModel
+    with torch.device("meta"):
+        model = model_class.from_config(transformer)
+    if train.tabulated_modulation:
+        model.time_text_embed.__class__ = RowsWithoutData
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32 if train.method == "full" else compute_dtype(train))
+    return model
+
+
+def prepared(model: Any, settings: Config, device: Device) -> Any:
+    """The same as it is trained."""
+    prepare_for_training(model, settings.train)
+    model.kernels = Kernels(device, torch.bfloat16 if settings.train.mixed_precision == "bf16" else None)
+    for block in model.transformer_blocks:
+        block.__class__ = WithoutData
+        block.kernels = model.kernels
+    return model
+
+
+def peak_of_step(model: Any, batch: Sequence[Shape], dtype: torch.dtype) -> int:
+    """The most that a forward and a backward pass take beyond the parameters."""
+    images = [list(shapes) for shapes, _ in batch]
+    texts = [text for _, text in batch]
+    rows = len(batch), max(map(token_count, images))
+    config = model.config
+    with Alive(list(model.parameters())) as alive:
+        clean, noise = (torch.empty(*rows, config.in_channels, device="meta") for _ in range(2))
+        sigma, weight = torch.empty(len(batch), device="meta"), torch.empty(rows, device="meta")
+        prompt = torch.empty(len(batch), max(texts), config.joint_attention_dim, device="meta", dtype=dtype)
+        mask = prefix_mask(texts, max(texts)) if min(texts) < max(texts) else None
+        noisy = interpolate(clean, noise, sigma, weight > 0)
+        with model.kernels:
+            velocity = model(noisy.to(dtype), prompt, mask, sigma, images, return_dict=False)[0]
+        torch.autograd.backward(flow_loss(velocity, clean, noise, weight, torch.ones(len(batch), device="meta")))
+    peak: int = alive.peak
+    return peak
+
+
+# ---- the batches of a run -------------------------------------------------------------------------------------------
+
+
+def largest_batch(batches: Batches, layout: str) -> tuple[list[Shape], Shape]:
+    """Of the first epoch, the batch with the most tokens, and the sample with the most."""
+    cache = batches.cache
+    if not len(cache):
+        raise TrainError("the cache has no samples", where=cache.folder, do="run `qwen-cache build`")
+
+    def shapes(positions: Sequence[int]) -> list[Shape]:
+        rows = [cache.row(batches.plan.sample(position)).meta for position in positions]
+        return [(row.img_shapes, row.text_length) for row in rows]
+
+    done, most, largest = 0, shapes([0]), shapes([0])[0]
+    while done < min(batches.plan.in_epoch, SUMMARISED):
+        positions = batches.plan.batch(done)
+        done += len(positions)
+        batch = shapes(positions)
+        most = max(most, batch, key=lambda it: tokens_of(it, layout))
+        largest = max(largest, *batch, key=lambda it: tokens_of([it], layout))
+    return most, largest
+
+
+def tokens_of(batch: Sequence[Shape], layout: str) -> int:
+    """As `train.max_tokens` counts them."""
+    images, texts = [token_count(shapes) for shapes, _ in batch], [text for _, text in batch]
+    return len(batch) * (max(images) + max(texts)) if layout == "padded" else sum(images) + sum(texts)

@@ -1,0 +1,87 @@
+"""What a run prints before it trains, and what its report says of it: data, batches, steps, memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from qwen_cache.batching.batch_plan import Summary
+from qwen_cache.console import console, human_bytes, plural
+from qwen_cache.errors import ConfigError
+from qwen_cache.settings.load import Config, load_config
+from qwen_train.data.batches import Batches
+from qwen_train.memory.predict import largest_batch, predict_memory
+
+
+def print_plan(
+    config: Config,
+    batches: Batches,
+    plan: Summary,
+    parameters: list[torch.nn.Parameter],
+    accelerator: Accelerator,
+    done: int,
+) -> None:
+    """What will be trained, before it is."""
+    t, cache, v, out = config.train, batches.cache, config.validation, console()
+    per_step = plan.samples_per_batch * t.gradient_accumulation_steps * accelerator.num_processes
+    epochs = t.max_steps * per_step / plan.in_epoch
+    out.print(f"[bold]cache[/]   {cache.folder}: {len(cache)} samples, {cache.recipe.recipe.get('pipeline')}")
+    method = f"LoRA of rank {t.lora.rank}" if t.method == "lora" else "every weight"
+    trainable = sum(parameter.numel() for parameter in parameters)
+    out.print(f"[bold]trains[/]  {method}, {trainable:,} trainable parameters, on {accelerator.device}")
+    out.print(f"[bold]batches[/] {plan}", highlight=False)
+    out.print(
+        f"[bold]steps[/]   {t.max_steps} of {plural(round(per_step, 1), 'sample')}: {epochs:.1f} epochs",
+        highlight=False,
+    )
+    if set_aside := len(batches.validation):
+        measured = f"their loss every {plural(v.every_steps, 'step')}" if v.every_steps else "never measured"
+        drawn = f", {plural(v.pictures, 'picture')} every {plural(v.picture_steps, 'step')}" if v.pictures else ""
+        out.print(f"[bold]aside[/]   {plural(set_aside, 'sample')} for validation: {measured}{drawn}")
+    if t.edit_mask_weight != 1 and cache.has_index:
+        out.print(f"[bold]masks[/]   {cache.edit_masks()} of {plural(len(cache), 'sample')}", highlight=False)
+    if done:
+        left = "" if done < t.max_steps else ": nothing is left to train; raise train.max_steps to go on"
+        out.print(f"[bold]resume[/]  after step {done}{left}")
+
+
+def settings_changed(earlier: Path, config: Config) -> list[str]:
+    """What differs from the settings that the run had so far, in words; nothing where they are not known."""
+    try:
+        before = load_config(earlier).flat()
+    except ConfigError:
+        return []
+    return [f"{name} {before[name]} → {value}" for name, value in config.flat().items() if before[name] != value]
+
+
+def print_memory(config: Config, batches: Batches, transformer: dict[str, Any], device: str) -> None:
+    """What the largest batch will take, where `qwen-train plan` could say it."""
+    if not batches.cache.has_index or config.train.fsdp or device not in ("cpu", "cuda"):
+        return
+    batch, _ = largest_batch(batches, config.train.layout)
+    memory = predict_memory(transformer, config, batch, "cuda" if device == "cuda" else "cpu")
+    parts = f"weights {human_bytes(memory.weights)}, activations {human_bytes(memory.activations)}"
+    console().print(f"[bold]memory[/]  about {human_bytes(memory.total)}: {parts}", highlight=False)
+
+
+def about(batches: Batches, plan: Summary, parameters: list[torch.nn.Parameter], accelerator: Accelerator) -> bytes:
+    """What the report says of the data and the run."""
+    cache = batches.cache
+    facts = {
+        "cache": str(cache.folder),
+        "identity": cache.identity,
+        "pipeline": str(cache.recipe.recipe.get("pipeline")),
+        "samples": len(cache),
+        "samples_for_validation": len(batches.validation),
+        "samples_in_an_epoch": plan.in_epoch,
+        "batches_in_an_epoch": plan.batches,
+        "tokens_of_a_batch": plan.tokens,
+        "padding": f"{100 * plan.padding:.1f} %",
+        "trainable_parameters": sum(parameter.numel() for parameter in parameters),
+        "device": f"{accelerator.num_processes} × {accelerator.device.type}",
+    }
+    return json.dumps(facts, indent=1).encode("utf-8")

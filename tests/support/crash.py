@@ -1,0 +1,38 @@
+"""A process that dies at a moment of our choice, without a process of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Crash(BaseException):
+    """Raised where a process might die; nothing in the program may catch it."""
+
+
+def crash_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Die at the `count`-th of the operations that change what is on disk."""
+    from qwen_cache.format.shard import ShardWriter
+
+    left = count
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Crash
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(os, "replace", dying(os.replace))
+    monkeypatch.setattr(os, "fsync", dying(os.fsync))
+    monkeypatch.setattr(Path, "replace", dying(Path.replace))
+    monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree))
+    monkeypatch.setattr(ShardWriter, "_write", dying(ShardWriter._write))

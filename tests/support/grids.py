@@ -1,0 +1,22 @@
+"""Where an image stands in a grid of images."""
+
+from __future__ import annotations
+
+import numpy as np
+from PIL import Image
+
+Box = tuple[int, int, int, int]
+
+
+def box_of(picture: Image.Image, whole: Image.Image) -> Box:
+    """Where the picture stands, pixel for pixel; it must stand in one place."""
+    pixels, part = np.asarray(whole).astype(int), np.asarray(picture).astype(int)
+    h, w = part.shape[:2]
+    corners = (pixels[: -h or None, : -w or None] == part[0, 0]).all(axis=-1)
+    found = [
+        (int(x), int(y), int(x) + w, int(y) + h)
+        for y, x in np.argwhere(corners)
+        if np.array_equal(pixels[y, x : x + w], part[0]) and np.array_equal(pixels[y : y + h, x : x + w], part)
+    ]
+    assert len(found) == 1, found
+    return found[0]

@@ -1,0 +1,113 @@
+"""The page of `inspect --html` as a parser reads it, and small caches of random numbers to draw one of."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qwen_cache.format.identity import Inputs, content_hash, recipe_id
+from qwen_cache.format.manifest import Manifest
+from qwen_cache.format.sample import SampleMeta
+from qwen_cache.format.tensor import TensorSpec
+from qwen_cache.format.update import Existing, Listed, commit_update, open_staging, plan_update
+
+from .commands import run
+
+RECIPE = {"encoder_version": 2, "pipeline": "QwenImageEditPlusPipeline", "dtype": "float32"}
+HOSTILE = "</script><script>alert(1)</script><!-- <img src=https://example.com/a.png> & \"'\u2028 \\u003c"
+CELLS = (4, 6)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A sample to be."""
+
+    name: str
+    prompt: str = "edit it"
+    target: str = ""
+    controls: tuple[str, ...] = ("before",)
+    mask: float | None = None
+    scale: float = 1.0
+
+
+def write(folder: Path, samples: Sequence[Made], recipe: dict[str, Any] = RECIPE, named: str = "default") -> Path:
+    """A cache of such samples, with tensors of random numbers."""
+    random, made = torch.Generator().manual_seed(0), {}
+    for each in samples:
+        tokens = CELLS[0] * CELLS[1]
+        latents = torch.randn(tokens * (1 + len(each.controls)), 64, generator=random)
+        tensors = {"image_latents": each.scale * latents[:tokens], "control_latents": latents[tokens:]}
+        tensors |= {"prompt_embeds": torch.randn(5, 8, generator=random)}
+        if not each.controls:
+            del tensors["control_latents"]
+        if each.mask is not None:
+            tensors["edit_mask"] = torch.tensor([0.0, *[each.mask] * (tokens - 1)])
+        data = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+        specs = {name: TensorSpec("F32", tuple(t.shape), content_hash(data[name])) for name, t in tensors.items()}
+        controls = tuple(content_hash(control.encode()) for control in each.controls)
+        inputs = Inputs(content_hash((each.target or each.name).encode()), controls, None)
+        shapes, origin = ((1, *CELLS),) * (1 + len(controls)), None if each.mask is None else "difference"
+        meta = SampleMeta(recipe_id(recipe), inputs, each.prompt, shapes, 0, specs, (), origin)
+        made[meta.key] = each.name, meta, data
+    update = plan_update(folder, Existing(Manifest.empty(2), []), 2, [Listed(made[key][0], key) for key in made])
+    staging = open_staging(update, "page", 1 << 24)
+    for _, meta, data in made.values():
+        staging.add(meta, {name: memoryview(data[name]) for name in meta.tensors})
+    commit_update(update, staging, {named: recipe}, {"qwen-cache": "0.1.0"})
+    return folder
+
+
+class Page(HTMLParser):
+    """The tags, those that stay open, all that is referred to, the documents in it, and the rows of its charts."""
+
+    VOID = ("meta", "input", "img")
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[tuple[str, str | None]] = []
+        self.tags: Counter[str] = Counter()
+        self.references: list[str] = []
+        self.ids: set[str | None] = set()
+        self.texts: dict[str, str] = {}
+        self.charts: dict[str, list[str]] = {}
+        self.feed(html)
+        self.close()
+        assert not self.open
+        self.overview, samples = json.loads(self.texts["overview"]), json.loads(self.texts["samples"])
+        self.samples = [dict(zip(samples["columns"], row, strict=True)) for row in samples["rows"]]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.tags[tag] += 1
+        self.ids.add(values.get("id"))
+        self.references += [values[name] or "" for name in ("src", "href", "srcset", "action") if name in values]
+        if tag not in self.VOID:
+            self.open.append((tag, values.get("aria-label" if tag == "svg" else "id")))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1][0] in ("script", "style"):
+            name = self.open[-1][1] or self.open[-1][0]
+            self.texts[name] = self.texts.get(name, "") + data
+        chart = next((name for tag, name in self.open if tag == "svg"), None)
+        if chart and data.strip():
+            self.charts.setdefault(chart, []).append(data)
+
+    def chart(self, title: str) -> dict[str, int]:
+        texts = self.charts.get(title, [])
+        return {label: int(count.replace(",", "")) for label, count in zip(texts[::2], texts[1::2], strict=True)}
+
+
+def page_of(cache: Path | str, out: Path, *options: str | Path) -> Page:
+    result = run("qwen-cache", "inspect", cache, "--html", out, *options)
+    assert result.code == 0, result.stderr
+    return Page(out.read_text(encoding="utf-8"))

@@ -1,0 +1,131 @@
+"""A training run on the small cache, and what it leaves."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from qwen_cache import open_cache
+from qwen_cache.settings.load import Config, load_config
+from qwen_train import checkpoint
+from qwen_train import train as training
+from qwen_train.data.batches import Batches
+from qwen_train.data.mixture import Mixture
+from qwen_train.flow import NoiseSchedule
+
+from .commands import Result, run
+
+LORA = "pytorch_lora_weights.safetensors"
+SMALL = {"train.mixed_precision": "no", "train.max_steps": 3, "logging.tracker": "none"}
+EVERYTHING_RANDOM = {
+    **SMALL,
+    "train.batch_size": 2,
+    "train.gradient_accumulation_steps": 2,
+    "train.caption_dropout": 0.5,
+    "train.lora.lora_dropout": 0.3,
+    "optimizer.learning_rate": 0.01,
+    "lr_scheduler.name": "cosine",
+    "lr_scheduler.warmup_steps": 1,
+}
+"""A run in which chance and the past decide as much as they can: three steps of two batches."""
+PICTURES = {
+    **SMALL,
+    "train.max_steps": 2,
+    "train.validation_split": 0.6,
+    "validation.pictures": 2,
+    "validation.picture_steps": 1,
+    "validation.num_inference_steps": 2,
+    "predict.dtype": "float32",
+}
+
+
+class Trainer:
+    """`qwen-train run` on the small cache, with settings by their dotted names."""
+
+    def __init__(self, cache: Path, model: Path, folder: Path) -> None:
+        self.cache, self.model, self.folder = cache, model, folder
+
+    def arguments(self, out: str = "out", **changes: Any) -> list[str | Path]:
+        settings = {"train.output_dir": str(self.folder / out), **changes.pop("settings", SMALL)}
+        settings |= {name.replace("__", "."): value for name, value in changes.items()}
+        assignments = [["--set", f"{name}={json.dumps(value)}"] for name, value in settings.items()]
+        return ["run", self.cache, "--model", self.model, *itertools.chain(*assignments)]
+
+    def try_(self, *options: str, **changes: Any) -> Result:
+        """Without the plan of its memory, which takes as long as a short run and has a test of its own."""
+        AcceleratorState._reset_state(reset_partial_state=True)
+        with patch.object(training, "print_memory"):
+            return run("qwen-train", *self.arguments(**changes), *options)
+
+    def __call__(self, *options: str, **changes: Any) -> Path:
+        """The output folder of a run that works."""
+        result = self.try_(*options, **changes)
+        assert result.code == 0, result.stderr
+        return self.folder / str(changes.get("out", "out"))
+
+    def config(self, **changes: Any) -> Config:
+        _, cache, _, model, *assignments = self.arguments(**changes)
+        return load_config(None, [str(it) for it in assignments[1::2]], cache__path=str(cache), model__path=str(model))
+
+    def batches(self, **changes: Any) -> Batches:
+        schedule = json.loads((self.model / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
+        return Batches(
+            Mixture.of(open_cache(self.cache)), self.config(**changes).train, NoiseSchedule.of_config(schedule)
+        )
+
+
+def metrics(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def column(out: Path, name: str) -> list[float]:
+    return [line[name] for line in metrics(out)]
+
+
+def outcome(out: Path) -> dict[str, object]:
+    """Everything of a finished run that does not tell the time."""
+    newest = checkpoint.checkpoints(out)[-1][1]
+    files = [out / LORA, *sorted(newest.iterdir())]
+    curves = {name: column(out, name) for name in ("step", "loss", "learning_rate", "grad_norm")}
+    return {str(path.relative_to(out)): path.read_bytes() for path in files} | curves
+
+
+def written(out: Path) -> dict[str, object]:
+    """All that a run leaves but its settings, which name the folder, and how long it took."""
+    files = [path for path in out.rglob("*") if path.is_file() and path.name not in ("qwen.yaml", "metrics.jsonl")]
+    curves = {name: column(out, name) for name in ("step", "loss", "learning_rate", "grad_norm")}
+    return {str(path.relative_to(out)): path.read_bytes() for path in files if path.suffix != ".html"} | curves
+
+
+def differences(a: dict[str, object], b: dict[str, object]) -> list[str]:
+    """The names under which two outcomes differ."""
+    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+
+
+def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    error = sum(float((found[name] - expected[name]).square().sum()) for name in expected)
+    return math.sqrt(error / sum(float(tensor.square().sum()) for tensor in expected.values()))
+
+
+def send(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, in_batch: int, times: int = 1) -> None:
+    """Let the process get a signal while it works on that batch, counted from 0."""
+    batches, compute_loss = itertools.count(), training.compute_loss
+
+    def interrupted(*arguments: Any) -> torch.Tensor:
+        if next(batches) == in_batch:
+            for _ in range(times):
+                os.kill(os.getpid(), number)
+        return compute_loss(*arguments)
+
+    monkeypatch.setattr(training, "compute_loss", interrupted)

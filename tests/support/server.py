@@ -1,0 +1,97 @@
+"""Servers of caches: HTTP that counts what it is asked and fails as told, and the bucket of an S3 server."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+BUCKET = "bucket"
+
+
+class Server(ThreadingHTTPServer):
+    """HTTP with ranges out of a folder; notes every request for a shard, and fails as it is told."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder = folder
+        self.asked: list[tuple[str, int, int]] = []
+        self.failures: Iterator[str | int] = iter(())
+        self.before_answer: Callable[[], object] = lambda: None
+        self.ranges = True
+        self.hidden: set[str] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def fail(self, *failures: str | int) -> None:
+        """How the next requests for a shard fail: `cut` in the middle, `short` without a word, or by a status."""
+        self.failures = iter(failures)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, *, body: bool) -> None:
+        path = self.server.folder / self.path.lstrip("/")
+        if not path.is_file():
+            return self.send_error(404)
+        if path.name in self.server.hidden:
+            return self.send_error(403)
+        data = path.read_bytes()
+        match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")) if self.server.ranges else None
+        begin, end = (int(match[1]), int(match[2]) + 1) if match else (0, len(data))
+        data = data[begin:end]
+        failure = None
+        if body and path.suffix == ".tar":
+            self.server.asked.append((path.name, begin, end))
+            self.server.before_answer()
+            failure = next(self.server.failures, None)
+        if isinstance(failure, int):
+            return self.send_error(failure)
+        self.send_response(206 if match else 200)
+        if failure != "short":
+            self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.close_connection = failure is not None
+        self.wfile.write(data[: len(data) // 2] if failure else data if body else b"")
+        return None
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class serving:  # noqa: N801 (used as a function is)
+    """Run a server while in the block."""
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
+
+    def __enter__(self) -> Any:
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return self.server
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def fresh_clients() -> None:
+    """Let go of clients that were made under other settings."""
+    fsspec.get_filesystem_class("s3").clear_instance_cache()

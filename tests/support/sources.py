@@ -1,0 +1,62 @@
+"""The edit pairs that builds read, and one change of them for each reason to encode again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from PIL import Image, ImageOps
+
+from .photographs import photograph
+
+
+def write_pairs(folder: Path) -> Path:
+    """Four edit pairs of mixed sizes: two share a prompt, one has two controls, one a mask."""
+    controls, targets = folder / "control_images", folder / "target_images"
+    controls.mkdir(parents=True)
+    targets.mkdir()
+    china = photograph("china.jpg").resize((160, 107))
+    flower = photograph("flower.jpg").resize((107, 160))
+    cat = photograph("chelsea.png").resize((120, 120))
+    cup = photograph("coffee.png").resize((150, 100))
+    for name, control, target, prompt in (
+        ("china", china, ImageOps.grayscale(china), "make it black and white"),
+        ("flower", flower, ImageOps.grayscale(flower), "make it black and white"),
+        ("cat", cat, ImageOps.mirror(cat), "mirror the cat, 然后 keep the second picture's light"),
+        ("cup", cup, ImageOps.invert(cup), "invert the colours"),
+    ):
+        control.save(controls / f"{name}.png")
+        target.save(targets / f"{name}.png")
+        (targets / f"{name}.txt").write_text(prompt, encoding="utf-8")
+    china.save(controls / "cat_control_1.png")
+    mask = Image.new("L", cup.size)
+    mask.paste(255, (0, 0, cup.width // 2, cup.height))
+    mask.save(controls / "cup_mask.png")
+    return folder
+
+
+def change_target(pairs: Path) -> None:
+    path = pairs / "target_images" / "china.png"
+    ImageOps.flip(Image.open(path)).save(path)
+
+
+def change_control(pairs: Path) -> None:
+    path = pairs / "control_images" / "cat_control_1.png"
+    ImageOps.flip(Image.open(path)).save(path)
+
+
+def change_mask(pairs: Path) -> None:
+    path = pairs / "control_images" / "cup_mask.png"
+    ImageOps.mirror(Image.open(path)).save(path)
+
+
+def remove_mask(pairs: Path) -> None:
+    (pairs / "control_images" / "cup_mask.png").unlink()
+
+
+def add_control(pairs: Path) -> None:
+    shutil.copy(pairs / "control_images" / "china.png", pairs / "control_images" / "flower_control_1.png")
+
+
+def change_prompt(pairs: Path) -> None:
+    (pairs / "target_images" / "flower.txt").write_text("make it grey")

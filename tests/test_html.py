@@ -1,0 +1,43 @@
+"""Templates: what they print is text, and what they lack is an error."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from jinja2 import UndefinedError
+
+from qwen_cache.html.charts import BARS, bars
+from qwen_cache.html.page import FOLDER, environment, render
+
+
+def test_a_value_is_text_and_json_is_json() -> None:
+    hostile = "</script><!-- & \"' \u2028 ü"
+    template = environment().from_string("<i title='{{ value }}'>{{ value }}</i><script>{{ [value]|tojson }}</script>")
+    shown, _, script = template.render(value=hostile).partition("<script>")
+    assert shown.count("<") == 2
+    assert shown.count("'") == 2
+    assert json.loads(script.removesuffix("</script>")) == [hostile]
+    assert script.count("<") == 1
+    assert "ü" in script
+
+
+def test_a_template_that_lacks_a_value_is_an_error() -> None:
+    with pytest.raises(UndefinedError, match="'facts' is undefined"):
+        render("cache.html.jinja", title="a")
+
+
+def test_no_own_file_ends_its_element() -> None:
+    """They are on a page as they are."""
+    files = [*FOLDER.glob("*.js"), *FOLDER.glob("*.css")]
+    assert len(files) >= 3
+    assert not [path.name for path in files if "</" in path.read_text(encoding="utf-8")]
+
+
+def test_bars_that_have_no_room_are_one() -> None:
+    counts = {f"{i}": i + 1 for i in range(BARS + 3)}
+    *shown, others = bars(counts)
+    assert {bar.label: bar.count for bar in shown} == dict(list(counts.items())[:BARS])
+    assert (others.label, others.count, others.fraction) == ("3 others", 13 + 14 + 15, 1.0)
+    assert shown[0].fraction == 1 / 42
+    assert bars({}) == []
