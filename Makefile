@@ -33,10 +33,11 @@ docs: .venv/installed-docs  ## the documentation as a site, in the folder site/
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
-check: setup  ## linter, formatter, spelling, types
+check: setup  ## linter, formatter, spelling, imports, types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/codespell
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 test: setup  ## linter, formatter, spelling, types, and the tests that take seconds

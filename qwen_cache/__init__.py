@@ -5,24 +5,48 @@ from qwen_cache import open_cache
 cache = open_cache("shards")
 sample = cache[0]
 sample.prompt, sample.img_shapes, sample["image_latents"]
+
+The names in `__all__` are the public API; every other module may change without notice (docs/policy.md).
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from qwen_cache.errors import FormatError, QwenCacheError
+from qwen_cache.version import __version__
 
 if TYPE_CHECKING:
     from qwen_cache.format.cache import Cache, Sample, open_cache
+    from qwen_cache.format.verify import verify_cache
+    from qwen_cache.grounding.difference import difference_mask
+    from qwen_cache.grounding.frozen_qwen import FrozenQwen
 
-__version__ = "0.1.0"
-__all__ = ["Cache", "FormatError", "QwenCacheError", "Sample", "open_cache"]
+__all__ = [
+    "Cache",
+    "FormatError",
+    "FrozenQwen",
+    "QwenCacheError",
+    "Sample",
+    "__version__",
+    "difference_mask",
+    "open_cache",
+    "verify_cache",
+]
+
+_HOMES = {
+    "Cache": "qwen_cache.format.cache",
+    "FrozenQwen": "qwen_cache.grounding.frozen_qwen",
+    "Sample": "qwen_cache.format.cache",
+    "difference_mask": "qwen_cache.grounding.difference",
+    "open_cache": "qwen_cache.format.cache",
+    "verify_cache": "qwen_cache.format.verify",
+}
+"""Loaded when first asked for: pyarrow takes half a second, torch several."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Cache", "Sample", "open_cache"):
-        from qwen_cache.format import cache  # pyarrow takes half a second: only those who read pay for it
-
-        return getattr(cache, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -12,11 +12,11 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qwen_cache.errors import QwenCacheError
+from qwen_cache.errors import Problem, QwenCacheError
 
 if TYPE_CHECKING:
     import typer
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FAULTS = 1
 FAILED = 2
 INTERRUPTED = 130
+PROBLEMS_SHOWN = 20
 IN_BUG_REPORTS = ("torch", "diffusers", "transformers", "peft", "accelerate")
 USERS_ERRNO = (
     errno.ENOSPC,
@@ -127,6 +128,18 @@ def counting(
         bar.update(task, total=done)
 
 
+def print_problems(problems: Sequence[Problem], of: str = "the source") -> None:
+    """The first problems, with what to do about each."""
+    if not problems:
+        return
+    out = console()
+    out.print(f"[bold red]{plural(len(problems), 'problem')}[/] in {of}:")
+    for problem in problems[:PROBLEMS_SHOWN]:
+        out.print(f"  {problem.where}: {problem.what}\n    → {problem.do}", markup=False)
+    if len(problems) > PROBLEMS_SHOWN:
+        out.print(f"  and {len(problems) - PROBLEMS_SHOWN} more; --dry-run --json lists all")
+
+
 def print_json(value: Any) -> None:
     """The one document that `--json` puts on stdout."""
     print(json.dumps(value, indent=1, ensure_ascii=False))
@@ -181,8 +194,15 @@ def version_lines(program: str) -> str:
     """What `--version` prints: the program, and below it what else a bug report needs."""
     import platform
 
-    from qwen_cache import __version__
     from qwen_cache.extras import installed
+    from qwen_cache.version import __version__
 
     versions = [f"{name} {installed(name) or 'missing'}" for name in IN_BUG_REPORTS]
     return f"{program} {__version__}\n" + ", ".join([f"python {platform.python_version()}", *versions])
+
+
+def print_done(what: object) -> None:
+    """The last line of a command that made something."""
+    from rich.markup import escape
+
+    console().print(f"[bold green]done[/]: {escape(str(what))}", highlight=False)

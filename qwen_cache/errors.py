@@ -14,11 +14,21 @@ commands print it on one or a few lines, without a traceback, and exit with code
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 RESTORE = "restore the file from a copy, or run `qwen-cache build` into an empty folder"
 RESTORE_SHARD = "restore the shard from a copy, or delete it and run `qwen-cache build` again"
 UPGRADE = "install a newer version: `git pull && pip install .` in its repository"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why one row of a source cannot be used: reported with all others, not raised."""
+
+    where: str
+    what: str
+    do: str
 
 
 class QwenCacheError(Exception):

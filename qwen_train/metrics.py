@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.tracking import get_available_trackers
@@ -18,9 +18,7 @@ from qwen_cache.console import human_time
 from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.durable import write_durably
-
-if TYPE_CHECKING:
-    from qwen_train.data.batches import Batch
+from qwen_train.data.batches import Batch
 
 METRICS_NAME = "metrics.jsonl"
 TENSORBOARD_FOLDER = "logs"

@@ -32,8 +32,9 @@ from qwen_cache.html.page import render
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.durable import write_durably
 from qwen_train.checkpoint import checkpoints
+from qwen_train.inference.cached import FOLDER
 from qwen_train.metrics import METRICS_NAME
-from qwen_train.validation import FOLDER, LOSS, LOSSES
+from qwen_train.validation import LOSS, LOSSES
 
 NAME = "report.html"
 ABOUT_NAME = "about.json"

@@ -28,14 +28,13 @@ from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import ValidationConfig
 from qwen_cache.storage.durable import write_durably
 from qwen_train.data.batches import Batch, Batches, Drawn, collate
-from qwen_train.inference.cached import draw_cached
+from qwen_train.inference.cached import FOLDER, draw_cached
 
 LEVELS = 4
 """Noise levels at which a sample is measured: one in each quarter of 0..1, where in it the key decides."""
 LOSS = "validation_loss"
 LOSSES = tuple(f"{LOSS}_q{i + 1}" for i in range(LEVELS))
 """Of each quarter, from little noise to much."""
-FOLDER = "validation"
 
 
 @dataclass(frozen=True)

@@ -390,6 +390,10 @@ def test_an_s3_connection_that_always_breaks(s3: tuple[str, int], local: Path, m
     fresh_clients()
 
 
+def refuse_to_wait(seconds: float) -> None:
+    raise AssertionError("a second attempt")
+
+
 def test_what_cannot_get_better_is_not_tried_again(served: Server) -> None:
     cache = open_cache(served.url)
     shard = cache.row(0).shard
@@ -415,7 +419,7 @@ def test_addresses_that_lead_nowhere(
     url: str, message: str, s3: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    monkeypatch.setattr(remote, "ATTEMPTS", 0)  # an attempt that is not the last would be the first of endless ones
+    monkeypatch.setattr("tenacity.nap.time.sleep", refuse_to_wait)
     with pytest.raises(QwenCacheError, match=message):
         open_cache(url)
 
@@ -424,7 +428,7 @@ def test_without_credentials_it_says_so_at_once(s3: tuple[str, int], monkeypatch
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(remote, "ATTEMPTS", 0)
+    monkeypatch.setattr("tenacity.nap.time.sleep", refuse_to_wait)
     fresh_clients()
     with pytest.raises(QwenCacheError, match="NoCredentialsError: Unable to locate credentials"):
         open_cache("s3://bucket/nothing")
@@ -582,7 +586,7 @@ def test_the_least_recently_used_goes_first(
         tensors(cache[i])
     assert len(served.asked) == 4
     smaller = int((disk_bytes(copies) - 5000) / 0.9)  # one must go
-    remote.LocalCopies(copies, smaller).evict()
+    local_copies.LocalCopies(copies, smaller).evict()
     assert {path.name.removesuffix(".part") for path in copies.glob("*.part")} == {rows[i].shard for i in (0, 2, 3)}
 
 

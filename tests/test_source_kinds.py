@@ -25,10 +25,10 @@ import webdataset
 from PIL import Image
 
 from qwen_cache.encode.plan import read_again
-from qwen_cache.errors import QwenCacheError, SourceError
+from qwen_cache.errors import Problem, QwenCacheError, SourceError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.sources import arrow
-from qwen_cache.sources.detect import Problem, Row, expand, read_source
+from qwen_cache.sources.detect import Row, expand, read_source
 from qwen_cache.storage.url import Url, location
 
 from .support.caches import build

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from qwen_cache.errors import SourceError
+from qwen_cache.errors import Problem, SourceError
 from qwen_cache.sources import detect as source
 from qwen_cache.sources.columns import COLUMNS, SEVERAL
-from qwen_cache.sources.detect import Problem, Row, read_source
+from qwen_cache.sources.detect import Row, read_source
 from qwen_cache.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS
 from qwen_cache.sources.places import File
 

@@ -31,7 +31,7 @@ API = {
     "Reading a cache": ["qwen_cache.open_cache", "qwen_cache.Cache", "qwen_cache.Sample"],
     "The transformer": ["qwen_train.model.transformer.QwenImageMultiResTransformer2DModel"],
     "Flow matching": ["qwen_train.flow"],
-    "Drawing": ["qwen_train.inference.predict"],
+    "Drawing": ["qwen_train.inference.generator"],
     "Where an edit is": [f"qwen_cache.grounding.{found.name}" for found in iter_modules(qwen_cache.grounding.__path__)],
 }
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

@@ -83,13 +83,13 @@ def build(
     return run_build(settings, source, ray=ray, dry_run=dry_run, check=check, measure=measure, as_json=json)
 
 
-@app.command(hidden=True)
-def feed(source: str, settings: str) -> int:
+@app.command("encode-worker", hidden=True)
+def encode_worker(source: str, settings: str) -> int:
     """Encode what is asked for on stdin; for `qwen-train run --encode-on-the-fly`."""
-    from qwen_cache.cli.encode_worker import run_feed
+    from qwen_cache.cli.encode_worker import run_encode_worker
     from qwen_cache.settings.load import parse_config
 
-    return run_feed(parse_config(settings), source)
+    return run_encode_worker(parse_config(settings), source)
 
 
 @app.command()
@@ -297,13 +297,12 @@ def ground(
 @app.command()
 def doctor(
     path: Annotated[str, typer.Option(help="Where the cache shall be: a folder, there or not.")] = "shards",
-    no_disk: Annotated[bool, typer.Option("--no-disk", help="Do not measure how fast its disk is.")] = False,
     json: Json = False,
 ) -> int:
     """Look at this machine: what is there, what is missing, and how to get it."""
     from qwen_cache.cli.doctor import run_doctor
 
-    return run_doctor(path, disk=not no_disk, as_json=json)
+    return run_doctor(path, as_json=json)
 
 
 def _version(value: bool) -> None:

@@ -8,7 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qwen_cache.console import FAILED, FAULTS, console, counting, human_bytes, human_time, plural, print_json
+from qwen_cache.console import (
+    FAILED,
+    FAULTS,
+    console,
+    counting,
+    human_bytes,
+    human_time,
+    plural,
+    print_json,
+    print_problems,
+)
 from qwen_cache.encode import builder
 from qwen_cache.encode.builder import Encoders, Encoding, Job
 from qwen_cache.encode.cluster import on_cluster
@@ -22,7 +32,6 @@ from qwen_cache.format.sample import LATENT_CHANNELS, token_count
 from qwen_cache.format.update import Existing
 from qwen_cache.models.template import estimate_tokens
 from qwen_cache.settings.load import CONFIG_NAME, Config
-from qwen_cache.sources.detect import Problem
 from qwen_cache.storage.durable import write_durably
 
 SIZES_SHOWN = 6  # of targets, in the line below the plan
@@ -205,18 +214,6 @@ def _print_plan(job: Job, plan: Plan, as_json: bool, seconds: float | None = Non
     if len(changed) > SHOWN:
         out.print(f"        and {len(changed) - SHOWN} more")
     print_problems(plan.problems)
-
-
-def print_problems(problems: tuple[Problem, ...]) -> None:
-    """What is wrong with the source."""
-    if not problems:
-        return
-    out = console()
-    out.print(f"[bold red]{plural(len(problems), 'problem')}[/] in the source:")
-    for problem in problems[:SHOWN]:
-        out.print(f"  {problem.where}: {problem.what}\n    → {problem.do}", markup=False)
-    if len(problems) > SHOWN:
-        out.print(f"  and {len(problems) - SHOWN} more; --dry-run --json lists all")
 
 
 def _plan_json(job: Job, plan: Plan, seconds: float | None) -> dict[str, Any]:

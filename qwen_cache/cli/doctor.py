@@ -3,7 +3,7 @@
 Probes gather facts; checks judge them and touch nothing. A probe that finds no /proc, no nvidia-smi or no torch that
 can be loaded says so, and never fails. Versions are read from package metadata: of the heavy packages only torch is
 imported, since nothing else knows what it can use. Whether there is a token for the hub is said, the token never.
-The one file that is written, to measure a disk, has no name and is gone with the process.
+Nothing is written.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from qwen_cache import __version__
 from qwen_cache.console import FAULTS, IN_BUG_REPORTS, human_bytes, plural, print_json
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import EXTRAS, PACKAGE, installed, requirements
-from qwen_cache.storage.durable import cache_home, sync
+from qwen_cache.storage.durable import cache_home
+from qwen_cache.version import __version__
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -43,13 +41,10 @@ MODEL_BYTES = 58_000_000_000  # transformer 41, text encoder 16.6, VAE 0.3
 SAMPLE_BYTES = 11_000_000  # an edit of one megapixel, uncompressed
 SAMPLES_WANTED = 1000  # a small dataset: a disk with less room deserves a warning
 OWN_CACHE_BYTES = 3_200_000_000  # one table of train.tabulated_modulation
-SLOW = 5 * SAMPLE_BYTES  # bytes per second: one GPU encodes, or trains on, a few samples in a second
-MEASURED_BYTES, BLOCK = 256_000_000, 8_000_000
-SECONDS = 2.0  # of writing, and of reading, at most
 
 CPU_ALONE = "the CPU alone"
-Status = Literal["ok", "careful", "missing"]
-COLOURS = {"ok": "green", "careful": "yellow", "missing": "red"}
+Status = Literal["ok", "warning", "missing"]
+COLOURS = {"ok": "green", "warning": "yellow", "missing": "red"}
 
 
 @dataclass(frozen=True)
@@ -91,19 +86,11 @@ class Torch:
     absent: bool = False
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Bytes per second; None where the system gives no way to read past its memory."""
-
-    write: float
-    read: float | None
-
-
-def run_doctor(path: str, *, disk: bool, as_json: bool) -> int:
+def run_doctor(path: str, *, as_json: bool) -> int:
     """Look, print, and say in the exit code whether something essential is missing."""
     if "://" in path:
         raise ConfigError("a cache is built on a local disk", where=path, do="name a local folder with --path")
-    checks = examine(Path(path), disk=disk)
+    checks = examine(Path(path))
     lacking = [check for check in checks if check.status == "missing" and check.essential]
     if as_json:
         print_json({"ok": not lacking, "checks": [check.to_json() for check in checks]})
@@ -112,7 +99,7 @@ def run_doctor(path: str, *, disk: bool, as_json: bool) -> int:
     return FAULTS if lacking else 0
 
 
-def examine(path: Path, *, disk: bool) -> list[Check]:
+def examine(path: Path) -> list[Check]:
     """Every check, in the order in which one would mend things."""
     required, optional = requirements()
     return [
@@ -123,7 +110,7 @@ def examine(path: Path, *, disk: bool) -> list[Check]:
         *check_accelerators(probe_torch(), probe_nvidia(), os.environ.get("CUDA_VISIBLE_DEVICES")),
         check_memory(*probe_memory()),
         Check("processors", "ok", plural(processors(), "core"), facts={"cores": processors()}),
-        check_shards(path, measure=disk),
+        check_shards(path),
         *check_hub(),
         check_own_cache(),
     ]
@@ -137,7 +124,7 @@ def print_checks(checks: Iterable[Check], lacking: int) -> None:
 
     out, table = Console(highlight=False), Table.grid(padding=(0, 2))
     for check in checks:
-        colour = COLOURS[check.status if check.essential or check.status != "missing" else "careful"]
+        colour = COLOURS[check.status if check.essential or check.status != "missing" else "warning"]
         found = Text(check.found)
         if check.do:
             found.append(f"\n→ {check.do}", style=colour)
@@ -168,7 +155,7 @@ def check_packages(required: Sequence[Requirement], optional: Mapping[str, Seque
     if required:
         yield Check(PACKAGE, "ok", __version__)
     else:
-        yield Check(PACKAGE, "careful", f"{__version__}, not installed", "pip install '.[all]' in its folder")
+        yield Check(PACKAGE, "warning", f"{__version__}, not installed", "pip install '.[all]' in its folder")
     heavy = {need.name: need for extra in PROGRAMS for need in optional.get(extra, ()) if installed(need.name)}
     for need in (*required, *heavy.values()):
         version, fits = installed(need.name), satisfied(need)
@@ -252,7 +239,7 @@ def check_accelerators(torch: Torch, nvidia: Sequence[str], visible: str | None)
     """Whether torch loads, then each device, or why there is none. `visible` is CUDA_VISIBLE_DEVICES."""
     if torch.absent:
         found = "torch is not installed: caches can be read and checked, not built or trained on"
-        yield Check("accelerator", "careful", found, f"pip install '{PACKAGE}[all]'")
+        yield Check("accelerator", "warning", found, f"pip install '{PACKAGE}[all]'")
         return
     if torch.broken:
         yield Check("torch's build", "missing", f"fails: {torch.complaint}", "install torch again, or its driver")
@@ -264,14 +251,14 @@ def check_accelerators(torch: Torch, nvidia: Sequence[str], visible: str | None)
     names, do = ", ".join(nvidia), None
     if not nvidia:
         do = "the tiny model of `make demo` runs on the CPU; the real one wants a GPU"
-        yield Check("accelerator", "careful", "none" + (f"; {torch.complaint}" if torch.complaint else ""), do)
+        yield Check("accelerator", "warning", "none" + (f"; {torch.complaint}" if torch.complaint else ""), do)
     elif torch.built_for == CPU_ALONE:
         number = torch.version.partition("+")[0]
         do = f"pip uninstall -y torch && pip install torch=={number} (Linux; elsewhere as pytorch.org says)"
         yield Check("accelerator", "missing", f"{names}, but torch is the build for {CPU_ALONE}", do)
     elif visible is not None and not torch.complaint:
         found = f"{names}, hidden by CUDA_VISIBLE_DEVICES={visible!r}"
-        yield Check("accelerator", "careful", found, "unset CUDA_VISIBLE_DEVICES")
+        yield Check("accelerator", "warning", found, "unset CUDA_VISIBLE_DEVICES")
     else:
         found = f"{names}, which torch cannot use" + (f": {torch.complaint}" if torch.complaint else "")
         do = f"update the NVIDIA driver to one for {torch.built_for}, or install torch for the CUDA of this driver"
@@ -285,11 +272,11 @@ def check_device(device: Device) -> Check:
     if device.total is not None and device.free is not None:
         parts.append(f"{human_bytes(device.free)} of {human_bytes(device.total)} free")
         if device.free < 0.8 * device.total:
-            status, do = "careful", "another process holds the rest: nvidia-smi, or its like, names it"
+            status, do = "warning", "another process holds the rest: nvidia-smi, or its like, names it"
     if device.bf16 is not None:
         parts.append("bfloat16" if device.bf16 else "no bfloat16")
     if device.bf16 is False:
-        status, do = "careful", "train and build with float32, or take a device that computes in bfloat16"
+        status, do = "warning", "train and build with float32, or take a device that computes in bfloat16"
     return Check(device.place, status, ", ".join(parts), do, facts=asdict(device))
 
 
@@ -315,7 +302,7 @@ def check_memory(total: int | None, free: int | None) -> Check:
     if (total if free is None else free) >= TEXT_ENCODER_BYTES:
         return Check("memory", "ok", found, facts=facts)
     do = f"the text encoder alone is {human_bytes(TEXT_ENCODER_BYTES)}: keep it on a GPU, without offloading"
-    return Check("memory", "careful", found, do, facts=facts)
+    return Check("memory", "warning", found, do, facts=facts)
 
 
 def processors() -> int:
@@ -326,8 +313,8 @@ def processors() -> int:
 # ---- disks and the hub -----------------------------------------------------------------------------------------------
 
 
-def check_shards(path: Path, *, measure: bool) -> Check:
-    """Room for a cache at `path`, and whether the disk keeps up with a GPU."""
+def check_shards(path: Path) -> Check:
+    """Room for a cache at `path`."""
     folder = _existing(path)
     name = f"disk of {path}"
     try:
@@ -336,38 +323,17 @@ def check_shards(path: Path, *, measure: bool) -> Check:
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} cannot be written to")
         free = shutil.disk_usage(folder).free
-        speed = measure_disk(folder) if measure and free > 4 * MEASURED_BYTES else None
     except OSError as error:
         return Check(name, "missing", error.strerror or str(error), "name a folder that can be written to with --path")
-    return judge_disk(name, free, speed)
+    return judge_disk(name, free)
 
 
-def judge_disk(name: str, free: int, speed: Speed | None) -> Check:
-    """The line about a disk of which free bytes and speed are known."""
+def judge_disk(name: str, free: int) -> Check:
+    """The line about a disk with this many bytes free."""
     samples = free // SAMPLE_BYTES
-    found, advice = f"{human_bytes(free)} free, for about {samples} edits of a megapixel", []
-    facts: dict[str, Any] = {"free": free, "write": None, "read": None}
-    if samples < SAMPLES_WANTED:
-        advice.append("name a disk with more room with --path")
-    if speed is not None:
-        facts |= {"write": speed.write, "read": speed.read}
-        found += f"; writes {human_bytes(speed.write)}/s"
-        found += f", reads {human_bytes(speed.read)}/s" if speed.read is not None else ""
-        if min(speed.write, speed.read or speed.write) < SLOW:
-            advice.append("take a local disk: building and training will wait for this one")
-    return Check(name, "careful" if advice else "ok", found, "; ".join(advice) or None, facts=facts)
-
-
-def measure_disk(folder: Path) -> Speed:
-    """How fast this disk takes and gives what cannot be compressed."""
-    block = os.urandom(BLOCK)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        write = _rate(lambda: _write_through(file, block))
-        file.seek(0)
-        if not hasattr(os, "posix_fadvise"):
-            return Speed(write, None)
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else memory would answer
-        return Speed(write, _rate(lambda: len(file.read(BLOCK))))
+    found = f"{human_bytes(free)} free, for about {samples} edits of a megapixel"
+    do = "name a disk with more room with --path" if samples < SAMPLES_WANTED else None
+    return Check(name, "warning" if do else "ok", found, do, facts={"free": free})
 
 
 def check_hub() -> Iterator[Check]:
@@ -377,7 +343,7 @@ def check_hub() -> Iterator[Check]:
 
         token = get_token() is not None
     except (ImportError, OSError) as error:
-        yield Check("hub", "careful", f"not known: {_first_line(error)}", "see to that, or give a folder as --model")
+        yield Check("hub", "warning", f"not known: {_first_line(error)}", "see to that, or give a folder as --model")
         return
     folder = Path(constants.HF_HUB_CACHE)
     models = [path.name.split("--")[-1] for path in sorted(folder.glob("models--Qwen--Qwen-Image*"))]
@@ -392,7 +358,7 @@ def check_own_cache() -> Check:
     found = f"{folder}, {_room(free)}; for modulation tables and copies of remote shards"
     short = free is not None and free < OWN_CACHE_BYTES
     do = "set XDG_CACHE_HOME, or cache.local_copies, to a folder on a disk with room" if short else None
-    return Check("own cache", "careful" if short else "ok", found, do, facts={"folder": str(folder), "free": free})
+    return Check("own cache", "warning" if short else "ok", found, do, facts={"folder": str(folder), "free": free})
 
 
 def judge_models(folder: Path, free: int | None, models: Sequence[str]) -> Check:
@@ -401,7 +367,7 @@ def judge_models(folder: Path, free: int | None, models: Sequence[str]) -> Check
     short = not models and free is not None and free < MODEL_BYTES
     do = f"a model is {human_bytes(MODEL_BYTES)}: set HF_HOME to a folder on a disk with room" if short else None
     facts = {"folder": str(folder), "free": free, "models": list(models)}
-    return Check("models", "careful" if short else "ok", found, do, facts=facts)
+    return Check("models", "warning" if short else "ok", found, do, facts=facts)
 
 
 def judge_hub(*, offline: bool, token: bool, models: bool) -> Check:
@@ -411,7 +377,7 @@ def judge_hub(*, offline: bool, token: bool, models: bool) -> Check:
     )
     stuck = offline and not models
     do = "unset HF_HUB_OFFLINE to download a model, or give a folder as --model" if stuck else None
-    return Check("hub", "careful" if stuck else "ok", found, do, facts={"offline": offline, "token": token})
+    return Check("hub", "warning" if stuck else "ok", found, do, facts={"offline": offline, "token": token})
 
 
 # ---- for the probes above --------------------------------------------------------------------------------------------
@@ -444,18 +410,3 @@ def _free(folder: Path) -> int | None:
 
 def _room(free: int | None) -> str:
     return "free room not known" if free is None else f"{human_bytes(free)} free"
-
-
-def _write_through(file: IO[bytes], block: bytes) -> int:
-    file.write(block)
-    file.flush()
-    sync(file)
-    return len(block)
-
-
-def _rate(step: Callable[[], int]) -> float:
-    """Bytes per second of a step that says how many it moved, and 0 at the end."""
-    begin, done = time.monotonic(), 0
-    while done < MEASURED_BYTES and time.monotonic() - begin < SECONDS and (count := step()):
-        done += count
-    return done / max(time.monotonic() - begin, 1e-9)

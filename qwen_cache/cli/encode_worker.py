@@ -1,12 +1,11 @@
-"""`qwen-cache feed`: what `qwen-train run --encode-on-the-fly` starts."""
+"""Terminal front end of `qwen-cache encode-worker`, which `qwen-train run --encode-on-the-fly` starts."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from qwen_cache.cli.build import print_problems
-from qwen_cache.console import FAILED, console, counting
+from qwen_cache.console import FAILED, console, counting, print_problems
 from qwen_cache.encode import builder
 from qwen_cache.encode.load import load_lanes
 from qwen_cache.encode.worker import serve
@@ -15,7 +14,7 @@ from qwen_cache.format.update import Existing
 from qwen_cache.settings.load import Config
 
 
-def run_feed(config: Config, source: str) -> int:
+def run_encode_worker(config: Config, source: str) -> int:
     """Plan as `build` does into an empty folder, then encode what is asked for; the exit code."""
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else is printed must not be taken for a reply

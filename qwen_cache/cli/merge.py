@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qwen_cache import __version__
 from qwen_cache.cli.migrate import OnSample, write_update
 from qwen_cache.errors import ConfigError
 from qwen_cache.format import directory
@@ -13,6 +12,7 @@ from qwen_cache.format.merge import Selection, merge, plan_merge
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.url import local_folder, location
+from qwen_cache.version import __version__
 
 
 def run_merge(config: Config, caches: list[str], select: list[str], *, as_json: bool) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qwen_cache import __version__
 from qwen_cache.console import console, counting, human_bytes, plural, print_json
 from qwen_cache.format import directory
 from qwen_cache.format.manifest import Manifest
@@ -14,6 +13,7 @@ from qwen_cache.settings.cache import check_compression
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.url import local_folder, location
+from qwen_cache.version import __version__
 
 OnSample = Callable[[int], None]
 

@@ -19,12 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from qwen_cache import __version__
 from qwen_cache.encode.edit_mask import EditMasks
 from qwen_cache.encode.plan import Plan, Planned, Rules, make_plan
 from qwen_cache.encode.recipe import make_recipe
 from qwen_cache.encode.slices import Part, refuse_other_parts
-from qwen_cache.errors import ConfigError, ShardError
+from qwen_cache.errors import ConfigError, Problem, ShardError
 from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.index import IndexRow
@@ -47,9 +46,10 @@ from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.models.template import PIXEL_TOKENS, TEMPLATES
 from qwen_cache.settings.cache import check_compression
 from qwen_cache.settings.load import Config
-from qwen_cache.sources.detect import Problem, Row, read_source
+from qwen_cache.sources.detect import Row, read_source
 from qwen_cache.sources.sizes import Resolution
 from qwen_cache.storage.url import location
+from qwen_cache.version import __version__
 
 ENCODER_PARTS = ("vae", "text_encoder", "tokenizer", "processor")
 IN_FLIGHT = 16  # samples ahead of the writer: enough for uneven lanes, about 300 MB of pixels at a megapixel
@@ -135,22 +135,40 @@ def prepare(config: Config, source: str | None, on_bytes: Callable[[int], None] 
     masks = EditMasks.of(config)
     model = open_model(config.model.path, ENCODER_PARTS, config.model.revision)
     masks.check(model, config.cache.format)
+    read = read_rows(config, source or config.data.source, model, lambda rows: check_prompts(model, rows))
+    left_out = sum(row.mask is not None for row in read.rows) if config.cache.format == "v1" else 0
+    keeps_masks = config.cache.format != "v1" and masks.source != "none"
+    rows = as_encoded(read.rows, masks=keeps_masks, phrases=masks.attend)
+    recipe = make_recipe(model, config, on_bytes)
+    folder = Path(config.cache.path)
+    return Job(config, folder, model, recipe, rows, read.problems, left_out, read.part, read.elsewhere)
+
+
+@dataclass(frozen=True)
+class SourceRows:
+    """The rows of a source that can be used, or of a slice of it."""
+
+    rows: list[Row]
+    problems: list[Problem]
+    """Why the others cannot."""
+    part: Part | None
+    elsewhere: frozenset[str]
+    """The names of the rows of the other slices."""
+
+
+def read_rows(
+    config: Config, source: str, model: ModelFolder, check: Callable[[list[Row]], list[Problem]]
+) -> SourceRows:
+    """Read `source` as `config.data` says; a row for which `check` has a problem is left out."""
     every, problems = read_source(
-        location(source or config.data.source),
-        needs_control=model.takes_controls,
-        allow_empty_prompt=config.data.allow_empty_prompt,
+        location(source), needs_control=model.takes_controls, allow_empty_prompt=config.data.allow_empty_prompt
     )
     part = Part.parse(config.data.part) if config.data.part else None
     rows, problems = (part.of(every), part.of(problems)) if part else (every, problems)
     elsewhere = frozenset(row.name for row in every) - {row.name for row in rows}
-    more = check_prompts(model, rows)
-    rows = [row for row in rows if row.where not in {problem.where for problem in more}]
-    left_out = sum(row.mask is not None for row in rows) if config.cache.format == "v1" else 0
-    keeps_masks = config.cache.format != "v1" and masks.source != "none"
-    rows = as_encoded(rows, masks=keeps_masks, phrases=masks.attend)
-    recipe = make_recipe(model, config, on_bytes)
-    folder = Path(config.cache.path)
-    return Job(config, folder, model, recipe, rows, [*problems, *more], left_out, part, elsewhere)
+    unusable = check(rows)
+    rows = [row for row in rows if row.where not in {problem.where for problem in unusable}]
+    return SourceRows(rows, [*problems, *unusable], part, elsewhere)
 
 
 def as_encoded(rows: list[Row], *, masks: bool, phrases: bool) -> list[Row]:
@@ -204,8 +222,7 @@ def load_existing(job: Job) -> Existing:
 
 def _present(job: Job, existing: Existing) -> list[IndexRow]:
     """The rows whose shard is there. What was in one that is gone is encoded again, by this recipe of its name."""
-    shards = existing.manifest.shards
-    here = {s.name for s in shards if any(path.is_file() for path in directory.shard_places(job.folder, s.name))}
+    here = directory.shards_here(job.folder, existing.manifest)
     replaced = existing.manifest.recipes.get(job.recipe_name)
     ours = {recipe_id(job.recipe), replaced.id if replaced else None}
     for row in existing.rows:

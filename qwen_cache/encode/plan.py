@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from qwen_cache.console import plural
-from qwen_cache.errors import SourceError
+from qwen_cache.errors import Problem, SourceError
 from qwen_cache.format.identity import Inputs, content_hash, differences, sample_key
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.sample import ImgShapes
-from qwen_cache.sources.detect import Problem, Readable, Row
+from qwen_cache.sources.detect import Readable, Row
 from qwen_cache.sources.images import open_mask, open_rgb, upright_size
 from qwen_cache.sources.sizes import Picture, Resolution, Size, calculate_dimensions, img_shapes, sizes_of
 

@@ -76,6 +76,14 @@ def shard_path(folder: Folder, name: str) -> Folder:
     raise ShardError("a shard that the manifest names is missing", where=folder / name)
 
 
+def shards_here(folder: Path | Url, manifest: Manifest) -> set[str]:
+    """The names of the shards that are there. A remote cache is not asked: all that its manifest names."""
+    names = {shard.name for shard in manifest.shards}
+    if not isinstance(folder, Path):
+        return names
+    return {name for name in names if any(path.is_file() for path in shard_places(folder, name))}
+
+
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Hold the directory for writing; refuse at once when another process does."""

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 
-from qwen_cache import __version__
 from qwen_cache.errors import ConfigError, ModelError, SourceError
 from qwen_cache.format.identity import Inputs, canonical_json, content_hash, recipe_id
 from qwen_cache.format.manifest import DEFAULT_RECIPE, Manifest
@@ -30,6 +29,7 @@ from qwen_cache.importers.source import EXACT_IN, Found, Imported, Options
 from qwen_cache.models.folder import PIPELINES, ModelFolder, PipelineName, open_model
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.url import local_folder
+from qwen_cache.version import __version__
 
 Tool = Literal["qflux", "musubi", "diffusion-pipe"]
 Dtype = Literal["bfloat16", "float32"]

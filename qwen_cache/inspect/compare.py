@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from qwen_cache.console import counting
-from qwen_cache.encode.builder import as_encoded, check_tokens
+from qwen_cache.encode.builder import as_encoded, check_tokens, read_rows
 from qwen_cache.encode.plan import NEW, Plan, Rules, make_plan
-from qwen_cache.encode.slices import Part
 from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.format.cache import Cache, open_configured
-from qwen_cache.format.directory import shard_places
+from qwen_cache.format.directory import shards_here
 from qwen_cache.format.manifest import DEFAULT_RECIPE, Manifest
 from qwen_cache.inspect.summary import legible
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
-from qwen_cache.sources.detect import read_source
 from qwen_cache.sources.sizes import Resolution
 from qwen_cache.storage.url import Url, location
 
@@ -90,14 +88,7 @@ def _plan(cache: Cache, settings: Config, source: str) -> Plan:
     """What a build would do, were the recipe the same."""
     recipe = cache.recipe.recipe
     model = ModelFolder(recipe["pipeline"], Path(), recipe["pipeline"])  # what it takes; no such folder is opened
-    rows, problems = read_source(
-        location(source), needs_control=model.takes_controls, allow_empty_prompt=settings.data.allow_empty_prompt
-    )
-    if settings.data.part:
-        part = Part.parse(settings.data.part)
-        rows, problems = part.of(rows), part.of(problems)
-    unusable = check_tokens(rows)
-    rows = [row for row in rows if row.where not in {problem.where for problem in unusable}]
+    read = read_rows(settings, source, model, check_tokens)
     rules = Rules(
         model.pipeline,
         cache.recipe.id,
@@ -105,17 +96,9 @@ def _plan(cache: Cache, settings: Config, source: str) -> Plan:
         int(recipe.get("condition_image_size", 0)),
         model.max_controls,
     )
-    here = _shards_here(cache)
+    here = shards_here(cache.folder, cache.manifest)  # what was in a missing shard is encoded again
     cached = {row.meta.key: row for row in cache.rows() if row.shard in here}
     masks = cache.format_version > 1 and settings.data.edit_mask != "none"
-    seen = as_encoded(rows, masks=masks, phrases="attention" in recipe or "mask_head" in recipe)
-    with counting("reading the source", total=len(rows)) as advance:
-        return make_plan(seen, [*problems, *unusable], rules, cached, on_row=lambda: advance(1))
-
-
-def _shards_here(cache: Cache) -> set[str]:
-    """What was in a shard that is gone is encoded again. Of a cache behind a URL, no shard is asked for."""
-    names, folder = {shard.name for shard in cache.manifest.shards}, cache.folder
-    if not isinstance(folder, Path):
-        return names
-    return {name for name in names if any(path.is_file() for path in shard_places(folder, name))}
+    rows = as_encoded(read.rows, masks=masks, phrases="attention" in recipe or "mask_head" in recipe)
+    with counting("reading the source", total=len(read.rows)) as advance:
+        return make_plan(rows, read.problems, rules, cached, on_row=lambda: advance(1))

@@ -26,10 +26,10 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from qwen_cache.errors import SourceError
+from qwen_cache.errors import Problem, SourceError
 from qwen_cache.sources.columns import Columns, Record, find_columns, read_rows, role_of
 from qwen_cache.sources.places import Place, RangeFile, base_name, name_in, parent, read_bytes, resolve
-from qwen_cache.sources.rows import Draft, Needs, Problem
+from qwen_cache.sources.rows import Draft, Needs
 from qwen_cache.storage.url import Url
 
 PICTURES = ("target", "control", "mask")

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any
 
-from qwen_cache.errors import SourceError
+from qwen_cache.errors import Problem, SourceError
 from qwen_cache.sources.places import File, Place, name_in, resolve
-from qwen_cache.sources.rows import Draft, Embedded, Faults, Needs, Problem, Readable, Row, unique
+from qwen_cache.sources.rows import Draft, Embedded, Faults, Needs, Readable, Row, unique
 
 SEVERAL = ("prompts", "captions")
 """The names of columns that hold a list of captions."""

@@ -43,13 +43,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from qwen_cache.errors import SourceError
+from qwen_cache.errors import Problem, SourceError
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.grounding.phrase import find, parse
 from qwen_cache.sources.arrow import read_parquet, read_saved, splits
 from qwen_cache.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS, read_pairs
 from qwen_cache.sources.places import File, Folder, Place, base_name, file_at, open_folder, read_bytes, suffix
-from qwen_cache.sources.rows import Draft, Faults, Needs, Problem, Readable, Row
+from qwen_cache.sources.rows import Draft, Faults, Needs, Readable, Row
 from qwen_cache.sources.text_table import READERS, read_text_table
 from qwen_cache.sources.webdataset import read_tars
 from qwen_cache.storage.url import Url, location

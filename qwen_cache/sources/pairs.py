@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from qwen_cache.errors import SourceError
+from qwen_cache.errors import Problem, SourceError
 from qwen_cache.sources.places import File, Folder, Place, read_bytes
-from qwen_cache.sources.rows import Draft, Faults, Needs, Problem, Row
+from qwen_cache.sources.rows import Draft, Faults, Needs, Row
 
 TARGET_FOLDERS = ("target_images", "training_images", "targets", "target")
 CONTROL_FOLDERS = ("control_images", "condition_images", "controls", "control")

@@ -57,15 +57,6 @@ class Row:
     """Which words of the prompt say where the edit is; none are marked when empty."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Why one row cannot be used."""
-
-    where: str
-    what: str
-    do: str
-
-
 Faults = dict[str, tuple[str, str]]
 """By the part concerned, what is wrong with it and what to do about that."""
 

@@ -8,10 +8,10 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from qwen_cache.errors import SourceError
+from qwen_cache.errors import Problem, SourceError
 from qwen_cache.sources.columns import Record, find_columns, read_rows
 from qwen_cache.sources.places import Place, parent, read_bytes, suffix
-from qwen_cache.sources.rows import Draft, Needs, Problem
+from qwen_cache.sources.rows import Draft, Needs
 
 
 def read_text_table(path: Place, needs: Needs) -> Iterator[Problem | Draft]:

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
-from qwen_cache.errors import SourceError
+from qwen_cache.errors import Problem, SourceError
 from qwen_cache.sources.columns import COLUMNS, SEVERAL, Record, find_columns, read_rows, role_of
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
 from qwen_cache.sources.places import Place, RangeFile, parent, read_range
-from qwen_cache.sources.rows import Draft, Needs, Problem
+from qwen_cache.sources.rows import Draft, Needs
 from qwen_cache.storage.url import BLOCK, Url
 
 MAX_TEXT = 1 << 20  # bytes of a prompt or its .json: far beyond what an encoder takes

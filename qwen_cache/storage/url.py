@@ -6,19 +6,18 @@ Nothing is ever written to a URL.
 from __future__ import annotations
 
 import mmap
-import random
 import re
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from errno import EINVAL
 from fnmatch import fnmatchcase
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
+
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from qwen_cache.errors import ConfigError, QwenCacheError
 from qwen_cache.storage.durable import write_at
@@ -28,7 +27,7 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "htt
 """What of `pip install 'qwen-cache[…]'` a protocol needs."""
 BLOCK = 8_000_000  # of one request: what a broken connection costs at most, and 0.1 s of a 1 Gbit/s line
 ATTEMPTS = 5
-FIRST_WAIT = 0.25  # seconds, doubled by every failure: four seconds in all
+FIRST_WAIT = 0.5  # seconds at most, doubled by every failure: four seconds in all on average
 FETCHERS = 16  # requests at once: at 100 ms each, 100 samples of 6 MB per 1 s
 
 T = TypeVar("T")
@@ -124,24 +123,34 @@ class Url:
             return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
 
     def _call(self, operation: Callable[[Any, str], T], what: str) -> T:
-        """`operation(file system, path)`, again after what may pass; FileNotFoundError as it is.
+        """`operation(file system, path)`, repeated after errors that may pass; FileNotFoundError as it is.
 
         The file system is looked up every time: fsspec keeps one for each process, so a fork gets its own connections.
         """
         from fsspec.core import url_to_fs
 
-        for attempt in count(1):
+        retrying = Retrying(
+            stop=stop_after_attempt(ATTEMPTS),
+            wait=wait_random_exponential(FIRST_WAIT),
+            retry=retry_if_exception(_may_pass),
+            reraise=True,
+        )
+
+        def call() -> T:
+            files, base = url_to_fs(self.root)
             try:
-                files, base = url_to_fs(self.root)
                 return operation(files, f"{base.rstrip('/')}/{self.path}")
             except Exception as raised:
-                error = _true_cause(raised)
-                if isinstance(error, FileNotFoundError):
+                if (error := _true_cause(raised)) is raised:
                     raise
-                if attempt == ATTEMPTS or _is_final(error):
-                    raise self._refusal(error, what, attempt) from error
-                time.sleep(FIRST_WAIT * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
-        raise AssertionError("unreachable")
+                raise error from None
+
+        try:
+            return retrying(call)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise self._refusal(error, what, retrying.statistics["attempt_number"]) from error
 
     def _refusal(self, error: Exception, what: str, attempts: int) -> QwenCacheError:
         reason = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -157,6 +166,11 @@ class Url:
             return QwenCacheError(f"{what} is not possible", where=self, found=reason, do="check the address")
         do = "check the connection; what has been fetched is kept, so the same command goes on from there"
         return QwenCacheError(f"{what} failed {attempts} times", where=self, found=reason, do=do)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the operation is worth another attempt."""
+    return isinstance(error, Exception) and not isinstance(error, FileNotFoundError) and not _is_final(error)
 
 
 def _is_final(error: Exception) -> bool:

@@ -45,11 +45,10 @@ def run(
     source = cache if encode_on_the_fly else None
     named = {} if encode_on_the_fly else _in_place_of_all_caches(cache)
     settings = load_config(config, set_ or (), model__path=model, **named)
-    from qwen_train.train import train
+    encode_from = source or settings.data.source if encode_on_the_fly else None
+    from qwen_train.cli.run import run_train
 
-    path = train(settings, resume=resume, encode_from=source or settings.data.source if encode_on_the_fly else None)
-    _done(path)
-    return 0
+    return run_train(settings, resume=resume, encode_from=encode_from)
 
 
 @app.command()
@@ -121,15 +120,15 @@ def predict(
         predict__offload=offload,
     )
     from qwen_cache.errors import ConfigError
-    from qwen_train.cli.predict import Asked, run_predict
+    from qwen_train.cli.predict import Prediction, run_predict
     from qwen_train.inference.devices import choose
+    from qwen_train.inference.generator import check_guidance
     from qwen_train.inference.loras import parse_lora
-    from qwen_train.inference.predict import check_guidance
 
     check_guidance(settings.predict, true_cfg_scale)
     if from_cache and (width or height):
         raise ConfigError("a cached sample has its size", do="leave out --width and --height")
-    asked = Asked(
+    asked = Prediction(
         out=out,
         images=image or (),
         prompts=prompt or (),
@@ -155,28 +154,9 @@ def decode(
     set_: Assignments = None,
 ) -> int:
     """Make PNGs of the latents of validation pictures. Only the VAE is loaded."""
-    from qwen_cache.console import plural
-    from qwen_cache.models.folder import open_model
-    from qwen_cache.settings.load import CONFIG_NAME, load_config
+    from qwen_train.cli.decode import run_decode
 
-    saved = folder / CONFIG_NAME if folder is not None and (folder / CONFIG_NAME).is_file() else None
-    settings = load_config(config or saved, set_ or (), model__path=model)
-    folder = folder or Path(settings.train.output_dir)
-    import torch
-
-    from qwen_cache.models.devices import choose_device
-    from qwen_train.inference.decode import decode_folder, latents_files
-    from qwen_train.metrics import METRICS_NAME
-    from qwen_train.report import write_report
-
-    latents_files(folder)
-    vae = open_model(settings.model.path, ("vae",), settings.model.revision)
-    device, dtype = choose_device(vae_device, "--vae-device"), getattr(torch, settings.predict.dtype)
-    made = decode_folder(folder, vae, device, dtype)
-    if (folder / METRICS_NAME).is_file():
-        write_report(folder)
-    _done(f"{plural(len(made), 'new picture')} in {folder}")
-    return 0
+    return run_decode(folder, model, vae_device, config, set_ or ())
 
 
 @app.command()
@@ -184,10 +164,9 @@ def report(
     folder: Annotated[Path, typer.Argument(help="The output folder of a run.")] = Path("out"),
 ) -> int:
     """Make report.html anew: curves, settings and pictures of a run on one page."""
-    from qwen_train.report import write_report
+    from qwen_train.cli.report import run_report
 
-    _done(write_report(folder))
-    return 0
+    return run_report(folder)
 
 
 @app.command()
@@ -200,15 +179,12 @@ def plan(
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> int:
     """Predict the memory of training by part, and say what fits. Loads no weights."""
-    from qwen_cache.console import FAULTS, print_json
     from qwen_cache.settings.load import load_config
 
     settings = load_config(config, set_ or (), model__path=model, **_in_place_of_all_caches(cache))
-    from qwen_train.memory.plan import capacity_of, plan, print_plan
+    from qwen_train.cli.plan import run_plan
 
-    found = plan(settings, capacity_of(gpu_memory) if gpu_memory else None)
-    (print_json if json_ else print_plan)(found)
-    return 0 if found.get("fits", True) else FAULTS
+    return run_plan(settings, gpu_memory, as_json=json_)
 
 
 @app.command()
@@ -219,11 +195,9 @@ def export(
     model: Model = None,
 ) -> int:
     """Write a LoRA as other programs take it."""
-    from qwen_train.lora.export import export
+    from qwen_train.cli.export import run_export
 
-    path = export(source, to, out, model)
-    _done(path)
-    return 0
+    return run_export(source, to, out, model)
 
 
 @app.command("mask-head")
@@ -236,34 +210,11 @@ def mask_head(
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> int:
     """Learn where edits are from a cache with masks and attention. No part of the model is loaded."""
-    from qwen_cache.console import print_json
-    from qwen_cache.format.cache import open_cache
-    from qwen_cache.models.devices import choose_device
     from qwen_cache.settings.load import load_config
-    from qwen_train.mask_head import train_mask_head
+    from qwen_train.cli.mask_head import run_mask_head
 
     settings = load_config(config, set_ or (), cache__path=cache, mask_head__device=device)
-    place = choose_device(settings.mask_head.device, "--device")
-    opened = open_cache(
-        settings.cache.path,
-        recipe=settings.cache.recipe,
-        local_copies=settings.cache.local_copies,
-        local_copies_size=settings.cache.local_copies_size,
-    )
-    trained = train_mask_head(opened, settings.mask_head, place, out)
-    if json_:
-        print_json(trained.to_json())
-    else:
-        _done(trained)
-    return 0
-
-
-def _done(what: object) -> None:
-    from rich.markup import escape
-
-    from qwen_cache.console import console
-
-    console().print(f"[bold green]done[/]: {escape(str(what))}", highlight=False)
+    return run_mask_head(settings, out, as_json=json_)
 
 
 def _in_place_of_all_caches(cache: str | None) -> dict[str, Any]:

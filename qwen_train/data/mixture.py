@@ -37,7 +37,7 @@ class Mixture:
     has_index = True
 
     def __init__(self, caches: Sequence[Cache], weights: Sequence[float]) -> None:
-        for other in caches:
+        for other in caches[1:]:
             _check_alike(caches[0], other)
         self.caches, self.weights = tuple(caches), tuple(weights)
         self.ends = list(accumulate(map(len, caches)))

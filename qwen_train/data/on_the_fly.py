@@ -159,10 +159,10 @@ class OnTheFlySamples:
 
 
 def _start(config: Config, source: str) -> subprocess.Popen[str]:
-    """`qwen-cache feed`, in a session of its own: a Ctrl-C is the trainer's, which ends it after its last step."""
+    """`qwen-cache encode-worker` in its own session: Ctrl-C reaches the trainer alone, which ends it later."""
     settings = json.dumps(config.model_dump(mode="json"))
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "feed", source, settings],
+        [sys.executable, "-c", COMMAND, "encode-worker", source, settings],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         encoding="utf-8",

@@ -22,6 +22,8 @@ from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_train.flow import NoiseSchedule
 
+FOLDER = "validation"
+"""The folder of a run for the latents of its validation images, which `qwen-train decode` decodes."""
 LEAST_PREFIX = 6
 """Digits of a key that name a sample, when no other has them; as in git, fewer are more likely a slip."""
 SHOWN = 5

@@ -22,8 +22,8 @@ from qwen_cache.errors import TrainError
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.sources.sizes import Size
 from qwen_cache.storage.durable import write_durably
+from qwen_train.inference.cached import FOLDER
 from qwen_train.metrics import METRICS_NAME
-from qwen_train.validation import FOLDER
 
 
 @dataclass(frozen=True)

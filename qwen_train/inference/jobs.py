@@ -19,10 +19,10 @@ from typing import Any
 from PIL import Image, PngImagePlugin
 
 from qwen_cache.console import counting
-from qwen_cache.errors import ConfigError, SourceError
+from qwen_cache.errors import ConfigError, Problem, SourceError
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.settings.data import DataConfig
-from qwen_cache.sources.detect import Problem, Readable, Row, read_source
+from qwen_cache.sources.detect import Readable, Row, read_source
 from qwen_cache.sources.images import open_rgb
 from qwen_cache.sources.places import File
 from qwen_cache.storage.durable import WINDOWS, write_durably

@@ -1,4 +1,4 @@
-"""`qwen-train plan` as people see it: the memory of the largest batch by part, whether it fits, and what would.
+"""The memory of the largest batch by part, whether it fits, and which settings would make it fit.
 
 Of the model its configuration alone is read, also from the hub. What a setting saves is predicted as all else is.
 """
@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.console import human_bytes, plural
+from qwen_cache.console import human_bytes
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.model import ModelConfig
@@ -32,7 +32,6 @@ CURES: tuple[dict[str, Any], ...] = (
     {"train.gradient_checkpointing": True, "model.quantization": "nf4"},
 )
 """What makes training smaller, the cheapest in time and precision first."""
-LEAST_MEMORY = 1 << 20  # bytes: with fewer, a unit was forgotten
 LINEAR_FROM = 2048  # tokens: from here on a batch takes more than any optimizer does with a LoRA's gradients
 
 
@@ -130,51 +129,3 @@ def _download(name: str, revision: str | None) -> Path:
         raise ModelError(
             "no such folder here, and none on the hub", where=name, do=str(error).splitlines()[0]
         ) from None
-
-
-def capacity_of(text: str) -> int:
-    """Bytes from `24GB` or `22.5 GiB`."""
-    from pydantic import ByteSize, TypeAdapter, ValidationError
-
-    try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        size = 0
-    if size < LEAST_MEMORY:
-        raise ConfigError("not the size of a GPU", where="--gpu-memory", expected="such as 24GB or 80GiB", found=text)
-    return size
-
-
-PARTS = {
-    "weights": "frozen weights",
-    "trained": "trained weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "average": "average (EMA)",
-    "activations": "activations",
-    "reserved": "CUDA itself, estimated",
-}
-
-
-def print_plan(found: dict[str, Any]) -> None:
-    """The same for people, on stdout."""
-    from rich.console import Console
-    from rich.table import Table
-
-    out, table = Console(highlight=False, soft_wrap=True), Table(box=None, show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, words in (PARTS | {"total": "[bold]together[/]"}).items():
-        if found["memory"][name]:
-            table.add_row(words, human_bytes(found["memory"][name]))
-    batch = found["largest_batch"]
-    out.print(f"[bold]largest batch[/]  {plural(batch['samples'], 'sample')}, {batch['tokens']:,} tokens")
-    out.print(table)
-    if "fits" not in found:
-        return
-    verdict = "[bold green]fits[/]" if found["fits"] else "[bold red]does not fit[/]"
-    out.print(f"{verdict} in {human_bytes(found['gpu_memory'])}")
-    if found["max_tokens"]:
-        out.print(f"largest batches that fit: train.max_tokens={found['max_tokens']}")
-    for cure in found.get("do", []):
-        out.print(f"would fit with {cure}")

@@ -1,0 +1,33 @@
+"""Terminal front end of `qwen-train decode`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from qwen_cache.console import plural, print_done
+from qwen_cache.models.devices import choose_device
+from qwen_cache.models.folder import open_model
+from qwen_cache.settings.load import CONFIG_NAME, load_config
+from qwen_train.inference.decode import decode_folder, latents_files
+from qwen_train.metrics import METRICS_NAME
+from qwen_train.report import write_report
+
+
+def run_decode(
+    folder: Path | None, model: str | None, vae_device: str, config: Path | None, assignments: Sequence[str]
+) -> int:
+    """Decode the latents of validation images; the exit code."""
+    saved = folder / CONFIG_NAME if folder is not None and (folder / CONFIG_NAME).is_file() else None
+    settings = load_config(config or saved, assignments, model__path=model)
+    folder = folder or Path(settings.train.output_dir)
+    latents_files(folder)
+    vae = open_model(settings.model.path, ("vae",), settings.model.revision)
+    device, dtype = choose_device(vae_device, "--vae-device"), getattr(torch, settings.predict.dtype)
+    made = decode_folder(folder, vae, device, dtype)
+    if (folder / METRICS_NAME).is_file():
+        write_report(folder)
+    print_done(f"{plural(len(made), 'new picture')} in {folder}")
+    return 0

@@ -1,0 +1,189 @@
+"""Generate images: prompts first, then the stock pipeline, each component on the device that was named.
+
+The text encoder is freed before the transformer is loaded, so no device holds both. Settings, LoRAs and the number of
+images are checked before anything large is loaded. A signal ends the generation after the current step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from PIL import Image
+
+from qwen_cache.console import counting, plural
+from qwen_cache.errors import ConfigError
+from qwen_cache.models.folder import ModelFolder
+from qwen_cache.settings.inference import PredictConfig
+from qwen_train.inference.devices import Devices, check_offload, memory_for
+from qwen_train.inference.loras import WeightedLora, check_loras
+from qwen_train.inference.pipeline import load_pipeline
+from qwen_train.inference.prompts import encode_prompts
+from qwen_train.model.modulation import check_model
+from qwen_train.signals import Signals
+
+ARGUMENTS = {
+    *("num_inference_steps", "sigmas", "guidance_scale"),
+    *("num_images_per_prompt", "max_sequence_length", "height", "width"),
+}
+"""The settings of `predict` that the pipelines take by the same name."""
+
+
+@dataclass(frozen=True)
+class GeneratedImages:
+    """The images of one call, and after how many steps it was interrupted, if it was."""
+
+    images: list[Image.Image]
+    interrupted_after: int | None = None
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A model with its LoRAs, settings and devices. Nothing large is loaded before the first image.
+
+    Raises ConfigError for settings that this model cannot take, TrainError for a LoRA of another base.
+    """
+
+    model: ModelFolder
+    config: PredictConfig
+    devices: Devices
+    loras: Sequence[WeightedLora] = ()
+    merge: bool = False
+    """Add the LoRAs to the weights before generating."""
+    quantization: str = "none"
+
+    def __post_init__(self) -> None:
+        check_settings(self.model, self.config, self.devices)
+        tabulated = self.config.tabulated_modulation
+        check_loras(self.model, self.loras, self.merge, self.quantization, tabulated=tabulated)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.config.dtype)
+        return dtype
+
+    @property
+    def steps(self) -> int:
+        """Denoising steps of an image."""
+        return len(self.config.sigmas or ()) or self.config.num_inference_steps
+
+    @property
+    def negative_prompt(self) -> str | None:
+        """None where guidance is off."""
+        return self.config.negative_prompt if self.config.true_cfg_scale > 1 else None
+
+    @cached_property
+    def pipeline(self) -> Any:
+        """The stock pipeline with VAE, transformer and LoRAs; loaded when first asked for."""
+        return load_pipeline(
+            self.model,
+            self.config,
+            self.devices,
+            quantization=self.quantization,
+            loras=self.loras,
+            merge=self.merge,
+        )
+
+    def generate(
+        self, images: Sequence[Image.Image], prompt: str, *, save_interrupted: bool = False
+    ) -> GeneratedImages:
+        """Generate from `prompt` and the control `images` (RGB)."""
+        check_count(self.model, len(images))
+        embeds = encode_prompts(
+            self.model, images, prompt, self.negative_prompt, self.devices, self.dtype, self.config.offload
+        )
+        return self.call_pipeline(images, embeds, save_interrupted=save_interrupted)
+
+    def call_pipeline(
+        self,
+        images: Sequence[Image.Image],
+        embeds: Mapping[str, torch.Tensor],
+        *,
+        save_interrupted: bool = False,
+        one_of_many: bool = False,
+    ) -> GeneratedImages:
+        """Generate from encoded prompts.
+
+        The first signal ends it after the current step: with the images as they are then if `save_interrupted`, else
+        with KeyboardInterrupt.
+        """
+        pipeline, config, done = self.pipeline, self.config, 0
+        pipeline.set_progress_bar_config(disable=True)
+        with Signals() as signals, counting("generating", self.steps, transient=one_of_many) as advance:
+
+            def on_step_end(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+                nonlocal done
+                done += 1
+                advance(1)
+                if signals.stop and not save_interrupted:
+                    raise KeyboardInterrupt
+                pipeline._interrupt = signals.stop
+                return {}
+
+            with memory_for("denoising", pipeline.devices.transformer):
+                generated = pipeline(
+                    **({"image": list(images) if len(images) > 1 else images[0]} if images else {}),
+                    **embeds,
+                    **config.model_dump(include=ARGUMENTS),
+                    true_cfg_scale=config.true_cfg_scale if config.negative_prompt is not None else 1.0,
+                    generator=torch.Generator().manual_seed(config.seed),
+                    callback_on_step_end=on_step_end,
+                ).images
+            if signals.stop and not save_interrupted:  # while the image was decoded
+                raise KeyboardInterrupt
+        return GeneratedImages(generated, done if pipeline.interrupt else None)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_count(model: ModelFolder, images: int) -> None:
+    """ConfigError unless the pipeline takes this many control images."""
+    most = model.max_controls
+    if model.takes_controls and not images:
+        raise ConfigError(f"{model.pipeline} edits an image", do="give one with --image")
+    if most is not None and images > most:
+        raise ConfigError(f"{model.pipeline} takes {plural(most, 'image')}", found=images, do="leave some out")
+
+
+def check_settings(model: ModelFolder, config: PredictConfig, devices: Devices) -> None:
+    """ConfigError for what this model cannot do with these settings."""
+    check_offload(config.offload, devices)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.part("scheduler"))
+    last = config.sigmas[-1] if config.sigmas else 1 / config.num_inference_steps
+    if last == 1 and scheduler.config.shift_terminal:  # the stock scheduler would divide 0 by 0 when it stretches that
+        found = f"--sigmas {last:g}" if config.sigmas else "--num-inference-steps 1"
+        what = "the last sigma must be below 1" if config.sigmas else "one step is too few for this model's scheduler"
+        raise ConfigError(what, found=found, do="end with a smaller one" if config.sigmas else "use at least 2")
+    transformer = json.loads((model.part("transformer") / "config.json").read_text(encoding="utf-8"))
+    if config.tabulated_modulation:
+        check_model(transformer)
+        if config.dtype != "bfloat16":
+            what = "predict.tabulated_modulation needs bfloat16: in float32 there are too many timesteps for a table"
+            raise ConfigError(what, found=f"predict.dtype={config.dtype}", do="set one of them back to its default")
+    distilled, given = transformer.get("guidance_embeds", False), config.guidance_scale
+    if distilled and given is None:
+        raise ConfigError(
+            "this model is guidance-distilled: it needs predict.guidance_scale", do="give --guidance-scale"
+        )
+    if given is not None and not distilled:
+        raise ConfigError(
+            "this model is not guidance-distilled: the guidance scale would be ignored",
+            found=f"predict.guidance_scale={given:g}",
+            do="leave it out; --true-cfg-scale guides it, with --negative-prompt",
+        )
+
+
+def check_guidance(config: PredictConfig, true_cfg_scale: float | None) -> None:
+    """ConfigError for a scale without a negative prompt, which the stock pipelines ignore."""
+    if true_cfg_scale is not None and true_cfg_scale > 1 and config.negative_prompt is None:
+        raise ConfigError(
+            "without a negative prompt there is nothing to guide away from",
+            found=f"--true-cfg-scale {true_cfg_scale:g}",
+            do='give one: --negative-prompt " "',
+        )
