@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -40,14 +40,17 @@ USERS_ERRNO = (
 )
 
 
-def run_app(app: typer.Typer) -> NoReturn:
-    """Run a command line; errors that a user can cause become a message and an exit code."""
+def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoReturn:
+    """Run a command line; errors that a user can cause become a message and an exit code.
+
+    `renamed` has, for a command, its options by the name that they had.
+    """
     import typer
 
     write_utf8()
     quiet_libraries()
     try:
-        code = app(standalone_mode=False)
+        code = app(_with_new_names(sys.argv[1:], renamed), standalone_mode=False)
     except QwenCacheError as error:
         code = fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
@@ -73,6 +76,18 @@ def run_app(app: typer.Typer) -> NoReturn:
     if code == INTERRUPTED:  # typer makes this code of a KeyboardInterrupt
         console().print("[yellow]interrupted[/]")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _with_new_names(arguments: list[str], renamed: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """The arguments with options by their present names; each that was renamed is reported."""
+    options = renamed.get(arguments[0], {}) if arguments else {}
+    present = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if new := options.get(name):
+            console().print(f"{name} is called {new} now", markup=False)
+        present.append((new or name) + equals + value)
+    return present
 
 
 def _missing(error: ModuleNotFoundError, program: str) -> str | None:

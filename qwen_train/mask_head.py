@@ -1,8 +1,8 @@
 """`qwen-train mask-head`: learn from the masks of a cache to read them from attention. No encoder is loaded.
 
-What it trains on is a cache with both: `qwen-cache build --edit-mask diff --set cache.attention=true`. Samples of the
-same target are on one side, trained or held out, whatever order they are in. Refused are a cache without attention,
-without masks, or with too few targets to hold any out, and a loss that is not a number; then nothing is written.
+The cache must have both: `build --edit-mask diff --set cache.store_attention=true`. Samples of the same target are on
+one side, trained or held out, whatever order they are in. Refused are a cache without attention, without masks, or with
+too few targets to hold any out, and a loss that is not finite; then nothing is written. Experimental.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def train_mask_head(cache: Cache, settings: MaskHeadConfig, device: torch.device
     parts = split(targets, settings.validation_split, "mask_head.validation_split")
     learned, judged = (Masked(cache, [positions[i] for i in part]) for part in parts)
     out.parent.mkdir(parents=True, exist_ok=True)
-    without_looking = constant_mask_iou(learned, judged, settings.size)
+    without_looking = constant_mask_iou(learned, judged, settings.mask_size)
     console().print(f"[bold]trains[/] on {plural(len(learned), 'mask')}, {len(judged)} held out, on {device}")
     how = TrainSettings(
         steps=settings.steps,
         batch_size=settings.batch_size,
         lr=settings.learning_rate,
-        base=settings.base,
-        size=settings.size,
+        base=settings.base_channels,
+        size=settings.mask_size,
         device=str(device),
     )
     with progress() as bar:

@@ -96,9 +96,9 @@ def check_tracker(name: str) -> None:
         return
     package = name.replace("_", "-")
     raise ConfigError(
-        f"logging.tracker={name} needs a package that is not installed",
+        f"logging.report_to={name} needs a package that is not installed",
         expected=package,
-        do=f"pip install {package}, or set logging.tracker=tensorboard",
+        do=f"pip install {package}, or set logging.report_to=tensorboard",
     )
 
 
@@ -106,7 +106,7 @@ class MetricsLog:
     """Appends to metrics.jsonl, from which a resumed run first drops the steps that it will do again."""
 
     def __init__(self, folder: Path, accelerator: Any, config: Config, done: int) -> None:
-        self.accelerator, self.every_steps = accelerator, config.logging.every_steps
+        self.accelerator, self.every_steps = accelerator, config.logging.logging_steps
         self.main = bool(accelerator.is_main_process)
         if not self.main:
             return
@@ -160,9 +160,9 @@ def _given(config: Config) -> dict[str, Any]:
 def start_tracker(accelerator: Any, config: Config) -> None:
     """Begin a run in the tracker, with the settings; TensorBoard has neither projects nor room for settings."""
     logging = config.logging
-    if logging.tracker == "tensorboard":
+    if logging.report_to == "tensorboard":
         accelerator.init_trackers("/".join(filter(None, (TENSORBOARD_FOLDER, logging.run_name))))
         return
     name = logging.run_name or Path(config.train.output_dir).resolve().name
-    option = RUN_NAME_OPTION.get(logging.tracker)
-    accelerator.init_trackers(logging.project, _given(config), {logging.tracker: {option: name}} if option else {})
+    option = RUN_NAME_OPTION.get(logging.report_to)
+    accelerator.init_trackers(logging.project, _given(config), {logging.report_to: {option: name}} if option else {})

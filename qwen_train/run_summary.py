@@ -39,8 +39,10 @@ def print_plan(
         highlight=False,
     )
     if set_aside := len(batches.validation):
-        measured = f"their loss every {plural(v.every_steps, 'step')}" if v.every_steps else "never measured"
-        drawn = f", {plural(v.pictures, 'picture')} every {plural(v.picture_steps, 'step')}" if v.pictures else ""
+        measured = f"their loss every {plural(v.validation_steps, 'step')}" if v.validation_steps else "never measured"
+        drawn = (
+            f", {plural(v.num_images, 'image')} every {plural(v.images_every_steps, 'step')}" if v.num_images else ""
+        )
         out.print(f"[bold]aside[/]   {plural(set_aside, 'sample')} for validation: {measured}{drawn}")
     if t.edit_mask_weight != 1 and cache.has_index:
         out.print(f"[bold]masks[/]   {cache.edit_masks()} of {plural(len(cache), 'sample')}", highlight=False)

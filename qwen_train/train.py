@@ -224,13 +224,13 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
             found=earlier[-1][1].name,
             do="go on with --resume, or set train.output_dir",
         )
-    check_tracker(config.logging.tracker)
+    check_tracker(config.logging.report_to)
     cache = open_samples(config, encode_from)
     model = open_model(config.model.path, TRANSFORMER_PARTS, config.model.revision)
     accelerator = Accelerator(
         mixed_precision=settings.mixed_precision,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
-        log_with=config.logging.tracker if config.logging.tracker != "none" else None,
+        log_with=config.logging.report_to if config.logging.report_to != "none" else None,
         project_dir=str(out),
     )
     transformer_config = (model.part("transformer") / "config.json").read_text(encoding="utf-8")

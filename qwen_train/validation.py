@@ -48,10 +48,10 @@ class Validation:
     """The model's scheduler_config.json."""
 
     def measures(self, step: int) -> bool:
-        return self.config.every_steps is not None and step % self.config.every_steps == 0
+        return self.config.validation_steps is not None and step % self.config.validation_steps == 0
 
     def draws(self, step: int) -> bool:
-        return bool(self.config.pictures) and step % self.config.picture_steps == 0
+        return bool(self.config.num_images) and step % self.config.images_every_steps == 0
 
     def losses(self, loss_of: Callable[[Batch], Tensor], accelerator: Any) -> dict[str, float]:
         """The mean loss, and that of each quarter of the noise levels, over the samples of all processes.
@@ -59,17 +59,17 @@ class Validation:
         One sample at a time: what one costs does not depend on others, and training needs more memory for it.
         """
         sums = torch.zeros(LEVELS, dtype=torch.float64)
-        for sample, counts in turns(self.samples[: self.config.samples], accelerator):
+        for sample, counts in turns(self.samples[: self.config.num_samples], accelerator):
             for level, drawn in enumerate(draw(sample)):
                 loss = float(loss_of(collate([drawn], self.edit_mask_weight)))
                 sums[level] += loss if counts else 0.0
         sums = accelerator.reduce(sums.to(accelerator.device)) if accelerator.num_processes > 1 else sums
-        means = (sums / min(len(self.samples), self.config.samples)).tolist()
+        means = (sums / min(len(self.samples), self.config.num_samples)).tolist()
         return {LOSS: sum(means) / LEVELS, **dict(zip(LOSSES, means, strict=True))}
 
     def pictures(self, folder: Path, step: int, transformer: Any, accelerator: Any, dtype: torch.dtype) -> None:
         """Draw pictures, and leave their latents in `folder`/validation/step-N; beside it, once, what is cached."""
-        for sample, counts in turns(self.samples[: self.config.pictures], accelerator):
+        for sample, counts in turns(self.samples[: self.config.num_images], accelerator):
             latents = self.picture(sample, transformer, accelerator.device, dtype)
             if not counts:
                 continue
@@ -98,18 +98,18 @@ class Validation:
 def make_validation(config: Config, batches: Batches, scheduler: dict[str, Any]) -> Validation | None:
     """What qwen.yaml asks for; None where it asks for nothing."""
     settings = config.validation
-    if settings.every_steps is None and not settings.pictures:
+    if settings.validation_steps is None and not settings.num_images:
         return None
     if not config.train.validation_split:
         raise ConfigError(
             "validation needs samples that are not trained, and there are none",
             found=f"train.validation_split={config.train.validation_split}",
-            do="set train.validation_split, such as 0.05, or leave out validation.every_steps and validation.pictures",
+            do="set train.validation_split, such as 0.05, or leave out the section validation",
         )
-    wanted = max(settings.samples if settings.every_steps else 0, settings.pictures)
+    wanted = max(settings.num_samples if settings.validation_steps else 0, settings.num_images)
     samples = tuple(batches.cache[i] for i in by_key(batches)[:wanted])
     without = [sample.name for sample in samples if "empty_prompt_embeds" not in sample.row.meta.tensors]
-    if settings.pictures and settings.true_cfg_scale > 1 and without:
+    if settings.num_images and settings.true_cfg_scale > 1 and without:
         raise TrainError(
             "guidance needs the embeddings of the empty prompt, which this cache lacks",
             where=batches.cache.folder,

@@ -47,7 +47,7 @@ def any_case(seed: int) -> Case:
     settings: dict[str, Any] = {
         "seed": chance.randrange(2**32),
         "layout": chance.choice(["padded", "padded", "packed"]),
-        "shuffle_window": chance.choice([1, 5, 16, 4096]),
+        "bucketing_window": chance.choice([1, 5, 16, 4096]),
     }
     if chance.random() < 0.5:
         settings["max_tokens"] = int(tokens.sum(0).max() * chance.choice([1, 1.7, 5, 100]))
@@ -152,7 +152,7 @@ def test_without_sorting_each_batch_takes_all_that_it_can(seed: int, batch_size:
     plan = BatchPlan(
         tokens,
         TrainConfig(
-            max_tokens=60_000, batch_size=batch_size, shuffle_window=1, layout=layout, seed=seed, balanced_over=1
+            max_tokens=60_000, batch_size=batch_size, bucketing_window=1, layout=layout, seed=seed, balance_window=1
         ),
     )
     expected: list[list[int]] = [[]]
@@ -170,7 +170,7 @@ def test_batches_are_not_needlessly_small() -> None:
     """On a wide mixture nearly full, and half as many as when they are filled at random."""
     tokens = wide_mixture(8192)
     (planned,) = epochs(plan := BatchPlan(tokens, TrainConfig(max_tokens=160_000)), 1)
-    (at_random,) = epochs(BatchPlan(tokens, TrainConfig(max_tokens=160_000, shuffle_window=1)), 1)
+    (at_random,) = epochs(BatchPlan(tokens, TrainConfig(max_tokens=160_000, bucketing_window=1)), 1)
     costs = [cost(tokens, [plan.sample(position) for position in batch], "padded") for batch in planned]
     assert np.mean(costs) > 0.94 * 160_000
     assert len(planned) < 0.55 * len(at_random)
@@ -181,7 +181,7 @@ def test_batches_are_not_needlessly_small() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"batch_size": 1}, {"max_tokens": 100_000, "batch_size": 1}], ids=str)
 def test_single_samples_come_in_the_order_of_the_permutation(settings: dict[str, Any]) -> None:
-    plan = BatchPlan(wide_mixture(50), TrainConfig(**settings, balanced_over=1))
+    plan = BatchPlan(wide_mixture(50), TrainConfig(**settings, balance_window=1))
     assert epochs(plan, 2) == [[[p] for p in range(50)], [[p] for p in range(50, 100)]]
     orders = [samples_of(plan, batches) for batches in epochs(plan, 20)]
     assert len(set(map(tuple, orders))) == 20
@@ -214,7 +214,7 @@ def test_in_small_sets_a_sample_meets_others_in_each_epoch() -> None:
 @pytest.mark.parametrize("length", [1, 8])
 def test_large_and_small_batches_alternate_by_chance(length: int) -> None:
     """Or runs of them do, whose order in time says nothing of what they cost, nor that within a run."""
-    plan = BatchPlan(wide_mixture(8192), TrainConfig(batch_size=4, balanced_over=length))
+    plan = BatchPlan(wide_mixture(8192), TrainConfig(batch_size=4, balance_window=length))
     (batches,) = epochs(plan, 1)
     by_run = batch_costs(plan, batches).reshape(-1, length)
     costs, in_run = by_run.mean(1), np.tile(np.arange(length), len(by_run))
@@ -303,7 +303,7 @@ def test_batches_of_one_size_have_a_share_of_exactly_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "balanced_over", "settings"),
+    ("world_size", "balance_window", "settings"),
     [
         (2, 8, {"batch_size": 4}),
         (8, 8, {"batch_size": 1}),
@@ -311,12 +311,12 @@ def test_batches_of_one_size_have_a_share_of_exactly_one() -> None:
         (2, 8, {"max_tokens": 60_000}),
     ],
 )
-def test_processes_hardly_wait_for_one_another(world_size: int, balanced_over: int, settings: dict[str, Any]) -> None:
+def test_processes_hardly_wait_for_one_another(world_size: int, balance_window: int, settings: dict[str, Any]) -> None:
     """Over three epochs, which end in the middle of runs and of steps."""
     tokens = wide_mixture(2503)
     found = {}
-    for length in (1, balanced_over):
-        plan, done, spent, needed = BatchPlan(tokens, TrainConfig(**settings, balanced_over=length)), 0, 0.0, 0.0
+    for length in (1, balance_window):
+        plan, done, spent, needed = BatchPlan(tokens, TrainConfig(**settings, balance_window=length)), 0, 0.0, 0.0
         ranks = [plan.turns(0, rank, world_size, 1) for rank in range(world_size)]
         while done < 3 * 2503:
             turn = [next(rank) for rank in ranks]
@@ -328,8 +328,8 @@ def test_processes_hardly_wait_for_one_another(world_size: int, balanced_over: i
         found[length] = 1 - needed / spent
         assert plan.summary(world_size).wait == pytest.approx(first_epoch, abs=0.01)
         assert plan.summary().wait is None
-    assert found[balanced_over] < 0.05
-    assert found[balanced_over] < found[1] / 2
+    assert found[balance_window] < 0.05
+    assert found[balance_window] < found[1] / 2
     assert found[1] > (0.04 if "max_tokens" in settings else 0.15), "there is nothing to balance"
 
 
@@ -364,8 +364,8 @@ def test_a_wide_mixture_is_padded_by_less_than_5_percent(seed: int) -> None:
         name: BatchPlan(tokens, TrainConfig(batch_size=8, seed=seed, **settings))
         for name, settings in {
             "default": {},
-            "2048": {"shuffle_window": 2048},
-            "random": {"shuffle_window": 1},
+            "2048": {"bucketing_window": 2048},
+            "random": {"bucketing_window": 1},
             "packed": {"layout": "packed"},
         }.items()
     }
@@ -394,7 +394,7 @@ def test_both_lengths_are_brought_together(fixed: str) -> None:
     """Where all samples are alike in one length, sorting by the other is the best there is."""
     lengths = np.random.default_rng(0).permutation(4000) + 1000
     rows = [np.full(4000, 500), lengths] if fixed == "image" else [lengths, np.full(4000, 500)]
-    plan = BatchPlan(np.stack(rows), TrainConfig(batch_size=8, shuffle_window=1600))
+    plan = BatchPlan(np.stack(rows), TrainConfig(batch_size=8, bucketing_window=1600))
     in_order, padded = [int(lengths[plan.sample(position)]) for position in range(4000)], 0
     for window in range(0, 4000, 1600):
         sorted_ = sorted(in_order[window : window + 1600])
@@ -467,9 +467,9 @@ def test_settings_that_change_the_sequence_are_told_apart(case: Case) -> None:
     for changes in (
         {"batch_size": 2},
         {"max_tokens": int(case.tokens.sum(0).max() * 2)},
-        {"shuffle_window": 3},
+        {"bucketing_window": 3},
         {"layout": "packed"},
-        {"balanced_over": 1},
+        {"balance_window": 1},
         {"drop_last": True},
     ):
         other = TrainConfig(**{**case.settings, **changes})

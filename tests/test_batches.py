@@ -165,7 +165,7 @@ def test_a_batch_is_a_pure_function_of_the_state(cache: Cache) -> None:
         {"batch_size": 3, "world_size": 2},
         {"batch_size": 1, "world_size": 3},
         {"max_tokens": 1000, "world_size": 2, "gradient_accumulation_steps": 2},
-        {"max_tokens": 2000, "shuffle_window": 1},
+        {"max_tokens": 2000, "bucketing_window": 1},
         {"batch_size": 3, "layout": "packed"},
     ],
     ids=str,
@@ -422,30 +422,34 @@ def test_loss_of_a_padded_batch_is_the_mean_of_stock_losses(
         assert max(losses) > 1.01 * min(losses), "losses so alike would hide a mistake in their mean"
 
 
-@pytest.mark.parametrize("loss_mean", ["samples", "tokens"])
+@pytest.mark.parametrize("loss_reduction", ["per_sample", "per_token"])
 @pytest.mark.parametrize("scheme", ["none", "sigma_sqrt", "cosmap"])
 def test_loss_of_a_step_is_the_weighted_mean_over_its_samples_or_over_their_tokens(
     cache: Cache,
     expected: dict[str, dict[str, Tensor]],
     tiny_model: Callable[[str], Path],
     scheme: Weighting,
-    loss_mean: Literal["samples", "tokens"],
+    loss_reduction: Literal["per_sample", "per_token"],
 ) -> None:
     """With batches of three and of one, by diffusers' weighting of stock losses; tokens of the target alone count."""
     folder = tiny_model("edit-plus") / "transformer"
     ours = QwenImageMultiResTransformer2DModel.from_pretrained(folder)
     stock = QwenImageTransformer2DModel.from_pretrained(folder)
-    stream = batches(cache, batch_size=3, gradient_accumulation_steps=2, weighting=scheme, loss_mean=loss_mean)
+    stream = batches(
+        cache, batch_size=3, gradient_accumulation_steps=2, weighting=scheme, loss_reduction=loss_reduction
+    )
     step = first(stream, 2)
     with torch.no_grad():
         found = sum(batch.share * float(compute_loss(ours, batch)) for batch in step) / 2
     samples = [sample for batch in step for sample in singles(batch)]
     losses = [stock_loss(stock, {**sample, "mask": None}) for sample in samples]
     weights = compute_loss_weighting_for_sd3(scheme, torch.stack([sample["sigma"] for sample in samples])).tolist()
-    tokens = [len(expected[sample["key"]]["image_latents"]) if loss_mean == "tokens" else 1 for sample in samples]
+    tokens = [
+        len(expected[sample["key"]]["image_latents"]) if loss_reduction == "per_token" else 1 for sample in samples
+    ]
     together = sum(w * n * loss for w, n, loss in zip(weights, tokens, losses, strict=True)) / sum(tokens)
     assert found == pytest.approx(together, rel=1e-5)
-    assert len(set(tokens)) > 1 or loss_mean == "samples", "targets so alike would hide a mistake"
+    assert len(set(tokens)) > 1 or loss_reduction == "per_sample", "targets so alike would hide a mistake"
 
 
 # ---- validation ------------------------------------------------------------------------------------------------------
@@ -495,7 +499,7 @@ def test_a_split_that_leaves_nothing_is_refused(cache: Cache, share: float, whic
         batches(cache, validation_split=share)
 
 
-@pytest.mark.parametrize("settings", [{"validation_split": 0.5}, {"loss_mean": "tokens"}], ids=str)
+@pytest.mark.parametrize("settings", [{"validation_split": 0.5}, {"loss_reduction": "per_token"}], ids=str)
 def test_what_goes_by_an_index_is_refused_where_there_is_none(settings: dict[str, Any]) -> None:
     samples: Any = object.__new__(OnTheFlySamples)
     samples.folder, samples.prompt_embeds_width = Path("data"), 64

@@ -177,7 +177,7 @@ def many(overview: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
 def report(built: Built, tiny_model: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a real run with decoded pictures; its log goes on, so that there is a mean over steps as well."""
     train = Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path_factory.mktemp("run"))
-    out = train(settings=PICTURES, validation__every_steps=1)
+    out = train(settings=PICTURES, validation__validation_steps=1)
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     logged = [json.loads(line) for line in lines]
     for step in range(3, 301):

@@ -97,7 +97,7 @@ def test_files_that_are_no_latents_of_a_run_are_named(train: Trainer, damage: st
 def test_a_run_without_pictures_says_so_and_its_weights_are_left_alone(train: Trainer) -> None:
     out = train(train__max_steps=1)
     result = run("qwen-train", "decode", out)
-    refused(result, f"{out}: this run drew no pictures", "set validation.pictures")
+    refused(result, f"{out}: this run drew no pictures", "set validation.num_images")
     assert ".safetensors" not in result.stderr
 
 
@@ -112,7 +112,7 @@ def test_one_file_of_latents_can_be_named(train: Trainer) -> None:
 
 def test_a_folder_without_latents_is_refused(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
     result = run("qwen-train", "decode", tmp_path, "--model", tiny_model("edit-plus"))
-    refused(result, f"{tmp_path}: no latents here", "validation.pictures")
+    refused(result, f"{tmp_path}: no latents here", "validation.num_images")
 
 
 @pytest.mark.parametrize("program", ["decode", "report"])

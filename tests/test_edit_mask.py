@@ -194,7 +194,7 @@ def test_attention_is_what_one_pass_over_picture_and_prompt_has(
     cache: Callable[..., Cache], source: Path, tiny_model: TinyModel, batched: tuple[str, ...]
 ) -> None:
     edit_rows(source, lambda row: row.update(prompt=row["prompt"].replace("the ", "the [[") + "]]"))
-    made = cache("--set", "cache.attention=true", *batched)
+    made = cache("--set", "cache.store_attention=true", *batched)
     for name, sample in by_name(made).items():
         name = name.removeprefix("after/")
         expected = looked(tiny_model("edit-plus"), source, name, f"edit the [[{name}]]")
@@ -211,9 +211,11 @@ def test_attention_is_what_one_pass_over_picture_and_prompt_has(
 def test_marks_are_no_part_of_the_prompt_and_count_where_attention_is_asked_for(
     cache: Callable[..., Cache], source: Path
 ) -> None:
-    plain, seen = (cache(*options, out=f"a{len(options)}") for options in ((), ("--set", "cache.attention=true")))
+    plain, seen = (cache(*options, out=f"a{len(options)}") for options in ((), ("--set", "cache.store_attention=true")))
     edit_rows(source, lambda row: row.update(phrase="edit"))
-    marked, looking = (cache(*options, out=f"b{len(options)}") for options in ((), ("--set", "cache.attention=true")))
+    marked, looking = (
+        cache(*options, out=f"b{len(options)}") for options in ((), ("--set", "cache.store_attention=true"))
+    )
     assert [sample.key for sample in marked] == [sample.key for sample in plain]
     assert not {sample.key for sample in looking} & {sample.key for sample in seen}
     for one, other in zip(plain, looking, strict=True):
@@ -227,7 +229,7 @@ def test_marks_are_no_part_of_the_prompt_and_count_where_attention_is_asked_for(
 @pytest.fixture
 def head(cache: Callable[..., Cache], tmp_path: Path) -> Path:
     """One with weights by chance, for the attention of this cache."""
-    made = cache("--set", "cache.attention=true", out="attention")
+    made = cache("--set", "cache.store_attention=true", out="attention")
     torch.manual_seed(0)
     model = MaskHead(made[0]["attention"].shape[0], base=4, size=16)
     torch.nn.init.normal_(model.logits.weight, std=3.0)
@@ -274,7 +276,7 @@ def test_other_masks_need_no_encoder(
     cache: Callable[..., Cache], head: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step gives, byte for byte, what a build from nothing gives."""
-    keep = ("--set", "cache.attention=true")
+    keep = ("--set", "cache.store_attention=true")
     wanted: list[tuple[str | Path, ...]] = [
         ("--edit-mask", "diff", *keep),
         ("--edit-mask", f"head={head}", *keep),
@@ -313,7 +315,7 @@ def test_without_its_attention_a_sample_is_encoded_again(
     cache: Callable[..., Cache], head: Path, source: Path, tmp_path: Path, changed: str
 ) -> None:
     if changed == "other words":
-        cache("--set", "cache.attention=true")
+        cache("--set", "cache.store_attention=true")
         edit_rows(source, lambda row: row.update(phrase="edit"))
     else:
         cache("--edit-mask", "file" if changed == "nothing is there" else "diff")
@@ -333,7 +335,7 @@ def test_without_its_attention_a_sample_is_encoded_again(
         (("--edit-mask", "guess"), "edit-plus", "data.edit_mask"),
         (("--edit-mask", "diff=head.safetensors"), "edit-plus", "--edit-mask diff takes no head"),
         (("--edit-mask", "diff"), "t2i", "data.edit_mask=diff needs control pictures, and QwenImagePipeline has none"),
-        (("--set", "cache.attention=true"), "t2i", "cache.attention needs control pictures"),
+        (("--set", "cache.store_attention=true"), "t2i", "cache.store_attention needs control pictures"),
         (("--edit-mask", "diff", "--format", "v1"), "edit-plus", "format v1 has no place for what data.edit_mask=diff"),
     ],
 )
@@ -385,6 +387,6 @@ def test_a_plan_says_of_what_only_the_mask_is_made(
 
 
 def test_v1_refuses_attention(cache: Callable[..., Cache], tmp_path: Path) -> None:
-    cache("--set", "cache.attention=true")
+    cache("--set", "cache.store_attention=true")
     result = run("qwen-cache", "migrate", "v2", "v1", tmp_path / "shards", "--out", tmp_path / "old")
     assert "format v1 has neither edit masks nor attention" in result.stderr

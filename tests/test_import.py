@@ -692,7 +692,7 @@ def test_random_damage_is_an_error_or_nothing(tool: str, made: list[Made], tmp_p
 
 def train(cache: Path, model: Path, out: Path, caption_dropout: float) -> Result:
     AcceleratorState._reset_state(reset_partial_state=True)
-    settings = [f"train.output_dir={out}", "train.mixed_precision=no", "train.max_steps=2", "logging.tracker=none"]
+    settings = [f"train.output_dir={out}", "train.mixed_precision=no", "train.max_steps=2", "logging.report_to=none"]
     settings += ["train.batch_size=2", f"train.caption_dropout={caption_dropout}"]
     assignments = [part for setting in settings for part in ("--set", setting)]
     try:

@@ -107,7 +107,7 @@ def test_padding_is_that_of_the_batches_that_are_trained(mixed: Path) -> None:
     assert [budget["max_tokens"] for budget in found] == [1792, 3456, 6784, 13568]
     for budget in found:
         samples, padding = batches(mixed, max_tokens=budget["max_tokens"])
-        _, by_chance = batches(mixed, max_tokens=budget["max_tokens"], shuffle_window=1)
+        _, by_chance = batches(mixed, max_tokens=budget["max_tokens"], bucketing_window=1)
         assert budget["samples_per_batch"] == pytest.approx(samples)
         assert budget["padding"] == pytest.approx(padding)
         assert budget["padding_by_chance"] == pytest.approx(by_chance)
@@ -221,7 +221,7 @@ def much(pairs: Path) -> None:
 
 
 V1 = ("--format", "v1")
-ATTENTION, UNMASKED = ("--set", "cache.attention=true"), ("--edit-mask", "none")
+ATTENTION, UNMASKED = ("--set", "cache.store_attention=true"), ("--edit-mask", "none")
 EMPTY = ("--set", "data.allow_empty_prompt=true")
 
 
@@ -299,9 +299,9 @@ def test_text_to_image_has_no_controls(pairs: Path, tiny_model: Built, tmp_path:
 
 def test_a_part_is_compared_with_its_part(pairs: Path, tiny_model: Built, tmp_path: Path) -> None:
     cache = tmp_path / "shards"
-    assert build(pairs, cache, tiny_model("edit-plus"), "--part", "2/2").code == 0
+    assert build(pairs, cache, tiny_model("edit-plus"), "--slice", "2/2").code == 0
     assert said(cache, "--source", pairs)["state"] == "complete"
-    assert said(cache, "--source", pairs, "--set", "data.part=null")["source"]["new"] == 2
+    assert said(cache, "--source", pairs, "--set", "data.slice=null")["source"]["new"] == 2
 
 
 def test_no_model_no_torch_and_nothing_written(built: Built, pairs: Path, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_masks_that_lie_elsewhere_come_first(cache: Path, head: Path) -> None:
-    result = run("qwen-cache", "inspect", cache, "--mask-head", head, "--worst", "3", "--json", "--vae-device", "cpu")
+    result = run("qwen-cache", "inspect", cache, "--mask-head", head, "--top", "3", "--json", "--vae-device", "cpu")
     assert result.code == 0, result.stderr
     said = json.loads(result.stdout)
     first, second, third = said["disagreements"]
@@ -73,7 +73,7 @@ def test_the_masks_that_lie_elsewhere_come_first(cache: Path, head: Path) -> Non
 
 
 def test_the_mean_is_over_all_that_were_compared(cache: Path, head: Path) -> None:
-    said = json.loads(run("qwen-cache", "inspect", cache, "--mask-head", head, "--worst", "99", "--json").stdout)
+    said = json.loads(run("qwen-cache", "inspect", cache, "--mask-head", head, "--top", "99", "--json").stdout)
     ious = [each["iou"] for each in said["disagreements"]]
     assert len(ious) == 12
     assert ious == sorted(ious)
@@ -84,7 +84,7 @@ def test_the_table_has_the_numbers_of_the_json_below_the_overview(
     cache: Path, head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    command = ("qwen-cache", "inspect", cache, "--mask-head", head, "--worst", "3")
+    command = ("qwen-cache", "inspect", cache, "--mask-head", head, "--top", "3")
     said, text = json.loads(run(*command, "--json").stdout), run(*command).stdout
     overview, listed = text.split("doubtful masks")
     assert "12 masks compared" in listed
@@ -99,7 +99,7 @@ def test_the_table_has_the_numbers_of_the_json_below_the_overview(
 
 
 def test_the_worst_are_flagged_where_they_share_next_to_nothing(cache: Path, head: Path, tmp_path: Path) -> None:
-    command = ("qwen-cache", "inspect", cache, "--mask-head", head, "--worst", "11", "--html", tmp_path / "page.html")
+    command = ("qwen-cache", "inspect", cache, "--mask-head", head, "--top", "11", "--html", tmp_path / "page.html")
     said = json.loads(run(*command, "--json").stdout)
     shared = {each["key"]: each["iou"] for each in said["disagreements"]}
     flagged = [key for key, iou in shared.items() if iou < 0.2]
@@ -135,7 +135,7 @@ def test_a_mask_is_laid_over_a_picture_cell_by_cell() -> None:
 @pytest.mark.slow
 def test_the_picture_shows_what_is_cached(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Of a real build: control and target as the VAE alone decodes them, and under each mask the target."""
-    source, keep = write_pairs(tmp_path / "data"), ("--edit-mask", "file", "--set", "cache.attention=true")
+    source, keep = write_pairs(tmp_path / "data"), ("--edit-mask", "file", "--set", "cache.store_attention=true")
     mask = Image.new("L", (120, 120))
     mask.paste(255, (0, 0, 120, 40))
     mask.save(source / "control_images" / "cat_mask.png")  # a pair with a second control
@@ -149,7 +149,7 @@ def test_the_picture_shows_what_is_cached(tiny_model: Callable[[str], Path], tmp
     named = ("--mask-head", tmp_path / "head.safetensors", "--model", tiny_model("edit-plus"), "--vae-device", "cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
-        result = run("qwen-cache", "inspect", tmp_path / "shards", *named, "--pictures", "new/worst.png", "--json")
+        result = run("qwen-cache", "inspect", tmp_path / "shards", *named, "--save-images", "new/worst.png", "--json")
     assert result.code == 0, result.stderr
     whole = Image.open(tmp_path / "new" / "worst.png")
     vae = load_vae(open_model(str(tiny_model("edit-plus")), ("vae",)), torch.device("cpu"), torch.float32)
@@ -188,9 +188,9 @@ def test_a_picture_needs_a_head_a_name_and_a_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     inspect = ("qwen-cache", "inspect", cache)
-    refused(run(*inspect, "--pictures", "a.png"), "--pictures and --worst are about what --mask-head finds")
-    refused(run(*inspect, "--worst", "3"), "--pictures and --worst are about what --mask-head finds")
+    refused(run(*inspect, "--save-images", "a.png"), "--pictures and --worst are about what --mask-head finds")
+    refused(run(*inspect, "--top", "3"), "--pictures and --worst are about what --mask-head finds")
     inspect = (*inspect, "--mask-head", head)
-    refused(run(*inspect, "--pictures", "a.jpg"), "--pictures: this names no PNG (expected a file such as worst.png")
-    refused(run(*inspect, "--pictures", "a.png"), "no model is named", "--model")
+    refused(run(*inspect, "--save-images", "a.jpg"), "--pictures: this names no PNG (expected a file such as worst.png")
+    refused(run(*inspect, "--save-images", "a.png"), "no model is named", "--model")
     assert not list(tmp_path.glob("a.*"))

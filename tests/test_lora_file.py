@@ -85,7 +85,7 @@ def fit(
         config = load_config(
             None,
             [
-                *("train.mixed_precision='no'", "train.max_steps=4", "train.batch_size=2", "logging.tracker=none"),
+                *("train.mixed_precision='no'", "train.max_steps=4", "train.batch_size=2", "logging.report_to=none"),
                 *(f"optimizer.learning_rate={learning_rate}", f"train.output_dir={json.dumps(str(tmp_path / folder))}"),
                 *(f"train.lora.{name}={json.dumps(value)}" for name, value in settings.items()),
             ],

@@ -184,7 +184,7 @@ def test_a_build_of_the_same_source_takes_the_head(
         picture.save(source / "target_images" / f"{i}.png")
         (source / "target_images" / f"{i}.txt").write_text(f"paint box {i}", encoding="utf-8")
     build = ("qwen-cache", "build", source, "--model", tiny_model("edit-plus"), *SMALL)
-    keep = ("--edit-mask", "diff", "--set", "cache.attention=true")
+    keep = ("--edit-mask", "diff", "--set", "cache.store_attention=true")
     assert run(*build, "--out", tmp_path / "shards", *keep).code == 0
     targets = open_cache(tmp_path / "shards").table["target"].to_pylist()[1:]
     one_held_out = fmean(sorted(map(share_of, targets))[:2])

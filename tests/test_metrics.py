@@ -58,7 +58,7 @@ def fake_tracker(monkeypatch: pytest.MonkeyPatch) -> type[FakeTracker]:
 
 
 def test_a_tracker_is_told_what_the_file_says(train: Trainer, fake_tracker: type[FakeTracker]) -> None:
-    out = train(logging__tracker="wandb", logging__project="cats", train__lora__rank=4, train__max_steps=4)
+    out = train(logging__report_to="wandb", logging__project="cats", train__lora__rank=4, train__max_steps=4)
     told = fake_tracker.told
     assert told[:3] == [("project", "cats"), ("options", {"name": "out"}), ("start", None)]
     assert [what for what, _ in told[3:]] == ["settings", *["log"] * 4, "finish"]
@@ -70,9 +70,9 @@ def test_a_tracker_is_told_what_the_file_says(train: Trainer, fake_tracker: type
 
 
 def test_a_run_in_a_tracker_can_be_named(train: Trainer, fake_tracker: type[FakeTracker]) -> None:
-    train(logging__tracker="wandb", logging__run_name="mine", train__max_steps=1)
+    train(logging__report_to="wandb", logging__run_name="mine", train__max_steps=1)
     assert ("options", {"name": "mine"}) in fake_tracker.told
-    out = train(logging__tracker="wandb", train__max_steps=1, out="again")
+    out = train(logging__report_to="wandb", train__max_steps=1, out="again")
     assert ("project", "qwen-train") in fake_tracker.told
     assert ("options", {"name": out.name}) in fake_tracker.told
 
@@ -80,16 +80,16 @@ def test_a_run_in_a_tracker_can_be_named(train: Trainer, fake_tracker: type[Fake
 def test_a_tracker_whose_package_is_missing_is_refused_first(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerate.tracking, "_available_trackers", [LoggerType.TENSORBOARD])
     train.model = train.folder / "nowhere"  # which would be refused next
-    result = train.try_(logging__tracker="comet_ml")
-    refused(result, "logging.tracker=comet_ml needs a package that is not installed", "pip install comet-ml")
+    result = train.try_(logging__report_to="comet_ml")
+    refused(result, "logging.report_to=comet_ml needs a package that is not installed", "pip install comet-ml")
     assert not (train.folder / "out").exists()
 
 
 def test_all_trackers_of_accelerate_can_be_named(train: Trainer) -> None:
     known = get_args(LoggingConfig.model_fields["tracker"].annotation)
     assert set(known) == {str(name) for name in LoggerType.list()} - {"all"} | {"none"}
-    result = train.try_("--set", "logging.tracker=tensorbord")
-    refused(result, "logging.tracker: Input should be 'tensorboard', 'wandb'", "(found 'tensorbord')")
+    result = train.try_("--set", "logging.report_to=tensorbord")
+    refused(result, "logging.report_to: Input should be 'tensorboard', 'wandb'", "(found 'tensorbord')")
 
 
 @pytest.mark.slow

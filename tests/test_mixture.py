@@ -125,7 +125,7 @@ def test_batches_of_both_are_those_of_each(built: Built) -> None:
     assert all(seen[sample.key] == 2 for sample in open_cache(second))
     images = [sum(h * w for _, h, w in stored[key].img_shapes) for key in stored]
     assert stream.plan.tokens[0].tolist() == images
-    by_tokens = batches(mixture((first, 2), (second, 0.5)), loss_mean="tokens").plan.counts
+    by_tokens = batches(mixture((first, 2), (second, 0.5)), loss_reduction="per_token").plan.counts
     assert by_tokens is not None
     assert by_tokens.tolist() == [len(stored[key]["image_latents"]) for key in stored]
 
@@ -160,7 +160,7 @@ def test_a_run_on_both_goes_on_with_the_same_weights_only(
         AcceleratorState._reset_state(reset_partial_state=True)
         caches = json.dumps([{"path": str(first), "weight": weight}, {"path": str(second)}])
         settings = [f"train.caches={caches}", f"train.max_steps={steps}", f"train.output_dir={tmp_path / 'out'}"]
-        settings += ["train.mixed_precision=no", "logging.tracker=none", "train.loss_mean=tokens"]
+        settings += ["train.mixed_precision=no", "logging.report_to=none", "train.loss_reduction=per_token"]
         options = [option for setting in settings for option in ("--set", setting)]
         return run("qwen-train", "run", "--model", tiny_model("edit-plus"), *options, "--resume")
 
@@ -188,7 +188,7 @@ def test_a_cache_on_the_command_line_is_in_place_of_all_of_them(
 ) -> None:
     cache = built("edit-plus")
     settings = [f"train.output_dir={tmp_path / 'out'}", "train.max_steps=1", "train.mixed_precision=no"]
-    settings += ["train.caches=[{path: nowhere}]", "logging.tracker=none"]
+    settings += ["train.caches=[{path: nowhere}]", "logging.report_to=none"]
     options = [word for setting in settings for word in ("--set", setting)]
     model = tiny_model("edit-plus")
     assert run("qwen-train", command, cache, "--model", model, *options).code == 0

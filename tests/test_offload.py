@@ -80,11 +80,11 @@ def test_quantised_weights_too(train: Trainer, plain: Callable[..., Path], kind:
 @pytest.mark.slow
 def test_validation_and_going_on(train: Trainer, plain: Callable[..., Path]) -> None:
     """A forward pass without a backward pass, a picture, and the checkpoint of a run that offloaded nothing."""
-    settings = {**EVERYTHING_RANDOM, "train.validation_split": 0.4, "validation.every_steps": 1}
+    settings = {**EVERYTHING_RANDOM, "train.validation_split": 0.4, "validation.validation_steps": 1}
     settings |= {
         "lr_scheduler.name": "constant",
-        "validation.pictures": 1,
-        "validation.picture_steps": 2,
+        "validation.num_images": 1,
+        "validation.images_every_steps": 2,
         "validation.num_inference_steps": 2,
     }
     judge = plain(settings=settings, train__max_steps=4)

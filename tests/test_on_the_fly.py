@@ -29,7 +29,7 @@ SETTINGS = {
     "train.caption_dropout": 0.3,
     "train.checkpointing_steps": 2,
     "train.mixed_precision": "no",
-    "logging.tracker": "none",
+    "logging.report_to": "none",
     "cache.dtype": "float32",
 }
 

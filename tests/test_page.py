@@ -86,10 +86,10 @@ def test_the_page_and_json_say_the_same(built: Built, tmp_path: Path) -> None:
 
 
 def test_a_cache_behind_a_url_has_a_page(built: Built, tmp_path: Path) -> None:
-    local = page_of(built("edit-plus"), tmp_path / "local.html", "--gallery", "0")
+    local = page_of(built("edit-plus"), tmp_path / "local.html", "--thumbnails", "0")
     with serving(Server(built("edit-plus"))) as server:
         page = page_of(server.url, tmp_path / "report.html")
-        shown = page_of(server.url, tmp_path / "pictures.html", "--gallery", "4")
+        shown = page_of(server.url, tmp_path / "pictures.html", "--thumbnails", "4")
     assert all(sample["pictures"] for sample in shown.samples)
     assert page.samples == local.samples
     assert page.overview["cache"] == server.url
@@ -170,7 +170,7 @@ def test_pictures_of_a_few(
     """In the page, or beside it when they are many; they are what the VAE makes of the latents."""
     monkeypatch.setattr(document, "PICTURED_WITHIN", within)
     path, model = built("edit-plus", ("--edit-mask", "file")), tiny_model("edit-plus")
-    options = ("--decode", "--gallery", "2", "--model", model, "--vae-device", "cpu")
+    options = ("--decode", "--thumbnails", "2", "--model", model, "--vae-device", "cpu")
     page = page_of(path, tmp_path / "report.html", *options)
     assert [bool(sample["pictures"]) for sample in page.samples] == [True, False, False, True]
     shown = []
@@ -195,7 +195,10 @@ def test_pictures_of_a_few(
     ("options", "said"),
     [
         (("--decode",), "--decode and --gallery are about the pictures of a page\n  → give --html FILE as well"),
-        (("--gallery", "3"), "--decode and --gallery are about the pictures of a page\n  → give --html FILE as well"),
+        (
+            ("--thumbnails", "3"),
+            "--decode and --gallery are about the pictures of a page\n  → give --html FILE as well",
+        ),
         (("--sample", "ab", "--html", "new.html"), "--sample shows one sample (found --html)"),
         (("--sample", "ab", "--scan"), "--sample shows one sample (found --scan)"),
         (("--model", "tiny"), "--model is for pictures that its VAE decodes"),
@@ -335,7 +338,7 @@ def test_pictures_beside_a_page_are_those_of_the_page(
     beside.mkdir()
     (beside / "mine.jpg").touch()
     for gallery in (4, 2, 1):
-        page = page_of(built("edit-plus"), path, "--gallery", f"{gallery}")
+        page = page_of(built("edit-plus"), path, "--thumbnails", f"{gallery}")
         places = [place for sample in page.samples for _, place in sample["pictures"]]
         linked = {place for place in places if not place.startswith("data:")}
         assert bool(linked) == (gallery > 1)

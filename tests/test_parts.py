@@ -24,7 +24,7 @@ def model(tiny_model: Callable[[str], Path]) -> Path:
 
 def parts(source: Path, folder: Path, model: Path, count: int, *options: str) -> list[Result]:
     """Each part into `folder`/N."""
-    return [build(source, folder / f"{i}", model, "--part", f"{i}/{count}", *options) for i in range(1, count + 1)]
+    return [build(source, folder / f"{i}", model, "--slice", f"{i}/{count}", *options) for i in range(1, count + 1)]
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 1000])
@@ -66,7 +66,7 @@ def test_a_part_does_not_drop_the_others(pairs: Path, tmp_path: Path, model: Pat
     assert build(pairs, out, model).code == 0
     before = (out / "cache.json").read_bytes()
     for options in ([], ["--dry-run"]):
-        result = build(pairs, out, model, "--part", "2/4", *options)
+        result = build(pairs, out, model, "--slice", "2/4", *options)
         assert result.code == 2
         assert "this folder holds 3 of the samples of other parts, which part 2/4 would drop" in result.stderr
         assert "(found cat, cup, flower)" in result.stderr
@@ -76,10 +76,10 @@ def test_a_part_does_not_drop_the_others(pairs: Path, tmp_path: Path, model: Pat
 
 def test_one_folder_for_all_parts_is_refused(pairs: Path, tmp_path: Path, model: Path) -> None:
     out = tmp_path / "shards"
-    assert build(pairs, out, model, "--part", "1/2").code == 0
-    result = build(pairs, out, model, "--part", "2/2")
+    assert build(pairs, out, model, "--slice", "1/2").code == 0
+    result = build(pairs, out, model, "--slice", "2/2")
     assert (result.code, "holds 2 of the samples of other parts" in result.stderr) == (2, True)
-    assert build(pairs, out, model, "--part", "1/2").code == 0, "the same part again is no other part"
+    assert build(pairs, out, model, "--slice", "1/2").code == 0, "the same part again is no other part"
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_each_problem_is_one_part_s(pairs: Path, tmp_path: Path, model: Path) ->
 
 def test_a_part_without_rows_is_done(pairs: Path, tmp_path: Path, model: Path) -> None:
     """Of sixteen jobs for four rows, twelve have nothing to do, and do not fail."""
-    result = build(pairs, tmp_path / "shards", model, "--part", "1/16")
+    result = build(pairs, tmp_path / "shards", model, "--slice", "1/16")
     assert result.code == 0
     assert "nothing to do: part 1/16 of this source has no rows" in result.stderr
     assert not (tmp_path / "shards" / "cache.json").exists()

@@ -41,7 +41,16 @@ CPU = torch.device("cpu")
 FLOAT32 = PredictConfig(dtype="float32")
 PARTS = ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")
 TinyModel = Callable[[str], Path]
-SIZE = ("--set", "predict.height=128", "--set", "predict.width=96", "--set", "predict.dtype=float32", "--steps", "2")
+SIZE = (
+    "--set",
+    "predict.height=128",
+    "--set",
+    "predict.width=96",
+    "--set",
+    "predict.dtype=float32",
+    "--num-inference-steps",
+    "2",
+)
 
 
 @pytest.fixture
@@ -139,7 +148,7 @@ def test_with_a_quantised_transformer_the_picture_is_nearly_the_same(
         (["--image", "{picture}", "--lora", "nowhere"], "nowhere: no LoRA here"),
         (["--image", "{picture}", "--lora", "{pickle}"], "a .safetensors file"),
         (["--image", "{picture}", "--transformer-device", "cuda:3"], "--transformer-device: no such device"),
-        (["--image", "{picture}", "--steps", "1"], "one step is too few for this model's scheduler"),
+        (["--image", "{picture}", "--num-inference-steps", "1"], "one step is too few for this model's scheduler"),
         (["--image", "{picture}", "--set", "predict.colour=3"], "known here: dtype, guidance_scale, height"),
         (["--image", "{picture}", "--sigmas", "0.5,1"], "the last sigma is below 1 (found --sigmas 1)"),
         (["--image", "{picture}", "--sigmas", "1,half"], "predict.sigmas.1: Input should be a valid number"),
@@ -191,7 +200,18 @@ def test_every_option_is_an_argument_of_the_stock_pipeline(tmp_path: Path, tiny_
         max_sequence_length=4,
     ).images
     options = ["--prompt", "a fox in the snow, and a hare", "--negative-prompt", "", "--true-cfg-scale", "2.5"]
-    options += ["--sigmas", "1,0.6,0.3", "--num-images", "2", "--seed", "7", "--height", "48", "--width", "80"]
+    options += [
+        "--sigmas",
+        "1,0.6,0.3",
+        "--num-images-per-prompt",
+        "2",
+        "--seed",
+        "7",
+        "--height",
+        "48",
+        "--width",
+        "80",
+    ]
     options += ["--max-sequence-length", "4", "--device", "cpu", "--set", "predict.dtype=float32"]
     result = run("qwen-train", "predict", "--model", model, "--out", tmp_path / "new" / "out.png", *options)
     assert result.code == 0, result.stderr
@@ -213,11 +233,11 @@ def test_a_picture_is_whole_under_its_name_or_not_there(
     tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.jpg"
-    assert draw(tiny_model("t2i"), out, "--steps", "2").code == 0
+    assert draw(tiny_model("t2i"), out, "--num-inference-steps", "2").code == 0
     before = out.read_bytes()
     assert before.startswith(b"\xff\xd8")  # JPEG
     monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert draw(tiny_model("t2i"), out, "--steps", "3").code == 130
+    assert draw(tiny_model("t2i"), out, "--num-inference-steps", "3").code == 130
     assert out.read_bytes() == before
 
 
@@ -258,7 +278,7 @@ def test_several_loras_count_by_their_weights(tmp_path: Path, tiny_model: TinyMo
     pipeline.set_adapters(["one", "two"], [0.5, -1.5])
     generator = torch.Generator().manual_seed(0)
     expected = pipeline(prompt="a fox", num_inference_steps=2, height=64, width=48, generator=generator).images[0]
-    options = ["--steps", "2", "--lora", f"{one}:0.5", "--lora", f"{two}:-1.5"]
+    options = ["--num-inference-steps", "2", "--lora", f"{one}:0.5", "--lora", f"{two}:-1.5"]
     pictures = {}
     for name, more in (("unmerged", options), ("merged", [*options, "--merge"]), ("plain", options[:2])):
         result = draw(model, tmp_path / f"{name}.png", *more)
@@ -276,7 +296,7 @@ def test_a_lora_of_another_pipeline_is_said(tmp_path: Path, tiny_model: TinyMode
     header = {f"transformer.{name}": value for name, value in settings.items()}
     header["trained_on"] = {"model": "Qwen/Qwen-Image-Edit", "pipeline": "QwenImageEditPipeline"}
     save_file(load_file(path), path, {"lora_adapter_metadata": json.dumps(header)})
-    result = draw(tiny_model("t2i"), tmp_path / "drawn.png", "--steps", "2", "--lora", path)
+    result = draw(tiny_model("t2i"), tmp_path / "drawn.png", "--num-inference-steps", "2", "--lora", path)
     assert result.code == 0, result.stderr
     said = "trained on Qwen/Qwen-Image-Edit (QwenImageEditPipeline), and drawn with QwenImagePipeline"
     assert said in " ".join(result.stderr.split())
@@ -387,7 +407,7 @@ def test_without_memory_it_says_for_which_part_and_what_helps(
     for name in ("encode_in_tiles", "decode_in_tiles"):  # which would have helped
         monkeypatch.setattr(tiles, name, no_memory)
     out = tmp_path / "out.png"
-    result = draw(tiny_model("edit-plus"), out, "--image", pictures[0], "--steps", "2")
+    result = draw(tiny_model("edit-plus"), out, "--image", pictures[0], "--num-inference-steps", "2")
     assert result.code == 2, result.stderr
     assert f"error: cpu has too little memory for {doing} (found CUDA out of memory)" in result.stderr
     assert cure in result.stderr.split("→")[1]
@@ -411,7 +431,7 @@ def test_the_text_encoder_is_gone_before_the_transformer_comes(
 
     monkeypatch.setattr(TextEncoder, "__init__", init)
     monkeypatch.setattr(pipelines, "load_whole", load_whole)
-    assert draw(tiny_model("t2i"), tmp_path / "out.png", "--steps", "2").code == 0
+    assert draw(tiny_model("t2i"), tmp_path / "out.png", "--num-inference-steps", "2").code == 0
     assert alive == [False, False]  # when the VAE and when the transformer came
 
 
@@ -445,11 +465,11 @@ def test_a_signal_ends_it_after_the_step_in_hand(
 
     monkeypatch.setattr(QwenImageTransformer2DModel, "forward", interrupted)
     out = tmp_path / "out.png"
-    result = draw(model, out, "--steps", "5")
+    result = draw(model, out, "--num-inference-steps", "5")
     assert (result.code, calls) == (130, 2)
     assert not out.exists()
     calls = 0
-    result = draw(model, out, "--steps", "5", "--save-interrupted")
+    result = draw(model, out, "--num-inference-steps", "5", "--save-interrupted")
     assert (result.code, calls) == (130, 2)
     assert f"interrupted after 2 steps: {out}, 48×64" in result.stderr
     assert np.array_equal(np.asarray(Image.open(out)), np.asarray(expected))

@@ -35,7 +35,7 @@ SIZE = ("--set", "predict.height=64", "--set", "predict.width=64")
 @pytest.fixture
 def predict(tiny_model: TinyModel) -> Predict:
     def draw(*options: str | Path, variant: str = "edit-plus", size: tuple[str, ...] = SIZE) -> Result:
-        small = (*size, "--set", "predict.dtype=float32", "--steps", "2")
+        small = (*size, "--set", "predict.dtype=float32", "--num-inference-steps", "2")
         return run("qwen-train", "predict", "--model", tiny_model(variant), *small, *options)
 
     return draw
@@ -270,7 +270,7 @@ def test_what_was_drawn_out_of_a_cache_is_kept_when_the_next_fails(
         (("--source", ".", "--out", "drawn"), "--out: what is drawn would be drawn about the next time"),
         (("--from-cache", "shards"), "--from-cache CACHE goes with --key KEY"),
         (("--prompt", "x", "--compare", "--merge", "--lora", "{lora}"), "a merged LoRA cannot be left out again"),
-        (("--prompt", "x", "--prompt", "y", "--num-images", "2"), "several pictures are of one prompt"),
+        (("--prompt", "x", "--prompt", "y", "--num-images-per-prompt", "2"), "several pictures are of one prompt"),
         (("--prompt", "x", "--prompt", "y", "--save-interrupted"), "--save-interrupted is for one picture"),
         (("--source", "data", "--out", "a.png"), "--source draws into a folder"),
         (("--prompt", "x", "--prompt", "y", "--image", "no.png"), "no.png: cannot be read: No such file"),

@@ -713,7 +713,7 @@ def test_training_from_s3_is_training_from_the_folder(
             "train.mixed_precision": "no",
             "train.max_steps": 4,
             "train.batch_size": 2,
-            "logging.tracker": "none",
+            "logging.report_to": "none",
             "cache.local_copies": tmp_path / "mine",
             "cache.local_copies_size": "1MB",
         }

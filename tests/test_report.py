@@ -99,7 +99,7 @@ def labels(chart: ElementTree.Element) -> list[float]:
 
 
 def test_a_run_ends_with_a_page_that_needs_nothing_else(train: Trainer) -> None:
-    out = train(settings=PICTURES, validation__every_steps=1, train__max_steps=4)
+    out = train(settings=PICTURES, validation__validation_steps=1, train__max_steps=4)
     page = Page(out / "report.html")
     assert page.references == []
     assert not re.search(r"https?:|@import|url\(|fetch|XMLHttp|import\(|innerHTML|eval|<script ", page.html)
@@ -117,7 +117,7 @@ def test_a_run_ends_with_a_page_that_needs_nothing_else(train: Trainer) -> None:
 def test_the_overview_says_how_the_run_went(train: Trainer) -> None:
     """Against the settings, the metrics and the files themselves."""
     settings = {**PICTURES, "train.validation_split": 0.5, "train.batch_size": 2, "train.checkpointing_steps": 3}
-    out = train(settings=settings, validation__every_steps=2, train__max_steps=5)
+    out = train(settings=settings, validation__validation_steps=2, train__max_steps=5)
     facts, lines = Page(out / "report.html").facts(), metrics(out)
     losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
     low = min(losses, key=lambda step: losses[step])
@@ -143,7 +143,7 @@ def test_the_overview_says_how_the_run_went(train: Trainer) -> None:
 @pytest.mark.slow
 def test_the_curves_are_those_of_the_metrics(train: Trainer) -> None:
     """The smallest and largest values and steps are written at the axes; between them a point lies in proportion."""
-    out = train(settings=PICTURES, validation__every_steps=1, train__max_steps=5, optimizer__learning_rate=0.01)
+    out = train(settings=PICTURES, validation__validation_steps=1, train__max_steps=5, optimizer__learning_rate=0.01)
     charts, lines = Page(out / "report.html").charts(), metrics(out)
     names = ("loss", "grad_norm", "samples_per_second", "tokens_per_second")
     assert {name.replace("_", " ") for name in (*names, "learning_rate")} < charts.keys()

@@ -130,7 +130,7 @@ def test_a_page_shows_them_without_a_model(built: Built, tmp_path: Path) -> None
 
 
 def test_a_cache_without_them_has_a_page_without_pictures(built: Built, tmp_path: Path) -> None:
-    page = page_of(built("edit-plus", WITHOUT), tmp_path / "page.html", "--gallery", "1000")
+    page = page_of(built("edit-plus", WITHOUT), tmp_path / "page.html", "--thumbnails", "1000")
     assert not any(sample["pictures"] for sample in page.samples)
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 

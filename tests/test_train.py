@@ -70,7 +70,7 @@ def fresh_accelerate() -> Iterator[None]:
 
 
 def test_a_run_leaves_lora_metrics_settings_checkpoint_and_curves(train: Trainer) -> None:
-    changes = {"settings": EVERYTHING_RANDOM, "logging__tracker": "tensorboard", "train__max_steps": 4}
+    changes = {"settings": EVERYTHING_RANDOM, "logging__report_to": "tensorboard", "train__max_steps": 4}
     out = train(**changes)
     assert sorted(path.name for path in out.iterdir()) == [
         "about.json",
@@ -105,7 +105,7 @@ def test_the_saved_settings_repeat_the_run_bit_for_bit(train: Trainer) -> None:
 
 
 def test_only_every_nth_step_is_logged(train: Trainer) -> None:
-    assert column(train(train__max_steps=5, logging__every_steps=2), "step") == [2, 4]
+    assert column(train(train__max_steps=5, logging__logging_steps=2), "step") == [2, 4]
 
 
 def test_the_loss_falls(train: Trainer) -> None:
@@ -446,7 +446,7 @@ def test_resuming_with_other_batches_is_refused(train: Trainer) -> None:
     """Which samples were trained is known by their number alone, so the batches must be the same."""
     before = train.config(train__batch_size=2).train
     out = train(train__batch_size=2, train__max_steps=1)
-    others = {"batch_size": 3, "max_tokens": 5000, "shuffle_window": 7, "drop_last": True, "layout": "packed"}
+    others = {"batch_size": 3, "max_tokens": 5000, "bucketing_window": 7, "drop_last": True, "layout": "packed"}
     for name, value in others.items():
         result = train.try_("--resume", **{"train__batch_size": 2, f"train__{name}": value})
         change = f"(expected {getattr(before, name)}, found {value})"
@@ -682,7 +682,7 @@ def within(modules: list[str], packages: tuple[str, ...]) -> list[str]:
 
 def test_training_loads_no_encoder_and_no_pipeline(train: Trainer) -> None:
     """And other trainers' caches are imported without either library of models."""
-    _, cache, _, model, *assignments = map(str, train.arguments(logging__tracker="tensorboard"))
+    _, cache, _, model, *assignments = map(str, train.arguments(logging__report_to="tensorboard"))
     done = subprocess.run(
         [sys.executable, "-c", TRAINING, cache, model, *assignments[1::2]],
         cwd=train.folder,

@@ -118,7 +118,7 @@ def test_half_a_cache_from_another_processor_trains(
     half = merged(tmp_path / "half", theirs.folder, "--select", "c[ah]*")
     both = merged(tmp_path / "both", half.folder, here)
     assert both.identity == open_cache(here).identity
-    settings = {"train.output_dir": tmp_path / "out", "train.mixed_precision": "no", "logging.tracker": "none"}
+    settings = {"train.output_dir": tmp_path / "out", "train.mixed_precision": "no", "logging.report_to": "none"}
     options = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     for cache, *more in ((here, "--set", "train.max_steps=1"), (both.folder, "--set", "train.max_steps=2", "--resume")):
         result = run("qwen-train", "run", cache, "--model", model, *options, *more)

@@ -31,7 +31,7 @@ from .support.waiting import HANG
 
 FROZEN = {**SMALL, "optimizer.learning_rate": 1e-12, "train.max_steps": 2, "train.validation_split": 0.6}
 """Under so small a learning rate, with a LoRA that begins as nothing, the model stays the stock one."""
-MEASURED = {**FROZEN, "validation.every_steps": 1}
+MEASURED = {**FROZEN, "validation.validation_steps": 1}
 
 
 def aside(train: Trainer, **changes: Any) -> list[str]:
@@ -65,7 +65,7 @@ def test_the_loss_is_that_of_the_stock_transformer_on_samples_outside_training(t
     assert column(out, "validation_loss") == pytest.approx([float(losses.mean())] * 2, rel=1e-5)
     for i, expected in enumerate(losses.mean(dim=0).tolist()):
         assert column(out, f"validation_loss_q{i + 1}") == pytest.approx([expected] * 2, rel=1e-5)
-    first = train(settings=MEASURED, validation__samples=1, out="first")
+    first = train(settings=MEASURED, validation__num_samples=1, out="first")
     assert column(first, "validation_loss") == pytest.approx([float(losses[0].mean())] * 2, rel=1e-5)
 
 
@@ -73,7 +73,7 @@ def test_the_loss_is_that_of_the_stock_transformer_on_samples_outside_training(t
 def test_noise_and_levels_belong_to_the_sample_alone(train: Trainer) -> None:
     """Runs of other seeds, batches and timesteps are measured by the same."""
     one = train(settings=MEASURED)
-    settings = {**MEASURED, "train.seed": 5, "train.timestep_sampling": "uniform", "train.loss_mean": "tokens"}
+    settings = {**MEASURED, "train.seed": 5, "train.timestep_sampling": "uniform", "train.loss_reduction": "per_token"}
     other = train(settings=settings, train__weighting="cosmap", out="other")
     assert column(other, "validation_loss") == pytest.approx(column(one, "validation_loss"), rel=1e-6)
     assert column(other, "loss") != pytest.approx(column(one, "loss"), rel=1e-2)
@@ -92,7 +92,9 @@ def test_each_sample_has_a_level_in_each_quarter_and_noise_of_its_own(train: Tra
 def test_training_is_the_same_with_and_without(train: Trainer) -> None:
     settings = {**EVERYTHING_RANDOM, "train.validation_split": 0.6}
     expected = train(settings=settings, out="without")
-    out = train(settings=settings, validation__every_steps=2, validation__pictures=1, validation__picture_steps=1)
+    out = train(
+        settings=settings, validation__validation_steps=2, validation__num_images=1, validation__images_every_steps=1
+    )
     assert differences(outcome(out), outcome(expected)) == []
     assert ["validation_loss" in line for line in metrics(out)] == [False, True, False]
 
@@ -108,12 +110,12 @@ def test_dropout_is_off_while_validating(train: Trainer) -> None:
 
 
 def test_measures_are_logged_between_the_steps_that_are(train: Trainer) -> None:
-    out = train(settings=FROZEN, train__max_steps=5, logging__every_steps=4, validation__every_steps=3)
+    out = train(settings=FROZEN, train__max_steps=5, logging__logging_steps=4, validation__validation_steps=3)
     assert [(line["step"], "validation_loss" in line) for line in metrics(out)] == [(3, True), (4, False)]
 
 
 def test_what_is_set_aside_is_said_before_training(train: Trainer) -> None:
-    settings = {**FROZEN, "validation.every_steps": 100, "validation.pictures": 1}
+    settings = {**FROZEN, "validation.validation_steps": 100, "validation.num_images": 1}
     result = train.try_(settings=settings)
     count = len(aside(train, settings=settings))
     line = f"aside   {count} samples for validation: their loss every 100 steps, 1 picture every 500 steps"
@@ -121,7 +123,7 @@ def test_what_is_set_aside_is_said_before_training(train: Trainer) -> None:
     assert "for validation" not in train.try_(out="other").stderr
 
 
-@pytest.mark.parametrize("setting", ["validation.every_steps=10", "validation.pictures=1"])
+@pytest.mark.parametrize("setting", ["validation.validation_steps=10", "validation.num_images=1"])
 def test_without_samples_set_aside_it_is_refused(train: Trainer, setting: str) -> None:
     result = train.try_("--set", setting)
     refused(result, "validation needs samples that are not trained", "found train.validation_split=0.0", "such as 0.05")
@@ -137,7 +139,7 @@ def test_pictures_are_those_of_the_stock_pipeline(
     train: Trainer, monkeypatch: pytest.MonkeyPatch, guidance: float
 ) -> None:
     """From the cached embeddings and the same noise; it encodes the control pictures anew, at the cache's size."""
-    pictures = {"validation__pictures": 9, "validation__picture_steps": 2, "validation__num_inference_steps": 3}
+    pictures = {"validation__num_images": 9, "validation__images_every_steps": 2, "validation__num_inference_steps": 3}
     changes = {"settings": FROZEN, "train__validation_split": 0.7}
     out = train(**changes, **pictures, validation__true_cfg_scale=guidance)
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 16384)
@@ -172,7 +174,7 @@ def test_pictures_are_those_of_the_stock_pipeline(
 
 @pytest.mark.slow
 def test_what_was_cached_lies_beside_the_pictures(train: Trainer) -> None:
-    out = train(settings=FROZEN, train__max_steps=4, validation__pictures=2, validation__picture_steps=2)
+    out = train(settings=FROZEN, train__max_steps=4, validation__num_images=2, validation__images_every_steps=2)
     keys = aside(train, settings=FROZEN)[:2]
     folders = {path.name: sorted(file.stem for file in path.iterdir()) for path in (out / "validation").iterdir()}
     assert folders == {"step-2": keys, "step-4": keys, "target": keys, "controls": keys}
@@ -194,7 +196,7 @@ def test_what_was_cached_lies_beside_the_pictures(train: Trainer) -> None:
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_two_processes_measure_and_draw_what_one_does(train: Trainer, fsdp: bool) -> None:
     """Of an odd number of samples, too."""
-    settings = {**MEASURED, "validation.samples": 1, "validation.pictures": 2, "validation.picture_steps": 2}
+    settings = {**MEASURED, "validation.num_samples": 1, "validation.num_images": 2, "validation.images_every_steps": 2}
     one = train(settings=settings, validation__num_inference_steps=2, out="one")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     options = {"validation__num_inference_steps": 2, "train__fsdp": fsdp, "out": "two"}

@@ -54,7 +54,7 @@ def main() -> None:
     print("| | " + " | ".join("random" if window == 1 else f"window {window}" for window in windows) + " |")
     print("|---|" + "---:|" * len(windows))
     for settings in [{"batch_size": size} for size in (4, 8, 16)] + [{"max_tokens": n} for n in (65_536, 262_144)]:
-        found = [summary(tokens, **settings, shuffle_window=window) for window in windows]
+        found = [summary(tokens, **settings, bucketing_window=window) for window in windows]
         ((name, value),) = settings.items()
         print(f"| {name} {value:,} | " + " | ".join(f"{100 * each.padding:.1f} %" for each in found) + " |")
         if name == "max_tokens":

@@ -194,7 +194,7 @@ def train_ours(folder: Path, options: argparse.Namespace, way: str) -> float:
         f"train.batch_size={options.batch_size}",
         f"train.mixed_precision={options.mixed_precision}",
         "train.checkpointing_steps=1000000",
-        "logging.tracker=none",
+        "logging.report_to=none",
         *WAYS[way],
     ]
     train(load_config(None, settings, model__path=str(folder / "model"), cache__path=str(folder / "shards")))

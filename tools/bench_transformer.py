@@ -104,7 +104,7 @@ def choose_batches(size: Size, batch_size: int, batches: int) -> list[list[Sampl
     random = np.random.default_rng(0)
     shapes, texts = draw_mixture(random, size)
     images = [sum(math.prod(shape) for shape in each) for each in shapes]
-    plan = BatchPlan(np.array([images, texts]), TrainConfig(batch_size=batch_size, shuffle_window=POOL))
+    plan = BatchPlan(np.array([images, texts]), TrainConfig(batch_size=batch_size, bucketing_window=POOL))
 
     def sample(i: int) -> Sample:
         generator = torch.Generator().manual_seed(i)

@@ -110,8 +110,8 @@ class BatchPlan:
         _check_drop_last(config, samples, self.in_epoch)
         self.bucketed = _bucketed(config)
         # two windows at least, or the samples of a small set would be batched with the same others in every epoch
-        window = min(config.shuffle_window, -(-samples // 2)) if self.bucketed else UNSORTED_WINDOW
-        self.window = max(1, window if config.max_tokens else _whole(window, self.limit, config.balanced_over))
+        window = min(config.bucketing_window, -(-samples // 2)) if self.bucketed else UNSORTED_WINDOW
+        self.window = max(1, window if config.max_tokens else _whole(window, self.limit, config.balance_window))
         self._windows = lru_cache(maxsize=4)(self._plan)  # what is fetched ahead may be of the next one
 
     def batch(self, done: int) -> list[int]:
@@ -180,7 +180,7 @@ class BatchPlan:
             window = Window(places[alike], self._cut(tokens[:, alike]))
             window = _reordered(window, chance.permutation(len(window.cuts) - 1))
         cost = self._costs(tokens[:, window.places - begin], window.cuts)
-        return _reordered(window, _runs(cost, self.config.balanced_over, self._batches_before(epoch, number), chance))
+        return _reordered(window, _runs(cost, self.config.balance_window, self._batches_before(epoch, number), chance))
 
     def _batches_before(self, epoch: int, number: int) -> int:
         """How many batches there are before a window, where it is known without planning them all; else 0."""
@@ -252,8 +252,8 @@ def sequence_settings(config: BatchConfig) -> dict[str, Any]:
         "train.max_tokens": config.max_tokens,
         "train.layout": config.layout if _in_groups(config) else None,
         "train.drop_last": config.drop_last if _in_groups(config) else None,
-        "train.shuffle_window": config.shuffle_window if _bucketed(config) else None,
-        "train.balanced_over": config.balanced_over if config.balanced_over > 1 else None,
+        "train.bucketing_window": config.bucketing_window if _bucketed(config) else None,
+        "train.balance_window": config.balance_window if config.balance_window > 1 else None,
         "train.validation_split": config.validation_split or None,
     }
 
@@ -267,7 +267,7 @@ def padded_tokens(tokens: IntArray, cuts: IntArray) -> IntArray:
 
 def _bucketed(config: BatchConfig) -> bool:
     """Whether samples of like size are put side by side: where something would be padded otherwise."""
-    return config.layout == "padded" and config.shuffle_window > 1 and _in_groups(config)
+    return config.layout == "padded" and config.bucketing_window > 1 and _in_groups(config)
 
 
 def _in_groups(config: BatchConfig) -> bool:

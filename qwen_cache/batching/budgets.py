@@ -26,7 +26,7 @@ class Budget:
     padding: float
     """The share of all tokens that is padding."""
     padding_by_chance: float
-    """The same, were samples batched as they come (`train.shuffle_window=1`) and not by size."""
+    """The same, were samples batched as they come (`train.bucketing_window=1`) and not by size."""
 
 
 def budgets(tokens: IntArray) -> list[Budget]:
@@ -47,6 +47,6 @@ def round_budget(largest: int, samples: int) -> int:
 def _budget(tokens: IntArray, max_tokens: int) -> Budget:
     planned, chance = (
         BatchPlan(tokens, config).summary()
-        for config in (BatchConfig(max_tokens=max_tokens), BatchConfig(max_tokens=max_tokens, shuffle_window=1))
+        for config in (BatchConfig(max_tokens=max_tokens), BatchConfig(max_tokens=max_tokens, bucketing_window=1))
     )
     return Budget(max_tokens, planned.samples_per_batch, planned.padding, chance.padding)

@@ -22,6 +22,11 @@ ReadPath = Annotated[
     str, typer.Argument(help="The folder of the cache, or its URL.", metavar="[CACHE]", show_default="shards")
 ]
 Version = Literal["v1", "v2"]
+RENAMED = {
+    "build": {"--part": "--slice"},
+    "inspect": {"--gallery": "--thumbnails", "--pictures": "--save-images", "--worst": "--top"},
+}
+"""Options by the name that they had."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 
 
@@ -38,9 +43,15 @@ def build(
     format: Annotated[str | None, typer.Option(help="v2 or v1.", show_default="v2")] = None,
     on_error: Annotated[str | None, typer.Option(help="stop or skip: what an unusable sample does.")] = None,
     edit_mask: Annotated[
-        str | None, typer.Option(help="none, file, diff, head=PATH or auto[=PATH]: where edit masks come from.")
+        str | None,
+        typer.Option(help="Where edit masks come from: none, file or diff; experimental: head or auto."),
     ] = None,
-    part: Annotated[str | None, typer.Option(help="Only such a part of the rows, as 3/16, for job arrays.")] = None,
+    mask_head: Annotated[
+        str | None, typer.Option(help="Experimental: the mask head for --edit-mask head or auto.")
+    ] = None,
+    slice_: Annotated[
+        str | None, typer.Option("--slice", help="Build one slice of the rows, such as 3/16, in a job array.")
+    ] = None,
     ray: Annotated[
         str | None, typer.Option(help="Encode on a Ray cluster: its address, or local.", metavar="ADDRESS|local")
     ] = None,
@@ -62,9 +73,10 @@ def build(
     from qwen_cache.settings.load import load_config
     from qwen_cache.storage.url import local_folder
 
-    origin, _, head = edit_mask.partition("=") if edit_mask else (None, "", None)
-    if head and origin not in ("head", "auto"):
-        raise ConfigError(f"--edit-mask {origin} takes no head", found=edit_mask, do=f"give --edit-mask head={head}")
+    edit_mask, _, head = edit_mask.partition("=") if edit_mask else (None, "", "")
+    if head and edit_mask not in ("head", "auto"):
+        found = f"--edit-mask {edit_mask}={head}"
+        raise ConfigError(f"--edit-mask {edit_mask} takes no head", found=found, do="give --edit-mask head")
     settings = load_config(
         config,
         set_ or (),
@@ -75,9 +87,9 @@ def build(
         cache__dtype=dtype,
         cache__format=format,
         data__on_error=on_error,
-        data__edit_mask=origin,
-        data__mask_head=head or None,
-        data__part=part,
+        data__edit_mask=edit_mask,
+        data__mask_head=mask_head or head or None,
+        data__slice=slice_,
     )
     local_folder(settings.cache.path)
     return run_build(settings, source, ray=ray, dry_run=dry_run, check=check, measure=measure, as_json=json)
@@ -105,60 +117,60 @@ def inspect(
     cache: ReadPath = "shards",
     html: Annotated[Path | None, typer.Option(help="Write a page with everything, and a list of all samples.")] = None,
     decode: Annotated[
-        bool, typer.Option("--decode", help="With --html: pictures decoded by the VAE, not the thumbnails.")
+        bool, typer.Option("--decode", help="With --html: images decoded by the VAE instead of the thumbnails.")
     ] = False,
-    gallery: Annotated[
+    thumbnails: Annotated[
         int | None,
         typer.Option(
-            help="With --html: of how many samples it has pictures, at most.",
+            help="With --html: show the images of this many samples.",
             min=0,
-            show_default="200; behind a URL none but with --decode",
+            show_default="200; 0 for a remote cache without --decode",
         ),
     ] = None,
     scan: Annotated[
-        bool, typer.Option("--scan", help="Read every tensor; flag odd masks and numbers, and targets that look alike.")
+        bool, typer.Option("--scan", help="Read every tensor; flag odd masks, odd numbers and near-duplicate targets.")
     ] = False,
     source: Annotated[
         str | None,
         typer.Option(
-            help="Say whether the cache is what this source makes; what another model or other settings change, "
-            "`build --dry-run` says."
+            help="Report whether the cache is up to date with this source. For the effect of another model or other "
+            "settings, use `build --dry-run`."
         ),
     ] = None,
     sample: Annotated[
-        str | None, typer.Option(help="One sample whole, by its name, its key, or how that begins.", metavar="KEY")
+        str | None, typer.Option(help="Show one sample, by its name, its key, or the start of its key.", metavar="KEY")
     ] = None,
     mask_head: Annotated[
-        Path | None, typer.Option(help="What `qwen-train mask-head` made: list the masks least like what it sees.")
+        Path | None, typer.Option(help="Experimental: list the edit masks that differ most from this mask head's.")
     ] = None,
-    worst: Annotated[int | None, typer.Option(help="With --mask-head: how many.", min=1, show_default="12")] = None,
-    pictures: Annotated[
-        Path | None, typer.Option(help="With --mask-head: a PNG of them, 24 at most, decoded by the VAE.")
+    top: Annotated[int | None, typer.Option(help="With --mask-head: how many.", min=1, show_default="12")] = None,
+    save_images: Annotated[
+        Path | None, typer.Option(help="With --mask-head: write a PNG of them, 24 at most, decoded by the VAE.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="For pictures: a diffusers folder, or a repository.")] = None,
-    vae_device: Annotated[str, typer.Option(help="Where the mask head and the VAE run.")] = "auto",
+    model: Annotated[
+        str | None, typer.Option(help="With --decode or --save-images: a diffusers folder, or a repository.")
+    ] = None,
+    vae_device: Annotated[str, typer.Option(help="The device of the VAE and of the mask head.")] = "auto",
     config: Annotated[
-        Path | None, typer.Option(help="With --source: the settings.", show_default="what the build left in CACHE")
+        Path | None, typer.Option(help="The settings.", show_default="qwen.yaml; with --source, those of the build")
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="With --source: section.key=value, over the settings.")
-    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the settings.")] = None,
     json: Json = False,
 ) -> int:
-    """Say what a cache holds; with a mask head, which of its masks are doubtful."""
+    """Report what a cache holds."""
     from qwen_cache.cli.inspect import Inspection, run_inspect
 
     asked = Inspection(
         cache=cache,
         html=html,
         decode=decode,
-        gallery=gallery,
+        thumbnails=thumbnails,
         scan=scan,
         source=source,
         sample=sample,
         mask_head=mask_head,
-        worst=worst,
-        pictures=pictures,
+        top=top,
+        save_images=save_images,
         model=model,
         vae_device=vae_device,
         config=config,
@@ -323,4 +335,4 @@ def _options(
 
 
 def main() -> Any:
-    run_app(app)
+    run_app(app, RENAMED)

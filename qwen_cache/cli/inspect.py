@@ -17,9 +17,9 @@ from qwen_cache.settings.load import Config, load_config
 from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.url import location
 
-GALLERY = 200
+THUMBNAILS = 200
 """Samples with images on a page, where nothing else is asked for: some 10 MB."""
-WORST = 12
+TOP = 12
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Inspection:
     cache: str
     html: Path | None
     decode: bool
-    gallery: int | None
+    thumbnails: int | None
     scan: bool
     source: str | None
     sample: str | None
     mask_head: Path | None
-    worst: int | None
-    pictures: Path | None
+    top: int | None
+    save_images: Path | None
     model: str | None
     vae_device: str
     config: Path | None
@@ -58,11 +58,11 @@ def run_inspect(asked: Inspection) -> int:
     if asked.mask_head is not None:
         from qwen_cache.inspect.doubtful_masks import flagged, print_doubtful, review
 
-        worst = asked.worst or WORST
-        doubtful = review(asked.cache, asked.mask_head, worst, asked.vae_device, asked.pictures, settings)
+        top = asked.top or TOP
+        doubtful = review(asked.cache, asked.mask_head, top, asked.vae_device, asked.save_images, settings)
         overview = flagged(overview, doubtful)
     if asked.html is not None:
-        write_page(asked.html, overview, opened, _draw(asked, settings), _gallery(asked))
+        write_page(asked.html, overview, opened, _draw(asked, settings), _thumbnails(asked))
         console().print(f"wrote {asked.html}", markup=False)
     if asked.as_json:
         print_json(overview | (doubtful.to_json() if doubtful else {}))
@@ -75,10 +75,10 @@ def run_inspect(asked: Inspection) -> int:
 
 def check(asked: Inspection) -> None:
     """Refuse options that do not go together."""
-    if (asked.pictures is not None or asked.worst is not None) and asked.mask_head is None:
-        raise ConfigError("--pictures and --worst are about what --mask-head finds", do="give --mask-head as well")
-    if (asked.decode or asked.gallery is not None) and asked.html is None:
-        raise ConfigError("--decode and --gallery are about the pictures of a page", do="give --html FILE as well")
+    if (asked.save_images is not None or asked.top is not None) and asked.mask_head is None:
+        raise ConfigError("--top and --save-images go with --mask-head", do="give --mask-head too")
+    if (asked.decode or asked.thumbnails is not None) and asked.html is None:
+        raise ConfigError("--decode and --thumbnails go with --html", do="give --html FILE too")
     others = {
         "--html": asked.html,
         "--mask-head": asked.mask_head,
@@ -88,9 +88,9 @@ def check(asked: Inspection) -> None:
     }
     given = [name for name, value in others.items() if value]
     if asked.sample is not None and given:
-        raise ConfigError("--sample shows one sample", found=", ".join(given), do="leave them to another command")
-    if asked.model is not None and not (asked.decode or asked.pictures):
-        raise ConfigError("--model is for pictures that its VAE decodes", do="give --decode or --pictures as well")
+        raise ConfigError("--sample shows one sample", found=", ".join(given), do="leave them out")
+    if asked.model is not None and not (asked.decode or asked.save_images):
+        raise ConfigError("--model goes with --decode or --save-images", do="give one of them too")
 
 
 def _compare(asked: Inspection) -> Compare | None:
@@ -105,8 +105,8 @@ def _draw(asked: Inspection, settings: Config) -> Draw:
     return drawing(settings, asked.vae_device) if asked.decode else stored
 
 
-def _gallery(asked: Inspection) -> int:
+def _thumbnails(asked: Inspection) -> int:
     """How many samples get images on the page: none of a remote cache, where each would be fetched whole for it."""
-    if asked.gallery is not None:
-        return asked.gallery
-    return GALLERY if asked.decode or isinstance(location(asked.cache), Path) else 0
+    if asked.thumbnails is not None:
+        return asked.thumbnails
+    return THUMBNAILS if asked.decode or isinstance(location(asked.cache), Path) else 0

@@ -163,7 +163,7 @@ def read_rows(
     every, problems = read_source(
         location(source), needs_control=model.takes_controls, allow_empty_prompt=config.data.allow_empty_prompt
     )
-    part = Part.parse(config.data.part) if config.data.part else None
+    part = Part.parse(config.data.slice) if config.data.slice else None
     rows, problems = (part.of(every), part.of(problems)) if part else (every, problems)
     elsewhere = frozenset(row.name for row in every) - {row.name for row in rows}
     unusable = check(rows)

@@ -44,7 +44,7 @@ class EditMasks:
             do = "give --edit-mask head=PATH; `qwen-train mask-head` makes one"
             raise ConfigError("no mask head is named", found="data.edit_mask=head", do=do)
         uses_head = config.data.edit_mask in ("head", "auto")
-        return cls(config.data.edit_mask, Path(head) if head and uses_head else None, config.cache.attention)
+        return cls(config.data.edit_mask, Path(head) if head and uses_head else None, config.cache.store_attention)
 
     @property
     def differ(self) -> bool:
@@ -58,7 +58,8 @@ class EditMasks:
 
     def check(self, model: ModelFolder, format_version: str) -> None:
         """ConfigError where the model or the format has no place for it, ModelError where the head is none."""
-        asked = {"cache.attention": self.keep_attention, f"data.edit_mask={self.source}": self.differ or self.head}
+        edit_mask = f"data.edit_mask={self.source}"
+        asked = {"cache.store_attention": self.keep_attention, edit_mask: self.differ or self.head}
         for setting, given in asked.items():
             if given and not model.takes_controls:
                 raise ConfigError(f"{setting} needs control pictures, and {model.pipeline} has none")

@@ -59,7 +59,7 @@ def masked(cache: Cache) -> list[int]:
 def nothing_masked(cache: Cache) -> QwenCacheError:
     """Why a cache has no such samples."""
     what = "no sample of this cache has both attention and a mask that no head has made"
-    do = "run `qwen-cache build` again with --edit-mask diff --set cache.attention=true"
+    do = "run `qwen-cache build` again with --edit-mask diff --set cache.store_attention=true"
     if cache.format_version == 1:
         what, do = "format v1 has neither attention nor masks", f"{do} --format v2, and another --out"
     elif not any(cache.table["attention"].is_valid().to_pylist()):

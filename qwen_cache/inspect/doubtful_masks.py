@@ -64,7 +64,9 @@ def review(path: str, head: Path, worst: int, device: str, pictures: Path | None
     if pictures is None:
         return find_doubtful(path, head, place, worst, LocalCopies.of_settings(settings.cache))
     if pictures.suffix.lower() != ".png" or pictures.is_dir():
-        raise ConfigError("this names no PNG", where="--pictures", expected="a file such as worst.png", found=pictures)
+        raise ConfigError(
+            "this names no PNG", where="--save-images", expected="a file such as worst.png", found=pictures
+        )
     pictures.parent.mkdir(parents=True, exist_ok=True)
     vae = open_model(settings.model.path, ("vae",), settings.model.revision)
     doubtful = find_doubtful(path, head, place, worst, LocalCopies.of_settings(settings.cache))

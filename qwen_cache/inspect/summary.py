@@ -212,7 +212,7 @@ def about_batches(batches: Sequence[Mapping[str, float]]) -> str:
     """What is to be said below the table."""
     much = max(budget["padding"] for budget in batches) > MUCH_PADDING
     cure = "; train.layout=packed pads nothing" if much else ""
-    return f"padding is a share of all tokens; by chance: with train.shuffle_window=1{cure}"
+    return f"padding is a share of all tokens; by chance: with train.bucketing_window=1{cure}"
 
 
 def savings(saved: dict[str, int]) -> list[tuple[str, str]]:

@@ -16,15 +16,17 @@ class BatchConfig(Section):
     """Samples in one forward pass on one device; 1 where neither this nor max_tokens is given."""
     max_tokens: Positive | None = None
     """Tokens in one forward pass on one device: of text, target and controls, padding included. Both limits bind."""
-    shuffle_window: Positive = 4096
-    """Of so many samples of a shuffled epoch, half of it at most, those alike in size are batched; 1: by chance."""
-    balanced_over: Positive = 8
-    """Batches that cost alike come in runs of so many: as many processes, or a divisor, hardly wait; 1: no runs."""
+    bucketing_window: Positive = 4096
+    """Samples are shuffled, then batched by length within windows of this many samples (at most half an epoch). 1 turns
+    length bucketing off."""
+    balance_window: Positive = 8
+    """Order batches of similar cost in runs of this length, so that this many ranks (or a divisor) finish together. 1
+    turns it off."""
     drop_last: bool = False
-    """Leave out the samples that do not fill the last batch of an epoch; else that batch is smaller."""
+    """Drop the samples that do not fill the last batch of an epoch; otherwise that batch is smaller."""
     layout: Literal["padded", "packed"] = "padded"
     """padded: rows of equal length. packed: one row of valid tokens, no padding computed. Equal results."""
     validation_split: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Which part of the samples is never trained; the hash of its target picture decides, so it stays that part."""
+    """Fraction of the samples that is held out. The hash of the target decides, so a sample never changes sides."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Order, noise, timesteps and dropout follow from it."""
+    """Seed of order, noise, timesteps and dropout."""

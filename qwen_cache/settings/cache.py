@@ -15,33 +15,34 @@ LOCAL_COPIES_SIZE = 100_000_000_000
 
 class CacheConfig(Section):
     path: str = "shards"
-    """The folder of the cache; for all that only reads it, also a URL such as s3://bucket/shards."""
+    """The folder of the cache; commands that only read it also take a URL such as s3://bucket/shards."""
     recipe: str | None = None
     """The name of the recipe, where a cache holds more than one; `default` when building."""
     format: Literal["v1", "v2"] = "v2"
     """The format that `build` writes."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """What the encoders compute in, and what is stored."""
+    """The dtype in which the encoders compute, and in which the cache stores their outputs."""
     vae_device: str = "auto"
     """The device of the VAE, or several with commas; `auto` is the first accelerator, or the CPU."""
     text_device: str = "auto"
     """The device of the text encoder, or several; `auto` is the second accelerator, else the first, or the CPU."""
     vae_batch_pixels: Positive | None = None
-    """Pixels that the VAE gets at once, of one shape and 8 samples at most; 2 megapixels on CUDA, else one picture."""
+    """Pixels per VAE batch, of images of one shape, 8 samples at most; 2 megapixels on CUDA, else one image."""
     text_batch_tokens: Positive | None = None
-    """Tokens that the text encoder gets at once, of 8 samples at most; 2048 on CUDA, else, or with 1, one sample's."""
+    """Tokens per text encoder batch, 8 samples at most; 2048 on CUDA. Elsewhere, or with 1: one sample."""
     thumbnails: bool = True
-    """Keep small pictures of what is encoded from now on, for `inspect --html`: 4 to 12 kB each; v2 only."""
-    attention: bool = False
-    """Store where each prompt looks in its first picture, for `qwen-train mask-head`: about a fifth more. v2 only."""
+    """Store small images of each sample for `inspect --html`: 4 to 12 kB each. v2 only."""
+    store_attention: bool = False
+    """Store where each prompt attends in its first image, for `qwen-train mask-head`: a fifth more bytes. v2 only.
+    Experimental."""
     compression: Literal["none", "zstd"] = "none"
-    """zstd: 0.7 of the bytes; worth it when what is read from is slower than 0.8 GB/s. v2 only."""
+    """zstd: 0.7 of the bytes; worth it when reading is slower than 0.8 GB/s. v2 only."""
     shard_size: ByteSize = ByteSize(1_000_000_000)
     """A shard is closed when it has reached this many bytes."""
     local_copies: str | None = None
-    """The folder for what is read of a cache behind a URL; qwen-cache/shards in the user's cache folder by default."""
+    """The folder for local copies of remote caches; qwen-cache/shards in the user's cache folder by default."""
     local_copies_size: ByteSize = ByteSize(LOCAL_COPIES_SIZE)
-    """How much of the disk that may take; what was not used for longest goes first."""
+    """Bytes that local copies may take; the least recently used are removed first."""
 
 
 def check_compression(format_version: str, compression: str) -> None:

@@ -1,7 +1,8 @@
 """qwen.yaml: one file for both programs.
 
-Names are diffusers' own where it has one. An unknown key is an error that names the nearest known one; `--set
-a.b=value` and options of the commands are laid over the file; the result is saved beside every output.
+Names are diffusers' own where it has one. An unknown key is an error that names the nearest known one. `--set
+a.b=value` and options of the commands override the file; the result is saved beside every output. A setting that was
+renamed is still read by its old name, which is reported.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from qwen_cache.console import console
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.cache import CacheConfig
 from qwen_cache.settings.data import DataConfig
@@ -67,7 +69,44 @@ def load_config(path: Path | None, assignments: Sequence[str] = (), **options: A
     for name, option in options.items():
         if option is not None:
             _assign(value, name.replace("__", "."), option)
-    return _validate(value, str(path) if path else "the options given")
+    where = str(path) if path else "the options given"
+    return _validate(_with_new_names(value, where), where)
+
+
+RENAMED = {
+    "cache.attention": "cache.store_attention",
+    "data.part": "data.slice",
+    "logging.every_steps": "logging.logging_steps",
+    "logging.tracker": "logging.report_to",
+    "mask_head.base": "mask_head.base_channels",
+    "mask_head.size": "mask_head.mask_size",
+    "train.balanced_over": "train.balance_window",
+    "train.loss_mean": "train.loss_reduction",
+    "train.shuffle_window": "train.bucketing_window",
+    "validation.every_steps": "validation.validation_steps",
+    "validation.picture_steps": "validation.images_every_steps",
+    "validation.pictures": "validation.num_images",
+    "validation.samples": "validation.num_samples",
+}
+"""Settings by the name that they had."""
+RENAMED_VALUES = {"train.loss_mean": {"samples": "per_sample", "tokens": "per_token"}}
+
+
+def _with_new_names(value: dict[str, Any], where: str) -> dict[str, Any]:
+    """The settings by their present names; each that was renamed is reported. ConfigError for one under both names."""
+    value = {name: dict(section) if isinstance(section, dict) else section for name, section in value.items()}
+    for old, new in RENAMED.items():
+        (name, before), after = old.split("."), new.split(".")[1]
+        section = value.get(name)
+        if not isinstance(section, dict) or before not in section:
+            continue
+        if after in section:
+            raise ConfigError(f"{old} is the old name of {new}", where=where, found="both", do=f"remove {old}")
+        setting = section.pop(before)
+        names = RENAMED_VALUES.get(old, {})
+        section[after] = names.get(setting, setting) if isinstance(setting, str) else setting
+        console().print(f"{where}: {old} is called {new} now", markup=False)
+    return value
 
 
 def parse_config(text: str) -> Config:

@@ -13,4 +13,4 @@ class ModelConfig(Section):
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     quantization: Literal["none", "int8", "fp8", "nf4"] = "none"
-    """The transformer, frozen, in 8 bits (torchao) or 4 (bitsandbytes, needs a GPU); a quantised folder: none."""
+    """Quantize the frozen transformer to 8 bits (torchao) or 4 (bitsandbytes, needs a GPU). none: as the folder is."""

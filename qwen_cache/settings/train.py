@@ -14,19 +14,19 @@ class LoraConfig(Section):
     rank: Positive = 16
     """The rank of the update matrices."""
     lora_alpha: float | None = None
-    """The update is scaled by lora_alpha / rank; the rank when not given."""
+    """The update is scaled by lora_alpha / rank; equal to rank when not given."""
     lora_dropout: Fraction = 0.0
-    """Dropout in front of the update."""
+    """Dropout before the update."""
     target_modules: list[str] | str = ["to_q", "to_k", "to_v", "to_out.0"]
-    """Names of modules, or one regular expression, as peft takes them."""
+    """Module names, or one regular expression, as in peft."""
     use_rslora: bool = False
     """Scale by lora_alpha / √rank (arXiv 2312.03732)."""
     use_dora: bool = False
-    """Learn the size of each weight vector apart from its direction (arXiv 2402.09353); for unquantised weights."""
+    """Learn the magnitude of weight vectors apart from their direction (arXiv 2402.09353); unquantized weights only."""
     init_lora_weights: Literal["gaussian", True] = "gaussian"
-    """Of A, with B zero: gaussian, as diffusers' trainers, or true for peft's own (Kaiming, uniform)."""
+    """Initialization of A (B is zero): gaussian as in diffusers' trainers, true for peft's own (Kaiming uniform)."""
     weights: str | None = None
-    """A LoRA to begin with, of the same rank, alpha and target modules: its file, or the folder that `run` wrote."""
+    """A LoRA to start from, of the same rank, alpha and target modules: its file, or the output folder of a run."""
 
 
 class WeightedCache(Section):
@@ -35,12 +35,12 @@ class WeightedCache(Section):
     recipe: str | None = None
     """The name of the recipe, where it holds more than one."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """How often a sample comes in an epoch: 2 repeats each, 0.5 takes half of them, the other half in the next."""
+    """How often a sample is trained per epoch: 2 repeats each, 0.5 alternates between the two halves."""
 
 
 class TrainConfig(BatchConfig):
     output_dir: str = "out"
-    """Where checkpoints and the LoRA go."""
+    """The folder for checkpoints and the LoRA."""
     method: Literal["lora", "full"] = "lora"
     """lora: an adapter. full: every weight, kept in float32; the result goes to output_dir/transformer."""
     caches: list[WeightedCache] = []
@@ -50,59 +50,60 @@ class TrainConfig(BatchConfig):
     gradient_accumulation_steps: Positive = 1
     """Forward passes before each optimizer step."""
     gradient_checkpointing: bool | Positive = True
-    """Recompute activations in the backward pass: a third more time, a small part of the memory; n: each nth block."""
+    """Recompute activations in the backward pass: a third more time, much less memory. n: every nth block."""
     offload_blocks: NotNegative = 0
-    """How many of the blocks wait in the host's memory for their turn to compute; LoRA with checkpointing only."""
+    """Blocks that stay in host memory until they compute; for LoRA with gradient checkpointing."""
     tabulated_modulation: bool = False
-    """Read the modulation from a table, made once, in place of loading its weights, a third of all; bf16 LoRA only."""
+    """Read the modulation from a table, computed once, instead of loading its weights (a third of the model). LoRA in
+    bfloat16 only."""
     compile: bool = False
     """torch.compile of the blocks: minutes at the start, then faster steps."""
     fsdp: bool = False
-    """Several processes hold the weights in parts (FSDP2), in place of all weights each (DDP)."""
+    """Shard the weights over the processes (FSDP2) instead of replicating them (DDP)."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Keep an exponential moving average of what is trained, saved beside it with _ema in its name; 0: none."""
+    """Decay of an exponential moving average of the trained weights, saved with _ema in its name; 0: none."""
     mixed_precision: Annotated[Literal["bf16", "no"], BeforeValidator(lambda v: "no" if v is False else v)] = "bf16"
-    """bf16: products and frozen weights in bfloat16, what is trained and optimizer in float32. no: all in float32."""
+    """bf16: matrix products and frozen weights in bfloat16, trained weights and optimizer in float32. no: float32."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Gradients are clipped to this norm; 0 leaves them alone."""
+    """Clip gradients to this norm; 0 turns clipping off."""
     caption_dropout: Fraction = 0.1
-    """How often a sample is trained with its own empty prompt."""
+    """Probability of training a sample with its own empty prompt."""
     timestep_sampling: Literal["uniform", "logit_normal", "mode"] = "logit_normal"
-    """How u is drawn before the resolution's shift."""
+    """Distribution of u, before the resolution's shift."""
     logit_mean: float = 0.0
     """Mean of logit_normal."""
     logit_std: float = 1.0
     """Standard deviation of logit_normal."""
     mode_scale: Annotated[float, Field(ge=-1, le=1.75)] = 1.29
-    """Scale of mode; beyond these bounds its density leaves (0, 1)."""
+    """Scale of mode; outside these bounds its density leaves (0, 1)."""
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
-    """What a sample's noise level counts in the loss, as diffusers has it: a factor, not normalised."""
-    loss_mean: Literal["samples", "tokens"] = "samples"
-    """What counts the same in an optimizer step: every sample, or every token of their targets."""
+    """Loss weight by noise level, as in diffusers: a factor, not normalised."""
+    loss_reduction: Literal["per_sample", "per_token"] = "per_sample"
+    """per_sample: every sample has equal weight in an optimizer step. per_token: every target token has."""
     edit_mask_weight: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of tokens inside the edit mask, against 1 outside; normalised by the sum of weights."""
+    """Loss weight of tokens inside the edit mask, relative to 1 outside; normalised by the sum of weights."""
     checkpointing_steps: Positive = 500
-    """A checkpoint every so many steps; the last step makes one too."""
+    """Save a checkpoint every this many steps, and after the last."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """What a loss that is not a number does: stop the run, or leave that batch out of its step."""
+    """A loss that is not finite stops the run, or the run skips its batch."""
     checkpoints_total_limit: NotNegative = 3
-    """How many of the newest checkpoints to keep; 0 keeps all."""
+    """Number of newest checkpoints to keep; 0 keeps all."""
     lora: LoraConfig = LoraConfig()
 
 
 class MaskHeadConfig(Section):
-    """`qwen-train mask-head`."""
+    """`qwen-train mask-head`. Experimental: never trained on the real encoder's attention."""
 
     steps: Positive = 3000
     batch_size: Positive = 8
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
     """For a few hundred masks, 1e-3 learns faster."""
-    base: Positive = 64
-    """The width of its first stage: 64 makes 7.6 M parameters on the 784 heads of the 7B encoder."""
-    size: Positive = 64
-    """The longer side of the masks that it draws, in cells."""
+    base_channels: Positive = 64
+    """Width of the first stage: 64 makes 7.6 M parameters on the 784 heads of the 7B encoder."""
+    mask_size: Positive = 64
+    """The longer side of the predicted masks, in cells."""
     validation_split: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Which part of the targets is held out, by their hash."""
+    """Fraction of the targets that is held out, by their hash."""
     device: str = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
@@ -111,9 +112,9 @@ class OptimizerConfig(Section):
     name: str = "adamw"
     """adamw, adamw8bit (bitsandbytes), adafactor, prodigy (prodigyopt), or the import path of a class."""
     arguments: dict[str, Any] = {}
-    """More of what that class takes, such as {momentum: 0.9}."""
+    """More arguments of that class, such as {momentum: 0.9}."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    """prodigy finds its own, which this scales: set 1."""
+    """prodigy finds its own and scales it by this: set 1."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     weight_decay: Annotated[float, Field(ge=0)] = 1e-2
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -123,7 +124,7 @@ class LrSchedulerConfig(Section):
     name: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"] = (
         "constant"
     )
-    """As diffusers names them."""
+    """Names as in diffusers."""
     warmup_steps: NotNegative = 0
     num_cycles: Positive = 1
     """For cosine_with_restarts."""
@@ -132,28 +133,29 @@ class LrSchedulerConfig(Section):
 
 
 class LoggingConfig(Section):
-    tracker: Literal[
+    report_to: Literal[
         "tensorboard", "wandb", "trackio", "aim", "comet_ml", "mlflow", "clearml", "dvclive", "swanlab", "none"
     ] = "tensorboard"
-    """Where curves go, by accelerate: tensorboard into train.output_dir/logs; the others need their own package."""
+    """The tracker that gets the metrics, by accelerate: tensorboard writes to train.output_dir/logs; the others need
+    their own package."""
     project: str = "qwen-train"
     """The project in the tracker; tensorboard has none."""
     run_name: str | None = None
     """The run in the tracker, the name of train.output_dir when not given; for tensorboard a folder in logs."""
-    every_steps: Positive = 1
-    """Which steps are written to metrics.jsonl and the tracker: every one, or every nth."""
+    logging_steps: Positive = 1
+    """Write metrics to metrics.jsonl and the tracker every this many steps."""
 
 
 class ValidationConfig(Section):
-    every_steps: Positive | None = None
-    """The loss of samples outside training, every so many steps; never when not given."""
-    samples: Positive = 16
-    """Of how many of them."""
-    pictures: NotNegative = 0
-    """Of how many of them the transformer draws pictures, as latents for `qwen-train decode`."""
-    picture_steps: Positive = 500
-    """Pictures every so many steps."""
+    validation_steps: Positive | None = None
+    """Measure the loss of held-out samples every this many steps; never when not given."""
+    num_samples: Positive = 16
+    """Held-out samples whose loss is measured."""
+    num_images: NotNegative = 0
+    """Held-out samples for which the transformer generates an image, stored as latents for `qwen-train decode`."""
+    images_every_steps: Positive = 500
+    """Generate these images every this many steps."""
     num_inference_steps: Annotated[int, Field(ge=2)] = 20
-    """Denoising steps of a picture."""
+    """Denoising steps of an image."""
     true_cfg_scale: Annotated[float, Field(ge=1)] = 1.0
-    """Classifier-free guidance against the sample's own empty prompt; 1 is without, in half the time."""
+    """Classifier-free guidance against the sample's own empty prompt; 1 turns it off and halves the time."""

@@ -16,6 +16,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+RENAMED = {"predict": {"--num-images": "--num-images-per-prompt", "--steps": "--num-inference-steps"}}
+"""Options by the name that they had."""
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="The settings.", show_default="qwen.yaml")]
 Assignments = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the settings.")]
 Model = Annotated[str | None, typer.Option(help="A diffusers folder, or a repository on the hub.")]
@@ -58,9 +60,11 @@ def predict(
     negative_prompt: Annotated[str | None, typer.Option(help="What to guide away from; may be empty.")] = None,
     true_cfg_scale: Annotated[float | None, typer.Option(help="How far, in twice the time; 1: not at all.")] = None,
     guidance_scale: Annotated[float | None, typer.Option(help="For guidance-distilled models.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
+    num_inference_steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
     sigmas: Annotated[str | None, typer.Option(help="In place of steps: noise levels such as 1,0.6,0.2.")] = None,
-    num_images: Annotated[int | None, typer.Option(help="Pictures at once: out-1.png, out-2.png and so on.")] = None,
+    num_images_per_prompt: Annotated[
+        int | None, typer.Option(help="Images per prompt: out-1.png, out-2.png, …")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="The seed of the noise.")] = None,
     height: Annotated[int | None, typer.Option(help="Pixels, in steps of 16.")] = None,
     width: Annotated[int | None, typer.Option(help="Pixels, in steps of 16.")] = None,
@@ -110,9 +114,9 @@ def predict(
         predict__negative_prompt=negative_prompt,
         predict__true_cfg_scale=true_cfg_scale,
         predict__guidance_scale=guidance_scale,
-        predict__num_inference_steps=steps,
+        predict__num_inference_steps=num_inference_steps,
         predict__sigmas=sigmas,
-        predict__num_images_per_prompt=num_images,
+        predict__num_images_per_prompt=num_images_per_prompt,
         predict__seed=seed,
         predict__height=height,
         predict__width=width,
@@ -240,4 +244,4 @@ def _options(
 
 
 def main() -> Any:
-    run_app(app)
+    run_app(app, RENAMED)

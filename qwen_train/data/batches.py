@@ -122,7 +122,7 @@ class Batches:
         self.cache, self.config, self.schedule, self.rank, self.world_size = cache, config, schedule, rank, world_size
         self.training, self.validation = training_and_validation(cache, config)
         """Which samples of the cache are trained, and which never are."""
-        counts = target_tokens(cache) if config.loss_mean == "tokens" else None
+        counts = target_tokens(cache) if config.loss_reduction == "per_token" else None
         self.plan = BatchPlan(cache.token_counts(), config, cache.name, cache.parts(self.training), counts)
 
     def batch(self, done: int) -> Batch:
@@ -134,7 +134,7 @@ class Batches:
 
     def _make(self, turn: Turn, buffers: Buffers | None = None) -> Batch:
         drawn = [self.draw(position) for position in turn.positions]
-        batch = collate(drawn, self.config.edit_mask_weight, self.config.loss_mean, buffers)
+        batch = collate(drawn, self.config.edit_mask_weight, self.config.loss_reduction, buffers)
         return replace(batch, share=turn.share, done=turn.done)
 
     def _prefetch(self, turn: Turn) -> None:
@@ -202,8 +202,8 @@ def target_tokens(samples: Samples) -> IntArray:
     """`[N]`: image tokens of the targets."""
     if not samples.has_index:
         raise ConfigError(
-            "train.loss_mean=tokens goes by the index of a cache, which --encode-on-the-fly does not have",
-            do="build a cache: `qwen-cache build`, or set train.loss_mean=samples",
+            "train.loss_reduction=per_token goes by the index of a cache, which --encode-on-the-fly does not have",
+            do="build a cache: `qwen-cache build`, or set train.loss_reduction=per_sample",
         )
     return samples.target_tokens()
 
@@ -211,7 +211,7 @@ def target_tokens(samples: Samples) -> IntArray:
 def collate(
     drawn: Sequence[Drawn],
     edit_mask_weight: float = 1.0,
-    loss_mean: Literal["samples", "tokens"] = "samples",
+    loss_reduction: Literal["per_sample", "per_token"] = "per_sample",
     buffers: Buffers | None = None,
 ) -> Batch:
     """Pad samples of any sizes into one batch, in `buffers` if given; every tensor is copied once, to its place."""
@@ -245,7 +245,7 @@ def collate(
         is_target=_below(targets, max(images)),
         weight=weight,
         sigma=torch.tensor([item.sigma for item in drawn], dtype=torch.float32),
-        counts=_counts(drawn, targets if loss_mean == "tokens" else [1] * len(drawn)),
+        counts=_counts(drawn, targets if loss_reduction == "per_token" else [1] * len(drawn)),
         prompt_embeds=prompt_embeds,
         prompt_embeds_mask=None if min(texts) == max(texts) else _below(texts, max(texts)),
     )

@@ -61,12 +61,12 @@ def latents_files(folder: Path) -> list[Path]:
     is_run = (folder / METRICS_NAME).is_file() or (folder / FOLDER).is_dir()
     files = sorted((folder / FOLDER if is_run else folder).rglob("*.safetensors"))
     if is_run and not files:
-        raise TrainError("this run drew no pictures", where=folder, do="set validation.pictures")
+        raise TrainError("this run drew no pictures", where=folder, do="set validation.num_images")
     if not files:
         raise TrainError(
             "no latents here",
             where=folder,
-            expected=f"the output folder of a run with validation.pictures, or one of the folders in its {FOLDER}/",
+            expected=f"the output folder of a run with validation.num_images, or one of the folders in its {FOLDER}/",
         )
     return files
 

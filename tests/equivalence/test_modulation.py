@@ -58,9 +58,9 @@ from tests.support.transformer_judge import (
 OTHERS = 1e-3  # how many values of a table may be the neighbours of the layers' own
 LOSS = 1e-2  # relative; a loss is a mean over thousands of values that err by 2^-8 or so
 SCHEDULE = NoiseSchedule()
-DRAWN = {"train.validation_split": 0.7, "validation.every_steps": 1, "validation.pictures": 1}
+DRAWN = {"train.validation_split": 0.7, "validation.validation_steps": 1, "validation.num_images": 1}
 BF16 = {**SMALL, "train.mixed_precision": "bf16", "optimizer.learning_rate": 0.01, "train.batch_size": 2, **DRAWN}
-BF16 |= {"validation.picture_steps": 2, "validation.num_inference_steps": 3}
+BF16 |= {"validation.images_every_steps": 2, "validation.num_inference_steps": 3}
 
 
 @pytest.fixture(autouse=True)

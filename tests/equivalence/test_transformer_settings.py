@@ -159,7 +159,7 @@ def test_trainer_computes_the_same_in_either_layout(
         options = [word for name, value in settings.items() for word in ("--set", f"train.{name}={value}")]
         model = tiny_model("edit-plus")
         result = run(
-            "qwen-train", "run", built("edit-plus"), "--model", model, *options, "--set", "logging.tracker=none"
+            "qwen-train", "run", built("edit-plus"), "--model", model, *options, "--set", "logging.report_to=none"
         )
         assert result.code == 0, result.stderr
         losses[layout] = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]

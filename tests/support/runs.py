@@ -26,7 +26,7 @@ from qwen_train.flow import NoiseSchedule
 from .commands import Result, run
 
 LORA = "pytorch_lora_weights.safetensors"
-SMALL = {"train.mixed_precision": "no", "train.max_steps": 3, "logging.tracker": "none"}
+SMALL = {"train.mixed_precision": "no", "train.max_steps": 3, "logging.report_to": "none"}
 EVERYTHING_RANDOM = {
     **SMALL,
     "train.batch_size": 2,
@@ -42,8 +42,8 @@ PICTURES = {
     **SMALL,
     "train.max_steps": 2,
     "train.validation_split": 0.6,
-    "validation.pictures": 2,
-    "validation.picture_steps": 1,
+    "validation.num_images": 2,
+    "validation.images_every_steps": 1,
     "validation.num_inference_steps": 2,
     "predict.dtype": "float32",
 }
