@@ -1,13 +1,15 @@
-"""The architecture holds: who imports whom, what is public, and the tree that the README draws."""
+"""The architecture holds: who imports whom, what is public, and the tree in docs/explanation/architecture.md."""
 
 from __future__ import annotations
 
+import ast
 import json
 import pkgutil
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -24,7 +26,6 @@ import qwen_train
 
 from .support.commands import HEAVY, command
 from .support.paths import ROOT
-from .support.project import project_files
 
 LIGHT = ("qwen_cache", "qwen_cache.cli", "qwen_train", "qwen_train.cli", "qwen_cache.importers", "qwen_cache.html.page")
 """`--help` answers in less than half a second because these load nothing large."""
@@ -104,34 +105,50 @@ def test_public_names(package: ModuleType) -> None:
         _ = package.open_shards
 
 
-def test_the_readme_draws_the_tree_that_is_there() -> None:
-    """Every folder, and every module of the two packages, has a line."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    drawn = re.search(r"```\n(schemas/.*?)```", text, flags=re.DOTALL)
-    assert drawn, "the README has no tree"
-    names = {re.split(r"\s+", line.strip())[0] for line in drawn[1].splitlines() if line.strip()}
-    packages = [
-        ROOT / "qwen_cache",
-        ROOT / "qwen_cache" / "storage",
-        ROOT / "qwen_cache" / "format",
-        ROOT / "qwen_cache" / "encode",
-        ROOT / "qwen_cache" / "encode" / "sources",
-        ROOT / "qwen_cache" / "grounding",
-        ROOT / "qwen_cache" / "html",
-        ROOT / "qwen_cache" / "page",
-        ROOT / "qwen_cache" / "sampling",
-        ROOT / "qwen_cache" / "importers",
-        ROOT / "qwen_train",
-        ROOT / "qwen_train" / "data",
-        ROOT / "qwen_train" / "drawing",
-        ROOT / "qwen_train" / "model",
-    ]
-    modules = {path.name for package in packages for path in package.glob("*.py") if path.stat().st_size}
-    assert modules - {"__init__.py"} <= names, f"not drawn: {modules - names}"
-    listed = project_files()
-    present = {Path(name).name for name in listed} | {f"{part}/" for name in listed for part in Path(name).parts[:-1]}
-    present |= modules
-    assert {name for name in names if re.fullmatch(r"[\w./]+", name)} <= present, f"drawn, but gone: {names - present}"
+def modules_with_content() -> set[str]:
+    """The modules of both packages, but for an `__init__.py` of a subfolder and files without a statement."""
+    names = set()
+    for package in ("qwen_cache", "qwen_train"):
+        for path in (ROOT / package).rglob("*.py"):
+            statements = ast.parse(path.read_text(encoding="utf-8")).body
+            is_code = any(not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)) for s in statements)
+            if is_code and (path.name != "__init__.py" or path.parent == ROOT / package):
+                names.add(str(path.relative_to(ROOT)))
+    return names
+
+
+def paths_of_the_tree(lines: Iterable[str]) -> list[str]:
+    """The paths that a tree names: two spaces for each folder that a line is in, then a name, then what it is."""
+    folders: list[str] = []
+    paths = []
+    for line in lines:
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders[depth:] = [name] if name.endswith("/") else []
+        paths.append("".join(folders[:depth]) + name)
+    return paths
+
+
+def test_the_architecture_page_has_the_tree_that_is_there() -> None:
+    """Every module with content and every folder of modules has a line; no line names what is not there."""
+    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
+    tree = re.search(r"```text\n(schemas/.*?)```", text, flags=re.DOTALL)
+    assert tree, "docs/explanation/architecture.md has no tree"
+    paths = paths_of_the_tree(tree[1].splitlines())
+    assert len(paths) == len(set(paths))
+    assert all(len(line.split()) > 1 for line in tree[1].splitlines()), "a line without a description"
+    modules = modules_with_content()
+    folders = {f"{Path(module).parent}/" for module in modules}
+    assert sorted((modules | folders) - set(paths)) == [], "without a line"
+    assert [path for path in paths if not (ROOT / path).exists()] == [], "not there"
+
+
+def test_files_that_the_architecture_page_names_are_there() -> None:
+    """In the text, a module is named from the repository's root, or within `qwen_cache`."""
+    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
+    names = re.findall(r"`(\w+(?:/\w+)+\.py)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    assert len(names) > 20
+    assert [name for name in names if not ((ROOT / name).exists() or (ROOT / "qwen_cache" / name).exists())] == []
 
 
 @pytest.mark.parametrize("program", ["qwen-cache", "qwen-train"])

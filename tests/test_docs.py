@@ -1,11 +1,14 @@
-"""The documentation: its commands run, its settings and options exist, and what is generated says what the code says.
+"""The documentation: its commands and its Python run, its settings, options, links and error messages exist, the README
+is short, and what is generated says what the code says.
 
-Every block of commands in docs/ is run in order, page by page, in a folder with a few photographs, by the tiny model,
-which SUBSTITUTIONS put in place of the real one. Blocks behind `<!-- not run: … -->` are only parsed.
+Every block of commands or Python in docs/ is run in order, page by page, in a folder with a few photographs, by the
+tiny model, which SUBSTITUTIONS put in place of the real one. Blocks behind `<!-- not run: … -->` are only parsed.
 """
 
 from __future__ import annotations
 
+import ast
+import gc
 import importlib.util
 import re
 import shlex
@@ -38,6 +41,9 @@ DOCS = ROOT / "docs"
 PAGES = sorted(
     str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if not path.is_relative_to(DOCS / "reference")
 )
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+MOST_WORDS = 1200
+"""Of the README: a newcomer reads it in five minutes. All else is in docs/."""
 SUBSTITUTIONS = {
     r"Qwen/Qwen-Image-Edit-2509": "tiny",
     r"\bcuda:\d": "cpu",
@@ -53,7 +59,7 @@ SUBSTITUTIONS = {
 SMALL = {
     "data": {"vae_image_size": 16384, "condition_image_size": 12544},
     "train": {"max_steps": 2},
-    "mask_head": {"steps": 3, "base": 8, "validation_split": 0.5},
+    "mask_head": {"steps": 3, "base_channels": 8, "validation_split": 0.5},
     "predict": {"num_inference_steps": 2},
     "validation": {"num_inference_steps": 2},
 }
@@ -87,8 +93,8 @@ def words_of(line: str) -> list[str]:
 
 
 def blocks(page: str) -> list[Block]:
-    found = BLOCK.finditer((DOCS / page).read_text(encoding="utf-8"))
-    return [Block(match["kind"], match["body"], match["mark"] is None) for match in found]
+    matches = BLOCK.finditer((DOCS / page).read_text(encoding="utf-8"))
+    return [Block(match["kind"], match["body"], match["mark"] is None) for match in matches]
 
 
 def tiny(text: str) -> str:
@@ -118,7 +124,7 @@ def folder(
         (tmp_path / "pairs.jsonl").write_text(f'{{{", ".join(cat)}, "caption": "mirror it"}}\n', encoding="utf-8")
         (tmp_path / "names.txt").write_text("cat\ncup\n", encoding="utf-8")
         (tmp_path / "tiny").symlink_to(tiny_model("edit-plus"))
-        if page == "howto/import.md":
+        if page == "howto/import-a-cache.md":
             write_other_caches(tmp_path)
         (tmp_path / "qwen.yaml").write_text(yaml.safe_dump(SMALL), encoding="utf-8")
         return tmp_path
@@ -155,18 +161,25 @@ def over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
     return {**lower, **upper, **inner}
 
 
-RUN = [page for page in PAGES if any(block.is_run and block.commands for block in blocks(page))]
+RUN = [
+    page for page in PAGES if any(block.is_run and (block.commands or block.kind == "python") for block in blocks(page))
+]
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.parametrize("page", [page if page == "tutorial.md" else slow(page) for page in RUN])
 def test_the_commands_of_a_page_run(page: str, folder: Callable[[str], Path]) -> None:
     settings = folder(page) / "qwen.yaml"
+    names: dict[str, Any] = {}
     for block in filter(lambda block: block.is_run, blocks(page)):
         if block.kind == "yaml":
             settings.write_text(yaml.safe_dump(over(SMALL, yaml.safe_load(tiny(block.body)))), encoding="utf-8")
         for program, *arguments in block.commands:
             result = run(program, *shlex.split(tiny(shlex.join(arguments))))
             assert result.code == 0, f"{program} {shlex.join(arguments)}\n{result.stderr}"
+        if block.kind == "python":
+            exec(compile(tiny(block.body), page, "exec"), names)
+            gc.collect()  # webdataset leaves its files to the garbage collector, which warns: here, where it is ignored
 
 
 def test_a_block_is_run_whole_or_marked() -> None:
@@ -209,28 +222,99 @@ def test_what_is_named_in_the_text_exists(page: str) -> None:
     text = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     commands = [command for program in reference.APPS for command in reference.commands(program).values()]
     options = {option for command in commands for parameter in command.params for option in parameter.opts}
+    options |= {"--help", "--version", "--install-completion"}
     for code in re.findall(r"`([^`\n]+)`", text):
         assert set(SETTING.findall(code)) <= set(known_keys()), f"{page}: {code}"
         if code.startswith(("--", "qwen-")):
             assert set(re.findall(r"--[a-z][a-z-]*", code)) <= options, f"{page}: {code}"
-        if match := re.match(r"(qwen-cache|qwen-train) ([a-z-]+)", code):
+        if match := re.match(r"(qwen-cache|qwen-train) ([a-z][a-z-]*)", code):
             assert match[2] in reference.commands(match[1]), f"{page}: {code}"
 
 
 @pytest.mark.slow
-def test_the_memory_of_small_cards_is_what_plan_computes() -> None:
+def test_the_memory_of_a_24_gb_gpu_is_what_plan_computes() -> None:
     bench: Any = load_tool("bench_memory")
     model = bench.transformer_config(layers=60, heads=24, head_dim=128, width=3584, out_channels=16)
     edit = [([(1, 52, 78), (1, 52, 78)], 352)]
     assert tokens_of(edit, "padded") == 8464
     rows = re.findall(
-        r"^\| (none|`.+`).* \| ([\d.]+) GB \|$", (DOCS / "howto/small-cards.md").read_text(), re.MULTILINE
+        r"^\| (none|`.+`).* \| ([\d.]+) GB \|$", (DOCS / "howto/train-on-24gb.md").read_text(), re.MULTILINE
     )
     assert len(rows) == 9
     for settings, said in rows:
         assignments = [] if settings == "none" else settings.split("`")[1].split()
         computed = predict_memory(model, load_config(None, assignments), edit, "cuda").total
         assert round(computed / 1e9, 1) == pytest.approx(float(said), abs=0.11), settings
+
+
+# ---- the README, links, error messages -------------------------------------------------------------------------------
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= MOST_WORDS
+    first_screen = text.partition("\n## ")[0]
+    assert len(first_screen.splitlines()) <= 40
+    for command in ("pip install", "qwen-cache build", "qwen-train run", "qwen-train predict"):
+        assert command in first_screen
+
+
+def test_the_commands_of_the_readme_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    matches = BLOCK.finditer((ROOT / "README.md").read_text(encoding="utf-8"))
+    commands = [words for match in matches for words in Block(match["kind"], match["body"], True).commands]
+    assert len(commands) >= 4
+    for words in commands:
+        check_command(*words)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as MkDocs and GitHub make them."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def linked_text(path: Path) -> str | None:
+    """The page or file that a link leads to; None where there is none. Generated pages are those of `reference`."""
+    if path.parent == DOCS / "reference":
+        return reference.format_page() if path.name == "format.md" else "" if path.name in reference.PAGES else None
+    if path.is_dir():
+        return ""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+
+
+@pytest.mark.parametrize("page", [*ROOT_PAGES, *(f"docs/{page}" for page in PAGES)])
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        there = linked_text((path.parent / name).resolve() if name else path)
+        assert there is not None, f"{page}: {link}"
+        assert not anchor or anchor in anchors(there), f"{page}: {link}"
+
+
+def texts_of_the_code() -> str:
+    """Every string constant of both packages, each on a line of its own; of an f-string, the parts between braces."""
+    texts = []
+    for package in ("qwen_cache", "qwen_train"):
+        for path in (ROOT / package).rglob("*.py"):
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            texts += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return "\n".join(texts)
+
+
+def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
+    """The first cell of a row is a message, with … for names and numbers; what is not in backquotes is no message."""
+    page = (DOCS / "howto/troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(messages) > 30
+    texts = texts_of_the_code()
+    pieces = [(message, piece.strip()) for message in messages for piece in re.split(r"(?<!, )…", message)]
+    assert [message for message, piece in pieces if piece not in texts] == []
 
 
 # ---- the site and the reference --------------------------------------------------------------------------------------

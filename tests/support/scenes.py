@@ -16,7 +16,7 @@ from qwen_cache.format.tensor import TensorSpec
 from qwen_cache.format.update import Existing, Listed, commit_update, open_staging, plan_update
 
 RECIPE = {"encoder_version": 2, "pipeline": "QwenImageEditPlusPipeline", "dtype": "float32", "text_encoder": "ab12"}
-QUICK = {"steps": 60, "base": 4, "size": 16, "learning_rate": 0.02, "validation_split": 0.3}
+QUICK = {"steps": 60, "base_channels": 4, "mask_size": 16, "learning_rate": 0.02, "validation_split": 0.3}
 CELLS = (16, 12)
 CHANNELS = 6
 
