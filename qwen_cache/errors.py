@@ -4,7 +4,7 @@ A message says what is wrong, where, what was expected, what was found and what 
 commands print it on one or a few lines, without a traceback, and exit with code 2.
 
     QwenCacheError
-    ├── SourceError      the pictures, prompts and tables that a cache is made from
+    ├── SourceError      the images, prompts and tables that a cache is made from
     ├── ModelError       the model folder: missing parts, another architecture
     ├── ConfigError      qwen.yaml, --set, and options that contradict each other
     ├── DeviceError      a device that this machine does not have, or that has too little memory
@@ -59,7 +59,7 @@ class QwenCacheError(Exception):
 
 
 class SourceError(QwenCacheError):
-    """The pictures, prompts or tables cannot be used as they are."""
+    """The images, prompts or tables cannot be used as they are."""
 
 
 class ModelError(QwenCacheError):

@@ -1,6 +1,6 @@
-"""Pictures side by side: a table with titles above its columns and a caption below each of its rows.
+"""Images side by side: a table with titles above its columns and a caption below each of its rows.
 
-`picture_grid` makes thumbnails, none of them larger than twice its picture; a column that no row fills is left out.
+`picture_grid` makes thumbnails, none of them larger than twice its image; a column that no row fills is left out.
 A caption stands below its row, whole, in the first font that has all of its letters: Pillow's own, else one of the
 system. What no font has is drawn as an empty box. Nothing is refused; many rows are the caller's to divide into pages.
 """
@@ -19,7 +19,7 @@ LARGEST_ENLARGEMENT = 2
 WIDEST = 2
 """Times the height: wider thumbnails would push all others aside."""
 LEAST_WIDTH = 600
-"""Of the whole, so that captions below small pictures have some ten words in a line."""
+"""Of the whole, so that captions below small images have some ten words in a line."""
 MARGIN, GAP, CAPTION_GAP, ROW_GAP = 24, 12, 10, 32
 BACKGROUND, TITLE_COLOUR, CAPTION_COLOUR = "#fafafa", "#777777", "#222222"
 TITLE_SIZE, CAPTION_SIZE = 22, 24
@@ -38,7 +38,7 @@ NO_LETTER = "\U0010ffff"
 Font = ImageFont.FreeTypeFont
 
 
-def picture_grid(
+def make_grid(
     titles: Sequence[str],
     rows: Sequence[Sequence[Image.Image | None]],
     captions: Sequence[str],
@@ -47,12 +47,12 @@ def picture_grid(
     """The titles, then each row with its caption below; no thumbnail is higher than `height`."""
     filled = [i for i in range(len(titles)) if any(row[i] for row in rows)]
     heads = [written(titles[i], WIDEST * height, TITLE_SIZE, TITLE_COLOUR) for i in filled]
-    thumbnails = [[thumbnail(picture, height) if (picture := row[i]) else None for i in filled] for row in rows]
+    thumbnails = [[thumbnail(image, height) if (image := row[i]) else None for i in filled] for row in rows]
     widths = [max(cell.width for cell in column if cell) for column in zip(heads, *thumbnails, strict=True)]
     inner = max(sum(widths) + GAP * (len(widths) - 1), LEAST_WIDTH)
     strips = [(side_by_side(heads, widths), CAPTION_GAP)]
-    for pictures, caption in zip(thumbnails, captions, strict=True):
-        strips.append((side_by_side(pictures, widths), CAPTION_GAP))
+    for images, caption in zip(thumbnails, captions, strict=True):
+        strips.append((side_by_side(images, widths), CAPTION_GAP))
         strips.append((written(caption, min(inner, LONGEST_LINE), CAPTION_SIZE, CAPTION_COLOUR), ROW_GAP))
     outer = 2 * MARGIN - ROW_GAP + sum(strip.height + gap for strip, gap in strips)
     whole = Image.new("RGB", (inner + 2 * MARGIN, outer), BACKGROUND)
@@ -63,21 +63,21 @@ def picture_grid(
     return whole
 
 
-def thumbnail(picture: Image.Image, height: int) -> Image.Image:
-    """The picture in RGB, as large as fits."""
-    scale = min(height / picture.height, WIDEST * height / picture.width, LARGEST_ENLARGEMENT)
-    size = max(round(picture.width * scale), 1), max(round(picture.height * scale), 1)
-    return picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+def thumbnail(image: Image.Image, height: int) -> Image.Image:
+    """The image in RGB, as large as fits."""
+    scale = min(height / image.height, WIDEST * height / image.width, LARGEST_ENLARGEMENT)
+    size = max(round(image.width * scale), 1), max(round(image.height * scale), 1)
+    return image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
 
 
-def side_by_side(pictures: Sequence[Image.Image | None], widths: Sequence[int]) -> Image.Image:
+def side_by_side(images: Sequence[Image.Image | None], widths: Sequence[int]) -> Image.Image:
     """Each in the middle of its column."""
-    height = max((picture.height for picture in pictures if picture), default=0)
+    height = max((image.height for image in images if image), default=0)
     strip = Image.new("RGB", (sum(widths) + GAP * max(len(widths) - 1, 0), height), BACKGROUND)
     left = 0
-    for picture, width in zip(pictures, widths, strict=True):
-        if picture:
-            strip.paste(picture, (left + (width - picture.width) // 2, (height - picture.height) // 2))
+    for image, width in zip(images, widths, strict=True):
+        if image:
+            strip.paste(image, (left + (width - image.width) // 2, (height - image.height) // 2))
         left += width + GAP
     return strip
 
@@ -86,7 +86,7 @@ def side_by_side(pictures: Sequence[Image.Image | None], widths: Sequence[int]) 
 
 
 def written(text: str, width: int, size: int, colour: str) -> Image.Image:
-    """The whole text in lines of at most `width` pixels; the picture is as wide as the longest."""
+    """The whole text in lines of at most `width` pixels; the image is as wide as the longest."""
     font = font_for(text, size)
     lines = list(wrapped(text, font, width))
     ascent, descent = font.getmetrics()

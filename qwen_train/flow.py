@@ -66,7 +66,7 @@ class NoiseSchedule:
         return slope * (target_tokens - self.base_image_seq_len) + self.base_shift
 
     def sigma(self, u: float, target_tokens: int) -> float:
-        """The noise level for a draw `u` in (0, 1), larger for larger pictures.
+        """The noise level for a draw `u` in (0, 1), larger for larger images.
 
         `time_shift_type="exponential"`, and `stretch_shift_to_terminal` in the limit of many steps: the range is
         [shift_terminal, 1].

@@ -32,7 +32,7 @@ LEVELS = 16
 
 @dataclass(frozen=True)
 class Trained:
-    """What became of it: mean IoUs on `held_out` masks, of the head and of one mask for all pictures."""
+    """What became of it: mean IoUs on `held_out` masks, of the head and of one mask for all images."""
 
     head: str
     trained: int
@@ -45,7 +45,7 @@ class Trained:
 
     def __str__(self) -> str:
         found = f"IoU {self.iou:.2f} on {plural(self.held_out, 'mask')} held out"
-        text = f"{self.head}: {found}; one mask for all pictures would have {self.constant_mask_iou:.2f}"
+        text = f"{self.head}: {found}; one mask for all images would have {self.constant_mask_iou:.2f}"
         return text if self.iou > self.constant_mask_iou else f"{text}\n  → train on more masks, or set mask_head.steps"
 
 
@@ -84,7 +84,7 @@ def train_mask_head(cache: Cache, settings: MaskHeadConfig, device: torch.device
 
 
 def constant_mask_iou(learned: Masked, judged: Masked, size: int) -> float:
-    """The mean IoU on `judged` of the one mask for all pictures that does best on `learned`.
+    """The mean IoU on `judged` of the one mask for all images that does best on `learned`.
 
     It is the mean of the masks, cut off at some level: what one knows of where edits are without looking.
     """

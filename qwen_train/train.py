@@ -164,7 +164,7 @@ def save(p: Prepared, keep: int) -> int:
 
 
 def validate(p: Prepared) -> dict[str, float]:
-    """The losses of samples outside training, and pictures of them, where qwen.yaml wants them after this step."""
+    """The losses of samples outside training, and images of them, where qwen.yaml wants them after this step."""
     v, losses = p.validation, dict[str, float]()
     if v is None or not (v.measures(p.run.step) or v.draws(p.run.step)):
         return losses
@@ -173,7 +173,7 @@ def validate(p: Prepared) -> dict[str, float]:
             device = p.accelerator.device
             losses = v.losses(lambda batch: compute_loss(p.transformer, batch.to(device, p.dtype)), p.accelerator)
         if v.draws(p.run.step):
-            v.pictures(p.out, p.run.step, p.transformer, p.accelerator, p.dtype)
+            v.images(p.out, p.run.step, p.transformer, p.accelerator, p.dtype)
     return losses
 
 
@@ -303,7 +303,7 @@ def check_empty_prompts(cache: Samples, caption_dropout: float) -> None:
             "caption dropout needs the embeddings of the empty prompt, which this cache lacks",
             where=cache.folder,
             found=f"{missing} of {len(cache)} samples without them, train.caption_dropout={caption_dropout}",
-            do="set train.caption_dropout=0, or run `qwen-cache build` on the pictures",
+            do="set train.caption_dropout=0, or run `qwen-cache build` on the images",
         )
 
 

@@ -1,7 +1,7 @@
-"""Validation on samples that are never trained: their loss, and pictures that the transformer draws of them.
+"""Validation on samples that are never trained: their loss, and images that the transformer draws of them.
 
 Noise and noise levels follow from a sample's key alone, so what is measured can be compared between runs, whatever
-their seed and settings; nothing that training draws at random is touched. No VAE is needed: a picture is left as
+their seed and settings; nothing that training draws at random is touched. No VAE is needed: an image is left as
 latents, which `qwen-train decode` decodes. Refused is a run that sets no samples aside.
 """
 
@@ -67,10 +67,10 @@ class Validation:
         means = (sums / min(len(self.samples), self.config.num_samples)).tolist()
         return {LOSS: sum(means) / LEVELS, **dict(zip(LOSSES, means, strict=True))}
 
-    def pictures(self, folder: Path, step: int, transformer: Any, accelerator: Any, dtype: torch.dtype) -> None:
-        """Draw pictures, and leave their latents in `folder`/validation/step-N; beside it, once, what is cached."""
+    def images(self, folder: Path, step: int, transformer: Any, accelerator: Any, dtype: torch.dtype) -> None:
+        """Draw images, and leave their latents in `folder`/validation/step-N; beside it, once, what is cached."""
         for sample, counts in turns(self.samples[: self.config.num_images], accelerator):
-            latents = self.picture(sample, transformer, accelerator.device, dtype)
+            latents = self.image(sample, transformer, accelerator.device, dtype)
             if not counts:
                 continue
             target, controls = sample.img_shapes[:1], sample.img_shapes[1:]
@@ -79,7 +79,7 @@ class Validation:
             if controls:
                 save_latents(folder / FOLDER / "controls", sample, sample["control_latents"], controls)
 
-    def picture(
+    def image(
         self, sample: Sample, transformer: Any, device: torch.device, dtype: torch.dtype
     ) -> Float[Tensor, "S 64"]:
         """The latents that the stock pipeline would end with, from the cached embeddings and control latents."""
@@ -89,7 +89,7 @@ class Validation:
             FlowMatchEulerDiscreteScheduler.from_config(self.scheduler),
             num_inference_steps=self.config.num_inference_steps,
             true_cfg_scale=self.config.true_cfg_scale,
-            latents=noise(sample, generator_of(sample, "picture")),
+            latents=noise(sample, generator_of(sample, "image")),
             device=device,
             dtype=dtype,
         )
@@ -114,7 +114,7 @@ def make_validation(config: Config, batches: Batches, scheduler: dict[str, Any])
             "guidance needs the embeddings of the empty prompt, which this cache lacks",
             where=batches.cache.folder,
             found=f"sample {without[0]}, validation.true_cfg_scale={settings.true_cfg_scale}",
-            do="set validation.true_cfg_scale=1, or run `qwen-cache build` on the pictures",
+            do="set validation.true_cfg_scale=1, or run `qwen-cache build` on the images",
         )
     return Validation(samples, settings, config.train.edit_mask_weight, scheduler)
 
@@ -163,7 +163,7 @@ def draw(sample: Sample) -> Iterator[Drawn]:
 
 
 def save_latents(folder: Path, sample: Sample, latents: Float[Tensor, "S 64"], img_shapes: ImgShapes) -> None:
-    """Packed latents of one or more pictures, with what `qwen-train decode` needs to know of them."""
+    """Packed latents of one or more images, with what `qwen-train decode` needs to know of them."""
     folder.mkdir(parents=True, exist_ok=True)
     about = {"img_shapes": json.dumps(img_shapes), "name": sample.name, "prompt": sample.prompt}
     write_durably(folder / f"{sample.key}.safetensors", save({"latents": latents.cpu().contiguous()}, about))

@@ -432,7 +432,7 @@ def test_a_sample_larger_than_the_budget_is_named() -> None:
         BatchPlan(tokens, TrainConfig(max_tokens=919), names.__getitem__)
     message = str(error.value)
     assert "sample owl alone exceeds train.max_tokens, and so do 1 more" in message
-    assert "(expected at most 919 tokens, found 1,560: 1,500 of its pictures, 60 of its text)" in message
+    assert "(expected at most 919 tokens, found 1,560: 1,500 of its images, 60 of its text)" in message
     assert "set train.max_tokens=1560 or more" in message
     plan = BatchPlan(tokens, TrainConfig(max_tokens=1560))
     assert sorted(samples_of(plan, epochs(plan, 1)[0])) == [0, 1, 2, 3]

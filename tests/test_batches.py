@@ -265,7 +265,7 @@ def test_captions_are_dropped_at_the_configured_rate(cache: Cache, rate: float) 
 
 @pytest.mark.parametrize("options", [(), V1], ids=["v2", "v1"])
 def test_a_dropped_caption_is_the_sample_s_own_empty_prompt(built: Built, options: tuple[str, ...]) -> None:
-    """Encoded with its pictures, from the first token on, though v2 stores only what differs from the prompt."""
+    """Encoded with its images, from the first token on, though v2 stores only what differs from the prompt."""
     expected = whole_tensors(built, *options)
     stream = batches(open_cache(built("edit-plus", options)), batch_size=16, caption_dropout=0.5)
     used = {"prompt_embeds": set(), "empty_prompt_embeds": set()}

@@ -128,7 +128,7 @@ def test_copies_share_what_is_about_different_things() -> None:
 # ---- what fails ------------------------------------------------------------------------------------------------------
 
 
-def test_a_piece_without_its_picture_fails_for_itself() -> None:
+def test_a_piece_without_its_image_fails_for_itself() -> None:
     encoder, gone = Recorder(), Future[Any]()
     gone.set_exception(SourceError("cannot be read"))
     with batching([encoder], 6) as batcher:

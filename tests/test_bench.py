@@ -74,7 +74,7 @@ def test_compression_is_lossless_and_its_gain_is_reported(
     monkeypatch.setattr(sys, "argv", ["bench_compression", "--side", "128", "--rows", "24", "--repeats", "1", "--json"])
     code, report = run(tool, capsys)
     assert code == 0
-    assert set(report["results"]) == {"image latents", "half-flat picture", "prompt embeddings", "normal numbers"}
+    assert set(report["results"]) == {"image latents", "half-flat image", "prompt embeddings", "normal numbers"}
     for found in report["results"].values():
         assert set(found) == {"zstd-1", "zstd-3", "zstd-1 of both planes", "planes-zstd"}
         assert all(each["lossless"] for each in found.values())

@@ -24,7 +24,7 @@ from qwen_cache.inspect.summary import summarise
 
 from .support.commands import run
 from .support.pages import HOSTILE, Made, write
-from .support.runs import PICTURES, Trainer
+from .support.runs import IMAGES, Trainer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the pages are not tried in a browser: no playwright")
 
@@ -133,7 +133,7 @@ def sample(i: int, **changes: Any) -> list[Any]:
     """A row of the list, as `document.sample_row` makes it."""
     row = {"key": f"{i * 0x9E3779B97F4A7C15 % 2**128:032x}", "name": f"photo-{i}", "prompt": f"Edit number {i}."}
     row |= {"sizes": [[320, 224], [256, 256]], "text_tokens": 20 + i % 7, "image_tokens": 536, "edit_mask_from": None}
-    row |= {"recipe": "default", "pictures": []} | changes
+    row |= {"recipe": "default", "images": []} | changes
     return [row[column] for column in COLUMNS]
 
 
@@ -157,7 +157,7 @@ ROWS = [
         sizes=[[512, 512]] if i % 5 == 0 else [[320, 224], [256, 256]],
         recipe="other" if i % 3 == 0 else "default",
         prompt=f"Turn the sky of {i} to GOLD" if i % 10 == 7 else LONG if i == 99 else f"Edit number {i}.",
-        pictures=[["control", picture("teal")], ["target", picture("olive")]] if i % 50 == 1 else [],
+        images=[["control", picture("teal")], ["target", picture("olive")]] if i % 50 == 1 else [],
         edit_mask_from="file" if i % 4 == 0 else None,
     )
     for i in range(250)
@@ -175,9 +175,9 @@ def many(overview: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def report(built: Built, tiny_model: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a real run with decoded pictures; its log goes on, so that there is a mean over steps as well."""
+    """Of a real run with decoded images; its log goes on, so that there is a mean over steps as well."""
     train = Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path_factory.mktemp("run"))
-    out = train(settings=PICTURES, validation__validation_steps=1)
+    out = train(settings=IMAGES, validation__validation_steps=1)
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     logged = [json.loads(line) for line in lines]
     for step in range(3, 301):
@@ -340,7 +340,7 @@ def test_the_numbers_under_the_pointer_are_those_of_the_metrics(browser: Any, re
                 assert (number(at.inner_text()), chart.locator(".rule").get_attribute("d")) == (300, None)
 
 
-def test_pictures_of_a_sample_lie_in_a_row(browser: Any, report: Path) -> None:
+def test_images_of_a_sample_lie_in_a_row(browser: Any, report: Path) -> None:
     with opened(browser, report) as shown:
         for card in shown.locator("article").all():
             boxes = [image.bounding_box() for image in card.locator("img").all()]

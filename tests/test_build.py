@@ -623,7 +623,7 @@ def test_every_problem_is_listed_before_anything_is_encoded(
     damaged = pairs / "target_images" / "cup.png"
     damaged.write_bytes(damaged.read_bytes()[:-500])
     result = build(pairs, out, model)
-    failing(result, "3 problems", "china", "flower", "empty", "cup.png: the picture is damaged", "nothing was encoded")
+    failing(result, "3 problems", "china", "flower", "empty", "cup.png: the image is damaged", "nothing was encoded")
     assert not fast
     assert not (out / "cache.json").exists()
     assert build(pairs, out, model, "--on-error", "skip").code == 0
@@ -720,7 +720,7 @@ def test_a_prompt_that_stands_for_pixels_is_refused(pairs: Path, tmp_path: Path,
 
 def test_too_many_controls_for_the_pipeline(pairs: Path, tmp_path: Path, tiny_model: TinyModel) -> None:
     result = build(pairs, tmp_path / "shards", tiny_model("edit"))
-    failing(result, "cat: QwenImageEditPipeline takes 1 control picture, found 2")
+    failing(result, "cat: QwenImageEditPipeline takes 1 control image, found 2")
 
 
 def test_check_turns_a_stale_cache_into_an_exit_code(

@@ -16,11 +16,11 @@ from qwen_cache import open_cache
 
 from .support.commands import refused, run
 from .support.judge import stock_pipeline
-from .support.runs import PICTURES, Trainer
+from .support.runs import IMAGES, Trainer
 
 
 @torch.no_grad()
-def stock_picture(model: Path, latents: torch.Tensor, h: int, w: int) -> np.ndarray:  # type: ignore[type-arg]
+def stock_image(model: Path, latents: torch.Tensor, h: int, w: int) -> np.ndarray:  # type: ignore[type-arg]
     """The last lines of the stock pipelines."""
     pipeline = stock_pipeline(model, "edit-plus")
     vae, size = pipeline.vae, (16 * h, 16 * w)
@@ -31,9 +31,9 @@ def stock_picture(model: Path, latents: torch.Tensor, h: int, w: int) -> np.ndar
     return np.asarray(pipeline.image_processor.postprocess(image, output_type="pil")[0])
 
 
-def test_pictures_are_the_stock_pipelines_bit_for_bit(train: Trainer) -> None:
+def test_images_are_the_stock_pipelines_bit_for_bit(train: Trainer) -> None:
     """Those that were drawn, and, for comparison, the target and all controls out of the cache."""
-    out = train(settings=PICTURES)
+    out = train(settings=IMAGES)
     result = run("qwen-train", "decode", out)
     assert result.code == 0, result.stderr
     folder, cache, decoded = out / "validation", open_cache(train.cache), 0
@@ -43,16 +43,16 @@ def test_pictures_are_the_stock_pipelines_bit_for_bit(train: Trainer) -> None:
         for i, (_, h, w) in enumerate(shapes):
             part, latents = latents[: h * w], latents[h * w :]
             png = file.with_name(f"{file.stem}{f'-{i + 1}' if i else ''}.png")
-            assert np.array_equal(np.asarray(Image.open(png)), stock_picture(train.model, part, h, w)), png
+            assert np.array_equal(np.asarray(Image.open(png)), stock_image(train.model, part, h, w)), png
             decoded += 1
         assert not len(latents)
     assert decoded == len(list(folder.rglob("*.png"))) == 2 * 3 + 3  # one of the two samples has a second control
-    assert f"{decoded} new pictures in {out}" in result.stderr
+    assert f"{decoded} new images in {out}" in result.stderr
 
 
 @pytest.mark.slow
 def test_what_is_there_is_not_made_again(train: Trainer) -> None:
-    out = train(settings=PICTURES)
+    out = train(settings=IMAGES)
     assert run("qwen-train", "decode", out).code == 0
     pngs = sorted(out.rglob("*.png"))
     kept, gone = pngs[0], pngs[-1]
@@ -60,7 +60,7 @@ def test_what_is_there_is_not_made_again(train: Trainer) -> None:
     gone.unlink()
     kept.write_bytes(b"mine")
     result = run("qwen-train", "decode", out)
-    assert "1 new picture in" in result.stderr
+    assert "1 new image in" in result.stderr
     assert gone.read_bytes() == expected
     assert kept.read_bytes() == b"mine"
     assert f"{kept.name} cannot be read" in (out / "report.html").read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def test_what_is_there_is_not_made_again(train: Trainer) -> None:
 
 @pytest.mark.slow
 def test_a_folder_of_latents_and_another_model_can_be_named(train: Trainer) -> None:
-    out = train(settings=PICTURES)
+    out = train(settings=IMAGES)
     step = out / "validation" / "step-1"
     refused(run("qwen-train", "decode", step), "no model is named", "--model")
     result = run("qwen-train", "decode", step, "--model", train.model, "--vae-device", "cpu")
@@ -90,20 +90,20 @@ def test_files_that_are_no_latents_of_a_run_are_named(train: Trainer, damage: st
     if damage == "cut off":
         path.write_bytes(path.read_bytes()[:100])
     result = run("qwen-train", "decode", path.parent, "--model", train.model)
-    refused(result, str(path), "do not fill their pictures" if "other" in damage else "not latents that a run left")
+    refused(result, str(path), "do not fill their images" if "other" in damage else "not latents that a run left")
     assert "remove" not in result.stderr, "it may be anything"
 
 
-def test_a_run_without_pictures_says_so_and_its_weights_are_left_alone(train: Trainer) -> None:
+def test_a_run_without_images_says_so_and_its_weights_are_left_alone(train: Trainer) -> None:
     out = train(train__max_steps=1)
     result = run("qwen-train", "decode", out)
-    refused(result, f"{out}: this run drew no pictures", "set validation.num_images")
+    refused(result, f"{out}: this run drew no images", "set validation.num_images")
     assert ".safetensors" not in result.stderr
 
 
 @pytest.mark.slow
 def test_one_file_of_latents_can_be_named(train: Trainer) -> None:
-    out = train(settings=PICTURES)
+    out = train(settings=IMAGES)
     file = sorted((out / "validation" / "step-2").glob("*.safetensors"))[0]
     result = run("qwen-train", "decode", file, "--model", train.model)
     assert result.code == 0, result.stderr

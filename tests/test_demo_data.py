@@ -34,7 +34,7 @@ def demo(tool, tmp_path_factory) -> Path:
 
 
 def picture(folder: Path, name: str) -> Image.Image:
-    """The one picture of that name, as it is stored."""
+    """The one image of that name, as it is stored."""
     (path,) = (path for path in folder.glob(f"{name}.*") if path.suffix != ".txt")
     with Image.open(path) as image:
         return image.copy()

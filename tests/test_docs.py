@@ -65,7 +65,7 @@ SMALL = {
 }
 """What qwen.yaml says wherever a page does not."""
 PAIR = {"image_path": "target", "control_path": "control"}
-"""Columns of a table as other trainers have them, and where the pictures lie."""
+"""Columns of a table as other trainers have them, and where the images lie."""
 MARK = r"<!-- not run: [^\n]+ -->\n"
 BLOCK = re.compile(rf"^(?P<mark>{MARK})?```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 

@@ -264,7 +264,7 @@ def test_a_version_that_is_no_number_is_somebodys_own_build(monkeypatch: pytest.
 def test_every_extra_and_every_tracker_is_known() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert set(extras.EXTRAS) == set(project["optional-dependencies"]) - {"all", "demo", "docs", "bench", "dev"}
-    known = get_args(LoggingConfig.model_fields["tracker"].annotation)
+    known = get_args(LoggingConfig.model_fields["report_to"].annotation)
     assert (*doctor.TRACKERS, "none") == known
 
 

@@ -1,6 +1,6 @@
-"""A picture drawn out of the cache is the one that the stock pipeline draws of the pictures and the prompt.
+"""An image drawn out of the cache is the one that the stock pipeline draws of the images and the prompt.
 
-The judge is the stock pipeline from the original pictures, at the sizes of the cache. The cache's encoders differ from
+The judge is the stock pipeline from the original images, at the sizes of the cache. The cache's encoders differ from
 the pipeline's within the rounding (one frame of the VAE in two dimensions, the prompt on a kept prefix); where exactly
 the cached rows are put in their place, what is drawn is the same bit for bit.
 """
@@ -20,7 +20,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwen
 from torch import Tensor
 
 from qwen_cache import open_cache
-from qwen_cache.encode.decode import decode_pictures, load_vae
+from qwen_cache.encode.decode import decode_images, load_vae
 from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.models.folder import open_model
@@ -75,9 +75,9 @@ def cached(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> C
 
 
 def stock(pipeline: Any, sample: Sample, it: Case, **arguments: Any) -> Any:
-    """What the pipeline ends with, of the pictures, at the target's size."""
-    one_picture = len(it.controls) == 1
-    pictures = {"image": it.controls[0] if one_picture else list(it.controls)} if it.controls else {}
+    """What the pipeline ends with, of the images, at the target's size."""
+    one_image = len(it.controls) == 1
+    pictures = {"image": it.controls[0] if one_image else list(it.controls)} if it.controls else {}
     given = {"prompt": it.prompt} if "prompt_embeds" not in arguments else {}
     _, h, w = sample.img_shapes[0]
     return pipeline(
@@ -107,7 +107,7 @@ def ours(pipeline: Any, sample: Sample, dtype: torch.dtype = torch.float32, **ar
 @pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("variant", CASES)
-def test_it_is_the_stock_pipelines_of_the_pictures_and_the_prompt(
+def test_it_is_the_stock_pipelines_of_the_images_and_the_prompt(
     variant: str, guidance: float, cached: Callable[..., tuple[Sample, Any]], small_areas: None
 ) -> None:
     sample, pipeline = cached(variant)
@@ -180,7 +180,7 @@ def test_each_step_is_told_and_may_be_the_last(cached: Callable[..., tuple[Sampl
     assert torch.equal(stopped, after[1][0])
 
 
-def test_a_transformer_that_draws_a_second_picture_begins_anew(cached: Callable[..., tuple[Sample, Any]]) -> None:
+def test_a_transformer_that_draws_a_second_image_begins_anew(cached: Callable[..., tuple[Sample, Any]]) -> None:
     """With one scheduler for all of them."""
     sample, pipeline = cached("edit")
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)
@@ -209,29 +209,29 @@ def test_the_negative_prompt_decides_about_guidance_as_in_the_pipelines() -> Non
         guidance_from_cache("blurry", 4.0)
 
 
-def test_the_picture_is_the_stock_pipelines(
+def test_the_image_is_the_stock_pipelines(
     cached: Callable[..., tuple[Sample, Any]], tiny_model: TinyModel, small_areas: None
 ) -> None:
     sample, pipeline = cached("edit-plus")
     vae = load_vae(open_model(str(tiny_model("edit-plus")), ("vae",)), CPU, torch.float32)
-    (found,) = decode_pictures(vae, ours(pipeline, sample), sample.img_shapes[:1])
+    (found,) = decode_images(vae, ours(pipeline, sample), sample.img_shapes[:1])
     expected = stock(pipeline, sample, CASES["edit-plus"], output_type="pil")
     assert np.abs(np.asarray(found).astype(int) - np.asarray(expected)).max() <= 1
     other = stock(pipeline, sample, CASES["edit-plus"], output_type="pil", prompt="another")
     assert np.abs(np.asarray(found).astype(int) - np.asarray(other)).max() > 1
 
 
-def test_cached_latents_of_several_pictures_are_decoded_each_by_itself(
+def test_cached_latents_of_several_images_are_decoded_each_by_itself(
     cached: Callable[..., tuple[Sample, Any]], tiny_model: TinyModel
 ) -> None:
-    """To show the controls beside what was drawn; the tiny VAE keeps a coarse picture."""
+    """To show the controls beside what was drawn; the tiny VAE keeps a coarse image."""
     sample, _ = cached("edit-plus")
     vae = load_vae(open_model(str(tiny_model("edit-plus")), ("vae",)), CPU, torch.float32)
-    decoded = decode_pictures(vae, sample["control_latents"], sample.img_shapes[1:])
-    assert [picture.size for picture in decoded] == [(16 * w, 16 * h) for _, h, w in sample.img_shapes[1:]]
-    for picture, control in zip(decoded, CASES["edit-plus"].controls, strict=True):
+    decoded = decode_images(vae, sample["control_latents"], sample.img_shapes[1:])
+    assert [image.size for image in decoded] == [(16 * w, 16 * h) for _, h, w in sample.img_shapes[1:]]
+    for image, control in zip(decoded, CASES["edit-plus"].controls, strict=True):
         errors = [
-            np.abs(np.asarray(picture).astype(int) - np.asarray(other.resize(picture.size))).mean()
+            np.abs(np.asarray(image).astype(int) - np.asarray(other.resize(image.size))).mean()
             for other in (control, *CASES["edit-plus"].controls)
         ]
         assert errors[0] == min(errors)

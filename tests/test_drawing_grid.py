@@ -1,4 +1,4 @@
-"""A grid shows the very pictures that it was given, each in its place, and every word of the captions."""
+"""A grid shows the very images that it was given, each in its place, and every word of the captions."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def overlap(a: Box, b: Box) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
-def ink(picture: Image.Image) -> Box | None:
+def ink(image: Image.Image) -> Box | None:
     """The box of all that is not background."""
-    return ImageChops.difference(picture, Image.new("RGB", picture.size, grid.BACKGROUND)).getbbox()
+    return ImageChops.difference(image, Image.new("RGB", image.size, grid.BACKGROUND)).getbbox()
 
 
-# ---- pictures --------------------------------------------------------------------------------------------------------
+# ---- images --------------------------------------------------------------------------------------------------------
 
 
-def test_every_picture_is_there_unchanged_in_order_and_alone() -> None:
+def test_every_image_is_there_unchanged_in_order_and_alone() -> None:
     a, b = landscape(), portrait()
     rows = [
         Row((a, b), ImageOps.invert(a), ImageOps.mirror(a), ImageOps.flip(a)),
@@ -66,14 +66,14 @@ def test_every_picture_is_there_unchanged_in_order_and_alone() -> None:
 def test_thumbnails_are_no_higher_than_asked_and_no_more_than_twice_their_size(
     given: tuple[int, int], shown: tuple[int, int]
 ) -> None:
-    picture = photograph("china.jpg").resize(given)
-    whole = compare_grid([Row(with_lora=picture)], ["x"])
-    x0, y0, x1, y1 = box_of(picture.resize(shown, LANCZOS), whole)
+    image = photograph("china.jpg").resize(given)
+    whole = compare_grid([Row(with_lora=image)], ["x"])
+    x0, y0, x1, y1 = box_of(image.resize(shown, LANCZOS), whole)
     assert (x1 - x0, y1 - y0) == shown
-    assert compare_grid([Row(with_lora=picture)], ["x"], height=90).height < 90 + 150
+    assert compare_grid([Row(with_lora=image)], ["x"], height=90).height < 90 + 150
 
 
-def test_a_small_picture_stands_in_the_middle_of_its_row() -> None:
+def test_a_small_image_stands_in_the_middle_of_its_row() -> None:
     small, large = photograph("china.jpg").resize((60, 40)), landscape()
     whole = compare_grid([Row((small,), with_lora=large)], ["x"])
     s, b = box_of(small.resize((120, 80), LANCZOS), whole), box_of(large, whole)
@@ -92,13 +92,13 @@ def test_columns_that_no_row_fills_are_left_out() -> None:
     assert one.width > 3 * a.width
 
 
-def test_pictures_of_any_mode_are_shown() -> None:
+def test_images_of_any_mode_are_shown() -> None:
     a = landscape()
     for mode in ("L", "RGBA", "P", "1", "CMYK"):
         box_of(a.convert(mode).convert("RGB"), compare_grid([Row(target=a.convert(mode))], [mode]))
 
 
-def test_a_grid_of_nothing_is_still_a_picture() -> None:
+def test_a_grid_of_nothing_is_still_an_image() -> None:
     assert compare_grid([], []).width > 0
     assert compare_grid([Row()], ["nothing was drawn"]).height > compare_grid([], []).height
 

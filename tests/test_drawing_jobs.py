@@ -1,4 +1,4 @@
-"""Many pictures in one go: nothing is drawn twice, nothing of others is overwritten, and a kill costs one picture."""
+"""Many images in one go: nothing is drawn twice, nothing of others is overwritten, and a kill costs one image."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from PIL import Image
 from qwen_cache.errors import QwenCacheError
 from qwen_cache.settings.data import DataConfig
 from qwen_cache.sources.places import File
-from qwen_train.inference.jobs import Done, Job, jobs_of, jobs_of_prompts, pictures_of, run_jobs
+from qwen_train.inference.jobs import Done, Job, images_of, jobs_of, jobs_of_prompts, run_jobs
 
 from .support.caches import contents
 from .support.crash import Crash, crash_after
@@ -28,7 +28,7 @@ ABOUT = {"model": "tiny", "seed": 3, "true_cfg_scale": 4.0, "lora": None}
 
 @dataclass
 class Drawing:
-    """Stands for the model: what it draws follows from prompt and pictures, and it counts what it was asked."""
+    """Stands for the model: what it draws follows from prompt and images, and it counts what it was asked."""
 
     out: Path
     drawn: list[str] = field(default_factory=list)
@@ -38,8 +38,8 @@ class Drawing:
         if job.name == self.dies_at:
             raise Crash
         self.drawn.append(job.name)
-        picture = pictures_of(job)[0] if job.controls else Image.new("RGB", (16, 16))
-        return picture.rotate(len(job.prompt))
+        image = images_of(job)[0] if job.controls else Image.new("RGB", (16, 16))
+        return image.rotate(len(job.prompt))
 
     def run(self, jobs: list[Job], about: Mapping[str, Any] = ABOUT) -> tuple[Done, list[str]]:
         """What became of the jobs, and which were drawn."""
@@ -53,7 +53,7 @@ def drawing(tmp_path: Path) -> Drawing:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> list[Path]:
+def images(tmp_path: Path) -> list[Path]:
     paths = [tmp_path / name for name in ("china.jpg", "flower.jpg")]
     for path in paths:
         photograph(path.name).resize((40, 30)).save(path, quality=95)
@@ -61,8 +61,8 @@ def pictures(tmp_path: Path) -> list[Path]:
 
 
 @pytest.fixture
-def jobs(pictures: list[Path]) -> list[Job]:
-    return [Job(name, (File(pictures[0]),), f"turn it {name}") for name in ("a", "b", "folder/c", "folder/d#2")]
+def jobs(images: list[Path]) -> list[Job]:
+    return [Job(name, (File(images[0]),), f"turn it {name}") for name in ("a", "b", "folder/c", "folder/d#2")]
 
 
 def refusal(action: Callable[[], object]) -> str:
@@ -74,7 +74,7 @@ def refusal(action: Callable[[], object]) -> str:
 # ---- what is written, and what is not again --------------------------------------------------------------------------
 
 
-def test_each_picture_is_written_as_it_was_drawn(drawing: Drawing, jobs: list[Job]) -> None:
+def test_each_image_is_written_as_it_was_drawn(drawing: Drawing, jobs: list[Job]) -> None:
     done, drawn = drawing.run(jobs)
     names = ["a", "b", "folder/c", "folder/d#2"]
     assert drawn == names
@@ -107,7 +107,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(drawing: Drawing, jobs: list
     assert contents(drawing.out) == contents(expected.out)
 
 
-def test_a_kill_while_writing_leaves_no_half_picture(drawing: Drawing, jobs: list[Job], tmp_path: Path) -> None:
+def test_a_kill_while_writing_leaves_no_half_image(drawing: Drawing, jobs: list[Job], tmp_path: Path) -> None:
     """At each of the operations that change what is on disk."""
     expected = Drawing(tmp_path / "whole")
     expected.run(jobs)
@@ -123,16 +123,16 @@ def test_a_kill_while_writing_leaves_no_half_picture(drawing: Drawing, jobs: lis
         assert contents(drawing.out) == contents(expected.out)
 
 
-@pytest.mark.parametrize("change", ["prompt", "picture", "order", "setting", "settings"])
-def test_what_decides_a_picture_draws_it_anew_and_no_other(change: str, drawing: Drawing, pictures: list[Path]) -> None:
-    one, two = (File(path) for path in pictures)
+@pytest.mark.parametrize("change", ["prompt", "image", "order", "setting", "settings"])
+def test_what_decides_an_image_draws_it_anew_and_no_other(change: str, drawing: Drawing, images: list[Path]) -> None:
+    one, two = (File(path) for path in images)
     jobs = [Job("a", (one, two), "x"), Job("b", (two,), "x"), Job("c", (), "y")]
     drawing.run(jobs)
     about = dict(ABOUT)
     if change == "prompt":
         jobs[0] = replace(jobs[0], prompt="x.")
-    elif change == "picture":
-        photograph("chelsea.png").resize((40, 30)).save(pictures[0])
+    elif change == "image":
+        photograph("chelsea.png").resize((40, 30)).save(images[0])
     elif change == "order":
         jobs[0] = replace(jobs[0], controls=(two, one))
     else:
@@ -150,7 +150,7 @@ def test_neither_the_target_nor_the_order_of_settings_decides(drawing: Drawing, 
 
 
 @pytest.mark.parametrize("damage", ["cut off", "nearly whole", "another byte"])
-def test_a_damaged_picture_of_ours_is_drawn_anew(damage: str, drawing: Drawing, jobs: list[Job]) -> None:
+def test_a_damaged_image_of_ours_is_drawn_anew(damage: str, drawing: Drawing, jobs: list[Job]) -> None:
     drawing.run(jobs)
     path = drawing.out / "b.png"
     whole = path.read_bytes()
@@ -170,7 +170,7 @@ def test_a_damaged_picture_of_ours_is_drawn_anew(damage: str, drawing: Drawing, 
 
 @pytest.mark.parametrize("foreign", ["png", "jpeg", "text", "empty", "folder", "link"])
 def test_what_was_not_made_here_is_refused_before_anything_is_drawn(
-    foreign: str, drawing: Drawing, jobs: list[Job], pictures: list[Path]
+    foreign: str, drawing: Drawing, jobs: list[Job], images: list[Path]
 ) -> None:
     path = drawing.out / "folder" / "c.png"
     path.parent.mkdir(parents=True)
@@ -196,7 +196,7 @@ def test_what_was_not_made_here_is_refused_before_anything_is_drawn(
 )
 def test_a_name_that_leads_elsewhere_is_refused(name: str, drawing: Drawing, jobs: list[Job]) -> None:
     message = refusal(lambda: drawing.run([*jobs, replace(jobs[0], name=name)]))
-    assert message.startswith(f"{name!r}: this name does not stay in the folder of the pictures")
+    assert message.startswith(f"{name!r}: this name does not stay in the folder of the images")
     assert drawing.drawn == []
     assert not drawing.out.exists()
 
@@ -209,7 +209,7 @@ def test_a_name_too_long_for_a_file_is_refused(drawing: Drawing, jobs: list[Job]
 @pytest.mark.parametrize("names", [("a", "a"), ("Folder/a", "folder/A")])
 def test_names_of_one_file_are_refused(names: tuple[str, str], drawing: Drawing, jobs: list[Job]) -> None:
     message = refusal(lambda: drawing.run([replace(jobs[0], name=name) for name in names]))
-    assert f"two pictures would have the same file (found {names[0]} and {names[1]})" in message
+    assert f"two images would have the same file (found {names[0]} and {names[1]})" in message
     assert drawing.drawn == []
 
 
@@ -224,26 +224,26 @@ def test_a_file_in_the_way_of_a_folder_is_refused(drawing: Drawing, jobs: list[J
     assert drawing.drawn == []
 
 
-# ---- pictures that cannot be read ------------------------------------------------------------------------------------
+# ---- images that cannot be read ------------------------------------------------------------------------------------
 
 
-def test_pictures_that_cannot_be_read_are_reported_and_the_others_drawn(
+def test_images_that_cannot_be_read_are_reported_and_the_others_drawn(
     drawing: Drawing, jobs: list[Job], tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken.png"
-    broken.write_bytes(b"no picture")
+    broken.write_bytes(b"no image")
     missing = replace(jobs[1], controls=(File(tmp_path / "gone.png"),))
     done, _ = drawing.run([jobs[0], missing, replace(jobs[2], controls=(File(broken),)), jobs[3]])
     assert [path.stem for path in done.written] == ["a", "d#2"]
     assert [(problem.where, problem.what.split(" (")[0]) for problem in done.failed] == [
         (f"b: {tmp_path / 'gone.png'}", "the file does not exist"),
-        (f"folder/c: {broken}", "this is not a picture that Pillow can read"),
+        (f"folder/c: {broken}", "this is not an image that Pillow can read"),
     ]
     assert drawing.run(jobs)[1] == ["b", "folder/c"]
 
 
 def test_other_errors_stop_everything(drawing: Drawing, jobs: list[Job]) -> None:
-    """Such as too little memory, which the next picture would not have either."""
+    """Such as too little memory, which the next image would not have either."""
     with pytest.raises(MemoryError):
         run_jobs(jobs, lambda job: (_ for _ in ()).throw(MemoryError), drawing.out, ABOUT)
 
@@ -256,11 +256,11 @@ def test_jobs_of_a_folder_of_pairs(pairs: Path) -> None:
     assert problems == []
     assert [(job.name, len(job.controls)) for job in jobs] == [("cat", 2), ("china", 1), ("cup", 1), ("flower", 1)]
     cat = jobs[0]
-    assert cat.prompt == "mirror the cat, 然后 keep the second picture's light"
+    assert cat.prompt == "mirror the cat, 然后 keep the second image's light"
     assert cat.controls[1].read() == (pairs / "control_images" / "cat_control_1.png").read_bytes()
     assert cat.target is not None
     assert cat.target.read() == (pairs / "target_images" / "cat.png").read_bytes()
-    assert [picture.size for picture in pictures_of(cat)] == [(120, 120), (160, 107)]
+    assert [image.size for image in images_of(cat)] == [(120, 120), (160, 107)]
 
 
 def test_without_a_target_there_is_none_to_compare_with(pairs: Path) -> None:
@@ -290,10 +290,10 @@ def test_jobs_of_a_table_name_the_rows_that_cannot_be_used(pairs: Path, drawing:
     assert [path.name for path in drawing.run(jobs)[0].written] == ["cat.png", "cat#2.png"]
 
 
-def test_several_prompts_about_the_same_pictures(pictures: list[Path], drawing: Drawing) -> None:
-    jobs = jobs_of_prompts("out", pictures, ["one", "two", "one"])
+def test_several_prompts_about_the_same_images(images: list[Path], drawing: Drawing) -> None:
+    jobs = jobs_of_prompts("out", images, ["one", "two", "one"])
     assert [job.name for job in jobs] == ["out-1", "out-2", "out-3"]
     assert [job.prompt for job in jobs] == ["one", "two", "one"]
-    assert all([picture.read() for picture in job.controls] == [p.read_bytes() for p in pictures] for job in jobs)
+    assert all([image.read() for image in job.controls] == [p.read_bytes() for p in images] for job in jobs)
     assert len(drawing.run(jobs)[0].written) == 3
-    assert [job.name for job in jobs_of_prompts("out", pictures, ["one"])] == ["out"]
+    assert [job.name for job in jobs_of_prompts("out", images, ["one"])] == ["out"]

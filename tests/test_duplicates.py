@@ -24,35 +24,35 @@ from .support.photographs import photograph
 PHOTOGRAPHS = ("china.jpg", "flower.jpg", "chelsea.png", "coffee.png", "rocket.jpg", "astronaut.png")
 
 
-def saved(picture: Image.Image, quality: int) -> Image.Image:
+def saved(image: Image.Image, quality: int) -> Image.Image:
     data = BytesIO()
-    picture.save(data, "JPEG", quality=quality)
+    image.save(data, "JPEG", quality=quality)
     return Image.open(data)
 
 
-def cropped(picture: Image.Image, share: float) -> Image.Image:
-    x, y = round(picture.width * share), round(picture.height * share)
-    return picture.crop((x, y, picture.width - x, picture.height - y))
+def cropped(image: Image.Image, share: float) -> Image.Image:
+    x, y = round(image.width * share), round(image.height * share)
+    return image.crop((x, y, image.width - x, image.height - y))
 
 
 CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
-    "compressed": lambda picture: saved(picture, 20),
-    "smaller": lambda picture: picture.resize((picture.width // 2, picture.height // 2)),
-    "tiny": lambda picture: picture.resize((picture.width // 8, picture.height // 8)),
-    "darker": lambda picture: ImageEnhance.Brightness(picture).enhance(0.5),
-    "brighter": lambda picture: ImageEnhance.Brightness(picture).enhance(1.1),
-    "softer": lambda picture: ImageEnhance.Contrast(picture).enhance(0.7),
-    "harder": lambda picture: ImageEnhance.Contrast(picture).enhance(1.2),
-    "grey": lambda picture: picture.convert("L"),
-    "cropped": lambda picture: cropped(picture, 0.005),
-    "all at once": lambda picture: saved(cropped(ImageEnhance.Brightness(picture).enhance(0.8), 0.005), 30),
+    "compressed": lambda image: saved(image, 20),
+    "smaller": lambda image: image.resize((image.width // 2, image.height // 2)),
+    "tiny": lambda image: image.resize((image.width // 8, image.height // 8)),
+    "darker": lambda image: ImageEnhance.Brightness(image).enhance(0.5),
+    "brighter": lambda image: ImageEnhance.Brightness(image).enhance(1.1),
+    "softer": lambda image: ImageEnhance.Contrast(image).enhance(0.7),
+    "harder": lambda image: ImageEnhance.Contrast(image).enhance(1.2),
+    "grey": lambda image: image.convert("L"),
+    "cropped": lambda image: cropped(image, 0.005),
+    "all at once": lambda image: saved(cropped(ImageEnhance.Brightness(image).enhance(0.8), 0.005), 30),
 }
 
 
-def seen(picture: Image.Image) -> Look:
+def seen(image: Image.Image) -> Look:
     """As from its thumbnail in a cache."""
-    shape = (1, max(1, picture.height // 16), max(1, picture.width // 16))
-    return look(cut_thumbnails(join_thumbnails([thumbnail(picture.convert("RGB"), shape)]) or b"", [shape], "here")[0])
+    shape = (1, max(1, image.height // 16), max(1, image.width // 16))
+    return look(cut_thumbnails(join_thumbnails([thumbnail(image.convert("RGB"), shape)]) or b"", [shape], "here")[0])
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -94,25 +94,25 @@ def nothing(random: np.random.Generator, draw: ImageDraw.ImageDraw) -> None:
 def test_a_ground_in_common_makes_no_duplicates(painted: Callable[..., None], turned: int) -> None:
     random, looks = np.random.default_rng(0), []
     for _ in range(100):
-        picture = Image.new("RGB", (192, 192), "white")
-        painted(random, ImageDraw.Draw(picture))
-        looks.append(seen(picture.rotate(turned)))
+        image = Image.new("RGB", (192, 192), "white")
+        painted(random, ImageDraw.Draw(image))
+        looks.append(seen(image.rotate(turned)))
     assert sum(map(len, alike(looks))) <= 4  # of a hundred at random, a few are
 
 
 def test_the_colour_tells_shapes_apart() -> None:
     shapes = []
     for colour in ("red", "green", "blue", "gold"):
-        picture = Image.new("RGB", (192, 192), "white")
-        ImageDraw.Draw(picture).ellipse((40, 50, 140, 130), fill=colour)
-        shapes.append(seen(picture))
+        image = Image.new("RGB", (192, 192), "white")
+        ImageDraw.Draw(image).ellipse((40, 50, 140, 130), fill=colour)
+        shapes.append(seen(image))
     assert alike(shapes) == []
-    assert alike([*shapes, seen(saved(picture, 30))]) == [[3, 4]]
-    assert alike([shapes[0], seen(picture.convert("L"))]) == [[0, 1]]
+    assert alike([*shapes, seen(saved(image, 30))]) == [[3, 4]]
+    assert alike([shapes[0], seen(image.convert("L"))]) == [[0, 1]]
 
 
 def at(angle: float, random: np.random.Generator) -> Look:
-    """A picture between two others, that many degrees from one of them."""
+    """An image between two others, that many degrees from one of them."""
     one, other = random.normal(0, 1, (2, 12, 12))
     levels = 128 + 25 * (np.cos(np.radians(angle)) * one + np.sin(np.radians(angle)) * other)
     return np.stack([levels, np.full_like(levels, 128), np.full_like(levels, 128)], axis=-1).round().astype(np.uint8)
@@ -155,9 +155,9 @@ def test_inspect_names_them_group_by_group(tmp_path: Path, tiny_model: Callable[
     }
     named["5 plain"] = named["6 plain"] = Image.new("RGB", (96, 96), "white")
     named["7 same file"] = named[f"2 {PHOTOGRAPHS[2]}"]
-    for name, picture in named.items():
-        picture.save(source / f"{name}.png")
-        (source / f"{name}.txt").write_text(f"a picture called {name}")
+    for name, image in named.items():
+        image.save(source / f"{name}.png")
+        (source / f"{name}.txt").write_text(f"an image called {name}")
     assert build(source, tmp_path / "shards", model).code == 0
     said = json.loads(run("qwen-cache", "inspect", tmp_path / "shards", "--scan", "--json").stdout)
     found = said["recipes"]["default"]["flags"]["near_duplicate"]

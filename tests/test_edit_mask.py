@@ -1,6 +1,6 @@
 """Edit masks and attention in a cache: those of the source, by difference, or by a head; the phrase in the key.
 
-The judges: the difference of the very pictures, and one pass of FrozenQwen over them, which is held to eager attention
+The judges: the difference of the very images, and one pass of FrozenQwen over them, which is held to eager attention
 elsewhere.
 """
 
@@ -39,7 +39,7 @@ from .support.commands import Result, run
 from .support.photographs import photograph
 
 TinyModel = Callable[[str], Path]
-SIZE = (128, 128)  # of pictures, as the VAE sees them; the text encoder makes 5×5 tokens of one
+SIZE = (128, 128)  # of images, as the VAE sees them; the text encoder makes 5×5 tokens of one
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_a_mask_of_the_source_wins_and_what_has_no_place_has_no_mask(
     }
 
 
-def test_the_difference_is_that_of_the_pictures_the_vae_sees(cache: Callable[..., Cache], source: Path) -> None:
+def test_the_difference_is_that_of_the_images_the_vae_sees(cache: Callable[..., Cache], source: Path) -> None:
     sample = by_name(cache("--edit-mask", "diff"))["after/spot"]
     target, control = (Image.open(source / role / "spot.png") for role in ("after", "before"))
     expected = difference_mask(target, control).mask
@@ -149,14 +149,14 @@ def test_the_difference_is_that_of_the_pictures_the_vae_sees(cache: Callable[...
     assert np.array_equal(expected > 0.5, true > 0.5)
 
 
-def test_large_pictures_are_compared_smaller_on_the_same_cells(tmp_path: Path) -> None:
+def test_large_images_are_compared_smaller_on_the_same_cells(tmp_path: Path) -> None:
     control = photograph("coffee.png").resize((1024, 768))
     target = control.copy()
     ImageDraw.Draw(target).rectangle((256, 320, 511, 639), fill=(0, 255, 255))
     maker = MaskMaker(EditMasks("diff", None, keep_attention=False), crop=False, device=torch.device("cpu"))
     row = Row("a", "a", File(tmp_path), (File(tmp_path),), None, "")
     planned = Planned(row, Inputs("", ("",), None), "", ((1024, 768),), ((1024, 768),))
-    mask = maker.of_pictures(planned, lambda: [target, control])
+    mask = maker.of_images(planned, lambda: [target, control])
     assert mask is not None
     expected = torch.zeros(48, 64)
     expected[20:40, 16:32] = 1
@@ -179,7 +179,7 @@ def test_another_origin_is_another_recipe(cache: Callable[..., Cache], build: Ca
 
 
 def looked(model: Path, source: Path, name: str, text: str) -> torch.Tensor:
-    """One pass over picture and prompt."""
+    """One pass over image and prompt."""
     folder = open_model(str(model), ("text_encoder", "tokenizer", "processor"))
     whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder.part("text_encoder"), dtype=torch.float32)
     qwen = FrozenQwen(whole, load_processor(folder), template=TEMPLATES[folder.pipeline])
@@ -190,7 +190,7 @@ def looked(model: Path, source: Path, name: str, text: str) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batched", [(), ("--set", "cache.text_batch_tokens=4096")])
-def test_attention_is_what_one_pass_over_picture_and_prompt_has(
+def test_attention_is_what_one_pass_over_image_and_prompt_has(
     cache: Callable[..., Cache], source: Path, tiny_model: TinyModel, batched: tuple[str, ...]
 ) -> None:
     edit_rows(source, lambda row: row.update(prompt=row["prompt"].replace("the ", "the [[") + "]]"))
@@ -334,8 +334,8 @@ def test_without_its_attention_a_sample_is_encoded_again(
         (("--edit-mask", "head=nowhere"), "edit-plus", "nowhere: this is not a mask head that can be used"),
         (("--edit-mask", "guess"), "edit-plus", "data.edit_mask"),
         (("--edit-mask", "diff=head.safetensors"), "edit-plus", "--edit-mask diff takes no head"),
-        (("--edit-mask", "diff"), "t2i", "data.edit_mask=diff needs control pictures, and QwenImagePipeline has none"),
-        (("--set", "cache.store_attention=true"), "t2i", "cache.store_attention needs control pictures"),
+        (("--edit-mask", "diff"), "t2i", "data.edit_mask=diff needs control images, and QwenImagePipeline has none"),
+        (("--set", "cache.store_attention=true"), "t2i", "cache.store_attention needs control images"),
         (("--edit-mask", "diff", "--format", "v1"), "edit-plus", "format v1 has no place for what data.edit_mask=diff"),
     ],
 )

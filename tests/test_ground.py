@@ -1,6 +1,6 @@
 """`qwen-cache ground`: what it writes is what FrozenQwen and the head give, and what it cannot do it says at once.
 
-The judge is the same work by hand: resize, one pass, the head, and a resize to the picture.
+The judge is the same work by hand: resize, one pass, the head, and a resize to the image.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def head(tiny_model: Callable[[str], Path], cat: Path) -> Path:
 
 @pytest.fixture
 def ground(tiny_model: Callable[[str], Path], tmp_path: Path) -> Ground:
-    """The command, with small pictures for the encoder."""
+    """The command, with small images for the encoder."""
 
     def call(*arguments: str | Path, variant: str = "edit") -> Result:
         given = ["--model", tiny_model(variant), "--set", "data.condition_image_size=12544", "--dtype", "float32"]
@@ -68,16 +68,16 @@ def ground(tiny_model: Callable[[str], Path], tmp_path: Path) -> Ground:
     return call
 
 
-def by_hand(model: Path, pictures: list[Image.Image], text: str, phrase: str | None) -> torch.Tensor:
-    """The attention on the first picture."""
+def by_hand(model: Path, images: list[Image.Image], text: str, phrase: str | None) -> torch.Tensor:
+    """The attention on the first image."""
     folder = open_model(str(model), ("text_encoder", "processor"))
     whole = load_whole(Qwen2_5_VLForConditionalGeneration, folder.part("text_encoder"), dtype=torch.float32)
     encoder = FrozenQwen(whole, load_processor(folder), template=TEMPLATES[folder.pipeline])
-    return encoder.ground(pictures, text, phrase).attention[0][0]
+    return encoder.ground(images, text, phrase).attention[0][0]
 
 
 def grey(mask: torch.Tensor, size: tuple[int, int]) -> np.ndarray:
-    """At the picture's size, in 0..255."""
+    """At the image's size, in 0..255."""
     scaled = interpolate(mask[None, None], size[::-1], mode="bilinear", antialias=True)[0, 0]
     return scaled.mul(255).numpy()
 
@@ -88,9 +88,9 @@ def scaled_cat(cat: Path) -> Image.Image:
 
 def assert_mask(path: Path, expected: np.ndarray) -> None:
     """Within one grey value."""
-    with Image.open(path) as picture:
-        assert picture.mode == "L"
-        found = np.asarray(picture, dtype=np.float32)
+    with Image.open(path) as image:
+        assert image.mode == "L"
+        found = np.asarray(image, dtype=np.float32)
     assert found.shape == expected.shape
     assert np.abs(found - expected).max() <= 1
     assert found.max() - found.min() > 100, "nothing to see"
@@ -116,14 +116,14 @@ def test_a_mask_is_what_the_head_says_of_the_phrase(
     assert_mask(cat.parent / "mask.png", grey(mask, (151, 113)))
 
 
-def test_the_mask_is_about_the_first_of_several_pictures(
+def test_the_mask_is_about_the_first_of_several_images(
     ground: Ground, tiny_model: Callable[[str], Path], cat: Path, head: Path
 ) -> None:
     china = cat.with_name("china.png")
     photograph("china.jpg").resize((90, 140)).save(china)
     assert ground("--image", cat, "--image", china, "--prompt", PROMPT, "--head", head, variant="edit-plus").code == 0
-    pictures = [scaled_cat(cat), Image.open(china).resize((96, 128), Image.Resampling.LANCZOS)]
-    attention = by_hand(tiny_model("edit-plus"), pictures, PROMPT, None)
+    images = [scaled_cat(cat), Image.open(china).resize((96, 128), Image.Resampling.LANCZOS)]
+    attention = by_hand(tiny_model("edit-plus"), images, PROMPT, None)
     assert_mask(cat.parent / "mask.png", grey(predict_mask(load_head(head)[0], attention, CELLS), (151, 113)))
 
 
@@ -153,11 +153,11 @@ def test_sam_sharpens_the_mask_of_the_head(
 
 def test_the_overlay_is_red_where_the_mask_is_and_nowhere_else(ground: Ground, cat: Path, head: Path) -> None:
     assert ground("--image", cat, "--phrase", "the cat", "--head", head).code == 0
-    mask, shown, picture = (
+    mask, shown, image = (
         np.asarray(Image.open(cat.with_name(name))).astype(int) for name in ("mask.png", "mask-overlay.png", "cat.png")
     )
-    assert (shown == picture).all(2)[mask == 0].all()
-    redder = (shown[..., 0] >= picture[..., 0]) & (shown[..., 1:] < picture[..., 1:]).any(2)
+    assert (shown == image).all(2)[mask == 0].all()
+    redder = (shown[..., 0] >= image[..., 0]) & (shown[..., 1:] < image[..., 1:]).any(2)
     assert redder[mask > 127].all()
     red = (shown == (255, 0, 0)).all(2)
     inside = np.pad(mask > 127, 1, mode="edge")
@@ -221,8 +221,8 @@ def test_refuses_what_makes_no_sense(ground: Ground, cat: Path, arguments: list[
 
 def test_refuses_another_model(ground: Ground, cat: Path) -> None:
     words = ["--image", cat, "--phrase", "cat"]
-    refused(ground(*words, variant="t2i"), cat.parent, "is shown no pictures", "name an Edit model with --model")
-    refused(ground(*words, "--image", cat), cat.parent, "takes 1 picture", "found 2", "leave out some --image")
+    refused(ground(*words, variant="t2i"), cat.parent, "is shown no images", "name an Edit model with --model")
+    refused(ground(*words, "--image", cat), cat.parent, "takes 1 image", "found 2", "leave out some --image")
 
 
 def test_refuses_a_head_of_another_encoder(ground: Ground, cat: Path) -> None:
@@ -244,13 +244,13 @@ def test_refuses_files_of_something_else(
     result = ground("--image", cat, "--phrase", "cat", "--head", head, "--sam", cat.parent)
     refused(result, cat.parent, "there is no model here", str(cat.parent))
     result = ground("--image", head, "--phrase", "cat")
-    refused(result, cat.parent, "not a picture that Pillow can read", str(head))
+    refused(result, cat.parent, "not an image that Pillow can read", str(head))
 
 
 @pytest.mark.parametrize("out", ["cat.png", "other.png"])
-def test_never_writes_over_a_picture_that_it_was_given(ground: Ground, cat: Path, out: str) -> None:
+def test_never_writes_over_an_image_that_it_was_given(ground: Ground, cat: Path, out: str) -> None:
     given = shutil.copy(cat, cat.with_name("other-overlay.png")) if out == "other.png" else cat
     before = given.read_bytes()
     result = ground("--image", given, "--phrase", "cat", "--out", cat.with_name(out))
-    refused(result, cat.parent, "a picture would be written over", str(given))
+    refused(result, cat.parent, "an image would be written over", str(given))
     assert given.read_bytes() == before

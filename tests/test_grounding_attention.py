@@ -63,13 +63,13 @@ def eager(encoder: TextEncoder) -> Any:
     return model
 
 
-def picture(size: tuple[int, int], name: str = "china.jpg") -> Image.Image:
+def image(size: tuple[int, int], name: str = "china.jpg") -> Image.Image:
     return photograph(name).resize(size)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of pictures and one prompt each, and which tokens are the phrases."""
+    """Rows of images and one prompt each, and which tokens are the phrases."""
 
     inputs: dict[str, Tensor]
     tokens: list[list[list[int]]]
@@ -83,7 +83,7 @@ def batch(
     processor.tokenizer.padding_side = padding_side
     inputs = processor(
         text=[TEMPLATE.text(prompt, len(row)) for prompt, row in zip(prompts, sizes, strict=True)],
-        images=[picture(size, name) for row in sizes for size, name in zip(row, NAMES, strict=False)],
+        images=[image(size, name) for row in sizes for size, name in zip(row, NAMES, strict=False)],
         padding=True,
         return_tensors="pt",
     )
@@ -95,8 +95,8 @@ def batch(
 
 
 CASES: dict[str, tuple[Any, ...]] = {
-    "one picture": ([[WIDE]], [PROMPT]),
-    "two pictures": ([[WIDE, TALL]], [PROMPT]),
+    "one image": ([[WIDE]], [PROMPT]),
+    "two images": ([[WIDE, TALL]], [PROMPT]),
     "padding on the right": ([[TALL], [WIDE, TALL], [SQUARE]], [PROMPT, "mirror it", "make it a painting by Klee"]),
     "padding on the left": ([[TALL], [WIDE, TALL], [SQUARE]], [PROMPT, "mirror it", "make it a painting"], "left"),
 }
@@ -120,7 +120,7 @@ def judged(eager: Any, inputs: dict[str, Tensor]) -> Any:
 
 
 def expected(output: Any, ids: Tensor, row: int, phrase: list[int], size: tuple[int, int], n: int, pad: int) -> Tensor:
-    """`[layers * heads, h, w]` of a phrase and the picture of that size, the `n` tokens before which are others'."""
+    """`[layers * heads, h, w]` of a phrase and the image of that size, the `n` tokens before which are others'."""
     width, height = size[0] // 28, size[1] // 28
     columns = (ids[row] == pad).nonzero()[n : n + height * width, 0]
     maps = [layer[row][:, phrase][..., columns].mean(1) for layer in output.attentions]
@@ -187,7 +187,7 @@ def test_max_keeps_the_largest_of_a_phrase(eager: Any, folder: ModelFolder) -> N
 def test_rows_after_a_shared_prefix_are_those_of_the_whole_input(
     encoder: TextEncoder, eager: Any, folder: ModelFolder, sizes: Any, prompts: list[str]
 ) -> None:
-    about = [encoder.inputs([picture(size) for size in row]) for row in sizes]
+    about = [encoder.inputs([image(size) for size in row]) for row in sizes]
     prefixes = encoder.read(about)
     tails = [encoder._split(prompt, len(row))[1] for prompt, row in zip(prompts, sizes, strict=True)]
     tokens = [token_positions(encoder.tokenizer, tail, [find(tail, "the red car")]) for tail in tails]
@@ -205,7 +205,7 @@ def test_rows_after_a_shared_prefix_are_those_of_the_whole_input(
         assert_rows(of_row, judged(eager, whole), case, eager.config.image_token_id, ACROSS_KERNELS)
 
 
-def test_a_picture_is_laid_out_as_the_model_places_it(encoder: TextEncoder, folder: ModelFolder) -> None:
+def test_an_image_is_laid_out_as_the_model_places_it(encoder: TextEncoder, folder: ModelFolder) -> None:
     case = batch(folder, [[WIDE, TALL]], [PROMPT])
     names = ("input_ids", "image_grid_thw", "attention_mask", "mm_token_type_ids")
     positions, _ = encoder.model.get_rope_index(**{name: case.inputs[name] for name in names})
@@ -230,10 +230,10 @@ ONE = [ImageTokens(torch.arange(70, 94), (4, 6))]
 @pytest.mark.parametrize(
     ("tokens", "images", "message"),
     [
-        ([[[120]], [[120]]], [ONE], "phrases and pictures are not of one batch"),
+        ([[[120]], [[120]]], [ONE], "phrases and images are not of one batch"),
         ([[[120]]], [[]], "row 0: no image tokens"),
         ([[[120], []]], [ONE], "row 0: a phrase has no token"),
-        ([], [], "phrases and pictures are not of one batch"),
+        ([], [], "phrases and images are not of one batch"),
         ([[[120]], [[120]]], [ONE, ONE], r"not in this pass \(expected 2 rows of more than 120 tokens, found 1 of"),
         ([[[12000]]], [ONE], r"not in this pass \(expected 1 rows of more than 12000 tokens, found 1 of"),
     ],
@@ -289,9 +289,9 @@ def test_caches_windows_and_masks_that_cannot_be_read_are_refused(encoder: TextE
 @pytest.mark.parametrize(
     ("grids", "message"),
     [
-        ([[1, 8, 10]], r"row 0, picture 2: .*expected 1 pictures, found 4 tokens"),
-        ([[1, 8, 14]], r"row 0, picture 1: .*expected 28, found 24 tokens"),
-        ([[1, 8, 12], [1, 8, 12]], r"more grids than pictures \(expected 1, found 2\)"),
+        ([[1, 8, 10]], r"row 0, image 2: .*expected 1 images, found 4 tokens"),
+        ([[1, 8, 14]], r"row 0, image 1: .*expected 28, found 24 tokens"),
+        ([[1, 8, 12], [1, 8, 12]], r"more grids than images \(expected 1, found 2\)"),
     ],
 )
 def test_counts_that_do_not_match_the_grids_are_refused(
@@ -319,7 +319,7 @@ def frozen(plain: Path) -> FrozenQwen:
 
 
 def test_frozen_qwen_grounds_what_the_whole_model_attends_to(plain: Path, frozen: FrozenQwen) -> None:
-    pictures = [picture(WIDE), picture(TALL, "flower.jpg")]
+    pictures = [image(WIDE), image(TALL, "flower.jpg")]
     found = frozen.ground(pictures, PROMPT, ["the red car", "然后"])
     assert found.image_grid == [(4, 6), (5, 3)]
     assert [maps.shape for maps in found.attention] == [(2, frozen.in_channels, 4, 6), (2, frozen.in_channels, 5, 3)]
@@ -344,23 +344,23 @@ def letters(tokenizer: Any) -> list[int]:
 
 
 def test_frozen_qwen_grounds_what_is_marked_or_else_everything(frozen: FrozenQwen) -> None:
-    marked = frozen.ground(picture(WIDE), "make [[the red car]] blue, 然后 keep the sky").attention[0]
-    assert torch.equal(marked, frozen.ground(np.asarray(picture(WIDE)), PROMPT, "the red car").attention[0])
-    everything = frozen.ground([picture(WIDE)], PROMPT)
-    assert torch.equal(everything.attention[0], frozen.ground(picture(WIDE), PROMPT, PROMPT).attention[0])
+    marked = frozen.ground(image(WIDE), "make [[the red car]] blue, 然后 keep the sky").attention[0]
+    assert torch.equal(marked, frozen.ground(np.asarray(image(WIDE)), PROMPT, "the red car").attention[0])
+    everything = frozen.ground([image(WIDE)], PROMPT)
+    assert torch.equal(everything.attention[0], frozen.ground(image(WIDE), PROMPT, PROMPT).attention[0])
     assert everything.hidden_states[0].shape[1] == len(letters(frozen.processor.tokenizer))
     with pytest.raises(SourceError, match="marked in the text and given beside it"):
-        frozen.ground(picture(WIDE), "make [[the car]] blue", "the car")
+        frozen.ground(image(WIDE), "make [[the car]] blue", "the car")
     with pytest.raises(SourceError, match="stands for pixels"):
-        frozen.ground(picture(WIDE), "make <|image_pad|> blue")
-    with pytest.raises(SourceError, match="no picture to look at"):
+        frozen.ground(image(WIDE), "make <|image_pad|> blue")
+    with pytest.raises(SourceError, match="no image to look at"):
         frozen.ground([], PROMPT)
 
 
 def test_frozen_qwen_with_the_encoders_template_sees_what_a_cache_is_made_from(
     encoder: TextEncoder, folder: ModelFolder
 ) -> None:
-    pictures = [picture(SQUARE), picture(TALL, "flower.jpg")]
+    pictures = [image(SQUARE), image(TALL, "flower.jpg")]
     qwen = FrozenQwen(deepcopy(encoder.model), load_processor(folder), merge="max", template=TEMPLATE)
     hidden = qwen.ground(pictures, PROMPT).hidden_states[0][-1]
     kept = encoder.encode_whole(pictures, PROMPT)
@@ -375,19 +375,19 @@ def test_frozen_qwen_passes_three_dimensional_positions(frozen: FrozenQwen, monk
     rotary = frozen.model.language_model.rotary_emb
     handle = rotary.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
     processor = frozen.processor
-    inputs = frozen.inputs([picture(WIDE)], PROMPT)
+    inputs = frozen.inputs([image(WIDE)], PROMPT)
 
     def forgetful(**arguments: Any) -> dict[str, Tensor]:
         return {name: each for name, each in processor(**arguments).items() if name != "mm_token_type_ids"}
 
     forgetful.tokenizer = processor.tokenizer  # type: ignore[attr-defined]
     monkeypatch.setattr(frozen, "processor", forgetful)
-    frozen.ground(picture(WIDE), PROMPT)
+    frozen.ground(image(WIDE), PROMPT)
     handle.remove()
     columns = (inputs["input_ids"][0] == frozen.model.config.image_token_id).nonzero()[:, 0]
     time, height, width = seen[0][:, 0, columns]
     assert [len(axis.unique()) for axis in (time, height, width)] == [1, 4, 6]
-    stock = processor(text=[CHAT.text(PROMPT, 1)], images=[picture(WIDE)], return_tensors="pt")
+    stock = processor(text=[CHAT.text(PROMPT, 1)], images=[image(WIDE)], return_tensors="pt")
     assert torch.equal(inputs["mm_token_type_ids"], stock["mm_token_type_ids"].int())
 
 
@@ -396,7 +396,7 @@ def test_frozen_qwen_is_frozen_for_ever(frozen: FrozenQwen) -> None:
     assert owner[1].training
     assert not any(module.training for module in frozen.modules())
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
-    assert not frozen.ground(picture(WIDE), PROMPT).attention[0].requires_grad
+    assert not frozen.ground(image(WIDE), PROMPT).attention[0].requires_grad
     assert not any("lm_head" in name for name, _ in frozen.named_parameters())
     assert (frozen.in_channels, frozen.patch_size, frozen.merge_size) == (4 * 4, 14, 2)
     learns = deepcopy(frozen.model).requires_grad_(True).train()
@@ -405,16 +405,16 @@ def test_frozen_qwen_is_frozen_for_ever(frozen: FrozenQwen) -> None:
 
 
 def test_frozen_qwen_merges_as_it_is_told(frozen: FrozenQwen) -> None:
-    largest = FrozenQwen(frozen.model, frozen.processor, merge="max").ground(picture(WIDE), PROMPT).attention[0]
-    mean = frozen.ground(picture(WIDE), PROMPT).attention[0]
+    largest = FrozenQwen(frozen.model, frozen.processor, merge="max").ground(image(WIDE), PROMPT).attention[0]
+    mean = frozen.ground(image(WIDE), PROMPT).attention[0]
     assert (largest >= mean).all()
     assert not torch.equal(largest, mean)
 
 
 @pytest.mark.parametrize("size", [(150, 97), (640, 31)])
-def test_pictures_are_processed_as_for_the_encoder(folder: ModelFolder, plain: Path, size: tuple[int, int]) -> None:
+def test_images_are_processed_as_for_the_encoder(folder: ModelFolder, plain: Path, size: tuple[int, int]) -> None:
     processor = QwenImageProcessor.from_pretrained(plain)
-    images = [picture(size), picture(TALL, "flower.jpg")]
+    images = [image(size), image(TALL, "flower.jpg")]
     stock = load_processor(folder)(images=images, return_tensors="pt")
     ours = processor.preprocess([np.asarray(images[0]), images[1].convert("RGBA")])
     assert torch.equal(ours["pixel_values"], stock["pixel_values"])
@@ -426,7 +426,7 @@ def test_pictures_are_processed_as_for_the_encoder(folder: ModelFolder, plain: P
 
 
 def test_meta_data_says_how_to_find_back(plain: Path) -> None:
-    meta = QwenImageProcessor.from_pretrained(plain).preprocess(picture((150, 97)))["meta_data"]
+    meta = QwenImageProcessor.from_pretrained(plain).preprocess(image((150, 97)))["meta_data"]
     assert meta == {
         "original_shape": {"height": 97, "width": 150},
         "image_shape": {"height": 84, "width": 140},
@@ -437,6 +437,6 @@ def test_meta_data_says_how_to_find_back(plain: Path) -> None:
 
 
 @pytest.mark.parametrize("array", [np.zeros((8, 8, 3)), np.zeros((8, 8), np.uint8), np.zeros((3, 8, 8), np.uint8)])
-def test_arrays_that_are_no_pictures_are_refused(array: np.ndarray) -> None:
+def test_arrays_that_are_no_images_are_refused(array: np.ndarray) -> None:
     with pytest.raises(SourceError, match=r"expected uint8 of shape \(height, width, 3\), found \w+ of shape"):
         QwenImageProcessor().preprocess(array)

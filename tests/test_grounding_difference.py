@@ -75,7 +75,7 @@ def removed(image: Image.Image, random: Random) -> Image.Image:
 
 
 def redone(image: Image.Image, random: Random) -> Image.Image:
-    """The same picture, as another program would give it back: moved by a pixel, other tones, a JPEG."""
+    """The same image, as another program would give it back: moved by a pixel, other tones, a JPEG."""
     down, right = ((0, 1), (1, 0), (1, 1), (-1, 0), (0, -1), (-1, 1))[random.integers(6)]
     pixels = np.pad(np.asarray(image).astype(float), ((1, 1), (1, 1), (0, 0)), mode="edge")
     moved = np.roll(pixels, (down, right), (0, 1))[1:-1, 1:-1]
@@ -126,7 +126,7 @@ def test_finds_an_edit_under_shift_tone_and_compression(edit: Callable[[Image.Im
 
 @pytest.mark.parametrize("name", ["chelsea.png", "coffee.png", "rocket.jpg"])
 def test_finds_what_is_recoloured_although_nothing_else_has_its_colour(name: str) -> None:
-    """A curve of tones could do it to the whole picture, and nobody would see the difference."""
+    """A curve of tones could do it to the whole image, and nobody would see the difference."""
     photo = ImageOps.grayscale(scene(name))
     random = np.random.default_rng(0)
     shape, light = silhouette(photo.size, random), np.asarray(photo)[..., None] / 255
@@ -176,14 +176,14 @@ def test_a_change_of_tone_is_global(tone: str) -> None:
             assert (difference.mask, difference.reason) == (None, "global"), name
 
 
-def test_a_change_of_tone_of_a_nearly_black_picture_is_global() -> None:
+def test_a_change_of_tone_of_a_nearly_black_image_is_global() -> None:
     """Only its stars are left by a careful fit; gain and offset explain them too, so that they are no edit."""
     control = scene("hubble_deep_field.jpg")
     target = redone(TONES["half inverted"](control), np.random.default_rng(0))
     assert difference_mask(target, control).reason == "global"
 
 
-def test_another_picture_is_global() -> None:
+def test_another_image_is_global() -> None:
     for one, other in (("astronaut.png", "chelsea.png"), ("coffee.png", "china.jpg"), ("ihc.png", "flower.jpg")):
         assert difference_mask(scene(one), scene(other)).reason == "global"
 

@@ -1,4 +1,4 @@
-"""Refinement talks to SAM as SAM's own processor does, in the right frame, for pictures of any proportions."""
+"""Refinement talks to SAM as SAM's own processor does, in the right frame, for images of any proportions."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def logits(rows: int, columns: int, box: tuple[int, int, int, int]) -> torch.Ten
 @pytest.mark.parametrize("model_type", ["sam", "sam2"])
 @pytest.mark.parametrize("size", SIZES)
 def test_the_mask_comes_back_where_it_was(size: tuple[int, int], model_type: str) -> None:
-    """Through the model's frame and out of it again: the coarse mask at the picture's size."""
+    """Through the model's frame and out of it again: the coarse mask at the image's size."""
     width, height = size
     box = (width // 8, height // 2, width // 3, height - height // 10)
     coarse = logits(height, width, box)
@@ -97,13 +97,13 @@ def test_the_box_and_the_pixels_are_those_of_sams_own_processor(size: tuple[int,
     assert echo.told["multimask_output"] is False
 
 
-def test_an_empty_mask_asks_about_the_whole_picture() -> None:
+def test_an_empty_mask_asks_about_the_whole_image() -> None:
     echo = Echo("sam")
     refine(echo, Image.new("RGB", (100, 50)), torch.full((8, 16), -3.0))
     assert echo.told["input_boxes"].tolist() == [[[0, 0, 1024, 512]]]
 
 
-def test_sam2_sees_the_picture_stretched() -> None:
+def test_sam2_sees_the_image_stretched() -> None:
     echo = Echo("sam2")
     refine(echo, Image.new("RGB", (100, 50), "white"), logits(50, 100, (20, 10, 60, 30)))
     torch.testing.assert_close(
@@ -113,7 +113,7 @@ def test_sam2_sees_the_picture_stretched() -> None:
 
 
 @pytest.mark.parametrize("outside", [-5.0, 0.5])
-def test_beside_the_picture_there_is_no_mask(outside: float) -> None:
+def test_beside_the_image_there_is_no_mask(outside: float) -> None:
     """Padding says "no" at least as clearly as the surest no of the mask itself."""
 
     class Listening(Echo):
@@ -129,7 +129,7 @@ def test_beside_the_picture_there_is_no_mask(outside: float) -> None:
 
 
 @pytest.mark.parametrize("make", [tiny_sam, tiny_sam2])
-def test_a_real_model_listens_to_picture_box_and_mask(make: Any) -> None:
+def test_a_real_model_listens_to_image_box_and_mask(make: Any) -> None:
     model, image = make(), photograph("coffee.png").resize((90, 60))
     coarse = logits(20, 30, (4, 4, 12, 14)).requires_grad_()
     mask = refine(model, image, coarse)

@@ -43,7 +43,7 @@ Scene = list[Sample]
 def draw_scene(choose: random.Random) -> tuple[Image.Image, dict[str, torch.Tensor]]:
     """Two or three objects of different colours on a noisy grey, none over another; and the mask of each phrase."""
     noise = np.random.default_rng(choose.getrandbits(32)).normal(choose.uniform(90, 170), 12, SIZE[::-1])
-    picture = Image.fromarray(noise.clip(0, 255).astype(np.uint8)).convert("RGB")
+    image = Image.fromarray(noise.clip(0, 255).astype(np.uint8)).convert("RGB")
     taken: list[tuple[int, int, int]] = []
     masks = {}
     for colour in choose.sample(list(COLOURS), choose.choice([2, 3])):
@@ -52,10 +52,10 @@ def draw_scene(choose: random.Random) -> tuple[Image.Image, dict[str, torch.Tens
         shape = choose.choice(list(SHAPES))
         mask = Image.new("L", SIZE)
         SHAPES[shape](ImageDraw.Draw(mask), x, y, side)
-        picture.paste(COLOURS[colour], (0, 0), mask)
+        image.paste(COLOURS[colour], (0, 0), mask)
         cells = mask.resize((SIZE[0] // CELL, SIZE[1] // CELL), Image.Resampling.BOX)
         masks[f"the {colour} {shape}"] = torch.from_numpy(np.asarray(cells, dtype=np.float32) / 255)
-    return picture, masks
+    return image, masks
 
 
 def free_place(choose: random.Random, taken: list[tuple[int, int, int]]) -> tuple[int, int, int]:
@@ -96,8 +96,8 @@ def look_at(encoder: FrozenQwen, count: int, seed: int) -> list[Scene]:
     choose = random.Random(seed)
     scenes = []
     for _ in range(count):
-        picture, masks = draw_scene(choose)
-        scenes.append([(encoder.ground(picture, phrase).attention[0][0], mask) for phrase, mask in masks.items()])
+        image, masks = draw_scene(choose)
+        scenes.append([(encoder.ground(image, phrase).attention[0][0], mask) for phrase, mask in masks.items()])
     return scenes
 
 

@@ -167,7 +167,7 @@ def test_a_negative_prefix_is_refused_by_readers(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("shapes", [[[1, -1, -1], [1, 1, 2]], [[-1, 1, -1], [1, 1, 2]], [[1, 1, 1], [1, -1, -2]]])
-def test_sizes_of_pictures_that_multiply_to_the_right_count_are_not_enough(shapes: list[Any], cache: Path) -> None:
+def test_sizes_of_images_that_multiply_to_the_right_count_are_not_enough(shapes: list[Any], cache: Path) -> None:
     examples.forge(cache, rows=lambda rows: rows[0].update(img_shapes=shapes))
     with pytest.raises(FormatError):
         open_cache(cache)[0]

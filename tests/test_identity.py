@@ -143,7 +143,7 @@ def flip_last_bit(path: Path) -> None:
 
 
 def append(path: Path, data: bytes = b"\0") -> None:
-    """A byte behind the end of a picture, or of a table of tokens: no reader of it minds, its hash does."""
+    """A byte behind the end of an image, or of a table of tokens: no reader of it minds, its hash does."""
     path.write_bytes(path.read_bytes() + data)
 
 
@@ -250,7 +250,7 @@ def test_settings_that_change_tensors_change_every_key(setting: str, pairs: Path
     assert not set(keys_of(pairs, model).values()) & set(keys_of(pairs, model, setting).values())
 
 
-@pytest.mark.parametrize("part", ["frame", "picture", "drop_idx"])
+@pytest.mark.parametrize("part", ["frame", "image", "drop_idx"])
 def test_the_template_changes_every_key(part: str, pairs: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = keys_of(pairs, model)
     template = TEMPLATES["QwenImageEditPlusPipeline"]

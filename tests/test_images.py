@@ -1,4 +1,4 @@
-"""Pictures of every kind become the pixels that people see, compared with arithmetic in numpy and not with Pillow."""
+"""Images of every kind become the pixels that people see, compared with arithmetic in numpy and not with Pillow."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_grey_and_one_bit() -> None:
         assert (mask(data) == (grey > 100) * 255).all()
 
 
-def palette_picture() -> tuple[Image.Image, np.ndarray, np.ndarray]:
+def palette_image() -> tuple[Image.Image, np.ndarray, np.ndarray]:
     colours = np.random.default_rng(2).integers(0, 256, (16, 3), dtype=np.uint8)
     indices = (photo()[..., 0] // 16).astype(np.uint8)
     image = Image.fromarray(indices)
@@ -168,7 +168,7 @@ def palette_picture() -> tuple[Image.Image, np.ndarray, np.ndarray]:
 
 
 def test_palettes_without_and_with_transparency() -> None:
-    image, colours, indices = palette_picture()
+    image, colours, indices = palette_image()
     assert (rgb(encoded(image)) == colours).all()
     assert np.abs(mask(encoded(image)) - luminance(colours)).max() <= 1
     one = np.where(indices == 5, 0, 255)
@@ -261,7 +261,7 @@ def test_a_mask_of_zeros_and_ones_is_refused(lowest: int) -> None:
     values = np.full((8, 8), lowest, np.uint8)
     values[0, 0] = 1
     assert "expected 0 (kept) to 255 (edited), found 0 and 1 only" in refusal(open_mask, encoded(values))
-    assert rgb(encoded(values)).max() == 1  # as a picture it is nearly black, and fine
+    assert rgb(encoded(values)).max() == 1  # as an image it is nearly black, and fine
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "AVIF"])
@@ -272,7 +272,7 @@ def test_a_truncated_file_is_refused(kind: str, share: float) -> None:
     whole = encoded(photo(), kind)
     for open_it in (open_rgb, open_mask):
         message = refusal(open_it, whole[: int(len(whole) * share)])
-        assert "damaged or incomplete" in message or "not a picture" in message
+        assert "damaged or incomplete" in message or "not an image" in message
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="this Pillow has no AVIF")
@@ -286,7 +286,7 @@ def test_a_damaged_avif_is_refused() -> None:
 def test_a_truncated_photograph_is_refused_with_pillows_words() -> None:
     data = (SKLEARN / "flower.jpg").read_bytes()
     message = refusal(open_rgb, data[: len(data) // 2])
-    assert message.startswith("data/a.png: the picture is damaged or incomplete (found image file is truncated")
+    assert message.startswith("data/a.png: the image is damaged or incomplete (found image file is truncated")
 
 
 def test_a_flipped_bit_in_a_png_is_refused_even_where_pillow_decodes_it() -> None:
@@ -308,9 +308,9 @@ def test_a_flipped_bit_in_a_png_is_refused_even_where_pillow_decodes_it() -> Non
     ("data", "found"),
     [(b"", "found an empty file"), (b"<html><body>404", "found a file that begins with b'<html><body>'")],
 )
-def test_what_is_no_picture_is_refused(data: bytes, found: str) -> None:
+def test_what_is_no_image_is_refused(data: bytes, found: str) -> None:
     message = refusal(open_rgb, data)
-    assert "this is not a picture that Pillow can read" in message
+    assert "this is not an image that Pillow can read" in message
     assert found in message
 
 
@@ -328,7 +328,7 @@ def test_a_decompression_bomb_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_large_picture_is_fine_and_does_not_warn() -> None:
+def test_a_large_image_is_fine_and_does_not_warn() -> None:
     data = encoded(Image.new("1", (10000, 9000), 1))  # 90 MP: above Pillow's warning, below its error
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -361,7 +361,7 @@ def test_sides_beyond_1_to_200_are_refused(size: tuple[int, int], fine: bool) ->
 def test_several_frames_or_pages_are_refused(kind: str) -> None:
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "green", "blue")]
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
-    assert "more than one picture (expected one frame or page, found 3)" in refusal(open_rgb, data)
+    assert "more than one image (expected one frame or page, found 3)" in refusal(open_rgb, data)
 
 
 def test_the_photo_of_an_mpo_is_used() -> None:

@@ -1,7 +1,7 @@
 """`qwen-cache import`: caches of other trainers, written here byte for byte as those trainers write them.
 
 The judges: diffusers' own packing, the tensors that went into the files, and the rule of FORMAT.md by which samples
-without pictures are hashed. What a file does not say must be asked for, and what is ambiguous must be refused.
+without images are hashed. What a file does not say must be asked for, and what is ambiguous must be refused.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def test_text_to_image(tool: str, tmp_path: Path) -> None:
     refused(import_(tool, source, tmp_path / "other"), "cannot have made this sample", "expected at least 1 control")
 
 
-def test_several_captions_of_a_picture_are_several_samples(tmp_path: Path) -> None:
+def test_several_captions_of_an_image_are_several_samples(tmp_path: Path) -> None:
     first, second = (make("x", prompt, [(4, 6)] * 2, 5, seed=1) for prompt in ("one", "two"))
     second = replace(second, embeds=second.embeds + 1)
     spec, bucket = [None, "x.png"], tmp_path / "theirs" / "cache_1.500x96x64x1"
@@ -221,7 +221,7 @@ def test_qflux_embeddings_shared_by_different_controls_are_refused(made: list[Ma
     names = [p.name for p in (source / "metadata").glob(f"*{md5(made[0].prompt)}.json")]
     assert len(names) == 2
     result = import_("qflux", source, tmp_path / "out")
-    refused(result, shared, "samples of different control pictures share these embeddings", *names)
+    refused(result, shared, "samples of different control images share these embeddings", *names)
     assert not (tmp_path / "out").exists()
     out = imported("qflux", source, tmp_path / "out", "--on-error", "skip")
     assert [s.name for s in open_cache(out)] == [p.stem for p in (source / "metadata").glob(f"*{md5(made[1].prompt)}*")]
@@ -255,7 +255,7 @@ def test_qflux_trees_without_metadata_are_refused(tmp_path: Path) -> None:
     refused(result, "does not say which latents belong to which embeddings", "qwen-cache build")
 
 
-def test_musubi_pictures_that_share_a_text_file_are_refused(made: list[Made], tmp_path: Path) -> None:
+def test_musubi_images_that_share_a_text_file_are_refused(made: list[Made], tmp_path: Path) -> None:
     source = write_musubi(tmp_path / "theirs", made)
     first = source / "c_0800x0600_qie.safetensors"
     second = source / "c_1024x0600_qie.safetensors"
@@ -298,7 +298,7 @@ def test_any_changed_tensor_shape_or_claim_changes_the_key(tmp_path: Path) -> No
     }
     transposed = tuple(p.reshape(w, h, 16, 2, 2).permute(2, 0, 3, 1, 4).reshape(16, 1, 2 * w, 2 * h) for p, (_, h, w) in
                        zip(sample.packed, sample.shapes, strict=True))  # fmt: skip
-    variants["sides"] = (replace(sample, latents=transposed), MODEL)  # the same tokens in pictures of other sides
+    variants["sides"] = (replace(sample, latents=transposed), MODEL)  # the same tokens in images of other sides
     keys = {}
     for i, (name, (variant, model)) in enumerate(variants.items()):
         source = write_musubi(tmp_path / str(i), [variant])
@@ -468,7 +468,7 @@ def test_a_model_must_be_claimed(made: list[Made], tmp_path: Path) -> None:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_folders_that_are_no_such_cache_are_refused(tool: str, tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "picture.png").write_bytes(b"")
+    (tmp_path / "theirs" / "image.png").write_bytes(b"")
     refused(import_(tool, tmp_path / "theirs", tmp_path / "out"), str(tmp_path / "theirs"), "not a cache of")
     refused(import_(tool, tmp_path / "nowhere", tmp_path / "out"), str(tmp_path / "nowhere"), "no such folder")
 
@@ -601,7 +601,7 @@ MUSUBI_TEXT = "varlen_vl_embed_bfloat16"
         ("latents", {MUSUBI_LATENT: None}, ["not the tensors that musubi-tuner writes", "found none"]),
         ("latents", {"mask_weights_1x8x8_float16": torch.ones(1)}, ["not the tensors that", "mask_weights_1x8x8"]),
         ("latents", {MUSUBI_CONTROL: None, "latents_control_1_1x2x2_bfloat16": torch.ones(16, 1, 2, 2)}, ["found [1]"]),
-        ("latents", {MUSUBI_LATENT: torch.ones(16, 3, 8, 12)}, ["not the latents of one picture", "[16, 3, 8, 12]"]),
+        ("latents", {MUSUBI_LATENT: torch.ones(16, 3, 8, 12)}, ["not the latents of one image", "[16, 3, 8, 12]"]),
         ("latents", {MUSUBI_LATENT: torch.ones(16, 1, 7, 12)}, ["with even H and W", "found [16, 1, 7, 12]"]),
         ("latents", {MUSUBI_LATENT: torch.ones(16, 8, 12)}, ["expected [C, F, H, W]", "found [16, 8, 12]"]),
         ("text", {MUSUBI_TEXT: torch.ones(5, 64).to(torch.float8_e4m3fn)}, ["torch.float8_e4m3fn"]),
@@ -653,7 +653,7 @@ def test_diffusion_pipe_caches_that_cannot_be(made: list[Made], tmp_path: Path) 
     with sqlite3.connect(pieces_of(swapped, "text_embeddings_1") / "metadata.db") as database:
         database.execute("UPDATE items SET shard_index = 1 - shard_index")
     database.close()
-    refused(import_("diffusion-pipe", swapped, out), "2 problems", "of different pictures", "/data/a_cat.png")
+    refused(import_("diffusion-pipe", swapped, out), "2 problems", "of different images", "/data/a_cat.png")
     short = fresh("short")
     with sqlite3.connect(pieces_of(short, "text_embeddings_1") / "metadata.db") as database:
         database.execute("DELETE FROM items WHERE shard_index = 1")

@@ -187,7 +187,7 @@ def repeat_pair(pairs: Path) -> None:
         shutil.copy(path, path.with_name(f"shanghai{path.suffix}"))
 
 
-def break_picture(pairs: Path) -> None:
+def break_image(pairs: Path) -> None:
     (pairs / "control_images" / "flower.png").write_bytes(b"broken")
 
 
@@ -213,7 +213,7 @@ def mark(pairs: Path) -> None:
 
 
 def much(pairs: Path) -> None:
-    for change in (change_target, add_pair, mark, break_picture):
+    for change in (change_target, add_pair, mark, break_image):
         change(pairs)
     (pairs / "target_images" / "cup.txt").write_text("invert all")
     for path in pairs.rglob("cat*"):
@@ -240,7 +240,7 @@ EMPTY = ("--set", "data.allow_empty_prompt=true")
         (remove_pair, (0, 0, 1, 0), ()),
         slow(rename_pair, (0, 0, 0, 0), ()),
         slow(repeat_pair, (0, 0, 0, 0), ()),
-        (break_picture, (0, 0, 0, 1), ()),
+        (break_image, (0, 0, 0, 1), ()),
         slow(remove_control, (0, 0, 1, 1), ()),
         (empty_prompt, (0, 0, 1, 1), ()),
         slow(smuggle, (0, 0, 1, 2), ()),

@@ -117,13 +117,13 @@ def test_a_name_is_shown_as_it_is(tmp_path: Path, head: Path) -> None:
     assert "[bold]cat[/]" in run("qwen-cache", "inspect", cache, "--mask-head", head).stdout
 
 
-# ---- the picture -----------------------------------------------------------------------------------------------------
+# ---- the image -----------------------------------------------------------------------------------------------------
 
 
-def test_a_mask_is_laid_over_a_picture_cell_by_cell() -> None:
+def test_a_mask_is_laid_over_an_image_cell_by_cell() -> None:
     mask = torch.tensor([[0.0, 1.0, 0.5], [0.0, 0.0, 1.0]])
-    picture = Image.new("RGB", (48, 32), (255, 0, 41))  # as bright as (81, 81, 81), and the mask is seen in red things
-    shown = np.asarray(overlaid(picture, mask.numpy())).astype(int)
+    image = Image.new("RGB", (48, 32), (255, 0, 41))  # as bright as (81, 81, 81), and the mask is seen in red things
+    shown = np.asarray(overlaid(image, mask.numpy())).astype(int)
     for row in range(2):
         for column in range(3):
             cell = shown[16 * row : 16 * row + 16, 16 * column : 16 * column + 16].reshape(-1, 3)
@@ -133,7 +133,7 @@ def test_a_mask_is_laid_over_a_picture_cell_by_cell() -> None:
 
 
 @pytest.mark.slow
-def test_the_picture_shows_what_is_cached(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_image_shows_what_is_cached(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Of a real build: control and target as the VAE alone decodes them, and under each mask the target."""
     source, keep = write_pairs(tmp_path / "data"), ("--edit-mask", "file", "--set", "cache.store_attention=true")
     mask = Image.new("L", (120, 120))
@@ -163,7 +163,7 @@ def test_the_picture_shows_what_is_cached(tiny_model: Callable[[str], Path], tmp
         masks = sample["edit_mask"].view(h, w), predict_mask(head.eval(), sample["attention"], (h, w))
         pictures = [control, target, *(overlaid(target, mask.numpy()) for mask in masks)]
         assert len(TITLES) == len(pictures)
-        boxes = [box_of(thumbnail(picture, 384), whole) for picture in pictures]
+        boxes = [box_of(thumbnail(image, 384), whole) for image in pictures]
         assert boxes == sorted(boxes)
         assert all(box[1] == boxes[0][1] > below for box in boxes)
         below = boxes[0][3]
@@ -183,14 +183,14 @@ def test_what_cannot_be_compared_says_why(cache: Path, head: Path, tmp_path: Pat
     )
 
 
-def test_a_picture_needs_a_head_a_name_and_a_model(
+def test_an_image_needs_a_head_a_name_and_a_model(
     cache: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     inspect = ("qwen-cache", "inspect", cache)
-    refused(run(*inspect, "--save-images", "a.png"), "--pictures and --worst are about what --mask-head finds")
-    refused(run(*inspect, "--top", "3"), "--pictures and --worst are about what --mask-head finds")
+    refused(run(*inspect, "--save-images", "a.png"), "--images and --worst are about what --mask-head finds")
+    refused(run(*inspect, "--top", "3"), "--images and --worst are about what --mask-head finds")
     inspect = (*inspect, "--mask-head", head)
-    refused(run(*inspect, "--save-images", "a.jpg"), "--pictures: this names no PNG (expected a file such as worst.png")
+    refused(run(*inspect, "--save-images", "a.jpg"), "--images: this names no PNG (expected a file such as worst.png")
     refused(run(*inspect, "--save-images", "a.png"), "no model is named", "--model")
     assert not list(tmp_path.glob("a.*"))

@@ -34,7 +34,7 @@ from qwen_cache.settings.load import load_config
 from .support.waiting import HANG
 
 SAMPLES, IN_FLIGHT = 10, 4
-CALLS = {"vae": 3, "text": 1}  # of each encoder for a sample with two controls: three pictures, one text about two
+CALLS = {"vae": 3, "text": 1}  # of each encoder for a sample with two controls: three images, one text about two
 
 
 class FakeEncoder:
@@ -48,10 +48,10 @@ class FakeEncoder:
         self.changed, self.free = threading.Condition(), threading.Event()
         self.free.set()
 
-    def pixels(self, picture: Image.Image, size: tuple[int, int]) -> torch.Tensor:
+    def pixels(self, image: Image.Image, size: tuple[int, int]) -> torch.Tensor:
         return torch.zeros(size[0] // 16 * (size[1] // 16), 64)
 
-    def inputs(self, pictures: list[Image.Image]) -> dict[str, torch.Tensor]:
+    def inputs(self, images: list[Image.Image]) -> dict[str, torch.Tensor]:
         return {}
 
     def encode(self, items: Sequence[Any]) -> list[Any]:
@@ -114,7 +114,7 @@ class Build:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Path]) -> Job:
-    """All pictures differ, so that nothing is encoded once for two samples."""
+    """All images differ, so that nothing is encoded once for two samples."""
     data, numbers = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     for folder in ("target_images", "control_images"):
         (data / folder).mkdir()
@@ -183,19 +183,19 @@ def test_no_more_than_the_bound_is_in_flight(build: Build, monkeypatch: pytest.M
     assert (in_flight, most) == (0, IN_FLIGHT)
 
 
-def test_pictures_are_let_go_when_both_lanes_have_them(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what is in flight is decoded, and no picture outlives its encoding."""
+def test_images_are_let_go_when_both_lanes_have_them(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is in flight is decoded, and no image outlives its encoding."""
     decoded: list[weakref.ref[Image.Image]] = []
     open_rgb, add = lanes.open_rgb, Staging.add
     alive: list[int] = []
 
     def count_alive() -> int:
-        return sum(picture() is not None for picture in decoded)
+        return sum(image() is not None for image in decoded)
 
     def remember(data: bytes, where: str) -> Image.Image:
-        picture = open_rgb(data, where)
-        decoded.append(weakref.ref(picture))
-        return picture
+        image = open_rgb(data, where)
+        decoded.append(weakref.ref(image))
+        return image
 
     def count(self: Staging, *arguments: Any) -> None:
         alive.append(count_alive())
@@ -258,13 +258,13 @@ def test_an_interrupt_in_the_writer_keeps_what_was_written(build: Build, monkeyp
     assert_goes_on_after(written, build)
 
 
-def test_a_picture_that_vanishes_during_the_build_is_named(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_vanishes_during_the_build_is_named(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     read_again, vanished = lanes.read_again, str(build.job.rows[2].controls[1])
 
-    def vanish(picture: Any, expected: str) -> bytes:
-        if str(picture) == vanished:
-            raise SourceError("cannot be read", where=picture)
-        return read_again(picture, expected)
+    def vanish(image: Any, expected: str) -> bytes:
+        if str(image) == vanished:
+            raise SourceError("cannot be read", where=image)
+        return read_again(image, expected)
 
     monkeypatch.setattr(lanes, "read_again", vanish)
     with pytest.raises(SourceError, match=r"_control_1\.png: cannot be read"):

@@ -55,8 +55,8 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Path]) -> Path:
-    """A cache of two pictures with captions, for text-to-image."""
+def images(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Path]) -> Path:
+    """A cache of two images with captions, for text-to-image."""
     folder = tmp_path_factory.mktemp("text-to-image")
     targets = folder / "data" / "target_images"
     targets.mkdir(parents=True)
@@ -70,7 +70,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str
 
 @pytest.fixture
 def fit(
-    built: Built, pictures: Path, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    built: Built, images: Path, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Trained]]:
     """Train a few steps, fast enough that the outputs change by a tenth and more."""
     prepare = training.prepare
@@ -78,7 +78,7 @@ def fit(
     def train(variant: str = "edit-plus", folder: str = "out", learning_rate: float = 0.02, **settings: Any) -> Trained:
         AcceleratorState._reset_state(reset_partial_state=True)
         options = ("--on-error", "skip") if variant == "edit" else ()
-        cache, model = pictures if variant == "t2i" else built(variant, options), tiny_model(variant)
+        cache, model = images if variant == "t2i" else built(variant, options), tiny_model(variant)
         prepared = []
         monkeypatch.setattr(training, "prepare", lambda *a: prepared.append(prepare(*a)) or prepared[-1])
         settings = {"rank": 4, **settings}

@@ -102,7 +102,7 @@ def test_says_in_words_how_good_it_is_and_where_it_lies(
         f"{tmp_path / 'head.safetensors'}: IoU {found['iou']:.2f} on {found['held_out']} masks held out"
         in result.stderr
     )
-    assert f"one mask for all pictures would have {found['constant_mask_iou']:.2f}" in result.stderr
+    assert f"one mask for all images would have {found['constant_mask_iou']:.2f}" in result.stderr
     assert found["iou"] < found["constant_mask_iou"]
     assert "→ train on more masks, or set mask_head.steps" in result.stderr
     assert "→" not in train(cache).stderr
@@ -177,11 +177,11 @@ def test_a_build_of_the_same_source_takes_the_head(
     for role in ("control_images", "target_images"):
         (source / role).mkdir(parents=True)
     for i, name in enumerate(("chelsea.png", "china.jpg", "coffee.png", "rocket.jpg")):
-        picture = photograph(name).resize((128, 128))
-        picture.save(source / "control_images" / f"{i}.png")
+        image = photograph(name).resize((128, 128))
+        image.save(source / "control_images" / f"{i}.png")
         if i:  # the first is as it was, and so nothing can be learned from it
-            ImageDraw.Draw(picture).rectangle((16 * i, 48, 16 * i + 47, 111), fill=(255, 0, 255))
-        picture.save(source / "target_images" / f"{i}.png")
+            ImageDraw.Draw(image).rectangle((16 * i, 48, 16 * i + 47, 111), fill=(255, 0, 255))
+        image.save(source / "target_images" / f"{i}.png")
         (source / "target_images" / f"{i}.txt").write_text(f"paint box {i}", encoding="utf-8")
     build = ("qwen-cache", "build", source, "--model", tiny_model("edit-plus"), *SMALL)
     keep = ("--edit-mask", "diff", "--set", "cache.store_attention=true")

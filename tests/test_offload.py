@@ -79,7 +79,7 @@ def test_quantised_weights_too(train: Trainer, plain: Callable[..., Path], kind:
 
 @pytest.mark.slow
 def test_validation_and_going_on(train: Trainer, plain: Callable[..., Path]) -> None:
-    """A forward pass without a backward pass, a picture, and the checkpoint of a run that offloaded nothing."""
+    """A forward pass without a backward pass, an image, and the checkpoint of a run that offloaded nothing."""
     settings = {**EVERYTHING_RANDOM, "train.validation_split": 0.4, "validation.validation_steps": 1}
     settings |= {
         "lr_scheduler.name": "constant",

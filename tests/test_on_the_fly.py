@@ -168,6 +168,6 @@ def test_the_encoders_end_with_the_trainer(number: int, pairs: Path, tmp_path: P
 
 def test_settings_that_are_none_are_an_error_of_ours(pairs: Path) -> None:
     for text, message in (("{", "this is not JSON"), ('{"train": {"max_step": 3}}', "max_steps")):
-        result = run("qwen-cache", "feed", pairs, text)
+        result = run("qwen-cache", "encode-worker", pairs, text)
         assert result.code == 2
         assert message in result.stderr

@@ -24,11 +24,11 @@ from PIL import Image, ImageChops
 from qwen_cache import open_cache
 from qwen_cache.encode.decode import decode_latents, load_vae
 from qwen_cache.format.identity import content_hash
+from qwen_cache.inspect import page as document
 from qwen_cache.inspect.flags import FLAGS
 from qwen_cache.inspect.images import THUMBNAIL
 from qwen_cache.inspect.page import evenly
 from qwen_cache.inspect.summary import bins, survey
-from qwen_cache.inspect.summary import page as document
 from qwen_cache.models.folder import open_model
 from qwen_cache.storage.durable import write_durably
 
@@ -66,7 +66,7 @@ def test_the_page_says_what_the_index_holds(cache: Path, tmp_path: Path) -> None
         sizes = [shape[:0:-1] for shape in row["img_shapes"]] if "img_shapes" in row else None
         assert sizes is None or sample["sizes"] == [[16 * w, 16 * h] for w, h in sizes]
         kept = row.get("thumbnails") is not None
-        assert [title for title, _ in sample["pictures"] if title == "target"] == ["target"] * kept
+        assert [title for title, _ in sample["images"] if title == "target"] == ["target"] * kept
     sizes = Counter("×".join(map(str, sample["sizes"][0])) for sample in page.samples)
     assert page.chart("target sizes") == sizes
     assert page.chart("controls of a sample") == Counter(str(len(row["controls"])) for row in index)
@@ -89,8 +89,8 @@ def test_a_cache_behind_a_url_has_a_page(built: Built, tmp_path: Path) -> None:
     local = page_of(built("edit-plus"), tmp_path / "local.html", "--thumbnails", "0")
     with serving(Server(built("edit-plus"))) as server:
         page = page_of(server.url, tmp_path / "report.html")
-        shown = page_of(server.url, tmp_path / "pictures.html", "--thumbnails", "4")
-    assert all(sample["pictures"] for sample in shown.samples)
+        shown = page_of(server.url, tmp_path / "images.html", "--thumbnails", "4")
+    assert all(sample["images"] for sample in shown.samples)
     assert page.samples == local.samples
     assert page.overview["cache"] == server.url
 
@@ -158,23 +158,23 @@ def test_one_prompt_for_all_is_meant_so(tmp_path: Path) -> None:
     assert not any(recipe["flags"].values())
 
 
-def thumbnail(picture: Image.Image) -> Image.Image:
-    picture.thumbnail((THUMBNAIL, THUMBNAIL))
-    return picture
+def thumbnail(image: Image.Image) -> Image.Image:
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    return image
 
 
 @pytest.mark.parametrize("within", [2, 1])
-def test_pictures_of_a_few(
+def test_images_of_a_few(
     built: Built, tiny_model: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: int
 ) -> None:
     """In the page, or beside it when they are many; they are what the VAE makes of the latents."""
-    monkeypatch.setattr(document, "PICTURED_WITHIN", within)
+    monkeypatch.setattr(document, "EMBEDDED_IMAGES", within)
     path, model = built("edit-plus", ("--edit-mask", "file")), tiny_model("edit-plus")
     options = ("--decode", "--thumbnails", "2", "--model", model, "--vae-device", "cpu")
     page = page_of(path, tmp_path / "report.html", *options)
-    assert [bool(sample["pictures"]) for sample in page.samples] == [True, False, False, True]
+    assert [bool(sample["images"]) for sample in page.samples] == [True, False, False, True]
     shown = []
-    for title, place in page.samples[0]["pictures"] + page.samples[3]["pictures"]:
+    for title, place in page.samples[0]["images"] + page.samples[3]["images"]:
         beside = tmp_path / "report_files" / place.removeprefix("report_files/")
         data = b64decode(place.removeprefix("data:image/jpeg;base64,")) if within == 2 else beside.read_bytes()
         shown.append((title, Image.open(BytesIO(data))))
@@ -183,25 +183,25 @@ def test_pictures_of_a_few(
     masks = [["edit mask"] if "edit_mask" in cache[i].row.meta.tensors else [] for i in (0, 3)]
     assert [title for title, _ in shown] == [*controls[0], "target", *masks[0], *controls[1], "target", *masks[1]]
     vae = load_vae(open_model(str(model), ("vae",), None), torch.device("cpu"), torch.float32)
-    targets = [picture for title, picture in shown if title == "target"]
-    for picture, sample in zip(targets, (cache[0], cache[3]), strict=True):
+    targets = [image for title, image in shown if title == "target"]
+    for image, sample in zip(targets, (cache[0], cache[3]), strict=True):
         _, h, w = sample.img_shapes[0]
         expected = thumbnail(decode_latents(vae, sample["image_latents"][None], (16 * w, 16 * h)))
-        assert picture.size == expected.size
-        assert np.asarray(ImageChops.difference(picture.convert("RGB"), expected)).mean() < 8  # of JPEG and bfloat16
+        assert image.size == expected.size
+        assert np.asarray(ImageChops.difference(image.convert("RGB"), expected)).mean() < 8  # of JPEG and bfloat16
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--decode",), "--decode and --gallery are about the pictures of a page\n  → give --html FILE as well"),
+        (("--decode",), "--decode and --thumbnails go with --html\n  → give --html FILE too"),
         (
             ("--thumbnails", "3"),
-            "--decode and --gallery are about the pictures of a page\n  → give --html FILE as well",
+            "--decode and --thumbnails go with --html\n  → give --html FILE too",
         ),
         (("--sample", "ab", "--html", "new.html"), "--sample shows one sample (found --html)"),
         (("--sample", "ab", "--scan"), "--sample shows one sample (found --scan)"),
-        (("--model", "tiny"), "--model is for pictures that its VAE decodes"),
+        (("--model", "tiny"), "--model goes with --decode or --save-images"),
     ],
 )
 def test_options_that_do_not_go_together(built: Built, options: tuple[str, ...], said: str) -> None:
@@ -330,16 +330,16 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert page.read_text() == "an older page"
 
 
-def test_pictures_beside_a_page_are_those_of_the_page(
+def test_images_beside_a_page_are_those_of_the_page(
     built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(document, "PICTURED_WITHIN", 1)
+    monkeypatch.setattr(document, "EMBEDDED_IMAGES", 1)
     path, beside = tmp_path / "a#b?c%20 d:e.html", tmp_path / "a#b?c%20 d:e_files"
     beside.mkdir()
     (beside / "mine.jpg").touch()
     for gallery in (4, 2, 1):
         page = page_of(built("edit-plus"), path, "--thumbnails", f"{gallery}")
-        places = [place for sample in page.samples for _, place in sample["pictures"]]
+        places = [place for sample in page.samples for _, place in sample["images"]]
         linked = {place for place in places if not place.startswith("data:")}
         assert bool(linked) == (gallery > 1)
         assert not any(re.search(r"[#?: ]", place) for place in linked)
@@ -391,7 +391,7 @@ def test_an_import_that_claims_nothing(claimed: Any, tmp_path: Path) -> None:
     page_of(cache, tmp_path / "page.html")
 
 
-def test_a_page_without_pictures_needs_no_model(built: Built, tmp_path: Path) -> None:
+def test_a_page_without_images_needs_no_model(built: Built, tmp_path: Path) -> None:
     alone = command("qwen-cache", "inspect", built("edit-plus"), "--html", tmp_path / "report.html")
     assert alone.code == 0, alone.stderr
     assert Page((tmp_path / "report.html").read_text(encoding="utf-8")).tags["article"] == 0

@@ -96,9 +96,9 @@ def test_a_cut_that_moved_is_followed(pairs: Path, tmp_path: Path, model: Path) 
 
 
 def test_each_problem_is_one_part_s(pairs: Path, tmp_path: Path, model: Path) -> None:
-    """One that shows in the table, and one that shows when the picture is read."""
+    """One that shows in the table, and one that shows when the image is read."""
     (pairs / "target_images" / "cat.txt").write_text("")
-    (pairs / "target_images" / "flower.png").write_bytes(b"no picture")
+    (pairs / "target_images" / "flower.png").write_bytes(b"no image")
     plans = parts(pairs, tmp_path, model, 3, "--dry-run", "--json")
     found = [[problem["where"] for problem in json.loads(plan.stdout)["problems"]] for plan in plans]
     assert sorted(where for part in found for where in part) == [

@@ -26,8 +26,8 @@ from qwen_cache.encode import tiles
 from qwen_cache.encode.text import TextEncoder
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.inference import PredictConfig
+from qwen_train.inference import generator
 from qwen_train.inference import pipeline as pipelines
-from qwen_train.inference import predict as predicting
 from qwen_train.inference.devices import Devices
 from qwen_train.inference.loras import WeightedLora, parse_lora
 from qwen_train.inference.pipeline import load_pipeline
@@ -70,7 +70,7 @@ def predict(model: Path, out: Path, *options: str | Path) -> np.ndarray:  # type
 
 
 @pytest.mark.parametrize(("variant", "count"), [("t2i", 0), ("edit", 1), ("edit-plus", 2)])
-def test_the_picture_is_the_stock_pipelines_bit_for_bit(
+def test_the_image_is_the_stock_pipelines_bit_for_bit(
     variant: str, count: int, pictures: list[Path], tmp_path: Path, tiny_model: TinyModel
 ) -> None:
     model, images = tiny_model(variant), [Image.open(path).convert("RGB") for path in pictures[:count]]
@@ -95,7 +95,7 @@ def test_the_picture_is_the_stock_pipelines_bit_for_bit(
     assert np.array_equal(found, np.asarray(expected))
 
 
-def test_a_trained_lora_changes_the_picture_as_it_does_in_the_stock_pipeline(
+def test_a_trained_lora_changes_the_image_as_it_does_in_the_stock_pipeline(
     pictures: list[Path], tmp_path: Path, tiny_model: TinyModel, built: Callable[..., Path]
 ) -> None:
     model, out = tiny_model("edit-plus"), tmp_path / "run"
@@ -129,7 +129,7 @@ def test_a_trained_lora_changes_the_picture_as_it_does_in_the_stock_pipeline(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
-def test_with_a_quantised_transformer_the_picture_is_nearly_the_same(
+def test_with_a_quantised_transformer_the_image_is_nearly_the_same(
     pictures: list[Path], tmp_path: Path, tiny_model: TinyModel
 ) -> None:
     """As qwen.yaml says for training, so that what fits there fits here."""
@@ -144,28 +144,28 @@ def test_with_a_quantised_transformer_the_picture_is_nearly_the_same(
     ("options", "message"),
     [
         (["--image", "nowhere.png"], "nowhere.png: cannot be read: No such file or directory"),
-        ([], "QwenImageEditPlusPipeline edits a picture"),
-        (["--image", "{picture}", "--lora", "nowhere"], "nowhere: no LoRA here"),
-        (["--image", "{picture}", "--lora", "{pickle}"], "a .safetensors file"),
-        (["--image", "{picture}", "--transformer-device", "cuda:3"], "--transformer-device: no such device"),
-        (["--image", "{picture}", "--num-inference-steps", "1"], "one step is too few for this model's scheduler"),
-        (["--image", "{picture}", "--set", "predict.colour=3"], "known here: dtype, guidance_scale, height"),
-        (["--image", "{picture}", "--sigmas", "0.5,1"], "the last sigma is below 1 (found --sigmas 1)"),
-        (["--image", "{picture}", "--sigmas", "1,half"], "predict.sigmas.1: Input should be a valid number"),
-        (["--image", "{picture}", "--true-cfg-scale", "2"], "nothing to guide away from (found --true-cfg-scale 2)"),
-        (["--image", "{picture}", "--guidance-scale", "2"], "the guidance scale would be ignored"),
-        (["--image", "{picture}", "--device", "cuda:3"], "--device: no such device on this machine (expected cpu"),
-        (["--image", "{picture}", "--offload", "model"], "predict.offload=model is for an accelerator"),
-        (["--image", "{picture}", "--offload", "all"], "predict.offload: Input should be 'none', 'model' or"),
-        (["--image", "{picture}", "--merge"], "there is nothing to merge"),
-        (["--image", "{picture}", "--out", "{picture}.gguf"], "expected .png, .jpg or .webp"),
+        ([], "QwenImageEditPlusPipeline edits an image"),
+        (["--image", "{image}", "--lora", "nowhere"], "nowhere: no LoRA here"),
+        (["--image", "{image}", "--lora", "{pickle}"], "a .safetensors file"),
+        (["--image", "{image}", "--transformer-device", "cuda:3"], "--transformer-device: no such device"),
+        (["--image", "{image}", "--num-inference-steps", "1"], "one step is too few for this model's scheduler"),
+        (["--image", "{image}", "--set", "predict.colour=3"], "known here: dtype, guidance_scale, height"),
+        (["--image", "{image}", "--sigmas", "0.5,1"], "the last sigma must be below 1 (found --sigmas 1)"),
+        (["--image", "{image}", "--sigmas", "1,half"], "predict.sigmas.1: Input should be a valid number"),
+        (["--image", "{image}", "--true-cfg-scale", "2"], "nothing to guide away from (found --true-cfg-scale 2)"),
+        (["--image", "{image}", "--guidance-scale", "2"], "the guidance scale would be ignored"),
+        (["--image", "{image}", "--device", "cuda:3"], "--device: no such device on this machine (expected cpu"),
+        (["--image", "{image}", "--offload", "model"], "predict.offload=model is for an accelerator"),
+        (["--image", "{image}", "--offload", "all"], "predict.offload: Input should be 'none', 'model' or"),
+        (["--image", "{image}", "--merge"], "there is nothing to merge"),
+        (["--image", "{image}", "--out", "{image}.gguf"], "expected .png, .jpg or .webp"),
     ],
 )
 def test_what_cannot_be_done_says_so(
     options: list[str], message: str, pictures: list[Path], tmp_path: Path, tiny_model: TinyModel
 ) -> None:
     (tmp_path / "pytorch_lora_weights.bin").write_bytes(b"a pickle, as far as anybody knows")
-    names = {"picture": pictures[0], "pickle": tmp_path / "pytorch_lora_weights.bin"}
+    names = {"image": pictures[0], "pickle": tmp_path / "pytorch_lora_weights.bin"}
     given = [option.format(**names) for option in options]
     out = tmp_path / "out.png"
     result = run("qwen-train", "predict", "--prompt", "x", "--model", tiny_model("edit-plus"), "--out", out, *given)
@@ -175,12 +175,12 @@ def test_what_cannot_be_done_says_so(
     assert not out.exists()
 
 
-def test_a_picture_too_many_for_the_pipeline(pictures: list[Path], tmp_path: Path, tiny_model: TinyModel) -> None:
+def test_an_image_too_many_for_the_pipeline(pictures: list[Path], tmp_path: Path, tiny_model: TinyModel) -> None:
     two = [option for path in pictures for option in ("--image", path)]
     out = tmp_path / "out.png"
     result = run("qwen-train", "predict", "--prompt", "x", "--model", tiny_model("edit"), "--out", out, *two)
     assert result.code == 2
-    assert "QwenImageEditPipeline takes 1 picture (found 2)" in result.stderr
+    assert "QwenImageEditPipeline takes 1 image (found 2)" in result.stderr
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_every_option_is_an_argument_of_the_stock_pipeline(tmp_path: Path, tiny_
     options += ["--max-sequence-length", "4", "--device", "cpu", "--set", "predict.dtype=float32"]
     result = run("qwen-train", "predict", "--model", model, "--out", tmp_path / "new" / "out.png", *options)
     assert result.code == 0, result.stderr
-    assert "drawing" in result.stderr
+    assert "generating" in result.stderr
     assert "3/3" in result.stderr
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["out-1.png", "out-2.png"]
     for number, picture in enumerate(expected, 1):
@@ -224,12 +224,12 @@ def test_every_option_is_an_argument_of_the_stock_pipeline(tmp_path: Path, tiny_
 
 
 def draw(model: Path, out: Path, *options: str | Path) -> Result:
-    """A small picture of a text-to-image model: what is drawn about does not matter here."""
+    """A small image of a text-to-image model: what is drawn about does not matter here."""
     size = ("--height", "64", "--width", "48", "--prompt", "a fox", "--set", "predict.dtype=float32")
     return run("qwen-train", "predict", "--model", model, "--out", out, *size, *options)
 
 
-def test_a_picture_is_whole_under_its_name_or_not_there(
+def test_an_image_is_whole_under_its_name_or_not_there(
     tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.jpg"
@@ -355,7 +355,7 @@ def test_a_lora_of_another_base_is_refused_by_its_first_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before a weight is loaded."""
-    monkeypatch.setattr(predicting, "encode_prompts", None)
+    monkeypatch.setattr(generator, "encode_prompts", None)
     save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, tmp_path / "other.safetensors")
     result = draw(tiny_model("t2i"), tmp_path / "out.png", "--lora", tmp_path / "other.safetensors")
     assert result.code == 2
@@ -389,8 +389,8 @@ def no_memory(*arguments: Any, **named: Any) -> Any:
         (QwenImageTransformer2DModel, "to", "loading the transformer", "model.quantization=int8"),
         (QwenImageTransformer2DModel, "forward", "denoising", "--offload sequential"),
         (AutoencoderKLQwenImage, "_apply", "loading the VAE", "--vae-device"),
-        (AutoencoderKLQwenImage, "encode", "encoding a picture", "--vae-device"),
-        (AutoencoderKLQwenImage, "decode", "decoding the picture", "--height, --width"),
+        (AutoencoderKLQwenImage, "encode", "encoding an image", "--vae-device"),
+        (AutoencoderKLQwenImage, "decode", "decoding the image", "--height, --width"),
     ],
 )
 def test_without_memory_it_says_for_which_part_and_what_helps(

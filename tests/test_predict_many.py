@@ -1,6 +1,6 @@
-"""Many pictures in one go: several prompts, a whole source, samples of a cache, with and without the LoRA.
+"""Many images in one go: several prompts, a whole source, samples of a cache, with and without the LoRA.
 
-The judge is `qwen-train predict` for one picture, which is held to the stock pipeline elsewhere.
+The judge is `qwen-train predict` for one image, which is held to the stock pipeline elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from qwen_cache import open_cache
 from qwen_train.cli import predict as predict_command
-from qwen_train.inference import many
+from qwen_train.inference import generator, many
 from qwen_train.inference.prompts import PromptEncoder
 
 from .support.commands import Result, run
@@ -42,7 +42,7 @@ def predict(tiny_model: TinyModel) -> Predict:
 
 
 @pytest.fixture
-def picture(tmp_path: Path) -> Path:
+def image(tmp_path: Path) -> Path:
     photograph("chelsea.png").resize((64, 64)).save(tmp_path / "cat.png")
     return tmp_path / "cat.png"
 
@@ -68,16 +68,14 @@ def pixels(path: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_each_of_several_prompts_gets_the_picture_it_gets_alone(
-    predict: Predict, picture: Path, tmp_path: Path
-) -> None:
+def test_each_of_several_prompts_gets_the_image_it_gets_alone(predict: Predict, image: Path, tmp_path: Path) -> None:
     prompts = ["make it red", "make it 黑白"]
-    result = predict("--image", picture, *(o for p in prompts for o in ("--prompt", p)), "--out", tmp_path / "all.png")
+    result = predict("--image", image, *(o for p in prompts for o in ("--prompt", p)), "--out", tmp_path / "all.png")
     assert result.code == 0, result.stderr
-    assert "2 new pictures" in result.stderr
+    assert "2 new images" in result.stderr
     for i, prompt in enumerate(prompts, 1):
         alone = tmp_path / "alone.png"
-        assert predict("--image", picture, "--prompt", prompt, "--out", alone).code == 0
+        assert predict("--image", image, "--prompt", prompt, "--out", alone).code == 0
         assert np.array_equal(pixels(tmp_path / f"all-{i}.png"), pixels(alone))
 
 
@@ -92,26 +90,26 @@ def test_only_what_changed_is_drawn_again(
     before = {name: pixels(tmp_path / "drawn" / f"{name}.png") for name in names}
 
     with monkeypatch.context() as patch:
-        patch.setattr(many, "load_pipeline", None)
+        patch.setattr(generator, "load_pipeline", None)
         patch.setattr(PromptEncoder, "_load", None)
-        assert "0 new pictures in" in predict(*drawing).stderr
+        assert "0 new images in" in predict(*drawing).stderr
     (source / "target_images" / "cat.txt").write_text("make it blue", encoding="utf-8")
     again = predict(*drawing)
-    assert "1 new picture in" in again.stderr
+    assert "1 new image in" in again.stderr
     assert "classifier-free" not in again.stderr
     assert not np.array_equal(pixels(tmp_path / "drawn" / "cat.png"), before["cat"])
-    assert "4 new pictures in" in predict(*drawing, "--seed", "1").stderr
-    assert "4 new pictures in" in predict(*drawing, "--seed", "1", "--lora", lora).stderr
-    assert "4 new pictures in" in predict(*drawing, "--seed", "1", "--lora", f"{lora}:0.5").stderr
+    assert "4 new images in" in predict(*drawing, "--seed", "1").stderr
+    assert "4 new images in" in predict(*drawing, "--seed", "1", "--lora", lora).stderr
+    assert "4 new images in" in predict(*drawing, "--seed", "1", "--lora", f"{lora}:0.5").stderr
 
 
-def test_a_picture_that_cannot_be_read_is_left_out(predict: Predict, tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_read_is_left_out(predict: Predict, tmp_path: Path) -> None:
     source = write_pairs(tmp_path / "data")
-    (source / "control_images" / "cup.png").write_bytes(b"no picture")
+    (source / "control_images" / "cup.png").write_bytes(b"no image")
     result = predict("--source", source, "--out", tmp_path / "drawn", "--compare")
     assert result.code == 1
     assert "cup" in result.stderr
-    assert "3 new pictures" in result.stderr
+    assert "3 new images" in result.stderr
     assert {path.name for path in (tmp_path / "drawn").iterdir()} == {
         "china.png",
         "flower.png",
@@ -122,7 +120,7 @@ def test_a_picture_that_cannot_be_read_is_left_out(predict: Predict, tmp_path: P
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """A folder of nothing but pictures, two of which belong together."""
+    """A folder of nothing but images, two of which belong together."""
     folder = tmp_path / "photos"
     (folder / "more").mkdir(parents=True)
     for name, photo in {"cat": "chelsea.png", "cup": "coffee.png", "cup_control_1": "china.jpg"}.items():
@@ -132,26 +130,26 @@ def pictures(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_folder_of_pictures_is_drawn_with_one_prompt(predict: Predict, pictures: Path, tmp_path: Path) -> None:
+def test_a_folder_of_images_is_drawn_with_one_prompt(predict: Predict, pictures: Path, tmp_path: Path) -> None:
     (pictures / "cat.txt").write_text("its own, which --prompt replaces", encoding="utf-8")
     drawn = tmp_path / "drawn"
     result = predict("--source", pictures, "--prompt", "make it red", "--out", drawn)
     assert result.code == 0, result.stderr
     assert {str(path.relative_to(drawn)) for path in drawn.rglob("*.png")} == {"cat.png", "cup.png", "more/flower.png"}
-    assert [result.stderr.count(what) for what in ("drawing", "pictures ━")] == [0, 1], "one line for all"
+    assert [result.stderr.count(what) for what in ("drawing", "images ━")] == [0, 1], "one line for all"
     named = {"cat": ["cat.png"], "cup": ["cup.png", "cup_control_1.png"]}
     for name, files in named.items():
         images = [option for file in files for option in ("--image", pictures / file)]
         assert predict(*images, "--prompt", "make it red", "--out", tmp_path / "alone.png").code == 0
         assert np.array_equal(pixels(drawn / f"{name}.png"), pixels(tmp_path / "alone.png"))
-    assert "0 new pictures" in predict("--source", pictures, "--prompt", "make it red", "--out", drawn).stderr
+    assert "0 new images" in predict("--source", pictures, "--prompt", "make it red", "--out", drawn).stderr
     both = predict("--source", pictures, "--prompt", "make it red", "--prompt", "and blue", "--out", tmp_path / "two")
-    assert "6 new pictures" in both.stderr
+    assert "6 new images" in both.stderr
     assert np.array_equal(pixels(tmp_path / "two" / "cat-1.png"), pixels(drawn / "cat.png"))
 
 
 @pytest.mark.slow
-def test_prompts_may_lie_beside_the_pictures_or_in_a_table(predict: Predict, pictures: Path, tmp_path: Path) -> None:
+def test_prompts_may_lie_beside_the_images_or_in_a_table(predict: Predict, pictures: Path, tmp_path: Path) -> None:
     for name, text in {"cat": "make it red", "cup": "mirror it", "more/flower": "make it night"}.items():
         (pictures / f"{name}.txt").write_text(text, encoding="utf-8")
     rows = [
@@ -223,11 +221,9 @@ def test_a_cached_sample_is_drawn_without_the_text_encoder(
 
 
 @pytest.mark.slow
-def test_a_picture_that_was_drawn_alone_is_drawn_anew(
-    predict: Predict, picture: Path, lora: Path, tmp_path: Path
-) -> None:
+def test_an_image_that_was_drawn_alone_is_drawn_anew(predict: Predict, image: Path, lora: Path, tmp_path: Path) -> None:
     """First without a thought of it, then side by side."""
-    drawing = ("--image", picture, "--prompt", "x", "--lora", lora, "--out", tmp_path / "out.png")
+    drawing = ("--image", image, "--prompt", "x", "--lora", lora, "--out", tmp_path / "out.png")
     assert predict(*drawing).code == 0
     alone = pixels(tmp_path / "out.png")
     for _ in range(2):
@@ -264,17 +260,23 @@ def test_what_was_drawn_out_of_a_cache_is_kept_when_the_next_fails(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "this does not say what to draw (expected --prompt; or --image and --prompt; or --source;"),
+        ((), "nothing to generate (expected --prompt; or --image and --prompt; or --source;"),
         (("--prompt", "x", "--from-cache", "data"), "found --prompt and --from-cache"),
         (("--source", "data", "--image", "a.png"), "--from-cache, found --image and --source)"),
-        (("--source", ".", "--out", "drawn"), "--out: what is drawn would be drawn about the next time"),
+        (
+            ("--source", ".", "--out", "drawn"),
+            "--out: the output folder is inside --source: the next run would read its own results",
+        ),
         (("--from-cache", "shards"), "--from-cache CACHE goes with --key KEY"),
-        (("--prompt", "x", "--compare", "--merge", "--lora", "{lora}"), "a merged LoRA cannot be left out again"),
-        (("--prompt", "x", "--prompt", "y", "--num-images-per-prompt", "2"), "several pictures are of one prompt"),
-        (("--prompt", "x", "--prompt", "y", "--save-interrupted"), "--save-interrupted is for one picture"),
-        (("--source", "data", "--out", "a.png"), "--source draws into a folder"),
+        (("--prompt", "x", "--compare", "--merge", "--lora", "{lora}"), "a merged LoRA cannot be turned off again"),
+        (
+            ("--prompt", "x", "--prompt", "y", "--num-images-per-prompt", "2"),
+            "several images per prompt are for one prompt",
+        ),
+        (("--prompt", "x", "--prompt", "y", "--save-interrupted"), "--save-interrupted is for one image"),
+        (("--source", "data", "--out", "a.png"), "--source generates into a folder"),
         (("--prompt", "x", "--prompt", "y", "--image", "no.png"), "no.png: cannot be read: No such file"),
-        (("--prompt", "x", "--prompt", "y", "--out", "a.jpg"), "pictures that can be gone on with are .png"),
+        (("--prompt", "x", "--prompt", "y", "--out", "a.jpg"), "resumable output must be .png"),
         (("--from-cache", "{cache}", "--key", "cat", "--width", "64"), "a cached sample has its size"),
         (("--from-cache", "{cache}", "--key", "nobody"), "no sample of this key or name"),
         (("--from-cache", "{cache}", "--key", "cat", "--negative-prompt", "x"), "holds no negative prompt"),
@@ -300,14 +302,14 @@ def test_a_cache_of_another_kind_of_model_is_refused(
     assert "the cache was made for another kind of model" in result.stderr
 
 
-def test_a_picture_that_is_drawn_about_is_not_drawn_over(predict: Predict, picture: Path, tmp_path: Path) -> None:
-    before = picture.read_bytes()
-    picture.rename(tmp_path / "cat-1.png")
+def test_an_image_that_is_drawn_about_is_not_drawn_over(predict: Predict, image: Path, tmp_path: Path) -> None:
+    before = image.read_bytes()
+    image.rename(tmp_path / "cat-1.png")
     for prompts in (("--prompt", "x"), ("--prompt", "x", "--prompt", "y")):
         out = tmp_path / ("cat-1.png" if len(prompts) == 2 else "cat.png")
         result = predict("--image", tmp_path / "cat-1.png", *prompts, "--out", out)
         assert result.code == 2
-        assert "would be drawn over" in result.stderr
+        assert "would replace" in result.stderr
     assert (tmp_path / "cat-1.png").read_bytes() == before
 
 
@@ -326,23 +328,23 @@ def test_a_row_called_like_what_is_made_beside_it_is_refused(
 
 
 @pytest.mark.slow
-def test_weights_behind_a_link_count(predict: Predict, picture: Path, tmp_path: Path, tiny_model: TinyModel) -> None:
+def test_weights_behind_a_link_count(predict: Predict, image: Path, tmp_path: Path, tiny_model: TinyModel) -> None:
     linked, other = tmp_path / "linked", tmp_path / "other"
     shutil.copytree(tiny_model("edit-plus"), linked)
     shutil.move(linked / "transformer", tmp_path / "one")
     shutil.copytree(tmp_path / "one", other)
     weights = next(other.glob("*.safetensors"))
     os.utime(weights, (1, 1))
-    drawing = ("--model", linked, "--image", picture, "--prompt", "x", "--prompt", "y", "--out", tmp_path / "a.png")
+    drawing = ("--model", linked, "--image", image, "--prompt", "x", "--prompt", "y", "--out", tmp_path / "a.png")
     for folder, drawn in ((tmp_path / "one", 2), (tmp_path / "one", 0), (other, 2)):
         (linked / "transformer").unlink(missing_ok=True)
         (linked / "transformer").symlink_to(folder)
-        assert f"{drawn} new picture" in predict(*drawing).stderr
+        assert f"{drawn} new image" in predict(*drawing).stderr
 
 
-def test_a_file_that_was_not_drawn_here_stays(predict: Predict, picture: Path, tmp_path: Path) -> None:
+def test_a_file_that_was_not_drawn_here_stays(predict: Predict, image: Path, tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a-1.png")
-    result = predict("--image", picture, "--prompt", "x", "--prompt", "y", "--out", tmp_path / "a.png")
+    result = predict("--image", image, "--prompt", "x", "--prompt", "y", "--out", tmp_path / "a.png")
     assert result.code == 2
     assert "did not draw" in result.stderr
     assert pixels(tmp_path / "a-1.png").shape == (8, 8, 3)
@@ -354,10 +356,10 @@ def test_a_file_that_was_not_drawn_here_stays(predict: Predict, picture: Path, t
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["edit-plus", slow("edit-2511")])
 def test_the_modulation_from_a_table_draws_nearly_the_same(
-    predict: Predict, picture: Path, lora: Path, tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
+    predict: Predict, image: Path, lora: Path, tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "tables"))
-    drawing = ("--image", picture, "--prompt", "x", "--lora", lora, "--set", "predict.dtype=bfloat16")
+    drawing = ("--image", image, "--prompt", "x", "--lora", lora, "--set", "predict.dtype=bfloat16")
     plain, found = tmp_path / "plain.png", tmp_path / "found.png"
     assert predict(*drawing, "--out", plain, variant=variant).code == 0
     tabulated = ("--set", "predict.tabulated_modulation=true")
@@ -370,7 +372,7 @@ def test_the_modulation_from_a_table_draws_nearly_the_same(
     assert "predict.tabulated_modulation needs bfloat16" in refused.stderr
 
 
-def test_a_lora_on_what_is_tabulated_is_refused(predict: Predict, picture: Path, tmp_path: Path) -> None:
+def test_a_lora_on_what_is_tabulated_is_refused(predict: Predict, image: Path, tmp_path: Path) -> None:
     import torch
 
     name = "transformer.transformer_blocks.0.img_mod.1"
@@ -378,7 +380,7 @@ def test_a_lora_on_what_is_tabulated_is_refused(predict: Predict, picture: Path,
     save_file(weights, tmp_path / "other.safetensors")
     drawing = (
         "--image",
-        picture,
+        image,
         "--prompt",
         "x",
         "--lora",

@@ -32,7 +32,7 @@ from qwen_train.metrics import METRICS_NAME
 from qwen_train.report import moving_mean, write_report
 
 from .support.commands import refused, run
-from .support.runs import LORA, PICTURES, Trainer, metrics
+from .support.runs import IMAGES, LORA, Trainer, metrics
 
 
 class Page(HTMLParser):
@@ -99,7 +99,7 @@ def labels(chart: ElementTree.Element) -> list[float]:
 
 
 def test_a_run_ends_with_a_page_that_needs_nothing_else(train: Trainer) -> None:
-    out = train(settings=PICTURES, validation__validation_steps=1, train__max_steps=4)
+    out = train(settings=IMAGES, validation__validation_steps=1, train__max_steps=4)
     page = Page(out / "report.html")
     assert page.references == []
     assert not re.search(r"https?:|@import|url\(|fetch|XMLHttp|import\(|innerHTML|eval|<script ", page.html)
@@ -116,7 +116,7 @@ def test_a_run_ends_with_a_page_that_needs_nothing_else(train: Trainer) -> None:
 
 def test_the_overview_says_how_the_run_went(train: Trainer) -> None:
     """Against the settings, the metrics and the files themselves."""
-    settings = {**PICTURES, "train.validation_split": 0.5, "train.batch_size": 2, "train.checkpointing_steps": 3}
+    settings = {**IMAGES, "train.validation_split": 0.5, "train.batch_size": 2, "train.checkpointing_steps": 3}
     out = train(settings=settings, validation__validation_steps=2, train__max_steps=5)
     facts, lines = Page(out / "report.html").facts(), metrics(out)
     losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
@@ -143,7 +143,7 @@ def test_the_overview_says_how_the_run_went(train: Trainer) -> None:
 @pytest.mark.slow
 def test_the_curves_are_those_of_the_metrics(train: Trainer) -> None:
     """The smallest and largest values and steps are written at the axes; between them a point lies in proportion."""
-    out = train(settings=PICTURES, validation__validation_steps=1, train__max_steps=5, optimizer__learning_rate=0.01)
+    out = train(settings=IMAGES, validation__validation_steps=1, train__max_steps=5, optimizer__learning_rate=0.01)
     charts, lines = Page(out / "report.html").charts(), metrics(out)
     names = ("loss", "grad_norm", "samples_per_second", "tokens_per_second")
     assert {name.replace("_", " ") for name in (*names, "learning_rate")} < charts.keys()
@@ -356,9 +356,9 @@ def chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def validation(folder: Path, pictures: dict[str, bytes]) -> Path:
+def validation(folder: Path, images: dict[str, bytes]) -> Path:
     (folder / METRICS_NAME).write_bytes(GOOD[0])
-    for name, data in pictures.items():
+    for name, data in images.items():
         path = folder / "validation" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -388,15 +388,15 @@ def header(side: int, colours: int = 2) -> bytes:
         pytest.param(header(8, 3) + chunk(b"tRNS", b"\xff\xff\0") + chunk(b"IDAT", PIXELS), id="without its palette"),
     ],
 )
-def test_pictures_that_are_damaged_are_named(damaged: bytes, tmp_path: Path) -> None:
+def test_images_that_are_damaged_are_named(damaged: bytes, tmp_path: Path) -> None:
     page = Page(write_report(validation(tmp_path, {"step-5/a.png": damaged, "step-5/b.png": png()})))
     assert captions(page) == ["drawn after step 5 a.png cannot be read", "drawn after step 5"]
 
 
 def test_what_pillow_warns_of_is_no_matter(tmp_path: Path) -> None:
-    """Warnings are errors here: an animation without pictures is a picture all the same."""
-    picture = header(8) + chunk(b"acTL", bytes(8)) + png()[33:]
-    assert captions(Page(write_report(validation(tmp_path, {"step-5/a.png": picture})))) == ["drawn after step 5"]
+    """Warnings are errors here: an animation without images is an image all the same."""
+    image = header(8) + chunk(b"acTL", bytes(8)) + png()[33:]
+    assert captions(Page(write_report(validation(tmp_path, {"step-5/a.png": image})))) == ["drawn after step 5"]
 
 
 def test_only_folders_of_steps_are_looked_into(tmp_path: Path) -> None:
@@ -406,15 +406,15 @@ def test_only_folders_of_steps_are_looked_into(tmp_path: Path) -> None:
     assert captions(page) == ["drawn after step 12"]
 
 
-def test_names_of_pictures_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_names_of_images_are_taken_as_they_are(tmp_path: Path) -> None:
     """Neither as patterns nor as beginnings of others, and controls in their order."""
     controls = ["cat.png", *(f"cat-{i}.png" for i in range(2, 12)), "catalog.png", "cat-dog.png"]
     colours = [f"#{20 * i:02x}0000" for i in range(11)]
-    pictures = {
+    images = {
         f"controls/{name}": png(colour) for name, colour in zip(controls, [*colours, "blue", "blue"], strict=True)
     }
     names = {f"{place}/[c]*.png": png() for place in ("step-5", "target", "controls")}
-    page = Page(write_report(validation(tmp_path, {"step-5/cat.png": png(), **pictures, **names})))
+    page = Page(write_report(validation(tmp_path, {"step-5/cat.png": png(), **images, **names})))
     assert captions(page) == [
         *("control", "target", "drawn after step 5"),
         *(f"control {i}" for i in range(1, 12)),
@@ -426,9 +426,9 @@ def test_names_of_pictures_are_taken_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_decoded_pictures_are_in_it(train: Trainer) -> None:
+def test_decoded_images_are_in_it(train: Trainer) -> None:
     """Of the newest step alone, small, beside targets and controls."""
-    out = train(settings=PICTURES)
+    out = train(settings=IMAGES)
     assert Page(out / "report.html").references == []
     assert run("qwen-train", "decode", out).code == 0
     page = Page(out / "report.html")
@@ -439,15 +439,15 @@ def test_decoded_pictures_are_in_it(train: Trainer) -> None:
     assert page.text.count("drawn after step 2") == len(newest)
     assert "step 1" not in page.text
     cache = open_cache(train.cache)
-    for picture in newest:
-        assert {cache[picture.stem].name, cache[picture.stem].prompt} < set(page.words)
+    for image in newest:
+        assert {cache[image.stem].name, cache[image.stem].prompt} < set(page.words)
     last, expected = np.asarray(shown[-1], float), np.asarray(Image.open(newest[-1]).convert("RGB"), float)
     assert last.shape == expected.shape
     assert np.abs(last - expected).mean() < 20, "a JPEG of noise"
 
 
 def test_the_command_makes_the_same_page_again_wherever_the_folder_lies(train: Trainer) -> None:
-    out = train(settings=PICTURES)
+    out = train(settings=IMAGES)
     expected = (out / "report.html").read_text(encoding="utf-8")
     (out / "report.html").unlink()
     moved = train.folder / "moved" / "out"

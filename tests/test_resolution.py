@@ -1,5 +1,5 @@
 """Resolution policies from end to end: the same latents whichever policy chose a size, all samples of a row kept apart,
-pictures cut and bent only as asked, and a plan that says what will be made, from the files' headers alone."""
+images cut and bent only as asked, and a plan that says what will be made, from the files' headers alone."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def test_a_target_saved_at_another_size_stays_aligned_with_its_control(tmp_path:
 
 
 @pytest.mark.slow
-def test_without_upscale_small_pictures_keep_their_own_size(tmp_path: Path, model: Path) -> None:
-    """And are cut nowhere: the latents are those of the picture resized to the next multiples of 32 below."""
+def test_without_upscale_small_images_keep_their_own_size(tmp_path: Path, model: Path) -> None:
+    """And are cut nowhere: the latents are those of the image resized to the next multiples of 32 below."""
     china = photograph("china.jpg").resize((100, 75))
     small = china.resize((96, 64), Image.Resampling.LANCZOS)
     [ours] = cache_with(write_pair(tmp_path / "own", china, china), tmp_path / "a", model, upscale=False)
@@ -147,7 +147,7 @@ def test_a_fixed_resolution_refuses_another_shape_until_told_what_to_do(
     assert "3 problems" in result.stderr
     china = pairs / "target_images" / "china.png"
     assert (
-        f"{china}: data.resolution has none of the picture's shape (expected an aspect ratio within 3% of 96×96, "
+        f"{china}: data.resolution has none of the image's shape (expected an aspect ratio within 3% of 96×96, "
         "the nearest, found 160×107)" in result.stderr
     )
     assert "set data.resize_mode=crop or stretch" in result.stderr
@@ -174,7 +174,7 @@ def test_crop_cuts_target_control_and_mask_alike_and_nothing_else(tmp_path: Path
         assert torch.equal(ours[name], uncut[name]), name
 
 
-def test_stretch_bends_the_whole_picture(tmp_path: Path, model: Path) -> None:
+def test_stretch_bends_the_whole_image(tmp_path: Path, model: Path) -> None:
     china = photograph("china.jpg").resize((200, 96))
     bent = china.resize((96, 96), Image.Resampling.LANCZOS)
     [ours] = cache_with(
@@ -185,7 +185,7 @@ def test_stretch_bends_the_whole_picture(tmp_path: Path, model: Path) -> None:
     assert torch.equal(ours["control_latents"], plain["control_latents"])
 
 
-def test_each_picture_gets_the_fixed_resolution_of_its_shape(pairs: Path, tmp_path: Path, model: Path) -> None:
+def test_each_image_gets_the_fixed_resolution_of_its_shape(pairs: Path, tmp_path: Path, model: Path) -> None:
     several = [[96, 64], [64, 96], [64, 64]]
     cache = cache_with(pairs, tmp_path / "shards", model, resolution=several)
     found = {sample.name: sample.img_shapes[:2] for sample in cache}

@@ -1,4 +1,4 @@
-"""How large pictures become, over all sizes and policies: the pipelines' rule by default, aligned pairs, nothing
+"""How large images become, over all sizes and policies: the pipelines' rule by default, aligned pairs, nothing
 enlarged or bent beyond what was allowed, and settings that contradict each other refused."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.settings.load import load_config
-from qwen_cache.sources.sizes import Picture, Resolution, Size, crop_box, sizes_of
+from qwen_cache.sources.sizes import Resolution, Size, SourceImage, crop_box, sizes_of
 
 sides = st.integers(33, 6000)
 sizes = st.tuples(sides, sides).filter(lambda size: max(size) <= 10 * min(size))
@@ -21,8 +21,8 @@ areas = st.integers(256 * 256, 2048 * 2048)
 resolutions = st.tuples(st.integers(2, 64), st.integers(2, 64)).map(lambda size: (32 * size[0], 32 * size[1]))
 
 
-def pictures(*originals: Size) -> list[Picture]:
-    return [Picture(f"picture {i}", size) for i, size in enumerate(originals)]
+def images(*originals: Size) -> list[SourceImage]:
+    return [SourceImage(f"image {i}", size) for i, size in enumerate(originals)]
 
 
 def policy(**settings: Any) -> Resolution:
@@ -30,9 +30,9 @@ def policy(**settings: Any) -> Resolution:
 
 
 def sizes_or_error(originals: list[Size], resolution: Resolution) -> tuple[list[tuple[Size, ...]], str]:
-    """What becomes of the pictures, or what is said of the one that cannot be brought there."""
+    """What becomes of the images, or what is said of the one that cannot be brought there."""
     try:
-        return sizes_of(pictures(*originals), resolution), ""
+        return sizes_of(images(*originals), resolution), ""
     except SourceError as error:
         return [], str(error)
 
@@ -51,10 +51,10 @@ def bend(one: Size, two: Size) -> float:
 
 
 @given(st.lists(sizes, min_size=1, max_size=4), areas)
-def test_by_default_each_picture_has_the_size_that_the_pipelines_give_it(originals: list[Size], area: int) -> None:
+def test_by_default_each_image_has_the_size_that_the_pipelines_give_it(originals: list[Size], area: int) -> None:
     """A first control of the target's shape excepted: it has the target's size."""
     stock = [pipeline_qwenimage_edit_plus.calculate_dimensions(area, w / h) for w, h in originals]
-    [found] = sizes_of(pictures(*originals), policy(vae_image_size=area))
+    [found] = sizes_of(images(*originals), policy(vae_image_size=area))
     for i, (ours, expected) in enumerate(zip(found, stock, strict=True)):
         if i == 1 and bend(originals[0], originals[1]) < 1.03:
             assert ours == found[0]
@@ -63,7 +63,7 @@ def test_by_default_each_picture_has_the_size_that_the_pipelines_give_it(origina
 
 
 def test_the_model_s_own_size_is_that_of_the_pipelines() -> None:
-    [found] = sizes_of(pictures((640, 427)), policy())
+    [found] = sizes_of(images((640, 427)), policy())
     area = pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE
     assert found == (pipeline_qwenimage_edit_plus.calculate_dimensions(area, 640 / 427),)
 
@@ -108,14 +108,14 @@ def test_a_first_control_of_its_target_s_shape_has_its_target_s_size(
 )
 def test_a_target_that_was_rounded_once_already_is_still_aligned(target: Size, control: Size) -> None:
     for area in (256 * 256, 512 * 512, 1024 * 1024, 1328 * 1328):
-        [found] = sizes_of(pictures(target, control), policy(vae_image_size=area))
+        [found] = sizes_of(images(target, control), policy(vae_image_size=area))
         assert found[0] == found[1]
 
 
 def test_a_control_of_another_shape_and_later_controls_keep_their_own() -> None:
-    [found] = sizes_of(pictures((1024, 1024), (1920, 1080), (1000, 1001)), policy(vae_image_size=512 * 512))
+    [found] = sizes_of(images((1024, 1024), (1920, 1080), (1000, 1001)), policy(vae_image_size=512 * 512))
     assert found == ((512, 512), (672, 384), (512, 512))
-    [found] = sizes_of(pictures((1024, 1024), (1000, 1001), (1920, 1080)), policy(resolution=[512, 512]))
+    [found] = sizes_of(images((1024, 1024), (1000, 1001), (1920, 1080)), policy(resolution=[512, 512]))
     assert found == ((512, 512), (512, 512), (672, 384))
 
 
@@ -123,7 +123,7 @@ def test_a_control_of_another_shape_and_later_controls_keep_their_own() -> None:
 
 
 @given(st.lists(sizes, min_size=1, max_size=4), policies.map(lambda settings: {**settings, "upscale": False}))
-def test_without_upscale_no_side_of_any_picture_is_enlarged(originals: list[Size], settings: dict[str, Any]) -> None:
+def test_without_upscale_no_side_of_any_image_is_enlarged(originals: list[Size], settings: dict[str, Any]) -> None:
     found, error = sizes_or_error(originals, policy(**settings))
     # under a budget everything of 32 pixels has a size
     assert found or ("too small" in error and "resolution" in settings)
@@ -134,9 +134,9 @@ def test_without_upscale_no_side_of_any_picture_is_enlarged(originals: list[Size
 
 
 @given(sizes)
-def test_a_picture_below_the_budget_keeps_its_own_size_rounded_down(original: Size) -> None:
+def test_an_image_below_the_budget_keeps_its_own_size_rounded_down(original: Size) -> None:
     assume(original[0] * original[1] < 1900 * 1900)
-    [found] = sizes_of(pictures(original), policy(vae_image_size=2048 * 2048, upscale=False))
+    [found] = sizes_of(images(original), policy(vae_image_size=2048 * 2048, upscale=False))
     assert found == ((original[0] - original[0] % 32, original[1] - original[1] % 32),)
 
 
@@ -153,7 +153,7 @@ def test_every_side_is_a_positive_multiple_of_32(originals: list[Size], settings
 @given(sizes, areas, st.booleans())
 def test_a_budget_moves_no_side_by_more_than_a_step(original: Size, area: int, upscale: bool) -> None:
     """From where the exact aspect ratio puts it."""
-    [[found]] = sizes_of(pictures(original), policy(vae_image_size=area, upscale=upscale))
+    [[found]] = sizes_of(images(original), policy(vae_image_size=area, upscale=upscale))
     scale = (area / (original[0] * original[1])) ** 0.5
     if not upscale:
         scale = min(scale, 1)
@@ -162,13 +162,13 @@ def test_a_budget_moves_no_side_by_more_than_a_step(original: Size, area: int, u
 
 
 @given(sizes, st.lists(resolutions, min_size=1, max_size=6))
-def test_a_fixed_resolution_is_the_one_of_the_nearest_shape_or_the_picture_is_refused(
+def test_a_fixed_resolution_is_the_one_of_the_nearest_shape_or_the_image_is_refused(
     original: Size, several: list[Size]
 ) -> None:
     nearest = min(bend(size, original) for size in several)
     found, error = sizes_or_error([original], policy(resolution=several))
     if error:
-        assert "picture 0: data.resolution has none of the picture's shape" in error
+        assert "image 0: data.resolution has none of the image's shape" in error
         assert nearest > 1.0299
     else:
         [[size]] = found
@@ -193,16 +193,16 @@ def test_what_is_cut_out_is_the_middle_with_the_exact_shape(original: Size, size
 @given(sizes, st.lists(areas, min_size=1, max_size=4))
 def test_the_nearest_budget_is_the_largest_that_the_target_fills(original: Size, several: list[int]) -> None:
     filled = [area for area in several if area <= original[0] * original[1]]
-    [found] = sizes_of(pictures(original), policy(vae_image_size=several))
-    assert [found] == sizes_of(pictures(original), policy(vae_image_size=max(filled) if filled else min(several)))
+    [found] = sizes_of(images(original), policy(vae_image_size=several))
+    assert [found] == sizes_of(images(original), policy(vae_image_size=max(filled) if filled else min(several)))
 
 
 @given(st.lists(sizes, min_size=1, max_size=3), st.lists(areas, min_size=1, max_size=4), st.booleans())
 def test_all_is_what_each_budget_gives_alone(originals: list[Size], several: list[int], upscale: bool) -> None:
     each = [policy(vae_image_size=area, upscale=upscale) for area in several]
-    alone = {size for one in each for size in sizes_of(pictures(*originals), one)}
+    alone = {size for one in each for size in sizes_of(images(*originals), one)}
     together = policy(vae_image_size=several, resolutions_per_sample="all", upscale=upscale)
-    assert set(sizes_of(pictures(*originals), together)) == alone
+    assert set(sizes_of(images(*originals), together)) == alone
 
 
 @pytest.mark.parametrize(
@@ -219,8 +219,8 @@ def test_of_fixed_resolutions_of_one_shape_the_largest_that_is_filled_or_each(
     original: Size, upscale: bool, nearest: Size, every: list[Size]
 ) -> None:
     settings = {"resolution": [[768, 512], [384, 256], [512, 768]], "upscale": upscale}
-    assert sizes_of(pictures(original), policy(**settings)) == [(nearest,)]
-    assert sizes_of(pictures(original), policy(**settings, resolutions_per_sample="all")) == [(size,) for size in every]
+    assert sizes_of(images(original), policy(**settings)) == [(nearest,)]
+    assert sizes_of(images(original), policy(**settings, resolutions_per_sample="all")) == [(size,) for size in every]
 
 
 # ---- the recipe ------------------------------------------------------------------------------------------------------
@@ -234,12 +234,12 @@ def test_the_recipe_says_only_what_differs_from_one_budget() -> None:
     assert policy(vae_image_size=[9, 4, 9]).recipe() == policy(vae_image_size=[4, 9]).recipe()
     assert policy(resolution=[64, 32]).recipe() == {"resolution": [[64, 32]]}
     assert policy(resolution=[64, 32], resize_mode="crop").recipe() == {"resolution": [[64, 32]], "resize_mode": "crop"}
-    # which pictures are refused changes no tensor
+    # which images are refused changes no tensor
     assert policy(resolution=[64, 32], resize_mode="stretch").recipe() == policy(resolution=[64, 32]).recipe()
 
 
 @given(policies, policies)
-def test_policies_of_one_recipe_give_every_picture_the_same_sizes(one: dict[str, Any], two: dict[str, Any]) -> None:
+def test_policies_of_one_recipe_give_every_image_the_same_sizes(one: dict[str, Any], two: dict[str, Any]) -> None:
     ours, theirs = policy(**one), policy(**two)
     same = all(
         sizes_or_error([original], ours)[0] == sizes_or_error([original], theirs)[0]
@@ -280,27 +280,27 @@ def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], sai
         (
             {"resolution": [[512, 512], [768, 512]]},
             [(1920, 1080)],
-            "picture 0: data.resolution has none of the picture's shape (expected an aspect ratio within 3% of "
+            "image 0: data.resolution has none of the image's shape (expected an aspect ratio within 3% of "
             "768×512, the nearest, found 1920×1080)\n  → set data.resize_mode=crop or stretch, add",
         ),
         (
             {"resolution": [512, 512], "upscale": False},
             [(1000, 1000), (500, 500)],
-            "picture 0: target or first control is too small for data.resolution, and data.upscale is off "
+            "image 0: target or first control is too small for data.resolution, and data.upscale is off "
             "(expected at least 512×512, found 500×500)\n  → set data.upscale=true",
         ),
         (
             {"upscale": False},
             [(400, 400), (900, 31)],
-            "picture 1: the picture is too small, and data.upscale is off (expected sides of at least 32 pixels, "
-            "found 900×31)\n  → set data.upscale=true, or leave the picture out",
+            "image 1: the image is too small, and data.upscale is off (expected sides of at least 32 pixels, "
+            "found 900×31)\n  → set data.upscale=true, or leave the image out",
         ),
-        ({}, [(400, 400), (4000, 10)], "picture 1: the picture is too elongated (expected sides of at most 200:1"),
+        ({}, [(400, 400), (4000, 10)], "image 1: the image is too elongated (expected sides of at most 200:1"),
     ],
 )
-def test_pictures_that_cannot_be_brought_there_are_named(
+def test_images_that_cannot_be_brought_there_are_named(
     settings: dict[str, Any], originals: list[Size], said: str
 ) -> None:
     with pytest.raises(SourceError) as caught:
-        sizes_of(pictures(*originals), policy(**settings))
+        sizes_of(images(*originals), policy(**settings))
     assert said in str(caught.value)

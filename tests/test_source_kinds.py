@@ -1,4 +1,4 @@
-"""Whatever the pictures come in, they give the same keys: the judge is the build of the folder of pairs.
+"""Whatever the images come in, they give the same keys: the judge is the build of the folder of pairs.
 
 The files are written by those who define them: `datasets`, pyarrow, webdataset, fsspec.
 """
@@ -235,7 +235,7 @@ def test_every_kind_gives_the_keys_of_the_folder(
 def test_a_build_of_every_kind_is_the_build_of_the_folder(
     write: Callable[..., str], samples: list[Sample], tmp_path: Path, model: Path, built: Callable[..., Path]
 ) -> None:
-    """With the real encoders: every picture is read again in the lanes. The same shards, and nothing to do after."""
+    """With the real encoders: every image is read again in the lanes. The same shards, and nothing to do after."""
     (tmp_path / tmp_path.name).mkdir()
     source, out = write(samples, tmp_path / tmp_path.name), tmp_path / "out"
     result = build(source, out, model)  # type: ignore[arg-type]
@@ -251,7 +251,7 @@ def test_a_build_of_every_kind_is_the_build_of_the_folder(
 def test_rows_of_every_kind_can_be_sent_to_another_process(
     write: Callable[..., str], samples: list[Sample], tmp_path: Path
 ) -> None:
-    """As a cluster needs; a file is opened there once, for all of its pictures."""
+    """As a cluster needs; a file is opened there once, for all of its images."""
     (tmp_path / tmp_path.name).mkdir()
     source = write(samples, tmp_path / tmp_path.name)
     rows, _ = read_source(location(source), needs_control=True, allow_empty_prompt=False)
@@ -298,7 +298,7 @@ def tar(path: Path, members: dict[str, bytes | str], *entries: tarfile.TarInfo) 
     return path
 
 
-def test_each_caption_of_a_list_is_a_sample_about_the_same_pictures(tmp_path: Path) -> None:
+def test_each_caption_of_a_list_is_a_sample_about_the_same_images(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png())
     (tmp_path / "a.jsonl").write_text('{"image": "a.png", "prompts": ["one", " two ", "three"]}\n' * 2)
     (tmp_path / "a.json").write_text('[{"image": "a.png", "captions": ["one", "two", "three"]}]')
@@ -441,10 +441,10 @@ def test_a_tar_that_is_damaged_is_refused_and_loses_no_row_in_silence(tmp_path: 
 def test_caches_are_no_source(built: Callable[..., Path], tmp_path: Path) -> None:
     cache = built("edit-plus")
     assert "this is a cache, and no source of one" in refusal(cache)
-    assert "holds no pictures" in refusal(next(cache.glob("*.tar")))
+    assert "holds no images" in refusal(next(cache.glob("*.tar")))
     for path in cache.glob("*.tar"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    assert "holds no pictures" in refusal(tmp_path)
+    assert "holds no images" in refusal(tmp_path)
 
 
 def cells(*values: Any) -> Any:
@@ -466,8 +466,8 @@ def test_a_cell_without_bytes_is_the_file_that_it_names(tmp_path: Path) -> None:
     assert [(p.where, p.what) for p in problems] == [(f"{tmp_path}/t.parquet[3]", "the target 'image' is empty")]
 
 
-def test_a_picture_that_cannot_be_read_is_a_problem_of_its_row(tmp_path: Path, model: Path) -> None:
-    """The plan names table, row and column, or tar and member, whatever the pictures come in."""
+def test_an_image_that_cannot_be_read_is_a_problem_of_its_row(tmp_path: Path, model: Path) -> None:
+    """The plan names table, row and column, or tar and member, whatever the images come in."""
     columns = {"image": cells(png(1, 64), b"GIF8", {}), "control": cells(*[png(2, 64)] * 3), "prompt": list("abc")}
     pq.write_table(pa.table(columns), tmp_path / "t.parquet")
     result = build(tmp_path / "t.parquet", tmp_path / "out", model, "--dry-run", "--json")
@@ -482,7 +482,7 @@ def test_a_picture_that_cannot_be_read_is_a_problem_of_its_row(tmp_path: Path, m
     assert damaged["what"].startswith(f"{tmp_path}/t.tar:a.control.png: ")
 
 
-def test_a_picture_that_changed_since_the_plan_is_refused(tmp_path: Path) -> None:
+def test_an_image_that_changed_since_the_plan_is_refused(tmp_path: Path) -> None:
     path = tar(tmp_path / "t.tar", {"a.png": png(1), "a.txt": "red"})
     [row], _ = make_images(path)
     digest = content_hash(row.target.read())
@@ -621,14 +621,14 @@ def test_paths_in_a_remote_table_are_relative_to_it_and_never_files_of_this_mach
     assert all("a table behind a URL names a file of this machine" in problem.what for problem in problems)
 
 
-def test_a_local_table_may_name_pictures_behind_urls(tmp_path: Path) -> None:
+def test_a_local_table_may_name_images_behind_urls(tmp_path: Path) -> None:
     put({"c.png": png(3)})
     (tmp_path / "t.csv").write_text("image_path,text\nmemory://bucket/c.png,red\n")
     [row], problems = make_images(tmp_path / "t.csv")
     assert (row.name, row.target.read(), problems) == ("bucket/c", png(3), [])
 
 
-def test_a_missing_remote_picture_is_a_problem_of_its_row(tmp_path: Path, model: Path) -> None:
+def test_a_missing_remote_image_is_a_problem_of_its_row(tmp_path: Path, model: Path) -> None:
     put({"data/t.csv": "image,control,prompt\na.png,gone.png,red\n", "data/a.png": png(1, 64)})
     result = build("memory://bucket/data/t.csv", tmp_path / "out", model, "--dry-run", "--json")  # type: ignore[arg-type]
     [problem] = json.loads(result.stdout)["problems"]
@@ -658,6 +658,6 @@ def test_what_a_url_does_not_hold_is_refused(tmp_path: Path) -> None:
     assert "memory://bucket/nowhere.csv: the file does not exist" in refusal("memory://bucket/nowhere.csv")
     put({"cache/cache.json": "{}", "pairs/target_images/.hidden.png": png(), "pairs/target_images/a.txt": ""})
     assert "this is a cache" in refusal("memory://bucket/cache")
-    assert "memory://bucket/pairs/target_images: there is no picture" in refusal("memory://bucket/pairs")
+    assert "memory://bucket/pairs/target_images: there is no image" in refusal("memory://bucket/pairs")
     datasets.Dataset.from_dict({"image": ["a.png"], "text": ["red"]}).save_to_disk(tmp_path / "saved")
     assert "has to be local" in refusal(upload(tmp_path / "saved"))

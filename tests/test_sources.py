@@ -20,7 +20,7 @@ from qwen_cache.sources.places import File
 
 
 def fill(folder: Path, files: dict[str, str | bytes] | list[str]) -> Path:
-    """Write files below `folder`; a list names pictures and prompts without caring for their content."""
+    """Write files below `folder`; a list names images and prompts without caring for their content."""
     for name, content in (files if isinstance(files, dict) else dict.fromkeys(files, "make it red")).items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,10 +32,10 @@ def edit(path: Path) -> tuple[list[Row], list[Problem]]:
     return read_source(path, needs_control=True)
 
 
-def paths(*pictures: Any) -> list[Path]:
-    """Where pictures lie that are files of their own."""
-    assert all(isinstance(picture, File) for picture in pictures)
-    return [picture.path for picture in pictures]
+def paths(*images: Any) -> list[Path]:
+    """Where images lie that are files of their own."""
+    assert all(isinstance(image, File) for image in images)
+    return [image.path for image in images]
 
 
 def names(rows: list[Row]) -> list[str]:
@@ -109,8 +109,8 @@ def test_every_accepted_folder_name_is_accepted(tmp_path: Path, targets: str, co
 
 
 def test_names_are_compared_whole_never_by_prefix(tmp_path: Path) -> None:
-    pictures = ["1", "10", "1.b", "1 (copy)"]
-    fill(tmp_path, [f"target_images/{name}.{kind}" for name in pictures for kind in ("png", "txt")])
+    images = ["1", "10", "1.b", "1 (copy)"]
+    fill(tmp_path, [f"target_images/{name}.{kind}" for name in images for kind in ("png", "txt")])
     fill(tmp_path, ["control_images/10.png", "control_images/1.b.jpg", "control_images/1 (copy).png"])
     rows, problems = edit(tmp_path)
     assert {row.name: paths(*row.controls)[0].name for row in rows} == {
@@ -147,7 +147,7 @@ def test_a_target_may_be_called_like_a_mask_or_a_control(tmp_path: Path) -> None
     }
 
 
-def test_hidden_files_and_what_is_no_picture_are_left_out(tmp_path: Path) -> None:
+def test_hidden_files_and_what_is_no_image_are_left_out(tmp_path: Path) -> None:
     fill(tmp_path, ["target_images/a.png", "target_images/a.txt", "control_images/a.png"])
     rubbish = [".DS_Store", "Thumbs.db", "._a.png", "._a.txt", ".trash/b.png", "a.json", ".ipynb_checkpoints/a.png"]
     fill(tmp_path, [f"{folder}/{name}" for folder in ("target_images", "control_images") for name in rubbish])
@@ -261,8 +261,8 @@ def draw(path: Path, **needs: bool) -> tuple[list[Row], list[Problem]]:
 
 @pytest.mark.parametrize("folder", ["", "control_images/"])
 def test_to_draw_a_folder_of_controls_is_enough(tmp_path: Path, folder: str) -> None:
-    pictures = ["a.png", "a_control_1.jpg", "a_mask.png", "b_control_1.png", "c/d.png", "c/d_control_1_control_1.png"]
-    fill(tmp_path, [folder + name for name in (*pictures, "c/d_control_1.png", "a.txt", "b_control_1.txt", "c/d.txt")])
+    images = ["a.png", "a_control_1.jpg", "a_mask.png", "b_control_1.png", "c/d.png", "c/d_control_1_control_1.png"]
+    fill(tmp_path, [folder + name for name in (*images, "c/d_control_1.png", "a.txt", "b_control_1.txt", "c/d.txt")])
     rows, problems = draw(tmp_path)
     controls = {row.name: [str(path.relative_to(tmp_path / folder)) for path in paths(*row.controls)] for row in rows}
     assert controls == {
@@ -318,7 +318,7 @@ def test_text_to_image_refuses_controls(tmp_path: Path) -> None:
         ([], "no target folder, which an editing model needs (expected target_images or training_images"),
         (["a.png", "a.txt"], "found a.png, a.txt"),
         (["target_images/a.png"], "no control folder, which an editing model needs (expected control_images or"),
-        (["target_images/a.txt", "control_images/a.png"], "there is no picture (expected .png, .jpg"),
+        (["target_images/a.txt", "control_images/a.png"], "there is no image (expected .png, .jpg"),
         (["target_images/a.png", "target/a.png", "control_images/a.png"], "found target_images, target)"),
         (["metadata.csv", "target_images/a.png"], "more than one way"),
         (["metadata.csv", "metadata.jsonl"], "found metadata.csv, metadata.jsonl)"),
@@ -330,7 +330,7 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, files: list[str
 
 def test_what_is_not_there_or_of_another_kind_is_refused(tmp_path: Path) -> None:
     fill(tmp_path, ["a.zip"])
-    kinds = "a table (.csv, .jsonl, .json, .parquet), a .tar of pictures, or a folder of picture pairs, of .parquet"
+    kinds = "a table (.csv, .jsonl, .json, .parquet), a .tar of images, or a folder of image pairs, of .parquet"
     assert f"there is no such source (expected {kinds}" in refusal(tmp_path / "nix")
     assert f"no source that can be read (expected {kinds}" in refusal(tmp_path / "a.zip")
     for missing in ("nix.csv", "nix.parquet", "nix.tar"):
@@ -341,7 +341,7 @@ def test_what_is_not_there_or_of_another_kind_is_refused(tmp_path: Path) -> None
 
 
 def table(folder: Path, name: str, text: str | bytes) -> Path:
-    """A table, and the pictures that the tests below name."""
+    """A table, and the images that the tests below name."""
     fill(folder, ["t/1.png", "t/10.png", "c/1.png", "c/2.png", "c/3.png", "m/1.png"])
     return fill(folder, {name: text}) / name
 
@@ -627,7 +627,7 @@ def test_other_columns_are_ignored(tmp_path: Path) -> None:
     assert (names(rows), problems) == (["t/1"], [])
 
 
-def test_reading_sources_and_pictures_imports_no_torch() -> None:
+def test_reading_sources_and_images_imports_no_torch() -> None:
     code = (
         "import sys, qwen_cache.sources.detect, qwen_cache.sources.images; "
         "print([name for name in ('torch', 'diffusers', 'transformers') if name in sys.modules])"

@@ -1,4 +1,4 @@
-"""Thumbnails in a cache: the pictures that were encoded, small, and nothing else depends on them."""
+"""Thumbnails in a cache: the images that were encoded, small, and nothing else depends on them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ WITHOUT = ("--set", "cache.thumbnails=false")
 
 
 def kept(cache: Path) -> Iterator[tuple[Sample, list[Image.Image]]]:
-    """Every sample, and its pictures from its thumbnails."""
+    """Every sample, and its images from its thumbnails."""
     for sample in open_cache(cache):
         yield sample, cut_thumbnails(sample.buffer("thumbnails"), sample.img_shapes, sample.key)
 
 
 def of_sample(source: Path, sample: Sample) -> list[Image.Image]:
-    """The pictures as Pillow opens them: the target, then the controls."""
+    """The images as Pillow opens them: the target, then the controls."""
     controls = [source / "control_images" / f"{sample.name}{end}.png" for end in ("", "_control_1", "_control_2")]
     files = [source / "target_images" / f"{sample.name}.png", *(path for path in controls if path.exists())]
     return [ImageOps.exif_transpose(Image.open(path)).convert("RGB") for path in files]
@@ -48,18 +48,18 @@ def difference(a: Image.Image, b: Image.Image) -> float:
     return float(np.abs(np.asarray(a, dtype=float) - np.asarray(b, dtype=float)).mean())
 
 
-def test_they_are_the_pictures(pairs: Path, tmp_path: Path, tiny_model: Built) -> None:
+def test_they_are_the_images(pairs: Path, tmp_path: Path, tiny_model: Built) -> None:
     assert build(pairs, tmp_path / "shards", tiny_model("edit-plus")).code == 0
     for sample, thumbnails in kept(tmp_path / "shards"):
-        pictures = of_sample(pairs, sample)
-        assert len(thumbnails) == len(pictures) == len(sample.img_shapes)
-        for thumbnail, picture, (_, h, w) in zip(thumbnails, pictures, sample.img_shapes, strict=True):
+        images = of_sample(pairs, sample)
+        assert len(thumbnails) == len(images) == len(sample.img_shapes)
+        for thumbnail, picture, (_, h, w) in zip(thumbnails, images, sample.img_shapes, strict=True):
             assert max(thumbnail.size) == min(192, 16 * max(h, w))
             assert abs(thumbnail.width / thumbnail.height - w / h) < 0.02 * w / h
             assert difference(thumbnail, picture.resize(thumbnail.size, Image.Resampling.LANCZOS)) < 8  # of JPEG
 
 
-def test_of_a_cropped_picture_they_show_what_is_encoded(pairs: Path, tmp_path: Path, tiny_model: Built) -> None:
+def test_of_a_cropped_image_they_show_what_is_encoded(pairs: Path, tmp_path: Path, tiny_model: Built) -> None:
     for path in [*(pairs / "target_images").glob("*.png"), *(pairs / "control_images").glob("*.png")]:
         with Image.open(path) as image:
             wide = ImageOps.expand(image.convert("RGB"), (image.width, 0), "red")
@@ -118,7 +118,7 @@ def test_a_page_shows_them_without_a_model(built: Built, tmp_path: Path) -> None
     code = f"import sys; from qwen_cache.cli.app import app; app(['inspect', {str(cache)!r}, '--html', {str(page)!r}], "
     code += "standalone_mode=False); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    shown = {sample["key"]: sample["pictures"] for sample in Page(page.read_text(encoding="utf-8")).samples}
+    shown = {sample["key"]: sample["images"] for sample in Page(page.read_text(encoding="utf-8")).samples}
     for sample, (target, *controls) in kept(cache):
         names = ["control 1", "control 2"] if controls[1:] else ["control"]
         masks = ["edit mask"] if "edit_mask" in sample.row.meta.tensors else []
@@ -126,12 +126,12 @@ def test_a_page_shows_them_without_a_model(built: Built, tmp_path: Path) -> None
         for (_, data), picture in zip(shown[sample.key], [*controls, target], strict=False):
             jpeg = Image.open(BytesIO(b64decode(data.removeprefix("data:image/jpeg;base64,"))))
             assert difference(jpeg, picture) < 4
-    assert any("edit mask" in dict(pictures) for pictures in shown.values())
+    assert any("edit mask" in dict(images) for images in shown.values())
 
 
-def test_a_cache_without_them_has_a_page_without_pictures(built: Built, tmp_path: Path) -> None:
+def test_a_cache_without_them_has_a_page_without_images(built: Built, tmp_path: Path) -> None:
     page = page_of(built("edit-plus", WITHOUT), tmp_path / "page.html", "--thumbnails", "1000")
-    assert not any(sample["pictures"] for sample in page.samples)
+    assert not any(sample["images"] for sample in page.samples)
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 
@@ -154,7 +154,7 @@ def jpeg(size: tuple[int, int], mode: str = "RGB", kind: str = "JPEG") -> bytes:
     return data.getvalue()
 
 
-def test_a_sample_with_too_many_pictures_has_none() -> None:
+def test_a_sample_with_too_many_images_has_none() -> None:
     one = Image.new("RGB", (190, 8))
     assert join_thumbnails([one] * 344) is not None  # 65,360 pixels wide
     assert join_thumbnails([one] * 345) is None

@@ -178,7 +178,7 @@ def test_the_scheduler_ends_where_qwen_image_ends(models):
 
 @torch.no_grad()
 def encode(text_encoder, processor, image, prompt, *, mm_token_type_ids=True) -> torch.Tensor:
-    """Last hidden states [L, 64] of one picture and one prompt, as the Edit template puts them."""
+    """Last hidden states [L, 64] of one image and one prompt, as the Edit template puts them."""
     text = f"<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>{prompt}<|im_end|>\n<|im_start|>assistant\n"
     inputs = processor(text=[text], images=[image], return_tensors="pt")
     if not mm_token_type_ids:
@@ -186,7 +186,7 @@ def encode(text_encoder, processor, image, prompt, *, mm_token_type_ids=True) ->
     return text_encoder.model(**inputs).last_hidden_state[0]
 
 
-def test_hidden_states_are_of_order_one_and_notice_picture_prompt_and_positions(text_encoder, processor):
+def test_hidden_states_are_of_order_one_and_notice_image_prompt_and_positions(text_encoder, processor):
     image = picture(448, 308)
     states = encode(text_encoder, processor, image, "Make it blue.")
     tail = states[-12:]  # the prompt and what follows it
@@ -215,8 +215,8 @@ def test_each_axis_of_the_positions_counts(text_encoder, processor):
         assert relative(text_encoder.model(**inputs, position_ids=flat).last_hidden_state, states) > 0.05
 
 
-def test_the_picture_enters_at_the_checkpoints_pixel_limits(processor):
-    """The class defaults would shrink 1024² pictures to 35×35 tokens."""
+def test_the_image_enters_at_the_checkpoints_pixel_limits(processor):
+    """The class defaults would shrink 1024² images to 35×35 tokens."""
     assert processor(text=["<|image_pad|>"], images=[picture(1024, 1024)])["image_grid_thw"].tolist() == [[1, 74, 74]]
     assert processor(text=["<|image_pad|>"], images=[picture(384, 384)])["image_grid_thw"].tolist() == [[1, 28, 28]]
     assert processor(text=["<|image_pad|>"], images=[picture(30, 30)])["image_grid_thw"].tolist() == [[1, 4, 4]]
@@ -244,7 +244,7 @@ def test_the_vae_returns_the_block_averages_through_normalised_latents(models):
     mean, std = (torch.tensor(it).view(1, 16, 1, 1, 1) for it in (vae.config.latents_mean, vae.config.latents_std))
     normalised = (latents - mean) / std
     assert 0.1 < normalised.std() < 3
-    assert normalised.std(dim=(3, 4)).min() > 0.02  # each channel sees the picture
+    assert normalised.std(dim=(3, 4)).min() > 0.02  # each channel sees the image
     assert normalised.mean(dim=(3, 4)).abs().max() < 3
     averages = torch.nn.functional.interpolate(torch.nn.functional.avg_pool2d(image[:, :, 0], 8), scale_factor=8)
 

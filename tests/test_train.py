@@ -605,7 +605,7 @@ def test_a_sample_larger_than_the_budget_is_refused_by_name(train: Trainer) -> N
     name, (image, text) = max(sizes.items(), key=lambda item: sum(item[1]))
     result = train.try_(train__max_tokens=image + text - 1)
     refused(result, f"sample {name} alone exceeds train.max_tokens", f"at most {image + text - 1:,} tokens")
-    refused(result, f"found {image + text:,}: {image:,} of its pictures, {text:,} of its text", "set train.max_tokens=")
+    refused(result, f"found {image + text:,}: {image:,} of its images, {text:,} of its text", "set train.max_tokens=")
     assert not (train.folder / "out").exists()
     assert column(train(train__max_tokens=image + text), "step") == [1, 2, 3]
 

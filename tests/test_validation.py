@@ -118,7 +118,7 @@ def test_what_is_set_aside_is_said_before_training(train: Trainer) -> None:
     settings = {**FROZEN, "validation.validation_steps": 100, "validation.num_images": 1}
     result = train.try_(settings=settings)
     count = len(aside(train, settings=settings))
-    line = f"aside   {count} samples for validation: their loss every 100 steps, 1 picture every 500 steps"
+    line = f"aside   {count} samples for validation: their loss every 100 steps, 1 image every 500 steps"
     assert line in result.stderr
     assert "for validation" not in train.try_(out="other").stderr
 
@@ -130,15 +130,15 @@ def test_without_samples_set_aside_it_is_refused(train: Trainer, setting: str) -
     assert not (train.folder / "out").exists()
 
 
-# ---- pictures --------------------------------------------------------------------------------------------------------
+# ---- images --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_pictures_are_those_of_the_stock_pipeline(
+def test_images_are_those_of_the_stock_pipeline(
     train: Trainer, monkeypatch: pytest.MonkeyPatch, guidance: float
 ) -> None:
-    """From the cached embeddings and the same noise; it encodes the control pictures anew, at the cache's size."""
+    """From the cached embeddings and the same noise; it encodes the control images anew, at the cache's size."""
     pictures = {"validation__num_images": 9, "validation__images_every_steps": 2, "validation__num_inference_steps": 3}
     changes = {"settings": FROZEN, "train__validation_split": 0.7}
     out = train(**changes, **pictures, validation__true_cfg_scale=guidance)
@@ -158,7 +158,7 @@ def test_pictures_are_those_of_the_stock_pipeline(
             image=controls[sample.name],
             **embeds,
             **masks,
-            latents=validation.noise(sample, validation.generator_of(sample, "picture"))[None],
+            latents=validation.noise(sample, validation.generator_of(sample, "image"))[None],
             true_cfg_scale=guidance,
             num_inference_steps=3,
             height=16 * h,
@@ -173,7 +173,7 @@ def test_pictures_are_those_of_the_stock_pipeline(
 
 
 @pytest.mark.slow
-def test_what_was_cached_lies_beside_the_pictures(train: Trainer) -> None:
+def test_what_was_cached_lies_beside_the_images(train: Trainer) -> None:
     out = train(settings=FROZEN, train__max_steps=4, validation__num_images=2, validation__images_every_steps=2)
     keys = aside(train, settings=FROZEN)[:2]
     folders = {path.name: sorted(file.stem for file in path.iterdir()) for path in (out / "validation").iterdir()}

@@ -2,7 +2,7 @@
 
     python tools/bench_batches.py
 
-The mixture: pictures of 0.25 to 2 megapixels and 1:3 to 3:1, none to three controls of which the first has its target's
+The mixture: images of 0.25 to 2 megapixels and 1:3 to 3:1, none to three controls of which the first has its target's
 size, prompts of 20 to 400 tokens; a control also stands in the text, with about 384² pixels, as in Edit-Plus. Every
 number but the planning time is computed, and the same on any machine.
 """

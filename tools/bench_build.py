@@ -11,7 +11,7 @@ medians are reported. That both made the same tensors is checked, with the stock
 
 A sample is a target and one control, both square. Weights are random. `tiny` is the model of make_tiny_model.py and
 measures little but overhead. `medium` is for a CPU: widths and depths of the text encoder divided by 4, of the VAE by
-4, with pictures small enough that VAE and text encoder keep about the real share of the work. `real` is for a GPU.
+4, with images small enough that VAE and text encoder keep about the real share of the work. `real` is for a GPU.
 """
 
 from __future__ import annotations
@@ -211,13 +211,13 @@ def encode_usually(pipeline: Any, job: Job, row: Row) -> dict[str, torch.Tensor]
     """Every tensor of one sample, as the usual trainers compute them."""
     device, processor = pipeline.text_encoder.device, pipeline.image_processor
     latents = []
-    pictures = open_pictures(row)
-    for picture in pictures:
-        width, height = calculate_dimensions(job.recipe["vae_image_size"], picture.size)
-        pixels = processor.preprocess(picture, height, width).unsqueeze(2).to(device, pipeline.vae.dtype)
+    pictures = open_images(row)
+    for image in pictures:
+        width, height = calculate_dimensions(job.recipe["vae_image_size"], image.size)
+        pixels = processor.preprocess(image, height, width).unsqueeze(2).to(device, pipeline.vae.dtype)
         encoded = pipeline._encode_vae_image(pixels, generator=None)
         latents.append(pipeline._pack_latents(encoded, 1, encoded.shape[1], *encoded.shape[3:])[0])
-    sizes = [calculate_dimensions(job.condition_image_size, picture.size) for picture in pictures[1:]]
+    sizes = [calculate_dimensions(job.condition_image_size, image.size) for image in pictures[1:]]
     seen = [processor.resize(p, height, width) for p, (width, height) in zip(pictures[1:], sizes, strict=True)]
     images = seen if isinstance(pipeline, QwenImageEditPlusPipeline) else seen[0]
     prompt, empty = (pipeline.encode_prompt([text], images, device)[0][0] for text in (row.prompt, ""))
@@ -229,7 +229,7 @@ def encode_usually(pipeline: Any, job: Job, row: Row) -> dict[str, torch.Tensor]
     }
 
 
-def open_pictures(row: Row) -> list[Image.Image]:
+def open_images(row: Row) -> list[Image.Image]:
     """Target and control."""
     return [Image.open(str(path)).convert("RGB") for path in (row.target, *row.controls)]
 
@@ -258,7 +258,7 @@ def make_lanes(vae: Any, text: Any, job: Job) -> Lanes:
 
 
 class ReadsTwice:
-    """A text encoder that shares no prefix: it reads the pictures again for the prompt, after the empty prompt."""
+    """A text encoder that shares no prefix: it reads the images again for the prompt, after the empty prompt."""
 
     def __init__(self, text: TextEncoder) -> None:
         self.text, self.inputs = text, text.inputs
@@ -351,9 +351,9 @@ def count_ways(encoders: Networks, job: Job) -> dict[str, dict[str, int]]:
     row = job.rows[0]
 
     def ours(vae: Any, text: Any) -> None:
-        pictures = open_pictures(row)
-        for picture in pictures:
-            vae.encode([vae.pixels(picture, calculate_dimensions(job.recipe["vae_image_size"], picture.size))])
+        pictures = open_images(row)
+        for image in pictures:
+            vae.encode([vae.pixels(image, calculate_dimensions(job.recipe["vae_image_size"], image.size))])
         seen = [p.resize(calculate_dimensions(job.condition_image_size, p.size)) for p in pictures[1:]]
         text.encode([(text.inputs(seen), row.prompt, ())])
 
@@ -388,7 +388,7 @@ def prepare(root: Path, variant: str, pixels: tuple[int, int], samples: int, dty
     for folder in ("target_images", "control_images"):
         (source / folder).mkdir(parents=True)
         for i in range(samples):
-            make_picture(side, seed=2 * i + (folder == "control_images")).save(source / folder / f"{i:04}.png")
+            make_image(side, seed=2 * i + (folder == "control_images")).save(source / folder / f"{i:04}.png")
     for i in range(samples):
         (source / "target_images" / f"{i:04}.txt").write_text(PROMPT)
     settings = [f"data.vae_image_size={pixels[0]}", f"data.condition_image_size={pixels[1]}", f"cache.dtype={dtype}"]
@@ -398,8 +398,8 @@ def prepare(root: Path, variant: str, pixels: tuple[int, int], samples: int, dty
     return job
 
 
-def make_picture(side: int, seed: int) -> Image.Image:
-    """Something between a flat picture and noise."""
+def make_image(side: int, seed: int) -> Image.Image:
+    """Something between a flat image and noise."""
     generator = np.random.default_rng(seed)
     coarse = Image.fromarray(generator.integers(0, 256, (16, 16, 3), dtype=np.uint8))
     return coarse.resize((side, side), Image.Resampling.BICUBIC)
@@ -482,7 +482,7 @@ class Sleeps:
     seconds: float
     device, batch_pixels, batch_tokens = torch.device("cpu"), 1, 1
 
-    def pixels(self, picture: Image.Image, size: tuple[int, int]) -> torch.Tensor:
+    def pixels(self, image: Image.Image, size: tuple[int, int]) -> torch.Tensor:
         return torch.zeros(size[0] * size[1] // PIXELS_PER_TOKEN**2, 64)
 
     def inputs(self, pictures: list[Image.Image]) -> dict[str, torch.Tensor]:
@@ -564,7 +564,7 @@ def show(report: dict[str, Any]) -> None:
     if report["task"] == "time":
         pixels = found["pixels"]
         console.print(
-            f"pictures of {pixels['vae']} pixels for the VAE and {pixels['condition']} for the text encoder; the two "
+            f"images of {pixels['vae']} pixels for the VAE and {pixels['condition']} for the text encoder; the two "
             f"ways differ by {found['difference']:.1e} at most"
         )
     if report["task"] == "time" and found["difference"] > TOLERANCE:

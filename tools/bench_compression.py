@@ -52,14 +52,14 @@ def bfloat16(values: Floats) -> Words:
 
 def photograph(package: str, name: str, side: int) -> Floats:
     with files(package).joinpath(name).open("rb") as file:
-        picture = Image.open(file).convert("RGB").resize((side, side), Image.Resampling.LANCZOS)
-    return np.asarray(picture, np.float32) / 127.5 - 1
+        image = Image.open(file).convert("RGB").resize((side, side), Image.Resampling.LANCZOS)
+    return np.asarray(image, np.float32) / 127.5 - 1
 
 
-def latents(picture: Floats, noise: np.random.Generator) -> Words:
+def latents(image: Floats, noise: np.random.Generator) -> Words:
     """`[S, 64]`, of eight frequencies of brightness and four of each colour difference."""
-    n = picture.shape[0] // PATCH
-    colours = picture @ np.array([[0.30, -0.17, 0.50], [0.59, -0.33, -0.42], [0.11, 0.50, -0.08]], np.float32)
+    n = image.shape[0] // PATCH
+    colours = image @ np.array([[0.30, -0.17, 0.50], [0.59, -0.33, -0.42], [0.11, 0.50, -0.08]], np.float32)
     blocks = colours.reshape(n, PATCH, n, PATCH, 3).transpose(0, 2, 4, 1, 3)
     frequencies = dctn(blocks, axes=(-2, -1), norm="ortho")
     low = sorted(((u, v) for u in range(PATCH) for v in range(PATCH)), key=sum)
@@ -72,7 +72,7 @@ def latents(picture: Floats, noise: np.random.Generator) -> Words:
 
 
 def half_flat_latents(side: int) -> Words:
-    """A picture whose right half has one colour: an encoder gives it the same numbers everywhere."""
+    """An image whose right half has one colour: an encoder gives it the same numbers everywhere."""
     words = latents(photograph(*PHOTOGRAPHS[0], side), np.random.default_rng(1))
     grid = words.reshape(side // 16, side // 16, 64)
     grid[:, side // 32 :] = grid[0, -1]
@@ -86,11 +86,11 @@ def embeddings(rows: int, random: np.random.Generator) -> Words:
 
 
 def make_cases(side: int, rows: int) -> dict[str, Words]:
-    """Side of the pictures in pixels, and rows of embeddings."""
+    """Side of the images in pixels, and rows of embeddings."""
     random = np.random.default_rng(0)
     return {
         "image latents": np.concatenate([latents(photograph(*each, side), random) for each in PHOTOGRAPHS]),
-        "half-flat picture": half_flat_latents(side),
+        "half-flat image": half_flat_latents(side),
         "prompt embeddings": embeddings(rows, random),
         "normal numbers": bfloat16(random.standard_normal((rows, WIDTH), np.float32)),
     }
@@ -174,7 +174,7 @@ def break_even(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9, help="of which the median is reported")
-    parser.add_argument("--side", type=int, default=1024, help="of a picture, in pixels")
+    parser.add_argument("--side", type=int, default=1024, help="of an image, in pixels")
     parser.add_argument("--rows", type=int, default=700, help="of embeddings")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     options = parser.parse_args()

@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("--total", type=float, default=2000, help="MB that each format holds")
     parser.add_argument("--folder", type=Path, help="where to write; what is there is used again (default: temporary)")
     parser.add_argument("--repeats", type=int, default=3, help="of which the median is reported")
-    parser.add_argument("--side", type=int, default=64, help="of a picture, in tokens")
+    parser.add_argument("--side", type=int, default=64, help="of an image, in tokens")
     parser.add_argument("--text", type=int, default=700, help="tokens of prompt embeddings")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     parser.add_argument("--worker", nargs=2, metavar=("TASK", "FORMAT"), help=argparse.SUPPRESS)

@@ -70,7 +70,7 @@ class Size:
     layers: int
     axes: tuple[int, int, int]
     side: int
-    """Of the pictures, in pixels."""
+    """Of the images, in pixels."""
 
 
 SIZES = {

@@ -26,7 +26,7 @@ say "What was made, in $PWD:"
 cat <<END
   data/            the photographs: control_images, target_images with their prompts
   shards/          the cache: cache.json, index.parquet, one .tar
-  shards.html      a page about it, with all samples and their pictures
+  shards.html      a page about it, with all samples and their images
   out/             the LoRA (pytorch_lora_weights.safetensors), a checkpoint, metrics.jsonl, logs for TensorBoard,
                    report.html: curves and settings of the run
   prediction.png   what the tiny model draws with it: the photograph, coarsely (its weights are random; it does not

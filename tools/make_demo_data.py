@@ -2,7 +2,7 @@
 
     python tools/make_demo_data.py OUT
 
-    OUT/control_images/NAME.png            what is edited (or .jpg), in NAME_control_1.png a second picture
+    OUT/control_images/NAME.png            what is edited (or .jpg), in NAME_control_1.png a second image
     OUT/control_images/NAME_mask.png       white where the target was edited
     OUT/target_images/NAME.png, NAME.txt   what comes out, and the instruction
 
@@ -32,7 +32,7 @@ TURN_RIGHT = 6  # its value for "turn by a quarter clockwise before you show it"
 
 
 @dataclass(frozen=True)
-class Picture:
+class Photograph:
     image: Image.Image
     extension: str = ".jpg"
     turned: bool = False  # stored lying on its side, with the flag that says so
@@ -51,15 +51,15 @@ class Picture:
 @dataclass(frozen=True)
 class Sample:
     prompt: str
-    controls: tuple[Picture, ...]
-    target: Picture
+    controls: tuple[Photograph, ...]
+    target: Photograph
     mask: Image.Image | None = None
 
     def save(self, out: Path, name: str) -> None:
         for number, control in enumerate(self.controls):
             control.save(out / "control_images" / (f"{name}_control_{number}" if number else name))
         if self.mask is not None:
-            Picture(self.mask, ".png").save(out / "control_images" / f"{name}_mask")
+            Photograph(self.mask, ".png").save(out / "control_images" / f"{name}_mask")
         self.target.save(out / "target_images" / name)
         (out / "target_images" / f"{name}.txt").write_text(self.prompt + "\n", encoding="utf-8")
 
@@ -93,7 +93,7 @@ def photograph(name: str) -> Image.Image:
 
 def china_black_and_white() -> Sample:
     china = photograph("china.jpg")
-    return Sample("Make the photograph black and white.", (Picture(china),), Picture(china.convert("L")))
+    return Sample("Make the photograph black and white.", (Photograph(china),), Photograph(china.convert("L")))
 
 
 def china_pencil_drawing() -> Sample:
@@ -110,13 +110,13 @@ def china_pencil_drawing() -> Sample:
         "its foot, but leave out every colour: only dark strokes along the edges and a little hatching in the shadows "
         "should remain, and the sky should be nothing but empty paper."
     )
-    return Sample(prompt, (Picture(tower),), Picture(drawing, ".png"))
+    return Sample(prompt, (Photograph(tower),), Photograph(drawing, ".png"))
 
 
 def flower_close_up() -> Sample:
     flower = photograph("flower.jpg")
     close_up = flower.crop((154, 65, 458, 385)).resize((456, 480), LANCZOS)
-    return Sample("Crop to the flower, so that it fills the picture.", (Picture(flower),), Picture(close_up))
+    return Sample("Crop to the flower, so that it fills the image.", (Photograph(flower),), Photograph(close_up))
 
 
 def flower_on_yellow() -> Sample:
@@ -132,15 +132,15 @@ def flower_on_yellow() -> Sample:
     target = Image.new("RGB", flower.size, (250, 214, 90))
     target.paste(flower, mask=alpha)
     cut_out.putalpha(alpha)
-    return Sample("Put the flower on a plain yellow background.", (Picture(cut_out, ".png"),), Picture(target))
+    return Sample("Put the flower on a plain yellow background.", (Photograph(cut_out, ".png"),), Photograph(target))
 
 
 def coffee_upside_down() -> Sample:
     coffee = photograph("coffee.png")
     return Sample(
         "Turn the photograph upside down.",
-        (Picture(coffee, ".png"),),
-        Picture(coffee.transpose(Image.Transpose.ROTATE_180), ".png"),
+        (Photograph(coffee, ".png"),),
+        Photograph(coffee.transpose(Image.Transpose.ROTATE_180), ".png"),
     )
 
 
@@ -160,13 +160,15 @@ def coffee_blue_cup() -> Sample:
     mask = soft.point(lambda value: 255 if value else 0)  # all that changes
     red, green, blue = coffee.split()
     target = Image.composite(Image.merge("RGB", (blue, green, red)), coffee, soft)
-    return Sample("Make the red cup and its saucer blue.", (Picture(coffee, ".png"),), Picture(target, ".png"), mask)
+    return Sample(
+        "Make the red cup and its saucer blue.", (Photograph(coffee, ".png"),), Photograph(target, ".png"), mask
+    )
 
 
 def cat_sepia() -> Sample:
     cat = photograph("chelsea.png")
     sepia = ImageOps.colorize(ImageOps.autocontrast(cat.convert("L")), black="#1e120a", mid="#9a7250", white="#fbeed3")
-    return Sample("把这张猫的照片变成复古的棕褐色老照片。", (Picture(cat, ".png"),), Picture(sepia))
+    return Sample("把这张猫的照片变成复古的棕褐色老照片。", (Photograph(cat, ".png"),), Photograph(sepia))
 
 
 def cat_beside_astronaut() -> Sample:
@@ -176,9 +178,9 @@ def cat_beside_astronaut() -> Sample:
     both.paste(halves[0], (0, 0))
     both.paste(halves[1], (halves[0].width, 0))
     return Sample(
-        "Put picture 1 beside picture 2, at the same height.",
-        (Picture(cat), Picture(astronaut.resize((384, 384), LANCZOS), ".png")),
-        Picture(both),
+        "Put image 1 beside image 2, at the same height.",
+        (Photograph(cat), Photograph(astronaut.resize((384, 384), LANCZOS), ".png")),
+        Photograph(both),
     )
 
 
@@ -190,15 +192,15 @@ def rocket_under_galaxies() -> Sample:
     sky = sky.filter(ImageFilter.MedianFilter(5)).filter(ImageFilter.GaussianBlur(1))
     night = Image.composite(ImageChops.screen(rocket, galaxies.crop((0, 0, 576, 384))), rocket, sky)
     return Sample(
-        "Fill the evening sky of picture 1 with the galaxies of picture 2.",
-        (Picture(rocket), Picture(galaxies)),
-        Picture(night),
+        "Fill the evening sky of image 1 with the galaxies of image 2.",
+        (Photograph(rocket), Photograph(galaxies)),
+        Photograph(night),
     )
 
 
 def rocket_mirrored() -> Sample:
     rocket = photograph("rocket.jpg").crop((0, 0, 360, 427))
-    return Sample("Mirror the picture from left to right.", (Picture(rocket),), Picture(ImageOps.mirror(rocket)))
+    return Sample("Mirror the image from left to right.", (Photograph(rocket),), Photograph(ImageOps.mirror(rocket)))
 
 
 def astronaut_poster() -> Sample:
@@ -209,15 +211,15 @@ def astronaut_poster() -> Sample:
     poster = colours.convert("RGB").filter(ImageFilter.ModeFilter(5))
     return Sample(
         "Turn the portrait into a poster with only a few flat colours.",
-        (Picture(astronaut, turned=True),),
-        Picture(poster, ".png"),
+        (Photograph(astronaut, turned=True),),
+        Photograph(poster, ".png"),
     )
 
 
 def cameraman_at_sunset() -> Sample:
     cameraman = photograph("camera.png").resize((448, 448), LANCZOS)
     sunset = ImageOps.colorize(cameraman, black="#1b1030", mid="#c8553d", white="#ffe3a0", midpoint=120)
-    return Sample("Colour the old photograph like a sunset.", (Picture(cameraman, ".png"),), Picture(sunset))
+    return Sample("Colour the old photograph like a sunset.", (Photograph(cameraman, ".png"),), Photograph(sunset))
 
 
 def motorcycle_blurred_background() -> Sample:
@@ -231,8 +233,8 @@ def motorcycle_blurred_background() -> Sample:
     size = (600, 405)
     return Sample(
         "Blur the background and keep the motorcycle sharp.",
-        (Picture(motorcycle.resize(size, LANCZOS)),),
-        Picture(target.resize(size, LANCZOS)),
+        (Photograph(motorcycle.resize(size, LANCZOS)),),
+        Photograph(target.resize(size, LANCZOS)),
     )
 
 

@@ -210,7 +210,7 @@ def make(
     attention: tuple[int, int, int] | None = None,
     thumbnails: bool = False,
 ) -> Made:
-    """A sample of pictures of these sizes (h, w), the target first; `rows` of the prompt and the empty prompt."""
+    """A sample of images of these sizes (h, w), the target first; `rows` of the prompt and the empty prompt."""
     shapes = tuple((1, h, w) for h, w in sizes)
     wanted: dict[str, tuple[int, ...]] = {"image_latents": (token_count(shapes[:1]), 64)}
     wanted |= {"control_latents": (token_count(shapes[1:]), 64)} if len(shapes) > 1 else {}
@@ -221,7 +221,7 @@ def make(
         arrays["edit_mask"] = np.linspace(0, 1, token_count(shapes[:1]), dtype=np.float32)
     if attention:
         arrays["attention"] = np.linspace(0, 1, math.prod(attention), dtype=np.float16).reshape(attention)
-    if thumbnails:  # so small that each is as large as its picture
+    if thumbnails:  # so small that each is as large as its image
         width, height = sum(16 * w for _, w in sizes), max(16 * h for h, _ in sizes)
         arrays["thumbnails"] = np.frombuffer(grey_jpeg(width, height), np.uint8)
     controls = tuple(digest(f"{name} control {i}") for i in range(len(sizes) - 1))
@@ -300,12 +300,12 @@ def write_cache(folder: Path, format_version: int, samples: Iterable[Made], shar
 
 CACHE_V1 = [
     make("edit", "make it 黑白", (2, 3), (3, 2)),
-    make("three controls", "put them into one picture", (2, 2), (1, 2), (2, 1), (1, 1)),
+    make("three controls", "put them into one image", (2, 2), (1, 2), (2, 1), (1, 1)),
     make("imported", "no empty prompt is known", (1, 2), (1, 1), rows=(5, None)),
 ]
 CACHE_V2 = [
     compressed(make("edit", "make it 黑白", (2, 3), (3, 2), prefix=4, mask=True), "image_latents"),
-    make("three controls", "put them into one picture", (2, 2), (1, 2), (2, 1), (1, 1), prefix=7, attention=(4, 2, 1)),
+    make("three controls", "put them into one image", (2, 2), (1, 2), (2, 1), (1, 1), prefix=7, attention=(4, 2, 1)),
     make("no control", "a cat", (1, 3), thumbnails=True),
     make("imported", "no empty prompt is known", (1, 2), (1, 1), rows=(5, None), thumbnails=True),
 ]

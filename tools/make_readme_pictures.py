@@ -1,4 +1,4 @@
-"""Make the pictures of the README out of the folder that `make demo` leaves, in docs: inspect.svg, page.jpg (with a
+"""Make the images of the README out of the folder that `make demo` leaves, in docs: inspect.svg, page.jpg (with a
 Chromium from PATH) and prediction.jpg.
 
 make demo && .venv/bin/python tools/make_readme_pictures.py
@@ -23,14 +23,14 @@ NAME, PROMPT = "china_black_and_white", "make it black and white"
 HEIGHT = 280
 
 
-def inspect_picture() -> None:
+def inspect_image() -> None:
     console = Console(record=True, width=100, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
     overview = summarise(DEMO / "shards")
     print_overview({**overview, "cache": "shards"}, console)
     console.save_svg(str(DOCS / "inspect.svg"), title="qwen-cache inspect shards")
 
 
-def page_picture() -> None:
+def page_image() -> None:
     """What a desk shows of `inspect --html`: the list of samples, searched for a word."""
     from playwright.sync_api import sync_playwright
 
@@ -56,23 +56,23 @@ def predict(out: str, *options: str) -> Image.Image:
 
 def strip() -> None:
     """Control, drawn without the LoRA, drawn with it, target."""
-    pictures = [
+    images = [
         Image.open(DEMO / "data" / "control_images" / f"{NAME}.jpg"),
         predict("without.png"),
         predict("prediction.png", "--lora", "out"),
         Image.open(DEMO / "data" / "target_images" / f"{NAME}.jpg"),
     ]
-    same_height = [p.convert("RGB").resize((round(p.width * HEIGHT / p.height), HEIGHT)) for p in pictures]
+    same_height = [p.convert("RGB").resize((round(p.width * HEIGHT / p.height), HEIGHT)) for p in images]
     whole = Image.new("RGB", (sum(p.width for p in same_height) + 12 * (len(same_height) - 1), HEIGHT), "white")
     x = 0
-    for picture in same_height:
-        whole.paste(picture, (x, 0))
-        x += picture.width + 12
+    for image in same_height:
+        whole.paste(image, (x, 0))
+        x += image.width + 12
     whole.save(DOCS / "prediction.jpg", quality=85)
 
 
 if __name__ == "__main__":
     DOCS.mkdir(exist_ok=True)
-    inspect_picture()
-    page_picture()
+    inspect_image()
+    page_image()
     strip()

@@ -6,7 +6,7 @@ OUT becomes a diffusers folder that stock `from_pretrained` loads (without torch
 `processor=`, because transformers' Qwen2VLProcessor cannot be built without it). What the code around a
 model relies on is real: special tokens, template lengths, M-RoPE, windowed vision, the latents' mean and
 standard deviation, pixel limits, scheduler. The weights are random but alive: every output depends on every
-input, at the scale of the trained networks, and the VAE returns a coarse version of the picture that it was
+input, at the scale of the trained networks, and the VAE returns a coarse version of the image that it was
 given. Equal seeds give equal bytes.
 """
 
@@ -49,7 +49,7 @@ SPECIAL_TOKENS = [
 
 TEXT_WIDTH = 64  # 4 heads of 16, the smallest in which M-RoPE's shares of time, height and width are the real 2 : 3 : 3
 
-# The channels that carry the picture through the VAE: red, green, blue and a constant. RMS norms, which would otherwise
+# The channels that carry the image through the VAE: red, green, blue and a constant. RMS norms, which would otherwise
 # take away each pixel's brightness, divide by a length that the constant, far larger than the colours, keeps level.
 CARRIED, CONSTANT = 4, 32.0
 TRACE = 0.02  # how much of all other channels they take on at each layer: enough that no weight is idle
@@ -89,7 +89,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
         show_progress=False,
     )
     for pipeline in pipelines:
-        # What comes before the user's pictures and words is what the pipelines cut off by its length.
+        # What comes before the user's images and words is what the pipelines cut off by its length.
         prefix = pipeline.prompt_template_encode.split("{}")[0].split("<|vision_start|>")[0]
         length, expected = len(tokenizer(prefix).input_ids), pipeline.prompt_template_encode_start_idx
         assert length == expected, f"{type(pipeline).__name__}: template prefix of {length} tokens, expected {expected}"
@@ -168,14 +168,14 @@ def make_transformer(generator: torch.Generator, *, zero_cond_t: bool) -> QwenIm
     fill(model, generator)
     for name, gain in model.named_parameters():
         if name.endswith(("norm_q.weight", "norm_k.weight", "norm_added_q.weight", "norm_added_k.weight")):
-            gain.data *= 2  # attention that selects: with 1 it nearly averages, and text and pictures hardly count
+            gain.data *= 2  # attention that selects: with 1 it nearly averages, and text and images hardly count
     for block in model.transformer_blocks:
         look_at_own_place(block.attn)
     return model
 
 
 def look_at_own_place(attn: nn.Module) -> None:
-    """Let the first head look at a token's own place in every picture, as heads of the trained network do.
+    """Let the first head look at a token's own place in every image, as heads of the trained network do.
 
     Queries and keys have a large constant in common, which RoPE turns with height and width: they agree where both do.
     """
@@ -186,7 +186,7 @@ def look_at_own_place(attn: nn.Module) -> None:
 
 
 def make_vae(generator: torch.Generator) -> AutoencoderKLQwenImage:
-    """A random VAE through which the picture's 8×8 block averages pass, in latents with the real mean and deviation."""
+    """A random VAE through which the image's 8×8 block averages pass, in latents with the real mean and deviation."""
     vae = fill(AutoencoderKLQwenImage(base_dim=CARRIED, num_res_blocks=1), generator)
     for name, module in vae.named_modules():
         if isinstance(module, QwenImageRMS_norm):
@@ -208,7 +208,7 @@ def make_vae(generator: torch.Generator) -> AutoencoderKLQwenImage:
 
 def carry_colours(name: str, conv: nn.Conv2d | nn.Conv3d) -> None:
     """Let the first channels through, with a trace of the others; the end of a residual branch adds only that trace."""
-    weight = conv.weight.data if conv.weight.ndim == 4 else conv.weight.data[:, :, -1]  # what a single picture meets
+    weight = conv.weight.data if conv.weight.ndim == 4 else conv.weight.data[:, :, -1]  # what a single image meets
     channels = 3 if name == "conv_out" else CARRIED
     if name != "conv_in":
         weight[:, CARRIED - 1] = 0  # the constant is for the norms alone
@@ -246,7 +246,7 @@ def fill(model: nn.Module, generator: torch.Generator) -> nn.Module:
 
 
 def save_processor(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
-    """As in the published checkpoints: a file for pictures and one for films, naming the backends with torchvision."""
+    """As in the published checkpoints: a file for images and one for films, naming the backends with torchvision."""
     tokenizer.save_pretrained(folder)
     settings = Qwen2VLImageProcessorPil(min_pixels=3136, max_pixels=12845056).to_dict()
     settings["processor_class"] = "Qwen2VLProcessor"

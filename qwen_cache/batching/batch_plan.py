@@ -96,7 +96,7 @@ class BatchPlan:
         parts: Sequence[Part] | None = None,
         counts: IntArray | None = None,
     ) -> None:
-        """Of samples that have `tokens` ([2, N]: of the pictures, target and controls; then of the text).
+        """Of samples that have `tokens` ([2, N]: of the images, target and controls; then of the text).
 
         `name` says in errors what a sample is called; `parts` how often which come in an epoch, when not all do once;
         `counts` what each counts in the mean of a step, when not all count the same.
@@ -292,7 +292,7 @@ def _check_budget(tokens: IntArray, config: BatchConfig, name: Callable[[int], s
     raise TrainError(
         f"sample {name(largest)} alone exceeds train.max_tokens" + (f", and so do {more} more" if more else ""),
         expected=f"at most {config.max_tokens:,} tokens",
-        found=f"{image + text:,}: {image:,} of its pictures, {text:,} of its text",
+        found=f"{image + text:,}: {image:,} of its images, {text:,} of its text",
         do=f"set train.max_tokens={image + text} or more, or build the cache at a smaller data.vae_image_size",
     )
 

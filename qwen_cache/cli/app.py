@@ -24,7 +24,7 @@ ReadPath = Annotated[
 Version = Literal["v1", "v2"]
 RENAMED = {
     "build": {"--part": "--slice"},
-    "inspect": {"--gallery": "--thumbnails", "--pictures": "--save-images", "--worst": "--top"},
+    "inspect": {"--gallery": "--thumbnails", "--images": "--save-images", "--worst": "--top"},
 }
 """Options by the name that they had."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
@@ -33,7 +33,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 @app.command()
 def build(
     source: Annotated[
-        str | None, typer.Argument(help="A folder, table or tars of pictures, or a URL; data.source when not given.")
+        str | None, typer.Argument(help="A folder, table or tars of images, or a URL; data.source when not given.")
     ] = None,
     out: Annotated[str | None, typer.Option(help="The folder of the cache.", show_default="shards")] = None,
     model: Annotated[str | None, typer.Option(help="A diffusers folder, or a repository on the hub.")] = None,
@@ -236,7 +236,7 @@ def import_(
         Literal["bfloat16", "float32"] | None, typer.Option(help="Stored as.", show_default="what holds it exactly")
     ] = None,
     image_size: Annotated[
-        list[str] | None, typer.Option(help="qflux: WIDTHxHEIGHT of the resized pictures; each size that occurs.")
+        list[str] | None, typer.Option(help="qflux: WIDTHxHEIGHT of the resized images; each size that occurs.")
     ] = None,
     captions: Annotated[Path | None, typer.Option(help="qflux: the folder of the prompts' .txt files.")] = None,
     on_error: Annotated[str | None, typer.Option(help="stop or skip: what an unusable sample does.")] = None,
@@ -280,7 +280,7 @@ def gc(
 
 @app.command()
 def ground(
-    image: Annotated[list[Path], typer.Option(help="The picture; repeat it for more, the mask is about the first.")],
+    image: Annotated[list[Path], typer.Option(help="The image; repeat it for more, the mask is about the first.")],
     phrase: Annotated[
         str | None, typer.Option(help="The words to look for: within --prompt, where that is given.")
     ] = None,
@@ -298,7 +298,7 @@ def ground(
     config: Annotated[Path | None, typer.Option(help="The settings.", show_default="qwen.yaml")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the settings.")] = None,
 ) -> int:
-    """Show where in a picture the text encoder looks for some words. Only the text encoder is loaded."""
+    """Show where in an image the text encoder looks for some words. Only the text encoder is loaded."""
     from qwen_cache.cli.ground import Words, run_ground
     from qwen_cache.settings.load import load_config
 

@@ -1,9 +1,9 @@
-"""`qwen-cache ground`: where in a picture does a model's text encoder look for some words? Tried outside of any cache.
+"""`qwen-cache ground`: where in an image does a model's text encoder look for some words? Tried outside of any cache.
 
-Pictures are resized, words are framed and attention is read as in a build; with several pictures it is about the first.
+Images are resized, words are framed and attention is read as in a build; with several images it is about the first.
 With a head it becomes a mask, and with SAM a sharper one; without, it is a heat map, and is called that. Of the model
 only the text encoder is loaded. Refuses text-to-image models, SAM without a head, heads of another encoder, and to
-write over a picture that it was given.
+write over an image that it was given.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from qwen_cache.storage.durable import write_durably
 
 RED = (255, 0, 0)
 OPACITY = 0.5  # of the red where the mask is 1: what is below can still be seen
-OUTLINES = 300  # of which the longer side of a picture is as wide: seen in a large photograph, thin in a small one
+OUTLINES = 300  # of which the longer side of an image is as wide: seen in a large photograph, thin in a small one
 UNDECIDED = (0.1, 0.9)
 
 
@@ -62,7 +62,7 @@ class Words:
 def run_ground(
     config: Config, images: Sequence[Path], words: Words, out: Path, head: Path | None = None, sam: Path | None = None
 ) -> int:
-    """Write the mask of the first picture, and the picture with the mask over it; the exit code."""
+    """Write the mask of the first image, and the image with the mask over it; the exit code."""
     overlaid = out.with_stem(f"{out.stem}-overlay")
     _check_out(out, overlaid, images)
     if sam is not None and head is None:
@@ -70,7 +70,7 @@ def run_ground(
     pictures = [open_rgb_file(path) for path in images]
     trained = load_head(head)[0] if head else None
     model = open_model(config.model.path, ("text_encoder", "processor"), config.model.revision)
-    _check_pictures(model, len(pictures))
+    _check_images(model, len(pictures))
     device = choose_device(config.cache.text_device, "--text-device", preferred=1)
     segmenter = load_sam(sam).to(device) if sam else None
 
@@ -91,12 +91,10 @@ def run_ground(
 def look(
     model: ModelFolder, device: torch.device, config: Config, pictures: Sequence[Image.Image], words: Words
 ) -> torch.Tensor:
-    """The attention of the words on the first picture, `[C, h, w]`, as a cache has it."""
+    """The attention of the words on the first image, `[C, h, w]`, as a cache has it."""
     template = TEMPLATES[model.pipeline]
     area = config.data.condition_image_size or template.condition_image_size
-    resized = [
-        picture.resize(calculate_dimensions(area, picture.size), Image.Resampling.LANCZOS) for picture in pictures
-    ]
+    resized = [image.resize(calculate_dimensions(area, image.size), Image.Resampling.LANCZOS) for image in pictures]
     dtype = getattr(torch, config.cache.dtype)
     whole = load_whole(Qwen2_5_VLForConditionalGeneration, model.part("text_encoder"), dtype=dtype)
     encoder = FrozenQwen(whole, load_processor(model), template=template).to(device)
@@ -109,11 +107,11 @@ def heat_map(attention: torch.Tensor) -> torch.Tensor:
     return (mean - mean.min()) / (mean.max() - mean.min()).clamp(min=1e-12)
 
 
-def overlay(picture: Image.Image, mask: NDArray[np.uint8]) -> Image.Image:
-    """The picture, red where the mask is, and its outline: untouched where the mask is 0."""
+def overlay(image: Image.Image, mask: NDArray[np.uint8]) -> Image.Image:
+    """The image, red where the mask is, and its outline: untouched where the mask is 0."""
     opacity = (OPACITY * mask).astype(np.uint8)
-    opacity[_outline(mask > 127, max(1, max(picture.size) // OUTLINES))] = 255
-    shown = picture.copy()
+    opacity[_outline(mask > 127, max(1, max(image.size) // OUTLINES))] = 255
+    shown = image.copy()
     shown.paste(RED, (0, 0), Image.fromarray(opacity))
     return shown
 
@@ -127,13 +125,13 @@ def _outline(inside: NDArray[np.bool_], width: int) -> NDArray[np.bool_]:
 
 
 def _cells(size: Size) -> tuple[int, int]:
-    """Rows and columns of the tokens of a picture that large, as the transformer sees it."""
+    """Rows and columns of the tokens of an image that large, as the transformer sees it."""
     width, height = calculate_dimensions(VAE_IMAGE_SIZE, size)
     return height // PIXELS_PER_TOKEN, width // PIXELS_PER_TOKEN
 
 
 def _summary(mask: NDArray[np.float64], *, is_mask: bool) -> str:
-    """What of the picture is masked, where that is, and how sharp it is."""
+    """What of the image is masked, where that is, and how sharp it is."""
     inside = Image.fromarray(mask > 0.5)
     box = inside.getbbox()
     place = f", from ({box[0]}, {box[1]}) to ({box[2]}, {box[3]}) of {inside.width}×{inside.height}" if box else ""
@@ -148,15 +146,15 @@ def _summary(mask: NDArray[np.float64], *, is_mask: bool) -> str:
 # ---- what is read and written ----------------------------------------------------------------------------------------
 
 
-def _check_pictures(model: ModelFolder, count: int) -> None:
+def _check_images(model: ModelFolder, count: int) -> None:
     if not model.takes_controls:
         raise ConfigError(
-            f"{model.pipeline} draws from words alone: its text encoder is shown no pictures",
+            f"{model.pipeline} draws from words alone: its text encoder is shown no images",
             where=model.name,
             do="name an Edit model with --model",
         )
     if model.max_controls is not None and count > model.max_controls:
-        what = f"{model.pipeline} takes {plural(model.max_controls, 'picture')}"
+        what = f"{model.pipeline} takes {plural(model.max_controls, 'image')}"
         raise ConfigError(what, found=count, do="leave out some --image")
 
 
@@ -165,15 +163,15 @@ def _check_out(out: Path, overlaid: Path, images: Sequence[Path]) -> None:
         raise ConfigError("a mask is a PNG", where="--out", expected="a name that ends with .png", found=out)
     given = {path.resolve() for path in images}
     if taken := next((path for path in (out, overlaid) if path.resolve() in given), None):
-        raise ConfigError("a picture would be written over", where=taken, do="give another name with --out")
+        raise ConfigError("an image would be written over", where=taken, do="give another name with --out")
 
 
 def _write_pngs(pictures: dict[Path, Image.Image]) -> None:
     """Encode all before the first is written; none is ever half written."""
     encoded = {}
-    for path, picture in pictures.items():
+    for path, image in pictures.items():
         data = BytesIO()
-        picture.save(data, "PNG")
+        image.save(data, "PNG")
         encoded[path] = data.getvalue()
     for path, content in encoded.items():
         path.parent.mkdir(parents=True, exist_ok=True)

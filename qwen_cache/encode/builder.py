@@ -82,7 +82,7 @@ class Job:
 
     @property
     def condition_image_size(self) -> int:
-        """Pixels of a picture for the text encoder; 0 where it sees none."""
+        """Pixels of an image for the text encoder; 0 where it sees none."""
         return int(self.recipe.get("condition_image_size", 0))
 
     @property
@@ -179,7 +179,7 @@ def as_encoded(rows: list[Row], *, masks: bool, phrases: bool) -> list[Row]:
 def check_tokens(rows: list[Row]) -> list[Problem]:
     """Prompts that the encoder cannot take."""
     return [
-        Problem(row.where, f"{row.name}: the prompt contains {token}, which stands for a picture's pixels", "remove it")
+        Problem(row.where, f"{row.name}: the prompt contains {token}, which stands for an image's pixels", "remove it")
         for row in rows
         for token in PIXEL_TOKENS
         if token in row.prompt

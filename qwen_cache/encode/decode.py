@@ -1,4 +1,4 @@
-"""Latents to pictures, as the stock pipelines end: for all that shows what a cache holds or what was drawn."""
+"""Latents to images, as the stock pipelines end: for all that shows what a cache holds or what was drawn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qwen_cache.sources.sizes import Size
 
 
 def parts_of(img_shapes: Iterable[Sequence[int]]) -> Iterator[tuple[slice, Size]]:
-    """Of several pictures' latents, one behind the other: which tokens are each one's, and its size."""
+    """Of several images' latents, one behind the other: which tokens are each one's, and its size."""
     begin = 0
     for frames, h, w in img_shapes:
         end = begin + frames * h * w
@@ -32,16 +32,16 @@ def load_vae(model: ModelFolder, device: torch.device, dtype: torch.dtype) -> Va
     return VaeThatFits(load_whole(AutoencoderKLQwenImage, model.part("vae"), torch_dtype=dtype).to(device))
 
 
-def decode_pictures(
+def decode_images(
     vae: Any, latents: Float[torch.Tensor, "S 64"], img_shapes: Iterable[Sequence[int]]
 ) -> list[Image.Image]:
-    """All pictures of packed latents, such as the controls of a cached sample."""
+    """All images of packed latents, such as the controls of a cached sample."""
     return [decode_latents(vae, latents[part][None], size) for part, size in parts_of(img_shapes)]
 
 
 @torch.inference_mode()
 def decode_latents(vae: Any, latents: Float[torch.Tensor, "1 S 64"], size: Size) -> Image.Image:
-    """The picture of packed latents, on the VAE's device, as the pipelines end."""
+    """The image of packed latents, on the VAE's device, as the pipelines end."""
     width, height = size
     scale = vae.spatial_compression_ratio
     z = QwenImagePipeline._unpack_latents(latents, height, width, scale).to(vae.device, vae.dtype)

@@ -2,7 +2,7 @@
 
 A mask that the source has is always taken. Else `diff` compares target and first control, `head` reads from the
 attention of the prompt where the edit is, and `auto` does the second where the first finds nothing to point at. A
-sample of which nothing is found has no mask. Refused: what needs pictures to compare or attention, without controls.
+sample of which nothing is found has no mask. Refused: what needs images to compare or attention, without controls.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class EditMasks:
         asked = {"cache.store_attention": self.keep_attention, edit_mask: self.differ or self.head}
         for setting, given in asked.items():
             if given and not model.takes_controls:
-                raise ConfigError(f"{setting} needs control pictures, and {model.pipeline} has none")
+                raise ConfigError(f"{setting} needs control images, and {model.pipeline} has none")
             if given and format_version == "v1":
                 raise ConfigError(f"format v1 has no place for what {setting} makes", do="build with --format v2")
         if self.head is not None:
@@ -82,7 +82,7 @@ class EditMasks:
         assert self.head is not None
         if _about(self.head).encoder != encoder_of(encoder):
             raise ConfigError(
-                "this mask head was trained on the attention of another encoder, template or picture size",
+                "this mask head was trained on the attention of another encoder, template or image size",
                 where=self.head,
                 do="train one on a cache of this model: `qwen-train mask-head`",
             )

@@ -1,10 +1,10 @@
 """decode → VAE ∥ text: the two encoders at work on their own devices, at the same time.
 
 One thread for each copy of an encoder, which does nothing but feed its device, and as many as there are cores for
-decoding, resizing and whatever else the CPU does; so the slower encoder decides the time. Pictures of one shape are
-encoded together, and so are texts about equally many pictures, as far as the encoders allow (`batching`). Work goes to
+decoding, resizing and whatever else the CPU does; so the slower encoder decides the time. Images of one shape are
+encoded together, and so are texts about equally many images, as far as the encoders allow (`batching`). Work goes to
 the copy that has the least of it, which changes nothing in the result. What is in flight is bounded by whoever submits.
-A picture that was just encoded is not encoded again, and samples about the same pictures, one after the other, share
+An image that was just encoded is not encoded again, and samples about the same images, one after the other, share
 their prefix.
 """
 
@@ -37,7 +37,7 @@ from qwen_cache.sources.images import open_rgb
 from qwen_cache.sources.sizes import Size, calculate_dimensions, img_shapes
 
 DECODE_THREADS = min(32, max(4, os.cpu_count() or 1))
-LATENTS_KEPT = 256  # of pictures that may come again: 128 MB at a megapixel in bfloat16
+LATENTS_KEPT = 256  # of images that may come again: 128 MB at a megapixel in bfloat16
 SAMPLES_IN_BATCH = 8  # at most: half of what a build has in flight, so that one batch is made while another is encoded
 TextInputs = dict[str, torch.Tensor]
 FROM_SOURCE = EditMasks("file", None, keep_attention=False)
@@ -46,7 +46,7 @@ _SAFETENSORS_NAME = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32
 
 @dataclass(frozen=True)
 class Seen:
-    """A picture at one size: its latents, and how people are shown it, where that is kept."""
+    """An image at one size: its latents, and how people are shown it, where that is kept."""
 
     latents: Future[torch.Tensor]
     thumbnail: Future[Image.Image] | None
@@ -61,7 +61,7 @@ class InFlight:
     pictures: list[Seen]
     text: Future[EncodedText]
     mask: Future[Mask | None] | None
-    """As the pictures say it."""
+    """As the images say it."""
 
 
 class Lanes:
@@ -108,7 +108,7 @@ class Lanes:
         number, self._submitted = self._submitted, self._submitted + 1
         decoded: dict[str, Future[Image.Image]] = {}
 
-        def picture(path: Readable, digest: str) -> Future[Image.Image]:
+        def image(path: Readable, digest: str) -> Future[Image.Image]:
             if digest not in decoded:
                 decoded[digest] = self.decoders.submit(lambda: open_rgb(read_again(path, digest), str(path)))
             return decoded[digest]
@@ -117,18 +117,18 @@ class Lanes:
         seen = []
         for path, digest, size in zip(paths, digests, sample.sizes, strict=True):
             if (digest, size) not in self._known:
-                self._known[digest, size] = self._encode_picture(number, picture(path, digest), size)
+                self._known[digest, size] = self._encode_image(number, image(path, digest), size)
             self._known.move_to_end((digest, size))
             seen.append(self._known[digest, size])
         while len(self._known) > LATENTS_KEPT:
             self._known.popitem(last=False)
         if self._about is None or self._about[0] != inputs.controls:
-            self._about = inputs.controls, self._read([picture(*each) for each in zip(paths, digests, strict=True)][1:])
+            self._about = inputs.controls, self._read([image(*each) for each in zip(paths, digests, strict=True)][1:])
         text = self._encode_text(number, row)
         mask = None
         if self.masks.is_seen(sample):
-            pair = [] if row.mask else [picture(*each) for each in zip(paths[:2], digests[:2], strict=True)]
-            mask = self.decoders.submit(self.masks.of_pictures, sample, lambda: [it.result() for it in pair])
+            pair = [] if row.mask else [image(*each) for each in zip(paths[:2], digests[:2], strict=True)]
+            mask = self.decoders.submit(self.masks.of_images, sample, lambda: [it.result() for it in pair])
         self._send(number + 1 - SAMPLES_IN_BATCH)
         return InFlight(number, sample, seen, text, mask)
 
@@ -166,9 +166,9 @@ class Lanes:
         )
         return meta, data
 
-    def _encode_picture(self, number: int, picture: Future[Image.Image], size: Size) -> Seen:
+    def _encode_image(self, number: int, image: Future[Image.Image], size: Size) -> Seen:
         def fitted() -> Image.Image:
-            return cut(picture.result(), size, self.crop)
+            return cut(image.result(), size, self.crop)
 
         pixels = self.decoders.submit(lambda: self._pixels(fitted(), size))
         latents = self.vae.submit(number, pixels, lambda pixels: pixels, cost=size[0] * size[1], kind=size)
@@ -190,9 +190,9 @@ class Lanes:
 
         return self.text.submit(number, about, asked, cost=tokens, kind=len(digests))
 
-    def _for_text(self, picture: Image.Image) -> Image.Image:
-        size = calculate_dimensions(self.condition_image_size, picture.size)
-        return picture.resize(size, Image.Resampling.LANCZOS)
+    def _for_text(self, image: Image.Image) -> Image.Image:
+        size = calculate_dimensions(self.condition_image_size, image.size)
+        return image.resize(size, Image.Resampling.LANCZOS)
 
 
 def _joined(pictures: Sequence[Seen]) -> torch.Tensor | None:

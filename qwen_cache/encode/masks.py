@@ -29,7 +29,7 @@ from qwen_cache.grounding.head import load_head, predict_mask
 from qwen_cache.sources.images import open_mask, open_rgb
 from qwen_cache.sources.sizes import Size, crop_box
 
-COMPARED = 640 * 640  # pixels of pictures that are compared, at most: the sizes for which its thresholds were chosen
+COMPARED = 640 * 640  # pixels of images that are compared, at most: the sizes for which its thresholds were chosen
 THREADS = min(32, os.cpu_count() or 1)
 
 
@@ -53,17 +53,17 @@ def check_finite(name: str, tensor: torch.Tensor, sample: Planned) -> None:
 
 
 class MaskMaker:
-    """Edit masks as `masks` asks for them. `crop`: pictures are cut to the middle, in place of being stretched."""
+    """Edit masks as `masks` asks for them. `crop`: images are cut to the middle, in place of being stretched."""
 
     def __init__(self, masks: EditMasks, crop: bool, device: torch.device) -> None:
         self.masks, self.crop = masks, crop
         self.head = load_head(masks.head)[0].to(device) if masks.head else None
 
     def is_seen(self, sample: Planned) -> bool:
-        """Whether pictures may say it."""
+        """Whether images may say it."""
         return sample.row.mask is not None or self.masks.differ
 
-    def of_pictures(self, sample: Planned, pair: Callable[[], Sequence[Image.Image]]) -> Mask | None:
+    def of_images(self, sample: Planned, pair: Callable[[], Sequence[Image.Image]]) -> Mask | None:
         """The mask of the source; else the difference of the pair, target and first control, if it shows a place."""
         path, digest = sample.row.mask, sample.inputs.mask
         if path is not None and digest is not None:
@@ -72,10 +72,10 @@ class MaskMaker:
         if not self.masks.differ:
             return None
         (width, height), cell = sample.sizes[0], PIXELS_PER_TOKEN
-        pictures = [cut(picture, (width, height), self.crop) for picture in pair()]
+        pictures = [cut(image, (width, height), self.crop) for image in pair()]
         while width * height > COMPARED and cell > 1:
             width, height, cell = width // 2, height // 2, cell // 2
-        after, before = (picture.resize((width, height), Image.Resampling.LANCZOS) for picture in pictures)
+        after, before = (image.resize((width, height), Image.Resampling.LANCZOS) for image in pictures)
         found = difference_mask(after, before, cell).mask
         return None if found is None else Mask(torch.from_numpy(found).flatten(), "difference")
 
@@ -87,11 +87,11 @@ class MaskMaker:
         return Mask(predict_mask(self.head, attention, (height, width)).flatten().cpu(), "head")
 
 
-def cut(picture: Image.Image, size: Size, crop: bool) -> Image.Image:
-    """The picture, or where that was asked for its middle at that size, not to be resized again."""
+def cut(image: Image.Image, size: Size, crop: bool) -> Image.Image:
+    """The image, or where that was asked for its middle at that size, not to be resized again."""
     if not crop:
-        return picture
-    return picture.resize(size, Image.Resampling.LANCZOS, crop_box(picture.size, size))
+        return image
+    return image.resize(size, Image.Resampling.LANCZOS, crop_box(image.size, size))
 
 
 # ---- other masks for what is cached ----------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class WithOtherMasks:
             return [open_rgb(read_again(file, digest), str(file)) for file, digest in named]
 
         attention = old["attention"] if self.cached.has_attention(old.row) else None
-        mask = self.maker.of_pictures(sample, pair) or self.maker.of_attention(sample, attention)
+        mask = self.maker.of_images(sample, pair) or self.maker.of_attention(sample, attention)
         kept = old.row.meta.tensors.keys() - {"edit_mask", *(() if self.maker.masks.keep_attention else ("attention",))}
         specs = {name: replace(old.row.meta.tensors[name], codec=None, compressed_bytes=None) for name in kept}
         data = {name: old.buffer(name) for name in kept}

@@ -1,6 +1,6 @@
-"""The plan of a build: every picture read and hashed, every problem listed, and what is to be encoded and why.
+"""The plan of a build: every image read and hashed, every problem listed, and what is to be encoded and why.
 
-Nothing is encoded before the plan stands. Pictures that will be encoded are also decoded once, so that a corrupt file
+Nothing is encoded before the plan stands. Images that will be encoded are also decoded once, so that a corrupt file
 stops the build in its first minutes and not in its last hour. Needs no torch.
 """
 
@@ -19,7 +19,7 @@ from qwen_cache.format.index import IndexRow
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.sources.detect import Readable, Row
 from qwen_cache.sources.images import open_mask, open_rgb, upright_size
-from qwen_cache.sources.sizes import Picture, Resolution, Size, calculate_dimensions, img_shapes, sizes_of
+from qwen_cache.sources.sizes import Resolution, Size, SourceImage, calculate_dimensions, img_shapes, sizes_of
 
 NEW = "new"
 ASPECT_TOLERANCE = 0.01  # a mask may be another size than its target, not another shape
@@ -116,7 +116,7 @@ def make_plan(
     changed_recipe: Sequence[str] = (),
     on_row: Callable[[], None] = lambda: None,
 ) -> Plan:
-    """Read every picture of `rows` and decide.
+    """Read every image of `rows` and decide.
 
     `cached` are the rows of this recipe's name in the cache, by key; `changed_recipe` says what is different in a
     recipe of that name, and so why none of them can be used.
@@ -157,7 +157,7 @@ def _with_reasons(
 def _look_at(row: Row, rules: Rules, cached: Mapping[str, IndexRow]) -> list[Planned] | list[Problem]:
     """Hash the files of one row: the samples that it becomes; decode them too when they are to be encoded."""
     if rules.max_controls is not None and len(row.controls) > rules.max_controls:
-        takes = f"{rules.pipeline} takes {plural(rules.max_controls, 'control picture')}"
+        takes = f"{rules.pipeline} takes {plural(rules.max_controls, 'control image')}"
         what = f"{row.name}: {takes}, found {len(row.controls)}"
         return [Problem(row.where, what, "drop the others, or build for Qwen-Image-Edit-2509 (Edit-Plus)")]
     files = [row.target, *row.controls, *([row.mask] if row.mask else [])]
@@ -170,18 +170,18 @@ def _look_at(row: Row, rules: Rules, cached: Mapping[str, IndexRow]) -> list[Pla
     inputs = Inputs(hashes[0], tuple(hashes[1:pictures]), hashes[pictures] if row.mask else None)
     named = list(zip(map(str, files), contents, strict=True))[:pictures]
     try:
-        originals = [Picture(name, upright_size(content, name)) for name, content in named]
+        originals = [SourceImage(name, upright_size(content, name)) for name, content in named]
         choices = sizes_of(originals, rules.resolution)
     except SourceError as error:
         return _decode(row, contents, rules) or [as_problem(row, error.where, error)]
     keys = [sample_key(rules.recipe_id, inputs, row.prompt, img_shapes(sizes), row.phrase) for sizes in choices]
     problems = [] if all(key in cached for key in keys) else _decode(row, contents, rules)
-    own = tuple(picture.size for picture in originals)
+    own = tuple(image.size for image in originals)
     return problems or [Planned(row, inputs, key, sizes, own) for key, sizes in zip(keys, choices, strict=True)]
 
 
 def _decode(row: Row, contents: Sequence[bytes], rules: Rules) -> list[Problem]:
-    """What is wrong with the pictures of a row."""
+    """What is wrong with the images of a row."""
     problems: list[Problem] = []
     target: Size | None = None
     for path, content in zip([row.target, *row.controls], contents, strict=False):
@@ -208,14 +208,14 @@ def _mask_problems(row: Row, mask: Size, target: Size) -> list[Problem]:
 
 
 def as_problem(row: Row, path: object, error: SourceError) -> Problem:
-    """What an error about one picture says about its row."""
+    """What an error about one image says about its row."""
     return Problem(row.where, f"{path}: {error.fault}", error.do or "replace the file")
 
 
 def read_again(file: Readable, expected: str) -> bytes:
     """The bytes that the plan hashed; SourceError when they changed since.
 
-    What is encoded is read twice. The plan stands only when every picture is read, for the last one may be damaged or
+    What is encoded is read twice. The plan stands only when every image is read, for the last one may be damaged or
     another's twin, and by then the first is long out of memory: keeping it would mean keeping the whole source.
     """
     data = file.read()

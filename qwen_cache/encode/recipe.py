@@ -37,7 +37,7 @@ def make_recipe(model: ModelFolder, config: Config, on_bytes: Callable[[int], No
         "text_encoder": _fingerprint([model.part("text_encoder")], (".safetensors", "config.json"), on_bytes),
         "processor": _fingerprint(processor, _CONFIGURATION, on_bytes),
         "template": template.frame,
-        "picture_template": template.picture,
+        "picture_template": template.image,
         "drop_idx": template.drop_idx,
     }
     if model.takes_controls:

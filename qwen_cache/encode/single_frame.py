@@ -1,6 +1,6 @@
-"""The VAE of Qwen-Image on pictures, with 2-D convolutions in place of its causal 3-D ones.
+"""The VAE of Qwen-Image on images, with 2-D convolutions in place of its causal 3-D ones.
 
-A causal convolution of three frames sees two zero frames before a single picture, so only the last slice of its kernel
+A causal convolution of three frames sees two zero frames before a single image, so only the last slice of its kernel
 ever meets anything but zeros: a 2-D convolution with that slice is the same function. Everything else of the stock VAE
 stays as it is. Refuses more frames than one; leaves any other VAE alone.
 """
@@ -30,7 +30,7 @@ class SingleFrameConv(QwenImageCausalConv3d):  # type: ignore[misc]  # diffusers
     def forward(self, x: torch.Tensor, cache_x: torch.Tensor | None = None) -> torch.Tensor:
         """`[B, C, 1, H, W]` to `[B, C', 1, H', W']`; there is no earlier frame, so nothing is cached."""
         if x.shape[2] != 1 or cache_x is not None:
-            raise ValueError(f"this VAE was made for single pictures, found {x.shape[2]} frames")
+            raise ValueError(f"this VAE was made for single images, found {x.shape[2]} frames")
         return conv2d(x[:, :, 0], self.weight[:, :, 0], self.bias, self.stride[1:], self.padding_2d).unsqueeze(2)
 
 

@@ -1,6 +1,6 @@
-"""The text lane: pictures and prompts in, prompt embeddings out, through the stock Qwen2.5-VL.
+"""The text lane: images and prompts in, prompt embeddings out, through the stock Qwen2.5-VL.
 
-The model is causal and the pictures come before the instruction, so everything up to the last picture is the same for
+The model is causal and the images come before the instruction, so everything up to the last image is the same for
 every prompt about them: it is run once (`read`), and of each prompt only what follows, on the kept keys and values
 (`embed`). With `batch_tokens` of 1 each pass is about one thing, and on one machine what comes out is the same, bit for
 bit, whatever else is encoded. Passes about several, padded on the right, give the same within the rounding of the
@@ -9,7 +9,7 @@ dtype: matrix products of other shapes are added up in another order.
 Refuses to run with 1-D positions: transformers 5 silently falls back to them when `mm_token_type_ids` is missing, and
 diffusers 0.42's Edit pipelines do not pass it (huggingface/diffusers issue 14194). The pipelines' `lm_head` is not
 run; the last hidden state after the final norm is what they use. With `attend`, the same pass also tells where the
-prompt looks in the first picture.
+prompt looks in the first image.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class EncodedText:
     prompt: Float[torch.Tensor, "L D"]
     empty: Float[torch.Tensor, "L0 D"]
     attention: Float[torch.Tensor, "C h w"] | None = None
-    """Of the prompt's phrase on the first picture, in float16; layers times heads."""
+    """Of the prompt's phrase on the first image, in float16; layers times heads."""
 
 
 Asked = tuple[dict[str, torch.Tensor], str, Phrase]
-"""What the model takes for some pictures, a prompt about them, and its phrase; without one it is the whole prompt."""
+"""What the model takes for some images, a prompt about them, and its phrase; without one it is the whole prompt."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Rest:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What every prompt about each of some sets of pictures begins with, and the keys and values to go on from.
+    """What every prompt about each of some sets of images begins with, and the keys and values to go on from.
 
     `embeds` is what is kept of each (`[P, D]`, on the CPU); `next_positions` are those of the next tokens, in all three
-    axes. Without pictures nothing is shared: `past` is None.
+    axes. Without images nothing is shared: `past` is None.
     """
 
     pictures: list[int]
@@ -76,13 +76,13 @@ class Prefixes:
     embeds: list[Float[torch.Tensor, "_ D"]]
     next_positions: list[int]
     past: DynamicCache | None
-    first_pictures: list[ImageTokens]
+    first_images: list[ImageTokens]
 
 
 def kept_tokens(model: ModelFolder, asked: Sequence[tuple[str, Sequence[Size]]]) -> list[int]:
-    """How many tokens each prompt about pictures of those sizes has after `drop_idx`: what the encoder will return.
+    """How many tokens each prompt about images of those sizes has after `drop_idx`: what the encoder will return.
 
-    Sizes are those for the text encoder; a picture's placeholder, one token in the text, becomes as many as it needs.
+    Sizes are those for the text encoder; an image's placeholder, one token in the text, becomes as many as it needs.
     """
     template = TEMPLATES[model.pipeline]
     processor = load_processor(model) if model.takes_controls else None
@@ -125,7 +125,7 @@ class TextEncoder:
 
     @torch.inference_mode()
     def encode_whole(self, pictures: Sequence[Image.Image], prompt: str) -> Float[torch.Tensor, "L D"]:
-        """The embeddings of `prompt` about `pictures` in one pass: the modules and shapes of the pipelines."""
+        """The embeddings of `prompt` about `images` in one pass: the modules and shapes of the pipelines."""
         if not pictures:
             return self.embed(self.read([{}]), [(0, prompt, None)])[0].embeds
         inputs = self._process(self.template.text(prompt, len(pictures)), pictures)
@@ -134,9 +134,9 @@ class TextEncoder:
         return embeds
 
     def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
-        """What the model takes for `pictures` (RGB, already resized for the encoder) before any prompt, on the CPU.
+        """What the model takes for `images` (RGB, already resized for the encoder) before any prompt, on the CPU.
 
-        For any thread, one at a time. Without pictures nothing is shared by prompts, and it is empty.
+        For any thread, one at a time. Without images nothing is shared by prompts, and it is empty.
         """
         return self._process(self._split("", len(pictures))[0], pictures) if pictures else {}
 
@@ -153,7 +153,7 @@ class TextEncoder:
         return {name: tensor.pin_memory() if pin else tensor for name, tensor in inputs.items()}
 
     def encode(self, asked: Sequence[Asked]) -> list[EncodedText]:
-        """The embeddings of each prompt about each `inputs`, and of the empty one about the same pictures.
+        """The embeddings of each prompt about each `inputs`, and of the empty one about the same images.
 
         Inputs that are one object are read once; those of the last call are not read again.
         """
@@ -180,7 +180,7 @@ class TextEncoder:
 
     @torch.inference_mode()
     def read(self, about: Sequence[dict[str, torch.Tensor]]) -> Prefixes:
-        """Run everything up to the end of the last picture, in one pass for all of `about`."""
+        """Run everything up to the end of the last image, in one pass for all of `about`."""
         if not about[0]:
             nothing = torch.empty(0, self.model.config.text_config.hidden_size, dtype=self.model.dtype)
             return Prefixes([0] * len(about), [0] * len(about), [nothing] * len(about), [0] * len(about), None, [])
@@ -201,7 +201,7 @@ class TextEncoder:
             embeds=[row[self.template.drop_idx : n].clone() for row, n in zip(hidden, lengths, strict=True)],
             next_positions=[n + int(delta) for n, delta in zip(lengths, deltas, strict=True)],
             past=output.past_key_values,
-            first_pictures=[pictures[0] for pictures in shown],
+            first_images=[pictures[0] for pictures in shown],
         )
 
     @torch.inference_mode()
@@ -251,21 +251,21 @@ class TextEncoder:
     def _watching(
         self, prefixes: Prefixes, rows: list[int], chosen: list[list[int]]
     ) -> AbstractContextManager[AttentionRows | None]:
-        """Take the attention of the chosen tokens on the first picture; of a row that has none, any token's."""
+        """Take the attention of the chosen tokens on the first image; of a row that has none, any token's."""
         if not any(chosen):
             return nullcontext()
-        pictures = [[prefixes.first_pictures[row]] for row in rows]
+        pictures = [[prefixes.first_images[row]] for row in rows]
         return attention_rows(self.model, [[positions or [0]] for positions in chosen], pictures)
 
     def _chosen(self, prompt: str, phrase: Phrase | None, pictures: int) -> list[int]:
-        """The tokens of the phrase in what follows the pictures, which begins with the prompt."""
+        """The tokens of the phrase in what follows the images, which begins with the prompt."""
         if not (self.attend and pictures) or phrase is None or not prompt.strip():
             return []
         with self._tokenizing:
             return token_positions(self.tokenizer, self._split(prompt, pictures)[1], phrase or ((0, len(prompt)),))
 
     def _split(self, prompt: str, pictures: int) -> tuple[str, str]:
-        """The whole input up to the end of the last picture, and what follows.
+        """The whole input up to the end of the last image, and what follows.
 
         A special token stands between them, so both are cut into the same tokens as the whole.
         """
@@ -273,7 +273,7 @@ class TextEncoder:
         return "".join(part + VISION_END for part in before), after
 
     def _ids(self, prompt: str, pictures: int) -> torch.Tensor:
-        """The tokens of a prompt after its pictures; all of them where there are none."""
+        """The tokens of a prompt after its images; all of them where there are none."""
         text = self._split(prompt, pictures)[1] if pictures else self.template.text(prompt, 0)
         with self._tokenizing:
             ids: torch.Tensor = self.tokenizer(text, return_tensors="pt")["input_ids"]

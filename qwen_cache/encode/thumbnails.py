@@ -1,8 +1,8 @@
-"""Small pictures of a sample, kept in the cache for people to look at: the tensor `thumbnails`.
+"""Small images of a sample, kept in the cache for people to look at: the tensor `thumbnails`.
 
-All pictures stand side by side in one JPEG, the target first. The size of each follows from its size in tokens, so the
-JPEG can be cut into pictures again. Refused is one that cannot be read or has another size. There is none of a sample
-with more pictures than a JPEG has room for.
+All images stand side by side in one JPEG, the target first. The size of each follows from its size in tokens, so the
+JPEG can be cut into images again. Refused is one that cannot be read or has another size. There is none of a sample
+with more images than a JPEG has room for.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ MOST_PIXELS = 65_500  # of a side of a JPEG, as libjpeg writes it
 
 
 def thumbnail_size(img_shape: tuple[int, int, int]) -> Size:
-    """Width and height of the thumbnail of a picture `(1, h, w)`: none is larger than its picture."""
+    """Width and height of the thumbnail of an image `(1, h, w)`: none is larger than its image."""
     _, h, w = img_shape
     longest = min(LONGER_SIDE, PIXELS_PER_TOKEN * max(h, w))
     return max(1, round(longest * w / max(h, w))), max(1, round(longest * h / max(h, w)))
 
 
-def thumbnail(picture: Image.Image, img_shape: tuple[int, int, int]) -> Image.Image:
-    """A picture as small as it is kept."""
-    return picture.resize(thumbnail_size(img_shape), Image.Resampling.LANCZOS, reducing_gap=3)
+def thumbnail(image: Image.Image, img_shape: tuple[int, int, int]) -> Image.Image:
+    """An image as small as it is kept."""
+    return image.resize(thumbnail_size(img_shape), Image.Resampling.LANCZOS, reducing_gap=3)
 
 
 def join_thumbnails(thumbnails: Sequence[Image.Image]) -> bytes | None:
@@ -51,7 +51,7 @@ def join_thumbnails(thumbnails: Sequence[Image.Image]) -> bytes | None:
 def cut_thumbnails(
     jpeg: bytes | memoryview, img_shapes: Sequence[tuple[int, int, int]], where: object
 ) -> list[Image.Image]:
-    """The thumbnails, the target first; ThumbnailError where they are not those of these pictures."""
+    """The thumbnails, the target first; ThumbnailError where they are not those of these images."""
     sizes = [thumbnail_size(shape) for shape in img_shapes]
     expected = sum(width for width, _ in sizes), max(height for _, height in sizes)
     try:

@@ -1,4 +1,4 @@
-"""The VAE of Qwen-Image on pictures too large for its device: tile by tile, with the latents and pixels of the whole.
+"""The VAE of Qwen-Image on images too large for its device: tile by tile, with the latents and pixels of the whole.
 
 All of the VAE's full-size work is local: a value depends on a window of what comes before it. So a tile is run with as
 much around it as its window reaches, which is cut off again; nothing is blended. The mid block, whose attention sees
@@ -42,7 +42,7 @@ TILE = 512  # pixels: at 2048² a tenth of the memory, and 1.4 times as many pix
 
 @dataclass(frozen=True)
 class VaeThatFits:
-    """Stands in for `vae` in a pipeline: a single picture that its device has no memory for goes in tiles."""
+    """Stands in for `vae` in a pipeline: a single image that its device has no memory for goes in tiles."""
 
     vae: Any
     tile: int = TILE
@@ -126,7 +126,7 @@ class Span:
 def spans(path: Sequence[Window], size: int, tile: int) -> Iterator[Span]:
     """The tiles that cover what `path` makes of `size` inputs.
 
-    A tile ends where the picture ends, so that the modules pad it there as they pad the whole. It begins at a multiple
+    A tile ends where the image ends, so that the modules pad it there as they pad the whole. It begins at a multiple
     of the stride, so that its outputs are among those of the whole.
     """
     if tile < 1:

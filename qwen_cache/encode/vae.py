@@ -1,8 +1,8 @@
-"""The VAE lane: one picture in, its normalised and packed latents out, through the stock modules.
+"""The VAE lane: one image in, its normalised and packed latents out, through the stock modules.
 
 What it computes is what the pipelines condition on: Lanczos resize from the original pixels, the mode of the posterior,
 `(z - latents_mean) / latents_std`, and packing of 2×2 patches. Its convolutions run in two dimensions (`single_frame`).
-Pictures of one shape can be encoded together, and one that is too large for the device goes in tiles (`tiles`); neither
+Images of one shape can be encoded together, and one that is too large for the device goes in tiles (`tiles`); neither
 changes more than the rounding.
 """
 
@@ -32,17 +32,17 @@ class VaeEncoder:
         self.pipeline.vae = VaeThatFits(vae)
         self.device, self.dtype, self.batch_pixels = device, dtype, batch_pixels
 
-    def pixels(self, picture: Image.Image, size: Size) -> Float[torch.Tensor, "1 3 1 H W"]:
-        """An RGB picture at `size` (width, height) pixels as the VAE takes it, on the CPU. For any thread."""
+    def pixels(self, image: Image.Image, size: Size) -> Float[torch.Tensor, "1 3 1 H W"]:
+        """An RGB image at `size` (width, height) pixels as the VAE takes it, on the CPU. For any thread."""
         width, height = size
-        pixels: torch.Tensor = self.pipeline.image_processor.preprocess(picture, height, width).unsqueeze(2)
+        pixels: torch.Tensor = self.pipeline.image_processor.preprocess(image, height, width).unsqueeze(2)
         pixels = pixels.to(self.dtype)
         return pixels.pin_memory() if self.device.type == "cuda" else pixels
 
     @torch.inference_mode()
-    def encode(self, pictures: Sequence[Float[torch.Tensor, "1 3 1 H W"]]) -> list[Float[torch.Tensor, " S 64"]]:
-        """The latents of pictures of one shape, on the CPU."""
-        pixels = torch.cat([picture.to(self.device, non_blocking=True) for picture in pictures])
+    def encode(self, images: Sequence[Float[torch.Tensor, "1 3 1 H W"]]) -> list[Float[torch.Tensor, " S 64"]]:
+        """The latents of images of one shape, on the CPU."""
+        pixels = torch.cat([image.to(self.device, non_blocking=True) for image in images])
         latents = self.pipeline._encode_vae_image(pixels, generator=None)
         count, channels, _, h, w = latents.shape
         packed: torch.Tensor = self.pipeline._pack_latents(latents, count, channels, h, w)

@@ -189,7 +189,7 @@ def _no_manifest(folder: Path | Url) -> ManifestError:
     if any((folder / STAGING).rglob("*.tar")):
         do = "run the same `qwen-cache build` again: it goes on"
         return ManifestError("this cache is not finished", where=folder, do=do)
-    do = "name the folder of a cache; `qwen-cache build` makes one of pictures"
+    do = "name the folder of a cache; `qwen-cache build` makes one of images"
     return ManifestError(f"no {MANIFEST_NAME} here: not a cache", where=folder, do=do)
 
 

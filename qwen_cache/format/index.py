@@ -1,7 +1,7 @@
 """index.parquet: one row per sample, enough to plan every batch without opening a shard.
 
 Rows are in the order of the source. A tensor is a struct column of its name (dtype, shape, offset, length, xxh3_128),
-null where the sample has none; offsets count from the beginning of the shard. Format v1 has the pictures' sizes in
+null where the sample has none; offsets count from the beginning of the shard. Format v1 has the images' sizes in
 pixels in place of `img_shapes` and `prefix_length`.
 """
 

@@ -53,7 +53,7 @@ def plan_migration(source: Path | Url, target: Path, old: int, new: int) -> Upda
 
 
 def _fits(meta: SampleMeta, format_version: int) -> bool:
-    """Whether nothing is lost but small pictures, which are for people alone."""
+    """Whether nothing is lost but small images, which are for people alone."""
     return meta.tensors.keys() <= {*TENSORS[format_version], "thumbnails"} and not (format_version == 1 and meta.phrase)
 
 

@@ -2,7 +2,7 @@
 
 Letters: S image tokens of the target, Sc of all controls, L text tokens, D width of the text encoder, C its layers
 times heads.
-Sizes of pictures are `img_shapes`: `(1, h, w)` in units of 16 pixels, the target first, then each control. Format v1
+Sizes of images are `img_shapes`: `(1, h, w)` in units of 16 pixels, the target first, then each control. Format v1
 says the same in pixels (`height`, `width`, `height_control`, …); here both are `img_shapes`.
 """
 
@@ -93,7 +93,7 @@ class SampleMeta:
 
 
 def token_count(img_shapes: Sequence[Sequence[int]]) -> int:
-    """Σ t·h·w: the image tokens of these pictures."""
+    """Σ t·h·w: the image tokens of these images."""
     return sum(math.prod(shape) for shape in img_shapes)
 
 
@@ -115,7 +115,7 @@ def pixel_sizes(img_shapes: ImgShapes) -> dict[str, int]:
 
 
 def v1_suffix(i: int) -> str:
-    """What format v1 appends to `height` and `width` for picture `i` (0 is the target)."""
+    """What format v1 appends to `height` and `width` for image `i` (0 is the target)."""
     return "" if i == 0 else "_control" if i == 1 else f"_control_{i - 1}"
 
 
@@ -222,7 +222,7 @@ def _check_sizes(meta: SampleMeta, where: str) -> None:
         if not all(is_size(n) for n in spec.shape):
             raise ShapeError(f"{name} has a size that is not positive", where=where, found=list(spec.shape))
     if len(meta.inputs.controls) != len(meta.img_shapes) - 1:
-        what = "img_shapes does not have the pictures of inputs"
+        what = "img_shapes does not have the images of inputs"
         raise ShapeError(what, where=where, expected=1 + len(meta.inputs.controls), found=len(meta.img_shapes))
     if meta.prefix_length < 0:
         raise ShapeError("prefix_length is negative", where=where, found=meta.prefix_length)

@@ -1,8 +1,8 @@
-"""Where chosen tokens look in the pictures: rows of a Qwen2.5-VL's attention, taken from a pass that runs anyway.
+"""Where chosen tokens look in the images: rows of a Qwen2.5-VL's attention, taken from a pass that runs anyway.
 
     with attention_rows(model, tokens=[[[412, 413]]], images=image_tokens(model.config, ids, grids)) as rows:
         model(**inputs)
-    rows.attention[0][0]  # [phrases, layers * heads, h, w] of the first row of the batch and its first picture
+    rows.attention[0][0]  # [phrases, layers * heads, h, w] of the first row of the batch and its first image
 
 Hooks see the queries of the chosen tokens and all keys of a layer, and compute those rows of the softmax alone, in
 float32: the pass keeps its kernel (SDPA, flash attention), no [L, L] matrix is made, and the model is left as it was.
@@ -35,7 +35,7 @@ Phrases = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """The tokens of one picture in a row of the batch, in raster order on a grid `(h, w)`."""
+    """The tokens of one image in a row of the batch, in raster order on a grid `(h, w)`."""
 
     columns: Int[Tensor, " n"]
     grid: tuple[int, int]
@@ -44,7 +44,7 @@ class ImageTokens:
 def image_tokens(
     config: Any, input_ids: Int[Tensor, "B L"], image_grid_thw: Int[Tensor, "images 3"]
 ) -> list[list[ImageTokens]]:
-    """The pictures of each row of `input_ids`, which the grids are about in order."""
+    """The images of each row of `input_ids`, which the grids are about in order."""
     merge_size = config.vision_config.spatial_merge_size
     grids = [(t * h // merge_size, w // merge_size) for t, h, w in image_grid_thw.tolist()]
     found: list[list[ImageTokens]] = []
@@ -52,22 +52,22 @@ def image_tokens(
     for number, row in enumerate(input_ids):
         columns = (row == config.image_token_id).nonzero()[:, 0]
         if not len(columns):
-            raise ModelError("no image tokens", where=f"row {number}", do="put the pictures into the same input")
+            raise ModelError("no image tokens", where=f"row {number}", do="put the images into the same input")
         pictures = []
         while len(columns):
             size = grids[used][0] * grids[used][1] if used < len(grids) else 0
             if not 0 < size <= len(columns):
                 raise ModelError(
                     "the number of image tokens is not that of the grids",
-                    where=f"row {number}, picture {used + 1}",
-                    expected=size or f"{len(grids)} pictures",
+                    where=f"row {number}, image {used + 1}",
+                    expected=size or f"{len(grids)} images",
                     found=f"{len(columns)} tokens",
                 )
             pictures.append(ImageTokens(columns[:size], grids[used]))
             columns, used = columns[size:], used + 1
         found.append(pictures)
     if used < len(grids):
-        raise ModelError("there are more grids than pictures", expected=used, found=len(grids))
+        raise ModelError("there are more grids than images", expected=used, found=len(grids))
     return found
 
 
@@ -75,7 +75,7 @@ class AttentionRows:
     """What one pass tells about the chosen tokens; complete when the context of `attention_rows` is left."""
 
     attention: list[list[Float[Tensor, "K C h w"]]]
-    """Of each row of the batch and each of its pictures; C counts heads within layers."""
+    """Of each row of the batch and each of its images; C counts heads within layers."""
     hidden_states: list[list[Float[Tensor, "layers P D"]]]
     """Of each row and phrase: what each layer returns about its tokens, the last one after the final norm."""
 
@@ -85,7 +85,7 @@ class AttentionRows:
         self._positions = pad_sequence([torch.tensor([*chain(*row)]) for row in tokens], batch_first=True)
         self._chosen, self._last = self._positions, int(self._positions.max())
         self._images = images
-        self._columns = [torch.cat([picture.columns for picture in row]) for row in images]
+        self._columns = [torch.cat([image.columns for image in row]) for row in images]
         self._merge = torch.mean if merge == "mean" else torch.amax
         self._mask: Tensor | None = None
         self._visible: Tensor | None = None
@@ -119,7 +119,7 @@ class AttentionRows:
 
     @torch.no_grad()
     def see_attention(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """The chosen rows of one layer, over the columns of the pictures, merged over the tokens of each phrase."""
+        """The chosen rows of one layer, over the columns of the images, merged over the tokens of each phrase."""
         assert self._queries is not None
         assert self._keys is not None
         cos, sin = kwargs["position_embeddings"]
@@ -159,8 +159,8 @@ class AttentionRows:
         self.attention = []
         for layers, pictures in zip(zip(*self._attention, strict=True), self._images, strict=True):
             stack = torch.stack(layers, 1).flatten(1, 2)
-            parts = torch.split(stack, [len(picture.columns) for picture in pictures], -1)
-            grids = [picture.grid for picture in pictures]
+            parts = torch.split(stack, [len(image.columns) for image in pictures], -1)
+            grids = [image.grid for image in pictures]
             self.attention.append([p.reshape(*p.shape[:2], *g) for p, g in zip(parts, grids, strict=True)])
         hidden = torch.stack(self._hidden, 1)
         self.hidden_states = [self._by_phrase(row, i) for i, row in enumerate(hidden)]
@@ -193,7 +193,7 @@ def attention_rows(
     """Take the rows of `tokens` from the one pass of `model` that is made inside.
 
     Of each row of the batch, `tokens` has the positions in this pass of the tokens of each phrase, and `images` the
-    pictures (`image_tokens`), counted with what a cache holds. `merge` says how a phrase's tokens become one.
+    images (`image_tokens`), counted with what a cache holds. `merge` says how a phrase's tokens become one.
     """
     decoder = _decoder(model)
     rows = AttentionRows(tokens, images, merge)
@@ -231,7 +231,7 @@ def _decoder(model: nn.Module) -> Any:
 
 def _check(tokens: Sequence[Phrases], images: Sequence[Sequence[ImageTokens]]) -> None:
     if len(tokens) != len(images) or not tokens:
-        raise ModelError("phrases and pictures are not of one batch", expected=len(images), found=len(tokens))
+        raise ModelError("phrases and images are not of one batch", expected=len(images), found=len(tokens))
     for number, (phrases, pictures) in enumerate(zip(tokens, images, strict=True)):
         if not pictures:
             raise ModelError("no image tokens", where=f"row {number}")

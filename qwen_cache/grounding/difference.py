@@ -1,8 +1,8 @@
 """Where an edit happened, seen from a training pair alone: the difference of the target and its control.
 
-A change of tone over the whole picture, compression, noise and a shift by one pixel are no edit. Says `None`, and why,
-where there is no place to point at: the two pictures are the same, or the edit is everywhere. Refuses a target whose
-sides are not multiples of the cell. A blur of the whole picture, or a shift by more than one pixel, does count as a
+A change of tone over the whole image, compression, noise and a shift by one pixel are no edit. Says `None`, and why,
+where there is no place to point at: the two images are the same, or the edit is everywhere. Refuses a target whose
+sides are not multiples of the cell. A blur of the whole image, or a shift by more than one pixel, does count as a
 change of what is textured.
 """
 
@@ -22,7 +22,7 @@ NOISE_TOLERANCE = 0.6
 SLACK = 0.15
 """The part of the local contrast that compression may change."""
 MOST = 0.7
-"""An edit of more than this part of the picture is global: what is left shows too little of how the tone changed."""
+"""An edit of more than this part of the image is global: what is left shows too little of how the tone changed."""
 EXPLAINED = 0.25
 """When a free change of tone leaves less than this part of the changed area, the edit may have been that change."""
 STRONG = 24 / 255
@@ -49,7 +49,7 @@ class Difference:
 
 
 def difference_mask(target: Image.Image, control: Image.Image, cell: int = 16) -> Difference:
-    """Where `target` is edited; `control` is the picture before, scaled to the target's size when it has another."""
+    """Where `target` is edited; `control` is the image before, scaled to the target's size when it has another."""
     if target.width % cell or target.height % cell:
         raise ValueError(f"the target's sides must be multiples of {cell}, found {target.width}×{target.height}")
     after, before = _pixels(target), _pixels(control.resize(target.size, Image.Resampling.LANCZOS))
@@ -74,7 +74,7 @@ def _is_a_tone(
 ) -> bool:
     """Whether a change of tone is the better explanation of what a careful one leaves.
 
-    A free one explains an object that was recoloured too, if nothing else in the picture has its colour.
+    A free one explains an object that was recoloured too, if nothing else in the image has its colour.
     """
 
     def left_by(ridge: torch.Tensor) -> float:
@@ -95,7 +95,7 @@ def _cells(changed: torch.Tensor, cell: int) -> torch.Tensor:
 
 
 def _area(cells: torch.Tensor) -> float:
-    """The part of the picture whose cells are mostly changed."""
+    """The part of the image whose cells are mostly changed."""
     return float((cells > 0.5).float().mean())
 
 
@@ -111,7 +111,7 @@ def _range(pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _change(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """How far each colour is from all that the other picture has within one pixel of it: `[H, W]`."""
+    """How far each colour is from all that the other image has within one pixel of it: `[H, W]`."""
     after, before = _box(after, 3), _box(before, 3)
     (low, high), (low_before, high_before) = _range(after), _range(before)
     appeared = (after - high_before).clamp(min=0) + (low_before - after).clamp(min=0)
@@ -145,7 +145,7 @@ def _curves(colours: torch.Tensor) -> torch.Tensor:
 
 
 def _with_tone_of(after: torch.Tensor, before: torch.Tensor, ridge: torch.Tensor) -> torch.Tensor:
-    """`before` in the colours of `after`, by the change of tone that fits most of the picture."""
+    """`before` in the colours of `after`, by the change of tone that fits most of the image."""
     fit = _Fit(after, before, ridge)
     everything = fit.solve(fit.unchanged, torch.ones_like(fit.targets[0]))
     found = [fit.reweighted(start) for start in (everything, fit.most_alike(everything), fit.most_alike(fit.unchanged))]

@@ -1,7 +1,7 @@
-"""Any Qwen2.5-VL as a frozen source of attention: where in the pictures do these words look?
+"""Any Qwen2.5-VL as a frozen source of attention: where in the images do these words look?
 
     qwen = FrozenQwen.from_pretrained("Qwen/Qwen2.5-VL-7B-Instruct", device="cuda", dtype=torch.bfloat16)
-    qwen.ground(picture, "make [[the red car]] blue").attention[0]  # [1, 784, h, w] of the first picture
+    qwen.ground(image, "make [[the red car]] blue").attention[0]  # [1, 784, h, w] of the first image
 
 One pass without `lm_head` and without eager attention. The weights take no gradient and the model stays in eval mode,
 whatever mode its owner is put into. Positions are always three-dimensional: `mm_token_type_ids` is made here.
@@ -24,7 +24,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from qwen_cache.errors import SourceError
 from qwen_cache.grounding.attention import Merge, attention_rows, image_tokens
 from qwen_cache.grounding.phrase import Span, find, parse, token_positions
-from qwen_cache.grounding.processor import Picture, to_pil
+from qwen_cache.grounding.processor import ImageLike, to_pil
 from qwen_cache.models.loading import load_whole
 from qwen_cache.models.processor import ImageOnlyQwen2VLProcessor
 from qwen_cache.models.template import PIXEL_TOKENS, VISION_END, Template
@@ -40,20 +40,20 @@ CHAT = Template(
 
 @dataclass(frozen=True)
 class Grounding:
-    """Where K phrases look, in each picture."""
+    """Where K phrases look, in each image."""
 
     attention: list[Float[Tensor, "K C _h _w"]]
-    """Of each picture; C counts the heads within the layers."""
+    """Of each image; C counts the heads within the layers."""
     hidden_states: list[Float[Tensor, "layers _P D"]]
     """Of each phrase, what each layer returns about its tokens."""
     image_grid: list[tuple[int, int]]
-    """Of each picture, the tokens in its height and width."""
+    """Of each image, the tokens in its height and width."""
 
 
 class FrozenQwen(nn.Module):
     """A Qwen2.5-VL with or without its `lm_head`, and a processor; `template` is what stands around the instruction.
 
-    With a template of `qwen_cache.models.template.TEMPLATES`, and pictures resized as for that pipeline, the attention
+    With a template of `qwen_cache.models.template.TEMPLATES`, and images resized as for that pipeline, the attention
     is that of a cache's `prompt_embeds`.
     """
 
@@ -100,12 +100,12 @@ class FrozenQwen(nn.Module):
 
     @torch.no_grad()
     def ground(
-        self, images: Picture | Sequence[Picture], text: str, phrase: str | Sequence[str] | None = None
+        self, images: ImageLike | Sequence[ImageLike], text: str, phrase: str | Sequence[str] | None = None
     ) -> Grounding:
         """Where the phrases of `text` look; without `phrase`, what is marked with `[[ ]]` in it, or else all of it."""
         pictures = to_pil(images)
         if not pictures:
-            raise SourceError("there is no picture to look at")
+            raise SourceError("there is no image to look at")
         prompt, phrases = spans_of_phrases(text, phrase)
         if found := next((token for token in PIXEL_TOKENS if token in prompt), None):
             raise SourceError("the text has a token that stands for pixels", found=found)
@@ -114,7 +114,7 @@ class FrozenQwen(nn.Module):
         shown = image_tokens(self.model.config, inputs["input_ids"], inputs["image_grid_thw"])
         with attention_rows(self.model, [tokens], shown, self.merge) as rows:
             self.model(**inputs, use_cache=False)
-        return Grounding(rows.attention[0], rows.hidden_states[0], [picture.grid for picture in shown[0]])
+        return Grounding(rows.attention[0], rows.hidden_states[0], [image.grid for image in shown[0]])
 
     def inputs(self, pictures: Sequence[Any], prompt: str) -> dict[str, Tensor]:
         """What the model takes."""
@@ -124,7 +124,7 @@ class FrozenQwen(nn.Module):
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 
     def _positions(self, input_ids: Tensor, prompt: str, spans: Sequence[Span], pictures: int) -> list[int]:
-        """The tokens of `spans`, found in what follows the pictures: it begins with the prompt, and a special token
+        """The tokens of `spans`, found in what follows the images: it begins with the prompt, and a special token
         before it makes sure that it is cut as in the whole."""
         tail = self.template.text(prompt, pictures).split(VISION_END, pictures)[-1]
         before = input_ids.shape[1] - len(self.processor.tokenizer(tail)["input_ids"])

@@ -1,7 +1,7 @@
-"""The mask head: a small U-Net from a phrase's attention to the place in the picture that the phrase is about.
+"""The mask head: a small U-Net from a phrase's attention to the place in the image that the phrase is about.
 
 It reads a stack `[C, h, w]`: for every layer and head of a frozen encoder (`C` = layers × heads), how much the phrase
-attends to each cell of the picture. Given a seed, training on a CPU gives the same head every time. A saved head is one
+attends to each cell of the image. Given a seed, training on a CPU gives the same head every time. A saved head is one
 safetensors file that names the encoder it was trained on; any other file is refused with a `ModelError`.
 """
 
@@ -126,7 +126,7 @@ def iou(mask: torch.Tensor, target: torch.Tensor) -> float:
 
 @torch.no_grad()
 def predict_mask(head: MaskHead, stack: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """The mask of one stack `[C, h, w]`, in 0..1, on `size` = (rows, columns) cells of the picture."""
+    """The mask of one stack `[C, h, w]`, in 0..1, on `size` = (rows, columns) cells of the image."""
     if len(stack) != head.channels:
         raise ModelError(
             "this mask head was trained on another encoder",

@@ -1,6 +1,6 @@
-"""Pictures as Qwen2.5-VL takes them, with or without torchvision, and what was done to each.
+"""Images as Qwen2.5-VL takes them, with or without torchvision, and what was done to each.
 
-For code with a processor of its own for pictures: the values are those of `Qwen2VLImageProcessorPil`, and `meta_data`
+For code with a processor of its own for images: the values are those of `Qwen2VLImageProcessorPil`, and `meta_data`
 says how a mask finds its way back to the original. Sides become multiples of 28, each scaled by itself; nothing is
 ever padded. Refuses arrays other than H×W×3 of uint8.
 """
@@ -18,11 +18,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from qwen_cache.errors import SourceError
 
-Picture = Image.Image | NDArray[Any]
+ImageLike = Image.Image | NDArray[Any]
 
 
 class QwenImageProcessor:
-    """`preprocess` for one picture or several."""
+    """`preprocess` for one image or several."""
 
     def __init__(self, image_processor: Qwen2VLImageProcessorPil | None = None) -> None:
         self.image_processor = image_processor or Qwen2VLImageProcessorPil()
@@ -32,43 +32,43 @@ class QwenImageProcessor:
         """With the limits of a folder or repository that has a `preprocessor_config.json`."""
         return cls(Qwen2VLImageProcessorPil.from_pretrained(name))
 
-    def preprocess(self, image: Picture | Sequence[Picture]) -> dict[str, Any]:
+    def preprocess(self, image: ImageLike | Sequence[ImageLike]) -> dict[str, Any]:
         """`pixel_values` `[patches, 1176]`, `image_grid_thw` `[images, 3]`, `image_sizes` and `meta_data`.
 
-        `image_sizes` are the original `(h, w)`, of each picture; `meta_data` is a dict for a picture that was given by
+        `image_sizes` are the original `(h, w)`, of each image; `meta_data` is a dict for an image that was given by
         itself, and a list of them for a list.
         """
         alone = isinstance(image, Image.Image | np.ndarray)
-        pictures = to_pil(image)
-        sizes = [(picture.height, picture.width) for picture in pictures]
-        inputs = self.image_processor.preprocess(pictures, return_tensors="pt")
+        images = to_pil(image)
+        sizes = [(each.height, each.width) for each in images]
+        inputs = self.image_processor.preprocess(images, return_tensors="pt")
         patch_size = self.image_processor.patch_size
         resized = [(h * patch_size, w * patch_size) for _, h, w in inputs["image_grid_thw"].tolist()]
         done = [meta_data(size, shape) for size, shape in zip(sizes, resized, strict=True)]
         return {**inputs, "image_sizes": sizes, "meta_data": done[0] if alone else done}
 
 
-def to_pil(pictures: Picture | Sequence[Picture]) -> list[Image.Image]:
-    """One picture or several, in RGB."""
-    if isinstance(pictures, Image.Image | np.ndarray):
-        return [_to_pil(pictures)]
-    return [_to_pil(picture) for picture in pictures]
+def to_pil(images: ImageLike | Sequence[ImageLike]) -> list[Image.Image]:
+    """One image or several, in RGB."""
+    if isinstance(images, Image.Image | np.ndarray):
+        return [_to_pil(images)]
+    return [_to_pil(each) for each in images]
 
 
-def _to_pil(picture: Picture) -> Image.Image:
-    if isinstance(picture, Image.Image):
-        return picture.convert("RGB")
-    if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
+def _to_pil(image: ImageLike) -> Image.Image:
+    if isinstance(image, Image.Image):
+        return image.convert("RGB")
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
         raise SourceError(
-            "an array is not a picture",
+            "an array is not an image",
             expected="uint8 of shape (height, width, 3)",
-            found=f"{picture.dtype} of shape {picture.shape}",
+            found=f"{image.dtype} of shape {image.shape}",
         )
-    return Image.fromarray(picture)
+    return Image.fromarray(image)
 
 
 def meta_data(original: tuple[int, int], resized: tuple[int, int]) -> dict[str, Any]:
-    """What was done to a picture, as split processors say it."""
+    """What was done to an image, as split processors say it."""
     shape = {"height": resized[0], "width": resized[1]}
     return {
         "original_shape": {"height": original[0], "width": original[1]},

@@ -23,12 +23,12 @@ from qwen_cache.models.loading import load_whole
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of ImageNet, in RGB: what SAM and SAM 2 were trained with."""
 KINDS: dict[str, type[Any]] = {"sam": SamModel, "sam2": Sam2Model, "sam2_video": Sam2Model}
-"""By `model_type`; the published SAM 2 say sam2_video, of which a single picture needs the image half."""
+"""By `model_type`; the published SAM 2 say sam2_video, of which a single image needs the image half."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The square that the model sees: the picture, scaled to `height` × `width`, is in its upper left corner."""
+    """The square that the model sees: the image, scaled to `height` × `width`, is in its upper left corner."""
 
     side: int
     height: int
@@ -48,7 +48,7 @@ def load_sam(folder: Path) -> Any:
 
 @torch.no_grad()
 def refine(sam: Any, image: Image.Image, coarse_logits: torch.Tensor) -> torch.Tensor:
-    """The mask of `image`, `[H, W]` in 0..1, from logits `[h, w]` of the whole picture at any resolution."""
+    """The mask of `image`, `[H, W]` in 0..1, from logits `[h, w]` of the whole image at any resolution."""
     frame = _frame(sam, image)
     coarse = coarse_logits.to(sam.device, torch.float32)[None, None]
     output = sam(
@@ -63,7 +63,7 @@ def refine(sam: Any, image: Image.Image, coarse_logits: torch.Tensor) -> torch.T
 
 
 def _frame(sam: Any, image: Image.Image) -> Frame:
-    """SAM keeps a picture's proportions, SAM 2 stretches it over the square."""
+    """SAM keeps an image's proportions, SAM 2 stretches it over the square."""
     side = sam.config.prompt_encoder_config.image_size
     if sam.config.model_type != "sam":
         return Frame(side, side, side)
@@ -78,7 +78,7 @@ def _pixel_values(image: Image.Image, frame: Frame) -> torch.Tensor:
 
 
 def _box(coarse: torch.Tensor, image: Image.Image, frame: Frame) -> torch.Tensor:
-    """The smallest box of the picture's pixels that holds the mask, or the whole picture, in the frame: `[1, 1, 4]`."""
+    """The smallest box of the image's pixels that holds the mask, or the whole image, in the frame: `[1, 1, 4]`."""
     inside = interpolate(coarse, (image.height, image.width), mode="bilinear")[0, 0] > 0
     rows, columns = inside.any(1).nonzero().flatten(), inside.any(0).nonzero().flatten()
     x0, y0, x1, y1 = 0, 0, image.width, image.height
@@ -89,7 +89,7 @@ def _box(coarse: torch.Tensor, image: Image.Image, frame: Frame) -> torch.Tensor
 
 
 def _mask_prompt(sam: Any, coarse: torch.Tensor, frame: Frame) -> torch.Tensor:
-    """The logits in the frame, `[1, 1, S, S]` with S four times the embedding's grid; around the picture is no mask."""
+    """The logits in the frame, `[1, 1, S, S]` with S four times the embedding's grid; around the image is no mask."""
     scaled = interpolate(coarse, (frame.height, frame.width), mode="bilinear")
     outside = min(-1.0, coarse.min().item())
     framed = pad(scaled, (0, frame.side - frame.width, 0, frame.side - frame.height), value=outside)

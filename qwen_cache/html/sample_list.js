@@ -18,7 +18,7 @@ function element(kind, text, attributes = {}) {
   return made;
 }
 
-function picture([title, place], [width, height]) {
+function image([title, place], [width, height]) {
   const figure = element("figure");
   const image = element("img", "", { loading: "lazy", alt: title, src: place, width, height });
   figure.append(image, element("figcaption", title));
@@ -26,9 +26,9 @@ function picture([title, place], [width, height]) {
 }
 
 function card(sample) {
-  const made = element("article", "", { id: sample.key }), pictures = element("div", "", { className: "pictures" });
+  const made = element("article", "", { id: sample.key }), images = element("div", "", { className: "images" });
   const [target, ...before] = sample.sizes;
-  pictures.append(...sample.pictures.map((each, i) => picture(each, before[i] ?? target)));
+  images.append(...sample.images.map((each, i) => image(each, before[i] ?? target)));
   const controls = sample.sizes.slice(1).map((size) => size.join("×")).join(", ");
   const facts = [sizeOf(sample) + (controls && ` from ${controls}`), `${sample.text_tokens} text tokens`];
   facts.push(`${sample.image_tokens} image tokens`);
@@ -38,7 +38,7 @@ function card(sample) {
   link.append(element("code", sample.key));
   const key = element("p");
   key.append(link);
-  if (sample.pictures.length) made.append(pictures);
+  if (sample.images.length) made.append(images);
   made.append(element("h3", sample.name), element("p", sample.prompt, { className: "prompt", dir: "auto" }));
   made.append(element("p", facts.join(" · ")));
   const odd = (flags.get(sample.key) ?? []).map(words).join(", ");

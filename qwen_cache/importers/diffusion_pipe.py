@@ -9,7 +9,7 @@ Read in tdrussell/diffusion-pipe, utils/cache.py (0b78c6b), utils/dataset.py (07
 
 metadata.db has `items(shard, shard_index)` and for each shard `shard_<N>(offset, size)`; each piece is what
 `torch.save` wrote. Embeddings follow the order of the latents and their captions, which image_spec confirms. Latents
-are the mode, normalised; embeddings are unpadded. The empty prompt was encoded without the control picture
+are the mode, normalised; embeddings are unpadded. The empty prompt was encoded without the control image
 (`uncond_text_embeddings_1`), so it is not taken. A loss mask is refused: the format has no place for it.
 """
 
@@ -69,7 +69,7 @@ def find(folder: Path, options: Options) -> Iterator[Found | SourceError]:
 
 
 def _bucket(latents: Pieces, text: Pieces) -> Iterator[Found | SourceError]:
-    """The samples of one size. How many captions a picture has stands in its own piece, so all are opened once."""
+    """The samples of one size. How many captions an image has stands in its own piece, so all are opened once."""
     begin = 0
     for i in range(len(latents.places)):
         try:
@@ -106,22 +106,22 @@ def _read(latents: Pieces, i: int, text: Pieces, j: int, caption: str) -> Import
     where = f"{latents.folder}: piece {i}"
     if j >= len(text.places):
         raise SourceError("its embeddings are missing", where=where, do="let diffusion-pipe finish the cache")
-    pictures, embeds = latents.load(i), text.load(j)
-    if list(pictures.get("image_spec") or ()) != list(embeds.get("image_spec") or (None,)):
+    images, embeds = latents.load(i), text.load(j)
+    if list(images.get("image_spec") or ()) != list(embeds.get("image_spec") or (None,)):
         raise SourceError(
-            "latents and embeddings are of different pictures",
+            "latents and embeddings are of different images",
             where=where,
-            expected=pictures.get("image_spec"),
+            expected=images.get("image_spec"),
             found=embeds.get("image_spec"),
             do="make the cache again with --regenerate_cache",
         )
-    if pictures.get("mask") is not None:
+    if images.get("mask") is not None:
         do = "make the cache again without mask_path, or leave these samples out with --on-error skip"
         raise SourceError("it has a loss mask, for which a sample here has no place", where=where, do=do)
     packed = {
-        name: pack_latents(check_tensor(pictures.get(name), "[C, F, H, W]", f"{where}: {name}"), f"{where}: {name}")
+        name: pack_latents(check_tensor(images.get(name), "[C, F, H, W]", f"{where}: {name}"), f"{where}: {name}")
         for name in NAMES
-        if name == "latents" or name in pictures
+        if name == "latents" or name in images
     }
     tensors = {NAMES[name]: tokens for name, (tokens, _) in packed.items()}
     tensors["prompt_embeds"] = check_tensor(embeds.get("prompt_embeds"), "[L, D]", f"{text.folder}: piece {j}")

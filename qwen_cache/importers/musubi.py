@@ -9,7 +9,7 @@ folder; ARCH is `qie` for every edit model and `qi` for text to image:
 
 Latents are `[16, 1, H, W]`, the mode of the posterior, normalised by the VAE's mean and deviation, so they only have to
 be packed; embeddings are unpadded. There are no embeddings of the empty prompt. The names of the text files do not
-have the size, so two pictures of one stem share one: at most one of them is right, and neither is taken.
+have the size, so two images of one stem share one: at most one of them is right, and neither is taken.
 """
 
 from __future__ import annotations
@@ -67,23 +67,23 @@ def _pair(latents: list[Path], text: Path | None) -> Found | SourceError:
         )
     if len(latents) > 1:
         return SourceError(
-            "two pictures of one name share this text file, so it cannot be known whose it is",
+            "two images of one name share this text file, so it cannot be known whose it is",
             where=text,
             found=", ".join(path.name for path in latents),
-            do="delete the latents of the picture that is gone, or make both caches again under two names",
+            do="delete the latents of the image that is gone, or make both caches again under two names",
         )
     return Found(latents[0].stem, str(latents[0]), lambda: _read(latents[0], text))
 
 
 def _read(latents: Path, text: Path) -> Imported:
-    pictures, _ = _load(latents)
+    images, _ = _load(latents)
     embeds, metadata = _load(text)
-    controls = {int(match[1]): name for name in pictures if (match := CONTROL.fullmatch(name))}
-    target = _only(TARGET, set(pictures) - set(controls.values()), latents)
+    controls = {int(match[1]): name for name in images if (match := CONTROL.fullmatch(name))}
+    target = _only(TARGET, set(images) - set(controls.values()), latents)
     if sorted(controls) != list(range(len(controls))):
         raise SourceError("a control is missing", where=latents, expected="0, 1, …", found=sorted(controls))
     packed = [
-        pack_latents(check_tensor(pictures[name], "[C, F, H, W]", f"{latents}: {name}"), f"{latents}: {name}")
+        pack_latents(check_tensor(images[name], "[C, F, H, W]", f"{latents}: {name}"), f"{latents}: {name}")
         for name in [target, *(controls[i] for i in range(len(controls)))]
     ]
     embedding = _only(EMBEDS, set(embeds), text)

@@ -8,13 +8,13 @@ and utils/tools.py (18cf6ac to 294c2f5):
                                                      prompt_embeds [L, D], prompt_embeds_mask [L], empty_… of both
 
 v2.0 has `"version": "2.0"`. All tensors, masks too, were cast to float16, which float32 holds exactly; what had been
-beyond 65504 is Inf, and refused. Latents are normalised and packed. What the picture's sizes were is written in some
+beyond 65504 is Inf, and refused. Latents are normalised and packed. What the image's sizes were is written in some
 releases only (`img_shapes`, as a tensor or as JSON); otherwise `--image-size` has to say it. A prompt is known by its
 MD5 alone; `--captions` finds it again.
 
 Refused, because it cannot be known which sample the file is of: embeddings shared by samples of different controls
-(they are filed under the prompt's hash, and contain the control pictures), and latents shared under a perceptual hash
-(16 digits, used for datasets off the hub), under which different pictures collide. The oldest trees (`pixel_latent/`)
+(they are filed under the prompt's hash, and contain the control images), and latents shared under a perceptual hash
+(16 digits, used for datasets off the hub), under which different images collide. The oldest trees (`pixel_latent/`)
 do not say which files belong together.
 """
 
@@ -70,7 +70,7 @@ def _no_samples(folder: Path) -> SourceError:
             where=folder,
             expected="metadata/*.json",
             found="pixel_latent/, and no metadata",
-            do="run `qwen-cache build` on the pictures",
+            do="run `qwen-cache build` on the images",
         )
     return SourceError(
         "not a cache of qwen-image-finetune", where=folder, expected="metadata/*.json or *_metadata.json", found="none"
@@ -106,12 +106,12 @@ def _shared(folder: Path, samples: Mapping[Path, Mapping[str, Any]]) -> Iterator
     for (kind, digest), paths in users.items():
         where, names = folder / kind / f"{digest}.pt", ", ".join(path.name for path in sorted(paths))
         if kind in MASKS and len({samples[path].get("control_latents") for path in paths}) > 1:
-            what = "samples of different control pictures share these embeddings, which are those of the last one"
+            what = "samples of different control images share these embeddings, which are those of the last one"
         elif kind not in MASKS and len(paths) > 1 and len(digest) % MD5_DIGITS:
-            what = "samples share these latents under a perceptual hash, under which different pictures collide"
+            what = "samples share these latents under a perceptual hash, under which different images collide"
         else:
             continue
-        do = "run `qwen-cache build` on the pictures, or leave these samples out with --on-error skip"
+        do = "run `qwen-cache build` on the images, or leave these samples out with --on-error skip"
         yield SourceError(what, where=where, found=names, do=do), paths
 
 
@@ -146,7 +146,7 @@ def _controls(entry: Mapping[str, Any]) -> int:
 
 
 def _stored_shapes(rows: list[Any], where: str) -> ImgShapes:
-    """`(1, h, w)` of each picture; rows with 3 channels are in pixels."""
+    """`(1, h, w)` of each image; rows with 3 channels are in pixels."""
     shapes = []
     for row in rows:
         numbers = isinstance(row, list) and len(row) == 3 and all(isinstance(n, (int, float)) for n in row)
@@ -162,7 +162,7 @@ def _shapes_from_sizes(tensors: Mapping[str, torch.Tensor], controls: int, optio
     """The only choice among the sizes that the user named with which the numbers of tokens agree."""
     if not options.image_sizes:
         raise SourceError(
-            "this release of qwen-image-finetune does not store the sizes of the pictures",
+            "this release of qwen-image-finetune does not store the sizes of the images",
             where=where,
             do="name all that occur, as in --image-size 832x576 (width and height after resizing)",
         )
@@ -173,11 +173,11 @@ def _shapes_from_sizes(tensors: Mapping[str, torch.Tensor], controls: int, optio
     rest = [some for some in itertools.product(sizes, repeat=controls) if token_count(some) == control]
     if len(first) != 1 or len(rest) != 1:
         raise SourceError(
-            "--image-size does not settle the sizes of this sample's pictures",
+            "--image-size does not settle the sizes of this sample's images",
             where=where,
             expected=f"one choice with {target} tokens, and one of {controls} controls with {control}",
             found=f"{len(first)} and {len(rest)}",
-            do="name those that occur; where a size and its transpose do, run `qwen-cache build` on the pictures",
+            do="name those that occur; where a size and its transpose do, run `qwen-cache build` on the images",
         )
     return (*first, *rest[0])
 

@@ -124,7 +124,7 @@ def pack_latents(latents: torch.Tensor, where: str) -> tuple[torch.Tensor, tuple
     channels, frames, height, width = latents.shape
     if channels != LATENT_CHANNELS or frames != 1 or height % 2 or width % 2:
         raise SourceError(
-            "not the latents of one picture",
+            "not the latents of one image",
             where=where,
             expected=f"[{LATENT_CHANNELS}, 1, H, W] with even H and W",
             found=list(latents.shape),

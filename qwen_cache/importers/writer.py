@@ -3,7 +3,7 @@
     plan (read, check, hash → keys) → update → staging (read again, write) → one commit
 
 An import that dies goes on where it was and gives the same bytes; a second one does nothing. Which model wrote the
-source is not in it: the recipe says so, as `claimed`. There are no pictures to hash either, so the inputs of a sample
+source is not in it: the recipe says so, as `claimed`. There are no images to hash either, so the inputs of a sample
 are hashed over its tensors (schemas/FORMAT.md, F10): whatever changes in one changes the key.
 """
 
@@ -238,7 +238,7 @@ def _check(sample: Imported, where: str, model: ModelFolder, dtype: torch.dtype,
         )
     for name, tensor in sample.tensors.items():
         if not bool(torch.isfinite(tensor).all()):
-            do = "float16 cannot hold Qwen2.5-VL's activations beyond 65504; run `qwen-cache build` on the pictures"
+            do = "float16 cannot hold Qwen2.5-VL's activations beyond 65504; run `qwen-cache build` on the images"
             raise SourceError(f"{name} has NaN or Inf", where=where, found=tensor.dtype, do=do)
         if EXACT_IN[tensor.dtype] == torch.float32 and dtype == torch.bfloat16:
             do = "import everything with --dtype float32"
@@ -253,7 +253,7 @@ def _check_shapes(sample: Imported, where: str, width: int) -> None:
     found = {name: list(tensor.shape) for name, tensor in sample.tensors.items() if name in latents}
     if found != expected:
         raise SourceError(
-            f"latents and the sizes of the pictures, {[list(shape) for shape in sample.img_shapes]}, do not fit",
+            f"latents and the sizes of the images, {[list(shape) for shape in sample.img_shapes]}, do not fit",
             where=where,
             expected=expected,
             found=found,

@@ -1,7 +1,7 @@
 """`inspect --mask-head`: the samples whose mask is least like what a mask head makes of their attention.
 
-There the pair is misaligned, described wrongly or edited all over, or the head is wrong: a picture of them tells.
-Refused are a head of another encoder, and a cache without masks or attention. Only the VAE is loaded, for the picture.
+There the pair is misaligned, described wrongly or edited all over, or the head is wrong: an image of them tells.
+Refused are a head of another encoder, and a cache without masks or attention. Only the VAE is loaded, for the image.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qwen_cache.format.cache import Sample, open_recipes
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.grounding.cached import Disagreement, disagreements, head_mask_of, mask_of, masked, nothing_masked
 from qwen_cache.grounding.head import MaskHead, encoder_of, load_head
-from qwen_cache.image_grid import picture_grid
+from qwen_cache.image_grid import make_grid
 from qwen_cache.inspect.images import overlaid
 from qwen_cache.models.devices import choose_device
 from qwen_cache.models.folder import ModelFolder, open_model
@@ -34,7 +34,7 @@ from qwen_cache.settings.load import Config
 from qwen_cache.storage.durable import write_durably
 from qwen_cache.storage.local_copies import LocalCopies
 
-ON_A_PICTURE = 24
+ROWS_SHOWN = 24
 """Rows: more are no longer seen at a glance."""
 TITLES = ("control", "target", "mask of the cache", "mask of the head")
 HARDLY = 0.2
@@ -59,7 +59,7 @@ class Doubtful:
 
 
 def review(path: str, head: Path, worst: int, device: str, pictures: Path | None, settings: Config) -> Doubtful:
-    """What `inspect` is asked for; also writes the pictures, if there shall be any."""
+    """What `inspect` is asked for; also writes the images, if there shall be any."""
     place = choose_device(device, "--vae-device")
     if pictures is None:
         return find_doubtful(path, head, place, worst, LocalCopies.of_settings(settings.cache))
@@ -70,7 +70,7 @@ def review(path: str, head: Path, worst: int, device: str, pictures: Path | None
     pictures.parent.mkdir(parents=True, exist_ok=True)
     vae = open_model(settings.model.path, ("vae",), settings.model.revision)
     doubtful = find_doubtful(path, head, place, worst, LocalCopies.of_settings(settings.cache))
-    save_pictures(doubtful, pictures, vae, place, getattr(torch, settings.predict.dtype))
+    save_images(doubtful, pictures, vae, place, getattr(torch, settings.predict.dtype))
     return doubtful
 
 
@@ -81,7 +81,7 @@ def find_doubtful(path: str, head_path: Path, device: torch.device, worst: int, 
     readable = [cache for cache in caches.values() if encoder_of(cache.recipe.recipe) == about.encoder]
     if not readable:
         raise ConfigError(
-            "this mask head was trained on the attention of another encoder, template or picture size",
+            "this mask head was trained on the attention of another encoder, template or image size",
             where=head_path,
             do="train one on this cache: `qwen-train mask-head`",
         )
@@ -126,14 +126,14 @@ def print_doubtful(doubtful: Doubtful, out: Console | None = None) -> None:
     out.print(table)
 
 
-# ---- a picture of them -----------------------------------------------------------------------------------------------
+# ---- an image of them -----------------------------------------------------------------------------------------------
 
 
-def save_pictures(doubtful: Doubtful, path: Path, model: ModelFolder, device: torch.device, dtype: torch.dtype) -> None:
+def save_images(doubtful: Doubtful, path: Path, model: ModelFolder, device: torch.device, dtype: torch.dtype) -> None:
     """A PNG of the first of them: control, target, and both masks laid over the target."""
     from qwen_cache.encode.decode import load_vae  # seconds, and the table needs no VAE
 
-    vae, shown = load_vae(model, device, dtype), doubtful.worst[:ON_A_PICTURE]
+    vae, shown = load_vae(model, device, dtype), doubtful.worst[:ROWS_SHOWN]
     rows = []
     with counting("decoding", len(shown)) as advance:
         for each in shown:
@@ -142,16 +142,16 @@ def save_pictures(doubtful: Doubtful, path: Path, model: ModelFolder, device: to
             rows.append([control, target, *(overlaid(target, mask.numpy()) for mask in masks)])
             advance(1)
     data = BytesIO()
-    picture_grid(TITLES, rows, [caption(each) for each in shown]).save(data, "PNG")
+    make_grid(TITLES, rows, [caption(each) for each in shown]).save(data, "PNG")
     write_durably(path, data.getvalue())
 
 
 def decoded(vae: Any, sample: Sample) -> tuple[Image.Image, Image.Image]:
     """The first control, at which the prompt's attention looks, and the target."""
-    from qwen_cache.encode.decode import decode_pictures
+    from qwen_cache.encode.decode import decode_images
 
-    (control,) = decode_pictures(vae, sample["control_latents"], sample.img_shapes[1:2])
-    (target,) = decode_pictures(vae, sample["image_latents"], sample.img_shapes[:1])
+    (control,) = decode_images(vae, sample["control_latents"], sample.img_shapes[1:2])
+    (target,) = decode_images(vae, sample["image_latents"], sample.img_shapes[:1])
     return control, target
 
 

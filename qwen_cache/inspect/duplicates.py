@@ -1,9 +1,9 @@
-"""Which pictures look alike: told from their thumbnails, whatever was done to the file.
+"""Which images look alike: told from their thumbnails, whatever was done to the file.
 
-Pictures look alike when their edges are in the same places, with the same strength beside each other, and their
+Images look alike when their edges are in the same places, with the same strength beside each other, and their
 colours are the same beside their contrast. Scaling, compression, less light or contrast, and a crop of a hundredth
 hardly change that; one of the two may be grey. Edges are compared across and down on their own, as lines of text differ
-in one of both alone. Pictures that are plain, or change evenly from side to side, look like nothing. All are compared
+in one of both alone. Images that are plain, or change evenly from side to side, look like nothing. All are compared
 with all, as products of matrices: many take long, whatever they show, but nothing that they show takes for ever.
 """
 
@@ -18,7 +18,7 @@ from PIL import Image
 
 SIDE, COLOUR_SIDE = 12, 6  # finer, and a crop moves edges elsewhere; coarser, and all text is alike
 LEAST_EDGES = 0.5  # grey levels from place to place, on average: with less, noise decides
-LEAST_COLOUR = 4  # levels from grey: with less a picture is taken for a grey one
+LEAST_COLOUR = 4  # levels from grey: with less an image is taken for a grey one
 EDGES_ALIKE = 0.95  # correlation: photographs keep more after those changes, two views of one scene have 0.6
 COLOURS_APART = 0.35  # of the stronger ones: a sky that more light makes white loses about as much
 ROWS, COLUMNS = 128, 2048  # compared at once: what is made of them stays in the processor's cache
@@ -26,17 +26,17 @@ ROWS, COLUMNS = 128, 2048  # compared at once: what is made of them stays in the
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 Look = npt.NDArray[np.uint8]
-"""`[12, 12, 3]`: a picture in YCbCr, as small as it is compared."""
+"""`[12, 12, 3]`: an image in YCbCr, as small as it is compared."""
 
 
-def look(picture: Image.Image) -> Look:
-    """What `alike` compares of a picture."""
-    return np.asarray(picture.convert("YCbCr").resize((SIDE, SIDE), Image.Resampling.BOX))
+def look(image: Image.Image) -> Look:
+    """What `alike` compares of an image."""
+    return np.asarray(image.convert("YCbCr").resize((SIDE, SIDE), Image.Resampling.BOX))
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Of many pictures, by position `N`."""
+    """Of many images, by position `N`."""
 
     position: npt.NDArray[np.intp]
     across: Floats
@@ -44,7 +44,7 @@ class Seen:
     down: Floats
     """`[N, 132]`: and from top to bottom."""
     colours: Floats
-    """`[N, 72]`: in units of the contrast; 0 for a grey picture."""
+    """`[N, 72]`: in units of the contrast; 0 for a grey image."""
 
     def of(self, which: slice | Bools) -> Seen:
         return Seen(*(getattr(self, field.name)[which] for field in fields(self)))
@@ -101,16 +101,16 @@ def _seen(looks: Sequence[Look]) -> Seen:
 
 def _seen_of(begin: int, looks: Look) -> Seen:
     """Of `[N, 12, 12, 3]`, the first of which is at position `begin`."""
-    pictures: Floats = looks.astype(np.float32)
+    images: Floats = looks.astype(np.float32)
     ramp = np.linspace(-1, 1, SIDE)
     even = _unit(np.stack([np.ones(SIDE * SIDE), np.tile(ramp, SIDE), np.repeat(ramp, SIDE)]).astype(np.float32))
-    grey: Floats = pictures[..., 0].reshape(len(looks), -1)
+    grey: Floats = images[..., 0].reshape(len(looks), -1)
     grey -= grey @ even.T @ even  # without what changes evenly
     rough: Floats = grey.reshape(-1, SIDE, SIDE)
     across = (rough[:, :, 1:] - rough[:, :, :-1]).reshape(len(looks), -1)
     down = (rough[:, 1:] - rough[:, :-1]).reshape(len(looks), -1)
     has_edges = np.minimum(np.square(across).mean(1), np.square(down).mean(1)) >= LEAST_EDGES**2
-    colours = _coarse(pictures[..., 1:] - 128)
+    colours = _coarse(images[..., 1:] - 128)
     colours[np.abs(colours).max(1) < LEAST_COLOUR] = 0
     colours /= np.maximum(rough.std(axis=(1, 2)), 1)[:, None]
     return Seen(begin + np.arange(len(looks)), _unit(across), _unit(down), colours).of(has_edges)

@@ -16,7 +16,7 @@ from qwen_cache.format.cache import Cache
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.inspect.duplicates import Look, alike, look
-from qwen_cache.inspect.images import stored_pictures
+from qwen_cache.inspect.images import stored_images
 from qwen_cache.inspect.tensors import numbers, peak, rms
 
 FLAGS = {
@@ -25,7 +25,7 @@ FLAGS = {
     "frequent_prompt": "A prompt that more than a tenth of all samples have, beside others.",
     "long_prompt": "A prompt of more than 2000 bytes, some 500 tokens: the stock pipelines cut off what exceeds 512.",
     "empty_mask": "An edit mask that masks nothing.",
-    "full_mask": "An edit mask over more than nine tenths of the picture.",
+    "full_mask": "An edit mask over more than nine tenths of the image.",
     "extreme_numbers": "Latents or embeddings much larger or smaller than those of the others.",
     "near_duplicate": "A target that looks like another file's; those alike stand side by side.",
     "doubtful_mask": "An edit mask that hardly lies where the mask head says.",
@@ -71,7 +71,7 @@ def scan_flags(cache: Cache, rows: Sequence[IndexRow]) -> dict[str, list[str]]:
         found = _odd(cache, rows, looks, advance)
     if not looks:
         return found
-    with counting("comparing pictures", len(looks)) as advance:
+    with counting("comparing images", len(looks)) as advance:
         return found | {"near_duplicate": _near_duplicates(rows, looks, advance)}
 
 
@@ -85,7 +85,7 @@ def _odd(
     for sample in cache:
         target = sample.row.meta.inputs.target
         if "thumbnails" in sample.row.meta.tensors and target not in looks:
-            looks[target] = look(stored_pictures(sample)[0])
+            looks[target] = look(stored_images(sample)[0])
         if "edit_mask" in sample.row.meta.tensors:
             mask = numbers(sample, "edit_mask")
             found["empty_mask"] += [] if mask.any() else [sample.key]

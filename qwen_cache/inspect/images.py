@@ -1,4 +1,4 @@
-"""Pictures of cached samples for the page: the thumbnails that lie in the cache, or decoded by the VAE (`drawing`).
+"""Images of cached samples for the page: the thumbnails that lie in the cache, or decoded by the VAE (`drawing`).
 
 Only what decodes needs torch and a model.
 """
@@ -21,18 +21,18 @@ THUMBNAIL = 256  # pixels of the longer side
 QUALITY = 85
 RED, OPACITY = (255, 0, 0), 0.5
 
-Picture = tuple[str, bytes]
+TitledImage = tuple[str, bytes]
 """What it shows, and a JPEG."""
-Draw = Callable[[Sample], Sequence[Picture]]
-"""What makes the pictures of a sample; none where there is nothing to make them of."""
+Draw = Callable[[Sample], Sequence[TitledImage]]
+"""What makes the images of a sample; none where there is nothing to make them of."""
 
 
-def stored(sample: Sample) -> list[Picture]:
+def stored(sample: Sample) -> list[TitledImage]:
     """From the sample's thumbnails."""
-    return titled(sample, stored_pictures(sample)) if "thumbnails" in sample.row.meta.tensors else []
+    return titled(sample, stored_images(sample)) if "thumbnails" in sample.row.meta.tensors else []
 
 
-def stored_pictures(sample: Sample) -> list[Image.Image]:
+def stored_images(sample: Sample) -> list[Image.Image]:
     """The thumbnails of a sample that has some, the target first."""
     return cut_thumbnails(sample.buffer("thumbnails"), sample.img_shapes, sample.key)
 
@@ -41,7 +41,7 @@ def drawing(settings: Config, device: str) -> Draw:
     """What decodes samples, with the VAE of `settings.model`."""
     import torch
 
-    from qwen_cache.encode.decode import decode_pictures, load_vae
+    from qwen_cache.encode.decode import decode_images, load_vae
     from qwen_cache.models.devices import choose_device
     from qwen_cache.models.folder import open_model
 
@@ -49,36 +49,36 @@ def drawing(settings: Config, device: str) -> Draw:
     folder = open_model(settings.model.path, ("vae",), settings.model.revision)
     vae = load_vae(folder, place, getattr(torch, settings.predict.dtype))
 
-    def draw(sample: Sample) -> list[Picture]:
+    def draw(sample: Sample) -> list[TitledImage]:
         shapes = sample.img_shapes
-        decoded = decode_pictures(vae, sample["image_latents"], shapes[:1])
-        decoded += decode_pictures(vae, sample["control_latents"], shapes[1:]) if shapes[1:] else []
+        decoded = decode_images(vae, sample["image_latents"], shapes[:1])
+        decoded += decode_images(vae, sample["control_latents"], shapes[1:]) if shapes[1:] else []
         return titled(sample, decoded)
 
     return draw
 
 
-def titled(sample: Sample, pictures: Sequence[Image.Image]) -> list[Picture]:
-    """Of a sample's pictures, the target first: the controls, the target, and its edit mask where it has one."""
-    target, *controls = pictures
+def titled(sample: Sample, images: Sequence[Image.Image]) -> list[TitledImage]:
+    """Of a sample's images, the target first: the controls, the target, and its edit mask where it has one."""
+    target, *controls = images
     shown = [(f"control {i}" if controls[1:] else "control", each) for i, each in enumerate(controls, 1)]
     shown.append(("target", target))
     if "edit_mask" in sample.row.meta.tensors:
         mask = numbers(sample, "edit_mask").reshape(sample.img_shapes[0][1:])
         shown.append(("edit mask", overlaid(target, mask)))
-    return [(title, _jpeg(picture)) for title, picture in shown]
+    return [(title, _jpeg(image)) for title, image in shown]
 
 
-def overlaid(picture: Image.Image, mask: npt.NDArray[np.float32]) -> Image.Image:
-    """The picture without its colours, and a mask [h, w] in red over it, each cell a square as it is trained."""
-    opacity = Image.fromarray((255 * OPACITY * mask).astype(np.uint8)).resize(picture.size, Image.Resampling.NEAREST)
-    shown = picture.convert("L").convert("RGB")  # so that whatever is red is the mask
+def overlaid(image: Image.Image, mask: npt.NDArray[np.float32]) -> Image.Image:
+    """The image without its colours, and a mask [h, w] in red over it, each cell a square as it is trained."""
+    opacity = Image.fromarray((255 * OPACITY * mask).astype(np.uint8)).resize(image.size, Image.Resampling.NEAREST)
+    shown = image.convert("L").convert("RGB")  # so that whatever is red is the mask
     shown.paste(RED, (0, 0), opacity)
     return shown
 
 
-def _jpeg(picture: Image.Image) -> bytes:
-    small = picture.convert("RGB")
+def _jpeg(image: Image.Image) -> bytes:
+    small = image.convert("RGB")
     small.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
     data = BytesIO()
     small.save(data, "JPEG", quality=QUALITY)

@@ -40,10 +40,10 @@ from qwen_cache.inspect.summary import (
 from qwen_cache.storage.durable import write_durably
 from qwen_cache.storage.url import location
 
-COLUMNS = ("key", "name", "prompt", "sizes", "text_tokens", "image_tokens", "edit_mask_from", "recipe", "pictures")
-PICTURED_WITHIN = 200  # samples: some 10 MB; with more, a page would take long to open
+COLUMNS = ("key", "name", "prompt", "sizes", "text_tokens", "image_tokens", "edit_mask_from", "recipe", "images")
+EMBEDDED_IMAGES = 200  # samples: some 10 MB; with more, a page would take long to open
 LONGEST_NAME = 240  # bytes, of the 255 of a file system: some are for the names beside it
-PICTURE_NAME = re.compile(r"[0-9a-f]{32}-[0-9]+\.jpg")
+IMAGE_NAME = re.compile(r"[0-9a-f]{32}-[0-9]+\.jpg")
 LINKS = 12  # of a flag; the list below has all
 
 
@@ -76,14 +76,14 @@ def _fault(path: Path, cache: object) -> str | None:
 def write_page(
     path: Path, overview: Mapping[str, Any], opened: Opened, draw: Draw | None = None, gallery: int = 0
 ) -> None:
-    """Replace `path` by the page about what `survey` said, with pictures of at most `gallery` samples."""
+    """Replace `path` by the page about what `survey` said, with images of at most `gallery` samples."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [sample_row(row, recipe) for recipe, (_, of_recipe) in opened.items() for row in of_recipe]
     folder = path.with_name(f"{path.stem}_files")
-    kept = add_pictures(rows, opened, draw, gallery, folder) if draw else set()
+    kept = add_images(rows, opened, draw, gallery, folder) if draw else set()
     write_durably(path, page(overview, rows).encode("utf-8"))
     for old in folder.glob("*.jpg"):
-        if PICTURE_NAME.fullmatch(old.name) and old.name not in kept:
+        if IMAGE_NAME.fullmatch(old.name) and old.name not in kept:
             old.unlink()
 
 
@@ -103,21 +103,21 @@ def page(overview: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def sample_row(row: IndexRow, recipe: str) -> list[Any]:
-    """What the list shows of a sample, by `COLUMNS`; no pictures yet."""
+    """What the list shows of a sample, by `COLUMNS`; no images yet."""
     meta = row.meta
     sizes = [[w * PIXELS_PER_TOKEN, h * PIXELS_PER_TOKEN] for _, h, w in meta.img_shapes]
     tokens = (meta.text_length, token_count(meta.img_shapes))
     return [meta.key, row.name, meta.prompt, sizes, *tokens, meta.edit_mask_from, recipe, []]
 
 
-def add_pictures(rows: Sequence[list[Any]], opened: Opened, draw: Draw, gallery: int, folder: Path) -> set[str]:
-    """Pictures of some of them, evenly chosen: pairs of a title and where it is, in the page or in `folder`.
+def add_images(rows: Sequence[list[Any]], opened: Opened, draw: Draw, gallery: int, folder: Path) -> set[str]:
+    """Images of some of them, evenly chosen: pairs of a title and where it is, in the page or in `folder`.
 
     Returns the names of those in the folder.
     """
     chosen = evenly(len(rows), gallery)
     names: set[str] = set()
-    beside = len(chosen) > PICTURED_WITHIN
+    beside = len(chosen) > EMBEDDED_IMAGES
     with counting("drawing", len(chosen)) as advance:
         for i in chosen:
             key, recipe = rows[i][0], rows[i][COLUMNS.index("recipe")]

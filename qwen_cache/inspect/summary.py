@@ -223,7 +223,7 @@ def savings(saved: dict[str, int]) -> list[tuple[str, str]]:
         lines.append(("", f"{plural(saved['repeated_rows'], 'row')} of the source with the content of another"))
     if saved["compression_bytes"]:
         lines.append(("", f"{human_bytes(saved['compression_bytes'])} by compression"))
-    return lines + ([("not computed", f"{' and '.join(runs)} over pictures seen before")] if runs else [])
+    return lines + ([("not computed", f"{' and '.join(runs)} over images seen before")] if runs else [])
 
 
 # ---- one sample ------------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def describe(path: str | Path, key: str, copies: LocalCopies | None = None) -> d
         "recipe": recipe,
         "prompt": meta.prompt,
         "phrase": [meta.prompt[begin:end] for begin, end in meta.phrase],
-        "pictures": [_resolution(row, i) for i in range(len(meta.img_shapes))],
+        "images": [_resolution(row, i) for i in range(len(meta.img_shapes))],
         "img_shapes": [list(shape) for shape in meta.img_shapes],
         "prefix_length": meta.prefix_length,
         "edit_mask_from": meta.edit_mask_from,

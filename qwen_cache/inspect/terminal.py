@@ -118,7 +118,7 @@ def print_sample(sample: Mapping[str, Any], out: Console | None = None) -> None:
         facts.add_row(name.replace("_", " "), escape(str(sample[name])))
     if sample["phrase"]:
         facts.add_row("phrase", escape(" … ".join(sample["phrase"])))
-    target, *controls = sample["pictures"]
+    target, *controls = sample["images"]
     facts.add_row("target", f"{target}  {sample['inputs']['target']}")
     for size, digest in zip(controls, sample["inputs"]["controls"], strict=True):
         facts.add_row("control", f"{size}  {digest}")

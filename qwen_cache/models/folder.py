@@ -43,7 +43,7 @@ class ModelFolder:
 
     @property
     def max_controls(self) -> int | None:
-        """How many control pictures the pipeline takes; None is any number."""
+        """How many control images the pipeline takes; None is any number."""
         return {"QwenImagePipeline": 0, "QwenImageEditPipeline": 1}.get(self.pipeline)
 
 

@@ -13,7 +13,7 @@ from qwen_cache.models.folder import ModelFolder
 class ImageOnlyQwen2VLProcessor(Qwen2VLProcessor):  # type: ignore[misc]  # transformers is not typed for mypy
     """Qwen2VLProcessor without its video half, which needs torchvision.
 
-    transformers derives the parts of a processor from this signature. Pictures go through PIL, with torchvision or
+    transformers derives the parts of a processor from this signature. Images go through PIL, with torchvision or
     without.
     """
 
@@ -26,5 +26,5 @@ class ImageOnlyQwen2VLProcessor(Qwen2VLProcessor):  # type: ignore[misc]  # tran
 def load_processor(model: ModelFolder) -> ImageOnlyQwen2VLProcessor:
     """The processor of an Edit model, on PIL."""
     folder = model.part("processor")
-    pictures = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    return ImageOnlyQwen2VLProcessor(pictures, AutoTokenizer.from_pretrained(folder))
+    images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    return ImageOnlyQwen2VLProcessor(images, AutoTokenizer.from_pretrained(folder))

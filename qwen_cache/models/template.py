@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from qwen_cache.models.folder import PipelineName
 
-PIXELS_PER_TOKEN = 28 * 28  # of a picture in Qwen2.5-VL: patches of 14×14, merged 2×2
+PIXELS_PER_TOKEN = 28 * 28  # of an image in Qwen2.5-VL: patches of 14×14, merged 2×2
 BYTES_PER_TOKEN = 4  # of English
 VISION_END = "<|vision_end|>"
 PIXEL_TOKENS = ("<|image_pad|>", "<|video_pad|>")
-_PICTURE = f"<|vision_start|><|image_pad|>{VISION_END}"
+_IMAGE = f"<|vision_start|><|image_pad|>{VISION_END}"
 _FRAME = "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"
 _EDIT = _FRAME.format(
     system="Describe the key features of the input image (color, shape, size, texture, objects, background), then "
@@ -30,32 +30,32 @@ _TEXT_TO_IMAGE = _FRAME.format(
 
 @dataclass(frozen=True)
 class Template:
-    """The text around the pictures and the instruction."""
+    """The text around the images and the instruction."""
 
     frame: str
-    picture: str
+    image: str
     drop_idx: int
     condition_image_size: int
-    """Pixels of a picture for the text encoder; 0 where it sees none."""
+    """Pixels of an image for the text encoder; 0 where it sees none."""
     max_length: int | None = None
     """Tokens that the pipeline keeps after `drop_idx`; None keeps all."""
 
-    def text(self, prompt: str, pictures: int) -> str:
-        """The whole input for `prompt` about that many pictures."""
-        return self.frame.format("".join(self.picture.format(i + 1) for i in range(pictures)) + prompt)
+    def text(self, prompt: str, images: int) -> str:
+        """The whole input for `prompt` about that many images."""
+        return self.frame.format("".join(self.image.format(i + 1) for i in range(images)) + prompt)
 
 
 TEMPLATES: dict[PipelineName, Template] = {
-    "QwenImageEditPipeline": Template(_EDIT, _PICTURE, 64, 1024 * 1024),
-    "QwenImageEditPlusPipeline": Template(_EDIT, f"Picture {{}}: {_PICTURE}", 64, 384 * 384),
+    "QwenImageEditPipeline": Template(_EDIT, _IMAGE, 64, 1024 * 1024),
+    "QwenImageEditPlusPipeline": Template(_EDIT, f"Picture {{}}: {_IMAGE}", 64, 384 * 384),
     "QwenImagePipeline": Template(_TEXT_TO_IMAGE, "", 34, 0, max_length=512),
 }
 
 
-def estimate_tokens(prompt: str, pictures: int, condition_image_size: int) -> int:
-    """About how many tokens are kept of a prompt and its pictures, without a tokenizer."""
-    return pictures * math.ceil(condition_image_size / PIXELS_PER_TOKEN) + len(prompt.encode()) // BYTES_PER_TOKEN + 10
+def estimate_tokens(prompt: str, images: int, condition_image_size: int) -> int:
+    """About how many tokens are kept of a prompt and its images, without a tokenizer."""
+    return images * math.ceil(condition_image_size / PIXELS_PER_TOKEN) + len(prompt.encode()) // BYTES_PER_TOKEN + 10
 
 
 VAE_IMAGE_SIZE = 1024 * 1024
-"""Pixels of a picture for the VAE, in all pipelines."""
+"""Pixels of an image for the VAE, in all pipelines."""

@@ -85,7 +85,7 @@ RENAMED = {
     "train.shuffle_window": "train.bucketing_window",
     "validation.every_steps": "validation.validation_steps",
     "validation.picture_steps": "validation.images_every_steps",
-    "validation.pictures": "validation.num_images",
+    "validation.images": "validation.num_images",
     "validation.samples": "validation.num_samples",
 }
 """Settings by the name that they had."""

@@ -1,6 +1,6 @@
-"""Tables that hold the pictures themselves: Parquet files, and what `datasets` wrote with `save_to_disk`.
+"""Tables that hold the images themselves: Parquet files, and what `datasets` wrote with `save_to_disk`.
 
-A picture is a struct of `bytes` and `path` (the bytes count; where there are none the path does, relative to the
+An image is a struct of `bytes` and `path` (the bytes count; where there are none the path does, relative to the
 folder), plain bytes, or a path; a list of these where there are several controls. Arrow files are mapped. Parquet has
 no places to jump to within a row group: cells are streamed, some rows behind the newest are kept, and going further
 back begins the row group anew. A page is decoded as a whole, so that a file decides how much memory it takes at least;
@@ -32,21 +32,21 @@ from qwen_cache.sources.places import Place, RangeFile, base_name, name_in, pare
 from qwen_cache.sources.rows import Draft, Needs
 from qwen_cache.storage.url import Url
 
-PICTURES = ("target", "control", "mask")
+IMAGES = ("target", "control", "mask")
 KEPT_ROWS = 40  # of a row group behind its newest: the plan reads with up to 32 threads, which come out of order
 OPEN_GROUPS = 2  # threads stand on both sides of a border
 LOCAL_BUFFER, REMOTE_BUFFER = 1 << 20, 8 << 20  # bytes of a column read at once; a request takes 0.1 s
-LIGHT_ROWS, HEAVY_ROWS = 1024, 16  # read at once where pictures are not, and where they are, among what is read
+LIGHT_ROWS, HEAVY_ROWS = 1024, 16  # read at once where images are not, and where they are, among what is read
 
 
 class Table(Protocol):
-    """Rows with pictures."""
+    """Rows with images."""
 
     path: Place
     schema: Any
 
     def records(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """The values of some columns, row by row, as Arrow scalars that need not hold the bytes of pictures."""
+        """The values of some columns, row by row, as Arrow scalars that need not hold the bytes of images."""
         ...
 
     def value(self, row: int, column: str) -> Any:
@@ -56,7 +56,7 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class Cell:
-    """A picture in a table."""
+    """An image in a table."""
 
     table: Table
     row: int
@@ -128,8 +128,8 @@ class ParquetTable:
         with _explained(path):
             self.metadata = pq.read_metadata(_source(path))
             self.schema = self.metadata.schema.to_arrow_schema()
-        kinds = {name: self.schema.field(name).type for name in self.schema.names if role_of(name)[0] in PICTURES}
-        self.pictures = [name for name, kind in kinds.items() if _is_picture(kind)]
+        kinds = {name: self.schema.field(name).type for name in self.schema.names if role_of(name)[0] in IMAGES}
+        self.images = [name for name, kind in kinds.items() if _is_image(kind)]
         counts = (self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups))
         self.starts = list(accumulate(counts, initial=0))[:-1]
 
@@ -147,7 +147,7 @@ class ParquetTable:
         heavy = False
         for name in names:
             parts = [leaf for leaf in leaves if leaf == name or leaf.startswith(name + ".")]
-            paths = [leaf for leaf in parts if leaf.endswith(".path")] if name in self.pictures else parts
+            paths = [leaf for leaf in parts if leaf.endswith(".path")] if name in self.images else parts
             heavy = heavy or not paths
             wanted += paths or parts
         with _explained(self.path):
@@ -186,12 +186,12 @@ class OpenGroups:
         return _groups_here, ()
 
     def row(self, table: ParquetTable, number: int, row: int) -> Any:
-        """A record batch of one row, with the pictures."""
+        """A record batch of one row, with the images."""
         key = table.path, number
         with self._lock:
             group = self._open.pop(key, None)
             if group is None or (row < group.position and row not in group.kept):
-                group = _Group(table.open().iter_batches(1, row_groups=[number], columns=table.pictures))
+                group = _Group(table.open().iter_batches(1, row_groups=[number], columns=table.images))
             self._open[key] = group
             while len(self._open) > OPEN_GROUPS:
                 self._open.popitem(last=False)
@@ -263,18 +263,18 @@ def _read_tables(tables: Iterable[Table], where: Place, needs: Needs) -> Iterato
 
 
 def _records(table: Table, columns: Columns, used: Sequence[str]) -> Iterator[Record]:
-    pictures = [name for role in PICTURES for name in columns[role] if _is_picture(table.schema.field(name).type)]
+    images = [name for role in IMAGES for name in columns[role] if _is_image(table.schema.field(name).type)]
     for row, values in enumerate(table.records(used)):
         with _explained(f"{table.path}[{row}]"):
             found = {
-                name: _cells(table, row, name, value) if name in pictures else value.as_py()
+                name: _cells(table, row, name, value) if name in images else value.as_py()
                 for name, value in values.items()
             }
         yield f"{table.path}[{row}]", found
 
 
 def _cells(table: Table, row: int, column: str, value: Any) -> Cell | list[Cell | None] | None:
-    """The pictures of one cell, unread."""
+    """The images of one cell, unread."""
     if not value.is_valid:
         return None
     if _is_list(value.type):
@@ -289,9 +289,9 @@ def _cell(table: Table, row: int, column: str, item: int | None, value: Any) -> 
     return Cell(table, row, column, item, value["path"].as_py() if has_path else None)
 
 
-def _is_picture(kind: Any) -> bool:
+def _is_image(kind: Any) -> bool:
     if _is_list(kind):
-        return _is_picture(kind.value_type)
+        return _is_image(kind.value_type)
     if pa.types.is_struct(kind):
         return "bytes" in [each.name for each in kind]
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))

@@ -1,10 +1,10 @@
 """Which column of a table holds what, and what a row of it means.
 
 Columns that are not known are ignored, unless the name reads like that of a control or a mask: none may get lost over a
-typo. A value of a picture column is a path, or the picture itself; several controls may be a list. `prompts` is a list
+typo. A value of an image column is a path, or the image itself; several controls may be a list. `prompts` is a list
 of captions, each of which becomes a sample: a sample stays one range of bytes with one key, which is what batches,
-`merge --select` and a changed caption need. It costs little: samples about the same pictures are encoded one after the
-other, so that pictures and prefix run once, and compression knows what repeats within a sample only.
+`merge --select` and a changed caption need. It costs little: samples about the same images are encoded one after the
+other, so that images and prefix run once, and compression knows what repeats within a sample only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Columns = dict[str, list[str]]
 """The columns of a table by what they hold."""
 
 Record = tuple[str, dict[str, Any]]
-"""A row of a table: where it is, and its values by column: text, or pictures where a table holds those itself."""
+"""A row of a table: where it is, and its values by column: text, or images where a table holds those itself."""
 
 
 def role_of(name: str) -> tuple[str | None, int | None]:
@@ -153,25 +153,25 @@ def _read_row(
         faults.setdefault("control", (what, "move the later ones up: their order is what the model sees"))
     if not target:
         role = "target" if columns["target"] else "control"
-        what, do = f"the {role} {columns[role][0]!r} is empty", "name a picture, or remove the row"
+        what, do = f"the {role} {columns[role][0]!r} is empty", "name an image, or remove the row"
         return Problem(where, *faults.get(role, (what, do)))
     try:
-        pictures = [_picture(value, folder) for value in [target, *filter(None, controls)]]
-        painted = _picture(mask[0], folder) if mask and mask[0] else None
+        images = [_image(value, folder) for value in [target, *filter(None, controls)]]
+        painted = _image(mask[0], folder) if mask and mask[0] else None
     except SourceError as error:
         return Problem(where, error.fault, error.do or "correct the path")
     name = name_in(folder, target) if isinstance(target, str) else target.name
-    parts = (where, pictures[0], tuple(pictures[1:]), painted)
+    parts = (where, images[0], tuple(images[1:]), painted)
     phrase = cells["phrase"][0] if cells["phrase"] else ""
     return Draft(tuple(Row(unique(name, taken), *parts, prompt) for prompt in prompts), faults, phrase)
 
 
-def _picture(value: str | Embedded, folder: Place) -> Readable:
+def _image(value: str | Embedded, folder: Place) -> Readable:
     return File(resolve(folder, value)) if isinstance(value, str) else value
 
 
 def _items(role: str, column: str, value: Any, faults: Faults) -> list[Any]:
-    """What one cell holds: text without white space around it, or pictures; "" for what is empty or of no use."""
+    """What one cell holds: text without white space around it, or images; "" for what is empty or of no use."""
     several = role == "prompt" and column.strip().lower() in SEVERAL
     if several and not (isinstance(value, list) and value):
         faults[role] = f"the {role} {column!r} is {value!r}, expected a list of texts", "write one or more captions"

@@ -8,10 +8,10 @@ Pairs, for editing. Names are compared whole, never by prefix; subfolders are pa
     control_images/NAME_control_1.*  further controls, counted from 1
     control_images/NAME_mask.*       the mask, white where the target was edited
 
-Every picture in the target folder is a target. A file in the control folder goes to the target that has exactly its
+Every image in the target folder is a target. A file in the control folder goes to the target that has exactly its
 name, if there is one; only else are `_control_1` and `_mask` read as endings. So a target may be called `x_mask`, but
 then `control_images/x_mask.png` is the control of that one. For text-to-image there are no controls, and a folder of
-pictures with their prompts beside them will do. A folder with a metadata.csv or metadata.jsonl stands for that table.
+images with their prompts beside them will do. A folder with a metadata.csv or metadata.jsonl stands for that table.
 
 A table (.csv, .jsonl, .json, .parquet, a folder of .parquet, or what `datasets` wrote with save_to_disk) has one row
 per sample. These are its columns or keys, in upper or lower case; others are ignored, unless the name reads like that
@@ -27,7 +27,7 @@ of a control or a mask:
     phrase   phrase, edit_phrase: words of the prompt that say where the edit is; `[[ ]]` around them in any prompt does
              the same (`grounding/phrase.py`)
 
-Paths are relative to the table's folder; Parquet and Arrow may hold the pictures themselves. Tars (.tar, or a folder of
+Paths are relative to the table's folder; Parquet and Arrow may hold the images themselves. Tars (.tar, or a folder of
 them) are those of `webdataset`; `sources/webdataset.py` says how members are called. `data/{000..009}.tar` means ten.
 
 Text is UTF-8; white space around prompts is dropped. Refused at once, with a `SourceError`: what cannot be read, is
@@ -63,7 +63,7 @@ ARCHIVES: dict[str, Callable[[Sequence[Place], Needs], Iterator[Problem | Draft]
     ".tar": read_tars,
 }
 KINDS = (
-    f"a table ({', '.join(READERS)}, .parquet), a .tar of pictures, or a folder of picture pairs, of .parquet, "
+    f"a table ({', '.join(READERS)}, .parquet), a .tar of images, or a folder of image pairs, of .parquet, "
     "of .tar, or that `datasets` saved"
 )
 
@@ -79,7 +79,7 @@ def read_source(
     """The usable rows of `source`, and everything that is wrong with the others.
 
     A folder's rows are sorted by name, those of tables and tars keep their order. `needs_control` says whether the
-    model edits (every target needs a control) or makes pictures from text (there must be none). Where pictures are to
+    model edits (every target needs a control) or makes images from text (there must be none). Where images are to
     be drawn, an editing model needs no target: then the first control of a row that has none stands in its place, and
     the folder may be one of nothing but controls.
     """
@@ -123,7 +123,7 @@ def stripped(prompt: str, spans: list[tuple[int, int]]) -> tuple[str, list[tuple
 
 
 def _missing(draft: Draft, known: Faults, needs: Needs, allow_empty_prompt: bool) -> Faults:
-    """Parts that are not there. Pictures behind a URL are asked for when they are read."""
+    """Parts that are not there. Images behind a URL are asked for when they are read."""
     faults: Faults = {}
     row = draft.samples[0]
     if needs.control and not row.controls and "control" not in known:
@@ -133,10 +133,10 @@ def _missing(draft: Draft, known: Faults, needs: Needs, allow_empty_prompt: bool
         which = "the prompt" if len(draft.samples) == 1 else f"prompt {empty[0]}"
         do = "write one, or allow empty prompts with data.allow_empty_prompt: true"
         faults["prompt"] = f"{which} of {row.target} is empty", do
-    for role, picture in [("target", row.target), *(("control", it) for it in row.controls), ("mask", row.mask)]:
-        if isinstance(picture, File) and isinstance(picture.path, Path) and not os.path.isfile(picture.path):
+    for role, image in [("target", row.target), *(("control", it) for it in row.controls), ("mask", row.mask)]:
+        if isinstance(image, File) and isinstance(image.path, Path) and not os.path.isfile(image.path):
             do = "put the file there, or correct the path (in a table it starts at the table's folder)"
-            faults[f"{role} {picture}"] = f"the {role} {picture} does not exist", do
+            faults[f"{role} {image}"] = f"the {role} {image} does not exist", do
     return faults
 
 
@@ -192,7 +192,7 @@ def _refuse(folder: Folder, ways: list[list[Place]]) -> None:
     """What is no source, or more than one."""
     found = [way for way in ways if way]
     if MANIFEST_NAME in folder.files:
-        do = "name the pictures that it was made from; `qwen-cache merge` joins caches"
+        do = "name the images that it was made from; `qwen-cache merge` joins caches"
         raise SourceError("this is a cache, and no source of one", where=folder.path, expected=KINDS, do=do)
     if SAVED_SPLITS in folder.files:
         raise SourceError(
@@ -206,7 +206,7 @@ def _refuse(folder: Folder, ways: list[list[Place]]) -> None:
         raise SourceError(
             "the folder can be read in more than one way",
             where=folder.path,
-            expected="one table, pictures in tars, or folders of pictures",
+            expected="one table, images in tars, or folders of images",
             found=", ".join(base_name(path) for way in found for path in way[:3]),
             do=f"name the file itself, {found[0][0]}, or move what is not meant elsewhere",
         )

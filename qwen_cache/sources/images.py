@@ -1,10 +1,10 @@
-"""Turn the bytes of a picture into the pixels that people see: 8-bit RGB, or 8-bit grey for a mask (white = edited).
+"""Turn the bytes of an image into the pixels that people see: 8-bit RGB, or 8-bit grey for a mask (white = edited).
 
 EXIF orientation is applied; transparency is laid over white (over black for a mask, so that what is transparent is not
 edited); 16-bit grey, and floats from 0 to 1, are scaled to 8 bits, never clipped; palette, CMYK, LAB, YCbCr and 1-bit
-pictures are converted. ICC profiles are ignored: the stock pipelines work on the pixel values as stored, and so do we.
+images are converted. ICC profiles are ignored: the stock pipelines work on the pixel values as stored, and so do we.
 
-Refused with a `SourceError` that names the file: what is no picture or is damaged, more pixels than Pillow's limit,
+Refused with a `SourceError` that names the file: what is no image or is damaged, more pixels than Pillow's limit,
 sides beyond 1:200 (Qwen2.5-VL takes none), several frames or pages (which one was meant? an MPO, as phones write it, is
 a photo with extras and counts as one), numbers without an agreed white, and a mask whose white is 1 instead of 255.
 """
@@ -54,7 +54,7 @@ def upright_size(data: bytes, where: str) -> tuple[int, int]:
 
 
 def open_rgb(data: bytes, where: str) -> Image.Image:
-    """The picture in `data` as RGB, upright, with white behind what is transparent; `where` names it in errors."""
+    """The image in `data` as RGB, upright, with white behind what is transparent; `where` names it in errors."""
     return _over("white", _decode(data, where)).convert("RGB")
 
 
@@ -106,19 +106,17 @@ def _refusals(data: bytes, where: str) -> Iterator[None]:
     try:
         yield
     except Image.DecompressionBombError as error:
-        raise SourceError(
-            "the picture is too large to decode", where=where, found=error, do="make it smaller"
-        ) from error
+        raise SourceError("the image is too large to decode", where=where, found=error, do="make it smaller") from error
     except UnidentifiedImageError as error:
         raise SourceError(
-            "this is not a picture that Pillow can read",
+            "this is not an image that Pillow can read",
             where=where,
             found=f"a file that begins with {data[:12]!r}" if data else "an empty file",
             do="save it as PNG, JPEG or WebP, or fetch it again",
         ) from error
     except _DAMAGE as error:
         raise SourceError(
-            "the picture is damaged or incomplete", where=where, found=error, do="copy or download the file again"
+            "the image is damaged or incomplete", where=where, found=error, do="copy or download the file again"
         ) from error
 
 
@@ -133,7 +131,7 @@ def _check_shape(image: Image.Image, where: str) -> None:
     width, height = image.size
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise SourceError(
-            "the picture is too elongated for Qwen2.5-VL",
+            "the image is too elongated for Qwen2.5-VL",
             where=where,
             expected=f"sides of at most 1:{MAX_ASPECT_RATIO}",
             found=f"{width}×{height}",
@@ -142,7 +140,7 @@ def _check_shape(image: Image.Image, where: str) -> None:
     frames = getattr(image, "n_frames", 1)
     if frames > 1 and image.format != "MPO":
         raise SourceError(
-            "the file holds more than one picture",
+            "the file holds more than one image",
             where=where,
             expected="one frame or page",
             found=frames,

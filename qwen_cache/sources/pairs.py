@@ -1,4 +1,4 @@
-"""A folder of pictures that belong together by their names.
+"""A folder of images that belong together by their names.
 
 Names are compared whole, never by prefix; subfolders are part of a name. Refused: two files of one name, a gap in the
 controls, and a file that belongs to no target. Where no targets are needed, a folder of controls is enough, each with
@@ -32,7 +32,7 @@ def read_pairs(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
     prompts = _scan(folder, target_folder, [".txt"])
     if not targets:
         where, accepted = folder.path / target_folder, ", ".join(IMAGE_EXTENSIONS)
-        raise SourceError("there is no picture", where=where, expected=accepted, do="name another source")
+        raise SourceError("there is no image", where=where, expected=accepted, do="name another source")
     owned: dict[str, dict[int, list[Place]]] = {name: {} for name in targets}
     strays = [path for name, paths in prompts.items() if name not in targets for path in paths]
     for name, paths in _scan(folder, control_folder, IMAGE_EXTENSIONS).items() if control_folder else ():
@@ -47,7 +47,7 @@ def read_pairs(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
         for (name, paths), text in zip(targets.items(), texts, strict=True):
             yield _row(name, paths, (prompts.get(name, []), text), owned[name], controls_in)
     for path in strays:
-        what = f"{path} belongs to no target: {folder.path / target_folder} has no picture of that name"
+        what = f"{path} belongs to no target: {folder.path / target_folder} has no image of that name"
         do = "add the target or remove the file; further controls are called NAME_control_1, masks NAME_mask"
         yield Problem(str(path), what, do)
 
@@ -55,13 +55,13 @@ def read_pairs(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
 def _read_controls(folder: Folder) -> Iterator[Draft]:
     """Rows of nothing but controls, in a folder of that name or in this one."""
     place = next((name for name in CONTROL_FOLDERS if name in folder.folders), ".")
-    pictures, prompts = _scan(folder, place, IMAGE_EXTENSIONS), _scan(folder, place, [".txt"])
-    if not pictures:
+    images, prompts = _scan(folder, place, IMAGE_EXTENSIONS), _scan(folder, place, [".txt"])
+    if not images:
         accepted = ", ".join(IMAGE_EXTENSIONS)
-        raise SourceError("there is no picture", where=folder.path / place, expected=accepted, do="name another source")
-    firsts = {name for name in pictures if _further(name, pictures)[0] is None}
+        raise SourceError("there is no image", where=folder.path / place, expected=accepted, do="name another source")
+    firsts = {name for name in images if _further(name, images)[0] is None}
     owned: dict[str, dict[int, list[Place]]] = {}
-    for name, paths in pictures.items():
+    for name, paths in images.items():
         first, slot = _owner(name, firsts)
         owned.setdefault(first or name, {})[slot if first else 0] = paths
     for name, slots in owned.items():
@@ -89,7 +89,7 @@ def _layout(folder: Folder, needs_control: bool) -> tuple[str, str | None]:
                 where=folder.path,
                 expected=" or ".join(names),
                 found=", ".join(sorted(folder.files + folder.folders)[:10]) or "nothing",
-                do=f"put the {role} pictures into {folder.path / names[0]}, or name a source of another kind",
+                do=f"put the {role} images into {folder.path / names[0]}, or name a source of another kind",
             )
     if found["control"] and not needs_control:
         raise SourceError(
@@ -161,7 +161,7 @@ def _row(
         faults["prompt"] = f"the prompt {prompts[0]} cannot be read: {reason}", "save it as UTF-8 text"
         text = ""
     elif not prompts:
-        do = "write it; a picture that is no target, such as a mask, belongs elsewhere"
+        do = "write it; an image that is no target, such as a mask, belongs elsewhere"
         faults["prompt"] = f"the prompt {posixpath.splitext(str(targets[0]))[0]}.txt is missing", do
     controls = tuple(File(slots[slot][0]) for slot in numbers)
     mask = File(slots[_MASK][0]) if _MASK in slots else None

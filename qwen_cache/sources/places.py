@@ -22,7 +22,7 @@ Place = Path | Url
 
 @dataclass(frozen=True)
 class File:
-    """A picture that is a file of its own."""
+    """An image that is a file of its own."""
 
     path: Place
 

@@ -1,6 +1,6 @@
-"""What every kind of source gives: rows that name their pictures, and problems.
+"""What every kind of source gives: rows that name their images, and problems.
 
-A picture is not held, it is named: `read` gives its bytes, as often as it is asked, and `str` says where they lie.
+An image is not held, it is named: `read` gives its bytes, as often as it is asked, and `str` says where they lie.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from qwen_cache.format.identity import Phrase
 
 
 class Readable(Protocol):
-    """Where the bytes of a picture lie."""
+    """Where the bytes of an image lie."""
 
     def read(self) -> bytes:
         """All of them; SourceError when that cannot be."""
@@ -20,7 +20,7 @@ class Readable(Protocol):
 
 
 class Embedded(Readable, Protocol):
-    """A picture inside a file that holds others as well."""
+    """An image inside a file that holds others as well."""
 
     @property
     def name(self) -> str:
@@ -33,7 +33,7 @@ class Needs:
     """What every row of a source has to have."""
 
     control: bool
-    """An editing model's rows; one that makes pictures from text takes no controls."""
+    """An editing model's rows; one that makes images from text takes no controls."""
     target: bool = True
     """Else a row that has none is called like its first control, which stands in the target's place."""
     prompt: bool = True
@@ -45,7 +45,7 @@ class Row:
 
     name: str
     """Unique in its source, and the same whatever other targets there are: the target's path without extension,
-    relative to the target folder or the table; a tar's key; for a picture in a table that has no path the table's name
+    relative to the target folder or the table; a tar's key; for an image in a table that has no path the table's name
     and the number of the row. A further row with the same one, and a further caption, gets `#2`, `#3`, …"""
     where: str
     """For messages: `data/metadata.csv:12`, `data/metadata.json[11]`, `data/0.tar:cat`, or the target's path."""

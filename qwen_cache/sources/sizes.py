@@ -1,6 +1,6 @@
-"""How large each picture becomes, from the sizes of the originals and what the user asked for; integers only.
+"""How large each image becomes, from the sizes of the originals and what the user asked for; integers only.
 
-By default the pipelines' own rule: each picture keeps its aspect ratio up to the rounding of its sides to 32 pixels.
+By default the pipelines' own rule: each image keeps its aspect ratio up to the rounding of its sides to 32 pixels.
 A first control of its target's shape gets exactly its target's size, so that the pair stays aligned under every policy.
 Nothing is cropped unless `data.resize_mode` says so; nothing is enlarged where `data.upscale` forbids it. Refused is
 what a fixed resolution would bend out of shape, and what cannot be made without enlarging it.
@@ -35,7 +35,7 @@ class Resolution:
     areas: tuple[int, ...] = (VAE_IMAGE_SIZE,)
     fixed: tuple[Size, ...] = ()
     all: bool = False
-    """A sample for each of them, and not only for the largest that a picture fills."""
+    """A sample for each of them, and not only for the largest that an image fills."""
     resize_mode: str | None = None
     upscale: bool = True
 
@@ -66,25 +66,25 @@ class Resolution:
 
 
 @dataclass(frozen=True)
-class Picture:
+class SourceImage:
     """An original: what errors call it, and its size."""
 
     where: str
     size: Size
 
 
-def sizes_of(pictures: Sequence[Picture], resolution: Resolution) -> list[tuple[Size, ...]]:
+def sizes_of(images: Sequence[SourceImage], resolution: Resolution) -> list[tuple[Size, ...]]:
     """The sizes of target and controls, in that order, once for each sample that they become.
 
-    SourceError names the picture that cannot be brought there.
+    SourceError names the image that cannot be brought there.
     """
-    target, first = pictures[0], pictures[1:2]
+    target, first = images[0], images[1:2]
     aligned = [target, *(control for control in first if same_shape(control.size, target.size))]
-    filled = min(picture.size[0] for picture in aligned), min(picture.size[1] for picture in aligned)
+    filled = min(image.size[0] for image in aligned), min(image.size[1] for image in aligned)
     choose = _fixed if resolution.fixed else _budgets
     found = []
     for area, size in choose(target, filled, resolution):
-        others = pictures[len(aligned) :]
+        others = images[len(aligned) :]
         own = [_within(area, other, None if resolution.upscale else other.size) for other in others]
         found.append((*[size] * len(aligned), *own))
     return list(dict.fromkeys(found))
@@ -106,7 +106,7 @@ def calculate_dimensions(area: int, size: Size, where: str | None = None) -> Siz
     width, height = round(exact_width / ROUNDING) * ROUNDING, round(exact_width / ratio / ROUNDING) * ROUNDING
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise SourceError(
-            "the picture is too elongated",
+            "the image is too elongated",
             where=where,
             expected=f"sides of at most {MAX_ASPECT_RATIO}:1 at {area} pixels, in steps of {ROUNDING}",
             found=f"{size[0]}×{size[1]}, which becomes {width}×{height}",
@@ -115,35 +115,35 @@ def calculate_dimensions(area: int, size: Size, where: str | None = None) -> Siz
     return width, height
 
 
-def crop_box(picture: Size, size: Size) -> Box:
-    """The middle of a picture, as large as it can be with exactly the aspect ratio of `size`."""
-    left = max(0.0, (picture[0] - picture[1] * size[0] / size[1]) / 2)
-    top = max(0.0, (picture[1] - picture[0] * size[1] / size[0]) / 2)
-    return left, top, picture[0] - left, picture[1] - top
+def crop_box(image: Size, size: Size) -> Box:
+    """The middle of an image, as large as it can be with exactly the aspect ratio of `size`."""
+    left = max(0.0, (image[0] - image[1] * size[0] / size[1]) / 2)
+    top = max(0.0, (image[1] - image[0] * size[1] / size[0]) / 2)
+    return left, top, image[0] - left, image[1] - top
 
 
 def img_shapes(sizes: Sequence[Size]) -> ImgShapes:
-    """`(1, h, w)` in units of 16 pixels for pictures of these sizes in pixels."""
+    """`(1, h, w)` in units of 16 pixels for images of these sizes in pixels."""
     return tuple((1, height // PIXELS_PER_TOKEN, width // PIXELS_PER_TOKEN) for width, height in sizes)
 
 
-def _budgets(target: Picture, filled: Size, resolution: Resolution) -> list[tuple[int, Size]]:
+def _budgets(target: SourceImage, filled: Size, resolution: Resolution) -> list[tuple[int, Size]]:
     """Every budget, or the largest that `filled` fills, or the smallest; and the target's size under it."""
     fills = [area for area in resolution.areas if area <= filled[0] * filled[1]]
     areas = resolution.areas if resolution.all else fills[-1:] or resolution.areas[:1]
     return [(area, _within(area, target, None if resolution.upscale else filled)) for area in areas]
 
 
-def _fixed(target: Picture, filled: Size, resolution: Resolution) -> list[tuple[int, Size]]:
+def _fixed(target: SourceImage, filled: Size, resolution: Resolution) -> list[tuple[int, Size]]:
     """Of the fixed resolutions of the nearest shape every one, or the largest that `filled` fills, or the smallest."""
     nearest = min(resolution.fixed, key=lambda size: _bend(size, target.size))
     if resolution.resize_mode is None and not same_shape(nearest, target.size):
         raise SourceError(
-            "data.resolution has none of the picture's shape",
+            "data.resolution has none of the image's shape",
             where=target.where,
             expected=f"an aspect ratio within {SAME_SHAPE:.0%} of {_text(nearest)}, the nearest",
             found=_text(target.size),
-            do="set data.resize_mode=crop or stretch, add a resolution, or crop the picture",
+            do="set data.resize_mode=crop or stretch, add a resolution, or crop the image",
         )
     sizes = [size for size in resolution.fixed if size[0] * nearest[1] == size[1] * nearest[0]]
     fills = [size for size in sizes if size[0] <= filled[0] and size[1] <= filled[1]]
@@ -153,32 +153,32 @@ def _fixed(target: Picture, filled: Size, resolution: Resolution) -> list[tuple[
             where=target.where,
             expected=f"at least {_text(sizes[0])}",
             found=_text(filled),
-            do="set data.upscale=true, add a smaller resolution, or leave the picture out",
+            do="set data.upscale=true, add a smaller resolution, or leave the image out",
         )
     chosen = (sizes if resolution.upscale else fills) if resolution.all else fills[-1:] or sizes[:1]
     return [(width * height, (width, height)) for width, height in chosen]
 
 
-def _within(area: int, picture: Picture, limit: Size | None) -> Size:
-    """The size of a picture under a budget; no side larger than that of `limit`."""
-    width, height = calculate_dimensions(area, picture.size, picture.where)
+def _within(area: int, image: SourceImage, limit: Size | None) -> Size:
+    """The size of an image under a budget; no side larger than that of `limit`."""
+    width, height = calculate_dimensions(area, image.size, image.where)
     if limit is None:
         return width, height
     width, height = min(width, limit[0] // ROUNDING * ROUNDING), min(height, limit[1] // ROUNDING * ROUNDING)
     if not (width and height):
         raise SourceError(
-            "the picture is too small, and data.upscale is off",
-            where=picture.where,
+            "the image is too small, and data.upscale is off",
+            where=image.where,
             expected=f"sides of at least {ROUNDING} pixels",
             found=_text(limit),
-            do="set data.upscale=true, or leave the picture out",
+            do="set data.upscale=true, or leave the image out",
         )
     return width, height
 
 
-def _bend(size: Size, picture: Size) -> float:
-    """How much a picture is deformed at that size, stretched and shrunk alike."""
-    return abs(math.log(size[0] * picture[1] / (size[1] * picture[0])))
+def _bend(size: Size, image: Size) -> float:
+    """How much an image is deformed at that size, stretched and shrunk alike."""
+    return abs(math.log(size[0] * image[1] / (size[1] * image[0])))
 
 
 def _text(size: Size) -> str:
@@ -192,7 +192,7 @@ def _check_settings(data: DataConfig) -> None:
             raise ConfigError(what, do="leave it out, or set data.resolution")
         return
     if data.vae_image_size is not None:
-        do = "leave one of them out: vae_image_size keeps each picture's aspect ratio, resolution does not"
+        do = "leave one of them out: vae_image_size keeps each image's aspect ratio, resolution does not"
         raise ConfigError("data.resolution and data.vae_image_size contradict each other", do=do)
     for size in data.resolution:
         if any(side % ROUNDING for side in size):

@@ -1,10 +1,10 @@
-"""Tars of pictures, as `webdataset` packs them: the members of one sample have one name up to its first dot.
+"""Tars of images, as `webdataset` packs them: the members of one sample have one name up to its first dot.
 
-    KEY.target.png or KEY.png    the target; KEY.control.png, KEY.control_1.png, KEY.mask.png the other pictures
+    KEY.target.png or KEY.png    the target; KEY.control.png, KEY.control_1.png, KEY.mask.png the other images
     KEY.txt or KEY.json          the prompt; the .json is read only where there is no .txt, and only for its prompt
 
 For `target`, `control`, … the names of columns will do (KEY.edited_image.jpg). A tar is passed over once for its
-members' places; a picture is read from there. Refused, as a problem that names tar and member: a name that leads out,
+members' places; an image is read from there. Refused, as a problem that names tar and member: a name that leads out,
 a link or another thing that is no plain file, and two members for one part.
 """
 
@@ -30,7 +30,7 @@ MAX_TEXT = 1 << 20  # bytes of a prompt or its .json: far beyond what an encoder
 
 @dataclass(frozen=True)
 class Member:
-    """A picture in a tar."""
+    """An image in a tar."""
 
     tar: Place
     member: str
@@ -79,7 +79,7 @@ def _read_tar(path: Place) -> Iterator[Record | Problem]:
             yield Problem(f"{path}:{info.name}", f"{path}:{info.name}: {fault[0]}", fault[1])
         elif column:
             member = Member(path, info.name, info.offset_data, info.size)
-            samples.setdefault(key, {})[column] = member if kind == "picture" else (member, kind)
+            samples.setdefault(key, {})[column] = member if kind == "image" else (member, kind)
     for key, values in samples.items():
         if key not in spoilt:
             yield _record(path, key, values)
@@ -105,9 +105,9 @@ def _members(path: Place) -> Iterator[tarfile.TarInfo]:
         for info in tar:
             if info.name.endswith(".safetensors"):
                 raise SourceError(
-                    "this is a shard of a cache, or of tensors, and holds no pictures",
+                    "this is a shard of a cache, or of tensors, and holds no images",
                     where=f"{path}:{info.name}",
-                    do="name the pictures that it was made from",
+                    do="name the images that it was made from",
                 )
             if not info.isdir() and not info.name.rpartition("/")[2].startswith("."):
                 yield info
@@ -130,12 +130,12 @@ def _key(name: str) -> str:
 
 
 def _part(name: str) -> tuple[str, str]:
-    """The column that a member stands for, and whether it is a `picture`, `text` or `json`; "" for what is neither."""
+    """The column that a member stands for, and whether it is a `image`, `text` or `json`; "" for what is neither."""
     stem, _, extension = ("." + name.rpartition("/")[2].partition(".")[2].lower()).rpartition(".")
     part = stem.removeprefix(".")
     if f".{extension}" in IMAGE_EXTENSIONS:
         role, number = role_of(part or "target")
-        return (role + (f"_{number}" if number else "") if role else part), "picture"
+        return (role + (f"_{number}" if number else "") if role else part), "image"
     if extension in ("txt", "json") and role_of(part or "prompt")[0] == "prompt":
         return ("prompt", "text") if extension == "txt" else ("json", "json")
     return "", ""

@@ -55,8 +55,8 @@ def run(
 
 @app.command()
 def predict(
-    prompt: Annotated[list[str] | None, typer.Option(help="The instruction; repeat it for a picture of each.")] = None,
-    image: Annotated[list[Path] | None, typer.Option(help="A control picture; repeat it for more.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="The instruction; repeat it for an image of each.")] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="A control image; repeat it for more.")] = None,
     negative_prompt: Annotated[str | None, typer.Option(help="What to guide away from; may be empty.")] = None,
     true_cfg_scale: Annotated[float | None, typer.Option(help="How far, in twice the time; 1: not at all.")] = None,
     guidance_scale: Annotated[float | None, typer.Option(help="For guidance-distilled models.")] = None,
@@ -68,15 +68,15 @@ def predict(
     seed: Annotated[int | None, typer.Option(help="The seed of the noise.")] = None,
     height: Annotated[int | None, typer.Option(help="Pixels, in steps of 16.")] = None,
     width: Annotated[int | None, typer.Option(help="Pixels, in steps of 16.")] = None,
-    max_sequence_length: Annotated[int | None, typer.Option(help="Tokens kept of a prompt without pictures.")] = None,
+    max_sequence_length: Annotated[int | None, typer.Option(help="Tokens kept of a prompt without images.")] = None,
     lora: Annotated[
         list[str] | None, typer.Option(help="PATH or PATH:weight, the file or the folder of a run; repeat it for more.")
     ] = None,
     source: Annotated[
         str | None,
         typer.Option(
-            help="A folder of pictures, with prompts beside them (NAME.txt) or all with --prompt; or a source as "
-            "`qwen-cache build` reads it, targets or not: a picture for each row, into --out."
+            help="A folder of images, with prompts beside them (NAME.txt) or all with --prompt; or a source as "
+            "`qwen-cache build` reads it, targets or not: an image for each row, into --out."
         ),
     ] = None,
     from_cache: Annotated[
@@ -89,7 +89,7 @@ def predict(
         bool, typer.Option("--compare", help="Draw without the LoRAs too, and put all side by side on a page.")
     ] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Add the LoRAs to the weights before drawing.")] = False,
-    out: Annotated[Path, typer.Option(help="Where the picture goes; with --source, a folder.")] = Path("out.png"),
+    out: Annotated[Path, typer.Option(help="Where the image goes; with --source, a folder.")] = Path("out.png"),
     model: Model = None,
     device: Annotated[str, typer.Option(help="Where all parts run.")] = "auto",
     vae_device: Annotated[str | None, typer.Option(help="Where the VAE runs.")] = None,
@@ -99,7 +99,7 @@ def predict(
         str | None, typer.Option(help="none, model or sequential: what waits in the host's memory.")
     ] = None,
     save_interrupted: Annotated[
-        bool, typer.Option("--save-interrupted", help="When interrupted, save the picture as it is then.")
+        bool, typer.Option("--save-interrupted", help="When interrupted, save the image as it is then.")
     ] = False,
     config: ConfigFile = None,
     set_: Assignments = None,
@@ -157,7 +157,7 @@ def decode(
     config: ConfigFile = None,
     set_: Assignments = None,
 ) -> int:
-    """Make PNGs of the latents of validation pictures. Only the VAE is loaded."""
+    """Make PNGs of the latents of validation images. Only the VAE is loaded."""
     from qwen_train.cli.decode import run_decode
 
     return run_decode(folder, model, vae_device, config, set_ or ())
@@ -167,7 +167,7 @@ def decode(
 def report(
     folder: Annotated[Path, typer.Argument(help="The output folder of a run.")] = Path("out"),
 ) -> int:
-    """Make report.html anew: curves, settings and pictures of a run on one page."""
+    """Make report.html anew: curves, settings and images of a run on one page."""
     from qwen_train.cli.report import run_report
 
     return run_report(folder)

@@ -29,5 +29,5 @@ def run_decode(
     made = decode_folder(folder, vae, device, dtype)
     if (folder / METRICS_NAME).is_file():
         write_report(folder)
-    print_done(f"{plural(len(made), 'new picture')} in {folder}")
+    print_done(f"{plural(len(made), 'new image')} in {folder}")
     return 0

@@ -6,7 +6,7 @@ do not depend on the batch or the process in which it is trained. The state of a
 were trained: any number of processes can go on from there. A thread prepares the next batches while the model works.
 
 There is no dropout of controls: all embeddings of an edit, the empty prompt's too, are of a text that shows the
-pictures, so a sample without its control latents would be one that no pipeline ever draws.
+images, so a sample without its control latents would be one that no pipeline ever draws.
 """
 
 from __future__ import annotations

@@ -37,6 +37,10 @@ class Mixture:
     has_index = True
 
     def __init__(self, caches: Sequence[Cache], weights: Sequence[float]) -> None:
+        for cache in caches:
+            if not len(cache):
+                do = "run `qwen-cache build`" + (", or leave it out of train.caches" if len(caches) > 1 else "")
+                raise ConfigError("the cache has no samples", where=cache.folder, do=do)
         for other in caches[1:]:
             _check_alike(caches[0], other)
         self.caches, self.weights = tuple(caches), tuple(weights)
@@ -124,10 +128,6 @@ class Mixture:
 def open_mixture(parts: Sequence[WeightedCache], config: CacheConfig) -> Mixture:
     """The caches of train.caches; ConfigError where they do not go together."""
     caches = [open_configured(config.model_copy(update={"recipe": part.recipe}), part.path) for part in parts]
-    for cache in caches:
-        if not len(cache):
-            do = "run `qwen-cache build`, or leave it out of train.caches"
-            raise ConfigError("the cache has no samples", where=cache.folder, do=do)
     return Mixture(caches, [part.weight for part in parts])
 
 

@@ -1,7 +1,7 @@
-"""Which samples are never trained: those of which the hash of the target picture says so.
+"""Which samples are never trained: those of which the hash of the target image says so.
 
 It says the same when the dataset grows, in whatever order, and when it is built anew for another resolution or model.
-All samples of one target are on the same side: another size or instruction of a picture that is trained shows nothing.
+All samples of one target are on the same side: another size or instruction of an image that is trained shows nothing.
 Refused is a share that leaves nothing to validate, or nothing to train.
 """
 

@@ -1,4 +1,4 @@
-"""Drawing out of a cache: a sample's embeddings and control latents take the place of its pictures and its prompt.
+"""Drawing out of a cache: a sample's embeddings and control latents take the place of its images and its prompt.
 
 Only the transformer is needed. The loop is the stock pipelines', operation by operation, so that equal noise and equal
 inputs give an equal result; validation draws by it as well, and so neither a pipeline nor a VAE is imported here.
@@ -79,7 +79,7 @@ def prompts_of(sample: Sample, true_cfg_scale: float) -> Iterator[Float[Tensor, 
                 "guidance needs the embeddings of the empty prompt, which this cache lacks",
                 where=f"sample {sample.name}",
                 found=f"true_cfg_scale={true_cfg_scale}",
-                do="set true_cfg_scale=1, or run `qwen-cache build` on the pictures",
+                do="set true_cfg_scale=1, or run `qwen-cache build` on the images",
             )
         yield sample["empty_prompt_embeds"]
 
@@ -104,7 +104,7 @@ def guidance_from_cache(negative_prompt: str | None, true_cfg_scale: float) -> f
         raise ConfigError(
             "a cache holds no negative prompt but the empty one",
             found=f"predict.negative_prompt={negative_prompt!r}",
-            do='set predict.negative_prompt="", or draw from the pictures with --image',
+            do='set predict.negative_prompt="", or draw from the images with --image',
         )
     return 1.0 if negative_prompt is None else true_cfg_scale
 

@@ -1,7 +1,7 @@
-"""`qwen-train decode`: pictures of the latents that `run` left of its validation.
+"""`qwen-train decode`: images of the latents that `run` left of its validation.
 
 A PNG beside each file of latents, on any device and at any time: what is there already is not made again, and none is
-ever half written. Refused are files that do not say what pictures they hold.
+ever half written. Refused are files that do not say what images they hold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from qwen_train.metrics import METRICS_NAME
 
 @dataclass(frozen=True)
 class Latents:
-    """A picture that is still to be decoded: a part of a file of latents."""
+    """An image that is still to be decoded: a part of a file of latents."""
 
     file: Path
     tokens: slice
@@ -46,9 +46,9 @@ def decode_folder(folder: Path, model: ModelFolder, device: torch.device, dtype:
     with counting("decoding", len(missing)) as advance:
         for item in missing:
             with safe_open(item.file, framework="pt") as file:
-                picture = decode_latents(vae, file.get_tensor("latents")[item.tokens][None], item.size)
+                image = decode_latents(vae, file.get_tensor("latents")[item.tokens][None], item.size)
             data = BytesIO()
-            picture.save(data, "PNG")
+            image.save(data, "PNG")
             write_durably(item.png, data.getvalue())
             advance(1)
     return [item.png for item in missing]
@@ -61,7 +61,7 @@ def latents_files(folder: Path) -> list[Path]:
     is_run = (folder / METRICS_NAME).is_file() or (folder / FOLDER).is_dir()
     files = sorted((folder / FOLDER if is_run else folder).rglob("*.safetensors"))
     if is_run and not files:
-        raise TrainError("this run drew no pictures", where=folder, do="set validation.num_images")
+        raise TrainError("this run drew no images", where=folder, do="set validation.num_images")
     if not files:
         raise TrainError(
             "no latents here",
@@ -72,7 +72,7 @@ def latents_files(folder: Path) -> list[Path]:
 
 
 def latents_in(path: Path) -> Iterator[Latents]:
-    """Of each picture in a file; the first has the name of the file, others a number as well."""
+    """Of each image in a file; the first has the name of the file, others a number as well."""
     try:
         with safe_open(path, framework="pt") as file:
             shapes = json.loads((file.metadata() or {})["img_shapes"])
@@ -85,7 +85,7 @@ def latents_in(path: Path) -> Iterator[Latents]:
             do=f"name the output folder of a run, or a folder or file in its {FOLDER}/",
         ) from None
     if sum(map(prod, shapes)) != tokens:
-        raise TrainError("the latents do not fill their pictures", where=path, expected=f"{shapes}", found=f"{tokens}")
+        raise TrainError("the latents do not fill their images", where=path, expected=f"{shapes}", found=f"{tokens}")
     for number, (part, size) in enumerate(parts, 1):
         name = f"{path.stem}.png" if number == 1 else f"{path.stem}-{number}.png"
         yield Latents(path, part, size, path.with_name(name))

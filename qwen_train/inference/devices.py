@@ -25,8 +25,8 @@ CURES = {
     "denoising": "draw less with --height, --width and --num-images, set model.quantization=int8, or draw with "
     "--offload sequential",
     "loading the VAE": "run it elsewhere with --vae-device, on the cpu for example",
-    "encoding a picture": "run the VAE elsewhere with --vae-device, on the cpu for example, or with --offload model",
-    "decoding the picture": "run the VAE elsewhere with --vae-device, on the cpu for example, or with --offload model, "
+    "encoding an image": "run the VAE elsewhere with --vae-device, on the cpu for example, or with --offload model",
+    "decoding the image": "run the VAE elsewhere with --vae-device, on the cpu for example, or with --offload model, "
     "or draw less with --height, --width and --num-images",
 }
 """What would help, by what there was too little memory for."""

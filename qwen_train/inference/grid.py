@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from qwen_cache.image_grid import HEIGHT, picture_grid
+from qwen_cache.image_grid import HEIGHT, make_grid
 
 
 @dataclass(frozen=True)
 class Row:
-    """What belongs together; where a picture is missing, its place is left empty."""
+    """What belongs together; where an image is missing, its place is left empty."""
 
     controls: tuple[Image.Image, ...] = ()
     without_lora: Image.Image | None = None
@@ -28,4 +28,4 @@ def compare_grid(rows: Sequence[Row], captions: Sequence[str], height: int = HEI
         [*row.controls, *[None] * (controls - len(row.controls)), row.without_lora, row.with_lora, row.target]
         for row in rows
     ]
-    return picture_grid([*titles, "without LoRA", "with LoRA", "target"], table, captions, height)
+    return make_grid([*titles, "without LoRA", "with LoRA", "target"], table, captions, height)

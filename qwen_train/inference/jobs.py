@@ -1,9 +1,9 @@
-"""Many pictures in one go: several prompts about the same pictures, or all rows of a source, one PNG for each.
+"""Many images in one go: several prompts about the same images, or all rows of a source, one PNG for each.
 
-A PNG carries the hash of all that decides it: the prompt, the bytes of the pictures, the settings. One that is there
+A PNG carries the hash of all that decides it: the prompt, the bytes of the images, the settings. One that is there
 with the same hash is not drawn again, so that a run that was killed goes on where it was; one with another hash is
 drawn anew. None is ever half written. Refused, before anything is drawn: a file in the way that was not made here, and
-names that are the same or lead out of the folder. A job whose picture cannot be read is reported; the others go on.
+names that are the same or lead out of the folder. A job whose image cannot be read is reported; the others go on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LONGEST_PART = 240
 
 @dataclass(frozen=True)
 class Job:
-    """A picture that is to be drawn."""
+    """An image that is to be drawn."""
 
     name: str
     """Of its file, without `.png`; slashes make folders."""
@@ -89,15 +89,15 @@ def _target(row: Row) -> Readable | None:
 
 
 def jobs_of_prompts(name: str, pictures: Sequence[Path], prompts: Sequence[str]) -> list[Job]:
-    """A job for each prompt about the same pictures: `name`, or, of several, `name-1`, `name-2`, …"""
+    """A job for each prompt about the same images: `name`, or, of several, `name-1`, `name-2`, …"""
     controls = tuple(File(path) for path in pictures)
     names = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(1, len(prompts) + 1)]
     return [Job(each, controls, prompt) for each, prompt in zip(names, prompts, strict=True)]
 
 
-def pictures_of(job: Job) -> list[Image.Image]:
+def images_of(job: Job) -> list[Image.Image]:
     """Its controls, as a build opens them."""
-    return [open_rgb(picture.read(), str(picture)) for picture in job.controls]
+    return [open_rgb(image.read(), str(image)) for image in job.controls]
 
 
 def run_jobs(
@@ -105,21 +105,21 @@ def run_jobs(
 ) -> Done:
     """Draw what is not there yet into `out_folder`, one PNG for each job.
 
-    `about` is all that decides a picture besides its job: model, LoRA, settings, seed, as JSON has it.
+    `about` is all that decides an image besides its job: model, LoRA, settings, seed, as JSON has it.
     """
     paths = paths_of(jobs, out_folder)
     there = {path: hash_in(path) for path in paths if os.path.lexists(path)}
     written: list[Path] = []
     skipped: list[Path] = []
     failed: list[Problem] = []
-    with counting("pictures", len(jobs)) as advance:
+    with counting("images", len(jobs)) as advance:
         for job, path in zip(jobs, paths, strict=True):
             try:
                 digest = hash_of(job, about)
                 if there.get(path) == digest:
                     skipped.append(path)
                 else:
-                    write_picture(path, draw(job), digest)
+                    write_image(path, draw(job), digest)
                     written.append(path)
             except SourceError as error:
                 where = job.name if error.where is None else f"{job.name}: {error.where}"
@@ -139,8 +139,8 @@ def waiting(jobs: Sequence[Job], out_folder: Path, about: Mapping[str, Any]) -> 
 
 
 def hash_of(job: Job, about: Mapping[str, Any]) -> str:
-    """Of everything that decides the picture; its name does not."""
-    controls = [content_hash(picture.read()) for picture in job.controls]
+    """Of everything that decides the image; its name does not."""
+    controls = [content_hash(image.read()) for image in job.controls]
     return content_hash(canonical_json({"prompt": job.prompt, "controls": controls, "about": dict(about)}))
 
 
@@ -151,10 +151,10 @@ def marked(digest: str) -> PngImagePlugin.PngInfo:
     return text
 
 
-def write_picture(path: Path, picture: Image.Image, digest: str) -> None:
+def write_image(path: Path, image: Image.Image, digest: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     data = BytesIO()
-    picture.save(data, "PNG", pnginfo=marked(digest))
+    image.save(data, "PNG", pnginfo=marked(digest))
     write_durably(path, data.getvalue())
 
 
@@ -162,14 +162,14 @@ def write_picture(path: Path, picture: Image.Image, digest: str) -> None:
 
 
 def paths_of(jobs: Sequence[Job], folder: Path) -> list[Path]:
-    """Where each picture goes: apart from all others, and inside the folder."""
+    """Where each image goes: apart from all others, and inside the folder."""
     paths = [folder / f"{checked(job.name)}.png" for job in jobs]
     taken: dict[str, str] = {}
     for job, path in zip(jobs, paths, strict=True):
         alike = str(path).casefold()  # some file systems do not tell A from a
         if alike in taken:
             raise SourceError(
-                "two pictures would have the same file",
+                "two images would have the same file",
                 where=path,
                 found=f"{taken[alike]} and {job.name}",
                 do="rename one of them in the source",
@@ -186,10 +186,10 @@ def checked(name: str) -> str:
     parts = name.split("/")
     if not name or "\0" in name or "\\" in name or any(part in ("", ".", "..") for part in parts):
         raise SourceError(
-            "this name does not stay in the folder of the pictures",
+            "this name does not stay in the folder of the images",
             where=repr(name),
             expected="a path without .., that begins in it",
-            do="rename it in the source, or move the table to a folder above its pictures",
+            do="rename it in the source, or move the table to a folder above its images",
         )
     if WINDOWS and (lacking := sorted(set(name) & NO_NAME_ON_WINDOWS)):
         raise SourceError(
@@ -201,12 +201,12 @@ def checked(name: str) -> str:
 
 
 def hash_in(path: Path) -> str | None:
-    """What a picture of ours was drawn from; None where it is damaged."""
+    """What an image of ours was drawn from; None where it is damaged."""
     try:
-        with Image.open(path, formats=["PNG"]) as picture:
-            digest = picture.info.get(CHUNK)
+        with Image.open(path, formats=["PNG"]) as image:
+            digest = image.info.get(CHUNK)
             if isinstance(digest, str):
-                return digest if is_whole(picture) else None
+                return digest if is_whole(image) else None
     except (OSError, ValueError, Image.DecompressionBombError):
         pass
     raise ConfigError(
@@ -216,9 +216,9 @@ def hash_in(path: Path) -> str | None:
     )
 
 
-def is_whole(picture: Image.Image) -> bool:
+def is_whole(image: Image.Image) -> bool:
     try:
-        picture.verify()
+        image.verify()
     except (OSError, SyntaxError, ValueError):
         return False
     return True

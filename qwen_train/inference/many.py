@@ -18,7 +18,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
 from qwen_cache.console import counting
-from qwen_cache.encode.decode import decode_pictures
+from qwen_cache.encode.decode import decode_images
 from qwen_cache.errors import ConfigError, Problem, SourceError
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import content_hash
@@ -29,7 +29,7 @@ from qwen_train.inference.cached import draw_cached, guidance_from_cache, initia
 from qwen_train.inference.devices import memory_for
 from qwen_train.inference.generator import Generator, check_count
 from qwen_train.inference.grid import Row
-from qwen_train.inference.jobs import Done, Job, hash_in, paths_of, pictures_of, run_jobs, waiting
+from qwen_train.inference.jobs import Done, Job, hash_in, images_of, paths_of, run_jobs, waiting
 from qwen_train.inference.prompts import PromptEncoder
 from qwen_train.signals import Signals
 from qwen_train.weights import check_cache
@@ -58,7 +58,7 @@ def generate_jobs(
             what = "the image was there and is missing now"
             raise SourceError(what, where=job.name, do="run the same command again")
         there = {name: tensor.to(generator.devices.transformer) for name, tensor in embeds[job.name].items()}
-        return generator.call_pipeline(pictures_of(job), there, one_of_many=True).images[0]
+        return generator.call_pipeline(images_of(job), there, one_of_many=True).images[0]
 
     made = Done([], [], [])
     for number, (each, inputs) in enumerate(passes):
@@ -107,7 +107,7 @@ def encode(generator: Generator, jobs: Sequence[Job]) -> dict[str, dict[str, tor
     with counting("encoding prompts", len(jobs)) as advance:
         for job in jobs:
             try:
-                embeds[job.name] = encoder.arguments(pictures_of(job), job.prompt, generator.negative_prompt)
+                embeds[job.name] = encoder.arguments(images_of(job), job.prompt, generator.negative_prompt)
             except SourceError:
                 embeds[job.name] = {}
             advance(1)
@@ -125,8 +125,8 @@ def compared(jobs: Sequence[Job], folder: Path, *, with_lora: bool, failed: Sequ
             continue
         images = [Image.open(path).convert("RGB") for path in paths]
         new, old = (images[0], images[1]) if with_lora else (None, images[0])
-        target = pictures_of(replace(job, controls=(job.target,)))[0] if job.target else None
-        rows.append((job, Row(tuple(pictures_of(job)), old, new, target)))
+        target = images_of(replace(job, controls=(job.target,)))[0] if job.target else None
+        rows.append((job, Row(tuple(images_of(job)), old, new, target)))
     return rows
 
 
@@ -179,7 +179,7 @@ def generate_samples(generator: Generator, cache: Cache, samples: Sequence[Sampl
                     dtype=generator.dtype,
                     on_step=on_step,
                 )
-            return decode_pictures(pipeline.vae, latents, sample.img_shapes[:1])[0]
+            return decode_images(pipeline.vae, latents, sample.img_shapes[:1])[0]
 
         for sample in samples:
             row = Row(with_lora=generated(sample)) if generator.loras else Row(without_lora=generated(sample))
@@ -194,5 +194,5 @@ def generate_samples(generator: Generator, cache: Cache, samples: Sequence[Sampl
 def with_its_own_images(row: Row, sample: Sample, vae: Any) -> Row:
     """The row with the controls and the target of its sample, decoded."""
     target, controls = sample.img_shapes[:1], sample.img_shapes[1:]
-    decoded = decode_pictures(vae, sample["control_latents"], controls) if controls else []
-    return replace(row, controls=tuple(decoded), target=decode_pictures(vae, sample["image_latents"], target)[0])
+    decoded = decode_images(vae, sample["control_latents"], controls) if controls else []
+    return replace(row, controls=tuple(decoded), target=decode_images(vae, sample["image_latents"], target)[0])

@@ -2,7 +2,7 @@
 
 What they are called with and what they generate is theirs, bit for bit on the same devices: overridden are only the
 places where tensors go from one part to another, and the text encoder, for which see prompts.py. It is loaded when a
-prompt is first given; with `prompt_embeds` it never is. A picture for which the VAE's device has too little memory goes
+prompt is first given; with `prompt_embeds` it never is. An image for which the VAE's device has too little memory goes
 in tiles.
 """
 
@@ -78,7 +78,7 @@ def load_pipeline(
 
 
 class PlacedVae(nn.Module):
-    """The stock VAE; what it is given is moved to its device, and a picture too large for that goes in tiles."""
+    """The stock VAE; what it is given is moved to its device, and an image too large for that goes in tiles."""
 
     def __init__(self, vae: Any, place: torch.device) -> None:
         super().__init__()
@@ -92,12 +92,12 @@ class PlacedVae(nn.Module):
 
     @apply_forward_hook  # type: ignore[untyped-decorator]
     def encode(self, pixels: Tensor) -> Any:
-        with memory_for("encoding a picture", self.place):
+        with memory_for("encoding an image", self.place):
             return VaeThatFits(self.vae).encode(pixels.to(self.place))
 
     @apply_forward_hook  # type: ignore[untyped-decorator]
     def decode(self, latents: Tensor, return_dict: bool = True) -> Any:
-        with memory_for("decoding the picture", self.place):
+        with memory_for("decoding the image", self.place):
             return VaeThatFits(self.vae).decode(latents.to(self.place), return_dict)
 
 
@@ -120,8 +120,8 @@ class Placed:
     def _embed(self, prompt: Prompt, image: Any, device: Any, dtype: Any) -> tuple[Tensor, Tensor]:
         """In place of the stock text encoder."""
         prompts = prompt if isinstance(prompt, list) else [prompt or ""]
-        pictures = [] if image is None else image if isinstance(image, list) else [image]
-        embeds, mask = self.prompt_encoder.embed(prompts, pictures)
+        images = [] if image is None else image if isinstance(image, list) else [image]
+        embeds, mask = self.prompt_encoder.embed(prompts, images)
         device = device or self._execution_device
         return embeds.to(device=device, dtype=dtype), mask.to(device)
 

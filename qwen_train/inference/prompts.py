@@ -28,7 +28,7 @@ from qwen_train.inference.devices import Devices, Offload, memory_for
 
 def encode_prompts(
     model: ModelFolder,
-    pictures: Sequence[Image.Image],
+    images: Sequence[Image.Image],
     prompt: str,
     negative_prompt: str | None,
     devices: Devices,
@@ -40,7 +40,7 @@ def encode_prompts(
     No encoder is left behind.
     """
     encoder = PromptEncoder(model, devices.text, dtype, offload)
-    found = encoder.arguments(pictures, prompt, negative_prompt)
+    found = encoder.arguments(images, prompt, negative_prompt)
     encoder.free()
     return {name: tensor.to(devices.transformer) for name, tensor in found.items()}
 
@@ -55,25 +55,25 @@ class PromptEncoder:
     offload: Offload = "none"
     _encoder: TextEncoder | None = None
 
-    def arguments(self, pictures: Sequence[Image.Image], prompt: str, negative_prompt: str | None) -> dict[str, Tensor]:
-        """What a pipeline takes in place of the prompts about `pictures` (RGB, as they are)."""
+    def arguments(self, images: Sequence[Image.Image], prompt: str, negative_prompt: str | None) -> dict[str, Tensor]:
+        """What a pipeline takes in place of the prompts about `images` (RGB, as they are)."""
         area = TEMPLATES[self.model.pipeline].condition_image_size
-        seen = [p.resize(calculate_dimensions(area, p.size), Image.Resampling.LANCZOS) for p in pictures]
+        seen = [p.resize(calculate_dimensions(area, p.size), Image.Resampling.LANCZOS) for p in images]
         arguments = {}
         for name, text in (("prompt_embeds", prompt), ("negative_prompt_embeds", negative_prompt)):
             if text is not None:
                 arguments[name], arguments[f"{name}_mask"] = self.embed([text], seen)
         return arguments
 
-    def embed(self, prompts: Sequence[str], pictures: Sequence[Image.Image]) -> tuple[Tensor, Tensor]:
-        """Embeddings `[B, L, D]` and mask `[B, L]`, padded as the pipelines do; pictures (resized) are dealt out."""
-        per_prompt, left_over = divmod(len(pictures), len(prompts))
-        if left_over or per_prompt > (self.model.max_controls or len(pictures)):
-            raise ValueError(f"{len(pictures)} pictures for {len(prompts)} prompts of a {self.model.pipeline}")
+    def embed(self, prompts: Sequence[str], images: Sequence[Image.Image]) -> tuple[Tensor, Tensor]:
+        """Embeddings `[B, L, D]` and mask `[B, L]`, padded as the pipelines do; images (resized) are dealt out."""
+        per_prompt, left_over = divmod(len(images), len(prompts))
+        if left_over or per_prompt > (self.model.max_controls or len(images)):
+            raise ValueError(f"{len(images)} images for {len(prompts)} prompts of a {self.model.pipeline}")
         with memory_for("encoding the prompt", self.device):
             encoder = self._load()
             rows = [
-                encoder.encode_whole(pictures[i * per_prompt : (i + 1) * per_prompt], prompt)
+                encoder.encode_whole(images[i * per_prompt : (i + 1) * per_prompt], prompt)
                 for i, prompt in enumerate(prompts)
             ]
             if self._moves and self.offload == "model":

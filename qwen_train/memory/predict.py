@@ -36,7 +36,7 @@ from qwen_train.weights import compute_dtype, prepare_for_training
 
 Device = Literal["cuda", "cpu"]
 Shape = tuple[ImgShapes, int]
-"""Of a sample: its pictures in tokens, the target first, and the tokens of its text."""
+"""Of a sample: its images in tokens, the target first, and the tokens of its text."""
 
 RESERVED = 800_000_000  # of CUDA: context and libraries, 0.4 to 0.8 GB as published for recent cards; not measured here
 FRAGMENTATION = 0.03  # of the rest: what the caching allocator cannot hand out; a guess on the safe side

@@ -205,7 +205,7 @@ def test_what_is_not_finite_is_refused_and_nothing_is_committed(
 
     with patch.object(lane, "encode", overflow):
         result = build(pairs, out, tiny_model("edit-plus"))
-    name = "cat" if lane is TextEncoder else "china"  # the VAE's fourth picture, after the cat's three
+    name = "cat" if lane is TextEncoder else "china"  # the VAE's fourth image, after the cat's three
     assert result.code == 2
     assert f"{name}.png: {tensor} of {name} is not finite (found NaN or Inf)" in result.stderr
     assert "build with --dtype float32, and check the model's weights" in result.stderr
@@ -248,7 +248,7 @@ def test_a_missing_control_of_a_table_stops_the_build_and_names_its_row(
 def test_without_torchvision_a_build_is_the_same(
     tiny_model: TinyModel, built: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Trap 25: the pictures go through PIL, and the recipe says so."""
+    """Trap 25: the images go through PIL, and the recipe says so."""
     program = "import sys; sys.modules['torchvision'] = None; from qwen_cache.cli import main; main()"
     source, out = write_pairs(tmp_path / "data"), tmp_path / "shards"
     arguments = ["build", source, "--out", out, "--model", tiny_model("edit-plus"), *SMALL]

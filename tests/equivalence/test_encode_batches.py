@@ -26,24 +26,24 @@ from tests.support.judge import (
     build_cache,
     by_name,
     case,
-    picture,
+    image,
     small_options,
 )
-from tests.support.text_encoder import pictures, recording
+from tests.support.text_encoder import images, recording
 
 CONTROLS: list[list[Size]] = [[(150, 100)], [(90, 200)], [(150, 100), (200, 90)], [(128, 128)], [(60, 60), (90, 160)]]
 IN_BATCHES = ["--set", "cache.vae_batch_pixels=100000", "--set", "cache.text_batch_tokens=2000"]
 
 
 def mixture(variant: str) -> dict[str, Case]:
-    """Mixed shapes, numbers of controls and lengths of prompts; two samples are about the same pictures."""
+    """Mixed shapes, numbers of controls and lengths of prompts; two samples are about the same images."""
     controls = {"t2i": [[]] * 5, "edit": [sizes[:1] for sizes in CONTROLS]}.get(variant, CONTROLS)
     prompts = [PROMPTS["chinese"], "make it blue", PROMPTS["emoji"], "cut", PROMPTS["braces"]]
     cases = {
-        name: Case(picture(name, (128, 128 - 32 * (i % 2))), case([(1, 1), *sizes], "").controls, prompt)
+        name: Case(image(name, (128, 128 - 32 * (i % 2))), case([(1, 1), *sizes], "").controls, prompt)
         for i, (name, sizes, prompt) in enumerate(zip(PHOTOGRAPHS, controls, prompts, strict=True))
     }
-    return cases | {"again": case([(128, 96), *controls[0]], "the same picture, something else")}
+    return cases | {"again": case([(128, 96), *controls[0]], "the same image, something else")}
 
 
 @pytest.mark.slow
@@ -71,14 +71,14 @@ def test_a_build_in_batches_is_what_the_pipelines_compute(variant: str, tiny_mod
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_texts_about_different_numbers_of_pictures_can_go_together(dtype: torch.dtype, tiny_model: TinyModel) -> None:
+def test_texts_about_different_numbers_of_images_can_go_together(dtype: torch.dtype, tiny_model: TinyModel) -> None:
     """Prefixes of 1 to 4 images in one pass, each prompt at its own positions, next to prompts of other lengths."""
     model = open_model(str(tiny_model("edit-plus")), ENCODER_PARTS)
     cpu = torch.device("cpu")
     alone, together = (TextEncoder(model, cpu, dtype, tokens) for tokens in (1, 10_000))
     exact = TextEncoder(model, cpu, dtype)
     exact.model.double()
-    seen = [alone.inputs(pictures(count)) for count in (2, 1, 4, 3)]
+    seen = [alone.inputs(images(count)) for count in (2, 1, 4, 3)]
     asked = [(seen[i % 4], prompt[:200], ()) for i, prompt in enumerate(PROMPTS.values())]
     with recording(Qwen2_5_VLTextModel) as passes:
         batch = together.encode(asked)
@@ -89,10 +89,10 @@ def test_texts_about_different_numbers_of_pictures_can_go_together(dtype: torch.
             assert_same(getattr(ours, name), getattr(one, name), getattr(truth, name))
 
 
-def test_pictures_that_were_just_read_are_not_read_again(tiny_model: TinyModel) -> None:
+def test_images_that_were_just_read_are_not_read_again(tiny_model: TinyModel) -> None:
     model = open_model(str(tiny_model("edit-plus")), ENCODER_PARTS)
     encoder = TextEncoder(model, torch.device("cpu"), torch.float32, 10_000)
-    first, second = encoder.inputs(pictures(1)), encoder.inputs(pictures(2))
+    first, second = encoder.inputs(images(1)), encoder.inputs(images(2))
     with recording(Qwen2_5_VLTextModel) as passes:
         one, other = encoder.encode([(first, "make it blue", ()), (second, "make it blue", ())])
         (again,) = encoder.encode([(second, "make it red", ())])
@@ -104,10 +104,10 @@ def test_pictures_that_were_just_read_are_not_read_again(tiny_model: TinyModel) 
 
 
 def test_no_pass_is_longer_than_its_bound(tiny_model: TinyModel) -> None:
-    """Ten prompts about one picture: as many at once as the keys and values of eight batches have room for."""
+    """Ten prompts about one image: as many at once as the keys and values of eight batches have room for."""
     model = open_model(str(tiny_model("edit-plus")), ENCODER_PARTS)
     encoder = TextEncoder(model, torch.device("cpu"), torch.float32, 100)
-    prefixes = encoder.read([encoder.inputs(pictures(1))])
+    prefixes = encoder.read([encoder.inputs(images(1))])
     with recording(Qwen2_5_VLTextModel) as passes:
         encoder.embed(prefixes, [(0, "make it blue", None)] * 10)
     rows = [len(call["inputs_embeds"]) for call in passes]
@@ -118,7 +118,7 @@ def test_no_pass_is_longer_than_its_bound(tiny_model: TinyModel) -> None:
 
 def test_a_batch_is_of_eight_samples_at_most(tiny_model: TinyModel, tmp_path: Path) -> None:
     """However much a device has room for: half of what is in flight, so that the other half is decoded meanwhile."""
-    controls = [picture("china.jpg", (64 + i, 64)) for i in range(12)]
+    controls = [image("china.jpg", (64 + i, 64)) for i in range(12)]
     cases = {f"{i}": Case(controls[0], (control,), f"number {i}") for i, control in enumerate(controls)}
     sizes: list[int] = []
     encode = TextEncoder.encode
@@ -147,10 +147,10 @@ def test_by_default_a_cpu_encodes_one_by_one(tiny_model: TinyModel, tmp_path: Pa
     assert most == [1, 1]
 
 
-def test_pictures_of_one_shape_go_through_the_vae_together(tiny_model: TinyModel) -> None:
+def test_images_of_one_shape_go_through_the_vae_together(tiny_model: TinyModel) -> None:
     model = open_model(str(tiny_model("edit-plus")), ENCODER_PARTS)
     vae = VaeEncoder(model, torch.device("cpu"), torch.float32, 10**6)
-    pixels = [vae.pixels(picture(name, (128, 96)), (128, 96)) for name in ("china.jpg", "flower.jpg", "coffee.png")]
+    pixels = [vae.pixels(image(name, (128, 96)), (128, 96)) for name in ("china.jpg", "flower.jpg", "coffee.png")]
     for together, each in zip(vae.encode(pixels), pixels, strict=True):
         (alone,) = vae.encode([each])
         assert together.shape == alone.shape == (48, 64)

@@ -45,7 +45,7 @@ from tests.support.judge import (
     case,
     exact_pipeline,
     feed,
-    picture,
+    image,
     relative,
     small_options,
     stock_pipeline,
@@ -54,7 +54,7 @@ from tests.support.text_encoder import pictures, recording, stock_embeds
 
 TextEncoders = Callable[..., TextEncoder]
 NUMBERS = [("t2i", 0), ("edit", 1), ("edit-plus", 1), ("edit-plus", 2), ("edit-plus", 4), ("edit-2511", 3)]
-"""Variants, each with numbers of pictures."""
+"""Variants, each with numbers of images."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_the_tokens_are_the_pipelines_and_so_is_what_is_dropped(
         assert torch.equal(ours, stock)
         assert len(encoded) == ours.shape[1] - pipeline.prompt_template_encode_start_idx
     decoded = pipeline.tokenizer.decode(ours[0])
-    assert decoded.count("Picture ") == (count if variant in ("edit-plus", "edit-2511") else 0)
+    assert decoded.count("Image ") == (count if variant in ("edit-plus", "edit-2511") else 0)
     assert decoded.count("<|vision_end|>") == count
 
 
@@ -125,10 +125,10 @@ def test_special_tokens_in_a_prompt_do_not_move_the_prefix(
         assert_same(ours, stock_embeds(pipeline, pictures(2), prompt))
 
 
-def test_the_end_of_a_long_instruction_about_three_pictures_is_there(
+def test_the_end_of_a_long_instruction_about_three_images_is_there(
     text_encoder: TextEncoders, tiny_model: TinyModel
 ) -> None:
-    """Trap 12: no limit counts the pictures' tokens first and then has no room for the words."""
+    """Trap 12: no limit counts the images' tokens first and then has no room for the words."""
     encoder, pipeline = text_encoder("edit-plus"), stock_pipeline(tiny_model("edit-plus"), "edit-plus")
     three, seven = our_embeds(encoder, pictures(3), f"{LONG} Number 3", f"{LONG} Number 7")
     after = len(pipeline.tokenizer("3<|im_end|>\n<|im_start|>assistant\n").input_ids)
@@ -171,19 +171,19 @@ def test_the_vision_tower_sees_the_pixels_that_the_pipeline_shows_it(
         build_cache(tmp_path, {"it": it}, tiny_model(variant), "--dtype", "float32", *small_options(variant))
         feed(stock_pipeline(tiny_model(variant), variant), it.controls, it.prompt)
     ours, *stock = (call["hidden_states"] for call in calls)
-    assert len(stock) == 2  # it encodes the pictures for the empty prompt once more
+    assert len(stock) == 2  # it encodes the images for the empty prompt once more
     assert torch.equal(ours, stock[0])
 
 
 # ---- positions -------------------------------------------------------------------------------------------------------
 
 
-def counted_positions(token_is_picture: list[bool], grids: list[tuple[int, int]]) -> Tensor:
-    """`[3, 1, L]`: words count on in all axes; a picture's tokens lie at (time, row, column) from where it begins."""
+def counted_positions(token_is_image: list[bool], grids: list[tuple[int, int]]) -> Tensor:
+    """`[3, 1, L]`: words count on in all axes; an image's tokens lie at (time, row, column) from where it begins."""
     positions, start, i = [], 0, 0
     left = list(grids)
-    while i < len(token_is_picture):
-        if token_is_picture[i]:
+    while i < len(token_is_image):
+        if token_is_image[i]:
             height, width = left.pop(0)
             positions += [(start, start + row, start + column) for row in range(height) for column in range(width)]
             start, i = start + max(height, width), i + height * width
@@ -195,18 +195,18 @@ def counted_positions(token_is_picture: list[bool], grids: list[tuple[int, int]]
 
 @pytest.mark.parametrize(("variant", "count"), [("edit", 1), ("edit-plus", 1), ("edit-plus", 4)])
 def test_positions_are_three_dimensional(variant: str, count: int, text_encoder: TextEncoders) -> None:
-    """Trap 23: for the prompt, and for the empty one that goes on behind the pictures."""
+    """Trap 23: for the prompt, and for the empty one that goes on behind the images."""
     encoder = text_encoder(variant)
-    picture_token = encoder.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    image_token = encoder.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     with recording(Qwen2_5_VLTextModel) as model_calls, recording(Qwen2_5_VLModel) as calls:
         our_embeds(encoder, pictures(count), "make it blue", "")
     positions, ids = [call["position_ids"] for call in model_calls], [call["input_ids"] for call in calls]
     merged = [(h // 2, w // 2) for _, h, w in calls[0]["image_grid_thw"].tolist()]
     for i in (1, 2):
-        is_picture = torch.cat([ids[0], ids[i]], dim=1)[0] == picture_token
-        expected = counted_positions(is_picture.tolist(), merged)
+        is_image = torch.cat([ids[0], ids[i]], dim=1)[0] == image_token
+        expected = counted_positions(is_image.tolist(), merged)
         assert torch.equal(torch.cat([positions[0], positions[i]], dim=2), expected)
-        _, rows, columns = expected[:, 0, is_picture]
+        _, rows, columns = expected[:, 0, is_image]
         assert not torch.equal(rows, columns)
 
 
@@ -280,7 +280,7 @@ def test_two_prompts_cost_as_much_as_one(
     variant: str, size: Size, text_encoder: TextEncoders, tiny_model: TinyModel
 ) -> None:
     """Counted in tokens that go through the language model, at the pipelines' sizes; the vision tower runs once."""
-    controls, prompt = [picture("china.jpg", size)], "Make it look like late autumn"
+    controls, prompt = [image("china.jpg", size)], "Make it look like late autumn"
     with recording(Qwen2_5_VLTextModel) as stock:
         stock_embeds(stock_pipeline(tiny_model(variant), variant), controls, prompt)
     with recording(Qwen2_5_VLTextModel) as ours, recording(Qwen2_5_VisionTransformerPretrainedModel) as vision:
@@ -314,11 +314,11 @@ def test_lm_head_is_never_run(tiny_model: TinyModel, tmp_path: Path) -> None:
 @pytest.mark.fast_cases(1)
 @pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize("variant", ["edit", "edit-plus"])
-def test_the_empty_prompt_is_about_the_pictures_in_both_formats(
+def test_the_empty_prompt_is_about_the_images_in_both_formats(
     variant: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """Trap 19: it equals the encoder on (pictures, ""), not on a dummy picture, and is no zeros."""
-    controls = {name: picture(f"{name}.jpg", (150, 100)) for name in ("china", "flower")}
+    """Trap 19: it equals the encoder on (images, ""), not on a dummy image, and is no zeros."""
+    controls = {name: image(f"{name}.jpg", (150, 100)) for name in ("china", "flower")}
     cases = {name: Case(control, (control,), "make it blue") for name, control in controls.items()}
     options = ["--dtype", "float32", *small_options(variant)]
     v1, v2 = (
@@ -339,9 +339,9 @@ def test_the_empty_prompt_is_about_the_pictures_in_both_formats(
 
 @pytest.mark.usefixtures("small_areas")
 def test_samples_with_the_same_instruction_keep_their_own_embeddings(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Trap 1: the embeddings of an edit contain its pictures, so the prompt alone is no key."""
-    target = picture("coffee.png", (150, 100))
-    controls = {name: picture(f"{name}.jpg", (150, 100)) for name in ("china", "flower")}
+    """Trap 1: the embeddings of an edit contain its images, so the prompt alone is no key."""
+    target = image("coffee.png", (150, 100))
+    controls = {name: image(f"{name}.jpg", (150, 100)) for name in ("china", "flower")}
     cases = {name: Case(target, (control,), "make it blue") for name, control in controls.items()}
     model = tiny_model("edit-plus")
     samples = by_name(build_cache(tmp_path, cases, model, "--dtype", "float32", *small_options("edit-plus")))

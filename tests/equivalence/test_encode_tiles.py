@@ -20,7 +20,7 @@ from qwen_cache.encode.single_frame import for_single_frames
 from qwen_cache.encode.tiles import HEIGHT, WIDTH, VaeThatFits, decode_in_tiles, encode_in_tiles, reach, spans, windows
 from qwen_cache.errors import ModelError
 from tests.support.judge import EXACT, TOLERANCE, assert_same, relative, without_float32
-from tests.support.vae import noise, picture, random_vae
+from tests.support.vae import image, noise, random_vae
 
 SIZES = [(192, 192), (96, 288), (304, 80), (32, 32), (176, 240)]  # height, width
 FAST = [((96, 288), 64), ((304, 80), 64), ((192, 192), 128), ((32, 32), 64)]
@@ -70,7 +70,7 @@ def error(ours: Tensor, stock: Tensor) -> float:
 @pytest.mark.parametrize(("size", "tile"), SIZES_AND_TILES)
 def test_moments_are_those_of_the_whole(size: tuple[int, int], tile: int, exact: tuple[Any, Any]) -> None:
     stock, ours = exact
-    pixels = picture(*size).double()
+    pixels = image(*size).double()
     whole = stock.encode(pixels).latent_dist.parameters
     assert error(encode_in_tiles(ours, pixels, tile), whole) < EXACT
 
@@ -90,7 +90,7 @@ def test_pixels_are_those_of_the_whole(size: tuple[int, int], tile: int, exact: 
 def test_the_real_size_in_tiles_is_the_whole() -> None:
     stock = random_vae().double()
     ours = for_single_frames(copy.deepcopy(stock))
-    pixels, latents = picture(32, 192).double(), noise(32, 160).double()
+    pixels, latents = image(32, 192).double(), noise(32, 160).double()
     with without_float32():
         assert error(encode_in_tiles(ours, pixels, 96), stock.encode(pixels).latent_dist.parameters) < EXACT
         assert error(decode_in_tiles(ours, latents, 96), stock.decode(latents).sample) < EXACT
@@ -99,22 +99,22 @@ def test_the_real_size_in_tiles_is_the_whole() -> None:
 def test_bfloat16_is_as_near_to_the_exact_result_as_the_whole(stock: Any) -> None:
     whole = copy.deepcopy(stock).bfloat16()
     ours, exact = for_single_frames(copy.deepcopy(whole)), copy.deepcopy(whole).double()
-    pixels, latents = picture(96, 224).bfloat16(), noise(96, 224).bfloat16()
+    pixels, latents = image(96, 224).bfloat16(), noise(96, 224).bfloat16()
     truth = exact.encode(pixels.double()).latent_dist.parameters, exact.decode(latents.double()).sample
     assert_same(encode_in_tiles(ours, pixels, 64), whole.encode(pixels).latent_dist.parameters, truth[0])
     assert_same(decode_in_tiles(ours, latents, 64), whole.decode(latents).sample, truth[1])
 
 
-def test_a_picture_within_one_tile_is_bit_for_bit_the_same(ours: Any) -> None:
+def test_an_image_within_one_tile_is_bit_for_bit_the_same(ours: Any) -> None:
     """So that tiles can always be on: then it is the same call."""
-    pixels, latents = picture(96, 128), noise(96, 128)
+    pixels, latents = image(96, 128), noise(96, 128)
     assert torch.equal(encode_in_tiles(ours, pixels, 128), ours.encode(pixels).latent_dist.parameters)
     assert torch.equal(decode_in_tiles(ours, latents, 128), ours.decode(latents).sample)
 
 
-def test_every_picture_of_a_batch_is_tiled(exact: tuple[Any, Any]) -> None:
+def test_every_image_of_a_batch_is_tiled(exact: tuple[Any, Any]) -> None:
     stock, ours = exact
-    pixels = torch.cat([picture(96, 160), picture(96, 160).flip(-1)]).double()
+    pixels = torch.cat([image(96, 160), image(96, 160).flip(-1)]).double()
     both = encode_in_tiles(ours, pixels, 64)
     for one, moments in zip(pixels.split(1), both.split(1), strict=True):
         assert error(moments, stock.encode(one).latent_dist.parameters) < EXACT
@@ -157,7 +157,7 @@ def narrower(before: int, after: int) -> Any:
 def test_a_narrower_halo_would_be_noticed(mutant: Any, exact: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above sees one missing step of the coarsest level, and padding between tiles all the more."""
     stock, ours = exact
-    pixels = picture(192, 192).double()
+    pixels = image(192, 192).double()
     monkeypatch.setattr(tiles, "reach", mutant)
     whole = stock.encode(pixels).latent_dist.parameters
     assert error(encode_in_tiles(ours, pixels, 64), whole) > 1e6 * EXACT
@@ -176,7 +176,7 @@ def test_a_narrower_halo_of_the_decoder_would_be_noticed(
 
 
 def test_the_largest_tensor_is_one_of_a_tile(ours: Any) -> None:
-    """It does not grow with the picture."""
+    """It does not grow with the image."""
     largest: list[int] = []
 
     class Watch(TorchDispatchMode):
@@ -189,7 +189,7 @@ def test_the_largest_tensor_is_one_of_a_tile(ours: Any) -> None:
         for width in (256, 512):
             largest.append(0)
             with Watch():
-                run(picture(32, width))
+                run(image(32, width))
     of_a_tile, of_a_tile_again, whole, twice_as_wide = largest
     assert of_a_tile == of_a_tile_again < whole < twice_as_wide
 
@@ -200,7 +200,7 @@ def test_the_largest_tensor_is_one_of_a_tile(ours: Any) -> None:
 def test_a_vae_that_sees_everything_early_is_refused() -> None:
     vae = random_vae(base_dim=4, attn_scales=[0.5])
     with pytest.raises(ModelError, match="cannot be run in tiles: a QwenImageAttentionBlock in it may see further"):
-        encode_in_tiles(vae, picture(64, 64), 32)
+        encode_in_tiles(vae, image(64, 64), 32)
 
 
 def test_a_module_that_nobody_knows_is_refused(stock: Any) -> None:
@@ -212,14 +212,14 @@ def test_a_module_that_nobody_knows_is_refused(stock: Any) -> None:
 
 def test_a_tile_smaller_than_a_value_of_the_latents_is_refused(ours: Any) -> None:
     with pytest.raises(ValueError, match="smaller than one value"):
-        encode_in_tiles(ours, picture(32, 32), 4)
+        encode_in_tiles(ours, image(32, 32), 4)
 
 
 # ---- in the pipelines ------------------------------------------------------------------------------------------------
 
 
 class Small:
-    """A VAE on a device that has no memory for a whole picture."""
+    """A VAE on a device that has no memory for a whole image."""
 
     def __init__(self, vae: Any) -> None:
         self.vae = vae
@@ -234,8 +234,8 @@ class Small:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def test_a_picture_that_does_not_fit_goes_through_a_pipeline_in_tiles(stock: Any, ours: Any) -> None:
-    pixels, latents = picture(96, 160), noise(96, 160)
+def test_an_image_that_does_not_fit_goes_through_a_pipeline_in_tiles(stock: Any, ours: Any) -> None:
+    pixels, latents = image(96, 160), noise(96, 160)
     pipeline = QwenImageEditPlusPipeline(None, stock, None, None, None, None)
     whole = pipeline._encode_vae_image(pixels, generator=None)
     pipeline.vae = VaeThatFits(Small(copy.deepcopy(stock)), 64)
@@ -245,8 +245,8 @@ def test_a_picture_that_does_not_fit_goes_through_a_pipeline_in_tiles(stock: Any
         assert error(decoded, sample) < TOLERANCE
 
 
-def test_a_picture_that_fits_goes_whole_and_several_that_do_not_are_left_to_the_caller(ours: Any) -> None:
-    pixels = picture(96, 160)
+def test_an_image_that_fits_goes_whole_and_several_that_do_not_are_left_to_the_caller(ours: Any) -> None:
+    pixels = image(96, 160)
     whole = ours.encode(pixels).latent_dist.mode()
     assert torch.equal(VaeThatFits(ours, 64).encode(pixels).latent_dist.mode(), whole)
     several = VaeThatFits(Small(ours), 64)

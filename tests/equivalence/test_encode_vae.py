@@ -1,7 +1,7 @@
 """Latents in a cache: the pipelines' sizes and pixels, the posterior's mode, normalised once, packed as they unpack.
 
-The judge is the stock VAE, the stock pipelines' own parts, and the picture itself: latents are right when the stock
-decoder gives the picture back.
+The judge is the stock VAE, the stock pipelines' own parts, and the image itself: latents are right when the stock
+decoder gives the image back.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.support.judge import (
     case,
     exact_pipeline,
     feed,
-    picture,
+    image,
     plain_latents,
     plain_tokens,
     relative,
@@ -106,7 +106,7 @@ def test_latents_are_those_of_the_pipeline(
     size: Size, dtype: torch.dtype, vae_encoder: VaeEncoders, tiny_model: TinyModel
 ) -> None:
     """From an original of another size, by the pipeline's parts and by plain arithmetic."""
-    original = picture("china.jpg", (333, 517))
+    original = image("china.jpg", (333, 517))
     stock = stock_pipeline(tiny_model("edit-plus"), "edit-plus", dtype)
     pixels = stock.image_processor.preprocess(original, size[1], size[0]).unsqueeze(2)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_the_pipeline_unpacks_what_is_packed(
 ) -> None:
     """Trap 14: five dimensions, the frame among them, with every number in its place."""
     width, height = size
-    original = picture("coffee.png", (200, 150))
+    original = image("coffee.png", (200, 150))
     packed = encoded(vae_encoder(torch.float32), original, size)
     unpacked = pipeline._unpack_latents(packed[None], height, width, pipeline.vae_scale_factor)
     assert unpacked.shape == (1, 16, 1, height // 8, width // 8)
@@ -137,7 +137,7 @@ def test_latents_are_the_mode_of_the_posterior_and_no_draw(
     vae_encoder: VaeEncoders, pipeline: QwenImageEditPlusPipeline
 ) -> None:
     """Trap 13: a draw would be frozen into the cache."""
-    original = picture("china.jpg", (128, 128))
+    original = image("china.jpg", (128, 128))
     vae, (mean, std) = pipeline.vae, mean_and_std(pipeline)
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -200,11 +200,11 @@ def test_no_convolution_of_a_build_has_three_dimensions(
 
 
 def test_more_frames_than_one_are_refused(wide_vae: AutoencoderKLQwenImage) -> None:
-    with pytest.raises(ValueError, match="made for single pictures, found 4 frames"):
+    with pytest.raises(ValueError, match="made for single images, found 4 frames"):
         for_single_frames(copy.deepcopy(wide_vae)).encode(torch.randn(1, 3, 5, 32, 32))
 
 
-# ---- the picture comes back ------------------------------------------------------------------------------------------
+# ---- the image comes back ------------------------------------------------------------------------------------------
 
 
 def mean_and_std(pipeline: Any) -> tuple[Tensor, Tensor]:
@@ -240,10 +240,10 @@ def psnr(decoded: Tensor, original: Image.Image) -> float:
         ),
     ],
 )
-def test_decoding_gives_the_picture_back(name: str, size: Size, tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_decoding_gives_the_image_back(name: str, size: Size, tiny_model: TinyModel, tmp_path: Path) -> None:
     """Traps 11, 13 and 14: upright, unmirrored, normalised once; the tiny VAE keeps averages of 8×8 pixels."""
     control = photograph(name).resize(size)
-    cases = {"it": Case(picture("astronaut.png", (128, 128)), (control,), "make it blue")}
+    cases = {"it": Case(image("astronaut.png", (128, 128)), (control,), "make it blue")}
     folder = tiny_model("edit")
     sample = build_cache(tmp_path, cases, folder, "--dtype", "float32", *small_options("edit"))[0]
     pipeline = stock_pipeline(folder, "edit")
@@ -282,7 +282,7 @@ def test_width_and_height_of_a_control_are_not_swapped(tiny_model: TinyModel, tm
 @pytest.mark.parametrize("size", [(333, 517), (90, 400)])
 def test_a_target_equal_to_its_control_has_equal_latents(size: Size, tiny_model: TinyModel, tmp_path: Path) -> None:
     """Trap 22: one rule for the size of both, so that nothing is shifted. It is the same image in the same call."""
-    original = picture("china.jpg", size)
+    original = image("china.jpg", size)
     cases = {"it": Case(original, (original,), "change nothing")}
     sample = build_cache(tmp_path, cases, tiny_model("edit"), *small_options("edit"))[0]
     assert sample.img_shapes[0] == sample.img_shapes[1]
@@ -306,7 +306,7 @@ def test_the_vae_sees_the_pixels_that_the_pipeline_shows_it(
         seen.append(pixels.clone())
         return encode(self, pixels, *arguments, **options)
 
-    originals = [picture("china.jpg", (1201, 803)), picture("flower.jpg", (333, 517))]
+    originals = [image("china.jpg", (1201, 803)), image("flower.jpg", (333, 517))]
     it = Case(originals[0], (originals[1],), "make it blue")
     pipeline = stock_pipeline(tiny_model(variant), variant)
     with patch.object(AutoencoderKLQwenImage, "encode", record):
@@ -324,9 +324,9 @@ def test_the_vae_sees_the_pixels_that_the_pipeline_shows_it(
 # ---- what is the same, and what is not -------------------------------------------------------------------------------
 
 
-def test_nearly_equal_pictures_have_their_own_keys(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_nearly_equal_images_have_their_own_keys(tiny_model: TinyModel, tmp_path: Path) -> None:
     """Trap 20: before and after an edit differ in little, and what the samples are called says nothing."""
-    before = picture("china.jpg", (150, 100))
+    before = image("china.jpg", (150, 100))
     after = before.copy()
     after.putpixel((70, 50), (255, 0, 0))
     cases = {

@@ -29,7 +29,7 @@ from tests.support.judge import (
     assert_same,
     exact_pipeline,
     feed,
-    picture,
+    image,
     plain_latents,
     plain_tokens,
     relative,
@@ -46,8 +46,8 @@ from tests.support.transformer_judge import (
     stock_model,
 )
 from tests.support.transformer_mutants import MASK_MUTANTS, ROPE_MUTANTS
+from tests.support.vae import image as random_image
 from tests.support.vae import noise, random_vae
-from tests.support.vae import picture as random_picture
 
 VARIANT, BFLOAT16 = "edit-plus", torch.bfloat16
 
@@ -73,12 +73,12 @@ def assert_caught(wrong: dict[str, Tensor], right: Tensor, exact: Tensor) -> Non
 def test_wrong_embeddings_are_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traps 9, 10, 19 and 23."""
     pipeline, prompt = stock_pipeline(folder, VARIANT, BFLOAT16), "make it blue"
-    shown = picture("china.jpg", (112, 112))
+    shown = image("china.jpg", (112, 112))
     wrong = {
         "one-dimensional positions": stock_embeds(
             stock_pipeline(folder, VARIANT, BFLOAT16, corrected=False), [shown], prompt
         ),
-        "another image": stock_embeds(pipeline, [picture("flower.jpg", (112, 112))], prompt),
+        "another image": stock_embeds(pipeline, [image("flower.jpg", (112, 112))], prompt),
         "resized twice": stock_embeds(pipeline, [shown.resize((64, 64)).resize((112, 112))], prompt),
         "mirrored": stock_embeds(pipeline, [shown.transpose(Image.Transpose.FLIP_LEFT_RIGHT)], prompt),
         "another word": stock_embeds(pipeline, [shown], "make it glue"),
@@ -96,7 +96,7 @@ def test_wrong_embeddings_are_caught(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_a_wrong_empty_prompt_is_caught(folder: Path, small_areas: None) -> None:
     """Trap 19: of another image; and zeros."""
     pipelines = stock_pipeline(folder, VARIANT, BFLOAT16), exact_pipeline(folder, VARIANT)
-    china, flower = picture("china.jpg", (150, 100)), picture("flower.jpg", (150, 100))
+    china, flower = image("china.jpg", (150, 100)), image("flower.jpg", (150, 100))
     right, exact = (feed(each, [china], "make it blue").empty_prompt_embeds for each in pipelines)
     other = feed(pipelines[0], [flower], "make it blue").empty_prompt_embeds
     assert_caught({"of another image": other, "zeros": torch.zeros_like(right)}, right, exact)
@@ -111,7 +111,7 @@ def mean_and_std(vae: Any) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def test_wrong_latents_are_caught(folder: Path) -> None:
     """Traps 10, 11, 13 and 14."""
-    vae, original, size = stock_pipeline(folder, VARIANT, BFLOAT16).vae, picture("china.jpg", (333, 517)), (96, 96)
+    vae, original, size = stock_pipeline(folder, VARIANT, BFLOAT16).vae, image("china.jpg", (333, 517)), (96, 96)
     latents, exact = (plain_latents(each, original, size) for each in (vae, exact_pipeline(folder, VARIANT).vae))
     mean, std = mean_and_std(vae)
     resized = original.resize(size, Image.Resampling.LANCZOS)
@@ -145,7 +145,7 @@ def test_tiles_without_a_halo_are_caught(monkeypatch: pytest.MonkeyPatch) -> Non
     """Of tiles, in the encoder and in the decoder."""
     stock = random_vae(base_dim=8).bfloat16()
     exact, ours = random_vae(base_dim=8).bfloat16().double(), for_single_frames(random_vae(base_dim=8).bfloat16())
-    pixels, latents = random_picture(96, 192).bfloat16(), noise(96, 192).bfloat16()
+    pixels, latents = random_image(96, 192).bfloat16(), noise(96, 192).bfloat16()
     cases: dict[str, tuple[Callable[..., Tensor], Tensor, Tensor, Tensor]] = {
         "encoder": (
             tiles.encode_in_tiles,

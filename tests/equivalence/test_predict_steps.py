@@ -36,7 +36,7 @@ from tests.support.judge import TOLERANCE, picture, relative, stock_pipeline
 TinyModel = Callable[[str], Path]
 CPU = Devices(*[torch.device("cpu")] * 3)
 PARTS = ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")
-PICTURES = [("china.jpg", (160, 107)), ("chelsea.png", (60, 120)), ("coffee.png", (97, 130))]
+IMAGES = [("china.jpg", (160, 107)), ("chelsea.png", (60, 120)), ("coffee.png", (97, 130))]
 VARIANTS = [("t2i", 0), ("edit", 1), ("edit-plus", 1), ("edit-plus", 2), ("edit-plus", 3), ("edit-2511", 2)]
 ONE_FAST = [("edit-plus", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("t2i", 0), ("edit", 1)))]
 FLOAT32 = PredictConfig(dtype="float32")
@@ -144,11 +144,11 @@ def is_call(value: Any) -> bool:
 
 @pytest.fixture
 def both(tiny_model: TinyModel, small_areas: None) -> Callable[..., Both]:
-    """Both pipelines of a variant, with pictures; float32 when nothing else is said."""
+    """Both pipelines of a variant, with images; float32 when nothing else is said."""
 
     def make(variant: str, count: int, dtype: torch.dtype = torch.float32) -> Both:
         folder = tiny_model(variant)
-        images = [picture(name, size) for name, size in PICTURES[:count]]
+        images = [picture(name, size) for name, size in IMAGES[:count]]
         return Both(our_pipeline(folder, dtype), stock_pipeline(folder, variant, dtype), images)
 
     return make
@@ -195,7 +195,7 @@ def test_all_that_goes_from_part_to_part_is_equal(
         {**PROMPT, "negative_prompt": "", "true_cfg_scale": 1.0},
         {**PROMPT, "max_sequence_length": 3},
     ],
-    ids=["empty prompt", "two pictures", "sigmas", "latents", "32 pixels", "guidance", "no guidance", "cut"],
+    ids=["empty prompt", "two images", "sigmas", "latents", "32 pixels", "guidance", "no guidance", "cut"],
 )
 @pytest.mark.parametrize(("variant", "count"), ONE_FAST)
 def test_every_argument_means_what_it_means_in_stock(
@@ -244,7 +244,7 @@ def test_a_callback_sees_every_step_and_may_change_it(both: Callable[..., Both])
 
 @pytest.mark.parametrize("variant", ["t2i", "edit"])
 def test_two_prompts_at_once(variant: str, both: Callable[..., Both]) -> None:
-    """Edit takes a picture for each. With stock's own embeddings all is equal to the bit, padding and mask included."""
+    """Edit takes an image for each. With stock's own embeddings all is equal to the bit, padding and mask included."""
     pipelines = both(variant, 0)
     prompts = ["a cat", "make the second one 黑白, and keep all of its reflections where they are"]
     two = [picture("china.jpg", (96, 96)), picture("chelsea.png", (96, 96))]

@@ -9,7 +9,7 @@ from typing import Any
 from .commands import Result, run
 
 SMALL = ["--set", "data.vae_image_size=16384", "--set", "data.condition_image_size=12544", "--dtype", "float32"]
-"""Settings under which a build takes seconds: pictures of about 128² pixels for the VAE, 112² for the text encoder."""
+"""Settings under which a build takes seconds: images of about 128² pixels for the VAE, 112² for the text encoder."""
 
 
 def build(source: Path, out: Path, model: Path, *options: str) -> Result:

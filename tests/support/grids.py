@@ -8,9 +8,9 @@ from PIL import Image
 Box = tuple[int, int, int, int]
 
 
-def box_of(picture: Image.Image, whole: Image.Image) -> Box:
-    """Where the picture stands, pixel for pixel; it must stand in one place."""
-    pixels, part = np.asarray(whole).astype(int), np.asarray(picture).astype(int)
+def box_of(image: Image.Image, whole: Image.Image) -> Box:
+    """Where the image stands, pixel for pixel; it must stand in one place."""
+    pixels, part = np.asarray(whole).astype(int), np.asarray(image).astype(int)
     h, w = part.shape[:2]
     corners = (pixels[: -h or None, : -w or None] == part[0, 0]).all(axis=-1)
     found = [

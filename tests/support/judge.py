@@ -1,4 +1,4 @@
-"""The judge of what a cache holds: a stock diffusers pipeline that gets the original pictures and runs for one step.
+"""The judge of what a cache holds: a stock diffusers pipeline that gets the original images and runs for one step.
 
 What reaches its transformer is recorded. It is corrected in one place, from outside: diffusers 0.42 does not pass
 `mm_token_type_ids` to the text encoder (huggingface/diffusers issue 14194). Targets, which no pipeline encodes, are
@@ -78,8 +78,8 @@ class StockProcessor(Qwen2VLProcessor):
 def stock_pipeline(folder: Path, variant: str, dtype: torch.dtype = torch.float32, *, corrected: bool = True) -> Any:
     parts = {}
     if variant != "t2i":
-        pictures = Qwen2VLImageProcessorPil.from_pretrained(folder / "processor")
-        parts["processor"] = StockProcessor(pictures, Qwen2Tokenizer.from_pretrained(folder / "tokenizer"))
+        images = Qwen2VLImageProcessorPil.from_pretrained(folder / "processor")
+        parts["processor"] = StockProcessor(images, Qwen2Tokenizer.from_pretrained(folder / "tokenizer"))
     pipeline = PIPELINES[variant].from_pretrained(folder, dtype=dtype, **parts)
     pipeline.set_progress_bar_config(disable=True)
     if corrected:
@@ -104,7 +104,7 @@ def without_float32() -> Iterator[None]:
 
 
 def pass_token_types(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Say which tokens are a picture's, as the pipeline should: without it, positions are 1-D."""
+    """Say which tokens are an image's, as the pipeline should: without it, positions are 1-D."""
     return args, kwargs | {"mm_token_type_ids": (kwargs["input_ids"] == encoder.config.image_token_id).int()}
 
 
@@ -127,8 +127,8 @@ def feed(pipeline: Any, controls: Sequence[Image.Image], prompt: str) -> Fed:
         calls.append(inputs)
         return (torch.zeros_like(inputs["hidden_states"]),)
 
-    one_picture = isinstance(pipeline, QwenImageEditPipeline)  # given a list, it would not resize for the text encoder
-    pictures = {"image": controls[0] if one_picture else list(controls)} if controls else {}
+    one_image = isinstance(pipeline, QwenImageEditPipeline)  # given a list, it would not resize for the text encoder
+    images = {"image": controls[0] if one_image else list(controls)} if controls else {}
     with patch.object(pipeline.transformer, "forward", record):
         pipeline(
             prompt=prompt,
@@ -136,7 +136,7 @@ def feed(pipeline: Any, controls: Sequence[Image.Image], prompt: str) -> Fed:
             num_inference_steps=1,
             sigmas=[0.5],  # its own choice for one step divides by zero
             output_type="latent",
-            **pictures,
+            **images,
         )
     with_prompt, without = calls
     assert with_prompt["encoder_hidden_states_mask"] is None
@@ -150,9 +150,9 @@ def feed(pipeline: Any, controls: Sequence[Image.Image], prompt: str) -> Fed:
 
 
 @torch.no_grad()
-def plain_latents(vae: Any, picture: Image.Image, size: Size) -> Tensor:
-    """`[1, 16, H/8, W/8]`: what the latents of `picture` at `size` are by definition, not yet packed."""
-    values = np.asarray(picture.resize(size, Image.Resampling.LANCZOS), dtype=np.float32) / 255
+def plain_latents(vae: Any, image: Image.Image, size: Size) -> Tensor:
+    """`[1, 16, H/8, W/8]`: what the latents of `image` at `size` are by definition, not yet packed."""
+    values = np.asarray(image.resize(size, Image.Resampling.LANCZOS), dtype=np.float32) / 255
     pixels = (2 * torch.from_numpy(values) - 1).permute(2, 0, 1)[None, :, None]
     latents = vae.encode(pixels.to(vae.dtype)).latent_dist.mode()[:, :, 0]
     mean, std = (torch.tensor(v).to(vae.dtype) for v in (vae.config.latents_mean, vae.config.latents_std))
@@ -200,18 +200,18 @@ class Case:
     prompt: str
 
 
-def picture(name: str, size: Size, mode: str = "RGB") -> Image.Image:
+def image(name: str, size: Size, mode: str = "RGB") -> Image.Image:
     return photograph(name).resize(size).convert(mode)
 
 
 def case(sizes: Sequence[Size], prompt: str, mode: str = "RGB") -> Case:
     """A photograph for each size, the target first."""
-    pictures = [picture(name, size, mode) for name, size in zip(PHOTOGRAPHS, sizes, strict=False)]
-    return Case(pictures[0], tuple(pictures[1:]), prompt)
+    images = [image(name, size, mode) for name, size in zip(PHOTOGRAPHS, sizes, strict=False)]
+    return Case(images[0], tuple(images[1:]), prompt)
 
 
 def write_source(folder: Path, cases: dict[str, Case]) -> Path:
-    """A table of `cases`, with their pictures beside it."""
+    """A table of `cases`, with their images beside it."""
     folder.mkdir(parents=True)
     lines = []
     for name, it in cases.items():

@@ -38,7 +38,7 @@ EVERYTHING_RANDOM = {
     "lr_scheduler.warmup_steps": 1,
 }
 """A run in which chance and the past decide as much as they can: three steps of two batches."""
-PICTURES = {
+IMAGES = {
     **SMALL,
     "train.max_steps": 2,
     "train.validation_split": 0.6,

@@ -22,7 +22,7 @@ def write_pairs(folder: Path) -> Path:
     for name, control, target, prompt in (
         ("china", china, ImageOps.grayscale(china), "make it black and white"),
         ("flower", flower, ImageOps.grayscale(flower), "make it black and white"),
-        ("cat", cat, ImageOps.mirror(cat), "mirror the cat, 然后 keep the second picture's light"),
+        ("cat", cat, ImageOps.mirror(cat), "mirror the cat, 然后 keep the second image's light"),
         ("cup", cup, ImageOps.invert(cup), "invert the colours"),
     ):
         control.save(controls / f"{name}.png")

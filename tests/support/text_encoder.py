@@ -12,14 +12,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from .judge import PHOTOGRAPHS, Size, picture
+from .judge import PHOTOGRAPHS, Size, image
 
 SIZES: list[Size] = [(128, 96), (84, 140), (112, 112), (160, 64)]
 
 
 def pictures(count: int) -> list[Image.Image]:
     """At sizes for the text encoder, all different."""
-    return [picture(name, size) for name, size in zip(PHOTOGRAPHS, SIZES[:count], strict=False)]
+    return [image(name, size) for name, size in zip(PHOTOGRAPHS, SIZES[:count], strict=False)]
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ def random_vae(**config: Any) -> Any:
     return vae
 
 
-def picture(height: int, width: int) -> Tensor:
+def image(height: int, width: int) -> Tensor:
     return torch.rand(1, 3, 1, height, width, generator=torch.Generator().manual_seed(1)) * 2 - 1
 
 
