@@ -1,4 +1,4 @@
-# Two commands do everything: `make demo` and `make test`. Both install what they need into .venv, once.
+# `make demo` and `make test` install everything they need into .venv, once.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -11,18 +11,18 @@ export TIMEFORMAT := %U + %S seconds of CPU time (user + system), %R seconds in 
 
 .PHONY: help setup demo docs check test test-slow test-lowest clean
 
-help:  ## what there is
+help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: .venv/installed  ## make .venv with qwen-cache and qwen-train
+setup: .venv/installed  ## create .venv with qwen-cache and qwen-train
 
 .venv/installed: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make setup PYTHON=/path/to/python3.11"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is required: make setup PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: setup  ## the whole way on real photographs with a tiny model, on the CPU, in the folder demo/
+demo: setup  ## every step on real photographs with a tiny model, on the CPU, in the folder demo/
 	@PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh
 
 docs: .venv/installed-docs  ## the documentation as a site, in the folder site/
@@ -33,20 +33,21 @@ docs: .venv/installed-docs  ## the documentation as a site, in the folder site/
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
-check: setup  ## linter, formatter, spelling, imports, types
+check: setup  ## linter, formatter, spelling, banned words, imports, types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/codespell
+	$(BIN)/python tools/check_words.py
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-test: setup  ## linter, formatter, spelling, types, and the tests that take seconds
+test: setup  ## make check, and the tests that take seconds
 	@time { $(MAKE) --no-print-directory check && $(BIN)/pytest $(SPREAD) -m "not slow"; }
 
 test-slow: setup  ## the tests that take minutes
 	@time $(BIN)/pytest $(SPREAD) -m slow
 
-test-lowest: .venv-lowest/installed  ## the same as test, with the lowest stated version of each dependency
+test-lowest: .venv-lowest/installed  ## the tests that take seconds, with the lowest stated version of each dependency
 	$(LOWEST)/pytest $(SPREAD) -m "not slow" -W ignore::DeprecationWarning -W ignore::FutureWarning \
 		-W 'ignore:Config Deprecation:UserWarning'
 
@@ -56,5 +57,5 @@ test-lowest: .venv-lowest/installed  ## the same as test, with the lowest stated
 	$(LOWEST)/uv pip install --quiet --python $(LOWEST)/python --resolution lowest-direct --editable '.[dev]'
 	@touch $@
 
-clean:  ## remove what the other commands made
+clean:  ## remove the files of the other targets
 	rm -rf .venv .venv-lowest demo site docs/reference .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

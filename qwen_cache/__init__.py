@@ -1,4 +1,4 @@
-"""Read an embedding cache: `open_cache(folder)` gives its samples by position, by key, in order.
+"""Read an embedding cache: `open_cache(folder)` gives its samples in order, by position or by key.
 
 from qwen_cache import open_cache
 
@@ -43,7 +43,7 @@ _HOMES = {
     "open_cache": "qwen_cache.format.cache",
     "verify_cache": "qwen_cache.format.verify",
 }
-"""Loaded when first asked for: pyarrow takes half a second, torch several."""
+"""Imported on first use: pyarrow takes half a second, torch several."""
 
 
 def __getattr__(name: str) -> Any:

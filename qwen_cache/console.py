@@ -1,6 +1,6 @@
-"""What both programs share at the terminal: messages on stderr, one document on stdout, and exit codes.
+"""Terminal output of both programs: messages on stderr, one document on stdout, and exit codes.
 
-0 done, 1 the check found faults, 2 could not do it, 130 interrupted (as shells count it).
+0: done. 1: the check found faults. 2: failed. 130: interrupted, as shells report it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ USERS_ERRNO = (
 def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoReturn:
     """Run a command line; errors that a user can cause become a message and an exit code.
 
-    `renamed` has, for a command, its options by the name that they had.
+    `renamed` maps each command to its renamed options: old name to new name.
     """
     import typer
 
@@ -55,7 +55,7 @@ def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoRet
         code = fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
-    except SystemExit as leaving:  # how typer ends when the reader of our output has enough, as in `inspect | head`
+    except SystemExit as leaving:  # typer's exit when the reader closes the pipe, as in `inspect | head`
         if not isinstance(leaving.__context__, BrokenPipeError):
             raise
         code = 0
@@ -68,30 +68,30 @@ def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoRet
             raise
         code = fail(f"{error.filename or 'writing'}: {error.strerror}")
     except Exception as error:
-        show = getattr(error, "show", None)  # a usage error of click, of which typer carries a private copy
+        show = getattr(error, "show", None)  # a usage error of click; typer has its own copy of click
         if show is None:
             raise
         show()
         code = int(getattr(error, "exit_code", FAILED))
-    if code == INTERRUPTED:  # typer makes this code of a KeyboardInterrupt
+    if code == INTERRUPTED:  # typer turns a KeyboardInterrupt into this code
         console().print("[yellow]interrupted[/]")
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _with_new_names(arguments: list[str], renamed: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """The arguments with options by their present names; each that was renamed is reported."""
+    """The arguments with old option names replaced by new ones; each replacement is reported."""
     options = renamed.get(arguments[0], {}) if arguments else {}
-    present = []
+    updated = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if new := options.get(name):
             console().print(f"{name} is called {new} now", markup=False)
-        present.append((new or name) + equals + value)
-    return present
+        updated.append((new or name) + equals + value)
+    return updated
 
 
 def _missing(error: ModuleNotFoundError, program: str) -> str | None:
-    """What to say of a module that an extra would have brought; None of any other, which is a fault of ours."""
+    """The message for a missing module that an extra installs; None for any other module: that is our bug."""
     from qwen_cache.extras import advice
 
     module = error.name or ""
@@ -101,21 +101,22 @@ def _missing(error: ModuleNotFoundError, program: str) -> str | None:
 
 
 def fail(message: str) -> int:
-    """Print an error as every error here is printed."""
+    """Print an error message; the exit code."""
     console().print("[bold red]error:[/]", end=" ")
     console().print(message, markup=False)
     return FAILED
 
 
 def console() -> Console:
-    """The terminal that people read; stdout is for results."""
+    """The console for messages, on stderr; stdout is for results."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def progress(*, remaining: bool = True, transient: bool = False) -> Progress:
-    """A progress line on stderr, `transient` or not; `remaining` time is for work whose size is known."""
+    """A progress line on stderr. `remaining` shows the time left, for work of known size; `transient` removes the line
+    at the end."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = [TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[count]}")]
@@ -127,7 +128,7 @@ def progress(*, remaining: bool = True, transient: bool = False) -> Progress:
 def counting(
     what: str, total: int | None = None, *, in_bytes: bool = False, transient: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """A progress line; what it yields is told how much more is done. `transient`: gone when all is."""
+    """A progress line; yields a function that adds to the work done. `transient` removes the line at the end."""
     begin, done = time.monotonic(), 0
     with progress(remaining=total is not None, transient=transient) as bar:
         task = bar.add_task(what, total=total, count="")
@@ -144,7 +145,7 @@ def counting(
 
 
 def print_problems(problems: Sequence[Problem], of: str = "the source") -> None:
-    """The first problems, with what to do about each."""
+    """Print the first problems, each with its fix."""
     if not problems:
         return
     out = console()
@@ -156,19 +157,19 @@ def print_problems(problems: Sequence[Problem], of: str = "the source") -> None:
 
 
 def print_json(value: Any) -> None:
-    """The one document that `--json` puts on stdout."""
+    """Print the one document of `--json` on stdout."""
     print(json.dumps(value, indent=1, ensure_ascii=False))
 
 
 def write_utf8() -> None:
-    """Write UTF-8 to files and pipes: Windows would take its code page, in which most prompts have no letters."""
+    """Write UTF-8 to files and pipes: Windows would use its code page, which lacks the letters of most prompts."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not stream.isatty():
             stream.reconfigure(encoding="utf-8", errors=stream.errors)
 
 
 def quiet_libraries() -> None:
-    """Keep the libraries' own progress bars and advice off the terminal; their errors are ours to report."""
+    """Turn off the libraries' progress bars and advice; we report their errors ourselves."""
     for name, value in {
         "DIFFUSERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
@@ -176,7 +177,7 @@ def quiet_libraries() -> None:
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     }.items():
         os.environ.setdefault(name, value)
-    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # which kernels of theirs this machine lacks
+    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # they warn of kernels that this machine lacks
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -206,7 +207,7 @@ def human_time(seconds: float) -> str:
 
 
 def version_lines(program: str) -> str:
-    """What `--version` prints: the program, and below it what else a bug report needs."""
+    """The output of `--version`: the program, then the other versions that a bug report needs."""
     import platform
 
     from qwen_cache.extras import installed

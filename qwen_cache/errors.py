@@ -1,15 +1,15 @@
-"""Every error that a user can cause, as one tree.
+"""Every error that a user can cause, in one tree.
 
-A message says what is wrong, where, what was expected, what was found and what to do about it. Both
-commands print it on one or a few lines, without a traceback, and exit with code 2.
+A message says what is wrong, where, what was expected, what was found and what to do. Both programs print it on a few
+lines, without a traceback, and exit with code 2.
 
     QwenCacheError
-    ├── SourceError      the images, prompts and tables that a cache is made from
+    ├── SourceError      the images, prompts and tables of a source
     ├── ModelError       the model folder: missing parts, another architecture
     ├── ConfigError      qwen.yaml, --set, and options that contradict each other
-    ├── DeviceError      a device that this machine does not have, or that has too little memory
+    ├── DeviceError      a device that does not exist or has too little memory
     ├── FormatError      a cache that breaks a rule of schemas/FORMAT.md (`rule` names it)
-    └── TrainError       a run that cannot start, go on or resume
+    └── TrainError       a run that cannot start, continue or resume
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UPGRADE = "install a newer version: `git pull && pip install .` in its repositor
 
 @dataclass(frozen=True)
 class Problem:
-    """Why one row of a source cannot be used: reported with all others, not raised."""
+    """Why one row of a source cannot be used: reported together with all others, not raised."""
 
     where: str
     what: str
@@ -32,7 +32,7 @@ class Problem:
 
 
 class QwenCacheError(Exception):
-    """What is wrong (`what`), and where, expected, found and the cure (`do`) when they apply."""
+    """Base class: what is wrong (`what`) and, when they apply, where, expected, found and the fix (`do`)."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class QwenCacheError(Exception):
 
     @property
     def fault(self) -> str:
-        """What is wrong, with what was expected and found, but without the place and the cure."""
+        """What is wrong, expected and found, without the location and the fix."""
         pairs = (("expected", self.expected), ("found", self.found))
         sides = ", ".join(f"{name} {value}" for name, value in pairs if value is not None)
         return f"{self.what} ({sides})" if sides else self.what
@@ -63,7 +63,7 @@ class SourceError(QwenCacheError):
 
 
 class ModelError(QwenCacheError):
-    """The model folder misses a part, or is of another architecture."""
+    """The model folder lacks a component, or the model has another architecture."""
 
 
 class ConfigError(QwenCacheError):
@@ -71,18 +71,18 @@ class ConfigError(QwenCacheError):
 
 
 class DeviceError(QwenCacheError):
-    """A device was named that this machine does not have, or one has too little memory."""
+    """A device does not exist on this machine, or has too little memory."""
 
 
 class TrainError(QwenCacheError):
-    """A run cannot start, go on or resume."""
+    """A run cannot start, continue or resume."""
 
 
 class FormatError(QwenCacheError):
-    """A cache breaks a rule of schemas/FORMAT.md. Each rule has a class: its number, and the usual cure."""
+    """A cache breaks a rule of schemas/FORMAT.md. Each rule has a class, with its number and the usual fix."""
 
     rule: ClassVar[str]
-    cure: ClassVar[str] = RESTORE
+    fix: ClassVar[str] = RESTORE
 
     def __init__(
         self,
@@ -93,35 +93,35 @@ class FormatError(QwenCacheError):
         found: object | None = None,
         do: str | None = None,
     ) -> None:
-        super().__init__(what, where=where, expected=expected, found=found, do=do or self.cure)
+        super().__init__(what, where=where, expected=expected, found=found, do=do or self.fix)
 
     @property
     def fault(self) -> str:
         return f"{super().fault} [{self.rule}]"
 
     def to_json(self) -> dict[str, str]:
-        """As a finding of `verify`."""
+        """The entry in the output of `verify --json`."""
         return {"rule": self.rule, "where": str(self.where), "what": super().fault, "do": str(self.do)}
 
 
 class ManifestError(FormatError):
-    """cache.json is missing, or is not what its schema says."""
+    """cache.json is missing or does not follow its schema."""
 
     rule = "F1"
 
 
 class VersionError(FormatError):
-    """The format version is not known."""
+    """The format version is unknown."""
 
     rule = "F2"
-    cure = UPGRADE
+    fix = UPGRADE
 
 
 class UnknownKeyError(FormatError):
-    """A key is not known, and does not say that it may be ignored."""
+    """A key is unknown and not marked as ignorable."""
 
     rule = "F3"
-    cure = UPGRADE
+    fix = UPGRADE
 
 
 class CountError(FormatError):
@@ -131,46 +131,46 @@ class CountError(FormatError):
 
 
 class RecipeError(FormatError):
-    """A recipe, its id, or the samples that belong to it are not what the manifest says."""
+    """A recipe, its id or its samples do not match the manifest."""
 
     rule = "F5"
 
 
 class ShardError(FormatError):
-    """A shard is missing, or its name or size is not that of its bytes."""
+    """A shard is missing, or its name or size does not match its bytes."""
 
     rule = "F6"
-    cure = RESTORE_SHARD
+    fix = RESTORE_SHARD
 
 
 class IndexFileError(FormatError):
-    """index.parquet is not the one of the manifest, or contradicts itself."""
+    """index.parquet does not match the manifest, or contradicts itself."""
 
     rule = "F7"
 
 
 class ArchiveError(FormatError):
-    """A shard is not a tar of pairs of members."""
+    """A shard is not a tar of member pairs."""
 
     rule = "F8"
-    cure = RESTORE_SHARD
+    fix = RESTORE_SHARD
 
 
 class MemberError(FormatError):
-    """A member is not what its schema or the safetensors format says."""
+    """A member does not follow its schema or the safetensors format."""
 
     rule = "F9"
-    cure = RESTORE_SHARD
+    fix = RESTORE_SHARD
 
 
 class SampleKeyError(FormatError):
-    """A key is not the hash of content and recipe, or stands twice."""
+    """A key is not the hash of content and recipe, or occurs twice."""
 
     rule = "F10"
 
 
 class TensorSetError(FormatError):
-    """A tensor is missing, or not expected."""
+    """A tensor is missing or unexpected."""
 
     rule = "F11"
 
@@ -188,51 +188,51 @@ class DtypeError(FormatError):
 
 
 class ChecksumError(FormatError):
-    """The bytes of a tensor are not those that were written."""
+    """The bytes of a tensor do not match their hash."""
 
     rule = "F14"
-    cure = RESTORE_SHARD
+    fix = RESTORE_SHARD
 
 
 class NotFiniteError(FormatError):
-    """A tensor has NaN or Inf."""
+    """A tensor contains NaN, Inf or a number out of range."""
 
     rule = "F15"
-    cure = "delete the shard and run `qwen-cache build` again; if it comes back, look at the source or the encoder"
+    fix = "delete the shard and run `qwen-cache build` again; if it happens again, check the source and the encoder"
 
 
 class DisagreementError(FormatError):
     """Index and shard disagree."""
 
     rule = "F16"
-    cure = RESTORE_SHARD
+    fix = RESTORE_SHARD
 
 
 class StrayFileError(FormatError):
-    """A shard lies there that the manifest does not name."""
+    """A shard in the folder is not in the manifest."""
 
     rule = "F17"
-    cure = "run `qwen-cache gc`"
+    fix = "run `qwen-cache gc`"
 
 
 class PhraseError(FormatError):
-    """A phrase does not lie in the prompt."""
+    """A phrase is not within the prompt."""
 
     rule = "F19"
 
 
 class ThumbnailError(FormatError):
-    """Thumbnails are not a JPEG, or not one of that size."""
+    """Thumbnails are not a JPEG, or have another size."""
 
     rule = "F20"
-    cure = RESTORE_SHARD
+    fix = RESTORE_SHARD
 
 
 class CodecError(FormatError):
     """A compressed tensor cannot be decoded."""
 
     rule = "F18"
-    cure = RESTORE_SHARD
+    fix = RESTORE_SHARD
 
 
 RULES: dict[str, type[FormatError]] = {error.rule: error for error in FormatError.__subclasses__()}

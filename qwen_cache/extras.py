@@ -1,8 +1,8 @@
-"""What each extra of this package is for and needs, read from package metadata; nothing heavy is imported.
+"""The extras of this package: their purpose and requirements, from package metadata. Nothing heavy is imported.
 
-`pyproject.toml` is the one home of the requirements. `advice` says which extra brings a missing module; `require`
-refuses before any work where a command would miss it later. Sources that were never installed have no metadata, so
-nothing is known there.
+`pyproject.toml` alone defines the requirements. `advice` names the extra that installs a missing module; `require`
+checks for a module before a command starts its work. A source tree that was never installed has no metadata, so there
+nothing is known.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ EXTRAS = {
     "train": "`qwen-train`",
     "s3": "sources and caches in S3 buckets",
     "gs": "sources and caches in Google Cloud Storage",
-    "http": "sources and caches behind http and https",
+    "http": "sources and caches on http and https servers",
     "hf": "sources and caches on the Hugging Face hub",
     "ray": "`build --ray`: encoding on a cluster",
     "prodigy": "optimizer.name: prodigy",
     "quantization": "model.quantization, and optimizer.name: adamw8bit",
 }
-"""Of pyproject.toml, but for `all` and those that only this project's own demo, documents and tests need."""
+"""The extras in pyproject.toml except `all` and those for this project's own demo, docs and tests."""
 PREFERRED = {"qwen-train": "train"}
-"""Which extra each program names first, where several bring a module."""
+"""The extra that each program recommends where several install a module."""
 
 
 def installed(name: str) -> str | None:
-    """The version of a package, without importing it; None when it is not there, or only its ruins are."""
+    """The version of a package, without importing it; None when it is not installed, or only its remains are."""
     try:
         return metadata.version(name) or None
     except (metadata.PackageNotFoundError, KeyError):
@@ -41,40 +41,40 @@ def installed(name: str) -> str | None:
 
 
 def requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
-    """What this package needs always, and what for each of its extras."""
+    """The requirements of this package without extras, and those of each extra."""
     from packaging.requirements import Requirement
 
     try:
-        found = [Requirement(text) for text in metadata.requires(PACKAGE) or ()]
-    except metadata.PackageNotFoundError:  # run from a folder of sources
+        needs = [Requirement(text) for text in metadata.requires(PACKAGE) or ()]
+    except metadata.PackageNotFoundError:  # run from a source tree
         return [], {}
-    always = [need for need in found if need.marker is None or need.marker.evaluate({"extra": ""})]
-    extras = {name: list(_of_extra(name, found)) for name in EXTRAS}
-    return always, {name: needs for name, needs in extras.items() if needs}
+    always = [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    extras = {name: list(_of_extra(name, needs)) for name in EXTRAS}
+    return always, {name: own for name, own in extras.items() if own}
 
 
-def _of_extra(extra: str, found: list[Requirement]) -> Iterator[Requirement]:
-    """The requirements of an extra, and of the extras of this package that it asks for."""
-    for need in found:
+def _of_extra(extra: str, needs: list[Requirement]) -> Iterator[Requirement]:
+    """The requirements of an extra, and of the extras of this package that it includes."""
+    for need in needs:
         if need.marker is None or need.marker.evaluate({"extra": ""}) or not need.marker.evaluate({"extra": extra}):
             continue
         if need.name != PACKAGE:
             yield need
         for other in need.extras if need.name == PACKAGE else ():
-            yield from _of_extra(other, found)
+            yield from _of_extra(other, needs)
 
 
 def require(module: str) -> None:
-    """ModuleNotFoundError when there is no such module, without importing it: before work that would be lost."""
+    """ModuleNotFoundError when the module is not installed, before any work is done; it is not imported."""
     if find_spec(module) is None:
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
 def advice(module: str, program: str) -> str | None:
-    """The command that installs the extra with this module; None when no extra has it."""
+    """The command that installs an extra with this module; None when no extra has it."""
     _, extras = requirements()
-    brings = [extra for extra, needs in extras.items() if module in {need.name.replace("-", "_") for need in needs}]
-    if not brings:
+    candidates = [extra for extra, needs in extras.items() if module in {need.name.replace("-", "_") for need in needs}]
+    if not candidates:
         return None
     preferred = PREFERRED.get(program)
-    return f"pip install '{PACKAGE}[{preferred if preferred in brings else brings[0]}]'"
+    return f"pip install '{PACKAGE}[{preferred if preferred in candidates else candidates[0]}]'"

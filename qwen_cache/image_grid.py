@@ -1,8 +1,8 @@
 """Images side by side: a table with titles above its columns and a caption below each of its rows.
 
-`picture_grid` makes thumbnails, none of them larger than twice its image; a column that no row fills is left out.
-A caption stands below its row, whole, in the first font that has all of its letters: Pillow's own, else one of the
-system. What no font has is drawn as an empty box. Nothing is refused; many rows are the caller's to divide into pages.
+`make_grid` makes thumbnails, none larger than twice its image, and omits columns that are empty in every row. Captions
+are never cut; each is set in the first font that has all of its letters: Pillow's own, else one of the system. A letter
+that no font has is rendered as an empty box. Nothing is refused; the caller splits many rows into pages.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from PIL import Image, ImageDraw, ImageFont
 HEIGHT = 384
 LARGEST_ENLARGEMENT = 2
 WIDEST = 2
-"""Times the height: wider thumbnails would push all others aside."""
+"""Largest width of a thumbnail, in heights: a wider one would leave little room for the others."""
 LEAST_WIDTH = 600
-"""Of the whole, so that captions below small images have some ten words in a line."""
+"""Least width of the grid, so that a caption below small images has about ten words in a line."""
 MARGIN, GAP, CAPTION_GAP, ROW_GAP = 24, 12, 10, 32
 BACKGROUND, TITLE_COLOUR, CAPTION_COLOUR = "#fafafa", "#777777", "#222222"
 TITLE_SIZE, CAPTION_SIZE = 22, 24
 LONGEST_LINE = 60 * CAPTION_SIZE
-"""Some 120 letters, beyond which the eye loses its line."""
+"""About 120 letters; longer lines are hard to read."""
 SYSTEM_FONTS = (
     *("NotoSansCJK-Regular.ttc", "NotoSansCJKsc-Regular.otf", "NotoSans-Regular.ttf", "DejaVuSans.ttf"),
     *("wqy-zenhei.ttc", "PingFang.ttc", "Arial Unicode.ttf", "msyh.ttc", "YuGothM.ttc", "malgun.ttf", "arial.ttf"),
     *("NotoSansArabic-Regular.ttf", "NotoSansHebrew-Regular.ttf", "NotoSansThai-Regular.ttf"),
     *("NotoSansDevanagari-Regular.ttf", "Nirmala.ttf"),
 )
-"""Of Linux, macOS and Windows, those with the most letters first; Pillow knows where each keeps its fonts."""
+"""Fonts of Linux, macOS and Windows, those with the most letters first; Pillow finds their folders."""
 NO_LETTER = "\U0010ffff"
-"""A character of which every font draws its empty box."""
+"""A character that every font renders as its empty box."""
 
 Font = ImageFont.FreeTypeFont
 
@@ -44,7 +44,7 @@ def make_grid(
     captions: Sequence[str],
     height: int = HEIGHT,
 ) -> Image.Image:
-    """The titles, then each row with its caption below; no thumbnail is higher than `height`."""
+    """One image: the titles, then each row with its caption below; no thumbnail is higher than `height` pixels."""
     filled = [i for i in range(len(titles)) if any(row[i] for row in rows)]
     heads = [written(titles[i], WIDEST * height, TITLE_SIZE, TITLE_COLOUR) for i in filled]
     thumbnails = [[thumbnail(image, height) if (image := row[i]) else None for i in filled] for row in rows]
@@ -64,14 +64,14 @@ def make_grid(
 
 
 def thumbnail(image: Image.Image, height: int) -> Image.Image:
-    """The image in RGB, as large as fits."""
+    """The image in RGB, as large as the limits allow."""
     scale = min(height / image.height, WIDEST * height / image.width, LARGEST_ENLARGEMENT)
     size = max(round(image.width * scale), 1), max(round(image.height * scale), 1)
     return image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
 
 
 def side_by_side(images: Sequence[Image.Image | None], widths: Sequence[int]) -> Image.Image:
-    """Each in the middle of its column."""
+    """One row: each image centred in its column."""
     height = max((image.height for image in images if image), default=0)
     strip = Image.new("RGB", (sum(widths) + GAP * max(len(widths) - 1, 0), height), BACKGROUND)
     left = 0
@@ -86,7 +86,7 @@ def side_by_side(images: Sequence[Image.Image | None], widths: Sequence[int]) ->
 
 
 def written(text: str, width: int, size: int, colour: str) -> Image.Image:
-    """The whole text in lines of at most `width` pixels; the image is as wide as the longest."""
+    """The whole text in lines of at most `width` pixels; the image is as wide as the longest line."""
     font = font_for(text, size)
     lines = list(wrapped(text, font, width))
     ascent, descent = font.getmetrics()
@@ -98,7 +98,7 @@ def written(text: str, width: int, size: int, colour: str) -> Image.Image:
 
 
 def wrapped(text: str, font: Font, width: int) -> Iterator[str]:
-    """The lines of a text: its own, broken between words; within them where one is too long or has no spaces."""
+    """The lines of a text: its own, wrapped between words, or within a word that is too long for a line."""
     for paragraph in text.strip().splitlines() or [""]:
         line = ""
         for word in paragraph.split():
@@ -115,16 +115,16 @@ def wrapped(text: str, font: Font, width: int) -> Iterator[str]:
 
 
 def fitting(text: str, font: Font, width: int) -> int:
-    """How many letters of a text that is too long have room in a line; at least one."""
+    """How many letters of an overlong text fit into a line; at least one."""
     return 1 + bisect_left(range(2, len(text)), True, key=lambda count: font.getlength(text[:count]) > width)
 
 
 def font_for(text: str, size: int) -> Font:
-    """The first font that has every letter of the text, else the one that lacks the fewest."""
+    """The first font with every letter of the text, else the font that lacks the fewest."""
     letters = {letter for letter in text if unicodedata.category(letter)[0] not in "CMZ"}
     best, fewest = None, 0
     for font in fonts(size):
-        lacking = sum(drawn(font, letter) == drawn(font, NO_LETTER) for letter in letters)
+        lacking = sum(bitmap(font, letter) == bitmap(font, NO_LETTER) for letter in letters)
         if best is None or lacking < fewest:
             best, fewest = font, lacking
         if not lacking:
@@ -134,13 +134,13 @@ def font_for(text: str, size: int) -> Font:
 
 
 def fonts(size: int) -> Iterator[Font]:
-    """Pillow's own, then those of the system; looking for one takes a while, so only as far as needed."""
+    """Pillow's own font, then those of the system; a generator, because finding each takes a while."""
     own = ImageFont.load_default(size)
     assert isinstance(own, Font)
     yield own
     for name in SYSTEM_FONTS:
-        if (found := system_font(name, size)) is not None:
-            yield found
+        if (font := system_font(name, size)) is not None:
+            yield font
 
 
 @cache
@@ -151,5 +151,5 @@ def system_font(name: str, size: int) -> Font | None:
         return None
 
 
-def drawn(font: Font, letter: str) -> bytes:
+def bitmap(font: Font, letter: str) -> bytes:
     return bytes(font.getmask(letter))

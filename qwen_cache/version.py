@@ -1,3 +1,3 @@
-"""The version of both packages: its only place."""
+"""The version of both packages, defined only here."""
 
 __version__ = "0.1.0"

@@ -30,7 +30,7 @@ _HOMES = {
     "flow_loss": "qwen_train.flow",
     "interpolate": "qwen_train.flow",
 }
-"""Loaded when first asked for: torch takes seconds."""
+"""Imported on first access, since torch takes seconds."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,12 @@
-"""Checkpoints: everything that a run is, so that resumed equals uninterrupted, bit for bit on one CPU.
+"""Checkpoints: the whole state of a run, so that resumed equals uninterrupted, bit for bit on one CPU.
 
     checkpoint-500/
       pytorch_lora_weights.safetensors   the adapter, as the stock pipeline loads it; or all weights, in transformer/
-      pytorch_lora_weights_ema.safetensors   their average, where there is one; or transformer_ema/
-      state.safetensors, state.json      optimizer, learning rate, random numbers; steps and samples done; cache, seed
+      pytorch_lora_weights_ema.safetensors   their EMA, if there is one; or transformer_ema/
+      state.safetensors, state.json      optimizer, learning rate, random state; step and samples; cache, seed
 
-A checkpoint is complete under its name or not there: when it cannot be written, those before it stay. Nothing in it is
-a pickle. It is of no number of processes: what they hold in parts is gathered, and dealt out to those that resume.
+A checkpoint is complete under its name or absent: if writing fails, the earlier ones stay. It contains no pickle. It
+does not depend on the number of processes: sharded tensors are gathered when saved and sharded again on resume.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 from qwen_cache.errors import TrainError
 from qwen_cache.storage.durable import sync_file, whole_file, whole_folder, write_durably
 from qwen_train.model.ema import Ema
-from qwen_train.model.sharding import alike, of_all, whole
+from qwen_train.model.sharding import all_gather_object, distribute_like, full_tensor
 from qwen_train.weights import gather_weights, read_weights, weights_path, write_weights
 
 NAME = re.compile(r"checkpoint-(\d+)")
@@ -38,40 +38,40 @@ EMA_SUFFIX = "_ema"
 
 @dataclass
 class Run:
-    """A run as it goes: its parts, the steps that are done, the samples that were trained, and what must not change."""
+    """The state of a run: its components, its progress, and the settings that must not change."""
 
     transformer: Any
     optimizer: Any
     lr_scheduler: Any
     fixed: dict[str, Any]
-    """What a resumed run must share with the checkpoint: the identity of the cache, the seed, what is trained and by
-    which optimizer, and the settings of the batches, which decide what was trained so far."""
+    """What a resumed run must share with the checkpoint: the cache's identity, the seed, the training method, the
+    optimizer, and the batch settings, which decide which samples were trained so far."""
     origin: dict[str, Any] = field(default_factory=dict)
-    """What is written into a LoRA's file: the model and the cache that it is of."""
+    """Written into the LoRA file: the model and the cache that it was trained on."""
     step: int = 0
-    samples: int = 0
-    """Those that all processes have trained; which batch follows is a function of it (`batch_plan`)."""
+    consumed_samples: int = 0
+    """Samples that all processes have trained; the next batch is a function of it (`batch_plan`)."""
     ema: Ema | None = None
 
 
 def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
-    """Write `checkpoint-<step>`, then remove all but the newest `keep` (0 keeps all); every process has to take part.
+    """Write `checkpoint-<step>`, then remove all but the newest `keep` (0 keeps all); every process takes part.
 
-    TrainError in each of them when it cannot be written.
+    Raises TrainError in every process if writing fails.
     """
     main, final = PartialState().is_main_process, folder / f"checkpoint-{run.step}"
     weights = _all_weights(run, main)
     tensors: dict[str, Tensor] | None = {} if main else None
     state = {
         "step": run.step,
-        "samples": run.samples,
+        "samples": run.consumed_samples,
         "fixed": run.fixed,
         "ema": run.ema and run.ema.updates,
         "optimizer": _flatten(run.optimizer.state_dict(), "optimizer", tensors),
         "lr_scheduler": _flatten(run.lr_scheduler.state_dict(), "lr_scheduler", tensors),
-        "random": _flatten(of_all(_random_state()), "random", tensors),
+        "random": _flatten(all_gather_object(_random_state()), "random", tensors),
     }
-    with _told_to_all(f"checkpoint-{run.step}", folder):
+    with _raised_everywhere(f"checkpoint-{run.step}", folder):
         if tensors is not None:
             _write(final, run, weights, tensors, state)
             for _, old in checkpoints(folder)[:-keep] if keep else []:
@@ -80,9 +80,9 @@ def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
 
 
 def save_result(folder: Path, run: Run, dtype: torch.dtype) -> Path:
-    """Write what was trained, and its average; floating-point weights in `dtype`. The path of the first."""
+    """Write the trained weights and their EMA, floating-point ones in `dtype`; the path of the trained weights."""
     weights = _all_weights(run, PartialState().is_main_process)
-    with _told_to_all("the result", folder):
+    with _raised_everywhere("the result", folder):
         for suffix, values in weights.items():
             path = weights_path(run.transformer, folder, suffix)
             if not values:
@@ -97,7 +97,7 @@ def save_result(folder: Path, run: Run, dtype: torch.dtype) -> Path:
 
 
 def _all_weights(run: Run, keep: bool) -> dict[str, dict[str, Tensor]]:
-    """What was trained and, where there is one, its average, by the suffix of their names."""
+    """The trained weights and, if there is one, their EMA, by the suffix of their names."""
     weights = {"": gather_weights(run.transformer, keep=keep)}
     if run.ema:
         with run.ema.swapped():
@@ -116,9 +116,9 @@ def _write(
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """As `write_durably`, from memory that is there: the state of an optimizer can be larger than the model."""
+    """As `write_durably`, without a copy in memory: an optimizer's state can be larger than the model."""
     seen: set[int] = set()
-    for name, tensor in tensors.items():  # which optimizers may share, and safetensors may not
+    for name, tensor in tensors.items():  # optimizers may share tensors; safetensors refuses that
         tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
     with whole_file(path) as temporary:
@@ -127,31 +127,33 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 @contextmanager
-def _told_to_all(what: str, folder: Path) -> Iterator[None]:
-    """What the main process cannot write becomes a TrainError in each: none waits for one that has ended."""
+def _raised_everywhere(what: str, folder: Path) -> Iterator[None]:
+    """Turn a failed write of the main process into a TrainError in every process, so none waits."""
     problem = None
     try:
         yield
     except (OSError, SafetensorError) as error:
         problem = getattr(error, "strerror", None) or str(error)
-    problem = of_all(problem)[0]
+    problem = all_gather_object(problem)[0]
     if problem is not None:
         newest = checkpoints(folder)
         raise TrainError(
             f"{what} cannot be written: {problem}",
             where=folder,
-            do=f"make room; {newest[-1][1].name} is kept, go on from it with --resume" if newest else "make room",
+            do=f"free disk space; {newest[-1][1].name} is kept, continue with --resume"
+            if newest
+            else "free disk space",
         )
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Step and path of every whole checkpoint, oldest first."""
+    """Step and path of every complete checkpoint, oldest first."""
     matches = [(NAME.fullmatch(path.name), path) for path in folder.glob("checkpoint-*")]
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def load_checkpoint(path: Path, run: Run) -> None:
-    """Put the run into the state of the checkpoint."""
+    """Restore the run from the checkpoint; TrainError for one that is damaged or of other settings."""
     with _reading(path / "state.json") as file:
         state = json.loads(file.read_text(encoding="utf-8"))
         _check_fixed(path, state["fixed"], run.fixed)
@@ -163,19 +165,19 @@ def load_checkpoint(path: Path, run: Run) -> None:
         run.ema.updates = int(state["ema"])
         with _reading(weights_path(run.transformer, path, EMA_SUFFIX)) as weights, run.ema.swapped():
             read_weights(run.transformer, weights)
-    run.optimizer.load_state_dict(_dealt_out(_unflatten(state["optimizer"], tensors), run.optimizer))
+    run.optimizer.load_state_dict(_distributed(_unflatten(state["optimizer"], tensors), run.optimizer))
     run.lr_scheduler.load_state_dict(_unflatten(state["lr_scheduler"], tensors))
-    run.step, run.samples = int(state["step"]), int(state["samples"])
+    run.step, run.consumed_samples = int(state["step"]), int(state["samples"])
     _set_random_state(_unflatten(state["random"], tensors), run)
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[Path]:
-    """Whatever is wrong with a file becomes an error that names it."""
+    """Turn any fault of the file into a TrainError that names it."""
     try:
         yield path
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        do = "remove this checkpoint, and resume from the one before"
+        do = "remove this checkpoint, and resume from the previous one"
         raise TrainError(f"this checkpoint is damaged: {error}", where=path, do=do) from None
 
 
@@ -188,12 +190,12 @@ def _check_fixed(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> 
                 where=path,
                 expected=was,
                 found=now,
-                do=f"use the same {name}, or start anew with another train.output_dir",
+                do=f"use the same {name}, or start again with another train.output_dir",
             )
 
 
 def _differing(was: Any, now: Any) -> tuple[str, str]:
-    """Both in words; of settings by name, those that differ."""
+    """Both values as text; of dicts, only the entries that differ."""
     if not (isinstance(was, dict) and isinstance(now, dict)):
         return str(was), str(now)
     names = [name for name in was | now if was.get(name) != now.get(name)]
@@ -201,18 +203,18 @@ def _differing(was: Any, now: Any) -> tuple[str, str]:
     return before, after
 
 
-def _dealt_out(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """An optimizer's state with each tensor held as its parameter is: in parts, where that is."""
+def _distributed(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """An optimizer's state, each tensor sharded like its parameter."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in state["state"].items():
         for name, value in values.items():
             if isinstance(value, Tensor) and value.ndim:
-                values[name] = alike(value, parameters[index])
+                values[name] = distribute_like(value, parameters[index])
     return state
 
 
 def _random_state() -> dict[str, Any]:
-    """torch's generators, which dropout draws from; all else is drawn from the position (`batches`)."""
+    """The state of torch's generators, used by dropout; all else is sampled from the position (`batches`)."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -220,10 +222,10 @@ def _random_state() -> dict[str, Any]:
 
 
 def _set_random_state(states: list[dict[str, Any]], run: Run) -> None:
-    """This process's own; where their number has changed, one of its own for this step."""
+    """Restore this process's state; if the number of processes has changed, seed from the step's position."""
     process = PartialState()
     if len(states) != process.num_processes:
-        torch.manual_seed(run.fixed["seed"] + run.samples + process.process_index)
+        torch.manual_seed(run.fixed["seed"] + run.consumed_samples + process.process_index)
         return
     state = states[process.process_index]
     torch.set_rng_state(state["cpu"])
@@ -232,10 +234,10 @@ def _set_random_state(states: list[dict[str, Any]], run: Run) -> None:
 
 
 def _flatten(value: Any, path: str, tensors: dict[str, Tensor] | None) -> Any:
-    """`value` as JSON, with its tensors moved to `tensors`, if any; dicts become lists of pairs, since their keys may
+    """`value` as JSON, its tensors moved to `tensors` unless that is None; dicts become lists of pairs, since keys may
     be numbers."""
     if isinstance(value, Tensor):
-        gathered = whole(value)
+        gathered = full_tensor(value)
         if tensors is not None:
             tensors[path] = gathered.cpu().contiguous()
         return {"tensor": path}

@@ -4,10 +4,10 @@ Noise is at sigma = 1 and data at sigma = 0 (diffusers' convention):
 
     x_sigma  = (1 - sigma) · x_0 + sigma · noise            (rectified flow, arXiv 2209.03003)
     velocity = noise - x_0                                  what the transformer predicts
-    sigma    = stretch(shift(u, mu(S)))                     with u drawn from a density on (0, 1)
+    sigma    = stretch(shift(u, mu(S)))                     with u sampled from a density on (0, 1)
 
-The shift and the stretch are those of diffusers' FlowMatchEulerDiscreteScheduler, so that training sees the noise
-levels that inference visits at the resolution of each sample.
+Shift and stretch equal those of diffusers' FlowMatchEulerDiscreteScheduler, so training sees the noise levels that
+inference visits at each sample's resolution.
 
 Letters: B batch, S image tokens (target first, then controls, then padding), C channels.
 """
@@ -32,7 +32,7 @@ _SUPPORTED = {
     "use_beta_sigmas": False,
     "invert_sigmas": False,
 }
-"""Settings of FlowMatchEulerDiscreteScheduler under which inference visits the noise levels computed here."""
+"""FlowMatchEulerDiscreteScheduler settings under which inference visits the noise levels computed here."""
 
 Density = Literal["uniform", "logit_normal", "mode"]
 Weighting = Literal["none", "sigma_sqrt", "cosmap"]
@@ -40,7 +40,7 @@ Weighting = Literal["none", "sigma_sqrt", "cosmap"]
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """How a draw u becomes a noise level; from the model's scheduler configuration."""
+    """Maps a random number u to a noise level, with the model's scheduler configuration."""
 
     base_image_seq_len: int = 256
     max_image_seq_len: int = 8192
@@ -50,11 +50,14 @@ class NoiseSchedule:
 
     @classmethod
     def of_config(cls, config: dict[str, Any]) -> NoiseSchedule:
-        """From scheduler_config.json; what the file leaves out is FlowMatchEulerDiscreteScheduler's default."""
+        """From scheduler_config.json; missing keys take FlowMatchEulerDiscreteScheduler's defaults.
+
+        Raises ModelError for a setting that is not supported.
+        """
         for name, supported in _SUPPORTED.items():
-            if (found := config.get(name, supported)) != supported:
+            if (value := config.get(name, supported)) != supported:
                 raise ModelError(
-                    "the scheduler's setting is not supported", where=name, expected=supported, found=found
+                    "the scheduler's setting is not supported", where=name, expected=supported, found=value
                 )
         defaults = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
         values = {name: config.get(name, default) for name, default in defaults.items()}
@@ -66,17 +69,16 @@ class NoiseSchedule:
         return slope * (target_tokens - self.base_image_seq_len) + self.base_shift
 
     def sigma(self, u: float, target_tokens: int) -> float:
-        """The noise level for a draw `u` in (0, 1), larger for larger images.
+        """The noise level for `u` in (0, 1), in [shift_terminal, 1]; larger for larger images.
 
-        `time_shift_type="exponential"`, and `stretch_shift_to_terminal` in the limit of many steps: the range is
-        [shift_terminal, 1].
+        `time_shift_type="exponential"`, then `stretch_shift_to_terminal` in the limit of many steps.
         """
         shift = math.exp(self.mu(target_tokens))
         sigma = shift / (shift + (1 / u - 1)) if u > 0 else 0.0
         return 1 - (1 - sigma) * (1 - (self.shift_terminal or 0.0))
 
 
-def draw_u(
+def sample_u(
     generator: torch.Generator,
     density: Density,
     *,
@@ -84,7 +86,7 @@ def draw_u(
     logit_std: float = 1.0,
     mode_scale: float = 1.29,
 ) -> float:
-    """A draw from the density on (0, 1); the densities of Stable Diffusion 3 (arXiv 2403.03206, section 3.1)."""
+    """Sample from a density on (0, 1), one of Stable Diffusion 3's (arXiv 2403.03206, section 3.1)."""
     if density == "logit_normal":
         normal = float(torch.randn((), generator=generator, dtype=torch.float64))
         return 1 / (1 + math.exp(-(logit_mean + logit_std * normal)))
@@ -95,12 +97,12 @@ def draw_u(
 
 
 def weighting(scheme: Weighting, sigma: float) -> float:
-    """What a sample at this noise level counts in the loss, as diffusers' `compute_loss_weighting_for_sd3` has it.
+    """The loss weight of a sample at this noise level, as in diffusers' `compute_loss_weighting_for_sd3`.
 
-    sigma_sqrt: 1 / sigma², the Karras weighting of a rectified flow; cosmap: 2 / (pi · (1 - 2 sigma + 2 sigma²)),
-    (arXiv 2403.03206, section 3.1). They are not normalised, nor are they there: over a uniform sigma cosmap has a mean
-    of 1, and runs from 0.64 to 1.27; sigma_sqrt is 1 at pure noise and 2500 at sigma = 0.02, so that clipping decides
-    what such a sample does.
+    sigma_sqrt: 1 / sigma², the Karras weighting of a rectified flow; cosmap: 2 / (pi · (1 - 2 sigma + 2 sigma²))
+    (arXiv 2403.03206, section 3.1). As in diffusers, they are not normalised: over a uniform sigma, cosmap has a mean
+    of 1 and ranges from 0.64 to 1.27; sigma_sqrt is 1 at pure noise and 2500 at sigma = 0.02, where gradient clipping
+    decides the update.
     """
     if scheme == "sigma_sqrt":
         return sigma**-2
@@ -115,7 +117,7 @@ def interpolate(
     sigma: Float[Tensor, " B"],
     is_target: Bool[Tensor, "B S"],
 ) -> Float[Tensor, "B S C"]:
-    """x_sigma at the tokens of the targets; controls stay clean."""
+    """x_sigma at the target's tokens; controls stay clean."""
     level = sigma[:, None, None]
     return torch.where(is_target[..., None], (1 - level) * clean + level * noise, clean)
 
@@ -125,13 +127,13 @@ def flow_loss(
     clean: Float[Tensor, "B S C"],
     noise: Float[Tensor, "B S C"],
     weight: Float[Tensor, "B S"],
-    counts: Float[Tensor, " B"],
+    sample_weight: Float[Tensor, " B"],
 ) -> Float[Tensor, ""]:
-    """The mean over samples of each sample's weighted mean squared error over its tokens, times what it counts.
+    """The mean over samples of `sample_weight` times a sample's weighted mean squared error over tokens.
 
-    `weight` is 0 for controls and padding. Dividing by the sum of weights keeps the learning rate independent of how
-    large an edit mask is, and of how much padding a batch-mate brings. `counts` is 1 where all count the same; else the
-    noise level's `weighting`, or the sample's part of the batch's target tokens, or their product.
+    `weight` is 0 for controls and padding. Dividing by its sum keeps the effective learning rate independent of the
+    size of an edit mask and of padding. `sample_weight` is 1 for equal samples; otherwise the noise level's
+    `weighting`, the sample's target tokens relative to the batch's mean, or their product.
     """
     error = (velocity.float() - (noise - clean)).square().mean(dim=-1)
-    return (counts * ((error * weight).sum(dim=1) / weight.sum(dim=1))).mean()
+    return (sample_weight * ((error * weight).sum(dim=1) / weight.sum(dim=1))).mean()

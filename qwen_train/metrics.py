@@ -1,6 +1,6 @@
-"""What a run says of itself: `metrics.jsonl`, one line per logged step, the tracker's curves, and the progress line.
+"""The metrics of a run: `metrics.jsonl` with one line per logged step, the tracker's curves, and the progress line.
 
-The trackers are accelerate's, started from the main process alone. One whose package is not installed is refused
+The trackers are accelerate's, started in the main process only. A tracker whose package is not installed is refused
 before anything is loaded.
 """
 
@@ -29,44 +29,45 @@ RUN_NAME_OPTION = {
     "mlflow": "run_name",
     "clearml": "task_name",
 }
-"""What each tracker calls the name of a run; those that are not here have only one name, the project's."""
+"""Each tracker's option for the name of a run; other trackers have only a project name."""
 
 
 @dataclass
-class Tally:
-    """What the batches of an optimizer step add up to."""
+class StepStats:
+    """Sums over the batches of an optimizer step."""
 
     loss: float = 0.0
-    """Of each batch by its share."""
-    share: float = 0.0
+    """The losses of the batches, each times its loss scale."""
+    loss_scale: float = 0.0
     tokens: int = 0
-    """Valid ones, of text, target and controls."""
+    """Valid tokens of text, target and controls."""
     waited: float = 0.0
-    """Seconds until a batch was ready."""
+    """Seconds spent waiting for batches."""
     keys: list[str] = field(default_factory=list)
-    left_out: int = 0
-    """Batches without a usable loss, those of steps before it included that had no other."""
+    skipped_batches: int = 0
+    """Batches without a finite loss, including those of earlier steps that were skipped whole."""
 
     def add(self, batch: Batch, loss: float) -> None:
         mask, embeds = batch.prompt_embeds_mask, batch.prompt_embeds
         text = embeds.shape[0] * embeds.shape[1] if mask is None else int(mask.sum())
-        self.loss += batch.share * loss
-        self.share += batch.share
+        self.loss += batch.loss_scale * loss
+        self.loss_scale += batch.loss_scale
         self.tokens += batch.image_tokens + text
         self.keys += batch.keys
 
-    def of_all(self, accelerator: Any) -> Tally:
-        """The sum over all processes; `waited` is their mean, as they wait side by side."""
+    def reduced(self, accelerator: Any) -> StepStats:
+        """The sums over all processes; `waited` is the mean, since processes wait at the same time."""
         if accelerator.num_processes == 1:
             return self
-        mine = torch.tensor([self.loss, self.share, self.tokens, self.waited], dtype=torch.float64)
-        loss, share, tokens, waited = accelerator.reduce(mine.to(accelerator.device)).tolist()
-        return Tally(loss, share, round(tokens), waited / accelerator.num_processes, self.keys, self.left_out)
+        mine = torch.tensor([self.loss, self.loss_scale, self.tokens, self.waited], dtype=torch.float64)
+        loss, loss_scale, tokens, waited = accelerator.reduce(mine.to(accelerator.device)).tolist()
+        waited /= accelerator.num_processes
+        return StepStats(loss, loss_scale, round(tokens), waited, self.keys, self.skipped_batches)
 
 
 @dataclass
-class Pace:
-    """How fast the run has been since it was started; saving and validating do not count."""
+class Throughput:
+    """The speed of the run since its start, without the time for saving and validation."""
 
     in_epoch: int
     samples: int = 0
@@ -76,22 +77,23 @@ class Pace:
         self.samples, self.seconds = self.samples + samples, self.seconds + seconds
 
     @property
-    def epoch(self) -> str:
-        """How long an epoch takes, in words."""
+    def epoch_time(self) -> str:
+        """The time for an epoch, as text."""
         return human_time(self.in_epoch * self.seconds / self.samples)
 
 
-def progress_text(step: int, max_steps: int, values: dict[str, float], pace: Pace) -> str:
-    """What stands beside the bar after a step, in two lines, as terminals are narrow."""
+def progress_text(step: int, max_steps: int, values: dict[str, float], throughput: Throughput) -> str:
+    """The text beside the progress bar, in two lines, since terminals are narrow."""
     return (
-        f"{step}/{max_steps}, loss {values['loss']:.4f}, lr {values['learning_rate']:.2e}, an epoch in {pace.epoch}\n"
+        f"{step}/{max_steps}, loss {values['loss']:.4f}, lr {values['learning_rate']:.2e}, "
+        f"an epoch in {throughput.epoch_time}\n"
         f"{values['tokens_per_second']:,.0f} tokens/s, {values['samples_per_second']:.2f} samples/s, "
         f"data wait {100 * values['data_wait']:.0f} %"
     )
 
 
 def check_tracker(name: str) -> None:
-    """ConfigError where accelerate does not have the tracker, or its package is not installed."""
+    """Raise ConfigError if accelerate lacks the tracker, or its package is not installed."""
     if name == "none" or name in map(str, get_available_trackers()):
         return
     package = name.replace("_", "-")
@@ -103,21 +105,21 @@ def check_tracker(name: str) -> None:
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl, from which a resumed run first drops the steps that it will do again."""
+    """Appends to metrics.jsonl; a resumed run first removes the steps that it will repeat."""
 
-    def __init__(self, folder: Path, accelerator: Any, config: Config, done: int) -> None:
+    def __init__(self, folder: Path, accelerator: Any, config: Config, step: int) -> None:
         self.accelerator, self.every_steps = accelerator, config.logging.logging_steps
         self.main = bool(accelerator.is_main_process)
         if not self.main:
             return
         path = folder / METRICS_NAME
-        kept = [line for line in read_metrics(path) if line["step"] <= done]
+        kept = [line for line in read_metrics(path) if line["step"] <= step]
         write_durably(path, "".join(f"{json.dumps(line)}\n" for line in kept).encode("utf-8"))
         self.file = open(path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115 (closed by close)
         start_tracker(accelerator, config)
 
     def write(self, step: int, values: dict[str, float], *, always: bool = False) -> None:
-        """Log a step, if it is one of the nth or `always`."""
+        """Log every `logging.logging_steps`-th step, or any step if `always`."""
         if not self.main or (step % self.every_steps and not always):
             return
         self.file.write(json.dumps({"step": step, **values}) + "\n")
@@ -133,23 +135,23 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The whole lines of metrics.jsonl; a run that was killed may have left half of one. TrainError for any other."""
+    """The lines of metrics.jsonl without an incomplete one that a killed run left; TrainError for a damaged line."""
     lines = path.read_bytes().split(b"\n") if path.exists() else []
-    found = []
+    metrics = []
     for number, line in enumerate(lines, 1):
         if not (line.startswith(b"{") and line.endswith(b"}")):
             continue
         try:
             values = json.loads(line)
-            found.append(values | {"step": int(values["step"])})
+            metrics.append(values | {"step": int(values["step"])})
         except (ValueError, KeyError, TypeError, OverflowError):
-            do = "remove that line; its steps are lost to the curves alone"
-            raise TrainError("this line is not one of a run", where=f"{path}:{number}", do=do) from None
-    return found
+            do = "remove that line; only the curves lose its step"
+            raise TrainError("this line was not written by a run", where=f"{path}:{number}", do=do) from None
+    return metrics
 
 
-def _given(config: Config) -> dict[str, Any]:
-    """The settings as trackers take them, but for those that are not given."""
+def _tracker_settings(config: Config) -> dict[str, Any]:
+    """The settings that are not None, as trackers take them."""
     return {
         name: value if isinstance(value, bool | int | float | str) else str(value)
         for name, value in config.flat().items()
@@ -158,11 +160,12 @@ def _given(config: Config) -> dict[str, Any]:
 
 
 def start_tracker(accelerator: Any, config: Config) -> None:
-    """Begin a run in the tracker, with the settings; TensorBoard has neither projects nor room for settings."""
+    """Start a run in the tracker, with the settings; TensorBoard has no projects and takes no settings."""
     logging = config.logging
     if logging.report_to == "tensorboard":
         accelerator.init_trackers("/".join(filter(None, (TENSORBOARD_FOLDER, logging.run_name))))
         return
     name = logging.run_name or Path(config.train.output_dir).resolve().name
     option = RUN_NAME_OPTION.get(logging.report_to)
-    accelerator.init_trackers(logging.project, _given(config), {logging.report_to: {option: name}} if option else {})
+    options = {logging.report_to: {option: name}} if option else {}
+    accelerator.init_trackers(logging.project, _tracker_settings(config), options)

@@ -1,4 +1,7 @@
-"""Losses and gradients that are not finite: stop the run, or skip the batch."""
+"""Losses and gradients that are not finite: stop the run, or skip the batch or step.
+
+Every process decides the same, and a skipped batch leaves no trace in gradients or optimizer.
+"""
 
 from __future__ import annotations
 
@@ -11,40 +14,40 @@ from qwen_cache.console import console
 from qwen_cache.errors import TrainError
 from qwen_train.signals import any_process
 
-MOST_IN_A_ROW = 10
-"""Left out one after the other: chance does not do that, so what is wrong is the model by now."""
+MAX_CONSECUTIVE = 10
+"""Skips in a row that stop the run: this many are no coincidence, so the weights are damaged by now."""
 
 
 @dataclass
-class LeftOut:
-    """What `train.on_nan` says about values that are not numbers."""
+class NonFiniteGuard:
+    """Applies `train.on_nan` to losses and gradient norms."""
 
     skip: bool
-    in_a_row: int = 0
+    consecutive: int = 0
 
-    def decide(self, accelerator: Any, what: str, value: float, keys: Sequence[str]) -> bool:
-        """Whether `what`, of the samples `keys`, is to be left out here because it is no number in some process.
+    def skips(self, accelerator: Any, what: str, value: float, keys: Sequence[str]) -> bool:
+        """Whether to skip `what`, computed on the samples `keys`, because it is not finite in some process.
 
-        TrainError when the run should stop.
+        Raises TrainError if the run must stop.
         """
         mine = not math.isfinite(value)
         if mine and not self.skip:
             raise TrainError(
                 f"{what} is not a number",
                 found=f"{value} for the samples {', '.join(keys)}",
-                do="lower optimizer.learning_rate, look at these samples with `qwen-cache inspect`, or leave them out "
+                do="lower optimizer.learning_rate, check these samples with `qwen-cache inspect`, or skip such batches "
                 "with train.on_nan=skip",
             )
         if not self.skip or not any_process(accelerator, mine):
-            self.in_a_row = 0
+            self.consecutive = 0
             return False
-        self.in_a_row += 1
+        self.consecutive += 1
         if mine:
-            console().print(f"left out: {what} is {value} for the samples {', '.join(keys)}")
-        if self.in_a_row == MOST_IN_A_ROW:
+            console().print(f"skipped: {what} is {value} for the samples {', '.join(keys)}")
+        if self.consecutive == MAX_CONSECUTIVE:
             raise TrainError(
-                f"{what} is not a number, for the {MOST_IN_A_ROW}th time in a row",
+                f"{what} is not a number, for the {MAX_CONSECUTIVE}th time in a row",
                 found=f"last for the samples {', '.join(keys)}",
-                do="lower optimizer.learning_rate, and go on with --resume from the newest checkpoint",
+                do="lower optimizer.learning_rate, and continue with --resume from the newest checkpoint",
             )
         return True

@@ -1,7 +1,7 @@
-"""The optimizer by its name or import path, and the schedule of its learning rate.
+"""The optimizer, by name or import path, and the learning rate schedule.
 
-A known optimizer gets the settings of the section `optimizer` that it has; one that it lacks is refused when it was
-set. One by import path gets the learning rate, and all else from `optimizer.arguments`.
+A known optimizer gets the settings of the section `optimizer` that it takes; setting another one is refused. An
+optimizer by import path gets the learning rate, and everything else from `optimizer.arguments`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ CLASSES = {
 ADAM = ("betas", "weight_decay", "eps")
 SETTINGS = {"adamw": ADAM, "adamw8bit": ADAM, "adafactor": ("weight_decay",), "prodigy": ADAM}
 EXTRAS = {"bitsandbytes": "quantization", "prodigyopt": "prodigy"}
-"""Of this package: what `pip install qwen-cache[...]` brings a module."""
+"""Extras of this package (`pip install 'qwen-cache[...]'`), by the module that they install."""
 
-NOT_IN_PARTS = ("adamw8bit", "adafactor", "prodigy")
-"""Those that look at more of the weights than the part that a process holds in FSDP2."""
+NOT_SHARDABLE = ("adamw8bit", "adafactor", "prodigy")
+"""Optimizers whose update depends on more of a weight than the FSDP2 shard of one process."""
 
 
 def make_optimizer(config: Config, parameters: Sequence[torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, Any]:
-    """The optimizer and the learning rate's schedule."""
+    """The optimizer and its learning rate schedule; ConfigError for settings that it does not take."""
     o, s = config.optimizer, config.lr_scheduler
     cls = optimizer_class(o.name)
-    if o.name in NOT_IN_PARTS and isinstance(parameters[0], DTensor):
+    if o.name in NOT_SHARDABLE and isinstance(parameters[0], DTensor):
         raise ConfigError(
             f"{o.name} cannot be used with train.fsdp", expected="adamw", found=o.name, do="set optimizer.name=adamw"
         )
@@ -61,19 +61,19 @@ def make_optimizer(config: Config, parameters: Sequence[torch.nn.Parameter]) -> 
 
 
 def apply_settings(config: Config, optimizer: Any, lr_scheduler: Any) -> None:
-    """Give an optimizer and a schedule that were loaded what the settings say now, at the step where they are."""
+    """Apply the current settings to an optimizer and a schedule loaded from a checkpoint, at their step."""
     o = config.optimizer
-    said = {**_settings(o), **o.arguments}
+    settings = {**_settings(o), **o.arguments}
     lr_scheduler.base_lrs = [o.learning_rate] * len(optimizer.param_groups)
     factors = [factor(lr_scheduler.last_epoch) for factor in lr_scheduler.lr_lambdas]
     for group, factor in zip(optimizer.param_groups, factors, strict=True):
-        group.update({name: value for name, value in said.items() if name in group})
+        group.update({name: value for name, value in settings.items() if name in group})
         group |= {"initial_lr": o.learning_rate, "lr": o.learning_rate * factor}
     lr_scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """The class of that name or import path."""
+    """The optimizer class of a name or import path; ConfigError if there is none."""
     path = CLASSES.get(name, name)
     module, _, attribute = path.rpartition(".")
     if not module:
@@ -81,29 +81,29 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
             "optimizer.name: no such optimizer", expected=f"{', '.join(CLASSES)} or an import path", found=name
         )
     try:
-        found = getattr(importlib.import_module(module), attribute, None)
+        cls = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
         extra = EXTRAS.get(module.split(".")[0])
-        do = f"pip install 'qwen-cache[{extra}]'" if extra else "install what it is in, or correct optimizer.name"
+        do = f"pip install 'qwen-cache[{extra}]'" if extra else "install its package, or correct optimizer.name"
         raise ConfigError(f"the optimizer {name} cannot be imported: {error}", do=do) from None
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ConfigError(
             "optimizer.name: not an optimizer",
             where=path,
             expected="a class of torch.optim.Optimizer",
-            found=type(found).__name__ if found is not None else f"no {attribute} in {module}",
+            found=type(cls).__name__ if cls is not None else f"no {attribute} in {module}",
         )
-    return found
+    return cls
 
 
 def _settings(config: OptimizerConfig) -> dict[str, Any]:
-    """Those of `betas`, `weight_decay` and `eps` that this optimizer has."""
+    """The settings among `betas`, `weight_decay` and `eps` that this optimizer takes."""
     taken = SETTINGS.get(config.name, ())
     for name in ADAM:
         if name not in taken and getattr(config, name) != OptimizerConfig.model_fields[name].default:
             raise ConfigError(
-                f"optimizer.{name} is not passed on to {config.name}",
+                f"optimizer.{name} is not a setting of {config.name}",
                 found=getattr(config, name),
-                do="leave it out, or say it in optimizer.arguments as this optimizer names it",
+                do="leave it out, or set it in optimizer.arguments under this optimizer's own name",
             )
     return {name: getattr(config, name) for name in taken}

@@ -1,9 +1,9 @@
-"""report.html: a run on one page that needs nothing else, neither files nor network.
+"""report.html: a run on one self-contained page, without other files or the network.
 
-A pure function of the output folder: curves from metrics.jsonl, settings from qwen.yaml, images from `qwen-train
-decode`; so `qwen-train report` makes the same page again. The template `run.html.jinja` has the markup; this module
-collects its values. The page leaves out a line, a file or an image that cannot be read, and says so. Refused: a folder
-without a run.
+It is a pure function of the output folder: curves from metrics.jsonl, settings from qwen.yaml, images from `qwen-train
+decode`; so `qwen-train report` writes the same page again. The template `run.html.jinja` has the markup; this module
+collects its values. Lines, files and images that cannot be read are listed and skipped. A folder without a run is
+refused.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from qwen_train.metrics import METRICS_NAME
 from qwen_train.validation import LOSS, LOSSES
 
 NAME = "report.html"
-ABOUT_NAME = "about.json"
-SAID_FIRST = ("cache", "identity", "pipeline", "trainable_parameters", "device")
-"""What the overview says of about.json."""
-SMOOTHED_OVER = 50  # a moving mean is over this part of the curve
+RUN_FACTS_NAME = "about.json"
+OVERVIEW_FACTS = ("cache", "identity", "pipeline", "trainable_parameters", "device")
+"""The entries of about.json that the overview shows."""
+SMOOTHED_OVER = 50  # a moving mean covers 1/50 of the curve
 THUMBNAIL = 320  # pixels
-LARGEST = 1e100  # float32 ends long before, and sums and differences of such do not overflow
+LARGEST = 1e100  # far above any float32, and small enough that sums and differences do not overflow
 STEP = re.compile(r"step-(\d+)")
 UNREADABLE = (OSError, ValueError, SyntaxError, AssertionError, MemoryError, Image.DecompressionBombError)
-"""What Pillow raises where a PNG is damaged or too large."""
+"""Raised by Pillow for a PNG that is damaged or too large."""
 
 Metrics = Sequence[Mapping[str, float]]
 """The lines of metrics.jsonl."""
 Points = list[tuple[float, float]]
 """Step and value."""
 Facts = Iterator[tuple[str, str]]
-"""Of a table: a name and a value."""
+"""Rows of a table: name and value."""
 
 
 def write_report(folder: Path) -> Path:
-    """Make `folder`/report.html anew; it is replaced whole, or not."""
+    """Write `folder`/report.html, atomically; TrainError without a run in `folder`, or if it cannot be written."""
     if not (folder / METRICS_NAME).is_file():
         raise TrainError("no run here", where=folder, expected=METRICS_NAME, do="name the train.output_dir of a run")
     path = folder / NAME
-    text = re.sub(r"[\ud800-\udfff]", "\ufffd", page(folder))  # names of files need not be Unicode
+    text = re.sub(r"[\ud800-\udfff]", "\ufffd", page(folder))  # file names may not be valid Unicode
     try:
         write_durably(path, text.encode("utf-8"))
     except OSError as error:
@@ -69,7 +69,7 @@ def write_report(folder: Path) -> Path:
 
 
 def renew_report(folder: Path) -> None:
-    """`write_report` for a run, which goes on whatever is wrong with its page: then a line on stderr says what."""
+    """`write_report` for a run: any failure becomes a warning on stderr, and training continues."""
     try:
         write_report(folder)
     except Exception as error:  # noqa: BLE001 (a run is worth more than its page)
@@ -81,20 +81,20 @@ def renew_report(folder: Path) -> None:
 def page(folder: Path) -> str:
     """The whole document."""
     metrics, damaged = _metrics(folder / METRICS_NAME)
-    about, text, per_step = _object(folder / ABOUT_NAME), _text(folder / CONFIG_NAME), samples_per_step(folder)
-    parts = ((ABOUT_NAME, about), (CONFIG_NAME, text), ("the state.json of the newest checkpoint", per_step))
+    facts, text, per_step = _object(folder / RUN_FACTS_NAME), _text(folder / CONFIG_NAME), samples_per_step(folder)
+    parts = ((RUN_FACTS_NAME, facts), (CONFIG_NAME, text), ("the state.json of the newest checkpoint", per_step))
     unread = [f"{plural(damaged, 'line')} of {METRICS_NAME}"] if damaged else []
     unread += [name for name, content in parts if content is None]
-    about = about or {}
+    facts = facts or {}
     return render(
         "run.html.jinja",
         title=folder.resolve().name,
-        facts=list(overview(folder, metrics, about, per_step or 0)),
+        facts=list(overview(folder, metrics, facts, per_step or 0)),
         unread=unread,
         logged=bool(metrics),
         charts=list(charts(metrics)),
         samples=validation_samples(folder),
-        data=[(name.replace("_", " "), _said(value)) for name, value in about.items() if name not in SAID_FIRST],
+        data=[(name.replace("_", " "), _text_of(value)) for name, value in facts.items() if name not in OVERVIEW_FACTS],
         settings_name=CONFIG_NAME,
         settings=text,
     )
@@ -103,13 +103,13 @@ def page(folder: Path) -> str:
 # ---- overview --------------------------------------------------------------------------------------------------------
 
 
-def overview(folder: Path, metrics: Metrics, about: Mapping[str, Any], per_step: float) -> Facts:
-    """How far it is, how well it goes, what came out, and of what: as far as the run wrote it down."""
+def overview(folder: Path, metrics: Metrics, facts: Mapping[str, Any], per_step: float) -> Facts:
+    """Progress, losses, output files and model, as far as the run recorded them."""
     last, config = max((int(line["step"]) for line in metrics), default=0), _settings(folder / CONFIG_NAME)
     if last:
-        of = f" of {_said(config.train.max_steps)}" if config else ""
+        of = f" of {_text_of(config.train.max_steps)}" if config else ""
         yield "steps", number(last) + of + (f", {plural(round(per_step, 1), 'sample')} in each" if per_step else "")
-    each = about.get("samples_in_an_epoch")
+    each = facts.get("samples_in_an_epoch")
     if per_step and _is_number(each) and each > 0:
         yield "epochs", f"{number(per_step * last / each)}, {plural(each, 'sample')} in each"
     speeds = [speed for _, speed in series(metrics, "samples_per_second") if speed > 0]
@@ -123,13 +123,13 @@ def overview(folder: Path, metrics: Metrics, about: Mapping[str, Any], per_step:
         lora = f"a LoRA of rank {config.train.lora.rank}"
         yield "model", str(config.model.path)
         yield "trained", lora if config.train.method == "lora" else "every weight"
-    for name in SAID_FIRST:
-        if name in about:
-            yield name.replace("_", " "), _said(about[name])
+    for name in OVERVIEW_FACTS:
+        if name in facts:
+            yield name.replace("_", " "), _text_of(facts[name])
 
 
 def samples_per_step(folder: Path) -> float | None:
-    """On average, as the newest checkpoint knows; 0 before there is one, None where it does not say."""
+    """Mean samples per step by the newest checkpoint; 0 without a checkpoint, None if it cannot be read."""
     step, path = max(checkpoints(folder), default=(0, folder))
     if not step:
         return 0
@@ -138,7 +138,7 @@ def samples_per_step(folder: Path) -> float | None:
 
 
 def losses(metrics: Metrics) -> Facts:
-    """The last ones, and how they moved."""
+    """The last losses, and their development."""
     loss, measured = series(metrics, "loss"), series(metrics, LOSS)
     if loss:
         window = _window(loss)
@@ -153,7 +153,7 @@ def losses(metrics: Metrics) -> Facts:
 
 
 def outcome(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Every file of weights and every checkpoint, with its size."""
+    """Every weights file and checkpoint, with its size."""
     for path in sorted(path for path in folder.glob("*.safetensors") if path.is_file()):
         yield path.relative_to(folder), path.stat().st_size
     for path in sorted(path for path in folder.iterdir() if path.name.startswith(("checkpoint-", "transformer"))):
@@ -164,14 +164,14 @@ def outcome(folder: Path) -> Iterator[tuple[Path, int]]:
 
 
 def charts(metrics: Metrics) -> Iterator[CurveChart]:
-    """One for each thing that was measured; the losses first."""
+    """One chart per metric, losses first."""
     for title, curves in _curves(metrics):
         if chart := curve_chart(title, curves):
             yield chart
 
 
 def _curves(metrics: Metrics) -> Iterator[tuple[str, list[Curve]]]:
-    """Titles, and curves that may have no points."""
+    """Titles and curves; a curve may have no points."""
     loss = series(metrics, "loss")
     window = _window(loss)
     smooth = Curve(f"mean of {window} logged steps", moving_mean(loss, window))
@@ -184,7 +184,7 @@ def _curves(metrics: Metrics) -> Iterator[tuple[str, list[Curve]]]:
 
 
 def series(metrics: Metrics, name: str) -> Points:
-    """Step and value, where there is one."""
+    """Steps and values, where the value exists and is finite."""
     return [(line["step"], line[name]) for line in metrics if math.isfinite(line.get(name, math.nan))]
 
 
@@ -193,9 +193,9 @@ def _window(points: Points) -> int:
 
 
 def moving_mean(points: Points, window: int) -> Points:
-    """At each step, the mean of the last `window` values, summed anew: a sum that is carried on keeps its errors.
+    """At each step, the mean of the last `window` values, each summed afresh: a running sum accumulates errors.
 
-    The values lie in rows as long as the window, which thus is the head of one row and the tail of the row before.
+    The values are in rows of `window`, so each window is the head of one row and the tail of the previous one.
     """
     rows = np.zeros((-(-len(points) // window), window))
     rows.flat[: len(points)] = [value for _, value in points]
@@ -210,16 +210,16 @@ def moving_mean(points: Points, window: int) -> Points:
 
 @dataclass(frozen=True)
 class ValidationSample:
-    """A sample with the images around it."""
+    """A validation sample with its images."""
 
     name: str
     prompt: str
     images: list[tuple[str, str]]
-    """Captions and data URLs; an empty URL where an image cannot be read, as its caption then says."""
+    """Captions and data URLs; the URL is empty, and the caption says so, if an image cannot be read."""
 
 
 def validation_samples(folder: Path) -> list[ValidationSample]:
-    """The newest that are decoded, each with its target and controls."""
+    """The newest decoded images, each with its target and controls."""
     decoded = {path.parent for path in (folder / FOLDER).glob("step-*/*.png")}
     steps = [(int(match[1]), path) for path in decoded if (match := STEP.fullmatch(path.name))]
     if not steps:
@@ -229,31 +229,31 @@ def validation_samples(folder: Path) -> list[ValidationSample]:
 
 
 def _validation_sample(folder: Path, decoded: Path) -> ValidationSample:
-    """A decoded image with its controls and its target, as far as they are there."""
-    there = {path.name: path for path in (folder / "controls").glob("*.png")}
+    """A decoded image with those of its controls and target that are decoded."""
+    pngs = {path.name: path for path in (folder / "controls").glob("*.png")}
     names = (f"{decoded.stem}-{i}.png" if i > 1 else decoded.name for i in count(1))  # as `decode` numbers them
-    controls = [there[name] for name in takewhile(there.__contains__, names)]
+    controls = [pngs[name] for name in takewhile(pngs.__contains__, names)]
     row = [(path, f"control {i}" if controls[1:] else "control") for i, path in enumerate(controls, 1)]
     row += [
         (folder / "target" / decoded.name, "target"),
-        (decoded, f"drawn after {decoded.parent.name.replace('-', ' ')}"),
+        (decoded, f"generated after {decoded.parent.name.replace('-', ' ')}"),
     ]
-    name, prompt = _words(decoded.with_suffix(".safetensors"))
+    name, prompt = _name_and_prompt(decoded.with_suffix(".safetensors"))
     return ValidationSample(name or decoded.stem, prompt, [_image(path, title) for path, title in row if path.exists()])
 
 
-def _words(latents: Path) -> tuple[str, str]:
-    """The name and the prompt of the sample that they are of; nothing where they are gone."""
+def _name_and_prompt(latents: Path) -> tuple[str, str]:
+    """The name and prompt of the sample of these latents; empty if the file is missing or damaged."""
     try:
         with safe_open(latents, framework="np") as file:
-            about = file.metadata() or {}
+            metadata = file.metadata() or {}
     except (OSError, SafetensorError):
         return "", ""
-    return about.get("name", ""), about.get("prompt", "")
+    return metadata.get("name", ""), metadata.get("prompt", "")
 
 
 def _image(path: Path, caption: str) -> tuple[str, str]:
-    """Its caption and a thumbnail; the page is written even where an image cannot be read."""
+    """The caption and a thumbnail as data URL; an image that cannot be read only changes the caption."""
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(path, formats=["PNG"]) as image:
             small = image.convert("RGB")
@@ -265,18 +265,18 @@ def _image(path: Path, caption: str) -> tuple[str, str]:
     return caption, f"data:image/jpeg;base64,{b64encode(data.getvalue()).decode('ascii')}"
 
 
-# ---- what the run wrote down -----------------------------------------------------------------------------------------
+# ---- files of the run ------------------------------------------------------------------------------------------------
 
 
 def _metrics(path: Path) -> tuple[Metrics, int]:
-    """The lines that a run can have written, and how many others there are."""
+    """The valid lines, and the number of invalid ones."""
     lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
-    whole = [values for line in lines if (values := _parsed(line)) and _is_measured(values)]
-    return whole, len(lines) - len(whole)
+    valid = [values for line in lines if (values := _parsed(line)) and _is_measured(values)]
+    return valid, len(lines) - len(valid)
 
 
 def _is_measured(values: Mapping[str, Any]) -> bool:
-    """Whether these are numbers, of a step; NaN and the infinities are measured too."""
+    """Whether all values are numbers (NaN and infinities included), and one is the step."""
     numbers = all(_is_number(value) or (type(value) is float and not math.isfinite(value)) for value in values.values())
     return numbers and _is_number(values.get("step"))
 
@@ -286,7 +286,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _object(path: Path) -> dict[str, Any] | None:
-    """Of a JSON file; empty where there is none, None where it cannot be read."""
+    """The object in a JSON file; {} without a file, None if it cannot be read."""
     try:
         return _parsed(path.read_bytes()) if path.is_file() else {}
     except OSError:
@@ -294,7 +294,7 @@ def _object(path: Path) -> dict[str, Any] | None:
 
 
 def _parsed(data: bytes) -> dict[str, Any] | None:
-    """A JSON object, if it is one."""
+    """The JSON object in `data`, or None."""
     try:
         value = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
@@ -303,14 +303,14 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
 
 
 def _settings(path: Path) -> Config | None:
-    """Those of qwen.yaml, where they are of this version; the page has its text in any case."""
+    """The settings in qwen.yaml, None if this version cannot read them; the page shows its text in any case."""
     try:
         return load_config(path)
-    except (ConfigError, OSError, ValueError, RecursionError):  # of YAML's dates and towers of brackets
+    except (ConfigError, OSError, ValueError, RecursionError):  # YAML dates and deep nesting
         return None
 
 
-def _said(value: Any) -> str:
+def _text_of(value: Any) -> str:
     return number(value) if _is_number(value) else str(value)
 
 
@@ -319,7 +319,7 @@ def _duration(seconds: float) -> str:
 
 
 def _text(path: Path) -> str | None:
-    """Empty where there is no file, None where it cannot be read."""
+    """The text of a file; empty without a file, None if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8") if path.is_file() else ""
     except (OSError, ValueError):

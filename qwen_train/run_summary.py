@@ -1,4 +1,4 @@
-"""What a run prints before it trains, and what its report says of it: data, batches, steps, memory."""
+"""The summary that a run prints before training, and the facts for its report: data, batches, steps, memory."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ def print_plan(
     plan: Summary,
     parameters: list[torch.nn.Parameter],
     accelerator: Accelerator,
-    done: int,
+    step: int,
 ) -> None:
-    """What will be trained, before it is."""
+    """Print what will be trained."""
     t, cache, v, out = config.train, batches.cache, config.validation, console()
     per_step = plan.samples_per_batch * t.gradient_accumulation_steps * accelerator.num_processes
     epochs = t.max_steps * per_step / plan.in_epoch
-    out.print(f"[bold]cache[/]   {cache.folder}: {len(cache)} samples, {cache.recipe.recipe.get('pipeline')}")
+    out.print(f"[bold]cache[/]    {cache.folder}: {len(cache)} samples, {cache.recipe.recipe.get('pipeline')}")
     method = f"LoRA of rank {t.lora.rank}" if t.method == "lora" else "every weight"
     trainable = sum(parameter.numel() for parameter in parameters)
-    out.print(f"[bold]trains[/]  {method}, {trainable:,} trainable parameters, on {accelerator.device}")
-    out.print(f"[bold]batches[/] {plan}", highlight=False)
+    out.print(f"[bold]training[/] {method}, {trainable:,} trainable parameters, on {accelerator.device}")
+    out.print(f"[bold]batches[/]  {plan}", highlight=False)
     out.print(
-        f"[bold]steps[/]   {t.max_steps} of {plural(round(per_step, 1), 'sample')}: {epochs:.1f} epochs",
+        f"[bold]steps[/]    {t.max_steps} of {plural(round(per_step, 1), 'sample')}: {epochs:.1f} epochs",
         highlight=False,
     )
-    if set_aside := len(batches.validation):
-        measured = f"their loss every {plural(v.validation_steps, 'step')}" if v.validation_steps else "never measured"
-        drawn = (
+    if held_out := len(batches.validation):
+        losses = f"their loss every {plural(v.validation_steps, 'step')}" if v.validation_steps else "never measured"
+        images = (
             f", {plural(v.num_images, 'image')} every {plural(v.images_every_steps, 'step')}" if v.num_images else ""
         )
-        out.print(f"[bold]aside[/]   {plural(set_aside, 'sample')} for validation: {measured}{drawn}")
+        out.print(f"[bold]held out[/] {plural(held_out, 'sample')} for validation: {losses}{images}")
     if t.edit_mask_weight != 1 and cache.has_index:
-        out.print(f"[bold]masks[/]   {cache.edit_masks()} of {plural(len(cache), 'sample')}", highlight=False)
-    if done:
-        left = "" if done < t.max_steps else ": nothing is left to train; raise train.max_steps to go on"
-        out.print(f"[bold]resume[/]  after step {done}{left}")
+        out.print(f"[bold]masks[/]    {cache.edit_masks()} of {plural(len(cache), 'sample')}", highlight=False)
+    if step:
+        left = "" if step < t.max_steps else ": nothing is left to train; raise train.max_steps to continue"
+        out.print(f"[bold]resume[/]   after step {step}{left}")
 
 
 def settings_changed(earlier: Path, config: Config) -> list[str]:
-    """What differs from the settings that the run had so far, in words; nothing where they are not known."""
+    """The settings that differ from the earlier ones, as text; none where the earlier ones cannot be read."""
     try:
         before = load_config(earlier).flat()
     except ConfigError:
@@ -61,17 +61,17 @@ def settings_changed(earlier: Path, config: Config) -> list[str]:
 
 
 def print_memory(config: Config, batches: Batches, transformer: dict[str, Any], device: str) -> None:
-    """What the largest batch will take, where `qwen-train plan` could say it."""
+    """Print the memory of the largest batch, where `qwen-train plan` can predict it."""
     if not batches.cache.has_index or config.train.fsdp or device not in ("cpu", "cuda"):
         return
     batch, _ = largest_batch(batches, config.train.layout)
     memory = predict_memory(transformer, config, batch, "cuda" if device == "cuda" else "cpu")
     parts = f"weights {human_bytes(memory.weights)}, activations {human_bytes(memory.activations)}"
-    console().print(f"[bold]memory[/]  about {human_bytes(memory.total)}: {parts}", highlight=False)
+    console().print(f"[bold]memory[/]   about {human_bytes(memory.total)}: {parts}", highlight=False)
 
 
-def about(batches: Batches, plan: Summary, parameters: list[torch.nn.Parameter], accelerator: Accelerator) -> bytes:
-    """What the report says of the data and the run."""
+def run_facts(batches: Batches, plan: Summary, parameters: list[torch.nn.Parameter], accelerator: Accelerator) -> bytes:
+    """The report's facts about the data and the run, as JSON."""
     cache = batches.cache
     facts = {
         "cache": str(cache.folder),

@@ -1,9 +1,6 @@
-"""What a run is told or runs into on its way: signals, and losses that are not numbers.
+"""Signals: SIGINT and SIGTERM finish the step, save and stop; SIGUSR1 saves, and training continues.
 
-SIGINT and SIGTERM, as job queues and people send them: finish the step, save, then stop. SIGUSR1: save, and go on.
-Windows has no SIGUSR1, and SIGBREAK (Ctrl-Break) where others have SIGTERM, which no process there can send. A
-loss that is NaN or infinite names its samples; it stops the run, or its batch is left out of the step, in every
-process at once and without a trace in gradients or optimizer.
+On Windows, SIGBREAK (Ctrl-Break) takes the place of SIGTERM, which no process can send there; SIGUSR1 does not exist.
 """
 
 from __future__ import annotations
@@ -18,9 +15,9 @@ STOPPING = ("SIGINT", "SIGTERM", "SIGBREAK")
 
 
 class Signals:
-    """While entered, the first SIGINT or SIGTERM sets `stop`, and a second one stops at once; SIGUSR1 asks to save.
+    """While entered, the first SIGINT or SIGTERM sets `stop`, a second raises KeyboardInterrupt, SIGUSR1 asks to save.
 
-    A signal that the system does not have is left out.
+    Signals that the system lacks are ignored.
     """
 
     def __init__(self) -> None:
@@ -41,9 +38,9 @@ class Signals:
             signal.signal(number, handler)
 
     def take_save(self) -> bool:
-        """Whether to save, said once for each time that it was asked since."""
-        asked, self._save = self._save, False
-        return asked
+        """Whether SIGUSR1 has arrived since the last call."""
+        requested, self._save = self._save, False
+        return requested
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if self.stop:
@@ -55,7 +52,7 @@ class Signals:
 
 
 def any_process(accelerator: Any, flag: bool) -> bool:
-    """Whether `flag` is set in any process: what one of them does, all have to do at the same place."""
+    """Whether `flag` is set in any process, so that all processes act on it at the same point."""
     if accelerator.num_processes == 1:
         return flag
     return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device)) > 0)

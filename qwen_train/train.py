@@ -1,7 +1,7 @@
 """Training, top to bottom: `prepare` sets a run up, `train` is the loop.
 
-Loads the transformer and nothing else: no VAE, no text encoder, no pipeline. What it trains on comes from the cache;
-what it writes, the stock pipeline loads. A run that is stopped and resumed equals one that was not.
+Loads only the transformer: no VAE, no text encoder, no pipeline. It reads the cache, and writes weights that the stock
+pipeline loads. A run that is stopped and resumed equals an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from qwen_train.data.batches import Batch, Batches
 from qwen_train.data.samples import Samples, open_samples
 from qwen_train.flow import NoiseSchedule, flow_loss, interpolate
 from qwen_train.lora.adapter import start_from
-from qwen_train.metrics import MetricsLog, Pace, Tally, check_tracker, progress_text
+from qwen_train.metrics import MetricsLog, StepStats, Throughput, check_tracker, progress_text
 from qwen_train.model.ema import Ema
 from qwen_train.model.modulation import tabulate
 from qwen_train.model.offload import offload_blocks
-from qwen_train.model.sharding import whole, wrap
-from qwen_train.nonfinite import LeftOut
+from qwen_train.model.sharding import full_tensor, wrap
+from qwen_train.nonfinite import NonFiniteGuard
 from qwen_train.optimizers import apply_settings, make_optimizer
-from qwen_train.report import ABOUT_NAME, renew_report
-from qwen_train.run_summary import about, print_memory, print_plan, settings_changed
+from qwen_train.report import RUN_FACTS_NAME, renew_report
+from qwen_train.run_summary import print_memory, print_plan, run_facts, settings_changed
 from qwen_train.signals import Signals, any_process
-from qwen_train.validation import Validation, draw, evaluating, make_validation
+from qwen_train.validation import Validation, evaluating, make_validation, noised_samples
 from qwen_train.weights import check_cache, compute_dtype, load_transformer, prepare_for_training, trainable
 
 TRANSFORMER_PARTS = ("transformer", "scheduler")
-GLOO_SECONDS = 0.5  # in which a thread that waits for the interpreter gets it, on a busy machine too
+GLOO_SECONDS = 0.5  # long enough for a waiting thread to get the interpreter, on a busy machine too
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is ready to start or to go on."""
+    """A run that is ready to start or to continue."""
 
     out: Path
     accelerator: Accelerator
@@ -62,44 +62,44 @@ class Prepared:
 
 
 def train(config: Config, *, resume: bool = False, encode_from: str | None = None) -> Path:
-    """Train as `config` says, on its cache or on what is encoded from the source `encode_from`; the path of the LoRA.
+    """Train on the cache of `config`, or on samples encoded from the source `encode_from`; the path of the result.
 
-    Raises KeyboardInterrupt after SIGINT or SIGTERM, once the step that it was in is done and saved.
+    Raises KeyboardInterrupt after SIGINT or SIGTERM, once the current step is finished and saved.
     """
     settings = config.train
     p = prepare(config, resume, encode_from)
     run, accelerator, optimizer, lr_scheduler = p.run, p.accelerator, p.run.optimizer, p.run.lr_scheduler
-    stream = p.batches.starting_at(run.samples)
+    stream = p.batches.starting_at(run.consumed_samples)
     log = MetricsLog(p.out, accelerator, config, run.step)
-    left_out, pace = LeftOut(settings.on_nan == "skip"), Pace(p.batches.plan.in_epoch)
+    guard, throughput = NonFiniteGuard(settings.on_nan == "skip"), Throughput(p.batches.plan.in_epoch)
     saved, stop = run.step, False
-    tally, began, before = Tally(), time.monotonic(), run.samples
+    stats, began, before = StepStats(), time.monotonic(), run.consumed_samples
 
     with closing(log), closing(stream), Signals() as signals, progress() as bar:
         task = bar.add_task("training", total=settings.max_steps, completed=run.step, count="")
         while run.step < settings.max_steps and not stop:
-            asked = time.monotonic()
+            wait_began = time.monotonic()
             batch = next(stream)
-            tally.waited += time.monotonic() - asked
+            stats.waited += time.monotonic() - wait_began
             with accelerator.accumulate(p.transformer):
                 batch = batch.to(accelerator.device, p.dtype)
                 loss = compute_loss(p.transformer, batch)
-                value, run.samples = float(loss.detach()), batch.done
-                if left_out.decide(accelerator, f"the loss of step {run.step + 1}", value, batch.keys):
-                    loss, tally.left_out = no_loss(p.transformer, batch), tally.left_out + 1
+                value, run.consumed_samples = float(loss.detach()), batch.consumed_samples
+                if guard.skips(accelerator, f"the loss of step {run.step + 1}", value, batch.keys):
+                    loss, stats.skipped_batches = zero_loss(p.transformer, batch), stats.skipped_batches + 1
                 else:
-                    tally.add(batch, value)
-                accelerator.backward(batch.share * loss)  # the step's gradient is the mean over its samples
+                    stats.add(batch, value)
+                accelerator.backward(batch.loss_scale * loss)  # the step's gradient is the mean over its samples
                 if not accelerator.sync_gradients:
                     continue
-                total = tally.of_all(accelerator)
-                if total.left_out and total.share:  # then over those that are left
-                    scale_gradients(p.parameters, batches_per_step(p, settings) / total.share)
-                norm = float(whole(accelerator.clip_grad_norm_(p.parameters, settings.max_grad_norm or math.inf)))
+                total = stats.reduced(accelerator)
+                if total.skipped_batches and total.loss_scale:  # the mean over the remaining samples
+                    scale_gradients(p.parameters, batches_per_step(p, settings) / total.loss_scale)
+                norm = float(full_tensor(accelerator.clip_grad_norm_(p.parameters, settings.max_grad_norm or math.inf)))
                 gradient = f"the gradient of step {run.step + 1}"
-                if not total.share or left_out.decide(accelerator, gradient, norm, tally.keys):
-                    optimizer.zero_grad()  # nothing is left of this step; the next batches make it anew
-                    tally = Tally(waited=tally.waited, left_out=tally.left_out)
+                if not total.loss_scale or guard.skips(accelerator, gradient, norm, stats.keys):
+                    optimizer.zero_grad()  # drop the whole step; the next batches repeat it
+                    stats = StepStats(waited=stats.waited, skipped_batches=stats.skipped_batches)
                     continue
                 learning_rate = lr_scheduler.get_last_lr()[0]
                 optimizer.step()
@@ -108,32 +108,32 @@ def train(config: Config, *, resume: bool = False, encode_from: str | None = Non
                 lr_scheduler.step()
                 optimizer.zero_grad()
             run.step += 1
-            took, trained = time.monotonic() - began, run.samples - before
+            took, trained = time.monotonic() - began, run.consumed_samples - before
             values = {
-                "loss": total.loss / total.share,
+                "loss": total.loss / total.loss_scale,
                 "learning_rate": learning_rate,
                 "grad_norm": norm,
                 "tokens_per_second": total.tokens / took,
                 "samples_per_second": trained / took,
                 "data_wait": total.waited / took,
             }
-            if left_out.skip:
-                values["left_out"] = total.left_out
-            pace.add(trained, took)
-            bar.update(task, completed=run.step, count=progress_text(run.step, settings.max_steps, values, pace))
-            measured = validate(p)
-            log.write(run.step, values | measured, always=bool(measured))
+            if guard.skip:
+                values["skipped_batches"] = total.skipped_batches
+            throughput.add(trained, took)
+            bar.update(task, completed=run.step, count=progress_text(run.step, settings.max_steps, values, throughput))
+            validation_losses = validate(p)
+            log.write(run.step, values | validation_losses, always=bool(validation_losses))
             stop = any_process(accelerator, signals.stop)
-            asked_to_save = any_process(accelerator, signals.take_save())
-            if asked_to_save or run.step % settings.checkpointing_steps == 0:
+            save_requested = any_process(accelerator, signals.take_save())
+            if save_requested or run.step % settings.checkpointing_steps == 0:
                 saved = save(p, settings.checkpoints_total_limit)
-            if asked_to_save and accelerator.is_main_process:
+            if save_requested and accelerator.is_main_process:
                 bar.console.print(f"saved checkpoint-{saved}", highlight=False)
-            tally, began, before = Tally(), time.monotonic(), run.samples
+            stats, began, before = StepStats(), time.monotonic(), run.consumed_samples
     if run.step > saved:
         save(p, settings.checkpoints_total_limit)
     if run.step < settings.max_steps:
-        console().print(f"stopped after step {run.step}; `qwen-train run --resume` goes on from there")
+        console().print(f"stopped after step {run.step}; `qwen-train run --resume` continues from there")
         leave(accelerator)
         raise KeyboardInterrupt
     path = save_result(p.out, run, p.dtype if settings.method == "full" else torch.float32)
@@ -144,10 +144,10 @@ def train(config: Config, *, resume: bool = False, encode_from: str | None = Non
 
 
 def leave(accelerator: Accelerator) -> None:
-    """End the connection of the processes, when nothing is on its way in it.
+    """Close the connection between the processes once it is idle.
 
-    To let go of the tensors that were gathered last, gloo's thread needs the interpreter, which DDP's destructor keeps
-    while it waits for that thread (torch 2.13): for good, were it not given a moment before.
+    To release the tensors that it gathered last, gloo's thread needs the interpreter. DDP's destructor holds the
+    interpreter while it waits for that thread (torch 2.13), forever unless the thread gets a moment first.
     """
     accelerator.wait_for_everyone()
     if accelerator.num_processes > 1:
@@ -156,7 +156,7 @@ def leave(accelerator: Accelerator) -> None:
 
 
 def save(p: Prepared, keep: int) -> int:
-    """Write a checkpoint, in which every process takes part; the step that it is of."""
+    """Write a checkpoint and return its step; every process takes part."""
     save_checkpoint(p.out, p.run, keep)
     if p.accelerator.is_main_process:
         renew_report(p.out)
@@ -164,21 +164,21 @@ def save(p: Prepared, keep: int) -> int:
 
 
 def validate(p: Prepared) -> dict[str, float]:
-    """The losses of samples outside training, and images of them, where qwen.yaml wants them after this step."""
+    """Validation losses, and images, where qwen.yaml schedules them after this step; {} without losses."""
     v, losses = p.validation, dict[str, float]()
-    if v is None or not (v.measures(p.run.step) or v.draws(p.run.step)):
+    if v is None or not (v.measures_loss(p.run.step) or v.generates_images(p.run.step)):
         return losses
     with evaluating(p.transformer):
-        if v.measures(p.run.step):
+        if v.measures_loss(p.run.step):
             device = p.accelerator.device
             losses = v.losses(lambda batch: compute_loss(p.transformer, batch.to(device, p.dtype)), p.accelerator)
-        if v.draws(p.run.step):
-            v.images(p.out, p.run.step, p.transformer, p.accelerator, p.dtype)
+        if v.generates_images(p.run.step):
+            v.generate_images(p.out, p.run.step, p.transformer, p.accelerator, p.dtype)
     return losses
 
 
 def batches_per_step(p: Prepared, settings: TrainConfig) -> int:
-    """Of all processes; the shares of whole steps add up to it."""
+    """Micro-batches per optimizer step, over all processes; their loss scales sum to this number."""
     return settings.gradient_accumulation_steps * p.batches.world_size
 
 
@@ -189,30 +189,30 @@ def scale_gradients(parameters: list[torch.nn.Parameter], factor: float) -> None
 
 
 def compute_loss(transformer: Any, batch: Batch) -> torch.Tensor:
-    """The flow-matching loss of a batch on the device of the transformer."""
+    """The flow-matching loss of a batch, which is on the transformer's device."""
     noisy = interpolate(batch.clean, batch.noise, batch.sigma, batch.is_target)
     velocity = transformer(
         hidden_states=noisy.to(batch.prompt_embeds.dtype),
         encoder_hidden_states=batch.prompt_embeds,
         encoder_hidden_states_mask=batch.prompt_embeds_mask,
         timestep=batch.sigma,
-        img_shapes=[list(shapes) for shapes in batch.img_shapes],
+        img_shapes=batch.img_shapes,
         return_dict=False,
     )[0]
-    return flow_loss(velocity, batch.clean, batch.noise, batch.weight, batch.counts)
+    return flow_loss(velocity, batch.clean, batch.noise, batch.weight, batch.sample_weight)
 
 
-def no_loss(transformer: Any, batch: Batch) -> torch.Tensor:
-    """In place of a loss that is left out: zero, with gradients of zero, from the same work on a batch of zeros.
+def zero_loss(transformer: Any, batch: Batch) -> torch.Tensor:
+    """The loss of a skipped batch: zero, with zero gradients, computed on zeros.
 
-    Processes that share gradients wait for one another's, so the backward pass cannot be left out as well.
+    Processes wait for one another's gradients, so the backward pass cannot be skipped.
     """
-    nothing, no_text = torch.zeros_like(batch.clean), torch.zeros_like(batch.prompt_embeds)
-    return 0 * compute_loss(transformer, replace(batch, clean=nothing, noise=nothing, prompt_embeds=no_text))
+    latents, prompt_embeds = torch.zeros_like(batch.clean), torch.zeros_like(batch.prompt_embeds)
+    return 0 * compute_loss(transformer, replace(batch, clean=latents, noise=latents, prompt_embeds=prompt_embeds))
 
 
 def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Prepared:
-    """Load the transformer, add the LoRA, and find the checkpoint to go on from."""
+    """Load the transformer, add the LoRA, and load the newest checkpoint if there is one."""
     settings, out = config.train, Path(config.train.output_dir)
     if out.exists() and not out.is_dir():
         raise ConfigError("not a folder", where=out, do="set train.output_dir")
@@ -222,7 +222,7 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
             "this folder already holds a run",
             where=out,
             found=earlier[-1][1].name,
-            do="go on with --resume, or set train.output_dir",
+            do="continue with --resume, or set train.output_dir",
         )
     check_tracker(config.logging.report_to)
     cache = open_samples(config, encode_from)
@@ -233,21 +233,22 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
         log_with=config.logging.report_to if config.logging.report_to != "none" else None,
         project_dir=str(out),
     )
-    transformer_config = (model.part("transformer") / "config.json").read_text(encoding="utf-8")
-    scheduler = json.loads((model.part("scheduler") / "scheduler_config.json").read_text(encoding="utf-8"))
+    transformer_config = (model.component("transformer") / "config.json").read_text(encoding="utf-8")
+    scheduler = json.loads((model.component("scheduler") / "scheduler_config.json").read_text(encoding="utf-8"))
     schedule = NoiseSchedule.of_config(scheduler)
     batches = Batches(cache, settings, schedule, rank=accelerator.process_index, world_size=accelerator.num_processes)
     validation = make_validation(config, batches, scheduler)
     set_seed(settings.seed)
-    transformer = to_be_trained(config, model, cache, is_new=not earlier)
+    transformer = load_for_training(config, model, cache, is_new=not earlier)
     if settings.tabulated_modulation:
-        measured = [drawn.sigma for sample in (validation.samples if validation else ()) for drawn in draw(sample)]
-        tabulate(transformer, model.part("transformer"), schedule, measured)
+        held_out = validation.samples if validation else ()
+        sigmas = [noised.sigma for sample in held_out for noised in noised_samples(sample)]
+        tabulate(transformer, model.component("transformer"), schedule, sigmas)
     if settings.offload_blocks:
         offload_blocks(transformer, settings.offload_blocks, accelerator.device)
     transformer = wrap(accelerator, transformer, settings)
     run = start_run(config, accelerator.unwrap_model(transformer), accelerator, cache.identity)
-    run.origin = {"model": named(model), "pipeline": model.pipeline, "cache": cache.identity}
+    run.origin = {"model": public_name(model), "pipeline": model.pipeline, "cache": cache.identity}
     changed = settings_changed(out / CONFIG_NAME, config) if earlier else []
     if earlier:
         load_checkpoint(earlier[-1][1], run)
@@ -257,7 +258,7 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
         plan = batches.plan.summary(batches.world_size, settings.gradient_accumulation_steps)
         out.mkdir(parents=True, exist_ok=True)
         write_durably(out / CONFIG_NAME, config.to_yaml().encode("utf-8"))
-        write_durably(out / ABOUT_NAME, about(batches, plan, parameters, accelerator))
+        write_durably(out / RUN_FACTS_NAME, run_facts(batches, plan, parameters, accelerator))
         print_plan(config, batches, plan, parameters, accelerator, run.step)
         if changed:
             console().print(f"[bold]changed[/] from here on: {', '.join(changed)}", highlight=False)
@@ -266,8 +267,8 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
     return Prepared(out, accelerator, transformer, compute_dtype(settings), parameters, run, batches, validation)
 
 
-def to_be_trained(config: Config, model: ModelFolder, cache: Samples, *, is_new: bool) -> Any:
-    """The transformer in training mode; a LoRA to begin with is for a run that is new."""
+def load_for_training(config: Config, model: ModelFolder, cache: Samples, *, is_new: bool) -> Any:
+    """The transformer in training mode; `train.lora.weights` applies to a new run only."""
     settings = config.train
     transformer = load_transformer(model, config)
     check_cache(cache, model, transformer.config)
@@ -282,7 +283,7 @@ def to_be_trained(config: Config, model: ModelFolder, cache: Samples, *, is_new:
 
 
 def start_run(config: Config, transformer: Any, accelerator: Accelerator, cache: str) -> Run:
-    """The run at its first step: the optimizer of what is trained, and what a checkpoint of it must have in common."""
+    """The run at step 0: its optimizer, and the settings that a checkpoint must share with it."""
     settings, parameters = config.train, trainable(transformer)
     optimizer, lr_scheduler = make_optimizer(config, parameters)
     fixed = {"cache": cache, "seed": settings.seed, "train.method": settings.method}
@@ -291,12 +292,12 @@ def start_run(config: Config, transformer: Any, accelerator: Accelerator, cache:
     fixed |= {"optimizer.name": config.optimizer.name, "train.ema_decay": settings.ema_decay}
     fixed |= sequence_settings(settings)
     ema = Ema(parameters, settings.ema_decay) if settings.ema_decay else None
-    set_seed(settings.seed, device_specific=True)  # from here on processes draw their own: dropout
+    set_seed(settings.seed, device_specific=True)  # each process samples its own dropout
     return Run(transformer, accelerator.prepare_optimizer(optimizer), lr_scheduler, fixed, ema=ema)
 
 
 def check_empty_prompts(cache: Samples, caption_dropout: float) -> None:
-    """Refuse caption dropout where samples lack what it needs: an imported cache need not have it."""
+    """Refuse caption dropout where samples lack the empty prompt; an imported cache may lack it."""
     missing = cache.column("empty_prompt_embeds").null_count
     if caption_dropout and missing:
         raise TrainError(
@@ -307,6 +308,6 @@ def check_empty_prompts(cache: Samples, caption_dropout: float) -> None:
         )
 
 
-def named(model: ModelFolder) -> str:
-    """What a file that others get may say of it: a local path is nobody's business but its last part."""
+def public_name(model: ModelFolder) -> str:
+    """The model's name in files that users share: of a local path, only the last part."""
     return model.name if not Path(model.name).exists() else Path(model.name).resolve().name

@@ -1,8 +1,8 @@
-"""Validation on samples that are never trained: their loss, and images that the transformer draws of them.
+"""Validation on held-out samples: their loss, and images generated from them.
 
-Noise and noise levels follow from a sample's key alone, so what is measured can be compared between runs, whatever
-their seed and settings; nothing that training draws at random is touched. No VAE is needed: an image is left as
-latents, which `qwen-train decode` decodes. Refused is a run that sets no samples aside.
+Noise and noise levels depend only on a sample's key, so losses are comparable between runs with any seed and settings,
+and training's random state is not touched. No VAE is needed: images are stored as latents for `qwen-train decode`.
+A run that holds out no samples is refused.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from qwen_cache.format.sample import ImgShapes
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import ValidationConfig
 from qwen_cache.storage.durable import write_durably
-from qwen_train.data.batches import Batch, Batches, Drawn, collate
-from qwen_train.inference.cached import FOLDER, draw_cached
+from qwen_train.data.batches import Batch, Batches, NoisedSample, collate
+from qwen_train.inference.cached import FOLDER, generate_cached
 
 LEVELS = 4
-"""Noise levels at which a sample is measured: one in each quarter of 0..1, where in it the key decides."""
+"""Noise levels per sample: one in each quarter of 0..1, at a place in the quarter that depends on the key."""
 LOSS = "validation_loss"
 LOSSES = tuple(f"{LOSS}_q{i + 1}" for i in range(LEVELS))
-"""Of each quarter, from little noise to much."""
+"""The loss in each quarter, from little noise to much."""
 
 
 @dataclass(frozen=True)
 class Validation:
-    """The samples that a run is measured by, in the order of their keys, and how."""
+    """The samples for validation, in the order of their keys, and the settings."""
 
     samples: tuple[Sample, ...]
     config: ValidationConfig
@@ -47,31 +47,31 @@ class Validation:
     scheduler: dict[str, Any]
     """The model's scheduler_config.json."""
 
-    def measures(self, step: int) -> bool:
+    def measures_loss(self, step: int) -> bool:
         return self.config.validation_steps is not None and step % self.config.validation_steps == 0
 
-    def draws(self, step: int) -> bool:
+    def generates_images(self, step: int) -> bool:
         return bool(self.config.num_images) and step % self.config.images_every_steps == 0
 
     def losses(self, loss_of: Callable[[Batch], Tensor], accelerator: Any) -> dict[str, float]:
-        """The mean loss, and that of each quarter of the noise levels, over the samples of all processes.
+        """The mean loss over the samples of all processes: overall, and per quarter of the noise levels.
 
-        One sample at a time: what one costs does not depend on others, and training needs more memory for it.
+        One sample at a time: a sample's loss then does not depend on others, and it takes less memory than training.
         """
         sums = torch.zeros(LEVELS, dtype=torch.float64)
-        for sample, counts in turns(self.samples[: self.config.num_samples], accelerator):
-            for level, drawn in enumerate(draw(sample)):
-                loss = float(loss_of(collate([drawn], self.edit_mask_weight)))
-                sums[level] += loss if counts else 0.0
+        for sample, is_filler in rank_samples(self.samples[: self.config.num_samples], accelerator):
+            for level, noised in enumerate(noised_samples(sample)):
+                loss = float(loss_of(collate([noised], self.edit_mask_weight)))
+                sums[level] += 0.0 if is_filler else loss
         sums = accelerator.reduce(sums.to(accelerator.device)) if accelerator.num_processes > 1 else sums
         means = (sums / min(len(self.samples), self.config.num_samples)).tolist()
         return {LOSS: sum(means) / LEVELS, **dict(zip(LOSSES, means, strict=True))}
 
-    def images(self, folder: Path, step: int, transformer: Any, accelerator: Any, dtype: torch.dtype) -> None:
-        """Draw images, and leave their latents in `folder`/validation/step-N; beside it, once, what is cached."""
-        for sample, counts in turns(self.samples[: self.config.num_images], accelerator):
-            latents = self.image(sample, transformer, accelerator.device, dtype)
-            if not counts:
+    def generate_images(self, folder: Path, step: int, transformer: Any, accelerator: Any, dtype: torch.dtype) -> None:
+        """Generate images, and write their latents to `folder`/validation/step-N, targets and controls beside it."""
+        for sample, is_filler in rank_samples(self.samples[: self.config.num_images], accelerator):
+            latents = self.generate(sample, transformer, accelerator.device, dtype)
+            if is_filler:
                 continue
             target, controls = sample.img_shapes[:1], sample.img_shapes[1:]
             save_latents(folder / FOLDER / f"step-{step}", sample, latents, target)
@@ -79,11 +79,11 @@ class Validation:
             if controls:
                 save_latents(folder / FOLDER / "controls", sample, sample["control_latents"], controls)
 
-    def image(
+    def generate(
         self, sample: Sample, transformer: Any, device: torch.device, dtype: torch.dtype
     ) -> Float[Tensor, "S 64"]:
-        """The latents that the stock pipeline would end with, from the cached embeddings and control latents."""
-        return draw_cached(
+        """The latents that the stock pipeline would generate from the cached embeddings and control latents."""
+        return generate_cached(
             sample,
             transformer,
             FlowMatchEulerDiscreteScheduler.from_config(self.scheduler),
@@ -96,18 +96,18 @@ class Validation:
 
 
 def make_validation(config: Config, batches: Batches, scheduler: dict[str, Any]) -> Validation | None:
-    """What qwen.yaml asks for; None where it asks for nothing."""
+    """The validation that qwen.yaml schedules; None without any."""
     settings = config.validation
     if settings.validation_steps is None and not settings.num_images:
         return None
     if not config.train.validation_split:
         raise ConfigError(
-            "validation needs samples that are not trained, and there are none",
+            "validation needs held-out samples, and there are none",
             found=f"train.validation_split={config.train.validation_split}",
-            do="set train.validation_split, such as 0.05, or leave out the section validation",
+            do="set train.validation_split, such as 0.05, or remove the section validation",
         )
-    wanted = max(settings.num_samples if settings.validation_steps else 0, settings.num_images)
-    samples = tuple(batches.cache[i] for i in by_key(batches)[:wanted])
+    count = max(settings.num_samples if settings.validation_steps else 0, settings.num_images)
+    samples = tuple(batches.cache[i] for i in held_out_by_key(batches)[:count])
     without = [sample.name for sample in samples if "empty_prompt_embeds" not in sample.row.meta.tensors]
     if settings.num_images and settings.true_cfg_scale > 1 and without:
         raise TrainError(
@@ -119,15 +119,15 @@ def make_validation(config: Config, batches: Batches, scheduler: dict[str, Any])
     return Validation(samples, settings, config.train.edit_mask_weight, scheduler)
 
 
-def by_key(batches: Batches) -> list[int]:
-    """The samples that are set aside, in an order that does not depend on how they lie in the cache."""
+def held_out_by_key(batches: Batches) -> list[int]:
+    """The held-out samples by key, an order that does not depend on that of the cache."""
     keys = batches.cache.column("key").take(batches.validation).to_pylist()
     return [int(i) for _, i in sorted(zip(keys, batches.validation, strict=True))]
 
 
 @contextmanager
 def evaluating(transformer: Any) -> Iterator[None]:
-    """Without dropout and gradients."""
+    """Disable dropout and gradients while entered."""
     transformer.eval()
     try:
         with torch.no_grad():
@@ -136,14 +136,14 @@ def evaluating(transformer: Any) -> Iterator[None]:
         transformer.train()
 
 
-def turns(samples: Sequence[Sample], accelerator: Any) -> Iterator[tuple[Sample, bool]]:
-    """The samples of one process, and whether they count.
+def rank_samples(samples: Sequence[Sample], accelerator: Any) -> Iterator[tuple[Sample, bool]]:
+    """The samples of this rank, and whether each is a filler, whose result is discarded.
 
-    All have equally many, some of them again, because processes that hold weights in parts have to go side by side.
+    Fillers give every rank the same number of samples: ranks that hold shards of the weights must run in step.
     """
     for first in range(0, len(samples), accelerator.num_processes):
         i = first + accelerator.process_index
-        yield samples[i % len(samples)], i < len(samples)
+        yield samples[i % len(samples)], i >= len(samples)
 
 
 def generator_of(sample: Sample, use: str) -> torch.Generator:
@@ -154,16 +154,16 @@ def noise(sample: Sample, generator: torch.Generator) -> Float[Tensor, "S 64"]:
     return torch.randn(sample.row.meta.tensors["image_latents"].shape, generator=generator)
 
 
-def draw(sample: Sample) -> Iterator[Drawn]:
+def noised_samples(sample: Sample) -> Iterator[NoisedSample]:
     """The sample at each of its noise levels."""
     generator = generator_of(sample, "loss")
-    place = float(torch.rand((), generator=generator))
+    offset = float(torch.rand((), generator=generator))
     for level in range(LEVELS):
-        yield Drawn(sample, (level + place) / LEVELS, noise(sample, generator), without_caption=False)
+        yield NoisedSample(sample, (level + offset) / LEVELS, noise(sample, generator), without_caption=False)
 
 
 def save_latents(folder: Path, sample: Sample, latents: Float[Tensor, "S 64"], img_shapes: ImgShapes) -> None:
-    """Packed latents of one or more images, with what `qwen-train decode` needs to know of them."""
+    """Write packed latents of one or more images, with the metadata that `qwen-train decode` needs."""
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"img_shapes": json.dumps(img_shapes), "name": sample.name, "prompt": sample.prompt}
-    write_durably(folder / f"{sample.key}.safetensors", save({"latents": latents.cpu().contiguous()}, about))
+    metadata = {"img_shapes": json.dumps(img_shapes), "name": sample.name, "prompt": sample.prompt}
+    write_durably(folder / f"{sample.key}.safetensors", save({"latents": latents.cpu().contiguous()}, metadata))

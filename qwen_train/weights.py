@@ -1,8 +1,8 @@
-"""The transformer's weights: how they are loaded, what of them is trained, and how that is saved and read again.
+"""The transformer's weights: loaded, prepared for training, saved and restored.
 
 `train.method: lora` freezes the base, which may be quantised, and trains an adapter in float32. `full` trains every
-weight, held in float32 for updates smaller than bfloat16 can tell; with mixed_precision bf16 the products are computed
-in bfloat16, as in diffusers' trainers, and the result is saved so. Refused: full training of quantised weights.
+weight in float32, since bfloat16 would round small updates away; with mixed_precision bf16, products are computed and
+the result is saved in bfloat16, as in diffusers' trainers. Full training of quantised weights is refused.
 """
 
 from __future__ import annotations
@@ -27,42 +27,43 @@ from qwen_cache.settings.train import TrainConfig
 from qwen_train.lora.adapter import WEIGHTS_NAME, add_lora, has_lora, load_lora, lora_weights, write_lora
 from qwen_train.model.modulation import TabulatedTransformer2DModel, check_settings
 from qwen_train.model.offload import check_settings as check_offload
-from qwen_train.model.sharding import assign, whole
+from qwen_train.model.sharding import assign, full_tensor
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
-FOLDER = "transformer"  # where all weights are saved, as in a pipeline's folder
+FOLDER = "transformer"  # of a full training's result, as in a pipeline's folder
 FILE_PATTERN = "diffusion_pytorch_model{suffix}.safetensors"
 MAX_SHARD_SIZE = "10GB"  # as save_pretrained
-KEPT_WHOLE = ["img_in", "txt_in", "time_text_embed", "norm_out", "proj_out"]
-"""Not quantised: half a percent of the weights, through which everything goes."""
+NOT_QUANTISED = ["img_in", "txt_in", "time_text_embed", "norm_out", "proj_out"]
+"""Never quantised: half a percent of the weights, through which every token passes."""
 UNREACHED = ("attn.add_q_proj.", "attn.norm_added_q.", "attn.to_add_out.", "txt_mlp.")
-"""Of the last block: the text that they compute is used by nothing."""
+"""Parameters of the last block that get no gradient: nothing uses the text that they compute."""
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
 
 
 def load_transformer(model: ModelFolder, config: Config) -> Any:
-    """The transformer of the model, as it is to be trained, but for a LoRA and the table of its modulation.
+    """The model's transformer for training, still without its LoRA and its modulation table.
 
-    For FSDP2 its weights are as they are stored, so that all processes of a machine map the same bytes; `wrap` makes
-    them float32 part by part, where they are trained.
+    Raises ModelError if it cannot be loaded, ConfigError for settings that it cannot take. For FSDP2 the weights keep
+    their stored dtype, so that all processes of a machine map the same bytes; `wrap` converts trained weights to
+    float32 block by block.
     """
-    folder, settings, kind = model.part("transformer"), config.train, config.model.quantization
+    folder, settings, kind = model.component("transformer"), config.train, config.model.quantization
     if settings.method == "full":
         _refuse_quantised(folder, kind)
     if settings.offload_blocks:
         check_offload(config, json.loads((folder / "config.json").read_text(encoding="utf-8")))
     trained = _stored_dtype(folder) if settings.fsdp else torch.float32
     dtype = trained if settings.method == "full" else compute_dtype(settings)
-    quantised = quantization_options(folder, kind, dtype)
+    options = quantization_options(folder, kind, dtype)
     model_class = QwenImageMultiResTransformer2DModel
     if settings.tabulated_modulation:
         check_settings(settings, json.loads((folder / "config.json").read_text(encoding="utf-8")))
         model_class = TabulatedTransformer2DModel
     try:
         transformer, info = model_class.from_pretrained(
-            folder, torch_dtype=dtype, use_safetensors=True, output_loading_info=True, **quantised
+            folder, torch_dtype=dtype, use_safetensors=True, output_loading_info=True, **options
         )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelError(f"the transformer cannot be loaded: {error}", where=folder) from None
@@ -71,13 +72,13 @@ def load_transformer(model: ModelFolder, config: Config) -> Any:
             "weights are missing",
             where=folder,
             found=sorted(info["missing_keys"])[0],
-            do="download this part again",
+            do="download this component again",
         )
     return transformer
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
-    """bfloat16 where all weights are; else float32, which holds what any dtype does."""
+    """bfloat16 if all weights are; else float32, which represents every other dtype exactly."""
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as weights:
             if any(weights.get_slice(name).get_dtype() != "BF16" for name in weights.keys()):  # noqa: SIM118 (no dict)
@@ -86,17 +87,17 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 
 
 def check_cache(cache: Any, model: ModelFolder, config: Mapping[str, Any]) -> None:
-    """Refuse a cache that a transformer of that config.json cannot have been meant for."""
+    """Raise TrainError or ModelError for a cache that does not fit a transformer with this config.json."""
     if not len(cache):
         raise TrainError("the cache has no samples", where=cache.folder, do="run `qwen-cache build`")
     pipeline = cache.recipe.recipe.get("pipeline")
     if pipeline != model.pipeline:
         raise ModelError(
-            "the cache was made for another kind of model",
+            "the cache was built for another pipeline",
             where=cache.folder,
             expected=model.pipeline,
             found=pipeline,
-            do="train the model that it was made for, or build a cache for this one",
+            do="train the model that it was built for, or build a cache for this one",
         )
     if (width := cache.prompt_embeds_width) != config["joint_attention_dim"]:
         raise ModelError(
@@ -109,7 +110,7 @@ def check_cache(cache: Any, model: ModelFolder, config: Mapping[str, Any]) -> No
     if (channels := config["in_channels"]) != LATENT_CHANNELS:
         raise ModelError(
             "the transformer does not take the latents of a cache",
-            where=model.part("transformer"),
+            where=model.component("transformer"),
             expected=f"in_channels {LATENT_CHANNELS}",
             found=f"in_channels {channels}",
             do="train a Qwen-Image or Qwen-Image-Edit transformer",
@@ -117,7 +118,7 @@ def check_cache(cache: Any, model: ModelFolder, config: Mapping[str, Any]) -> No
 
 
 def prepare_for_training(transformer: Any, settings: TrainConfig) -> Any:
-    """The transformer, in the layout and with the checkpointing, the LoRA and the frozen weights of the settings."""
+    """Set the layout, checkpointing, LoRA and frozen weights of the settings; the transformer in training mode."""
     transformer.layout = settings.layout
     if settings.gradient_checkpointing:
         checkpoint_blocks(transformer, int(settings.gradient_checkpointing))
@@ -128,12 +129,12 @@ def prepare_for_training(transformer: Any, settings: TrainConfig) -> Any:
 
 
 def compute_dtype(settings: TrainConfig) -> torch.dtype:
-    """What products are computed in."""
+    """The dtype of matrix products."""
     return torch.bfloat16 if settings.mixed_precision == "bf16" else torch.float32
 
 
 def checkpoint_blocks(transformer: Any, every: int) -> None:
-    """Recompute every n-th block in the backward pass, in place of keeping its activations."""
+    """Gradient checkpointing of every n-th block: recompute it in the backward pass."""
     recomputed = set(list(transformer.transformer_blocks)[::every])
 
     def run(block: torch.nn.Module, *arguments: Any) -> Any:
@@ -143,7 +144,7 @@ def checkpoint_blocks(transformer: Any, every: int) -> None:
 
 
 def freeze_unreached(transformer: Any) -> None:
-    """Train nothing that gets no gradient: DDP would wait for it, and weight decay would wear it away."""
+    """Freeze parameters that get no gradient: DDP would wait for it, and weight decay would shrink them."""
     for name, parameter in transformer.transformer_blocks[-1].named_parameters():
         if name.startswith(UNREACHED):
             parameter.requires_grad_(False)
@@ -154,7 +155,7 @@ def trainable(transformer: Any) -> list[torch.nn.Parameter]:
 
 
 def quantization_options(folder: Path, kind: str, dtype: torch.dtype) -> dict[str, Any]:
-    """What `from_pretrained` takes for `model.quantization`; ConfigError where the folder is quantised already."""
+    """Arguments of `from_pretrained` for `model.quantization`; ConfigError if the folder is already quantised."""
     if kind == "none":
         return {}
     if saved := _saved_quantization(folder):
@@ -173,7 +174,7 @@ def _saved_quantization(folder: Path) -> dict[str, Any] | None:
 
 
 def _quantization_config(kind: str, dtype: torch.dtype) -> Any:
-    """diffusers' setting for that kind of weights."""
+    """diffusers' quantisation config for that kind of weights."""
     import diffusers
 
     try:
@@ -182,11 +183,11 @@ def _quantization_config(kind: str, dtype: torch.dtype) -> Any:
                 load_in_4bit=True,
                 bnb_4bit_quant_type="nf4",
                 bnb_4bit_compute_dtype=dtype,
-                llm_int8_skip_modules=KEPT_WHOLE,
+                llm_int8_skip_modules=NOT_QUANTISED,
             )
         name = {"int8": "Int8WeightOnlyConfig", "fp8": "Float8WeightOnlyConfig"}[kind]
         weights = getattr(importlib.import_module("torchao.quantization"), name)()
-        return diffusers.TorchAoConfig(weights, modules_to_not_convert=KEPT_WHOLE)
+        return diffusers.TorchAoConfig(weights, modules_to_not_convert=NOT_QUANTISED)
     except ImportError as error:
         raise ConfigError(f"model.quantization={kind}: {error}", do="pip install 'qwen-cache[quantization]'") from None
 
@@ -203,32 +204,32 @@ def _refuse_quantised(folder: Path, kind: str) -> None:
     )
 
 
-# ---- saving what was trained -----------------------------------------------------------------------------------------
+# ---- saving trained weights ------------------------------------------------------------------------------------------
 
 
 def trained_weights(transformer: Any) -> dict[str, Tensor]:
-    """What is saved of it: the adapter if there is one, else all weights."""
+    """The adapter's weights if there is one, else all weights; not copies."""
     return lora_weights(transformer) if has_lora(transformer) else transformer.state_dict()
 
 
 def gather_weights(transformer: Any, *, keep: bool) -> dict[str, Tensor]:
-    """A copy of `trained_weights`, whole and on the CPU, in the processes that `keep` it; all have to take part."""
+    """A copy of `trained_weights`, unsharded and on the CPU, in processes that `keep` it; every process takes part."""
     gathered = {}
     for name, tensor in trained_weights(transformer).items():
-        value = whole(tensor)
+        value = full_tensor(tensor)
         if keep:
             gathered[name] = value.to("cpu", copy=True).contiguous()
     return gathered
 
 
 def weights_path(transformer: Any, folder: Path, suffix: str = "") -> Path:
-    """Where they are saved: a file for a LoRA, else a folder that `from_pretrained` loads."""
+    """The path of trained weights: a file for a LoRA, else a folder that `from_pretrained` loads."""
     stem, dot, ending = WEIGHTS_NAME.partition(".")
     return folder / (f"{stem}{suffix}{dot}{ending}" if has_lora(transformer) else f"{FOLDER}{suffix}")
 
 
 def write_weights(transformer: Any, weights: Mapping[str, Tensor], path: Path, origin: Mapping[str, Any]) -> None:
-    """Write what was gathered. A file has its name when it is whole; a folder is for the caller to sync and name."""
+    """Write gathered weights: a file atomically, while the caller syncs and renames a folder."""
     if has_lora(transformer):
         write_lora(transformer, weights, path, origin)
         return
@@ -238,7 +239,7 @@ def write_weights(transformer: Any, weights: Mapping[str, Tensor], path: Path, o
 
 
 def read_weights(transformer: Any, path: Path) -> None:
-    """Put what `write_weights` wrote into the transformer."""
+    """Load weights written by `write_weights` into the transformer; TrainError if any are missing."""
     if has_lora(transformer):
         load_lora(transformer, path)
         return

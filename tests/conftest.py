@@ -1,7 +1,7 @@
-"""What many tests need: a tiny model of each variant, real photographs as an edit dataset, and a cache of them.
+"""Shared fixtures, hooks and options: a tiny model of each variant, edit pairs of real photographs, a cache of them.
 
-Here are fixtures, hooks and options; functions and classes are in tests/support/. What loads our
-packages is imported in the fixtures: jaxtyping's hook (pyproject.toml) is not there yet when pytest reads this file.
+Functions and classes are in tests/support/. Fixtures import our packages inside, because pytest reads this file before
+jaxtyping's import hook (pyproject.toml) is installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .support.runs import Trainer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the last bit of a sum depends on it; tiny products gain nothing
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the last bit of a sum depends on it; small matrix products gain nothing
 settings.register_profile("project", deadline=None, derandomize=True, database=None)  # the same examples every time
 settings.load_profile("project")
 
@@ -35,7 +35,7 @@ CPU_SECONDS = pytest.StashKey[float]()
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process and of the children that it has waited for."""
+    """User and system time of this process and its finished children."""
     return sum(os.times()[:4])
 
 
@@ -65,12 +65,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"{seconds:8.1f}  {nodeid}")
 
 
-# ---- what is fast ----------------------------------------------------------------------------------------------------
+# ---- slow tests ------------------------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`@pytest.mark.fast_cases(2)`: of a parametrised test, all cases but the first two are slow."""
+    """`@pytest.mark.fast_cases(2)`: all cases of a parametrised test except the first two are slow."""
     fast = Counter[str]()
     for item in items:
         mark = item.get_closest_marker("fast_cases")
@@ -81,11 +81,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
-# ---- what tests share ------------------------------------------------------------------------------------------------
+# ---- options and fixtures --------------------------------------------------------------------------------------------
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What tests/models runs on; the defaults need nothing but a CPU."""
+    """Options of tests/models; the defaults need only a CPU."""
     group = parser.getgroup("models")
     group.addoption("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the transformer")
     group.addoption("--device", default="cpu", help="of the transformer, such as cuda:0")
@@ -108,13 +108,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
-    """A fresh copy of the edit pairs, to be changed by the test."""
+    """A fresh copy of the edit pairs, which the test may change."""
     return write_pairs(tmp_path / "data")
 
 
 @pytest.fixture
 def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the pipelines and `predict` work at the sizes of SMALL, by their own formula."""
+    """Make the pipelines and `predict` use the sizes of SMALL, by their own formula."""
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 
     from qwen_train.inference import prompts
@@ -132,7 +132,7 @@ def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
 def built(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Path]
 ) -> Callable[[str, Sequence[str]], Path]:
-    """A cache of the edit pairs, never to be changed: `built("edit-plus")`, built once per session."""
+    """A read-only cache of the edit pairs, built once per session: `built("edit-plus")`."""
     made: dict[tuple[str, ...], Path] = {}
     source = write_pairs(tmp_path_factory.mktemp("source") / "data")
 
@@ -158,7 +158,7 @@ def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_pat
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[tuple[str, int]]:
-    """moto's server; every S3 client of this process and its children speaks to it."""
+    """moto's server, which every S3 client of this process and its children uses."""
     import fsspec
     from moto.server import ThreadedMotoServer
 

@@ -1,4 +1,4 @@
-"""The architecture holds: who imports whom, what is public, and the tree in docs/explanation/architecture.md."""
+"""The architecture: imports, public names, and the tree in docs/explanation/architecture.md."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .support.commands import HEAVY, command
 from .support.paths import ROOT
 
 LIGHT = ("qwen_cache", "qwen_cache.cli", "qwen_train", "qwen_train.cli", "qwen_cache.importers", "qwen_cache.html.page")
-"""`--help` answers in less than half a second because these load nothing large."""
+"""`--help` takes less than half a second because these import nothing large."""
 TORCHLESS = (
     *(
         f"qwen_cache.{room.__name__.split('.')[-1]}.{module.name}"
@@ -48,11 +48,11 @@ TORCHLESS = (
     "qwen_cache.encode.builder",
     "qwen_cache.encode.plan",
 )
-"""What reads, checks and plans."""
+"""Modules that read, check and plan."""
 
 
 def test_imports_stay_light() -> None:
-    """`--help` and a build with nothing to do answer at once. What a module loads is there for all after it."""
+    """`--help` and a build with nothing to do are fast. Modules stay loaded for all modules after them."""
     code = (
         "import importlib, json, sys\n"
         "stages = json.loads(sys.argv[1])\n"
@@ -85,7 +85,7 @@ def test_imports_go_one_way() -> None:
     assert "lint-imports" in recipe
 
 
-def test_what_systems_do_differently_about_files_is_in_one_module() -> None:
+def test_differences_of_systems_about_files_are_in_one_module() -> None:
     """Modules that one system lacks, and the calls whose order decides what a crash leaves."""
     lacking = re.compile(r"^\s*(?:import|from) (?:fcntl|msvcrt|filelock|platformdirs|resource|pwd)\b", re.MULTILINE)
     for path in [*(ROOT / "qwen_cache").rglob("*.py"), *(ROOT / "qwen_train").rglob("*.py")]:
@@ -106,7 +106,7 @@ def test_public_names(package: ModuleType) -> None:
 
 
 def modules_with_content() -> set[str]:
-    """The modules of both packages, but for an `__init__.py` of a subfolder and files without a statement."""
+    """The modules of both packages, except `__init__.py` of subfolders and files without a statement."""
     names = set()
     for package in ("qwen_cache", "qwen_train"):
         for path in (ROOT / package).rglob("*.py"):
@@ -129,8 +129,8 @@ def paths_of_the_tree(lines: Iterable[str]) -> list[str]:
     return paths
 
 
-def test_the_architecture_page_has_the_tree_that_is_there() -> None:
-    """Every module with content and every folder of modules has a line; no line names what is not there."""
+def test_the_architecture_page_has_the_real_tree() -> None:
+    """Every module with content and every folder of modules has a line, and every line exists."""
     text = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     tree = re.search(r"```text\n(schemas/.*?)```", text, flags=re.DOTALL)
     assert tree, "docs/explanation/architecture.md has no tree"
@@ -143,7 +143,7 @@ def test_the_architecture_page_has_the_tree_that_is_there() -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == [], "not there"
 
 
-def test_files_that_the_architecture_page_names_are_there() -> None:
+def test_files_that_the_architecture_page_names_exist() -> None:
     """In the text, a module is named from the repository's root, or within `qwen_cache`."""
     text = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     names = re.findall(r"`(\w+(?:/\w+)+\.py)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))

@@ -1,4 +1,4 @@
-"""The plan of batches: whole epochs, limits that hold, little padding, and one number that says where a run is.
+"""The batch plan: whole epochs, limits that hold, little padding, and one number for the position of a run.
 
 The judges are loops over single samples: what a batch costs, which samples an epoch had, batches filled one by one.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qwen_cache.batching.batch_plan import BatchPlan, IntArray, Turn, sequence_settings
+from qwen_cache.batching.batch_plan import BatchPlan, IntArray, RankBatch, _by_similar_length, sequence_settings
 from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.settings.train import TrainConfig
 
@@ -40,7 +40,7 @@ class Case:
 
 
 def any_case(seed: int) -> Case:
-    """A few samples of like or of different sizes, and settings that fit them."""
+    """A few samples of similar or different sizes, and settings that fit them."""
     chance = random.Random(seed)
     samples, kinds = chance.randint(1, 70), chance.choice([1, 3, 1000])
     tokens = np.array([[chance.randint(1, kinds) * scale for _ in range(samples)] for scale in (40, 3)])
@@ -99,7 +99,7 @@ def cost(tokens: IntArray, samples: list[int], layout: str) -> int:
 
 
 def waste(plan: BatchPlan, batches: list[list[int]], layout: str = "padded") -> float:
-    """The share of padding, one batch after the other."""
+    """The fraction of padding, batch by batch."""
     valid, all_tokens = 0, 0
     for batch in batches:
         samples = [plan.sample(position) for position in batch]
@@ -117,7 +117,7 @@ def batch_costs(plan: BatchPlan, batches: list[list[int]]) -> Any:
 
 @each_case
 def test_every_epoch_has_every_sample_once(case: Case) -> None:
-    """And where the last batch is left out, all but its samples, which are others each time."""
+    """With drop_last all but the samples of the last batch, which are others in each epoch."""
     plan, n = case.plan(), case.tokens.shape[1]
     left_out = n % case.settings["batch_size"] if case.settings.get("drop_last") else 0
     for epoch, batches in enumerate(epochs(plan, 4)):
@@ -128,8 +128,8 @@ def test_every_epoch_has_every_sample_once(case: Case) -> None:
 
 
 @each_case
-def test_no_batch_exceeds_what_was_asked_for(case: Case) -> None:
-    """With batch_size alone, no batch but the epoch's last is smaller, and without it where that is left out."""
+def test_no_batch_exceeds_its_limits(case: Case) -> None:
+    """With batch_size alone, only the last batch of an epoch is smaller; with drop_last none is."""
     plan, settings = case.plan(), case.settings
     for batches in epochs(plan, 2):
         sizes = Counter(map(len, batches))
@@ -146,8 +146,10 @@ def test_no_batch_exceeds_what_was_asked_for(case: Case) -> None:
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("batch_size", [None, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_without_sorting_each_batch_takes_all_that_it_can(seed: int, batch_size: int | None, layout: str) -> None:
-    """Equal to filling them one by one, in the order of the epoch."""
+def test_without_sorting_each_batch_takes_as_many_samples_as_fit(
+    seed: int, batch_size: int | None, layout: str
+) -> None:
+    """Equal to filling batches sample by sample, in the order of the epoch."""
     tokens = wide_mixture(400, seed)
     plan = BatchPlan(
         tokens,
@@ -163,11 +165,11 @@ def test_without_sorting_each_batch_takes_all_that_it_can(seed: int, batch_size:
             expected.append([])
         expected[-1].append(position)
     assert epochs(plan, 1) == [expected]
-    assert len(set(map(len, expected))) > 1, "too much alike to show anything"
+    assert len(set(map(len, expected))) > 1, "too similar to show anything"
 
 
 def test_batches_are_not_needlessly_small() -> None:
-    """On a wide mixture nearly full, and half as many as when they are filled at random."""
+    """On a wide mixture they are nearly full, and half as many as batches at random."""
     tokens = wide_mixture(8192)
     (planned,) = epochs(plan := BatchPlan(tokens, TrainConfig(max_tokens=160_000)), 1)
     (at_random,) = epochs(BatchPlan(tokens, TrainConfig(max_tokens=160_000, bucketing_window=1)), 1)
@@ -189,15 +191,15 @@ def test_single_samples_come_in_the_order_of_the_permutation(settings: dict[str,
 
 @pytest.mark.parametrize("tokens", [np.full((2, 8), 9), wide_mixture(8)], ids=["one size", "mixed"])
 def test_every_sample_comes_at_every_time(tokens: IntArray) -> None:
-    """Each of eight is in each of four turns a quarter of the time; of one size, with each other one time in seven."""
+    """Each of 8 is in each of four batches a quarter of the time; of one size, with each other one time in seven."""
     plan, count = BatchPlan(tokens, TrainConfig(batch_size=2)), 800
-    turns, pairs = np.zeros((4, 8)), np.zeros((8, 8))
+    in_batch, pairs = np.zeros((4, 8)), np.zeros((8, 8))
     for batches in epochs(plan, count):
-        for turn, batch in enumerate(batches):
+        for i, batch in enumerate(batches):
             a, b = (plan.sample(position) for position in batch)
-            turns[turn, [a, b]] += 1
+            in_batch[i, [a, b]] += 1
             pairs[min(a, b), max(a, b)] += 1
-    assert np.abs(turns / count - 1 / 4).max() < 5 * math.sqrt(1 / 4 * 3 / 4 / count)
+    assert np.abs(in_batch / count - 1 / 4).max() < 5 * math.sqrt(1 / 4 * 3 / 4 / count)
     often = pairs[np.triu_indices(8, 1)] / count
     if len(np.unique(tokens)) == 1:
         assert np.abs(often - 1 / 7).max() < 5 * math.sqrt(1 / 7 * 6 / 7 / count)
@@ -212,8 +214,8 @@ def test_in_small_sets_a_sample_meets_others_in_each_epoch() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 8])
-def test_large_and_small_batches_alternate_by_chance(length: int) -> None:
-    """Or runs of them do, whose order in time says nothing of what they cost, nor that within a run."""
+def test_large_and_small_batches_alternate_at_random(length: int) -> None:
+    """Or runs of them do; neither the order of runs nor the order within them depends on the cost."""
     plan = BatchPlan(wide_mixture(8192), TrainConfig(batch_size=4, balance_window=length))
     (batches,) = epochs(plan, 1)
     by_run = batch_costs(plan, batches).reshape(-1, length)
@@ -226,7 +228,7 @@ def test_large_and_small_batches_alternate_by_chance(length: int) -> None:
         assert abs(within) < 5 / math.sqrt(len(in_run))
 
 
-def test_what_is_left_out_is_left_to_chance() -> None:
+def test_dropped_samples_are_random() -> None:
     """Not the largest samples in every epoch."""
     plan, count = BatchPlan(wide_mixture(10), TrainConfig(batch_size=4, drop_last=True)), 500
     trained = Counter(itertools.chain(*(samples_of(plan, batches) for batches in epochs(plan, count))))
@@ -235,7 +237,7 @@ def test_what_is_left_out_is_left_to_chance() -> None:
 
 @each_case
 def test_a_batch_is_a_pure_function_of_how_many_samples_came_before(case: Case) -> None:
-    """Fresh plans agree, whatever they were asked before; another seed does not."""
+    """New plans agree, whatever was requested before; another seed does not."""
     batches = [batch for epoch in epochs(case.plan(), 3) for batch in epoch]
     starts = list(itertools.accumulate(map(len, batches), initial=0))[:-1]
     plan, chance = case.plan(), random.Random(0)
@@ -251,55 +253,57 @@ def test_a_batch_is_a_pure_function_of_how_many_samples_came_before(case: Case) 
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 
-def turns(plan: BatchPlan, done: int, world_size: int, per_step: int, steps: int) -> list[list[Turn]]:
-    """What all processes train in some optimizer steps, turn by turn."""
-    ranks = [plan.turns(done, rank, world_size, per_step) for rank in range(world_size)]
+def batches_of_ranks(
+    plan: BatchPlan, consumed_samples: int, world_size: int, per_step: int, steps: int
+) -> list[list[RankBatch]]:
+    """The batches of some optimizer steps: lists of those that all ranks train at once."""
+    ranks = [plan.rank_batches(consumed_samples, rank, world_size, per_step) for rank in range(world_size)]
     return [[next(rank) for rank in ranks] for _ in range(steps * per_step)]
 
 
 @each_case
-def test_processes_share_every_step_and_another_number_of_them_goes_on(case: Case) -> None:
+def test_processes_share_every_step_and_another_number_of_them_continues(case: Case) -> None:
     """Through the ends of windows and epochs: whatever their number, the next batches are trained, each once."""
     plan, chance = case.plan(), random.Random(str(case))
     expected = itertools.chain(*(epoch for epoch in epochs(plan, 150)))
     done = 0
     for _ in range(4):
         world_size, per_step, steps = chance.randint(1, 4), chance.randint(1, 3), chance.randint(1, 3)
-        found = turns(case.plan(), done, world_size, per_step, steps)
-        for first in range(0, len(found), per_step):
-            step = found[first : first + per_step]
-            positions = [rank.positions for turn in step for rank in turn]
+        batches = batches_of_ranks(case.plan(), done, world_size, per_step, steps)
+        for first in range(0, len(batches), per_step):
+            step = batches[first : first + per_step]
+            positions = [rank.positions for at_once in step for rank in at_once]
             next_ones = list(itertools.islice(expected, len(positions)))
             assert sorted(positions) == sorted(next_ones)
             assert positions == next_ones or world_size > 1
-            for turn in step:
-                done += sum(len(rank.positions) for rank in turn)
-                assert {rank.done for rank in turn} == {done}
+            for at_once in step:
+                done += sum(len(rank.positions) for rank in at_once)
+                assert {rank.consumed_samples for rank in at_once} == {done}
 
 
 @each_case
-def test_a_step_is_a_mean_over_its_samples_or_over_what_they_count(case: Case) -> None:
-    """Over their targets' tokens, for one: as if all had been in one batch, whoever has them in whichever turn."""
+def test_a_step_is_a_mean_over_its_samples_or_over_their_loss_tokens(case: Case) -> None:
+    """As if all of them had been one batch, whichever rank has which samples."""
     chance = np.random.default_rng(0)
-    for counts in (None, chance.integers(1, 9000, case.tokens.shape[1])):
-        plan = BatchPlan(case.tokens, TrainConfig(**case.settings), counts=counts)
-        each = np.ones(case.tokens.shape[1]) if counts is None else counts
+    for loss_tokens in (None, chance.integers(1, 9000, case.tokens.shape[1])):
+        plan = BatchPlan(case.tokens, TrainConfig(**case.settings), loss_tokens=loss_tokens)
+        each = np.ones(case.tokens.shape[1]) if loss_tokens is None else loss_tokens
         for world_size, per_step in ((1, 1), (1, 3), (3, 1), (2, 3)):
-            step = [rank for turn in turns(plan, 0, world_size, per_step, 1) for rank in turn]
-            means = [rank.share * mean_of(plan, each, rank.positions) for rank in step]
+            step = list(itertools.chain(*batches_of_ranks(plan, 0, world_size, per_step, 1)))
+            means = [rank.loss_scale * mean_of(plan, each, rank.positions) for rank in step]
             together = mean_of(plan, each, [position for rank in step for position in rank.positions])
             assert np.mean(means) == pytest.approx(together, abs=1e-12)
 
 
-def mean_of(plan: BatchPlan, counts: Any, positions: list[int]) -> float:
-    """Of something that differs between samples, each counting as said."""
-    return float(np.average(np.sin(positions), weights=counts[[plan.sample(position) for position in positions]]))
+def mean_of(plan: BatchPlan, weights: Any, positions: list[int]) -> float:
+    """The weighted mean of a number that differs between samples."""
+    return float(np.average(np.sin(positions), weights=weights[[plan.sample(position) for position in positions]]))
 
 
-def test_batches_of_one_size_have_a_share_of_exactly_one() -> None:
-    """So that the loss of a run whose batches are all alike is not even rounded."""
+def test_batches_of_one_size_have_a_loss_scale_of_exactly_one() -> None:
+    """So that the loss of a run with batches of one size is not even rounded."""
     plan = BatchPlan(wide_mixture(42), TrainConfig(batch_size=7))
-    assert {turn.share for step in turns(plan, 0, 3, 3, 5) for turn in step} == {1.0}
+    assert {rank.loss_scale for at_once in batches_of_ranks(plan, 0, 3, 3, 5) for rank in at_once} == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -317,11 +321,11 @@ def test_processes_hardly_wait_for_one_another(world_size: int, balance_window: 
     found = {}
     for length in (1, balance_window):
         plan, done, spent, needed = BatchPlan(tokens, TrainConfig(**settings, balance_window=length)), 0, 0.0, 0.0
-        ranks = [plan.turns(0, rank, world_size, 1) for rank in range(world_size)]
+        ranks = [plan.rank_batches(0, rank, world_size, 1) for rank in range(world_size)]
         while done < 3 * 2503:
-            turn = [next(rank) for rank in ranks]
-            done = turn[0].done
-            costs = batch_costs(plan, [rank.positions for rank in turn])
+            at_once = [next(rank) for rank in ranks]
+            done = at_once[0].consumed_samples
+            costs = batch_costs(plan, [rank.positions for rank in at_once])
             spent, needed = spent + world_size * costs.max(), needed + costs.sum()
             if done <= 2503:
                 first_epoch = 1 - needed / spent
@@ -333,11 +337,12 @@ def test_processes_hardly_wait_for_one_another(world_size: int, balance_window: 
     assert found[1] > (0.04 if "max_tokens" in settings else 0.15), "there is nothing to balance"
 
 
-def test_in_a_step_of_several_turns_processes_have_at_the_same_time_what_costs_alike() -> None:
-    """In whichever order they come: a step is the mean of all."""
+def test_in_a_step_of_several_batches_ranks_train_similar_ones_at_the_same_time() -> None:
+    """A step is the mean of all its batches, so their order is free."""
     for seed in range(10):
         plan = BatchPlan(np.array([[9, 29, 9, 29, 49, 49], [1] * 6]), TrainConfig(batch_size=1, seed=seed))
-        step = [[plan.tokens[0, plan.sample(rank.positions[0])] for rank in t] for t in turns(plan, 0, 2, 3, 1)]
+        batches = batches_of_ranks(plan, 0, 2, 3, 1)
+        step = [[plan.tokens[0, plan.sample(rank.positions[0])] for rank in at_once] for at_once in batches]
         assert step == [[9, 9], [29, 29], [49, 49]]
         assert plan.summary(2, 3).wait == 0
 
@@ -358,7 +363,7 @@ def test_the_plan_says_how_long_processes_wait() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_wide_mixture_is_padded_by_less_than_5_percent(seed: int) -> None:
-    """At batch 8 with a window of a few thousand, where batches at random are padded by half; packed by nothing."""
+    """At batch size 8 with a window of a few thousand; random batches are padded by half, packed ones not at all."""
     tokens = wide_mixture(8192, seed)
     plans = {
         name: BatchPlan(tokens, TrainConfig(batch_size=8, seed=seed, **settings))
@@ -381,7 +386,7 @@ def test_a_wide_mixture_is_padded_by_less_than_5_percent(seed: int) -> None:
         assert plan.summary().padding == pytest.approx(found[name], abs=1e-12)
 
 
-def test_the_mixture_is_as_wide_as_is_said() -> None:
+def test_the_mixture_is_as_wide_as_described() -> None:
     image, text = wide_mixture(20_000)
     assert 900 < image.min() < 0.25e6 / 256 * 1.1
     assert 4 * 7000 < image.max() <= 4 * 2e6 / 256 * 1.1
@@ -391,7 +396,7 @@ def test_the_mixture_is_as_wide_as_is_said() -> None:
 
 @pytest.mark.parametrize("fixed", ["image", "text"])
 def test_both_lengths_are_brought_together(fixed: str) -> None:
-    """Where all samples are alike in one length, sorting by the other is the best there is."""
+    """Where all samples are equal in one length, sorting by the other is optimal."""
     lengths = np.random.default_rng(0).permutation(4000) + 1000
     rows = [np.full(4000, 500), lengths] if fixed == "image" else [lengths, np.full(4000, 500)]
     plan = BatchPlan(np.stack(rows), TrainConfig(batch_size=8, bucketing_window=1600))
@@ -400,6 +405,13 @@ def test_both_lengths_are_brought_together(fixed: str) -> None:
         sorted_ = sorted(in_order[window : window + 1600])
         padded += sum(8 * (longest + 500) for longest in sorted_[7::8])
     assert waste(plan, epochs(plan, 1)[0]) == pytest.approx(1 - (lengths.sum() + 4000 * 500) / padded, abs=1e-12)
+
+
+def test_samples_are_ordered_by_both_lengths() -> None:
+    """The worked example of `_by_similar_length`."""
+    tokens = np.array([[10, 40, 10, 40, 10, 40, 10, 40], [8, 8, 2, 2, 6, 6, 4, 4]])
+    order = _by_similar_length(tokens, np.full(8, 1 / 2))
+    assert "".join("abcdefgh"[i] for i in order) == "cgeabfhd"
 
 
 @each_case
@@ -418,7 +430,7 @@ def test_an_epoch_of_many_is_summarised_by_its_beginning_and_says_so() -> None:
     few, many = (BatchPlan(t, TrainConfig(batch_size=8)).summary() for t in (tokens[:, :60_000], tokens))
     assert "samples" not in str(few).partition("padding")[2]
     assert str(many).startswith("25,000 per epoch of at most 8 samples, ")
-    assert str(many).endswith(f"padding {100 * many.padding:.1f} %, by the first 65,536 samples")
+    assert str(many).endswith(f"padding {100 * many.padding:.1f} %, based on the first 65,536 samples")
     assert many.padding == pytest.approx(few.padding, rel=0.1)
 
 
@@ -461,7 +473,7 @@ def test_a_state_that_no_run_had_is_refused() -> None:
 
 @each_case
 def test_settings_that_change_the_sequence_are_told_apart(case: Case) -> None:
-    """If two settings are taken for the same, they make the same batches; so a run may go on with the other."""
+    """Settings that count as equal make the same batches; so a run may continue with the other."""
     n = case.tokens.shape[1]
     config = TrainConfig(**case.settings)
     for changes in (

@@ -97,7 +97,7 @@ def epoch_of(stream: Batches, epoch: int) -> list[Batch]:
     found, done = [], epoch * len(stream.cache)
     while done < (epoch + 1) * len(stream.cache):
         found.append(stream.batch(done))
-        done = found[-1].done
+        done = found[-1].consumed_samples
     return found
 
 
@@ -140,14 +140,14 @@ def test_every_epoch_has_every_sample_once(cache: Cache, batch_size: int) -> Non
         assert sorted(itertools.chain(*order)) == sorted(sample.key for sample in cache)
         assert sorted(map(len, order))[1:] == [batch_size] * (len(order) - 1)
     if batch_size < len(cache):
-        assert len(set(map(tuple, orders))) > 3, "the order is not drawn anew"
+        assert len(set(map(tuple, orders))) > 3, "the order is not shuffled again"
 
 
 def test_a_batch_is_a_pure_function_of_the_state(cache: Cache) -> None:
     """Fresh objects agree, in any order of asking, whatever else draws random numbers; so does iteration."""
     settings = {"batch_size": 3, "caption_dropout": 0.5, "seed": 5}
     expected = [batch for epoch in range(4) for batch in epoch_of(batches(cache, **settings), epoch)]
-    states = [0, *(batch.done for batch in expected)]
+    states = [0, *(batch.consumed_samples for batch in expected)]
     stream = batches(open_cache(cache.folder), **settings)
     for k in (7, 0, 3, 3, 5):
         torch.manual_seed(k)
@@ -187,9 +187,9 @@ def test_samples_do_not_depend_on_their_batch_or_process(cache: Cache, settings:
 def test_every_batch_says_what_it_counts_in_its_step_and_where_the_run_is_then(cache: Cache) -> None:
     """Batches of three and one: in a step of both, three quarters and one quarter."""
     found = first(batches(cache, batch_size=3, gradient_accumulation_steps=2), 4)
-    assert {len(batch.keys): batch.share for batch in found} == {3: 1.5, 1: 0.5}
-    assert [batch.done for batch in found] in ([3, 4, 7, 8], [3, 4, 5, 8], [1, 4, 7, 8], [1, 4, 5, 8])
-    assert {batch.share for batch in first(batches(cache, batch_size=3), 4)} == {1.0}
+    assert {len(batch.keys): batch.loss_scale for batch in found} == {3: 1.5, 1: 0.5}
+    assert [batch.consumed_samples for batch in found] in ([3, 4, 7, 8], [3, 4, 5, 8], [1, 4, 7, 8], [1, 4, 5, 8])
+    assert {batch.loss_scale for batch in first(batches(cache, batch_size=3), 4)} == {1.0}
 
 
 @pytest.mark.parametrize("options", [(), V1], ids=["v2", "v1"])
@@ -224,20 +224,21 @@ def test_an_index_without_token_counts_is_refused(cache: Cache) -> None:
 
 
 def test_another_seed_changes_order_noise_level_and_dropout(cache: Cache) -> None:
-    drawn = [
-        [batches(cache, seed=seed, caption_dropout=0.5).draw(position) for position in range(24)] for seed in (1, 2)
+    noised = [
+        [batches(cache, seed=seed, caption_dropout=0.5).sample_noise(position) for position in range(24)]
+        for seed in (1, 2)
     ]
-    assert [d.sample.key for d in drawn[0]] != [d.sample.key for d in drawn[1]]
-    assert [d.without_caption for d in drawn[0]] != [d.without_caption for d in drawn[1]]
-    for a, b in zip(*drawn, strict=True):
+    assert [d.sample.key for d in noised[0]] != [d.sample.key for d in noised[1]]
+    assert [d.without_caption for d in noised[0]] != [d.without_caption for d in noised[1]]
+    for a, b in zip(*noised, strict=True):
         assert a.sigma != b.sigma
         assert not torch.equal(a.noise[:4], b.noise[:4])
 
 
-def test_noise_is_normal_and_never_drawn_twice(cache: Cache) -> None:
-    drawn = [batches(cache).draw(position).noise for position in range(40)]
-    assert len({tuple(noise[0].tolist()) for noise in drawn}) == len(drawn)
-    values = torch.cat(drawn).flatten()
+def test_noise_is_normal_and_never_sampled_twice(cache: Cache) -> None:
+    noised = [batches(cache).sample_noise(position).noise for position in range(40)]
+    assert len({tuple(noise[0].tolist()) for noise in noised}) == len(noised)
+    values = torch.cat(noised).flatten()
     bound = 4 / math.sqrt(len(values))
     assert abs(float(values.mean())) < bound
     assert abs(float(values.var()) - 1) < 2 * bound
@@ -249,17 +250,17 @@ def test_noise_level_is_shifted_for_the_target_alone(cache: Cache) -> None:
     schedule = NoiseSchedule(base_image_seq_len=0, max_image_seq_len=100)
     config = TrainConfig(timestep_sampling="logit_normal", logit_mean=-1.0, logit_std=0.0)
     for position in range(len(cache)):
-        drawn = Batches(Mixture.of(cache), config, schedule).draw(position)
-        _, h, w = drawn.sample.img_shapes[0]
-        assert drawn.sigma == pytest.approx(schedule.sigma(1 / (1 + math.e), h * w), rel=1e-9)
-        assert drawn.noise.shape == (h * w, 64)
+        noised = Batches(Mixture.of(cache), config, schedule).sample_noise(position)
+        _, h, w = noised.sample.img_shapes[0]
+        assert noised.sigma == pytest.approx(schedule.sigma(1 / (1 + math.e), h * w), rel=1e-9)
+        assert noised.noise.shape == (h * w, 64)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
 def test_captions_are_dropped_at_the_configured_rate(cache: Cache, rate: float) -> None:
     positions = 1500
     stream = batches(cache, caption_dropout=rate)
-    dropped = sum(stream.draw(position).without_caption for position in range(positions))
+    dropped = sum(stream.sample_noise(position).without_caption for position in range(positions))
     assert abs(dropped / positions - rate) <= 4 * math.sqrt(rate * (1 - rate) / positions)
 
 
@@ -272,7 +273,7 @@ def test_a_dropped_caption_is_the_sample_s_own_empty_prompt(built: Built, option
     for epoch in range(6):
         positions = stream.plan.batch(epoch * len(stream.cache))
         for position, sample in zip(positions, singles(stream.batch(epoch * len(stream.cache))), strict=True):
-            name = "empty_prompt_embeds" if stream.draw(position).without_caption else "prompt_embeds"
+            name = "empty_prompt_embeds" if stream.sample_noise(position).without_caption else "prompt_embeds"
             assert torch.equal(sample["prompt_embeds"], expected[sample["key"]][name])
             used[name].add(sample["key"])
     assert used == {name: set(expected) for name in used}, "not every sample was seen with and without its caption"
@@ -324,9 +325,9 @@ def test_a_batch_is_what_pad_sequence_makes_of_its_samples(built: Built, dtype: 
     tensors = whole_tensors(built, "--dtype", dtype)
     stream = batches(open_cache(built("edit-plus", ("--dtype", dtype, *codec))), caption_dropout=0.5)
     for order in itertools.permutations(range(len(stream.cache)), 3):
-        drawn = [stream.draw(position) for position in order]
+        noised = [stream.sample_noise(position) for position in order]
         rows: dict[str, list[Tensor]] = {"clean": [], "noise": [], "is_target": [], "weight": [], "prompt_embeds": []}
-        for item in drawn:
+        for item in noised:
             stored = tensors[item.sample.key]
             clean = torch.cat([stored["image_latents"], stored["control_latents"]]).float()
             target = len(stored["image_latents"])
@@ -337,7 +338,7 @@ def test_a_batch_is_what_pad_sequence_makes_of_its_samples(built: Built, dtype: 
             rows["weight"].append(1 + (3.3 - 1) * mask)
             rows["prompt_embeds"].append(stored["empty_prompt_embeds" if item.without_caption else "prompt_embeds"])
         [torch.full((n,), math.nan) for n in (10_000, 100_000, 1_000_000)]
-        batch = collate(drawn, edit_mask_weight=3.3)
+        batch = collate(noised, edit_mask_weight=3.3)
         for name, each in rows.items():
             expected, found = pad_sequence(each, batch_first=True), getattr(batch, name)
             beyond = found[:, expected.shape[1] :]
@@ -349,14 +350,14 @@ def test_a_batch_is_what_pad_sequence_makes_of_its_samples(built: Built, dtype: 
 def test_without_padding_there_is_no_text_mask(cache: Cache) -> None:
     assert batches(cache).batch(0).prompt_embeds_mask is None
     stream = batches(cache, caption_dropout=1.0)
-    cup = next(p for p in range(len(cache)) if stream.draw(p).sample.name == "cup")
-    assert collate([stream.draw(cup), stream.draw(cup)]).prompt_embeds_mask is None
+    cup = next(p for p in range(len(cache)) if stream.sample_noise(p).sample.name == "cup")
+    assert collate([stream.sample_noise(cup), stream.sample_noise(cup)]).prompt_embeds_mask is None
 
 
 def test_edit_mask_weighs_what_was_edited(cache: Cache) -> None:
     """In the left half of the cup tokens weigh four times what they weigh elsewhere; without a mask, all the same."""
-    drawn = [batches(cache).draw(position) for position in range(len(cache))]
-    for item, row in zip(drawn, singles(collate(drawn, edit_mask_weight=4.0)), strict=True):
+    noised = [batches(cache).sample_noise(position) for position in range(len(cache))]
+    for item, row in zip(noised, singles(collate(noised, edit_mask_weight=4.0)), strict=True):
         weight = row["weight"][row["is_target"]] / row["weight"][row["is_target"]].min()
         _, h, w = item.sample.img_shapes[0]
         inside, border, outside = weight.view(h, w).split([w // 2 - 1, 2, w - w // 2 - 1], dim=1)
@@ -419,7 +420,7 @@ def test_loss_of_a_padded_batch_is_the_mean_of_stock_losses(
             stock_loss(stock, {**sample, "mask": masks.get(sample["key"])}, mask_weight) for sample in singles(batch)
         ]
         assert found == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-        assert max(losses) > 1.01 * min(losses), "losses so alike would hide a mistake in their mean"
+        assert max(losses) > 1.01 * min(losses), "losses so similar would hide a mistake in their mean"
 
 
 @pytest.mark.parametrize("loss_reduction", ["per_sample", "per_token"])
@@ -440,7 +441,7 @@ def test_loss_of_a_step_is_the_weighted_mean_over_its_samples_or_over_their_toke
     )
     step = first(stream, 2)
     with torch.no_grad():
-        found = sum(batch.share * float(compute_loss(ours, batch)) for batch in step) / 2
+        found = sum(batch.loss_scale * float(compute_loss(ours, batch)) for batch in step) / 2
     samples = [sample for batch in step for sample in singles(batch)]
     losses = [stock_loss(stock, {**sample, "mask": None}) for sample in samples]
     weights = compute_loss_weighting_for_sd3(scheme, torch.stack([sample["sigma"] for sample in samples])).tolist()
@@ -449,30 +450,30 @@ def test_loss_of_a_step_is_the_weighted_mean_over_its_samples_or_over_their_toke
     ]
     together = sum(w * n * loss for w, n, loss in zip(weights, tokens, losses, strict=True)) / sum(tokens)
     assert found == pytest.approx(together, rel=1e-5)
-    assert len(set(tokens)) > 1 or loss_reduction == "per_sample", "targets so alike would hide a mistake"
+    assert len(set(tokens)) > 1 or loss_reduction == "per_sample", "targets so similar would hide a mistake"
 
 
 # ---- validation ------------------------------------------------------------------------------------------------------
 
 
-def test_samples_set_aside_are_never_trained(cache: Cache) -> None:
+def test_held_out_samples_are_never_trained(cache: Cache) -> None:
     stream = batches(cache, validation_split=0.5, batch_size=2)
-    aside = {cache[i].key for i in stream.validation}
-    assert 0 < len(aside) < len(cache)
+    held_out = {cache[i].key for i in stream.validation}
+    assert 0 < len(held_out) < len(cache)
     trained = Counter(key for batch in first(stream, 12) for key in batch.keys)
-    assert trained.keys() == {sample.key for sample in cache} - aside
+    assert trained.keys() == {sample.key for sample in cache} - held_out
     assert max(trained.values()) - min(trained.values()) <= 1
     assert batches(cache).validation.tolist() == []
 
 
-def test_other_samples_change_nothing_about_who_is_set_aside() -> None:
+def test_other_samples_do_not_change_which_are_held_out() -> None:
     """Nor does their order; and about as many are as was said."""
     targets = [content_hash(str(i).encode()) for i in range(4000)]
     for share in (0.02, 0.5):
-        aside = {targets[i] for i in split(targets, share)[1]}
-        assert abs(len(aside) / 4000 - share) < 4 * math.sqrt(share * (1 - share) / 4000)
+        held_out = {targets[i] for i in split(targets, share)[1]}
+        assert abs(len(held_out) / 4000 - share) < 4 * math.sqrt(share * (1 - share) / 4000)
         few = [*reversed(targets[::3]), "0" * 32]
-        assert {few[i] for i in split(few, share)[1]} - {"0" * 32} == aside & set(few)
+        assert {few[i] for i in split(few, share)[1]} - {"0" * 32} == held_out & set(few)
     training, validation = split(targets, 0.02)
     assert sorted([*training, *validation]) == list(range(4000))
     assert set(validation) < set(split(targets, 0.1)[1]), "a larger part takes those of the smaller one, too"
@@ -486,9 +487,9 @@ def test_all_samples_of_a_target_are_on_the_same_side(built: Built) -> None:
         open_cache(built("edit-plus", ("--set", "data.vae_image_size=9216"))),
     )
     assert len(both) == 2 * len(small)
-    aside = [{c[i].name for i in batches(c, validation_split=0.5).validation} for c in (both, small)]
-    assert aside[0] == aside[1]
-    assert len(batches(both, validation_split=0.5).validation) == 2 * len(aside[0])
+    held_out = [{c[i].name for i in batches(c, validation_split=0.5).validation} for c in (both, small)]
+    assert held_out[0] == held_out[1]
+    assert len(batches(both, validation_split=0.5).validation) == 2 * len(held_out[0])
 
 
 @pytest.mark.parametrize(("share", "which", "do"), [(1e-9, "validate", "raise"), (1 - 1e-9, "train", "lower")])
@@ -505,7 +506,7 @@ def test_what_goes_by_an_index_is_refused_where_there_is_none(settings: dict[str
     samples.folder, samples.prompt_embeds_width = Path("data"), 64
     samples.recipe, samples._token_counts = Recipe({}, 4, ""), np.ones((2, 4), np.int64)
     ((name, _),) = settings.items()
-    with pytest.raises(ConfigError, match=rf"train\.{name}.* goes by the index of a cache.*\n.*qwen-cache build"):
+    with pytest.raises(ConfigError, match=rf"train\.{name}.* needs the index of a cache.*\n.*qwen-cache build"):
         Batches(samples, TrainConfig(**settings), NoiseSchedule())
 
 
@@ -534,13 +535,13 @@ def test_a_batch_lasts_until_the_next_is_asked_for(cache: Cache, monkeypatch: py
             for tensor in (batch.clean, batch.noise, batch.prompt_embeds):
                 tensor.fill_(math.nan)
             places.append(batch.clean.data_ptr())
-            done = batch.done
+            done = batch.consumed_samples
     assert len(set(places[24:])) <= AHEAD + 1, "memory is not used again"
 
 
 def test_damaged_bytes_stop_the_iteration_and_no_thread_is_left(cache: Cache, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(cache.folder, tmp_path / "copy"))
-    last = batches(cache).draw(3).sample
+    last = batches(cache).sample_noise(3).sample
     shard = folder / last.row.shard
     data = bytearray(shard.read_bytes())
     data[last.row.entry.data] ^= 1

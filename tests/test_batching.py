@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from qwen_cache.encode.micro_batches import SHARE, Batcher, Lane, Room
+from qwen_cache.encode.micro_batches import MEMORY_FRACTION, Batcher, Lane, MemoryBudget
 from qwen_cache.errors import DeviceError, SourceError
 
 from .support.waiting import HANG
@@ -129,10 +129,10 @@ def test_copies_share_what_is_about_different_things() -> None:
 
 
 def test_a_piece_without_its_image_fails_for_itself() -> None:
-    encoder, gone = Recorder(), Future[Any]()
-    gone.set_exception(SourceError("cannot be read"))
+    encoder, missing = Recorder(), Future[Any]()
+    missing.set_exception(SourceError("cannot be read"))
     with batching([encoder], 6) as batcher:
-        results = [submit(batcher, number, 2, about=gone if number == 1 else None) for number in range(3)]
+        results = [submit(batcher, number, 2, about=missing if number == 1 else None) for number in range(3)]
     assert encoder.batches == [[2, 2]]
     assert [results[0].result(), results[2].result()] == [-2, -2]
     with pytest.raises(SourceError, match="cannot be read"):
@@ -214,11 +214,11 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> FakeMemory:
 
 
 def test_a_gpu_is_given_one_piece_and_then_what_its_free_memory_holds(memory: FakeMemory) -> None:
-    room = Room(GPU)
+    room = MemoryBudget(GPU)
     assert room.take([10, 10, 10]) == 1
     with room.measuring(10):
         memory.work(peak=1_000)  # 100 bytes for each unit, of 6,000 that are free
-    assert room.take([10] * 10) == 6 * SHARE // 1 == 4
+    assert room.take([10] * 10) == 6 * MEMORY_FRACTION // 1 == 4
     with room.measuring(40):
         memory.work(peak=8_000)  # some shapes take more
     assert room.take([10] * 10) == 2
@@ -229,7 +229,7 @@ def test_a_gpu_is_given_one_piece_and_then_what_its_free_memory_holds(memory: Fa
 
 
 def test_memory_that_ran_out_is_remembered_by_what_is_measured_next(memory: FakeMemory) -> None:
-    room = Room(GPU)
+    room = MemoryBudget(GPU)
     with room.measuring(10):
         memory.work(peak=100)
     assert room.take([10] * 100) == 48

@@ -1,6 +1,6 @@
-"""Both pages in a real Chromium: what a person does with them works, and everything can be read, on a phone as well.
+"""Both pages in a real Chromium: search, filters and charts work, and all text is legible, on a phone too.
 
-No page may say anything in the console or ask for anything but itself; `opened` holds that of every test.
+No page may write to the console or request anything but itself; `opened` checks that in every test.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from qwen_cache.inspect.page import COLUMNS, page
 from qwen_cache.inspect.summary import summarise
 
 from .support.commands import run
-from .support.pages import HOSTILE, Made, write
+from .support.pages import HOSTILE, CacheSample, write
 from .support.runs import IMAGES, Trainer
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="the pages are not tried in a browser: no playwright")
+sync_api = pytest.importorskip("playwright.sync_api", reason="the pages are not tested in a browser: no playwright")
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PHONE, DESK = 390, 1600
@@ -59,11 +59,11 @@ UNREADABLE = r"""
   };
 
   const unreadable = [];
-  let looked_at = 0;
+  let checked = 0;
   const judge = (element, what, colour, least) => {
-    looked_at += 1;
-    const found = ratio(element, colour);
-    if (found < least) unreadable.push(`${what}: contrast ${found.toFixed(2)}`);
+    checked += 1;
+    const contrast = ratio(element, colour);
+    if (contrast < least) unreadable.push(`${what}: contrast ${contrast.toFixed(2)}`);
   };
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
@@ -83,20 +83,20 @@ UNREADABLE = r"""
   for (const bar of document.querySelectorAll("rect")) judge(bar, "bar", getComputedStyle(bar).fill, 3);
   for (const line of document.querySelectorAll("polyline"))
     judge(line, line.getAttribute("class"), getComputedStyle(line).stroke, 3);
-  return { looked_at, unreadable };
+  return { checked, unreadable };
 }
 """
-"""What is wrong with each text, bar and curve that is hard to see; contrast is that of WCAG 2.2."""
+"""Lists every text, bar and curve that is hard to see, with the reason; contrast as in WCAG 2.2."""
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium, started once; any will do."""
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(f"the pages are not tried in a browser: none of {', '.join(BROWSERS)} is in PATH")
+    """A Chromium, started once."""
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        pytest.skip(f"the pages are not tested in a browser: none of {', '.join(BROWSERS)} is in PATH")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser
         browser.close()
 
@@ -105,17 +105,17 @@ def browser() -> Iterator[Any]:
 def opened(browser: Any, path: Path, anchor: str = "", width: int = DESK, **options: Any) -> Iterator[Any]:
     context = browser.new_context(viewport={"width": width, "height": 900}, **options)
     shown = context.new_page()
-    said: list[str] = []
-    asked: set[str] = set()
-    shown.on("console", lambda message: said.append(message.text))
-    shown.on("pageerror", lambda error: said.append(str(error)))
-    shown.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
-    shown.on("request", lambda request: asked.add(request.url.partition("#")[0]))
+    console: list[str] = []
+    requests: set[str] = set()
+    shown.on("console", lambda message: console.append(message.text))
+    shown.on("pageerror", lambda error: console.append(str(error)))
+    shown.on("dialog", lambda dialog: (console.append(dialog.message), dialog.dismiss()))
+    shown.on("request", lambda request: requests.add(request.url.partition("#")[0]))
     try:
         shown.goto(path.as_uri() + anchor)
         yield shown
-        assert said == []
-        assert {url for url in asked if not url.startswith("data:")} == {path.as_uri()}
+        assert console == []
+        assert {url for url in requests if not url.startswith("data:")} == {path.as_uri()}
     finally:
         context.close()
 
@@ -123,14 +123,14 @@ def opened(browser: Any, path: Path, anchor: str = "", width: int = DESK, **opti
 # ---- pages -----------------------------------------------------------------------------------------------------------
 
 
-def picture(colour: str) -> str:
+def jpeg_url(colour: str) -> str:
     data = BytesIO()
     Image.new("RGB", (64, 48), colour).save(data, "JPEG")
     return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
 def sample(i: int, **changes: Any) -> list[Any]:
-    """A row of the list, as `document.sample_row` makes it."""
+    """A row of the list, as `page.sample_row` makes it."""
     row = {"key": f"{i * 0x9E3779B97F4A7C15 % 2**128:032x}", "name": f"photo-{i}", "prompt": f"Edit number {i}."}
     row |= {"sizes": [[320, 224], [256, 256]], "text_tokens": 20 + i % 7, "image_tokens": 536, "edit_mask_from": None}
     row |= {"recipe": "default", "images": []} | changes
@@ -139,10 +139,11 @@ def sample(i: int, **changes: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def overview(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What is said of a small cache, under a second recipe as well; the list beside it can be any."""
-    samples = [Made(f"{i}", f"do {i}", target=f"{i % 3}", mask=0.5) for i in range(6)]
-    said = summarise(write(tmp_path_factory.mktemp("overview") / LONG[:60], samples))
-    return said | {"recipes": {"default": said["recipes"]["default"], "other": said["recipes"]["default"]}}
+    """The overview of a small cache with two recipes; tests combine it with any list of samples."""
+    samples = [CacheSample(f"{i}", f"do {i}", target=f"{i % 3}", mask=0.5) for i in range(6)]
+    overview = summarise(write(tmp_path_factory.mktemp("overview") / LONG[:60], samples))
+    recipe = overview["recipes"]["default"]
+    return overview | {"recipes": {"default": recipe, "other": recipe}}
 
 
 def flagged(overview: dict[str, Any]) -> dict[str, Any]:
@@ -157,7 +158,7 @@ ROWS = [
         sizes=[[512, 512]] if i % 5 == 0 else [[320, 224], [256, 256]],
         recipe="other" if i % 3 == 0 else "default",
         prompt=f"Turn the sky of {i} to GOLD" if i % 10 == 7 else LONG if i == 99 else f"Edit number {i}.",
-        images=[["control", picture("teal")], ["target", picture("olive")]] if i % 50 == 1 else [],
+        images=[["control", jpeg_url("teal")], ["target", jpeg_url("olive")]] if i % 50 == 1 else [],
         edit_mask_from="file" if i % 4 == 0 else None,
     )
     for i in range(250)
@@ -175,7 +176,7 @@ def many(overview: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def report(built: Built, tiny_model: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a real run with decoded images; its log goes on, so that there is a mean over steps as well."""
+    """The report of a real run with decoded images; its log is extended, so that there is a mean over steps too."""
     train = Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path_factory.mktemp("run"))
     out = train(settings=IMAGES, validation__validation_steps=1)
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -194,8 +195,8 @@ def report(built: Built, tiny_model: Built, tmp_path_factory: pytest.TempPathFac
 
 
 def keys(shown: Any) -> list[str]:
-    found: list[str] = shown.eval_on_selector_all("article", "cards => cards.map(card => card.id)")
-    return found
+    ids: list[str] = shown.eval_on_selector_all("article", "cards => cards.map(card => card.id)")
+    return ids
 
 
 def expected(test: Callable[[dict[str, Any]], bool]) -> list[str]:
@@ -218,12 +219,12 @@ def test_the_page_of_a_built_cache(browser: Any, built: Built, tmp_path: Path) -
 
 @pytest.mark.parametrize("text", ["to gold", "PHOTO-17", ROWS[42][0][5:20], "nothing like it"])
 def test_search(browser: Any, many: Path, text: str) -> None:
-    """In prompts, names and keys, in any case, while it is typed."""
+    """In prompts, names and keys, ignoring case, while typing."""
     with opened(browser, many) as shown:
         shown.get_by_label("Search").press_sequentially(text)
-        found = expected(lambda row: any(text.lower() in row[name].lower() for name in ("prompt", "name", "key")))
-        assert keys(shown) == found
-        assert shown.locator("#range").inner_text() == (f"1 to {len(found)} of {len(found)}" if found else "none")
+        matches = expected(lambda row: any(text.lower() in row[name].lower() for name in ("prompt", "name", "key")))
+        assert keys(shown) == matches
+        assert shown.locator("#range").inner_text() == (f"1 to {len(matches)} of {len(matches)}" if matches else "none")
 
 
 def test_filters(browser: Any, many: Path) -> None:
@@ -261,7 +262,7 @@ def test_before_and_after(browser: Any, many: Path) -> None:
 
 
 def test_a_key_in_the_address(browser: Any, many: Path) -> None:
-    """Its card is shown and marked, wherever in the list it is, and even where a filter hides it."""
+    """Its card is shown and marked, anywhere in the list, even if a filter hides it."""
 
     def marked(shown: Any, key: str) -> None:
         card = shown.locator("article.chosen")
@@ -285,7 +286,10 @@ def test_a_key_in_the_address(browser: Any, many: Path) -> None:
 
 def test_a_hostile_source_is_text(browser: Any, tmp_path: Path) -> None:
     hostile = HOSTILE + "<img src=x onerror=alert(2)><b onmouseover=alert(3)>"
-    path, cache = tmp_path / "inspect.html", write(tmp_path / "<img src=x onerror=alert(4)>", [Made(hostile, hostile)])
+    path, cache = (
+        tmp_path / "inspect.html",
+        write(tmp_path / "<img src=x onerror=alert(4)>", [CacheSample(hostile, hostile)]),
+    )
     assert run("qwen-cache", "inspect", cache, "--html", path).code == 0
     with opened(browser, path) as shown:
         assert shown.locator("h3").first.text_content() != ""
@@ -317,7 +321,7 @@ def number(text: str) -> float:
 
 @pytest.mark.parametrize("touch", [False, True])
 def test_the_numbers_under_the_pointer_are_those_of_the_metrics(browser: Any, report: Path, touch: bool) -> None:
-    """Those of the last step before and after; on a phone a tap stays."""
+    """Before and after, those of the last step; on a phone a tap stays."""
     logged = (report.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     lines = {line["step"]: line for line in map(json.loads, logged)}
     with opened(browser, report, width=PHONE if touch else DESK, has_touch=touch) as shown:
@@ -329,10 +333,12 @@ def test_the_numbers_under_the_pointer_are_those_of_the_metrics(browser: Any, re
             assert number(value.inner_text()) == pytest.approx(lines[300][name], rel=1e-3)
             plot.scroll_into_view_if_needed()
             box = plot.bounding_box()
-            for part in (0.01, 0.4, 0.99):
-                (shown.touchscreen.tap if touch else shown.mouse.move)(box["x"] + part * box["width"], box["y"] + 40)
+            for fraction in (0.01, 0.4, 0.99):
+                (shown.touchscreen.tap if touch else shown.mouse.move)(
+                    box["x"] + fraction * box["width"], box["y"] + 40
+                )
                 step = int(number(at.inner_text()))
-                assert step == pytest.approx(1 + part * 299, abs=10 if "valid" in name else 1.5)
+                assert step == pytest.approx(1 + fraction * 299, abs=10 if "valid" in name else 1.5)
                 assert number(value.inner_text()) == pytest.approx(lines[step][name], rel=1e-3)
                 assert chart.locator(".rule").get_attribute("d")
             if not touch:
@@ -340,21 +346,21 @@ def test_the_numbers_under_the_pointer_are_those_of_the_metrics(browser: Any, re
                 assert (number(at.inner_text()), chart.locator(".rule").get_attribute("d")) == (300, None)
 
 
-def test_images_of_a_sample_lie_in_a_row(browser: Any, report: Path) -> None:
+def test_images_of_a_sample_are_in_a_row(browser: Any, report: Path) -> None:
     with opened(browser, report) as shown:
         for card in shown.locator("article").all():
             boxes = [image.bounding_box() for image in card.locator("img").all()]
             captions = card.locator("figcaption").all_inner_texts()
             assert captions in (
-                ["control", "target", "drawn after step 2"],
-                ["control 1", "control 2", "target", "drawn after step 2"],
+                ["control", "target", "generated after step 2"],
+                ["control 1", "control 2", "target", "generated after step 2"],
             )
             assert len({box["y"] for box in boxes}) == 1
             assert all(box["width"] > 100 for box in boxes)
         assert shown.locator("article").count() == 2
 
 
-# ---- looks -----------------------------------------------------------------------------------------------------------
+# ---- legibility ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -363,13 +369,13 @@ def test_images_of_a_sample_lie_in_a_row(browser: Any, report: Path) -> None:
 def test_everything_can_be_read(
     browser: Any, name: str, width: int, scheme: str, request: pytest.FixtureRequest
 ) -> None:
-    """No text has too little contrast, is too small, or lies outside of the window; nothing is wider than it."""
+    """All text has enough contrast and size and is inside the window; nothing is wider than the window."""
     with opened(browser, request.getfixturevalue(name), width=width, color_scheme=scheme) as shown:
         shown.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
         sides = shown.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
         assert sides[0] <= sides[1] == width
         if name == "many":
             assert LONG in shown.locator("article .prompt").all_inner_texts()
-        found = shown.evaluate(UNREADABLE)
-        assert found["looked_at"] > 100
-        assert found["unreadable"] == []
+        result = shown.evaluate(UNREADABLE)
+        assert result["checked"] > 100
+        assert result["unreadable"] == []

@@ -22,8 +22,8 @@ import torch
 
 from qwen_cache import open_cache
 from qwen_cache.cli import build as build_command
-from qwen_cache.encode.builder import Job
-from qwen_cache.encode.plan import Planned
+from qwen_cache.encode.builder import BuildJob
+from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format import directory
 from qwen_cache.format.identity import content_hash, recipe_id
 from qwen_cache.format.sample import SampleMeta, token_count
@@ -43,16 +43,16 @@ TinyModel = Callable[[str], Path]
 class FakeLanes(AbstractContextManager[Any]):
     """In place of the encoders: noise that depends on the key alone, so that a build takes milliseconds."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BuildJob) -> None:
         self.job, self.encoded = job, []  # type: ignore[var-annotated]
 
     def __exit__(self, *_: object) -> None:
         pass
 
-    def submit(self, sample: Planned) -> Planned:
+    def submit(self, sample: PlannedSample) -> PlannedSample:
         return sample
 
-    def result(self, sample: Planned) -> tuple[SampleMeta, dict[str, memoryview]]:
+    def result(self, sample: PlannedSample) -> tuple[SampleMeta, dict[str, memoryview]]:
         shapes = sample.img_shapes
         wanted = {"image_latents": (token_count(shapes[:1]), 64), "control_latents": (token_count(shapes[1:]), 64)}
         wanted |= {"prompt_embeds": (20, 64), "empty_prompt_embeds": (5, 64)}
@@ -73,7 +73,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[FakeLanes]:
     """Builds without encoders; every set of lanes that was loaded."""
     loaded: list[FakeLanes] = []
 
-    def load(job: Job) -> FakeLanes:
+    def load(job: BuildJob) -> FakeLanes:
         loaded.append(FakeLanes(job))
         return loaded[-1]
 
@@ -192,11 +192,11 @@ def test_two_recipes_live_in_one_directory(pairs: Path, tmp_path: Path, model: P
     assert plan(pairs, out, model)["to_encode"] == plan(pairs, out, model, *small)["to_encode"] == 0
     default, other = open_cache(out, recipe="default"), open_cache(out, recipe="small")
     assert not {sample.key for sample in default} & {sample.key for sample in other}
-    with pytest.raises(Exception, match="holds several recipes, so one must be named"):
+    with pytest.raises(Exception, match="holds several recipes; name one of them"):
         open_cache(out)
     again = build(pairs, out, model, "--set", "cache.recipe=third")
     assert again.code == 2
-    assert "recipe 'default' of this cache is this very recipe" in again.stderr
+    assert "this cache has the same recipe under the name 'default'" in again.stderr
     alone = command("qwen-cache", "inspect", out, "--json")  # with nothing imported but what it needs
     assert set(json.loads(alone.stdout)["recipes"]) == {"default", "small"}
 
@@ -208,14 +208,14 @@ def test_a_removed_sample_leaves_the_dataset_and_its_shard(
     out = tmp_path / "shards"
     build(pairs, out, model)
     reader = open_cache(out)
-    gone = {sample.name: sample.key for sample in reader}["cup"]
+    removed = {sample.name: sample.key for sample in reader}["cup"]
     for path in [*pairs.rglob("cup*")]:
         path.unlink()
     result = build(pairs, out, model)
-    assert "1 sample gone from the source" in result.stderr
+    assert "1 sample removed from the source" in result.stderr
     assert len(fast) == 1, "nothing had to be encoded"
-    assert all(gone.encode() not in path.read_bytes() for path in out.glob("*.tar"))
-    assert torch.isfinite(reader[gone]["image_latents"]).all(), "a run that had opened the old dataset goes on"
+    assert all(removed.encode() not in path.read_bytes() for path in out.glob("*.tar"))
+    assert torch.isfinite(reader[removed]["image_latents"]).all(), "a run that had opened the old dataset continues"
     assert build(pairs, tmp_path / "fresh", model).code == 0
     assert contents(out) == contents(tmp_path / "fresh")
 
@@ -225,7 +225,7 @@ def test_equal_rows_are_kept_once(pairs: Path, tmp_path: Path, model: Path, fast
         for path in list((pairs / folder).glob("china.*")):
             shutil.copy(path, path.with_name("china_again" + path.suffix))
     result = build(pairs, tmp_path / "shards", model)
-    assert "1 row repeated what another has, and kept once" in result.stderr
+    assert "1 row with the same content as another, stored once" in result.stderr
     assert len(open_cache(tmp_path / "shards")) == 4
 
 
@@ -323,7 +323,7 @@ def test_work_that_is_done_is_not_done_again(pairs: Path, tmp_path: Path, model:
     assert fast[-1].encoded == ["cup", "flower"]
 
 
-def test_a_build_that_goes_on_with_another_source_reuses_what_it_can(
+def test_a_build_that_continues_with_another_source_reuses_what_it_can(
     pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
 ) -> None:
     out = tmp_path / "shards"
@@ -420,7 +420,7 @@ def test_a_killed_process_is_resumed_to_the_same_bytes(number: int, pairs: Path,
     assert not (out / "cache.json").exists()
     if number == signal.SIGINT:
         assert process.returncode == 130
-        assert "samples encoded and kept; the same command goes on" in message
+        assert "samples encoded and kept; run the same command to continue" in message
         assert "Traceback" not in message
     assert build(pairs, out, model).code == 0
     assert contents(out) == contents(tmp_path / "whole")
@@ -513,7 +513,7 @@ def test_gc_removes_what_the_dataset_does_not_name(
     stray = out / ("0" * 32 + ".tar")
     stray.write_bytes(b"not ours")
     before = contents(out)
-    assert "the dataset does not name this file [F17]" in run("qwen-cache", "verify", out).stderr
+    assert "this file is not in the manifest [F17]" in run("qwen-cache", "verify", out).stderr
     listed = json.loads(run("qwen-cache", "gc", out, "--dry-run", "--json").stdout)
     assert len(listed["files"]) == 2
     assert contents(out) == before
@@ -524,7 +524,7 @@ def test_gc_removes_what_the_dataset_does_not_name(
 
 
 def test_a_deleted_shard_is_built_again(pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]) -> None:
-    """As the cure of F6, F8, F9, F14, F16 and F18 says."""
+    """The fix that F6, F8, F9, F14, F16 and F18 name."""
     out = tmp_path / "shards"
     assert build(pairs, out, model, "--set", "cache.shard_size=1").code == 0
     before = contents(out)
@@ -740,7 +740,7 @@ def test_a_file_that_changes_during_the_build_is_noticed(
 ) -> None:
     load = build_command.load_lanes
 
-    def change_then_load(job: Job) -> Any:
+    def change_then_load(job: BuildJob) -> Any:
         change_target(pairs)
         return load(job)
 

@@ -32,7 +32,7 @@ def stock_image(model: Path, latents: torch.Tensor, h: int, w: int) -> np.ndarra
 
 
 def test_images_are_the_stock_pipelines_bit_for_bit(train: Trainer) -> None:
-    """Those that were drawn, and, for comparison, the target and all controls out of the cache."""
+    """Generated images, and for comparison the cached target and controls."""
     out = train(settings=IMAGES)
     result = run("qwen-train", "decode", out)
     assert result.code == 0, result.stderr
@@ -55,13 +55,13 @@ def test_what_is_there_is_not_made_again(train: Trainer) -> None:
     out = train(settings=IMAGES)
     assert run("qwen-train", "decode", out).code == 0
     pngs = sorted(out.rglob("*.png"))
-    kept, gone = pngs[0], pngs[-1]
-    expected = gone.read_bytes()
-    gone.unlink()
+    kept, removed = pngs[0], pngs[-1]
+    expected = removed.read_bytes()
+    removed.unlink()
     kept.write_bytes(b"mine")
     result = run("qwen-train", "decode", out)
     assert "1 new image in" in result.stderr
-    assert gone.read_bytes() == expected
+    assert removed.read_bytes() == expected
     assert kept.read_bytes() == b"mine"
     assert f"{kept.name} cannot be read" in (out / "report.html").read_text(encoding="utf-8")
     assert not [path.name for path in out.rglob(".*")]
@@ -90,14 +90,18 @@ def test_files_that_are_no_latents_of_a_run_are_named(train: Trainer, damage: st
     if damage == "cut off":
         path.write_bytes(path.read_bytes()[:100])
     result = run("qwen-train", "decode", path.parent, "--model", train.model)
-    refused(result, str(path), "do not fill their images" if "other" in damage else "not latents that a run left")
+    refused(
+        result,
+        str(path),
+        "the number of latents does not fit the images" if "other" in damage else "not the latents of a run",
+    )
     assert "remove" not in result.stderr, "it may be anything"
 
 
 def test_a_run_without_images_says_so_and_its_weights_are_left_alone(train: Trainer) -> None:
     out = train(train__max_steps=1)
     result = run("qwen-train", "decode", out)
-    refused(result, f"{out}: this run drew no images", "set validation.num_images")
+    refused(result, f"{out}: this run generated no images", "set validation.num_images")
     assert ".safetensors" not in result.stderr
 
 

@@ -1,4 +1,4 @@
-"""The demonstration data: complete pairs of real photographs, in the sizes and formats that users bring."""
+"""The demo data: complete pairs of real photographs, in the sizes and formats of real datasets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOOL = Path(__file__).parent.parent / "tools" / "make_demo_data.py"
 def tool():
     spec = importlib.util.spec_from_file_location("make_demo_data", TOOL)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["make_demo_data"] = module  # where its dataclasses look up their annotations
+    sys.modules["make_demo_data"] = module  # its dataclasses look up their annotations there
     spec.loader.exec_module(module)
     yield module
     del sys.modules["make_demo_data"]
@@ -33,8 +33,8 @@ def demo(tool, tmp_path_factory) -> Path:
     return tool.make_demo_data(tmp_path_factory.mktemp("demo"))
 
 
-def picture(folder: Path, name: str) -> Image.Image:
-    """The one image of that name, as it is stored."""
+def image_named(folder: Path, name: str) -> Image.Image:
+    """The image of this name, as stored."""
     (path,) = (path for path in folder.glob(f"{name}.*") if path.suffix != ".txt")
     with Image.open(path) as image:
         return image.copy()
@@ -48,7 +48,7 @@ def stems(folder: Path, *suffixes: str) -> list[str]:
     return sorted(path.stem for path in folder.iterdir() if path.suffix in suffixes)
 
 
-def test_every_target_has_its_control_and_prompt_and_nothing_is_left_over(demo):
+def test_every_target_has_its_control_and_prompt_and_no_file_is_left_over(demo):
     targets = stems(demo / "target_images", ".jpg", ".png")
     assert len(targets) >= 12
     assert len(set(targets)) == len(targets)
@@ -61,7 +61,7 @@ def test_every_target_has_its_control_and_prompt_and_nothing_is_left_over(demo):
     assert {name.removesuffix("_control_1").removesuffix("_mask") for name in second + masks} < {*targets}
 
 
-def test_the_folder_is_a_source_as_it_is(demo):
+def test_the_folder_is_a_source(demo):
     rows, problems = read_source(demo, needs_control=True)
     assert problems == []
     assert len(rows) == len(stems(demo / "target_images", ".txt"))
@@ -83,20 +83,20 @@ def test_sizes_and_orientations_are_mixed_and_small(demo):
         image.close()
 
 
-def test_the_formats_that_users_bring_all_occur(demo):
+def test_all_common_formats_occur(demo):
     controls = demo / "control_images"
-    assert picture(controls, "cameraman_at_sunset").mode == "L"
-    assert picture(demo / "target_images", "china_black_and_white").mode == "L"
-    cut_out = picture(controls, "flower_on_yellow")
+    assert image_named(controls, "cameraman_at_sunset").mode == "L"
+    assert image_named(demo / "target_images", "china_black_and_white").mode == "L"
+    cut_out = image_named(controls, "flower_on_yellow")
     assert cut_out.mode == "RGBA"
     assert cut_out.getchannel("A").getextrema() == (0, 255)
     assert {path.suffix for path in controls.iterdir()} == {".jpg", ".png"}
 
 
-def test_the_turned_photograph_is_upright_once_its_flag_is_obeyed(demo):
-    stored = picture(demo / "control_images", "astronaut_poster")
+def test_the_rotated_photograph_is_upright_after_its_exif_flag(demo):
+    stored = image_named(demo / "control_images", "astronaut_poster")
     shown = ImageOps.exif_transpose(stored)
-    target = picture(demo / "target_images", "astronaut_poster")
+    target = image_named(demo / "target_images", "astronaut_poster")
     assert shown.size == target.size == stored.size[::-1]
     with Image.open(distribution("scikit-image").locate_file("skimage/data/astronaut.png")) as astronaut:
         original = pixels(astronaut)[: shown.height, : shown.width]
@@ -112,9 +112,9 @@ def test_prompts_are_utf8_and_all_different_with_a_chinese_and_a_long_one(demo):
 
 
 def test_the_mask_covers_exactly_what_was_edited(demo):
-    mask = picture(demo / "control_images", "coffee_blue_cup_mask")
+    mask = image_named(demo / "control_images", "coffee_blue_cup_mask")
     before, after = (
-        pixels(picture(demo / folder, "coffee_blue_cup")) for folder in ("control_images", "target_images")
+        pixels(image_named(demo / folder, "coffee_blue_cup")) for folder in ("control_images", "target_images")
     )
     assert mask.mode == "L"
     assert np.asarray(mask).shape == after.shape[:2] == before.shape[:2]
@@ -126,17 +126,17 @@ def test_the_mask_covers_exactly_what_was_edited(demo):
     assert changed[inside].mean() > 0.9
 
 
-def test_targets_are_what_the_prompts_ask_for(demo):
+def test_targets_follow_their_prompts(demo):
     def pair(name: str) -> tuple[np.ndarray, np.ndarray]:
-        return pixels(picture(demo / "control_images", name)), pixels(picture(demo / "target_images", name))
+        return pixels(image_named(demo / "control_images", name)), pixels(image_named(demo / "target_images", name))
 
     before, after = pair("coffee_upside_down")
     assert (before[::-1, ::-1] == after).all()
     before, after = pair("rocket_mirrored")
     assert abs(before[:, ::-1] - after).mean() < 8
-    beside = picture(demo / "target_images", "cat_beside_astronaut")
+    beside = image_named(demo / "target_images", "cat_beside_astronaut")
     cat, astronaut = (
-        pixels(picture(demo / "control_images", f"cat_beside_astronaut{which}").resize((8, 8)))
+        pixels(image_named(demo / "control_images", f"cat_beside_astronaut{which}").resize((8, 8)))
         for which in ("", "_control_1")
     )
     seam = beside.width - beside.height  # the astronaut is square
@@ -153,7 +153,7 @@ def test_two_runs_write_the_same_bytes(demo, tmp_path):
     assert written == again
 
 
-def test_a_missing_package_is_named_with_the_way_to_get_it(tool):
+def test_a_missing_package_is_named_with_its_command(tool):
     with pytest.raises(SourceError) as caught:
         tool.installed("scikit-missing", "a.png")
     assert str(caught.value) == "scikit-missing is not installed\n  → pip install 'qwen-cache[demo]'"

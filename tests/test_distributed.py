@@ -1,7 +1,7 @@
 """Several processes train what one does: two over gloo on the CPU, with all weights each (DDP) or in parts (FSDP2).
 
 The judge is one process that accumulates the same batches, within what the order of sums in float32 makes; and, for
-stopping and going on, the same two processes, bit for bit. FSDP2 here is the code that runs on GPUs.
+stopping and resuming, the same two processes, bit for bit. FSDP2 here is the code that runs on GPUs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def result(out: Path, method: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
-def test_two_processes_equal_one_and_one_goes_on_where_they_stopped(train: Trainer, method: str, fsdp: bool) -> None:
+def test_two_processes_equal_one_and_one_continues_where_they_stopped(train: Trainer, method: str, fsdp: bool) -> None:
     settings = {**STEPS, "train.method": method}
     one = train(settings=settings, train__gradient_accumulation_steps=2, out="one")
     out = by_two(train, settings=settings, train__fsdp=fsdp, train__max_steps=2)
@@ -83,7 +83,7 @@ def test_two_processes_equal_one_and_one_goes_on_where_they_stopped(train: Train
 @pytest.mark.parametrize(
     ("fsdp", "method"), [(False, "lora"), (True, "lora"), (True, "full")], ids=["ddp", "fsdp2", "fsdp2, full"]
 )
-def test_two_processes_that_were_stopped_go_on_bit_for_bit(train: Trainer, fsdp: bool, method: str) -> None:
+def test_two_stopped_processes_resume_bit_for_bit(train: Trainer, fsdp: bool, method: str) -> None:
     """With dropout, which each draws for itself."""
     settings = {**STEPS, "train.fsdp": fsdp, "train.method": method, "train.lora.lora_dropout": 0.3}
     whole = written(by_two(train, settings=settings, out="whole"))
@@ -120,7 +120,7 @@ def test_processes_drop_out_differently(train: Trainer) -> None:
     ("changes", "message"),
     [
         ({"optimizer.name": "adafactor"}, "adafactor cannot be used with train.fsdp"),
-        ({"model.quantization": "int8"}, "train.fsdp cannot share out quantised weights"),
+        ({"model.quantization": "int8"}, "train.fsdp cannot shard quantised weights"),
     ],
 )
 def test_what_cannot_be_in_parts_is_refused(train: Trainer, changes: dict[str, Any], message: str) -> None:

@@ -1,8 +1,8 @@
-"""The documentation: its commands and its Python run, its settings, options, links and error messages exist, the README
-is short, and what is generated says what the code says.
+"""The documentation: its commands and Python run, its settings, options, links and error messages exist, the README is
+short, and the generated pages match the code.
 
-Every block of commands or Python in docs/ is run in order, page by page, in a folder with a few photographs, by the
-tiny model, which SUBSTITUTIONS put in place of the real one. Blocks behind `<!-- not run: … -->` are only parsed.
+Every block of commands or Python in docs/ runs in order, page by page, in a folder with a few photographs, with the
+tiny model, which SUBSTITUTIONS puts in place of the real one. Blocks after `<!-- not run: … -->` are only parsed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import yaml
 from accelerate.state import AcceleratorState
 from PIL import ImageDraw
 
+import qwen_cache
+import qwen_train
 from qwen_cache.settings.load import Config, known_keys, load_config
 from qwen_train.memory.predict import predict_memory, tokens_of
 
@@ -43,19 +45,19 @@ PAGES = sorted(
 )
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 MOST_WORDS = 1200
-"""Of the README: a newcomer reads it in five minutes. All else is in docs/."""
+"""The limit of the README, which takes five minutes to read. Everything else is in docs/."""
 SUBSTITUTIONS = {
     r"Qwen/Qwen-Image-Edit-2509": "tiny",
     r"\bcuda:\d": "cpu",
-    r" --offload \w+": "",  # on a CPU there is nothing to offload from
+    r" --offload \w+": "",  # no offloading on a CPU
     r"(predict .*--(?:image|source) \S+)": r"\g<1> --height 64 --width 64",
-    r"(offload_blocks[=:] ?)\d+": r"\g<1>1",  # of two
+    r"(offload_blocks[=:] ?)\d+": r"\g<1>1",  # the tiny model has two
     r"(_steps[=:] ?)(\d)000\b": r"\g<1>\g<2>",
     r"(_steps[=:] ?)\d{3}\b": r"\g<1>1",
     r"(vae_image_size=)\d+": r"\g<1>9216",
     r"(validation_split: )[\d.]+": r"\g<1>0.5",
 }
-"""What stands for what: in commands, and in blocks of qwen.yaml."""
+"""Replacements in commands, and in blocks of qwen.yaml."""
 SMALL = {
     "data": {"vae_image_size": 16384, "condition_image_size": 12544},
     "train": {"max_steps": 2},
@@ -63,16 +65,16 @@ SMALL = {
     "predict": {"num_inference_steps": 2},
     "validation": {"num_inference_steps": 2},
 }
-"""What qwen.yaml says wherever a page does not."""
+"""The settings of qwen.yaml where a page has none."""
 PAIR = {"image_path": "target", "control_path": "control"}
-"""Columns of a table as other trainers have them, and where the images lie."""
+"""Columns of a table of another trainer, and the folders of the images."""
 MARK = r"<!-- not run: [^\n]+ -->\n"
 BLOCK = re.compile(rf"^(?P<mark>{MARK})?```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Block:
-    """What stands between fences; `commands` are those of our programs, as lists of words."""
+    """A fenced block; `commands` are those of our programs, as lists of words."""
 
     kind: str
     body: str
@@ -85,7 +87,7 @@ class Block:
 
 
 def words_of(line: str) -> list[str]:
-    """Of a command of ours, also behind torchrun; empty for all others."""
+    """The words of one of our commands, also after torchrun; empty for other commands."""
     words = shlex.split(line, comments=True)
     if "qwen_train" in words:
         return ["qwen-train", *words[words.index("qwen_train") + 1 :]]
@@ -110,7 +112,7 @@ def tiny(text: str) -> str:
 def folder(
     tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[str], Path]]:
-    """The folder in which the commands of a page run, as the current one: `folder(page)`."""
+    """The current folder for the commands of a page: `folder(page)`."""
     AcceleratorState._reset_state(reset_partial_state=True)  # other tests train in another precision
 
     def make_folder(page: str) -> Path:
@@ -136,7 +138,7 @@ def folder(
 
 
 def write_local_edits(data: Path, count: int) -> None:
-    """Pairs in which the difference of target and control is at one place."""
+    """Pairs whose target and control differ in one region."""
     for kind in ("control_images", "target_images"):
         (data / kind).mkdir(parents=True, exist_ok=True)
     for number in range(count):
@@ -156,7 +158,7 @@ def write_other_caches(folder: Path) -> None:
 
 
 def over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
-    """Settings laid over settings."""
+    """Nested settings `lower` with those of `upper` on top."""
     inner = {key: over(lower[key], upper[key]) for key in lower.keys() & upper.keys() if isinstance(upper[key], dict)}
     return {**lower, **upper, **inner}
 
@@ -183,7 +185,7 @@ def test_the_commands_of_a_page_run(page: str, folder: Callable[[str], Path]) ->
 
 
 def test_a_block_is_run_whole_or_marked() -> None:
-    """A command of another program among ours would be left out in silence; so would a kind of fence that is new."""
+    """Otherwise commands of other programs, and new kinds of fences, would be skipped silently."""
     for page in PAGES:
         assert len(blocks(page)) == (DOCS / page).read_text(encoding="utf-8").count("\n```") / 2
         for block in blocks(page):
@@ -193,11 +195,11 @@ def test_a_block_is_run_whole_or_marked() -> None:
                 assert len(block.commands) == len(lines), f"{page}:\n{block.body}"
 
 
-# ---- what is only parsed ---------------------------------------------------------------------------------------------
+# ---- parsed, not run -------------------------------------------------------------------------------------------------
 
 
 def check_command(program: str, name: str, *arguments: str) -> None:
-    """The command, its options and the settings that it sets are known."""
+    """Check that the command, its options and its settings exist."""
     context = reference.commands(program)[name].make_context(name, list(arguments))
     load_config(None, context.params.get("set_") or ())
 
@@ -218,7 +220,7 @@ SETTING = re.compile(rf"\b(?:{SECTIONS})\.(?!json|py\b)[a-z_]+(?:\.[a-z_]+)*")
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_is_named_in_the_text_exists(page: str) -> None:
+def test_names_in_the_text_exist(page: str) -> None:
     text = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     commands = [command for program in reference.APPS for command in reference.commands(program).values()]
     options = {option for command in commands for parameter in command.params for option in parameter.opts}
@@ -241,10 +243,10 @@ def test_the_memory_of_a_24_gb_gpu_is_what_plan_computes() -> None:
         r"^\| (none|`.+`).* \| ([\d.]+) GB \|$", (DOCS / "howto/train-on-24gb.md").read_text(), re.MULTILINE
     )
     assert len(rows) == 9
-    for settings, said in rows:
+    for settings, stated in rows:
         assignments = [] if settings == "none" else settings.split("`")[1].split()
         computed = predict_memory(model, load_config(None, assignments), edit, "cuda").total
-        assert round(computed / 1e9, 1) == pytest.approx(float(said), abs=0.11), settings
+        assert round(computed / 1e9, 1) == pytest.approx(float(stated), abs=0.11), settings
 
 
 # ---- the README, links, error messages -------------------------------------------------------------------------------
@@ -276,7 +278,7 @@ def anchors(text: str) -> set[str]:
 
 
 def linked_text(path: Path) -> str | None:
-    """The page or file that a link leads to; None where there is none. Generated pages are those of `reference`."""
+    """The text of a link's target; None where it does not exist. Generated pages are those of `reference`."""
     if path.parent == DOCS / "reference":
         return reference.format_page() if path.name == "format.md" else "" if path.name in reference.PAGES else None
     if path.is_dir():
@@ -292,13 +294,13 @@ def test_links_lead_somewhere(page: str) -> None:
         if link.startswith(("http://", "https://")):
             continue
         name, _, anchor = link.partition("#")
-        there = linked_text((path.parent / name).resolve() if name else path)
-        assert there is not None, f"{page}: {link}"
-        assert not anchor or anchor in anchors(there), f"{page}: {link}"
+        target = linked_text((path.parent / name).resolve() if name else path)
+        assert target is not None, f"{page}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page}: {link}"
 
 
 def texts_of_the_code() -> str:
-    """Every string constant of both packages, each on a line of its own; of an f-string, the parts between braces."""
+    """Every string constant of both packages, and the literal parts of f-strings, each on its own line."""
     texts = []
     for package in ("qwen_cache", "qwen_train"):
         for path in (ROOT / package).rglob("*.py"):
@@ -308,7 +310,7 @@ def texts_of_the_code() -> str:
 
 
 def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
-    """The first cell of a row is a message, with … for names and numbers; what is not in backquotes is no message."""
+    """The first cell of a row is a message in backquotes, with … for names and numbers."""
     page = (DOCS / "howto/troubleshooting.md").read_text(encoding="utf-8")
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     assert len(messages) > 30
@@ -354,11 +356,11 @@ def test_the_reference_has_the_options_that_help_shows(
 
 
 def test_the_reference_has_every_setting(written: dict[str, str]) -> None:
-    found = []
+    keys = []
     for section in re.split(r"^## ", written["qwen-yaml.md"], flags=re.MULTILINE)[1:]:
         name = section.partition("\n")[0].removesuffix("[]")
-        found += [name, *(f"{name}.{key}" for key in re.findall(r"^\| `(\w+)`", section, re.MULTILINE))]
-    assert set(found) == set(known_keys())
+        keys += [name, *(f"{name}.{key}" for key in re.findall(r"^\| `(\w+)`", section, re.MULTILINE))]
+    assert set(keys) == set(known_keys())
 
 
 def test_the_reference_has_every_error_and_rule(written: dict[str, str]) -> None:
@@ -370,9 +372,10 @@ def test_the_reference_has_every_error_and_rule(written: dict[str, str]) -> None
     assert re.findall(r"^\| (F\d+) ", written["errors.md"], re.MULTILINE) == sorted(rules, key=lambda r: int(r[1:]))
 
 
-def test_every_name_of_the_python_reference_is_there_and_says_what_it_is(written: dict[str, str]) -> None:
+def test_the_python_reference_is_the_public_api(written: dict[str, str]) -> None:
     names = re.findall(r"^::: (\S+)$", written["python.md"], re.MULTILINE)
-    assert len(names) > 5
+    public = {f"{package.__name__}.{name}" for package in (qwen_cache, qwen_train) for name in package.__all__}
+    assert sorted(names) == sorted(public - {"qwen_cache.__version__"})
     assert all(resolve_name(name).__doc__ for name in names)
 
 
@@ -386,6 +389,6 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     reference.write_reference(tmp_path / "docs" / "reference")
     for package in ("qwen_cache", "qwen_train"):
         (tmp_path / package).symlink_to(ROOT / package)
-    done = subprocess.run([sys.executable, "-m", "mkdocs", "build"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-m", "mkdocs", "build"], cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     assert 'id="qwen_cache.Cache.__getitem__"' in (tmp_path / "site/reference/python.html").read_text(encoding="utf-8")

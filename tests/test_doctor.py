@@ -1,5 +1,6 @@
-"""What doctor promises: it knows the usual mistakes, crashes on no machine, leaves nothing behind and tells no secret.
-With it what bug reports need of `--version`, what a shell needs to complete, and that CONTRIBUTING.md names real files.
+"""`doctor` knows the usual mistakes, crashes on no machine, leaves no files and prints no secret.
+
+Also here: `--version` for bug reports, shell completion, CONTRIBUTING.md and the banned words.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from qwen_cache.console import version_lines
 from qwen_cache.settings.train import LoggingConfig
 
 from .support.commands import HEAVY, command, imported_by, run
-from .support.paths import ROOT
+from .support.paths import ROOT, load_tool
 
 GPU = "NVIDIA H200"
 CPU_BUILD = Torch("2.13.0+cpu")
@@ -52,7 +53,7 @@ GB = 10**9
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine of which nothing is known but this Python; each test adds what it is about."""
+    """A machine with this Python and nothing else; each test adds what it needs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -69,7 +70,7 @@ def examined(*options: str | Path, code: int = 0) -> dict[str, dict[str, Any]]:
 
 
 def packages(monkeypatch: pytest.MonkeyPatch, present: dict[str, str], needs: Iterable[str] = NEEDS) -> None:
-    """Fake what is installed, and what this package asks for."""
+    """Fake the installed packages, and the requirements of this one."""
 
     def version(name: str) -> str:
         if name not in present:
@@ -82,10 +83,10 @@ def packages(monkeypatch: pytest.MonkeyPatch, present: dict[str, str], needs: It
     monkeypatch.setattr(extras, "metadata", fake)
 
 
-# ---- as a user types it ----------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_it_says_what_is_there_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_it_reports_the_machine_and_leaves_no_files(tmp_path: Path) -> None:
     result = command("qwen-cache", "doctor", "--json", cwd=tmp_path)
     document = json.loads(result.stdout)
     assert (result.code, document["ok"], result.stderr) == (0, True, "")
@@ -111,7 +112,7 @@ def test_the_table_says_the_same_as_the_json(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_a_token_is_never_printed_and_offline_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_never_printed_and_offline_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -127,13 +128,13 @@ def test_a_token_is_never_printed_and_offline_is_said(tmp_path: Path, monkeypatc
     assert "hf_secret" not in result.stdout + result.stderr + table.stdout + table.stderr
 
 
-# ---- what computes ---------------------------------------------------------------------------------------------------
+# ---- accelerators ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("found", "nvidia", "visible", "status", "says"),
     [
-        (CPU_BUILD, [], None, "warning", ["none", "the real one wants a GPU"]),
+        (CPU_BUILD, [], None, "warning", ["none", "the real one needs a GPU"]),
         (CPU_BUILD, [GPU], None, "missing", [GPU, "pip uninstall -y torch && pip install torch==2.13.0 "]),
         (CPU_BUILD, [GPU], "", "missing", ["torch is the build for the CPU alone"]),
         (Torch("2.13.0", "CUDA 13.0"), [GPU], "", "warning", ["hidden by CUDA_VISIBLE_DEVICES=''", "unset"]),
@@ -163,24 +164,24 @@ def test_no_device(
     ("device", "status", "says"),
     [
         (Device("cuda:0", GPU, 143 * GB, 142 * GB, True), "ok", "NVIDIA H200, 142 GB of 143 GB free, bfloat16"),
-        (Device("cuda:0", GPU, 143 * GB, 3 * GB, True), "warning", "another process holds the rest"),
+        (Device("cuda:0", GPU, 143 * GB, 3 * GB, True), "warning", "another process uses the rest"),
         (Device("cuda:0", "Tesla T4", 15 * GB, 15 * GB, False), "warning", "no bfloat16"),
         (Device("mps:0", "mps", None, None, None), "ok", "mps"),
     ],
-    ids=["free", "in use", "without bfloat16", "of which little is known"],
+    ids=["free", "in use", "without bfloat16", "with unknown memory"],
 )
 def test_devices(monkeypatch: pytest.MonkeyPatch, device: Device, status: str, says: str) -> None:
     monkeypatch.setattr(doctor, "probe_torch", lambda: Torch("2.13.0", "CUDA 13.0", (device,)))
     checks = examined()
     assert "accelerator" not in checks
-    check = checks[device.place]
+    check = checks[device.device]
     assert check["status"] == status
     assert says in f"{check['found']} {check['do']}"
     facts = ("name", device.name), ("total", device.total), ("free", device.free), ("bf16", device.bf16)
     assert check["facts"].items() >= set(facts)
 
 
-def test_a_torch_that_cannot_be_loaded_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_does_not_load_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "torch", None)
     check = examined(code=1)["torch's build"]
@@ -189,7 +190,7 @@ def test_a_torch_that_cannot_be_loaded_is_an_answer(monkeypatch: pytest.MonkeyPa
 
 
 def test_torch_is_asked_for_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through torch's own names, so that one that is gone in another release shows."""
+    """Through torch's own names, so that a name that a release removes fails here."""
     monkeypatch.undo()
     for kind in ("cuda", "xpu"):
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -256,7 +257,7 @@ def test_the_core_alone_lacks_nothing_essential(monkeypatch: pytest.MonkeyPatch)
     assert checks["accelerator"]["do"] == "pip install 'qwen-cache[all]'"
 
 
-def test_a_version_that_is_no_number_is_somebodys_own_build(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_is_not_a_number_is_a_local_build(monkeypatch: pytest.MonkeyPatch) -> None:
     packages(monkeypatch, {"pyarrow": "26.0", "torch": "built here", "diffusers": "0.42.1"})
     assert (examined()["torch"]["status"], examined()["torch"]["found"]) == ("ok", "built here")
 
@@ -272,7 +273,7 @@ def test_every_extra_and_every_tracker_is_known() -> None:
 
 
 def test_an_odd_machine_is_no_reason_to_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither /proc nor nvidia-smi, no home, no metadata of ours, no way to drop the page cache."""
+    """Without /proc, nvidia-smi, a home folder and our package metadata."""
 
     def unknown(_: str) -> list[str]:
         raise metadata.PackageNotFoundError
@@ -291,7 +292,7 @@ def test_an_odd_machine_is_no_reason_to_crash(tmp_path: Path, monkeypatch: pytes
     result = run("qwen-cache", "doctor", "--json")
     checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
     assert result.code == 0, result
-    assert checks["memory"]["found"] == "not known"
+    assert checks["memory"]["found"] == "unknown"
     assert checks["qwen-cache"]["do"] == "pip install '.[all]' in its folder"
 
 
@@ -316,7 +317,7 @@ def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.Mon
     ("free", "status", "says"),
     [
         (1100 * GB, "ok", "1.1 TB free, for about 100000 edits of a megapixel"),
-        (2 * GB, "warning", "more room"),
+        (2 * GB, "warning", "more space"),
     ],
 )
 def test_a_disk_may_be_small(free: int, status: str, says: str) -> None:
@@ -341,14 +342,14 @@ def test_a_bucket_is_no_disk() -> None:
     assert "s3://bucket/shards: a cache is built on a local disk\n  → name a local folder with --path" in result.stderr
 
 
-def test_a_hub_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_is_not_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     check = examined()["hub"]
     assert check["status"] == "warning"
-    assert "not known: import of huggingface_hub halted" in check["found"]
+    assert "unknown: import of huggingface_hub halted" in check["found"]
 
 
-def test_room_for_our_own_files_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_for_our_own_files_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "not" / "there"))
     check = examined()["own cache"]
     assert check["facts"]["folder"] == str(tmp_path / "not" / "there" / "qwen-cache")
@@ -359,13 +360,13 @@ def test_room_for_our_own_files_is_looked_at(tmp_path: Path, monkeypatch: pytest
     assert "set XDG_CACHE_HOME" in check["do"]
 
 
-def test_room_for_a_model_is_wanted_where_there_is_none() -> None:
+def test_space_for_a_model_is_needed_where_there_is_none() -> None:
     folder = Path("hub")
     assert doctor.judge_models(folder, 100 * GB, []).status == "ok"
     assert doctor.judge_models(folder, 10 * GB, ["Qwen-Image-Edit"]).status == "ok"
     check = doctor.judge_models(folder, 10 * GB, [])
     assert (check.status, check.found) == ("warning", "hub, 10.0 GB free; no Qwen-Image model yet")
-    assert check.do == "a model is 58.0 GB: set HF_HOME to a folder on a disk with room"
+    assert check.do == "a model is 58.0 GB: set HF_HOME to a folder on a disk with space"
 
 
 # ---- --version, completion, CONTRIBUTING.md --------------------------------------------------------------------------
@@ -380,7 +381,7 @@ def test_the_version_has_what_a_bug_report_needs(program: str) -> None:
     assert named == {"python": sys.version.split()[0]} | {it.__name__: metadata.version(it.__name__) for it in modules}
 
 
-def test_versions_are_read_without_imports_and_gaps_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_read_without_imports_and_gaps_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not imported_by("from qwen_cache.console import version_lines; version_lines('x')") & {*HEAVY, "pyarrow"}
     packages(monkeypatch, {"torch": "2.13.0"})
     assert "torch 2.13.0, diffusers missing, " in version_lines("qwen-cache")
@@ -399,7 +400,7 @@ def test_versions_are_read_without_imports_and_gaps_are_said(monkeypatch: pytest
     ],
 )
 def test_bash_completes(program: str, typed: list[str], offered: set[str]) -> None:
-    """With the function that --show-completion prints, called as bash calls it; without loading torch."""
+    """By the function that --show-completion prints, called as bash calls it; torch is not loaded."""
     name = program.replace("-", "_")
     folder = Path(sys.executable).parent
     script = (
@@ -427,8 +428,15 @@ def test_completion_is_offered(program: str) -> None:
     assert "--show-completion" in help_
 
 
-def test_what_contributing_names_is_there() -> None:
-    """Whatever stands in backquotes and looks like a path of this repository, and every target of make."""
+def test_banned_words_are_found_with_their_replacements() -> None:
+    tool: Any = load_tool("check_words")
+    word = "pict" + "ures"  # in two parts, so that this file passes the check
+    assert tool.banned(f"a line\nof {word}") == [(2, word, "image")]
+    assert tool.banned("an image of a depicted scene") == []
+
+
+def test_contributing_names_real_files() -> None:
+    """Every path of this repository in backquotes, and every target of make."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     quoted = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     paths = [name for name in quoted if re.fullmatch(r"[\w.-]+(?:/[\w.-]+)*(?:/|\.(?:py|md|json|toml|txt))", name)]

@@ -1,4 +1,4 @@
-"""Targets that look alike are found among real photographs, whatever was done to the file; others are left alone."""
+"""Near-duplicate targets among real photographs are found after common changes of the file; other images are not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageEnhance
 from qwen_cache import open_cache
 from qwen_cache.encode.thumbnails import cut_thumbnails, join_thumbnails, thumbnail
 from qwen_cache.inspect import duplicates
-from qwen_cache.inspect.duplicates import Look, alike, look
+from qwen_cache.inspect.duplicates import Signature, near_duplicates, thumbnail_signature
 from qwen_cache.inspect.flags import spikes
 
 from .support.caches import build
@@ -30,8 +30,8 @@ def saved(image: Image.Image, quality: int) -> Image.Image:
     return Image.open(data)
 
 
-def cropped(image: Image.Image, share: float) -> Image.Image:
-    x, y = round(image.width * share), round(image.height * share)
+def cropped(image: Image.Image, fraction: float) -> Image.Image:
+    x, y = round(image.width * fraction), round(image.height * fraction)
     return image.crop((x, y, image.width - x, image.height - y))
 
 
@@ -45,22 +45,23 @@ CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
     "harder": lambda image: ImageEnhance.Contrast(image).enhance(1.2),
     "grey": lambda image: image.convert("L"),
     "cropped": lambda image: cropped(image, 0.005),
-    "all at once": lambda image: saved(cropped(ImageEnhance.Brightness(image).enhance(0.8), 0.005), 30),
+    "all together": lambda image: saved(cropped(ImageEnhance.Brightness(image).enhance(0.8), 0.005), 30),
 }
 
 
-def seen(image: Image.Image) -> Look:
-    """As from its thumbnail in a cache."""
+def signature(image: Image.Image) -> Signature:
+    """The signature of the image's thumbnail in a cache."""
     shape = (1, max(1, image.height // 16), max(1, image.width // 16))
-    return look(cut_thumbnails(join_thumbnails([thumbnail(image.convert("RGB"), shape)]) or b"", [shape], "here")[0])
+    data = join_thumbnails([thumbnail(image.convert("RGB"), shape)]) or b""
+    return thumbnail_signature(cut_thumbnails(data, [shape], "here")[0])
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_photographs_are_told_apart_and_recognised(change: str) -> None:
-    looks = [seen(photograph(name)) for name in PHOTOGRAPHS]
-    assert alike(looks) == []
-    changed = [seen(CHANGES[change](photograph(name))) for name in PHOTOGRAPHS]
-    assert alike([*looks, *changed]) == [[i, i + len(PHOTOGRAPHS)] for i in range(len(PHOTOGRAPHS))]
+    signatures = [signature(photograph(name)) for name in PHOTOGRAPHS]
+    assert near_duplicates(signatures) == []
+    changed = [signature(CHANGES[change](photograph(name))) for name in PHOTOGRAPHS]
+    assert near_duplicates([*signatures, *changed]) == [[i, i + len(PHOTOGRAPHS)] for i in range(len(PHOTOGRAPHS))]
 
 
 def discs(random: np.random.Generator, draw: ImageDraw.ImageDraw) -> None:
@@ -91,13 +92,13 @@ def nothing(random: np.random.Generator, draw: ImageDraw.ImageDraw) -> None:
 @pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("turned", [0, 90])
 @pytest.mark.parametrize("painted", [discs, dots, lines, light, nothing])
-def test_a_ground_in_common_makes_no_duplicates(painted: Callable[..., None], turned: int) -> None:
-    random, looks = np.random.default_rng(0), []
+def test_a_common_background_makes_no_duplicates(painted: Callable[..., None], turned: int) -> None:
+    random, signatures = np.random.default_rng(0), []
     for _ in range(100):
         image = Image.new("RGB", (192, 192), "white")
         painted(random, ImageDraw.Draw(image))
-        looks.append(seen(image.rotate(turned)))
-    assert sum(map(len, alike(looks))) <= 4  # of a hundred at random, a few are
+        signatures.append(signature(image.rotate(turned)))
+    assert sum(map(len, near_duplicates(signatures))) <= 4  # among a hundred random images, a few are
 
 
 def test_the_colour_tells_shapes_apart() -> None:
@@ -105,47 +106,47 @@ def test_the_colour_tells_shapes_apart() -> None:
     for colour in ("red", "green", "blue", "gold"):
         image = Image.new("RGB", (192, 192), "white")
         ImageDraw.Draw(image).ellipse((40, 50, 140, 130), fill=colour)
-        shapes.append(seen(image))
-    assert alike(shapes) == []
-    assert alike([*shapes, seen(saved(image, 30))]) == [[3, 4]]
-    assert alike([shapes[0], seen(image.convert("L"))]) == [[0, 1]]
+        shapes.append(signature(image))
+    assert near_duplicates(shapes) == []
+    assert near_duplicates([*shapes, signature(saved(image, 30))]) == [[3, 4]]
+    assert near_duplicates([shapes[0], signature(image.convert("L"))]) == [[0, 1]]
 
 
-def at(angle: float, random: np.random.Generator) -> Look:
-    """An image between two others, that many degrees from one of them."""
+def at(angle: float, random: np.random.Generator) -> Signature:
+    """A signature between two others, at this angle in degrees from one of them."""
     one, other = random.normal(0, 1, (2, 12, 12))
     levels = 128 + 25 * (np.cos(np.radians(angle)) * one + np.sin(np.radians(angle)) * other)
     return np.stack([levels, np.full_like(levels, 128), np.full_like(levels, 128)], axis=-1).round().astype(np.uint8)
 
 
 def test_a_chain_is_no_group() -> None:
-    """Each is 12 degrees from the next: alike, but not those two steps apart."""
+    """Each is 12 degrees from the next: neighbours match, images two steps apart do not."""
     chain = [at(12 * i, np.random.default_rng(0)) for i in range(6)]
-    assert alike(chain) == [[0, 1], [2, 3], [4, 5]]
-    assert alike([chain[0], chain[2], chain[1]]) == [[0, 2]]  # and nothing is in two
+    assert near_duplicates(chain) == [[0, 1], [2, 3], [4, 5]]
+    assert near_duplicates([chain[0], chain[2], chain[1]]) == [[0, 2]]  # no image is in two groups
 
 
-@pytest.mark.parametrize("at_once", [(128, 2048), (3, 5), (1, 1), (7, 1000)])
-def test_groups_are_those_of_comparing_one_by_one(monkeypatch: pytest.MonkeyPatch, at_once: tuple[int, int]) -> None:
+@pytest.mark.parametrize("block", [(128, 2048), (3, 5), (1, 1), (7, 1000)])
+def test_groups_are_those_of_comparing_one_by_one(monkeypatch: pytest.MonkeyPatch, block: tuple[int, int]) -> None:
     random = np.random.default_rng(0)
-    looks = [at(angle, np.random.default_rng(kind)) for kind in range(9) for angle in (0, 3, 6, 40, 45)]
-    looks += [np.full((12, 12, 3), 128, np.uint8)] * 3
-    looks = [looks[i] for i in random.permutation(len(looks))]
-    expected, left = [], list(range(len(looks)))
+    signatures = [at(angle, np.random.default_rng(kind)) for kind in range(9) for angle in (0, 3, 6, 40, 45)]
+    signatures += [np.full((12, 12, 3), 128, np.uint8)] * 3
+    signatures = [signatures[i] for i in random.permutation(len(signatures))]
+    expected, left = [], list(range(len(signatures)))
     while left:
         first, *others = left
-        group = [first, *(i for i in others if alike([looks[first], looks[i]]))]
+        group = [first, *(i for i in others if near_duplicates([signatures[first], signatures[i]]))]
         expected += [group] if group[1:] else []
         left = [i for i in left if i not in group]
     assert len(expected) == 18
-    monkeypatch.setattr(duplicates, "ROWS", at_once[0])
-    monkeypatch.setattr(duplicates, "COLUMNS", at_once[1])
-    told: list[int] = []
-    assert alike(looks, told.append) == expected
-    assert sum(told) == len(looks)
+    monkeypatch.setattr(duplicates, "BLOCK_ROWS", block[0])
+    monkeypatch.setattr(duplicates, "BLOCK_COLUMNS", block[1])
+    advanced: list[int] = []
+    assert near_duplicates(signatures, advanced.append) == expected
+    assert sum(advanced) == len(signatures)
 
 
-def test_inspect_names_them_group_by_group(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
+def test_inspect_lists_them_group_by_group(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
     source, model = tmp_path / "data", tiny_model("t2i")
     source.mkdir()
     named = {f"{i} {name}": photograph(name) for i, name in enumerate(PHOTOGRAPHS[:3])}
@@ -159,21 +160,21 @@ def test_inspect_names_them_group_by_group(tmp_path: Path, tiny_model: Callable[
         image.save(source / f"{name}.png")
         (source / f"{name}.txt").write_text(f"an image called {name}")
     assert build(source, tmp_path / "shards", model).code == 0
-    said = json.loads(run("qwen-cache", "inspect", tmp_path / "shards", "--scan", "--json").stdout)
-    found = said["recipes"]["default"]["flags"]["near_duplicate"]
+    report = json.loads(run("qwen-cache", "inspect", tmp_path / "shards", "--scan", "--json").stdout)
+    keys = report["recipes"]["default"]["flags"]["near_duplicate"]
     cache = open_cache(tmp_path / "shards")
     expected = [f"0 {PHOTOGRAPHS[0]}", "4 grey", f"1 {PHOTOGRAPHS[1]}", "3 again"]
-    assert [cache[key].name for key in found] == expected
+    assert [cache[key].name for key in keys] == expected
     assert "near duplicate 4" in run("qwen-cache", "inspect", tmp_path / "shards", "--scan").stdout
 
 
-def test_without_thumbnails_nothing_is_said_of_duplicates(built: Callable[..., Path]) -> None:
+def test_without_thumbnails_there_is_no_flag_for_duplicates(built: Callable[..., Path]) -> None:
     cache = built("edit-plus", ("--set", "cache.thumbnails=false"))
     (recipe,) = json.loads(run("qwen-cache", "inspect", cache, "--scan", "--json").stdout)["recipes"].values()
     assert "near_duplicate" not in recipe["flags"]
 
 
-def test_a_single_number_on_its_way_to_infinity_is_seen() -> None:
+def test_a_single_number_on_its_way_to_infinity_is_flagged() -> None:
     usual = {f"{i}": 4.0 + i % 7 for i in range(30)}
     assert spikes(usual.keys(), list(usual.values())) == set()
     assert spikes([*usual, "odd"], [*usual.values(), 1e6]) == {"odd"}

@@ -21,12 +21,12 @@ from qwen_cache import open_cache
 from qwen_cache.cli import build as build_command
 from qwen_cache.encode.edit_mask import EditMasks
 from qwen_cache.encode.masks import MaskMaker
-from qwen_cache.encode.plan import Planned
+from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import Inputs
 from qwen_cache.grounding.difference import difference_mask
 from qwen_cache.grounding.frozen_qwen import FrozenQwen
-from qwen_cache.grounding.head import About, MaskHead, encoder_of, load_head, predict_mask, save_head
+from qwen_cache.grounding.head import HeadMetadata, MaskHead, encoder_of, load_head, predict_mask, save_head
 from qwen_cache.models.folder import open_model
 from qwen_cache.models.processor import load_processor
 from qwen_cache.models.template import TEMPLATES
@@ -44,16 +44,16 @@ SIZE = (128, 128)  # of images, as the VAE sees them; the text encoder makes 5×
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A place that was edited, one that was edited and is said to be elsewhere, a pair alike, and a global change."""
+    """An edited place, an edit with a mask elsewhere, two equal images, and a global change."""
     folder = tmp_path / "data"
     rows = []
-    for name, picture in (
+    for name, photo in (
         ("spot", "chelsea.png"),
         ("said", "china.jpg"),
         ("same", "coffee.png"),
         ("tone", "rocket.jpg"),
     ):
-        control = photograph(picture).resize(SIZE)
+        control = photograph(photo).resize(SIZE)
         target = control.copy()
         if name in ("spot", "said"):
             ImageDraw.Draw(target).rectangle((32, 48, 79, 111), fill=(255, 0, 255))
@@ -155,12 +155,12 @@ def test_large_images_are_compared_smaller_on_the_same_cells(tmp_path: Path) -> 
     ImageDraw.Draw(target).rectangle((256, 320, 511, 639), fill=(0, 255, 255))
     maker = MaskMaker(EditMasks("diff", None, keep_attention=False), crop=False, device=torch.device("cpu"))
     row = Row("a", "a", File(tmp_path), (File(tmp_path),), None, "")
-    planned = Planned(row, Inputs("", ("",), None), "", ((1024, 768),), ((1024, 768),))
+    planned = PlannedSample(row, Inputs("", ("",), None), "", ((1024, 768),), ((1024, 768),))
     mask = maker.of_images(planned, lambda: [target, control])
     assert mask is not None
     expected = torch.zeros(48, 64)
     expected[20:40, 16:32] = 1
-    assert ((mask.shares.view(48, 64) > 0.5) != (expected > 0.5)).sum() <= 8
+    assert ((mask.coverage.view(48, 64) > 0.5) != (expected > 0.5)).sum() <= 8
 
 
 def test_by_default_nothing_of_this_is_in_the_recipe(cache: Callable[..., Cache]) -> None:
@@ -181,7 +181,7 @@ def test_another_origin_is_another_recipe(cache: Callable[..., Cache], build: Ca
 def looked(model: Path, source: Path, name: str, text: str) -> torch.Tensor:
     """One pass over image and prompt."""
     folder = open_model(str(model), ("text_encoder", "tokenizer", "processor"))
-    whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder.part("text_encoder"), dtype=torch.float32)
+    whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder.component("text_encoder"), dtype=torch.float32)
     qwen = FrozenQwen(whole, load_processor(folder), template=TEMPLATES[folder.pipeline])
     control = Image.open(source / "before" / f"{name}.png")
     control = control.resize(calculate_dimensions(12544, control.size), Image.Resampling.LANCZOS)
@@ -228,12 +228,12 @@ def test_marks_are_no_part_of_the_prompt_and_count_where_attention_is_asked_for(
 
 @pytest.fixture
 def head(cache: Callable[..., Cache], tmp_path: Path) -> Path:
-    """One with weights by chance, for the attention of this cache."""
+    """A head with random weights, for the attention of this cache."""
     made = cache("--set", "cache.store_attention=true", out="attention")
     torch.manual_seed(0)
     model = MaskHead(made[0]["attention"].shape[0], base=4, size=16)
     torch.nn.init.normal_(model.logits.weight, std=3.0)
-    save_head(model, tmp_path / "head.safetensors", About(encoder_of(made.recipe.recipe)))
+    save_head(model, tmp_path / "head.safetensors", HeadMetadata(encoder_of(made.recipe.recipe)))
     return tmp_path / "head.safetensors"
 
 
@@ -260,7 +260,7 @@ def test_a_head_that_changed_is_another_recipe(
 ) -> None:
     cache("--edit-mask", f"head={head}")
     assert "already holds this source" in build("--edit-mask", f"head={head}").stderr
-    save_head(MaskHead(8, base=4, size=16), head, About(_about(head)))
+    save_head(MaskHead(8, base=4, size=16), head, HeadMetadata(_about(head)))
     assert json.loads(build("--edit-mask", f"head={head}", "--dry-run", "--json").stdout)["to_encode"] == 4
 
 
@@ -333,10 +333,10 @@ def test_without_its_attention_a_sample_is_encoded_again(
         (("--edit-mask", "head"), "edit-plus", "no mask head is named"),
         (("--edit-mask", "head=nowhere"), "edit-plus", "nowhere: this is not a mask head that can be used"),
         (("--edit-mask", "guess"), "edit-plus", "data.edit_mask"),
-        (("--edit-mask", "diff=head.safetensors"), "edit-plus", "--edit-mask diff takes no head"),
+        (("--edit-mask", "diff=head.safetensors"), "edit-plus", "--edit-mask diff takes no mask head"),
         (("--edit-mask", "diff"), "t2i", "data.edit_mask=diff needs control images, and QwenImagePipeline has none"),
         (("--set", "cache.store_attention=true"), "t2i", "cache.store_attention needs control images"),
-        (("--edit-mask", "diff", "--format", "v1"), "edit-plus", "format v1 has no place for what data.edit_mask=diff"),
+        (("--edit-mask", "diff", "--format", "v1"), "edit-plus", "format v1 cannot store what data.edit_mask=diff"),
     ],
 )
 def test_what_cannot_be_done_says_so(
@@ -349,7 +349,7 @@ def test_what_cannot_be_done_says_so(
 
 
 def test_a_head_of_another_encoder_is_refused(build: Callable[..., Result], head: Path) -> None:
-    save_head(MaskHead(8, base=4), head, About("another"))
+    save_head(MaskHead(8, base=4), head, HeadMetadata("another"))
     assert "trained on the attention of another encoder" in build("--edit-mask", f"head={head}").stderr
 
 
@@ -383,7 +383,7 @@ def test_a_plan_says_of_what_only_the_mask_is_made(
     monkeypatch.setattr(build_command, "load_lanes", None)
     result = build("--edit-mask", "diff", "--dry-run", "--measure")
     assert result.code == 0, result.stderr
-    assert "of 4 samples only the mask is made" in result.stderr
+    assert "4 samples with only a new mask" in result.stderr
 
 
 def test_v1_refuses_attention(cache: Callable[..., Cache], tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_the_file_is_the_average_of_the_steps_and_the_training_is_that_without_i
 
 
 @pytest.mark.slow
-def test_goes_on_in_a_resumed_run_as_if_it_had_not_stopped(train: Trainer) -> None:
+def test_the_average_continues_in_a_resumed_run(train: Trainer) -> None:
     changes = {"settings": EVERYTHING_RANDOM, "train__ema_decay": 0.9, "lr_scheduler__name": "constant"}
     expected = train(**changes, out="expected")
     train(**changes, train__max_steps=1)

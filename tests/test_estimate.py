@@ -13,8 +13,8 @@ import pytest
 
 from qwen_cache import open_cache
 from qwen_cache.cli import build as build_command
-from qwen_cache.encode.builder import Job
-from qwen_cache.encode.plan import Planned
+from qwen_cache.encode.builder import BuildJob
+from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format.sample import token_count
 
 from .support.caches import build
@@ -39,10 +39,10 @@ class TimedLanes(AbstractContextManager[Any]):
     def __exit__(self, *_: object) -> None:
         pass
 
-    def submit(self, sample: Planned) -> Planned:
+    def submit(self, sample: PlannedSample) -> PlannedSample:
         return sample
 
-    def result(self, sample: Planned) -> None:
+    def result(self, sample: PlannedSample) -> None:
         self.clock.now += self.warm_up + SECONDS_PER_TOKEN * token_count(sample.img_shapes)
         self.warm_up, self.done = 0.0, self.done + 1
 
@@ -92,7 +92,7 @@ def test_measuring_uses_the_encoders_and_writes_nothing(pairs: Path, tmp_path: P
     assert "add --measure to learn how long that takes" in result.stderr
     result = build(pairs, out, model, "--dry-run", "--measure")
     assert result.code == 0, result.stderr
-    line = next(line for line in result.stderr.splitlines() if line.startswith("about"))
+    line = next(line for line in result.stderr.splitlines() if line.startswith("estimate"))
     assert line.endswith(" s"), line
     assert not out.exists()
 
@@ -103,7 +103,7 @@ def test_what_is_cached_is_not_measured(
     out, model = tmp_path / "shards", tiny_model("edit-plus")
     assert build(pairs, out, model).code == 0
 
-    def refuse(job: Job) -> None:
+    def refuse(job: BuildJob) -> None:
         raise AssertionError("the encoders were loaded for nothing")
 
     monkeypatch.setattr(build_command, "load_lanes", refuse)

@@ -21,11 +21,11 @@ from diffusers.training_utils import compute_density_for_timestep_sampling, comp
 from torch import Tensor
 
 from qwen_cache import QwenCacheError
-from qwen_train.flow import Density, NoiseSchedule, Weighting, draw_u, flow_loss, interpolate, weighting
+from qwen_train.flow import Density, NoiseSchedule, Weighting, flow_loss, interpolate, sample_u, weighting
 
 TOKENS = [64, 256, 1600, 4096, 8192, 12288]
-DRAWS = 20_000
-SAME_DISTRIBUTION = 1.95 * math.sqrt(2 / DRAWS)
+SAMPLES = 20_000
+SAME_DISTRIBUTION = 1.95 * math.sqrt(2 / SAMPLES)
 """Kolmogorov and Smirnov's bound for two samples of that many draws, at one false alarm in a thousand."""
 
 
@@ -106,11 +106,11 @@ def test_a_scheduler_of_another_kind_is_refused(
 def test_histogram_of_training_is_that_of_inference(scheduler: FlowMatchEulerDiscreteScheduler, tokens: int) -> None:
     """Uniform draws, shifted for the resolution, are spread as the steps of a long inference are."""
     schedule, generator = NoiseSchedule.of_config(dict(scheduler.config)), torch.Generator().manual_seed(0)
-    drawn = np.array([schedule.sigma(draw_u(generator, "uniform"), tokens) for _ in range(DRAWS)])
-    visited = stock_sigmas(scheduler, DRAWS, tokens)
-    assert distance(drawn, visited) < SAME_DISTRIBUTION
-    other = stock_sigmas(scheduler, DRAWS, 8192 + 256 - tokens)
-    assert distance(drawn, other) > 3 * SAME_DISTRIBUTION, "the comparison does not see the resolution"
+    sampled = np.array([schedule.sigma(sample_u(generator, "uniform"), tokens) for _ in range(SAMPLES)])
+    visited = stock_sigmas(scheduler, SAMPLES, tokens)
+    assert distance(sampled, visited) < SAME_DISTRIBUTION
+    other = stock_sigmas(scheduler, SAMPLES, 8192 + 256 - tokens)
+    assert distance(sampled, other) > 3 * SAME_DISTRIBUTION, "the comparison does not see the resolution"
 
 
 @pytest.mark.parametrize("terminal", [0.02, None])
@@ -142,14 +142,14 @@ def test_sigma_begins_at_the_terminal_ends_at_one_and_grows(terminal: float | No
 )
 def test_densities_are_those_of_diffusers(density: Density, settings: dict[str, float]) -> None:
     generator = torch.Generator().manual_seed(1)
-    ours = np.array([draw_u(generator, density, **settings) for _ in range(DRAWS)])
+    ours = np.array([sample_u(generator, density, **settings) for _ in range(SAMPLES)])
     stock = compute_density_for_timestep_sampling(
-        density, DRAWS, **settings, generator=torch.Generator().manual_seed(2)
+        density, SAMPLES, **settings, generator=torch.Generator().manual_seed(2)
     ).numpy()
     assert distance(ours, stock) < SAME_DISTRIBUTION
     assert ours.min() >= 0
     assert ours.max() <= 1
-    uniform = np.linspace(0, 1, DRAWS)
+    uniform = np.linspace(0, 1, SAMPLES)
     assert density == "uniform" or distance(ours, uniform) > 3 * SAME_DISTRIBUTION, "nothing tells it from uniform"
 
 
@@ -183,8 +183,8 @@ def test_histogram_of_training_is_the_density_s_under_the_scheduler_s_shift(
     """
     schedule, generator = NoiseSchedule.of_config(dict(scheduler.config)), torch.Generator().manual_seed(5)
     draws = [
-        draw_u(generator, density, logit_mean=0.4, logit_std=0.8, mode_scale=0.9)  # of each density, what it has
-        for _ in range(DRAWS)
+        sample_u(generator, density, logit_mean=0.4, logit_std=0.8, mode_scale=0.9)  # of each density, what it has
+        for _ in range(SAMPLES)
     ]
     sigmas = np.sort([schedule.sigma(u, tokens) for u in draws])
     parts = np.linspace(0.98, 0.02, 49)
@@ -194,18 +194,18 @@ def test_histogram_of_training_is_the_density_s_under_the_scheduler_s_shift(
     )
     scheduler.set_timesteps(sigmas=[*(quantile(float(p)) for p in parts), 1e-7], mu=mu)
     levels = scheduler.sigmas[: len(parts)].double().numpy()
-    found = np.searchsorted(sigmas, levels) / DRAWS
-    one_sample = 1.95 / math.sqrt(DRAWS)  # Kolmogorov's bound, at one false alarm in a thousand
+    found = np.searchsorted(sigmas, levels) / SAMPLES
+    one_sample = 1.95 / math.sqrt(SAMPLES)  # Kolmogorov's bound, at one false alarm in a thousand
     assert np.abs(found - parts).max() < one_sample
-    other = np.searchsorted([schedule.sigma(u, 8192 + 256 - tokens) for u in sorted(draws)], levels) / DRAWS
+    other = np.searchsorted([schedule.sigma(u, 8192 + 256 - tokens) for u in sorted(draws)], levels) / SAMPLES
     assert np.abs(other - parts).max() > 3 * one_sample, "the comparison does not see the resolution"
 
 
-def test_a_draw_depends_on_the_generator_alone() -> None:
-    draws = [draw_u(torch.Generator().manual_seed(7), "mode") for _ in range(2)]
+def test_a_sampled_u_depends_on_the_generator_alone() -> None:
+    draws = [sample_u(torch.Generator().manual_seed(7), "mode") for _ in range(2)]
     torch.rand(3)
-    assert draws == [draw_u(torch.Generator().manual_seed(7), "mode")] * 2
-    assert draws[0] != draw_u(torch.Generator().manual_seed(8), "mode")
+    assert draws == [sample_u(torch.Generator().manual_seed(7), "mode")] * 2
+    assert draws[0] != sample_u(torch.Generator().manual_seed(8), "mode")
 
 
 # ---- weightings ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Whatever happens to the bytes of a cache, a reader gives what was written or a FormatError: never another value,
-never another exception, never memory or time without bound. `verify` finds it.
+"""Whatever happens to the bytes of a cache, a reader returns the written values or raises FormatError. It never returns
+another value, raises another exception, or takes unbounded memory or time. `verify` finds the damage.
 
-First damage by chance, which nothing signs; then by intent, with every hash made to agree with it.
+First random damage; then deliberate damage, with every hash changed to agree with it.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def compress_really(made: Any) -> Any:
     """The sample with its tensors in planes-zstd, as `build` with compression would write it."""
     plain = examples.with_arrays(made, made.arrays)
     meta, stored = compress(plain.meta, {name: memoryview(data) for name, data in plain.stored.items()}, "zstd")
-    return examples.Made(made.name, meta, made.arrays, {name: bytes(data) for name, data in stored.items()})
+    return examples.ExampleSample(made.name, meta, made.arrays, {name: bytes(data) for name, data in stored.items()})
 
 
 @contextmanager
 def restored(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, which are put back."""
+    """The bytes of a file, restored afterwards."""
     data = path.read_bytes()
     try:
         yield data
@@ -73,7 +73,7 @@ def restored(path: Path) -> Iterator[bytes]:
 
 
 def everything(folder: Path) -> dict[str, Any]:
-    """What a reader is told of every sample, and the bytes of every tensor, by key."""
+    """The metadata of every sample, and the bytes of every tensor, by key."""
     return {
         sample.key: (sample.row, {name: bytes(sample.buffer(name)) for name in sample.row.meta.tensors})
         for sample in open_cache(folder)
@@ -116,7 +116,7 @@ def cut_out(data: bytes, chance: random.Random) -> bytes:
 ALL_KINDS: list[Damage] = [flip_anywhere, truncate, append, overwrite, cut_out]
 
 
-# ---- damage by chance ------------------------------------------------------------------------------------------------
+# ---- random damage ---------------------------------------------------------------------------------------------------
 
 
 def test_no_flipped_bit_of_a_shard_reaches_a_reader(cache: Path) -> None:
@@ -185,7 +185,7 @@ def reads_as(written: dict[str, Any], cache: Path) -> bool:
 
 @pytest.mark.parametrize("name", ["cache.json", "index.parquet"])
 def test_verify_finds_every_flip_and_every_cut_of_manifest_and_index(name: str, cache: Path) -> None:
-    """But for what in the manifest no sample depends on: who wrote it, and what a recipe is called."""
+    """Except parts of the manifest that no sample depends on: its writer, and the names of recipes."""
     written, manifest = everything(cache), parse_manifest((cache / "cache.json").read_bytes())
     path, chance = cache / name, random.Random(name)
     with restored(path) as data:
@@ -321,8 +321,8 @@ def test_json_that_python_reads_but_nothing_can_hash_is_refused(text: str) -> No
             parse_sample(document.encode(), "a sample")
 
 
-def test_no_tower_of_lists_is_too_high() -> None:
-    """Also where Python's limit is reached by what comes after reading it."""
+def test_no_nesting_of_lists_is_too_deep() -> None:
+    """Also where Python's limit is reached after reading."""
     for height in range(10, 1100, 10):
         tower = "[" * height + "]" * height
         manifest = json.dumps(manifests[1]).replace('"recipe": {', f'"recipe": {{"a": {tower}, ')
@@ -397,7 +397,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, l
 def test_a_row_of_any_values_is_refused_or_can_be_used(
     records: dict[int, tuple[Path, list[dict[str, Any]]]], data: st.DataObject
 ) -> None:
-    """A row that is not refused has sizes that a trainer can count on."""
+    """An accepted row has sizes that a trainer can rely on."""
     version = data.draw(st.sampled_from((1, 2)))
     record = copy.deepcopy(data.draw(st.sampled_from(records[version][1])))
     schema = index_schema(version)

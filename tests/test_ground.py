@@ -1,6 +1,6 @@
-"""`qwen-cache ground`: what it writes is what FrozenQwen and the head give, and what it cannot do it says at once.
+"""`qwen-cache ground`: its outputs equal those of FrozenQwen and the head, and its errors come before any work.
 
-The judge is the same work by hand: resize, one pass, the head, and a resize to the image.
+The reference is the same work by hand: resize, one pass, the head, and a resize to the image.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import interpolate
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from qwen_cache.grounding.frozen_qwen import FrozenQwen
-from qwen_cache.grounding.head import About, MaskHead, load_head, predict_mask, save_head
+from qwen_cache.grounding.head import HeadMetadata, MaskHead, load_head, predict_mask, save_head
 from qwen_cache.grounding.refine import load_sam, refine
 from qwen_cache.models.folder import open_model
 from qwen_cache.models.loading import load_whole
@@ -31,7 +31,7 @@ from .support.sam import tiny_sam
 CHANNELS = 16  # of the tiny encoder: 4 layers of 4 heads
 PROMPT = "make the cat blue, 然后 keep the eyes"
 CONDITION, CELLS = (128, 96), (56, 74)
-"""Of the cat: width and height for the text encoder at 112², rows and columns of 16 pixels at 1024²."""
+"""The cat: width and height for the text encoder at 112², rows and columns of 16 pixels at 1024²."""
 OUTPUTS = ("mask.png", "mask-overlay.png")
 
 Ground = Callable[..., Result]
@@ -39,7 +39,7 @@ Ground = Callable[..., Result]
 
 @pytest.fixture
 def cat(tmp_path: Path) -> Path:
-    """Not square, and of sides that no encoder takes."""
+    """Not square, with sides that no encoder takes."""
     path = tmp_path / "cat.png"
     photograph("chelsea.png").resize((151, 113)).save(path)
     return path
@@ -47,13 +47,13 @@ def cat(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def head(tiny_model: Callable[[str], Path], cat: Path) -> Path:
-    """An untrained one, but for its bias: it masks a fifth of the cat."""
+    """An untrained head with a bias that masks a fifth of the cat."""
     torch.manual_seed(0)
     made = MaskHead(CHANNELS, base=4, size=16).requires_grad_(False)
     torch.nn.init.normal_(made.logits.weight, std=5)
     made.logits.bias -= made(by_hand(tiny_model("edit"), [scaled_cat(cat)], "the cat", None)[None]).quantile(0.8)
     path = cat.with_name("head.safetensors")
-    save_head(made, path, About(encoder="the tiny one"))
+    save_head(made, path, HeadMetadata(encoder="the tiny one"))
     return path
 
 
@@ -71,13 +71,13 @@ def ground(tiny_model: Callable[[str], Path], tmp_path: Path) -> Ground:
 def by_hand(model: Path, images: list[Image.Image], text: str, phrase: str | None) -> torch.Tensor:
     """The attention on the first image."""
     folder = open_model(str(model), ("text_encoder", "processor"))
-    whole = load_whole(Qwen2_5_VLForConditionalGeneration, folder.part("text_encoder"), dtype=torch.float32)
+    whole = load_whole(Qwen2_5_VLForConditionalGeneration, folder.component("text_encoder"), dtype=torch.float32)
     encoder = FrozenQwen(whole, load_processor(folder), template=TEMPLATES[folder.pipeline])
     return encoder.ground(images, text, phrase).attention[0][0]
 
 
 def grey(mask: torch.Tensor, size: tuple[int, int]) -> np.ndarray:
-    """At the image's size, in 0..255."""
+    """The mask at the image's size, in 0..255."""
     scaled = interpolate(mask[None, None], size[::-1], mode="bilinear", antialias=True)[0, 0]
     return scaled.mul(255).numpy()
 
@@ -90,10 +90,10 @@ def assert_mask(path: Path, expected: np.ndarray) -> None:
     """Within one grey value."""
     with Image.open(path) as image:
         assert image.mode == "L"
-        found = np.asarray(image, dtype=np.float32)
-    assert found.shape == expected.shape
-    assert np.abs(found - expected).max() <= 1
-    assert found.max() - found.min() > 100, "nothing to see"
+        mask = np.asarray(image, dtype=np.float32)
+    assert mask.shape == expected.shape
+    assert np.abs(mask - expected).max() <= 1
+    assert mask.max() - mask.min() > 100, "nothing to see"
 
 
 @pytest.mark.fast_cases(1)
@@ -106,7 +106,7 @@ def assert_mask(path: Path, expected: np.ndarray) -> None:
         (["--prompt", PROMPT], PROMPT, None),
     ],
 )
-def test_a_mask_is_what_the_head_says_of_the_phrase(
+def test_a_mask_is_the_output_of_the_head_for_the_phrase(
     ground: Ground, tiny_model: Callable[[str], Path], cat: Path, head: Path, words: list[str], text: str, phrase: str
 ) -> None:
     result = ground("--image", cat, "--head", head, *words)
@@ -116,7 +116,7 @@ def test_a_mask_is_what_the_head_says_of_the_phrase(
     assert_mask(cat.parent / "mask.png", grey(mask, (151, 113)))
 
 
-def test_the_mask_is_about_the_first_of_several_images(
+def test_the_mask_is_for_the_first_of_several_images(
     ground: Ground, tiny_model: Callable[[str], Path], cat: Path, head: Path
 ) -> None:
     china = cat.with_name("china.png")
@@ -127,7 +127,7 @@ def test_the_mask_is_about_the_first_of_several_images(
     assert_mask(cat.parent / "mask.png", grey(predict_mask(load_head(head)[0], attention, CELLS), (151, 113)))
 
 
-def test_without_a_head_it_is_a_heat_map_and_says_so(
+def test_without_a_head_the_result_is_reported_as_a_heat_map(
     ground: Ground, tiny_model: Callable[[str], Path], cat: Path, head: Path
 ) -> None:
     result = ground("--image", cat, "--phrase", "the cat")
@@ -139,7 +139,7 @@ def test_without_a_head_it_is_a_heat_map_and_says_so(
     assert "heat map" not in ground("--image", cat, "--phrase", "the cat", "--head", head).stderr
 
 
-def test_sam_sharpens_the_mask_of_the_head(
+def test_sam_refines_the_mask_of_the_head(
     ground: Ground, tiny_model: Callable[[str], Path], cat: Path, head: Path
 ) -> None:
     sam = cat.parent / "sam"
@@ -163,10 +163,10 @@ def test_the_overlay_is_red_where_the_mask_is_and_nowhere_else(ground: Ground, c
     inside = np.pad(mask > 127, 1, mode="edge")
     beside = ~(inside[:-2, 1:-1] & inside[2:, 1:-1] & inside[1:-1, :-2] & inside[1:-1, 2:])
     assert red[(mask > 127) & beside].all(), "the outline is within the mask, and closed"
-    assert 0 < red.sum() < (mask > 127).sum() / 2, "what is within the outline can be seen"
+    assert 0 < red.sum() < (mask > 127).sum() / 2, "the inside of the outline can be seen"
 
 
-def test_says_which_part_is_masked_and_where(ground: Ground, cat: Path, head: Path) -> None:
+def test_the_summary_has_the_masked_fraction_and_box(ground: Ground, cat: Path, head: Path) -> None:
     outputs = [cat.with_name(name) for name in ("[bold].png", "[bold]-overlay.png")]
     result = ground("--image", cat, "--phrase", "the cat", "--head", head, "--out", outputs[0])
     mask = np.asarray(Image.open(outputs[0])) / 255
@@ -180,7 +180,7 @@ def test_says_which_part_is_masked_and_where(ground: Ground, cat: Path, head: Pa
 def test_only_the_text_encoder_is_needed(
     tiny_model: Callable[[str], Path], cat: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a folder that has no other part; what it writes goes here when nothing else is said."""
+    """The folder has no other component; without --out, outputs go to the current folder."""
     model = cat.parent / "model"
     for part in ("text_encoder", "processor"):
         shutil.copytree(tiny_model("edit") / part, model / part)
@@ -203,31 +203,31 @@ def refused(result: Result, folder: Path, *messages: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
-        ([], ["there are no words to look for", '--phrase "the red car"']),
-        (["--phrase", " "], ["there are no words to look for"]),
+        ([], ["no phrase to ground", '--phrase "the red car"']),
+        (["--phrase", " "], ["no phrase to ground"]),
         (["--phrase", "the dog", "--prompt", PROMPT], ["the phrase 'the dog' is not in the prompt", PROMPT]),
         (["--phrase", "the", "--prompt", PROMPT], ["is in the prompt 2 times", "[[the]]"]),
         (["--phrase", "a", "--prompt", "make [[the cat]] blue"], ["are marked in the text and given beside it"]),
         (["--phrase", "cat", "--out", "mask.jpg"], ["a mask is a PNG", "mask.jpg"]),
-        (["--phrase", "cat", "--sam", "sam"], ["without a head there is none", "give --head"]),
+        (["--phrase", "cat", "--sam", "sam"], ["--sam refines the mask of a head", "give --head"]),
         (["--phrase", "cat", "--head", "none.safetensors"], ["not a mask head that can be used", "none.safetensors"]),
         (["--phrase", "cat", "--text-device", "cuda:77"], ["--text-device: no such device", "cuda:77"]),
         (["--phrase", "cat", "--image", "none.png"], ["none.png", "cannot be read: No such file"]),
     ],
 )
-def test_refuses_what_makes_no_sense(ground: Ground, cat: Path, arguments: list[str], messages: list[str]) -> None:
+def test_refuses_wrong_arguments(ground: Ground, cat: Path, arguments: list[str], messages: list[str]) -> None:
     refused(ground("--image", cat, *arguments), cat.parent, *messages)
 
 
 def test_refuses_another_model(ground: Ground, cat: Path) -> None:
     words = ["--image", cat, "--phrase", "cat"]
-    refused(ground(*words, variant="t2i"), cat.parent, "is shown no images", "name an Edit model with --model")
+    refused(ground(*words, variant="t2i"), cat.parent, "takes no images", "name an Edit model with --model")
     refused(ground(*words, "--image", cat), cat.parent, "takes 1 image", "found 2", "leave out some --image")
 
 
 def test_refuses_a_head_of_another_encoder(ground: Ground, cat: Path) -> None:
     path = cat.parent / "head.safetensors"
-    save_head(MaskHead(CHANNELS + 4, base=4), path, About(encoder="another"))
+    save_head(MaskHead(CHANNELS + 4, base=4), path, HeadMetadata(encoder="another"))
     result = ground("--image", cat, "--phrase", "cat", "--head", path)
     refused(result, cat.parent, "trained on another encoder", "expected 20 attention heads", "found 16")
 
@@ -248,9 +248,9 @@ def test_refuses_files_of_something_else(
 
 
 @pytest.mark.parametrize("out", ["cat.png", "other.png"])
-def test_never_writes_over_an_image_that_it_was_given(ground: Ground, cat: Path, out: str) -> None:
+def test_never_overwrites_an_input_image(ground: Ground, cat: Path, out: str) -> None:
     given = shutil.copy(cat, cat.with_name("other-overlay.png")) if out == "other.png" else cat
     before = given.read_bytes()
     result = ground("--image", given, "--phrase", "cat", "--out", cat.with_name(out))
-    refused(result, cat.parent, "an image would be written over", str(given))
+    refused(result, cat.parent, "the output would overwrite an input image", str(given))
     assert given.read_bytes() == before

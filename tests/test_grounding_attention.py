@@ -209,8 +209,8 @@ def test_an_image_is_laid_out_as_the_model_places_it(encoder: TextEncoder, folde
     case = batch(folder, [[WIDE, TALL]], [PROMPT])
     names = ("input_ids", "image_grid_thw", "attention_mask", "mm_token_type_ids")
     positions, _ = encoder.model.get_rope_index(**{name: case.inputs[name] for name in names})
-    (pictures,) = image_tokens(encoder.model.config, case.inputs["input_ids"], case.inputs["image_grid_thw"])
-    for shown, (width, height) in zip(pictures, case.sizes[0], strict=True):
+    (placed,) = image_tokens(encoder.model.config, case.inputs["input_ids"], case.inputs["image_grid_thw"])
+    for shown, (width, height) in zip(placed, case.sizes[0], strict=True):
         assert shown.grid == (height // 28, width // 28)
         rows, columns = (positions[axis, 0, shown.columns].view(shown.grid) for axis in (1, 2))
         assert torch.equal(rows - rows[0, 0], torch.arange(height // 28)[:, None].expand(shown.grid))
@@ -250,7 +250,7 @@ def test_what_does_not_fit_the_pass_is_refused(
 def test_no_row_captured_is_an_error(encoder: TextEncoder, eager: Any, folder: ModelFolder) -> None:
     """Under SDPA `output_attentions` gives an empty tuple: a loop over it would do nothing, without a word."""
     case = batch(folder, [[WIDE]], [PROMPT])
-    with pytest.raises(ModelError, match="no row of attention was captured"), attention_rows(eager, [[[120]]], [ONE]):
+    with pytest.raises(ModelError, match="no attention was captured"), attention_rows(eager, [[[120]]], [ONE]):
         encoder.model(**case.inputs)
 
 
@@ -308,8 +308,8 @@ def test_counts_that_do_not_match_the_grids_are_refused(
 def plain(folder: ModelFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2.5-VL as it is published: model and processor in one folder."""
     path = tmp_path_factory.mktemp("qwen")
-    shutil.copytree(folder.part("processor"), path, dirs_exist_ok=True)
-    shutil.copytree(folder.part("text_encoder"), path, dirs_exist_ok=True)
+    shutil.copytree(folder.component("processor"), path, dirs_exist_ok=True)
+    shutil.copytree(folder.component("text_encoder"), path, dirs_exist_ok=True)
     return path
 
 
@@ -319,12 +319,12 @@ def frozen(plain: Path) -> FrozenQwen:
 
 
 def test_frozen_qwen_grounds_what_the_whole_model_attends_to(plain: Path, frozen: FrozenQwen) -> None:
-    pictures = [image(WIDE), image(TALL, "flower.jpg")]
-    found = frozen.ground(pictures, PROMPT, ["the red car", "然后"])
+    images = [image(WIDE), image(TALL, "flower.jpg")]
+    found = frozen.ground(images, PROMPT, ["the red car", "然后"])
     assert found.image_grid == [(4, 6), (5, 3)]
     assert [maps.shape for maps in found.attention] == [(2, frozen.in_channels, 4, 6), (2, frozen.in_channels, 5, 3)]
     stock = Qwen2_5_VLForConditionalGeneration.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
-    inputs = dict(frozen.processor(text=[CHAT.text(PROMPT, 2)], images=pictures, return_tensors="pt"))
+    inputs = dict(frozen.processor(text=[CHAT.text(PROMPT, 2)], images=images, return_tensors="pt"))
     output = judged(stock.eval(), inputs)
     ids = inputs["input_ids"]
     words = [frozen.processor.tokenizer.decode(token) for token in ids[0]]
@@ -360,10 +360,10 @@ def test_frozen_qwen_grounds_what_is_marked_or_else_everything(frozen: FrozenQwe
 def test_frozen_qwen_with_the_encoders_template_sees_what_a_cache_is_made_from(
     encoder: TextEncoder, folder: ModelFolder
 ) -> None:
-    pictures = [image(SQUARE), image(TALL, "flower.jpg")]
+    images = [image(SQUARE), image(TALL, "flower.jpg")]
     qwen = FrozenQwen(deepcopy(encoder.model), load_processor(folder), merge="max", template=TEMPLATE)
-    hidden = qwen.ground(pictures, PROMPT).hidden_states[0][-1]
-    kept = encoder.encode_whole(pictures, PROMPT)
+    hidden = qwen.ground(images, PROMPT).hidden_states[0][-1]
+    kept = encoder.encode_whole(images, PROMPT)
     after = len(encoder.tokenizer(TEMPLATE.text("", 0).rpartition("user\n")[2])["input_ids"])  # what closes the turn
     begin = len(kept) - after - len(encoder.tokenizer(PROMPT)["input_ids"])
     torch.testing.assert_close(hidden, kept[[begin + i for i in letters(encoder.tokenizer)]])

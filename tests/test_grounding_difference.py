@@ -79,10 +79,10 @@ def redone(image: Image.Image, random: Random) -> Image.Image:
     down, right = ((0, 1), (1, 0), (1, 1), (-1, 0), (0, -1), (-1, 1))[random.integers(6)]
     pixels = np.pad(np.asarray(image).astype(float), ((1, 1), (1, 1), (0, 0)), mode="edge")
     moved = np.roll(pixels, (down, right), (0, 1))[1:-1, 1:-1]
-    return jpeg(picture(moved * random.uniform(0.85, 1.15, 3) + random.uniform(-12, 12, 3)))
+    return jpeg(from_pixels(moved * random.uniform(0.85, 1.15, 3) + random.uniform(-12, 12, 3)))
 
 
-def picture(pixels: np.ndarray) -> Image.Image:
+def from_pixels(pixels: np.ndarray) -> Image.Image:
     return Image.fromarray(np.clip(np.rint(pixels), 0, 255).astype(np.uint8))
 
 
@@ -131,7 +131,7 @@ def test_finds_what_is_recoloured_although_nothing_else_has_its_colour(name: str
     random = np.random.default_rng(0)
     shape, light = silhouette(photo.size, random), np.asarray(photo)[..., None] / 255
     red, blue = (
-        picture(light * np.array(lit) + np.array(own))
+        from_pixels(light * np.array(lit) + np.array(own))
         for lit, own in (
             ((120, 24, 12), (90, 20, 10)),
             ((12, 36, 120), (10, 30, 90)),
@@ -150,7 +150,7 @@ def test_no_mask_without_an_edit(name: str) -> None:
     assert (same.mask, same.reason) == (None, "identical")
     assert difference_mask(jpeg(control), control).reason == "identical"
     for deviation in (10, 25):
-        noisy = picture(np.asarray(control) + random.normal(0, deviation, (control.height, control.width, 3)))
+        noisy = from_pixels(np.asarray(control) + random.normal(0, deviation, (control.height, control.width, 3)))
         assert difference_mask(noisy, control).reason == "identical"
     again = difference_mask(redone(control, random), control)
     assert again.mask is None
@@ -158,11 +158,11 @@ def test_no_mask_without_an_edit(name: str) -> None:
 
 SEPIA = np.array([[0.393, 0.769, 0.189], [0.349, 0.686, 0.168], [0.272, 0.534, 0.131]])
 TONES: dict[str, Callable[[Image.Image], Image.Image]] = {
-    "sepia": lambda image: picture(np.asarray(image) @ SEPIA.T),
+    "sepia": lambda image: from_pixels(np.asarray(image) @ SEPIA.T),
     "grey": lambda image: ImageOps.grayscale(image).convert("RGB"),
     "inverted": ImageOps.invert,
-    "half inverted": lambda image: picture(0.6 * 255 - 0.2 * np.asarray(image).astype(float)),
-    "darker midtones": lambda image: picture(255 * (np.asarray(image) / 255) ** 1.8),
+    "half inverted": lambda image: from_pixels(0.6 * 255 - 0.2 * np.asarray(image).astype(float)),
+    "darker midtones": lambda image: from_pixels(255 * (np.asarray(image) / 255) ** 1.8),
 }
 
 

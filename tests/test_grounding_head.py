@@ -16,7 +16,7 @@ from torch.nn.functional import interpolate
 from qwen_cache.errors import ModelError
 from qwen_cache.grounding.head import (
     METADATA_KEY,
-    About,
+    HeadMetadata,
     MaskHead,
     Sample,
     TrainSettings,
@@ -33,7 +33,7 @@ CHANNELS, GRID = 32, (8, 12)
 NAMED, OTHER, SINKS = slice(0, 4), slice(4, 10), slice(10, 16)
 """Channels that attend to the object that the phrase names, to another one, to the first cell; the rest is noise."""
 SETTINGS = TrainSettings(steps=150, batch_size=16, lr=3e-3, base=8, size=32)
-ABOUT = About(encoder="Qwen2.5-VL with weights 0123")
+METADATA = HeadMetadata(encoder="Qwen2.5-VL with weights 0123")
 
 
 def attention(objects: torch.Tensor, named: int, random: torch.Generator) -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_loss_by_hand() -> None:
     torch.testing.assert_close(mask_loss(torch.logit(p).view(1, 1, 2, 2), target), cross_entropy + dice)
 
 
-def test_dice_counts_every_sample_alike() -> None:
+def test_dice_weighs_every_sample_equally() -> None:
     logits, target = torch.randn(2, 1, 4, 4), torch.zeros(2, 1, 4, 4)
     target[0, :, 0, 0], target[1] = 1, 1
     singly = (mask_loss(logits[:1], target[:1]) + mask_loss(logits[1:], target[1:])) / 2
@@ -198,10 +198,10 @@ def test_the_seed_alone_decides() -> None:
 def test_a_saved_head_is_the_same_head(tmp_path: Path) -> None:
     torch.manual_seed(0)
     head = MaskHead(CHANNELS, base=8, size=32)
-    save_head(head, tmp_path / "head.safetensors", ABOUT)
+    save_head(head, tmp_path / "head.safetensors", METADATA)
     again, about = load_head(tmp_path / "head.safetensors")
     stack = scenes(1, 9)[0][0]
-    assert about == ABOUT
+    assert about == METADATA
     assert (again.channels, again.base, again.size) == (CHANNELS, 8, 32)
     assert torch.equal(predict_mask(again, stack, GRID), predict_mask(head, stack, GRID))
     assert [path.name for path in tmp_path.iterdir()] == ["head.safetensors"]
@@ -209,20 +209,20 @@ def test_a_saved_head_is_the_same_head(tmp_path: Path) -> None:
 
 def test_a_killed_save_leaves_the_old_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "head.safetensors"
-    save_head(MaskHead(4, base=2), path, ABOUT)
+    save_head(MaskHead(4, base=2), path, METADATA)
 
     def killed(*paths: Path) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        save_head(MaskHead(4, base=4), path, ABOUT)
+        save_head(MaskHead(4, base=4), path, METADATA)
     assert load_head(path)[0].base == 2
 
 
 def test_refuses_what_is_no_head(tmp_path: Path) -> None:
     path = tmp_path / "head.safetensors"
-    save_head(MaskHead(4, base=2), path, ABOUT)
+    save_head(MaskHead(4, base=2), path, METADATA)
     weights, whole = load_file(path), path.read_bytes()
     text = json.dumps({"version": 1, "channels": 4, "base": 2, "size": 64, "encoder": ""})
 
@@ -241,10 +241,10 @@ def test_refuses_what_is_no_head(tmp_path: Path) -> None:
     for broken, found in (
         (text.replace('"version": 1', '"version": 2'), "another version"),
         (text.replace('"base": 2', '"base": 3'), "size mismatch"),
-        (text.replace('"base": 2', '"base": "2"'), "do not fit"),
+        (text.replace('"base": 2', '"base": "2"'), "does not fit"),
         (text.replace(', "encoder": ""', ""), "encoder"),
-        ("[]", "do not fit"),
-        ("{", "do not fit"),
+        ("[]", "does not fit"),
+        ("{", "does not fit"),
     ):
         save_file(weights, path, {METADATA_KEY: broken})
         with pytest.raises(ModelError) as refusal:

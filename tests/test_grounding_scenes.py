@@ -106,7 +106,7 @@ def flat(scenes: list[Scene]) -> list[Sample]:
 
 
 @dataclass(frozen=True)
-class Seen:
+class TrainedHead:
     """What an encoder saw of its scenes."""
 
     seed: int
@@ -122,10 +122,10 @@ class Seen:
     params=[0, 1, 2],
     ids="seed {}".format,
 )
-def seen(request: pytest.FixtureRequest) -> Seen:
+def seen(request: pytest.FixtureRequest) -> TrainedHead:
     """Encoder, scenes and head are others with each seed; the first alone takes a few seconds."""
     encoder = make_encoder(request.param)
-    return Seen(
+    return TrainedHead(
         request.param,
         look_at(encoder, TRAINED, seed=2 * request.param),
         look_at(encoder, HELD_OUT, seed=2 * request.param + 1),
@@ -133,7 +133,7 @@ def seen(request: pytest.FixtureRequest) -> Seen:
 
 
 @pytest.mark.slow
-def test_a_head_finds_what_the_phrase_names(seen: Seen) -> None:
+def test_a_head_finds_what_the_phrase_names(seen: TrainedHead) -> None:
     """In scenes that it was not trained on; and not what a phrase about another object of the same scene names."""
     head = seen.train(flat(seen.trained))
     assert mean_iou(head, flat(seen.held_out)) >= 0.45
@@ -142,7 +142,7 @@ def test_a_head_finds_what_the_phrase_names(seen: Seen) -> None:
 
 
 @pytest.mark.slow
-def test_a_head_learns_nothing_from_masks_of_other_scenes(seen: Seen) -> None:
+def test_a_head_learns_nothing_from_masks_of_other_scenes(seen: TrainedHead) -> None:
     samples = flat(seen.trained)
     permuted = [(stack, samples[k - 3][1]) for k, (stack, _) in enumerate(samples)]  # no scene has more than three
     assert mean_iou(seen.train(permuted), flat(seen.held_out)) <= 0.10

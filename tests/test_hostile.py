@@ -1,4 +1,4 @@
-"""What a damaged or hostile folder cannot do: touch files outside of it, hang a reader, or pass for a dataset.
+"""A damaged or hostile folder cannot touch files outside of it, hang a reader, or pass for a dataset.
 
 `test_fuzz` changes bytes; here are the things that chance does not find.
 """
@@ -45,7 +45,7 @@ def victim(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_hang() -> Iterator[None]:
-    """What blocks for ever fails here."""
+    """A call that blocks forever fails here."""
 
     def interrupt(*_: object) -> None:
         raise AssertionError("it hangs")
@@ -98,7 +98,7 @@ def test_a_folder_in_place_of_a_file_is_refused(name: str, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["a pipe", "a folder"])
-def test_what_is_called_like_a_shard_and_is_none_is_not_adopted(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_file_that_only_has_the_name_of_a_shard_is_not_adopted(make: Callable[[Path], None], tmp_path: Path) -> None:
     make_folder = tmp_path / "shards"
     make_folder.mkdir()
     make(make_folder / f"{'0' * 32}.tar")
@@ -160,7 +160,7 @@ def test_a_row_of_another_recipe_is_refused_by_readers(cache: Path) -> None:
 
 
 def test_a_negative_prefix_is_refused_by_readers(cache: Path) -> None:
-    """It would cut rows off the empty prompt in silence."""
+    """It would silently cut rows off the empty prompt."""
     examples.forge(cache, rows=lambda rows: rows[0].update(prefix_length=-1))
     with pytest.raises(FormatError):
         open_cache(cache)[0]["empty_prompt_embeds"]
@@ -212,7 +212,7 @@ def test_numbers_of_thousands_of_digits_are_refused(cache: Path) -> None:
     ],
     ids=["a tower", "a key twice", "numbers that are none", "data on 8 bytes", "utf-16"],
 )
-def test_a_safetensors_header_that_stock_readers_take_otherwise_is_found(
+def test_a_safetensors_header_that_stock_readers_read_differently_is_found(
     change: Callable[[bytes], bytes], cache: Path
 ) -> None:
     examples.forge(cache, shard=examples.with_header(change))
@@ -220,12 +220,12 @@ def test_a_safetensors_header_that_stock_readers_take_otherwise_is_found(
     assert rules(cache)
 
 
-# ---- cures and strays ------------------------------------------------------------------------------------------------
+# ---- fixes and stray files -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
-def test_the_cure_of_every_rule_is_a_command(name: str) -> None:
-    assert "`qwen-cache " in RULES[name].cure or "pip install" in RULES[name].cure
+def test_the_fix_of_every_rule_is_a_command(name: str) -> None:
+    assert "`qwen-cache " in RULES[name].fix or "pip install" in RULES[name].fix
 
 
 def test_a_tar_that_the_manifest_does_not_name_is_found_whatever_it_is_called(cache: Path) -> None:

@@ -1,4 +1,4 @@
-"""Templates: what they print is text, and what they lack is an error."""
+"""Templates print values as text, and a missing value is an error."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def test_a_value_is_text_and_json_is_json() -> None:
     assert "ü" in script
 
 
-def test_a_template_that_lacks_a_value_is_an_error() -> None:
+def test_a_missing_value_is_an_error() -> None:
     with pytest.raises(UndefinedError, match="'facts' is undefined"):
         render("cache.html.jinja", title="a")
 
 
 def test_no_own_file_ends_its_element() -> None:
-    """They are on a page as they are."""
+    """Pages include them unescaped."""
     files = [*FOLDER.glob("*.js"), *FOLDER.glob("*.css")]
     assert len(files) >= 3
     assert not [path.name for path in files if "</" in path.read_text(encoding="utf-8")]
 
 
-def test_bars_that_have_no_room_are_one() -> None:
+def test_bars_beyond_the_limit_are_one() -> None:
     counts = {f"{i}": i + 1 for i in range(BARS + 3)}
     *shown, others = bars(counts)
     assert {bar.label: bar.count for bar in shown} == dict(list(counts.items())[:BARS])

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qwen_cache.encode import builder, recipe
-from qwen_cache.encode.plan import Plan
+from qwen_cache.encode.plan import BuildPlan
 from qwen_cache.format.identity import Inputs, canonical_json, dataset_identity, recipe_id, sample_key
 from qwen_cache.format.update import read_existing
 from qwen_cache.models.template import TEMPLATES
@@ -51,7 +51,7 @@ def test_keys_are_equal_exactly_where_everything_is(one: Identity, two: Identity
 
 @given(identities, st.data())
 def test_a_change_in_one_place_is_another_key(one: Identity, data: st.DataObject) -> None:
-    """Which two independent draws would seldom be."""
+    """Two independent examples would seldom differ in only one place."""
     place = data.draw(st.integers(0, 5))
     other = data.draw(identities)
     two = (*one[:place], other[place], *one[place + 1 :])
@@ -74,7 +74,7 @@ recipes = st.dictionaries(st.text(max_size=3), values, max_size=4)
 
 
 def exactly(value: Any) -> Any:
-    """What is equal for two values only when they are of the same types throughout, which Python does not ask for."""
+    """Equal for two values only if all of their types are equal too, unlike `==` of Python."""
     if isinstance(value, dict):
         return {key: exactly(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -124,10 +124,10 @@ def model(tiny_model: Callable[[str], Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model("edit-plus"), tmp_path / "model"))
 
 
-def plan(source: Path, model: Path, *settings: str) -> Plan:
+def plan(source: Path, model: Path, *settings: str) -> BuildPlan:
     out = source.parent / "shards"
     config = load_config(None, ["data.vae_image_size=16384", *settings], model__path=str(model), cache__path=str(out))
-    job = builder.prepare(config, str(source))
+    job = builder.prepare_build(config, str(source))
     assert not job.problems
     return builder.plan_build(job, read_existing(out, job.format_version))
 
@@ -143,7 +143,7 @@ def flip_last_bit(path: Path) -> None:
 
 
 def append(path: Path, data: bytes = b"\0") -> None:
-    """A byte behind the end of an image, or of a table of tokens: no reader of it minds, its hash does."""
+    """A byte after the end of an image or of a table of tokens: readers ignore it, the hash does not."""
     path.write_bytes(path.read_bytes() + data)
 
 
@@ -267,7 +267,7 @@ def test_another_version_of_the_encoding_code_changes_every_key(
     assert not set(before.values()) & set(keys_of(pairs, model).values())
 
 
-def test_a_source_that_says_everything_twice_is_planned_once(pairs: Path, model: Path, tmp_path: Path) -> None:
+def test_a_source_with_everything_twice_is_planned_once(pairs: Path, model: Path, tmp_path: Path) -> None:
     """Under other names, in another folder."""
     before = keys_of(pairs, model)
     for folder in ("target_images", "control_images"):

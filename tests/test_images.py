@@ -137,7 +137,7 @@ def test_alpha_is_laid_over_white_and_for_a_mask_over_black() -> None:
     assert np.abs(mask(data) - luminance(over(0, photo(), alpha()))).max() <= 2
 
 
-def test_a_mask_drawn_as_transparency_counts_what_is_opaque_and_bright() -> None:
+def test_a_mask_painted_as_transparency_counts_what_is_opaque_and_bright() -> None:
     white = np.full_like(photo(), 255)
     assert np.abs(mask(encoded(np.dstack([white, alpha()]))) - alpha()).max() <= 1
 
@@ -250,9 +250,9 @@ def test_icc_profiles_change_nothing() -> None:
 
 
 def test_a_masks_white_is_edited_whatever_its_colours() -> None:
-    drawn = np.zeros((8, 8, 3), np.uint8)
-    drawn[2:5, 3:6] = 255
-    assert (mask(encoded(drawn)) == drawn[..., 0]).all()
+    original = np.zeros((8, 8, 3), np.uint8)
+    original[2:5, 3:6] = 255
+    assert (mask(encoded(original)) == original[..., 0]).all()
     assert (mask(encoded(np.zeros((8, 8), np.uint8))) == 0).all()
 
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from qwen_cache import open_cache
 from qwen_cache.format.identity import canonical_json, content_hash, recipe_id, sample_key
 from qwen_cache.importers import writer
-from qwen_cache.importers.source import Imported
+from qwen_cache.importers.source import ImportedSample
 
 from .support.caches import contents
 from .support.commands import Result, run
@@ -33,7 +33,7 @@ from .support.crash import Crash, crash_after
 from .support.imports import (
     MODEL,
     WIDTH,
-    Made,
+    TrainerSample,
     import_,
     imported,
     make,
@@ -48,7 +48,7 @@ TOOLS = ("musubi", "qflux", "diffusion-pipe")
 
 
 @pytest.fixture
-def made() -> list[Made]:
+def made() -> list[TrainerSample]:
     """Three samples, two of one size; each has one control of the target's size, as diffusion-pipe wants."""
     return [
         make("a_cat", "make it blue", [(4, 6), (4, 6)], 9, seed=1),
@@ -60,7 +60,7 @@ def made() -> list[Made]:
 # ---- the trainers' writers -------------------------------------------------------------------------------------------
 
 
-WRITE: dict[str, Callable[[Path, Sequence[Made]], Path]] = {
+WRITE: dict[str, Callable[[Path, Sequence[TrainerSample]], Path]] = {
     "musubi": write_musubi,
     "qflux": write_qflux,
     "diffusion-pipe": write_diffusion_pipe,
@@ -76,8 +76,8 @@ def refused(result: Result, *parts: str) -> None:
 # ---- what comes out --------------------------------------------------------------------------------------------------
 
 
-def check_equal(out: Path, samples: Sequence[Made], dtype: torch.dtype, prompts: bool, empty: bool) -> None:
-    """Every sample is there once, with the tensors that it was written with."""
+def check_equal(out: Path, samples: Sequence[TrainerSample], dtype: torch.dtype, prompts: bool, empty: bool) -> None:
+    """Every sample exists once, with the tensors that were written."""
     found = {sample["image_latents"].float().sum().item(): sample for sample in open_cache(out)}
     assert len(found) == len(samples)
     for sample in samples:
@@ -97,7 +97,7 @@ def check_equal(out: Path, samples: Sequence[Made], dtype: torch.dtype, prompts:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_samples_are_those_that_the_trainer_wrote(tool: str, made: list[Made], tmp_path: Path) -> None:
+def test_samples_equal_those_that_the_trainer_wrote(tool: str, made: list[TrainerSample], tmp_path: Path) -> None:
     if tool == "qflux":  # it casts all to float16
         made = [replace(s, latents=tuple(z.half() for z in s.latents), embeds=s.embeds.half()) for s in made]
         made = [replace(s, empty=s.empty.half()) for s in made]
@@ -128,7 +128,7 @@ def test_musubi_takes_any_number_of_controls_of_any_size(tmp_path: Path) -> None
     parts = [content_hash(part.view(torch.uint8).numpy().tobytes()) for part in samples[0].packed[1:]]
     assert list(three.row.meta.inputs.controls) == parts
     result = import_("musubi", tmp_path / "theirs", tmp_path / "other", model="Qwen/Qwen-Image-Edit")
-    refused(result, "1 problem", "QwenImageEditPipeline cannot have made", "expected 1 control", "found 3 of them")
+    refused(result, "1 problem", "QwenImageEditPipeline cannot have made", "expected 1 control", "found 3 controls")
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -162,8 +162,8 @@ def test_several_captions_of_an_image_are_several_samples(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("version", "shapes"), [(None, "tensor"), (None, "none"), ("2.0", "json"), ("2.0", "none")])
-def test_qflux_sizes_come_from_where_its_releases_put_them(
-    version: str | None, shapes: str, made: list[Made], tmp_path: Path
+def test_qflux_sizes_are_read_from_where_each_release_stores_them(
+    version: str | None, shapes: str, made: list[TrainerSample], tmp_path: Path
 ) -> None:
     reference = imported("qflux", write_qflux(tmp_path / "full", made[::2]), tmp_path / "reference")
     source = write_qflux(tmp_path / "theirs", made[::2], version, shapes)
@@ -176,14 +176,14 @@ def test_qflux_sizes_come_from_where_its_releases_put_them(
     assert [s.key for s in open_cache(again)] == [s.key for s in open_cache(reference)]
 
 
-def test_qflux_sizes_that_are_not_known_are_asked_for(made: list[Made], tmp_path: Path) -> None:
+def test_qflux_unknown_sizes_are_requested(made: list[TrainerSample], tmp_path: Path) -> None:
     source = write_qflux(tmp_path / "theirs", made[:1], shapes="none")
     refused(import_("qflux", source, tmp_path / "out"), "does not store the sizes", "--image-size 832x576")
     sizes = ["--image-size", "96x64", "--image-size", "64x96"]  # 24 tokens, both
     result = import_("qflux", source, tmp_path / "out", *sizes)
-    refused(result, "does not settle", "one choice with 24 tokens, and one of 1 controls with 24", "found 2 and 2")
+    refused(result, "does not determine", "one choice with 24 tokens, and one of 1 controls with 24", "found 2 and 2")
     result = import_("qflux", source, tmp_path / "out", "--image-size", "96x96")
-    refused(result, "does not settle", "found 0 and 0")
+    refused(result, "does not determine", "found 0 and 0")
     result = import_("qflux", source, tmp_path / "out", "--image-size", "96x65")
     refused(result, "--image-size", "both multiples of 16", "found 96x65")
     assert not (tmp_path / "out").exists()
@@ -199,7 +199,7 @@ def test_qflux_finds_the_order_of_several_controls_or_refuses(tmp_path: Path) ->
     refused(import_("qflux", source, tmp_path / "other", *both), "one of 2 controls with 40", "found 1 and 2")
 
 
-def test_qflux_prompts_are_found_again_by_their_hash(made: list[Made], tmp_path: Path) -> None:
+def test_qflux_prompts_are_found_again_by_their_hash(made: list[TrainerSample], tmp_path: Path) -> None:
     captions = tmp_path / "captions" / "deep"
     captions.mkdir(parents=True)
     for i, sample in enumerate(made[:2]):
@@ -214,20 +214,20 @@ def test_qflux_prompts_are_found_again_by_their_hash(made: list[Made], tmp_path:
 # ---- what is ambiguous -----------------------------------------------------------------------------------------------
 
 
-def test_qflux_embeddings_shared_by_different_controls_are_refused(made: list[Made], tmp_path: Path) -> None:
+def test_qflux_embeddings_shared_by_different_controls_are_refused(made: list[TrainerSample], tmp_path: Path) -> None:
     made[2] = replace(made[2], prompt=made[0].prompt)
     source = write_qflux(tmp_path / "theirs", made)
     shared = f"prompt_embeds/{md5(made[0].prompt)}.pt"
     names = [p.name for p in (source / "metadata").glob(f"*{md5(made[0].prompt)}.json")]
     assert len(names) == 2
     result = import_("qflux", source, tmp_path / "out")
-    refused(result, shared, "samples of different control images share these embeddings", *names)
+    refused(result, shared, "samples with different control images share these embeddings", *names)
     assert not (tmp_path / "out").exists()
     out = imported("qflux", source, tmp_path / "out", "--on-error", "skip")
     assert [s.name for s in open_cache(out)] == [p.stem for p in (source / "metadata").glob(f"*{md5(made[1].prompt)}*")]
 
 
-def test_qflux_one_control_under_two_targets_may_share_embeddings(made: list[Made], tmp_path: Path) -> None:
+def test_qflux_one_control_under_two_targets_may_share_embeddings(made: list[TrainerSample], tmp_path: Path) -> None:
     source = write_qflux(tmp_path / "theirs", made[:1])
     metadata = next((source / "metadata").glob("*.json"))
     other = json.loads(metadata.read_text()) | {"image_latents": "f" * 32}
@@ -236,7 +236,7 @@ def test_qflux_one_control_under_two_targets_may_share_embeddings(made: list[Mad
     assert len(open_cache(imported("qflux", source, tmp_path / "out"))) == 2
 
 
-def test_qflux_latents_shared_under_a_perceptual_hash_are_refused(made: list[Made], tmp_path: Path) -> None:
+def test_qflux_latents_shared_under_a_perceptual_hash_are_refused(made: list[TrainerSample], tmp_path: Path) -> None:
     source = write_qflux(tmp_path / "theirs", made[:1])
     path = next((source / "metadata").glob("*.json"))
     entry = json.loads(path.read_text()) | {"image_latents": "0123456789abcdef"}
@@ -252,10 +252,10 @@ def test_qflux_latents_shared_under_a_perceptual_hash_are_refused(made: list[Mad
 def test_qflux_trees_without_metadata_are_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs" / "pixel_latent").mkdir(parents=True)
     result = import_("qflux", tmp_path / "theirs", tmp_path / "out")
-    refused(result, "does not say which latents belong to which embeddings", "qwen-cache build")
+    refused(result, "does not store which latents belong to which embeddings", "qwen-cache build")
 
 
-def test_musubi_images_that_share_a_text_file_are_refused(made: list[Made], tmp_path: Path) -> None:
+def test_musubi_images_that_share_a_text_file_are_refused(made: list[TrainerSample], tmp_path: Path) -> None:
     source = write_musubi(tmp_path / "theirs", made)
     first = source / "c_0800x0600_qie.safetensors"
     second = source / "c_1024x0600_qie.safetensors"
@@ -268,7 +268,7 @@ def test_musubi_images_that_share_a_text_file_are_refused(made: list[Made], tmp_
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_equal_files_give_equal_datasets_and_a_second_import_does_nothing(
-    tool: str, made: list[Made], tmp_path: Path
+    tool: str, made: list[TrainerSample], tmp_path: Path
 ) -> None:
     one = imported(tool, WRITE[tool](tmp_path / "a", made), tmp_path / "one")
     two = imported(tool, WRITE[tool](tmp_path / "b", made), tmp_path / "two")
@@ -308,7 +308,9 @@ def test_any_changed_tensor_shape_or_claim_changes_the_key(tmp_path: Path) -> No
     assert keys["the same"] == open_cache(tmp_path / "out-0")[0].key
 
 
-def test_the_empty_prompt_is_part_of_the_key_and_its_prefix_is_stored_once(made: list[Made], tmp_path: Path) -> None:
+def test_the_empty_prompt_is_part_of_the_key_and_its_prefix_is_stored_once(
+    made: list[TrainerSample], tmp_path: Path
+) -> None:
     out = imported("qflux", write_qflux(tmp_path / "a", made[:1]), tmp_path / "one")
     sample = open_cache(out)[0]
     assert sample.row.meta.prefix_length == 3
@@ -318,7 +320,7 @@ def test_the_empty_prompt_is_part_of_the_key_and_its_prefix_is_stored_once(made:
     assert open_cache(two)[0].key != sample.key
 
 
-def test_only_a_prefix_is_shared_and_a_row_is_always_left(made: list[Made], tmp_path: Path) -> None:
+def test_only_a_prefix_is_shared_and_a_row_is_always_left(made: list[TrainerSample], tmp_path: Path) -> None:
     gap = made[0].embeds.clone()
     gap[2] += 1  # rows 3, 4, … are equal again
     samples = [replace(made[0], empty=gap), replace(made[1], empty=made[1].embeds)]
@@ -330,8 +332,8 @@ def test_only_a_prefix_is_shared_and_a_row_is_always_left(made: list[Made], tmp_
         assert torch.equal(found["empty_prompt_embeds"], sample.empty.half().float())
 
 
-def test_a_reader_can_check_the_key_from_the_metadata_alone(made: list[Made], tmp_path: Path) -> None:
-    """FORMAT.md, F10: with another program than the one that wrote it."""
+def test_a_reader_can_check_the_key_from_the_metadata_alone(made: list[TrainerSample], tmp_path: Path) -> None:
+    """FORMAT.md, F10: also with another program than the writer."""
     cache = open_cache(imported("qflux", write_qflux(tmp_path / "a", made), tmp_path / "out"))
     for sample in cache:
         meta = sample.row.meta
@@ -342,7 +344,7 @@ def test_a_reader_can_check_the_key_from_the_metadata_alone(made: list[Made], tm
         assert sample.key == sample_key(recipe_id(cache.recipe.recipe), meta.inputs, meta.prompt, meta.img_shapes)
 
 
-def test_repeated_samples_are_kept_once(made: list[Made], tmp_path: Path) -> None:
+def test_repeated_samples_are_kept_once(made: list[TrainerSample], tmp_path: Path) -> None:
     source = write_musubi(tmp_path / "theirs", [made[0], replace(made[0], name="copy"), made[1]])
     out = imported("musubi", source, tmp_path / "out")
     assert [row.source_rows for row in open_cache(out).rows()] == [2, 1]
@@ -351,7 +353,7 @@ def test_repeated_samples_are_kept_once(made: list[Made], tmp_path: Path) -> Non
 # ---- changes, crashes, memory ----------------------------------------------------------------------------------------
 
 
-def test_added_and_removed_samples(made: list[Made], tmp_path: Path) -> None:
+def test_added_and_removed_samples(made: list[TrainerSample], tmp_path: Path) -> None:
     source = write_musubi(tmp_path / "theirs", made[:2])
     out = imported("musubi", source, tmp_path / "out")
     for path in source.glob("a_cat*"):
@@ -364,7 +366,7 @@ def test_added_and_removed_samples(made: list[Made], tmp_path: Path) -> None:
     assert run("qwen-cache", "verify", out).code == 0
 
 
-def test_a_crash_anywhere_and_the_same_command_give_the_same_bytes(made: list[Made], tmp_path: Path) -> None:
+def test_a_crash_anywhere_and_the_same_command_give_the_same_bytes(made: list[TrainerSample], tmp_path: Path) -> None:
     source = write_musubi(tmp_path / "theirs", made)
     small = ["--set", "cache.shard_size=6000"]
     whole = contents(imported("musubi", source, tmp_path / "whole", *small))
@@ -393,7 +395,7 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path, monkeypatch: pytes
     tensors: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
 
-    def describe(sample: Imported, recipe: str, dtype: torch.dtype) -> Any:
+    def describe(sample: ImportedSample, recipe: str, dtype: torch.dtype) -> Any:
         tensors.extend(weakref.ref(tensor) for tensor in sample.tensors.values())
         alive.append(sum(tensor() is not None for tensor in tensors))
         return original(sample, recipe, dtype)
@@ -406,7 +408,7 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_file_that_changes_between_the_readings_is_refused(
-    made: list[Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: list[TrainerSample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_musubi(tmp_path / "theirs", made)
     original = writer.run
@@ -419,7 +421,7 @@ def test_a_file_that_changes_between_the_readings_is_refused(
     refused(import_("musubi", source, tmp_path / "out"), "a_cat_0800x0600_qie", "changed while it was imported")
 
 
-def test_dry_run_writes_nothing_and_says_everything(made: list[Made], tmp_path: Path) -> None:
+def test_dry_run_writes_nothing_and_reports_everything(made: list[TrainerSample], tmp_path: Path) -> None:
     source = write_musubi(tmp_path / "theirs", made)
     (source / "c_qie_te.safetensors").unlink()
     result = import_("musubi", source, tmp_path / "out", "--dry-run", "--json")
@@ -439,22 +441,22 @@ def test_dry_run_writes_nothing_and_says_everything(made: list[Made], tmp_path: 
 @pytest.mark.parametrize(
     ("model", "options", "parts"),
     [
-        ("someone/finetune", [], ["someone/finetune", "not known which pipeline", "--pipeline"]),
+        ("someone/finetune", [], ["someone/finetune", "the pipeline of this model is unknown", "--pipeline"]),
         ("someone/finetune", ["--pipeline", "FluxPipeline"], ["no such pipeline", "found FluxPipeline"]),
         (MODEL, ["--pipeline", "QwenImagePipeline"], ["contradict", "expected QwenImageEditPlusPipeline"]),
-        ("Qwen/Qwen-Image", [], ["QwenImagePipeline cannot have made", "expected no control", "found 1 of them"]),
+        ("Qwen/Qwen-Image", [], ["QwenImagePipeline cannot have made", "expected no control", "found 1 control"]),
         (MODEL, ["--image-size", "16x16"], ["--image-size and --captions are for qflux"]),
         (MODEL, ["--set", "cache.format=v1"], ["import writes format v2", "migrate v2 v1"]),
     ],
 )
-def test_claims_that_cannot_be_are_refused(
-    model: str, options: list[str], parts: list[str], made: list[Made], tmp_path: Path
+def test_impossible_claims_are_refused(
+    model: str, options: list[str], parts: list[str], made: list[TrainerSample], tmp_path: Path
 ) -> None:
     source = write_musubi(tmp_path / "theirs", made)
     refused(import_("musubi", source, tmp_path / "out", *options, model=model), *parts)
 
 
-def test_a_model_must_be_claimed(made: list[Made], tmp_path: Path) -> None:
+def test_a_model_must_be_claimed(made: list[TrainerSample], tmp_path: Path) -> None:
     source = write_musubi(tmp_path / "theirs", made)
     result = run("qwen-cache", "import", "musubi", source, "--out", tmp_path / "out")
     refused(result, "Missing option", "--model")
@@ -466,21 +468,21 @@ def test_a_model_must_be_claimed(made: list[Made], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_folders_that_are_no_such_cache_are_refused(tool: str, tmp_path: Path) -> None:
+def test_folders_without_such_a_cache_are_refused(tool: str, tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "image.png").write_bytes(b"")
     refused(import_(tool, tmp_path / "theirs", tmp_path / "out"), str(tmp_path / "theirs"), "not a cache of")
     refused(import_(tool, tmp_path / "nowhere", tmp_path / "out"), str(tmp_path / "nowhere"), "no such folder")
 
 
-def test_a_built_cache_is_not_replaced(built: Callable[..., Path], made: list[Made], tmp_path: Path) -> None:
+def test_a_built_cache_is_not_replaced(built: Callable[..., Path], made: list[TrainerSample], tmp_path: Path) -> None:
     import shutil
 
     out = tmp_path / "out"
     shutil.copytree(built("edit-plus"), out)
     source = write_musubi(tmp_path / "theirs", made)
     before = contents(out)
-    refused(import_("musubi", source, out), str(out), "not an import of musubi, and would be replaced")
+    refused(import_("musubi", source, out), str(out), "not an import from musubi, and would be replaced")
     assert contents(out) == before
     imported("musubi", source, out, "--set", "cache.recipe=theirs")
     assert len(open_cache(out, recipe="theirs")) == 3
@@ -497,24 +499,24 @@ class Attack:
         return os.mkdir, (str(self.path),)
 
 
-def test_nothing_in_a_pickle_is_run(made: list[Made], tmp_path: Path) -> None:
+def test_nothing_in_a_pickle_is_run(made: list[TrainerSample], tmp_path: Path) -> None:
     mark = tmp_path / "executed"
     pickle.loads(pickle.dumps(Attack(mark)))  # it would
     mark.rmdir()
     source = write_qflux(tmp_path / "theirs", made)
     attacked = source / "prompt_embeds" / f"{md5(made[0].prompt)}.pt"
     torch.save(Attack(mark), attacked)
-    refused(import_("qflux", source, tmp_path / "out"), str(attacked), "no code of a pickle is ever run")
+    refused(import_("qflux", source, tmp_path / "out"), str(attacked), "code in a pickle is never run")
     pieces = tmp_path / "pieces" / "cache_1"
     write_pieces(pieces / "latents", [{"latents": Attack(mark), "image_spec": [None, "x"], "caption": ["p"]}])
     write_pieces(pieces / "text_embeddings_1", [{"prompt_embeds": Attack(mark), "image_spec": [None, "x"]}])
     result = import_("diffusion-pipe", tmp_path / "pieces", tmp_path / "out")
-    refused(result, "shard_0.bin", "no code of a pickle is ever run")
+    refused(result, "shard_0.bin", "code in a pickle is never run")
     assert not mark.exists()
 
 
-def damaged_qflux(source: Path, made: list[Made]) -> Iterator[tuple[str, list[str]]]:
-    """Damage each of three samples in another way; what must be said of each."""
+def damaged_qflux(source: Path, made: list[TrainerSample]) -> Iterator[tuple[str, list[str]]]:
+    """Damage three samples in different ways; the message for each."""
     embeds = [source / "prompt_embeds" / f"{md5(sample.prompt)}.pt" for sample in made]
     tensor = torch.load(embeds[0])
     tensor[1, 2] = torch.inf
@@ -527,7 +529,7 @@ def damaged_qflux(source: Path, made: list[Made]) -> Iterator[tuple[str, list[st
     yield made[2].prompt, [str(embeds[2]), "cannot be read"]
 
 
-def test_all_problems_are_listed_at_once(made: list[Made], tmp_path: Path) -> None:
+def test_all_problems_are_listed_at_once(made: list[TrainerSample], tmp_path: Path) -> None:
     source = write_qflux(tmp_path / "theirs", made)
     expected = list(damaged_qflux(source, made))
     result = import_("qflux", source, tmp_path / "out")
@@ -547,15 +549,18 @@ def change(path: Path, **changes: Any) -> None:
     [
         ({"version": "3.0"}, ["unknown version", "expected 1.0 or 2.0", "found 3.0"]),
         ({"pooled_prompt_embeds": "0" * 32}, ["another model", "found pooled_prompt_embeds"]),
-        ({"image_latents": "../../../etc/passwd"}, ["image_latents does not name a file", "found ../../../etc/passwd"]),
+        (
+            {"image_latents": "../../../etc/passwd"},
+            ["image_latents is not the name of a file", "found ../../../etc/passwd"],
+        ),
         ({"image_latents": None}, ["not the metadata of a sample"]),
-        ({"control_latents": None}, ["do not fit", "'control_latents': [24, 64]"]),
-        ({"img_shapes": [[3, 64, 80], [3, 64, 96]]}, ["do not fit", "[20, 64]", "[24, 64]"]),
+        ({"control_latents": None}, ["do not fit the image sizes", "'control_latents': [24, 64]"]),
+        ({"img_shapes": [[3, 64, 80], [3, 64, 96]]}, ["do not fit the image sizes", "[20, 64]", "[24, 64]"]),
         ({"img_shapes": [[1, 4, 6], [1, 2]]}, ["img_shapes is not a list of sizes", "found [1, 2]"]),
     ],
 )
-def test_qflux_metadata_that_cannot_be(
-    changes: dict[str, Any], parts: list[str], made: list[Made], tmp_path: Path
+def test_impossible_qflux_metadata(
+    changes: dict[str, Any], parts: list[str], made: list[TrainerSample], tmp_path: Path
 ) -> None:
     source = write_qflux(tmp_path / "theirs", made[:1])
     path = next((source / "metadata").glob("*.json"))
@@ -566,18 +571,26 @@ def test_qflux_metadata_that_cannot_be(
 @pytest.mark.parametrize(
     ("kind", "tensor", "parts"),
     [
-        ("prompt_embeds_mask", torch.tensor([1.0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0]), ["ones, and then zeros", "found 4"]),
+        ("prompt_embeds_mask", torch.tensor([1.0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0]), ["ones, then zeros", "found 4"]),
         ("prompt_embeds_mask", torch.ones(5), ["expected 11 entries", "found 5 ones in [5]"]),
         ("prompt_embeds", torch.ones(11, WIDTH, dtype=torch.int64), ["float16, bfloat16 or float32", "torch.int64"]),
         ("prompt_embeds", torch.ones(1, 11, WIDTH), ["expected [L, D]", "found [1, 11, 64]"]),
         ("prompt_embeds", [1, 2], ["expected [L, D]", "found list"]),
-        ("prompt_embeds", torch.ones(1).expand(11, WIDTH), ["claims more numbers than its file has", "expected 2816"]),
-        ("image_latents", torch.ones(23, 64), ["do not fit", "[24, 64]", "[23, 64]"]),
-        ("empty_prompt_embeds", torch.ones(9, 32), ["embeddings of another width", "expected 64", "found [32, 64]"]),
+        (
+            "prompt_embeds",
+            torch.ones(1).expand(11, WIDTH),
+            ["a tensor is larger than its storage in the file", "expected 2816"],
+        ),
+        ("image_latents", torch.ones(23, 64), ["do not fit the image sizes", "[24, 64]", "[23, 64]"]),
+        (
+            "empty_prompt_embeds",
+            torch.ones(9, 32),
+            ["the embeddings have another width", "expected 64", "found [32, 64]"],
+        ),
     ],
 )
-def test_qflux_tensors_that_cannot_be(
-    kind: str, tensor: Any, parts: list[str], made: list[Made], tmp_path: Path
+def test_impossible_qflux_tensors(
+    kind: str, tensor: Any, parts: list[str], made: list[TrainerSample], tmp_path: Path
 ) -> None:
     source = write_qflux(tmp_path / "theirs", made[:1])
     torch.save(tensor, next((source / kind).glob("*.pt")))
@@ -609,8 +622,8 @@ MUSUBI_TEXT = "varlen_vl_embed_bfloat16"
         ("text", {MUSUBI_TEXT: torch.full((5, 64), torch.nan)}, ["prompt_embeds has NaN or Inf"]),
     ],
 )
-def test_musubi_files_that_cannot_be(
-    file: str, changes: dict[str, Any], parts: list[str], made: list[Made], tmp_path: Path
+def test_impossible_musubi_files(
+    file: str, changes: dict[str, Any], parts: list[str], made: list[TrainerSample], tmp_path: Path
 ) -> None:
     source = write_musubi(tmp_path / "theirs", made[:1])
     path = source / {"latents": "a_cat_0800x0600_qie.safetensors", "text": "a_cat_qie_te.safetensors"}[file]
@@ -618,7 +631,7 @@ def test_musubi_files_that_cannot_be(
     refused(import_("musubi", source, tmp_path / "out"), "1 problem", "a_cat", *parts)
 
 
-def test_musubi_partners_that_are_missing_and_files_that_are_none(made: list[Made], tmp_path: Path) -> None:
+def test_missing_and_invalid_musubi_files(made: list[TrainerSample], tmp_path: Path) -> None:
     source = write_musubi(tmp_path / "theirs", made)
     (source / "a_cat_0800x0600_qie.safetensors").unlink()
     (source / "b dog_qie_te.safetensors").unlink()
@@ -628,7 +641,9 @@ def test_musubi_partners_that_are_missing_and_files_that_are_none(made: list[Mad
     refused(result, "b dog_0800x0600_qie.safetensors: its text file is missing", "not a safetensors file")
 
 
-def test_a_mixture_of_dtypes_is_stored_in_the_one_that_holds_it(made: list[Made], tmp_path: Path) -> None:
+def test_a_mixture_of_dtypes_is_stored_in_the_dtype_that_represents_it(
+    made: list[TrainerSample], tmp_path: Path
+) -> None:
     half = replace(made[1], embeds=made[1].embeds.float())
     source = write_musubi(tmp_path / "theirs", [made[0], half])
     refused(import_("musubi", source, tmp_path / "out"), "would lose digits of prompt_embeds", "--dtype float32")
@@ -640,7 +655,7 @@ def pieces_of(source: Path, part: str) -> Path:
     return next(source.glob(f"cache_*/{part}"))
 
 
-def test_diffusion_pipe_caches_that_cannot_be(made: list[Made], tmp_path: Path) -> None:
+def test_impossible_diffusion_pipe_caches(made: list[TrainerSample], tmp_path: Path) -> None:
     def fresh(name: str, **changes: Any) -> Path:
         return write_diffusion_pipe(tmp_path / name, made[::2], **changes)
 
@@ -669,7 +684,7 @@ def test_diffusion_pipe_caches_that_cannot_be(made: list[Made], tmp_path: Path) 
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("tool", TOOLS)
-def test_random_damage_is_an_error_or_nothing(tool: str, made: list[Made], tmp_path: Path) -> None:
+def test_random_damage_is_an_error_or_nothing(tool: str, made: list[TrainerSample], tmp_path: Path) -> None:
     """Never a traceback: `run` lets no other exception pass."""
     source, chance = WRITE[tool](tmp_path / "theirs", made), random.Random(tool)
     files = [path for path in sorted(source.rglob("*")) if path.is_file()]
@@ -704,9 +719,9 @@ def train(cache: Path, model: Path, out: Path, caption_dropout: float) -> Result
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("tool", TOOLS)
 def test_imported_caches_can_be_trained(
-    tool: str, made: list[Made], tiny_model: Callable[[str], Path], tmp_path: Path
+    tool: str, made: list[TrainerSample], tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Claimed by the folder of the model, which says its pipeline."""
+    """The claimed model is a folder, which gives the pipeline."""
     model = tiny_model("edit-plus")
     cache = imported(tool, WRITE[tool](tmp_path / "theirs", made), tmp_path / "shards", model=str(model))
     result = train(cache, model, tmp_path / "run", 0.5 if tool == "qflux" else 0.0)

@@ -1,4 +1,4 @@
-"""The index is read row by row out of its columns' buffers: what comes out is what pyarrow says."""
+"""The index is read row by row from its columns' buffers, with the same values as by pyarrow."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def values(kind: pa.DataType) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.parametrize("format_version", [1, 2])
-def test_every_record_is_what_pyarrow_says(format_version: int) -> None:
-    """With nulls anywhere, and for a table that begins within its buffers or lies in several pieces."""
+def test_every_record_is_the_one_of_pyarrow(format_version: int) -> None:
+    """With nulls anywhere, and for a table that begins within its buffers or has several chunks."""
     schema = index_schema(format_version)
 
     @settings(max_examples=40)

@@ -1,6 +1,6 @@
-"""`inspect`: what batches would pad, by the batches that training makes; and the state of a cache against its source.
+"""`inspect`: padding, checked against the batches of training; and the state of a cache compared with its source.
 
-What the source says is judged by `build --dry-run`, which loads the model that `inspect` does without.
+`build --dry-run`, which loads the model, is the reference for the comparison with the source.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qwen_cache.format.identity import Inputs, content_hash, recipe_id
 from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.sample import SampleMeta, token_count
 from qwen_cache.format.tensor import TensorSpec
-from qwen_cache.format.update import Existing, Listed, commit_update, open_staging, plan_update
+from qwen_cache.format.update import Existing, ListedSample, commit_update, open_staging, plan_update
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.data.batches import Batches
 from qwen_train.data.mixture import Mixture
@@ -39,13 +39,13 @@ from .support.sources import add_control, change_control, change_mask, change_pr
 
 Built = Callable[..., Path]
 Size = tuple[int, int, int]
-"""Of a sample: the cells of its target in both directions, and the tokens of its text."""
+"""Rows and columns of a target's image tokens, and the tokens of its text."""
 
 RECIPE = {"encoder_version": 2, "pipeline": "QwenImagePipeline", "dtype": "float32"}
 
 
-def said(cache: Path | str, *options: str | Path) -> dict[str, Any]:
-    """What `--json` says."""
+def report(cache: Path | str, *options: str | Path) -> dict[str, Any]:
+    """The report of `inspect --json`."""
     result = run("qwen-cache", "inspect", cache, "--json", *options)
     assert result.code == 0, result.stderr
     return dict(json.loads(result.stdout))
@@ -61,18 +61,20 @@ def refused(cache: Path | str, *options: str | Path) -> str:
 
 
 def write(folder: Path, sizes: Sequence[Size]) -> Path:
-    """A cache of samples of such sizes, without controls."""
-    made = {}
+    """A cache of samples with these sizes, without controls."""
+    samples = {}
     for i, (h, w, text) in enumerate(sizes):
         tensors = {"image_latents": torch.ones(h * w, 64), "prompt_embeds": torch.ones(text, 8)}
         data = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
         specs = {name: TensorSpec("F32", tuple(t.shape), content_hash(data[name])) for name, t in tensors.items()}
         inputs = Inputs(content_hash(f"{i}".encode()), (), None)
-        meta = SampleMeta(recipe_id(RECIPE), inputs, "draw it", ((1, h, w),), 0, specs)
-        made[meta.key] = f"{i}", meta, data
-    update = plan_update(folder, Existing(Manifest.empty(2), []), 2, [Listed(made[key][0], key) for key in made])
+        meta = SampleMeta(recipe_id(RECIPE), inputs, "edit it", ((1, h, w),), 0, specs)
+        samples[meta.key] = f"{i}", meta, data
+    update = plan_update(
+        folder, Existing(Manifest.empty(2), []), 2, [ListedSample(samples[key][0], key) for key in samples]
+    )
     staging = open_staging(update, "sizes", 1 << 24)
-    for _, meta, data in made.values():
+    for _, meta, data in samples.values():
         staging.add(meta, {name: memoryview(data[name]) for name in meta.tensors})
     commit_update(update, staging, {"default": RECIPE}, {"qwen-cache": "0.1.0"})
     return folder
@@ -80,15 +82,15 @@ def write(folder: Path, sizes: Sequence[Size]) -> Path:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """37 samples of many sizes, of which the largest has 40·40 + 90 tokens."""
-    chance = torch.Generator().manual_seed(1)
-    sizes = torch.randint(8, 40, (36, 3), generator=chance).tolist()
+    """37 samples of many sizes; the largest has 40·40 + 90 tokens."""
+    random = torch.Generator().manual_seed(1)
+    sizes = torch.randint(8, 40, (36, 3), generator=random).tolist()
     samples = [(40, 40, 90), *((h, w, 2 * text) for h, w, text in sizes)]
     return write(tmp_path_factory.mktemp("mixed") / "shards", samples)
 
 
 def batches(cache: Path, **settings: Any) -> tuple[float, float]:
-    """Of the first epoch that the trainer makes: samples in a batch on average, and the share of padding."""
+    """Mean samples per batch and the fraction of padding in the first epoch of the trainer."""
     samples = open_cache(cache)
     stream = Batches(Mixture.of(samples), TrainConfig(caption_dropout=0, **settings), NoiseSchedule())
     count = valid = computed = done = 0
@@ -98,34 +100,34 @@ def batches(cache: Path, **settings: Any) -> tuple[float, float]:
         computed += rows * (batch.clean.shape[1] + text)
         texts = batch.prompt_embeds_mask.sum() if batch.prompt_embeds_mask is not None else rows * text
         valid += sum(map(token_count, batch.img_shapes)) + int(texts)
-        count, done = count + 1, batch.done
+        count, done = count + 1, batch.consumed_samples
     return len(samples) / count, 1 - valid / computed
 
 
 def test_padding_is_that_of_the_batches_that_are_trained(mixed: Path) -> None:
-    found = said(mixed)["recipes"]["default"]["batches"]
-    assert [budget["max_tokens"] for budget in found] == [1792, 3456, 6784, 13568]
-    for budget in found:
+    budgets = report(mixed)["recipes"]["default"]["batches"]
+    assert [budget["max_tokens"] for budget in budgets] == [1792, 3456, 6784, 13568]
+    for budget in budgets:
         samples, padding = batches(mixed, max_tokens=budget["max_tokens"])
-        _, by_chance = batches(mixed, max_tokens=budget["max_tokens"], bucketing_window=1)
+        _, at_random = batches(mixed, max_tokens=budget["max_tokens"], bucketing_window=1)
         assert budget["samples_per_batch"] == pytest.approx(samples)
         assert budget["padding"] == pytest.approx(padding)
-        assert budget["padding_by_chance"] == pytest.approx(by_chance)
-    assert found[-1]["padding_by_chance"] > found[-1]["padding"] > 0
+        assert budget["padding_by_chance"] == pytest.approx(at_random)
+    assert budgets[-1]["padding_by_chance"] > budgets[-1]["padding"] > 0
 
 
 def test_equal_sizes_pad_nothing_and_fill_each_budget(tmp_path: Path) -> None:
     cache = write(tmp_path / "shards", [(20, 20, 30)] * 16)
-    found = said(cache)["recipes"]["default"]["batches"]
-    assert [budget["samples_per_batch"] for budget in found] == [1, 2, 4, 8]
-    assert {budget[name] for budget in found for name in ("padding", "padding_by_chance")} == {0}
+    budgets = report(cache)["recipes"]["default"]["batches"]
+    assert [budget["samples_per_batch"] for budget in budgets] == [1, 2, 4, 8]
+    assert {budget[name] for budget in budgets for name in ("padding", "padding_by_chance")} == {0}
     assert "packed" not in run("qwen-cache", "inspect", cache).stdout
 
 
-def test_a_budget_that_the_samples_do_not_fill_is_left_out(tmp_path: Path) -> None:
-    found = said(write(tmp_path / "shards", [(20, 20, 30)] * 5))["recipes"]["default"]["batches"]
-    assert [budget["samples_per_batch"] for budget in found] == [1, 5 / 3, 2.5]
-    alone = said(write(tmp_path / "one", [(20, 20, 30)]))["recipes"]["default"]["batches"]
+def test_a_budget_that_the_samples_do_not_fill_is_not_listed(tmp_path: Path) -> None:
+    budgets = report(write(tmp_path / "shards", [(20, 20, 30)] * 5))["recipes"]["default"]["batches"]
+    assert [budget["samples_per_batch"] for budget in budgets] == [1, 5 / 3, 2.5]
+    alone = report(write(tmp_path / "one", [(20, 20, 30)]))["recipes"]["default"]["batches"]
     assert [(budget["max_tokens"], budget["samples_per_batch"]) for budget in alone] == [(448, 1)]
 
 
@@ -136,25 +138,25 @@ def test_a_budget_is_round_and_has_no_room_for_another() -> None:
         assert largest < 8192 or budget % 1024 == 0
 
 
-def test_terminal_and_page_say_what_json_says(mixed: Path, tmp_path: Path) -> None:
-    found = said(mixed)["recipes"]["default"]["batches"]
+def test_terminal_and_page_agree_with_json(mixed: Path, tmp_path: Path) -> None:
+    budgets = report(mixed)["recipes"]["default"]["batches"]
     text = run("qwen-cache", "inspect", mixed).stdout
     page_of(mixed, tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
     for document, between in ((text, r"\s+"), (html, "</td><td>")):
         lines = re.findall(between.join([r"([\d,]+)", r"([\d.]+)", r"([\d.]+) %", r"([\d.]+) %"]), document)
-        assert [int(line[0].replace(",", "")) for line in lines] == [budget["max_tokens"] for budget in found]
-        for line, budget in zip(lines, found, strict=True):
+        assert [int(line[0].replace(",", "")) for line in lines] == [budget["max_tokens"] for budget in budgets]
+        for line, budget in zip(lines, budgets, strict=True):
             assert float(line[1]) == pytest.approx(budget["samples_per_batch"], abs=0.051)
-            shares = [100 * budget[name] for name in ("padding", "padding_by_chance")]
-            assert [float(share) for share in line[2:]] == pytest.approx(shares, abs=0.051)
-    for said_so in (" ".join(text.split()), html):
-        assert "train.layout=packed pads nothing" in said_so
+            percentages = [100 * budget[name] for name in ("padding", "padding_by_chance")]
+            assert [float(cell) for cell in line[2:]] == pytest.approx(percentages, abs=0.051)
+    for document in (" ".join(text.split()), html):
+        assert "train.layout=packed pads nothing" in document
 
 
 def test_no_samples_make_no_batches(tmp_path: Path) -> None:
     cache = write(tmp_path / "shards", [])
-    assert said(cache)["recipes"]["default"]["batches"] == []
+    assert report(cache)["recipes"]["default"]["batches"] == []
     assert "train.max_tokens" not in run("qwen-cache", "inspect", cache).stdout
     page_of(cache, tmp_path / "page.html")
 
@@ -192,7 +194,7 @@ def break_image(pairs: Path) -> None:
 
 
 def elongate(pairs: Path) -> None:
-    """Not for the VAE, at 128², but for the text encoder, at 112²."""
+    """Too long for the text encoder at 112², not for the VAE at 128²."""
     Image.new("RGB", (1120, 20)).save(pairs / "control_images" / "flower.png")
 
 
@@ -266,7 +268,7 @@ def test_the_source_is_read_as_a_build_reads_it(
 ) -> None:
     cache = built("edit-plus", options)
     change(pairs)
-    source = said(cache, "--source", pairs)
+    source = report(cache, "--source", pairs)
     expected = plan(pairs, cache, tiny_model("edit-plus"), *options)
     new = sum(sample["reasons"] == ["new"] for sample in expected["samples"])
     judged = (new, expected["to_encode"] - new, len(expected["removed"]), len(expected["problems"]))
@@ -276,7 +278,7 @@ def test_the_source_is_read_as_a_build_reads_it(
     assert (source["source"]["path"], source["source"]["recipe"]) == (str(pairs), "default")
 
 
-def test_any_kind_of_source_will_do(built: Built, pairs: Path) -> None:
+def test_every_kind_of_source_can_be_compared(built: Built, pairs: Path) -> None:
     rows = ["target,control,control_1,mask,prompt"]
     for name, second, mask in (("cat", 1, 0), ("china", 0, 0), ("cup", 0, 1), ("flower", 0, 0)):
         prompt = (pairs / "target_images" / f"{name}.txt").read_text(encoding="utf-8")
@@ -284,24 +286,24 @@ def test_any_kind_of_source_will_do(built: Built, pairs: Path) -> None:
         rows.append(f'target_images/{name}.png,{controls},{f"control_images/{name}_mask.png" * mask},"{prompt}"')
     table = pairs / "rows.csv"
     table.write_text("\n".join(rows), encoding="utf-8")
-    assert said(built("edit-plus"), "--source", table)["state"] == "complete"
+    assert report(built("edit-plus"), "--source", table)["state"] == "complete"
     table.write_text("\n".join(rows[:-1]), encoding="utf-8")
-    assert said(built("edit-plus"), "--source", table)["source"]["removed"] == 1
+    assert report(built("edit-plus"), "--source", table)["source"]["removed"] == 1
 
 
 def test_text_to_image_has_no_controls(pairs: Path, tiny_model: Built, tmp_path: Path) -> None:
     cache, source = tmp_path / "shards", pairs / "target_images"
     assert build(source, cache, tiny_model("t2i")).code == 0
-    assert said(cache, "--source", source)["state"] == "complete"
+    assert report(cache, "--source", source)["state"] == "complete"
     change_prompt(pairs)
-    assert said(cache, "--source", source)["source"]["changed"] == 1
+    assert report(cache, "--source", source)["source"]["changed"] == 1
 
 
-def test_a_part_is_compared_with_its_part(pairs: Path, tiny_model: Built, tmp_path: Path) -> None:
+def test_a_slice_is_compared_with_its_slice(pairs: Path, tiny_model: Built, tmp_path: Path) -> None:
     cache = tmp_path / "shards"
     assert build(pairs, cache, tiny_model("edit-plus"), "--slice", "2/2").code == 0
-    assert said(cache, "--source", pairs)["state"] == "complete"
-    assert said(cache, "--source", pairs, "--set", "data.slice=null")["source"]["new"] == 2
+    assert report(cache, "--source", pairs)["state"] == "complete"
+    assert report(cache, "--source", pairs, "--set", "data.slice=null")["source"]["new"] == 2
 
 
 def test_no_model_no_torch_and_nothing_written(built: Built, pairs: Path, tmp_path: Path) -> None:
@@ -326,17 +328,17 @@ def test_the_recipe_that_the_settings_name_is_compared(pairs: Path, tiny_model: 
     change_prompt(pairs)
     small = ("--set", "data.vae_image_size=9216", "--set", "cache.recipe=small")
     assert build(pairs, cache, model, *small).code == 0
-    assert said(cache, "--source", pairs)["source"]["recipe"] == "small"
-    assert said(cache, "--source", pairs)["state"] == "complete"
+    assert report(cache, "--source", pairs)["source"]["recipe"] == "small"
+    assert report(cache, "--source", pairs)["state"] == "complete"
     default = ("--source", pairs, "--set", "cache.recipe=default")
-    found = said(cache, *default, "--set", "data.vae_image_size=16384")
-    assert (found["source"]["recipe"], found["source"]["changed"], found["state"]) == ("default", 1, "stale")
+    result = report(cache, *default, "--set", "data.vae_image_size=16384")
+    assert (result["source"]["recipe"], result["source"]["changed"], result["state"]) == ("default", 1, "stale")
     message = refused(cache, *default)
-    assert "these settings make other sizes than recipe 'default'" in message
+    assert "these settings give other sizes than recipe 'default'" in message
     assert 'expected {"vae_image_size": 16384}' in " ".join(message.split())
     assert 'found {"vae_image_size": 9216}' in " ".join(message.split())
     assert build(pairs, cache, model).code == 0
-    assert said(cache, "--source", pairs)["source"]["recipe"] == "default"
+    assert report(cache, "--source", pairs)["source"]["recipe"] == "default"
     assert "no recipe 'third' here" in refused(cache, "--source", pairs, "--set", "cache.recipe=third")
 
 
@@ -344,11 +346,11 @@ def test_without_the_settings_of_the_build_they_are_given(built: Built, pairs: P
     cache = tmp_path / "shards"
     shutil.copytree(built("edit-plus"), cache)
     (cache / "qwen.yaml").rename(tmp_path / "settings.yaml")
-    assert "make other sizes" in refused(cache, "--source", pairs)
+    assert "give other sizes" in refused(cache, "--source", pairs)
     for options in (("--config", tmp_path / "settings.yaml"), ("--set", "data.vae_image_size=16384")):
-        assert said(cache, "--source", pairs, *options)["state"] == "complete"
+        assert report(cache, "--source", pairs, *options)["state"] == "complete"
     with serving(Server(built("edit-plus"))) as server:
-        assert said(server.url, "--source", pairs, *options)["state"] == "complete"
+        assert report(server.url, "--source", pairs, *options)["state"] == "complete"
 
 
 def test_an_imported_cache_has_no_source(pairs: Path, tmp_path: Path) -> None:
@@ -356,34 +358,34 @@ def test_an_imported_cache_has_no_source(pairs: Path, tmp_path: Path) -> None:
     cache = imported("musubi", theirs, tmp_path / "out")
     what = "recipe 'default' was imported from musubi, so there is no source to compare it with"
     assert what in refused(cache, "--source", pairs)
-    assert said(cache)["recipes"]["default"]["batches"]
+    assert report(cache)["recipes"]["default"]["batches"]
 
 
 def test_a_build_that_is_not_done_stays_partial(pairs: Path, tmp_path: Path) -> None:
     staging = tmp_path / "shards" / ".staging" / "x"
     staging.mkdir(parents=True)
     (staging / "a.tar").write_bytes(bytes(1000))
-    found = said(tmp_path / "shards", "--source", pairs)
-    assert found["state"] == "partial"
-    assert found["source"] == {"path": str(pairs)}  # and nothing of what was not compared
+    result = report(tmp_path / "shards", "--source", pairs)
+    assert result["state"] == "partial"
+    assert result["source"] == {"path": str(pairs)}  # no counts: nothing was compared
     shown = run("qwen-cache", "inspect", tmp_path / "shards", "--source", pairs).stdout
-    assert "then it can be compared with" in " ".join(shown.split())
+    assert "then compare it with" in " ".join(shown.split())
     assert "there is no such source" in refused(tmp_path / "shards", "--source", pairs / "elsewhere")
-    assert "source" not in said(tmp_path / "shards")
+    assert "source" not in report(tmp_path / "shards")
 
 
-def test_what_lay_in_a_missing_shard_is_new(built: Built, tiny_model: Built, pairs: Path, tmp_path: Path) -> None:
+def test_samples_of_a_missing_shard_are_new(built: Built, tiny_model: Built, pairs: Path, tmp_path: Path) -> None:
     cache = tmp_path / "shards"
     shutil.copytree(built("edit-plus"), cache)
     (shard,) = cache.glob("*.tar")
     replaced = cache / ".replaced" / shard.name
     replaced.parent.mkdir(exist_ok=True)
-    shard.rename(replaced)  # where a reader finds it as well
-    assert said(cache, "--source", pairs)["state"] == "complete"
+    shard.rename(replaced)  # where readers find it
+    assert report(cache, "--source", pairs)["state"] == "complete"
     replaced.unlink()
-    found = said(cache, "--source", pairs)
+    result = report(cache, "--source", pairs)
     expected = plan(pairs, cache, tiny_model("edit-plus"))["to_encode"]
-    assert (found["state"], found["source"]["new"]) == ("stale", expected) == ("stale", 4)
+    assert (result["state"], result["source"]["new"]) == ("stale", expected) == ("stale", 4)
 
 
 def test_options_that_do_not_go_together(built: Built, pairs: Path) -> None:
@@ -392,7 +394,7 @@ def test_options_that_do_not_go_together(built: Built, pairs: Path) -> None:
     assert "there is no such source" in refused(cache, "--source", pairs / "elsewhere")
 
 
-def test_people_read_the_state_in_terminal_and_page(built: Built, pairs: Path, tmp_path: Path) -> None:
+def test_terminal_and_page_show_the_state(built: Built, pairs: Path, tmp_path: Path) -> None:
     def words(result: Result) -> str:
         return " ".join(result.stdout.split())
 

@@ -1,4 +1,4 @@
-"""`inspect --mask-head`: masks that lie elsewhere than attention says come first, as text, JSON and PNG."""
+"""`inspect --mask-head`: masks that differ most from the attention come first, as text, JSON and PNG."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image
 
 from qwen_cache import open_cache
 from qwen_cache.encode.decode import decode_latents, load_vae
-from qwen_cache.grounding.head import About, MaskHead, encoder_of, load_head, predict_mask, save_head
+from qwen_cache.grounding.head import HeadMetadata, MaskHead, encoder_of, load_head, predict_mask, save_head
 from qwen_cache.image_grid import thumbnail
 from qwen_cache.inspect.doubtful_masks import TITLES
 from qwen_cache.inspect.images import overlaid
@@ -32,7 +32,7 @@ ELSEWHERE = RECIPE | {"text_encoder": "another"}
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trained where every mask is right."""
+    """A head trained on correct masks."""
     folder = tmp_path_factory.mktemp("head")
     write_scenes(folder / "shards", {"default": [scene(i) for i in range(100, 160)]}, {"default": RECIPE})
     settings = [f"--set=mask_head.{name}={value}" for name, value in QUICK.items()]
@@ -43,7 +43,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """Two masks are not where attention looks; of two more samples there is nothing to say."""
+    """Two masks are not where the attention is; two more samples cannot be compared."""
     scenes = [scene(i, looks_elsewhere=i in WRONG, origin="file" if i == 9 else "difference") for i in range(12)]
     scenes += [Scene("no mask", scenes[0].attention, None), Scene("no attention", None, scenes[0].mask)]
     scenes += [scene(20, looks_elsewhere=True, origin="head")]
@@ -53,17 +53,17 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_masks_that_lie_elsewhere_come_first(cache: Path, head: Path) -> None:
+def test_masks_that_differ_from_the_attention_come_first(cache: Path, head: Path) -> None:
     result = run("qwen-cache", "inspect", cache, "--mask-head", head, "--top", "3", "--json", "--vae-device", "cpu")
     assert result.code == 0, result.stderr
-    said = json.loads(result.stdout)
-    first, second, third = said["disagreements"]
+    report = json.loads(result.stdout)
+    first, second, third = report["disagreements"]
     assert {first["name"], second["name"]} == NAMES
     assert {first["edit_mask_from"], second["edit_mask_from"]} == {"difference", "file"}
     assert max(first["iou"], second["iou"]) < 0.2 < 0.6 < third["iou"]
-    assert said["masks_compared"] == 12
+    assert report["masks_compared"] == 12
     model, samples = load_head(head)[0], {sample.key: sample for sample in open_cache(cache, recipe="default")}
-    for each in said["disagreements"]:
+    for each in report["disagreements"]:
         sample = samples[each["key"]]
         assert (sample.name, sample.prompt) == (each["name"], each["prompt"])
         mask = sample["edit_mask"].view(CELLS).numpy() > 0.5
@@ -73,11 +73,11 @@ def test_the_masks_that_lie_elsewhere_come_first(cache: Path, head: Path) -> Non
 
 
 def test_the_mean_is_over_all_that_were_compared(cache: Path, head: Path) -> None:
-    said = json.loads(run("qwen-cache", "inspect", cache, "--mask-head", head, "--top", "99", "--json").stdout)
-    ious = [each["iou"] for each in said["disagreements"]]
+    report = json.loads(run("qwen-cache", "inspect", cache, "--mask-head", head, "--top", "99", "--json").stdout)
+    ious = [each["iou"] for each in report["disagreements"]]
     assert len(ious) == 12
     assert ious == sorted(ious)
-    assert said["mean_iou"] == pytest.approx(sum(ious) / 12)
+    assert report["mean_iou"] == pytest.approx(sum(ious) / 12)
 
 
 def test_the_table_has_the_numbers_of_the_json_below_the_overview(
@@ -85,27 +85,27 @@ def test_the_table_has_the_numbers_of_the_json_below_the_overview(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     command = ("qwen-cache", "inspect", cache, "--mask-head", head, "--top", "3")
-    said, text = json.loads(run(*command, "--json").stdout), run(*command).stdout
+    report, text = json.loads(run(*command, "--json").stdout), run(*command).stdout
     overview, listed = text.split("doubtful masks")
     assert "12 masks compared" in listed
-    assert f"mean IoU {said['mean_iou']:.2f}" in listed
+    assert f"mean IoU {report['mean_iou']:.2f}" in listed
     without = [line for line in overview.strip().splitlines() if not line.startswith("flags")]
     assert without == run("qwen-cache", "inspect", cache).stdout.strip().splitlines()
     rows = [line.split() for line in listed.strip().splitlines()[-3:]]
-    for row, each in zip(rows, said["disagreements"], strict=True):
+    for row, each in zip(rows, report["disagreements"], strict=True):
         numbers = [f"{each['iou']:.2f}", f"{each['area']:.1%}", f"{each['head_area']:.1%}"]
         assert row[:4] == [*numbers, each["edit_mask_from"]]
         assert (each["key"].startswith(row[4]), row[5]) == (True, each["name"])
 
 
-def test_the_worst_are_flagged_where_they_share_next_to_nothing(cache: Path, head: Path, tmp_path: Path) -> None:
+def test_masks_that_hardly_overlap_the_heads_are_flagged(cache: Path, head: Path, tmp_path: Path) -> None:
     command = ("qwen-cache", "inspect", cache, "--mask-head", head, "--top", "11", "--html", tmp_path / "page.html")
-    said = json.loads(run(*command, "--json").stdout)
-    shared = {each["key"]: each["iou"] for each in said["disagreements"]}
+    report = json.loads(run(*command, "--json").stdout)
+    shared = {each["key"]: each["iou"] for each in report["disagreements"]}
     flagged = [key for key, iou in shared.items() if iou < 0.2]
     assert 0 < len(flagged) < 11
-    assert said["recipes"]["default"]["flags"]["doubtful_mask"] == flagged
-    assert "doubtful_mask" not in said["recipes"]["elsewhere"]["flags"]  # which the head cannot read
+    assert report["recipes"]["default"]["flags"]["doubtful_mask"] == flagged
+    assert "doubtful_mask" not in report["recipes"]["elsewhere"]["flags"]  # the head cannot read its attention
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert all(f'href="#{key}"' in page for key in flagged)
     assert f"doubtful mask {len(flagged)}" in run(*command).stdout
@@ -120,21 +120,21 @@ def test_a_name_is_shown_as_it_is(tmp_path: Path, head: Path) -> None:
 # ---- the image -----------------------------------------------------------------------------------------------------
 
 
-def test_a_mask_is_laid_over_an_image_cell_by_cell() -> None:
+def test_a_mask_overlays_an_image_cell_by_cell() -> None:
     mask = torch.tensor([[0.0, 1.0, 0.5], [0.0, 0.0, 1.0]])
-    image = Image.new("RGB", (48, 32), (255, 0, 41))  # as bright as (81, 81, 81), and the mask is seen in red things
+    image = Image.new("RGB", (48, 32), (255, 0, 41))  # as bright as (81, 81, 81): the mask shows on red things too
     shown = np.asarray(overlaid(image, mask.numpy())).astype(int)
     for row in range(2):
         for column in range(3):
             cell = shown[16 * row : 16 * row + 16, 16 * column : 16 * column + 16].reshape(-1, 3)
             assert (cell == cell[0]).all()
-            share = 0.5 * float(mask[row, column])
-            assert cell[0] == pytest.approx((81 + 174 * share, 81 - 81 * share, 81 - 81 * share), abs=2)
+            opacity = 0.5 * float(mask[row, column])
+            assert cell[0] == pytest.approx((81 + 174 * opacity, 81 - 81 * opacity, 81 - 81 * opacity), abs=2)
 
 
 @pytest.mark.slow
 def test_the_image_shows_what_is_cached(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """Of a real build: control and target as the VAE alone decodes them, and under each mask the target."""
+    """From a real build: control and target as the VAE decodes them, and the target under either mask."""
     source, keep = write_pairs(tmp_path / "data"), ("--edit-mask", "file", "--set", "cache.store_attention=true")
     mask = Image.new("L", (120, 120))
     mask.paste(255, (0, 0, 120, 40))
@@ -144,14 +144,14 @@ def test_the_image_shows_what_is_cached(tiny_model: Callable[[str], Path], tmp_p
     torch.manual_seed(0)
     head = MaskHead(cache[0]["attention"].shape[0], base=4, size=16)
     torch.nn.init.normal_(head.logits.weight, std=3.0)
-    save_head(head, tmp_path / "head.safetensors", About(encoder_of(cache.recipe.recipe)))
+    save_head(head, tmp_path / "head.safetensors", HeadMetadata(encoder_of(cache.recipe.recipe)))
     (tmp_path / "qwen.yaml").write_text("predict: {dtype: float32}\n")
     named = ("--mask-head", tmp_path / "head.safetensors", "--model", tiny_model("edit-plus"), "--vae-device", "cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
-        result = run("qwen-cache", "inspect", tmp_path / "shards", *named, "--save-images", "new/worst.png", "--json")
+        result = run("qwen-cache", "inspect", tmp_path / "shards", *named, "--save-images", "new/masks.png", "--json")
     assert result.code == 0, result.stderr
-    whole = Image.open(tmp_path / "new" / "worst.png")
+    whole = Image.open(tmp_path / "new" / "masks.png")
     vae = load_vae(open_model(str(tiny_model("edit-plus")), ("vae",)), torch.device("cpu"), torch.float32)
     below = 0
     samples = [cache[each["key"]] for each in json.loads(result.stdout)["disagreements"]]
@@ -161,21 +161,21 @@ def test_the_image_shows_what_is_cached(tiny_model: Callable[[str], Path], tmp_p
         control = decode_latents(vae, sample["control_latents"][None, : hc * wc], (16 * wc, 16 * hc))
         target = decode_latents(vae, sample["image_latents"][None], (16 * w, 16 * h))
         masks = sample["edit_mask"].view(h, w), predict_mask(head.eval(), sample["attention"], (h, w))
-        pictures = [control, target, *(overlaid(target, mask.numpy()) for mask in masks)]
-        assert len(TITLES) == len(pictures)
-        boxes = [box_of(thumbnail(image, 384), whole) for image in pictures]
+        images = [control, target, *(overlaid(target, mask.numpy()) for mask in masks)]
+        assert len(TITLES) == len(images)
+        boxes = [box_of(thumbnail(image, 384), whole) for image in images]
         assert boxes == sorted(boxes)
         assert all(box[1] == boxes[0][1] > below for box in boxes)
         below = boxes[0][3]
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_compared_says_why(cache: Path, head: Path, tmp_path: Path) -> None:
     inspect = ("qwen-cache", "inspect", cache)
     refused(run(*inspect, "--mask-head", tmp_path / "none"), f"{tmp_path / 'none'}: this is not a mask head")
-    save_head(MaskHead(CHANNELS, base=4), tmp_path / "other", About("another encoder"))
+    save_head(MaskHead(CHANNELS, base=4), tmp_path / "other", HeadMetadata("another encoder"))
     refused(run(*inspect, "--mask-head", tmp_path / "other"), "trained on the attention of another encoder")
     without = write_scenes(tmp_path / "without", {"default": [Scene("x", None, scene(0).mask)]}, {"default": RECIPE})
     refused(
@@ -188,9 +188,11 @@ def test_an_image_needs_a_head_a_name_and_a_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     inspect = ("qwen-cache", "inspect", cache)
-    refused(run(*inspect, "--save-images", "a.png"), "--images and --worst are about what --mask-head finds")
-    refused(run(*inspect, "--top", "3"), "--images and --worst are about what --mask-head finds")
+    refused(run(*inspect, "--save-images", "a.png"), "--top and --save-images go with --mask-head")
+    refused(run(*inspect, "--top", "3"), "--top and --save-images go with --mask-head")
     inspect = (*inspect, "--mask-head", head)
-    refused(run(*inspect, "--save-images", "a.jpg"), "--images: this names no PNG (expected a file such as worst.png")
+    refused(
+        run(*inspect, "--save-images", "a.jpg"), "--save-images: this names no PNG (expected a file such as masks.png"
+    )
     refused(run(*inspect, "--save-images", "a.png"), "no model is named", "--model")
     assert not list(tmp_path.glob("a.*"))

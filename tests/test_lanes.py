@@ -1,6 +1,6 @@
 """What the lanes promise about order, with encoders that stop and fail when told to: nothing waits that need not.
 
-A lane that goes on while the other is held, and while the writer is, loses no time to them; then the slower one decides
+A lane that continues while the other lane or the writer is held loses no time to them; then the slower lane decides
 how long a build takes. `tools/bench_build.py lanes` measures that.
 """
 
@@ -22,7 +22,7 @@ from PIL import Image
 
 from qwen_cache import open_cache
 from qwen_cache.encode import builder, lanes
-from qwen_cache.encode.builder import Job
+from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.lanes import Lanes
 from qwen_cache.encode.text import EncodedText
 from qwen_cache.errors import SourceError
@@ -79,7 +79,7 @@ class FakeEncoder:
 class Build:
     """A build of SAMPLES samples with two controls each, and what it did."""
 
-    job: Job
+    job: BuildJob
     encoders: dict[str, FakeEncoder] = field(default_factory=lambda: {"vae": FakeEncoder(), "text": FakeEncoder()})
     lanes: Lanes | None = None
 
@@ -92,7 +92,7 @@ class Build:
             update = builder.make_update(self.job, existing, plan)
             return builder.run(self.job, update, plan.to_encode, self.load_lanes, in_flight=IN_FLIGHT).encoded
 
-    def load_lanes(self, job: Job) -> Lanes:
+    def load_lanes(self, job: BuildJob) -> Lanes:
         vae: Any = self.encoders["vae"]
         text: Any = self.encoders["text"]
         self.lanes = Lanes([vae], [text], recipe_id(job.recipe), job.condition_image_size, job.format_version)
@@ -113,7 +113,7 @@ class Build:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Path]) -> Job:
+def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Path]) -> BuildJob:
     """All images differ, so that nothing is encoded once for two samples."""
     data, numbers = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     for folder in ("target_images", "control_images"):
@@ -123,11 +123,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str
             Image.fromarray(numbers.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(data / f"{name}.png")
         (data / f"target_images/{i}.txt").write_text("make it grey")
     settings = ["data.vae_image_size=1024", "data.condition_image_size=1024"]
-    return builder.prepare(load_config(None, settings, model__path=str(tiny_model("edit-plus"))), str(data))
+    return builder.prepare_build(load_config(None, settings, model__path=str(tiny_model("edit-plus"))), str(data))
 
 
 @pytest.fixture
-def build(prepared: Job, tmp_path: Path) -> Build:
+def build(prepared: BuildJob, tmp_path: Path) -> Build:
     folder = tmp_path / "shards"
     folder.mkdir()
     config = prepared.config.model_copy(
@@ -216,7 +216,7 @@ def test_what_fails_in_a_lane_stops_the_build_and_what_was_written_stays(name: s
     build.encoders[name] = FakeEncoder(fails_at=written * CALLS[name] + 1)
     with pytest.raises(RuntimeError, match="the encoder failed"):
         build.run()
-    assert_goes_on_after(written, build)
+    assert_continues_after(written, build)
 
 
 def test_what_has_not_begun_is_dropped(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_an_interrupt_in_the_writer_keeps_what_was_written(build: Build, monkeyp
         patch.setattr(Staging, "add", interrupted)
         with pytest.raises(KeyboardInterrupt):
             build.run()
-    assert_goes_on_after(written, build)
+    assert_continues_after(written, build)
 
 
 def test_an_image_that_vanishes_during_the_build_is_named(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,7 @@ def test_an_image_that_vanishes_during_the_build_is_named(build: Build, monkeypa
         build.run()
 
 
-def assert_goes_on_after(written: int, build: Build) -> None:
+def assert_continues_after(written: int, build: Build) -> None:
     """The next build encodes what is missing, and no more."""
     again = Build(build.job)
     again.run()

@@ -90,16 +90,16 @@ def test_is_judged_by_what_it_has_not_seen(
 
 
 @pytest.mark.slow
-def test_says_in_words_how_good_it_is_and_where_it_lies(
+def test_says_in_words_how_good_it_is_and_where_it_is_stored(
     write: Callable[..., Path], train: Callable[..., Result], tmp_path: Path
 ) -> None:
     cache = write([scene(i) for i in range(20)])
     found = json.loads(train(cache, "--json", steps=3).stdout)
     result = train(cache, steps=3)
     assert result.stdout == ""
-    assert f"trains on {found['trained']} masks, {found['held_out']} held out, on cpu" in result.stderr
+    assert f"training on {found['trained']} masks, {found['held_out']} held out, on cpu" in result.stderr
     assert (
-        f"{tmp_path / 'head.safetensors'}: IoU {found['iou']:.2f} on {found['held_out']} masks held out"
+        f"{tmp_path / 'head.safetensors'}: IoU {found['iou']:.2f} on {found['held_out']} held-out masks"
         in result.stderr
     )
     assert f"one mask for all images would have {found['constant_mask_iou']:.2f}" in result.stderr
@@ -109,7 +109,7 @@ def test_says_in_words_how_good_it_is_and_where_it_lies(
 
 
 @pytest.mark.slow
-def test_masks_that_always_lie_in_one_place_need_no_head(
+def test_masks_that_are_always_in_one_place_need_no_head(
     write: Callable[..., Path], train: Callable[..., Result]
 ) -> None:
     """Then the number to compare with is as high: that of the place."""
@@ -124,12 +124,12 @@ def test_the_constant_mask_is_the_best_cut_of_the_mean(write: Callable[..., Path
     left, whole = torch.zeros(CELLS), torch.ones(CELLS)
     left[:, :6] = 1
     cache = open_cache(write([Scene(str(i), torch.rand(2, 8, 6), m) for i, m in enumerate((left, left, whole))]))
-    masks = mask_head.Masked(cache, [0, 1, 2])
+    masks = mask_head.MaskedSamples(cache, [0, 1, 2])
     assert constant_mask_iou(masks, masks, 48) == pytest.approx((1 + 1 + 1 / 2) / 3)
-    assert constant_mask_iou(masks, mask_head.Masked(cache, [2]), 48) == pytest.approx(1 / 2)
+    assert constant_mask_iou(masks, mask_head.MaskedSamples(cache, [2]), 48) == pytest.approx(1 / 2)
 
 
-def test_the_seed_decides_and_what_lies_there_is_replaced(
+def test_the_seed_decides_and_an_existing_head_is_replaced(
     write: Callable[..., Path], train: Callable[..., Result], tmp_path: Path
 ) -> None:
     cache, path = write([scene(i) for i in range(20)]), tmp_path / "new" / "head.safetensors"
@@ -140,7 +140,7 @@ def test_the_seed_decides_and_what_lies_there_is_replaced(
     assert made[0] == made[1] != made[2]
 
 
-def test_what_a_head_has_drawn_is_not_learned(write: Callable[..., Path], train: Callable[..., Result]) -> None:
+def test_masks_predicted_by_a_head_are_not_learned(write: Callable[..., Path], train: Callable[..., Result]) -> None:
     mixed = [scene(i, origin=("difference", "file", "head")[i % 3]) for i in range(30)]
     found = json.loads(train(write(mixed), "--json", steps=1).stdout)
     assert found["trained"] + found["held_out"] == 20
@@ -190,9 +190,9 @@ def test_a_build_of_the_same_source_takes_the_head(
     one_held_out = fmean(sorted(map(share_of, targets))[:2])
     found = train(tmp_path / "shards", "--json", steps=3, validation_split=one_held_out)
     assert (json.loads(found.stdout)["trained"], json.loads(found.stdout)["held_out"]) == (2, 1)
-    result = run(*build, "--out", tmp_path / "drawn", "--edit-mask", f"head={tmp_path / 'head.safetensors'}")
+    result = run(*build, "--out", tmp_path / "by-head", "--edit-mask", f"head={tmp_path / 'head.safetensors'}")
     assert result.code == 0, result.stderr
-    assert open_cache(tmp_path / "drawn").table["edit_mask_from"].to_pylist() == ["head"] * 4
+    assert open_cache(tmp_path / "by-head").table["edit_mask_from"].to_pylist() == ["head"] * 4
 
 
 # ---- what it cannot do -----------------------------------------------------------------------------------------------
@@ -212,11 +212,11 @@ def without(what: str) -> list[Scene]:
         (without("mask"), "no sample of this cache has a mask"),
         (
             [*without("attention")[:6], *without("mask")[6:]],
-            "no sample of this cache has both attention and a mask that no head",
+            "no sample of this cache has both attention and a mask that is not from a head",
         ),
         (
             [scene(i, origin="head") for i in range(12)],
-            "no sample of this cache has both attention and a mask that no head has made",
+            "no sample of this cache has both attention and a mask that is not from a head",
         ),
         ([], "no sample of this cache has attention"),
     ],

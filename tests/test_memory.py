@@ -15,14 +15,14 @@ import torch
 from qwen_cache import open_cache
 from qwen_cache.errors import ModelError
 from qwen_cache.settings.load import load_config
-from qwen_train.memory.predict import Memory, Shape, predict_memory, tokens_of
+from qwen_train.memory.predict import Memory, SampleSize, predict_memory, tokens_of
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
 from .support.commands import run
 from .support.full_size import EDIT, REAL, bench
 
 SMALL = bench.transformer_config(layers=5, heads=4, head_dim=32, width=64)
-RAGGED: list[Shape] = [([(1, 20, 24), (1, 12, 16)], 60), ([(1, 16, 16)], 90)]
+RAGGED: list[SampleSize] = [([(1, 20, 24), (1, 12, 16)], 60), ([(1, 16, 16)], 90)]
 SETTINGS = {
     "as it is by default": [],
     "every second block": ["train.gradient_checkpointing=2"],
@@ -42,7 +42,7 @@ SETTINGS = {
 }
 
 
-def predicted(config: dict[str, Any], settings: list[str], batch: list[Shape], device: Any = "cuda") -> Any:
+def predicted(config: dict[str, Any], settings: list[str], batch: list[SampleSize], device: Any = "cuda") -> Any:
     return predict_memory(config, load_config(None, settings), batch, device)
 
 
@@ -168,7 +168,7 @@ def test_a_folder_that_was_saved_quantised() -> None:
     saved = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}
     found = predicted({**SMALL, "quantization_config": saved}, [], RAGGED)
     assert found == predicted(SMALL, ["model.quantization=nf4"], RAGGED)
-    with pytest.raises(ModelError, match=r"this quantisation is not known here \(found gguf\)"):
+    with pytest.raises(ModelError, match=r"unknown quantisation: its memory cannot be predicted \(found gguf\)"):
         predicted({**SMALL, "quantization_config": {"quant_method": "gguf"}}, [], RAGGED)
 
 
@@ -193,7 +193,7 @@ def plan(cache: Path, *options: str | Path) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_plan_says_what_fits(built: Callable[[str], Path], real_model: Path) -> None:
-    """The tokens that it allows fit by the prediction for a batch of so many, and one sample more does not."""
+    """A batch of the tokens that it allows is predicted to fit, and with one sample more it is not."""
     code, found = plan(built("edit-plus"), "--model", real_model, "--gpu-memory", "60GB", "--set", "train.batch_size=3")
     assert (code, found["fits"], found["largest_batch"]["samples"]) == (0, True, 3)
     assert found["memory"]["total"] == sum(v for name, v in found["memory"].items() if name != "total")
@@ -212,13 +212,15 @@ def test_plan_says_what_would_fit(built: Callable[[str], Path], real_model: Path
     assert (code, found["fits"], found["max_tokens"]) == (1, False, None)
     offloaded, quantised = found["do"]
     assert quantised.startswith("train.gradient_checkpointing=true model.quantization=nf4 (1")
-    cure = offloaded.split(" (")[0].split()
-    blocks = int(cure[1].removeprefix("train.offload_blocks="))
-    batch: list[Shape] = [(sample.img_shapes, sample.row.meta.text_length) for sample in open_cache(built("edit-plus"))]
+    saving = offloaded.split(" (")[0].split()
+    blocks = int(saving[1].removeprefix("train.offload_blocks="))
+    batch: list[SampleSize] = [
+        (sample.img_shapes, sample.row.meta.text_length) for sample in open_cache(built("edit-plus"))
+    ]
     largest = max(batch, key=lambda shape: tokens_of([shape], "padded"))
     transformer = json.loads((real_model / "transformer" / "config.json").read_text(encoding="utf-8"))
     for count, fits in ((blocks, True), (blocks - 1, False)):
-        total = predicted(transformer, [cure[0], f"train.offload_blocks={count}"], [largest]).total
+        total = predicted(transformer, [saving[0], f"train.offload_blocks={count}"], [largest]).total
         assert (total <= 20e9) == fits
 
 

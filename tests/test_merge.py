@@ -1,4 +1,4 @@
-"""What merge promises: every sample of several caches once, or those of one that were asked for, checked on the way."""
+"""`merge`: every sample of several caches once, or the selected samples of one, all of them checked."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def test_two_caches_become_one_with_each_sample_once(whole: Path, parts: tuple[P
         assert all(torch.equal(one[name], other[name]) for name in other.tensors())
 
 
-def test_merging_again_changes_nothing_and_adding_keeps_what_is_there(parts: tuple[Path, Path], tmp_path: Path) -> None:
+def test_merging_again_changes_nothing_and_adding_keeps_existing_samples(
+    parts: tuple[Path, Path], tmp_path: Path
+) -> None:
     out = tmp_path / "both"
     assert merge(out, parts[0]).code == 0
     before = contents(out)
@@ -99,7 +101,7 @@ def test_compression_can_be_turned_on_and_off(whole: Path, tmp_path: Path) -> No
     assert run("qwen-cache", "verify", tmp_path / "small").code == 0
 
 
-def test_the_settings_say_how_samples_are_stored_and_what_is_so_already_is_linked(whole: Path, tmp_path: Path) -> None:
+def test_the_settings_set_the_compression_and_shards_stored_with_it_are_linked(whole: Path, tmp_path: Path) -> None:
     assert merge(tmp_path / "small", whole, "--set", "cache.compression=zstd").code == 0
     assert merge(tmp_path / "again", tmp_path / "small", "--compression", "zstd").code == 0
     for shard in open_cache(tmp_path / "small").manifest.shards:
@@ -108,7 +110,7 @@ def test_the_settings_say_how_samples_are_stored_and_what_is_so_already_is_linke
 
 
 @pytest.mark.slow
-def test_a_merge_that_dies_anywhere_goes_on(whole: Path, parts: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_merge_that_dies_anywhere_continues(whole: Path, parts: tuple[Path, Path], tmp_path: Path) -> None:
     keys = [sample.key for sample in open_cache(whole)]
     count, died = 0, True
     while died:
@@ -128,7 +130,7 @@ def test_a_merge_that_dies_anywhere_goes_on(whole: Path, parts: tuple[Path, Path
 
 
 @pytest.mark.parametrize("select", [(), ("--select", "c*")], ids=["linked", "copied"])
-def test_damage_is_never_carried_over(select: tuple[str, ...], whole: Path, tmp_path: Path) -> None:
+def test_damage_is_never_copied(select: tuple[str, ...], whole: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(whole, tmp_path / "broken"))
     sample = next(sample for sample in open_cache(broken) if sample.name == "cup")
     path = broken / sample.row.shard
@@ -141,10 +143,10 @@ def test_damage_is_never_carried_over(select: tuple[str, ...], whole: Path, tmp_
     assert not (tmp_path / "out" / "cache.json").exists()
 
 
-def test_what_does_not_go_together_is_refused(whole: Path, built: Built, tmp_path: Path) -> None:
+def test_incompatible_caches_are_refused(whole: Path, built: Built, tmp_path: Path) -> None:
     other = merge(tmp_path / "x", whole, built("edit-plus", ("--format", "v1")))
     assert other.code == 2
-    assert "of different format versions" in other.stderr
+    assert "these caches have different format versions" in other.stderr
     assert "run `qwen-cache migrate`" in other.stderr
     recipe = merge(tmp_path / "x", whole, built("edit-plus", ("--dtype", "bfloat16")))
     assert recipe.code == 2

@@ -1,4 +1,4 @@
-"""What a run says of itself: the same numbers in metrics.jsonl, in the tracker and on the progress line."""
+"""The metrics of a run: the same numbers in metrics.jsonl, in the tracker and on the progress line."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_tracker_whose_package_is_missing_is_refused_first(train: Trainer, mon
 
 
 def test_all_trackers_of_accelerate_can_be_named(train: Trainer) -> None:
-    known = get_args(LoggingConfig.model_fields["tracker"].annotation)
+    known = get_args(LoggingConfig.model_fields["report_to"].annotation)
     assert set(known) == {str(name) for name in LoggerType.list()} - {"all"} | {"none"}
     result = train.try_("--set", "logging.report_to=tensorbord")
     refused(result, "logging.report_to: Input should be 'tensorboard', 'wandb'", "(found 'tensorbord')")
@@ -128,5 +128,5 @@ def test_half_a_line_that_a_killed_run_left_is_not_read(tmp_path: Path) -> None:
         b'{"step": 1e400}',
     ):
         path.write_bytes(b'{"step": 1}\n' + damaged + b"\n")
-        with pytest.raises(TrainError, match=r"metrics.jsonl:2: this line is not one of a run"):
+        with pytest.raises(TrainError, match=r"metrics.jsonl:2: this line was not written by a run"):
             read_metrics(path)

@@ -1,4 +1,4 @@
-"""What migrate promises: the same samples in the other version, without the encoders, whenever it is stopped."""
+"""`migrate`: the same samples in the other version, without the encoders, wherever it is interrupted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qwen_cache import open_cache
 from qwen_cache.format.identity import Inputs, content_hash, recipe_id
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.tensor import TensorSpec
-from qwen_cache.format.update import Listed, commit_update, open_staging, plan_update, read_existing
+from qwen_cache.format.update import ListedSample, commit_update, open_staging, plan_update, read_existing
 
 from .support.caches import build, contents
 from .support.commands import Result, run
@@ -84,10 +84,10 @@ def test_with_out_the_old_cache_stays_as_it_is(plain: Callable[[str], Path], tmp
 def test_a_migrated_cache_is_up_to_date_for_build(
     pairs: Path, tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:
-    """But for samples with a mask, which v1 never knew: build says so."""
+    """Except samples with a mask, which v1 does not have: `build` reports them."""
     shards = tmp_path / "shards"
     first = build(pairs, shards, tiny_model("edit-plus"), "--format", "v1")
-    assert "1 edit mask left out: format v1 has none" in first.stderr
+    assert "1 edit mask skipped: format v1 has none" in first.stderr
     assert migrate("v1", "v2", shards).code == 0
     found = build(pairs, shards, tiny_model("edit-plus"), "--dry-run", "--json")
     plan = json.loads(found.stdout)
@@ -98,12 +98,12 @@ def test_a_migrated_cache_is_up_to_date_for_build(
 def test_v1_refuses_edit_masks_and_names_the_samples(built: Built, tmp_path: Path) -> None:
     result = migrate("v2", "v1", built("edit-plus"), "--out", tmp_path / "new")
     assert result.code == 2
-    assert "format v1 has neither edit masks nor attention, and these samples have some (found cup)" in result.stderr
+    assert "format v1 has neither edit masks nor attention, but these samples do (found cup)" in result.stderr
     assert not (tmp_path / "new" / "cache.json").exists()
 
 
 def test_compressed_tensors_are_restored_for_v1(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    """And compressed again on the way back where the settings say so."""
+    """And compressed again on the way back if the settings say so."""
     on = ("--set", "cache.compression=zstd")
     assert migrate("v1", "v2", plain("v1"), "--out", tmp_path / "two", *on).code == 0
     specs = [spec for sample in open_cache(tmp_path / "two") for spec in sample.row.meta.tensors.values()]
@@ -113,7 +113,7 @@ def test_compressed_tensors_are_restored_for_v1(plain: Callable[[str], Path], tm
 
 
 @pytest.mark.parametrize("in_place", [True, slow(False)])
-def test_a_migration_that_dies_anywhere_goes_on_to_the_same_bytes(
+def test_a_migration_that_dies_anywhere_continues_to_the_same_bytes(
     in_place: bool, plain: Callable[[str], Path], tmp_path: Path
 ) -> None:
     whole, chance = contents(plain("v2")), random.Random(0)
@@ -143,9 +143,7 @@ def test_a_migration_that_dies_anywhere_goes_on_to_the_same_bytes(
     assert count > 20
 
 
-def test_what_is_staged_for_one_version_is_not_taken_for_the_other(
-    plain: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_staged_shards_of_one_version_are_not_used_for_the_other(plain: Callable[[str], Path], tmp_path: Path) -> None:
     """A commit to v2 that dies before its manifest leaves v2 shards at the top; v1 must not list them as its own."""
     assert run("qwen-cache", "merge", plain("v1"), "--out", tmp_path / "some", "--select", "c[au]*", *SHARDS).code == 0
     for path in plain("v2").glob("*.tar"):
@@ -155,7 +153,7 @@ def test_what_is_staged_for_one_version_is_not_taken_for_the_other(
     assert run("qwen-cache", "verify", tmp_path / "some").code == 0
 
 
-def test_a_damaged_tensor_is_never_carried_over(plain: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_damaged_tensor_is_never_copied(plain: Callable[[str], Path], tmp_path: Path) -> None:
     shards = Path(shutil.copytree(plain("v1"), tmp_path / "shards"))
     sample = open_cache(shards)[2]
     path = shards / sample.row.shard
@@ -177,7 +175,7 @@ def test_wrong_requests_are_refused(plain: Callable[[str], Path], built: Built, 
     assert "this folder holds another dataset" in taken.stderr
     assert migrate("v3", "v2", plain("v1")).code == 2
     compressed = migrate("v2", "v1", plain("v2"), "--out", tmp_path / "x", "--set", "cache.compression=zstd")
-    assert "format v1 knows no compression (found cache.compression=zstd)" in compressed.stderr
+    assert "format v1 has no compression (found cache.compression=zstd)" in compressed.stderr
 
 
 def big_samples(folder: Path, count: int) -> Path:
@@ -191,7 +189,7 @@ def big_samples(folder: Path, count: int) -> Path:
         specs = {name: TensorSpec("BF16", shape, content_hash(data[name])) for name, shape in wanted.items()}
         inputs = Inputs(content_hash(bytes([i])), (content_hash(b"control"),), None)
         made.append((SampleMeta(recipe_id(recipe), inputs, "", ((1, 8, 8), (1, 8, 8)), 0, specs), data))
-    rows = [Listed(f"sample {i}", meta.key) for i, (meta, _) in enumerate(made)]
+    rows = [ListedSample(f"sample {i}", meta.key) for i, (meta, _) in enumerate(made)]
     update = plan_update(folder, read_existing(folder, 1), 1, rows)
     staging = open_staging(update, "big", 10_000_000)
     for meta, data in made:

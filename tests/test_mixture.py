@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 
 from qwen_cache import open_cache
 from qwen_cache.batching.batch_plan import BatchPlan
-from qwen_cache.batching.epoch import Epochs, Part
+from qwen_cache.batching.epoch import Epochs, MixturePart
 from qwen_cache.errors import ConfigError, QwenCacheError
 from qwen_cache.settings.cache import CacheConfig
 from qwen_cache.settings.load import Config, load_config
@@ -47,7 +47,7 @@ def test_every_epoch_has_of_each_part_what_its_weight_says(weights: Sequence[flo
     """And over epochs, each sample of a part as often as any other of it, but for one time."""
     sizes = [70, 41, 5][: len(weights)]
     ends = np.cumsum(sizes)
-    parts = [Part(np.arange(end - n, end), w) for n, end, w in zip(sizes, ends, weights, strict=True)]
+    parts = [MixturePart(np.arange(end - n, end), w) for n, end, w in zip(sizes, ends, weights, strict=True)]
     epochs, counts = Epochs(parts, seed=3), Counter()
     for epoch in range(40):
         found = Counter(epochs.order(epoch).tolist())
@@ -63,7 +63,7 @@ def test_every_epoch_has_of_each_part_what_its_weight_says(weights: Sequence[flo
 
 
 def test_an_epoch_is_a_function_of_seed_and_number_and_is_mixed() -> None:
-    parts = [Part(np.arange(1000), 0.5), Part(np.arange(1000, 2000), 1.5)]
+    parts = [MixturePart(np.arange(1000), 0.5), MixturePart(np.arange(1000, 2000), 1.5)]
     orders = [Epochs(parts, seed=7).order(epoch).tolist() for epoch in (0, 1, 9)]
     assert [Epochs(parts, seed=7).order(epoch).tolist() for epoch in (0, 1, 9)] == orders
     assert Epochs(parts, seed=8).order(0).tolist() != orders[0]
@@ -76,7 +76,7 @@ def test_an_epoch_is_a_function_of_seed_and_number_and_is_mixed() -> None:
 
 
 def test_repeats_are_different_positions_so_they_have_noise_of_their_own() -> None:
-    plan = BatchPlan(np.full((2, 3), 9), TrainConfig(batch_size=2), parts=[Part(np.arange(3), 2.0)])
+    plan = BatchPlan(np.full((2, 3), 9), TrainConfig(batch_size=2), parts=[MixturePart(np.arange(3), 2.0)])
     positions, done = [], 0
     while done < 12:
         positions += plan.batch(done)
@@ -120,17 +120,17 @@ def test_batches_of_both_are_those_of_each(built: Built) -> None:
             assert torch.equal(batch.clean[i, : len(clean)], clean)
             assert not batch.clean[i, len(clean) :].any()
         seen.update(batch.keys)
-        done = batch.done
+        done = batch.consumed_samples
     assert all(seen[sample.key] == 8 for sample in open_cache(first))
     assert all(seen[sample.key] == 2 for sample in open_cache(second))
     images = [sum(h * w for _, h, w in stored[key].img_shapes) for key in stored]
     assert stream.plan.tokens[0].tolist() == images
-    by_tokens = batches(mixture((first, 2), (second, 0.5)), loss_reduction="per_token").plan.counts
+    by_tokens = batches(mixture((first, 2), (second, 0.5)), loss_reduction="per_token").plan.loss_tokens
     assert by_tokens is not None
     assert by_tokens.tolist() == [len(stored[key]["image_latents"]) for key in stored]
 
 
-def test_what_is_set_aside_is_set_aside_in_all_of_them(built: Built) -> None:
+def test_samples_are_held_out_in_every_cache(built: Built) -> None:
     first, second = built("edit-plus"), built("edit-plus", SMALLER)
     stream = batches(mixture((first, 1), (second, 2)), validation_split=0.5)
     alone = batches(mixture((first, 1)), validation_split=0.5)
@@ -150,7 +150,7 @@ def test_its_identity_is_that_of_its_parts_and_their_weights(built: Built) -> No
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("weight", [2.0, 3.0])
-def test_a_run_on_both_goes_on_with_the_same_weights_only(
+def test_a_run_on_both_resumes_with_the_same_weights_only(
     built: Built, tiny_model: Callable[[str], Path], tmp_path: Path, weight: float
 ) -> None:
     """And says what an epoch is: of the one cache every sample twice."""

@@ -118,15 +118,15 @@ def step(model: Any) -> torch.Tensor:
 def test_at_most_two_blocks_are_on_the_device(offloaded: int, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[tuple[int, weakref.ref[torch.Tensor]]] = []
     alive: list[int] = []
-    copy = offload.Host._copy
+    copy = offload.HostWeights._copy
 
-    def counted(host: offload.Host, i: int) -> tuple[list[torch.Tensor], Any]:
+    def counted(host: offload.HostWeights, i: int) -> tuple[list[torch.Tensor], Any]:
         made, arrived = copy(host, i)
         copies.extend((i, weakref.ref(each)) for each in made)
         alive.append(len({block for block, each in copies if each() is not None}))
         return made, arrived
 
-    monkeypatch.setattr(offload.Host, "_copy", counted)
+    monkeypatch.setattr(offload.HostWeights, "_copy", counted)
     model, plain = transformer(7, offloaded), transformer(7, 0)
     gc.collect()
     gc.disable()  # what only the collector frees would stay on a GPU
@@ -143,8 +143,8 @@ def test_at_most_two_blocks_are_on_the_device(offloaded: int, monkeypatch: pytes
 def test_a_copy_is_under_way_before_its_block_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In both directions, so that a GPU need not wait for it: but for the first block of all."""
     events: list[str] = []
-    copy = offload.Host._copy
-    monkeypatch.setattr(offload.Host, "_copy", lambda host, i: events.append(f"copy {i}") or copy(host, i))
+    copy = offload.HostWeights._copy
+    monkeypatch.setattr(offload.HostWeights, "_copy", lambda host, i: events.append(f"copy {i}") or copy(host, i))
     model = transformer(3, 3)
     for i, block in enumerate(model.transformer_blocks):
         block.img_norm1.register_forward_hook(lambda *_, i=i: events.append(f"run {i}"))
@@ -186,7 +186,10 @@ def test_the_planner_counts_what_stays() -> None:
         ({"train__gradient_checkpointing": 2}, "train.gradient_checkpointing=2"),
         ({"train__gradient_checkpointing": False}, "train.gradient_checkpointing=false"),
         ({"model__quantization": "nf4"}, "nf4"),
-        ({"train__offload_blocks": 3}, "train.offload_blocks is more than there are (expected at most 2, found 3)"),
+        (
+            {"train__offload_blocks": 3},
+            "train.offload_blocks exceeds the number of blocks (expected at most 2, found 3)",
+        ),
     ],
 )
 def test_what_cannot_go_together_is_refused(train: Trainer, changes: dict[str, Any], message: str) -> None:

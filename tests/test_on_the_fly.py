@@ -105,13 +105,13 @@ def test_tokens_are_those_of_the_cache_though_nothing_is_encoded(
     feed = OnTheFlySamples(load_config(tmp_path / "shards" / "qwen.yaml"), str(pairs))
     feed.stop_prefetch()
     expected = index_token_counts(cache.table, "there")
-    assert feed.token_counts.tolist() == expected.tolist()
+    assert feed.token_counts().tolist() == expected.tolist()
     assert feed.names == [sample.name for sample in cache]
     assert len(set(expected[1])) > 2
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_a_cache_and_back(pairs: Path, tmp_path: Path, model: Path) -> None:
+def test_a_run_resumes_from_a_cache_and_back(pairs: Path, tmp_path: Path, model: Path) -> None:
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert build(pairs, tmp_path / "shards", model).code == 0
     assert train(whole, model, tmp_path / "shards").code == 0
@@ -128,7 +128,7 @@ def test_what_is_wrong_with_the_source_is_said(
     (pairs / "control_images" / "cup.png").unlink()
     result = train(tmp_path / "out", model, pairs, "--encode-on-the-fly")
     assert result.code == 2
-    assert "the process that encodes has ended; its message is above" in result.stderr
+    assert "the encoding process has ended; its message is above" in result.stderr
     assert "found exit code 2" in result.stderr
     assert "the control" in capfd.readouterr().err
     assert not (tmp_path / "out" / "metrics.jsonl").exists()

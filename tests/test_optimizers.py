@@ -85,8 +85,8 @@ def test_a_library_that_is_missing_is_said_with_what_brings_it(
         ("no_such_library.Lion", {}, "the optimizer no_such_library.Lion cannot be imported: No module named"),
         ("adamw", {"arguments": {"momentum": 1}}, "unexpected keyword argument 'momentum'"),
         ("torch.optim.SGD", {"arguments": {"momentum": -1}}, "Invalid momentum value: -1"),
-        ("adafactor", {"betas": [0.5, 0.9]}, "optimizer.betas is not passed on to adafactor (found (0.5, 0.9))"),
-        ("torch.optim.SGD", {"weight_decay": 0.5}, "optimizer.weight_decay is not passed on to torch.optim.SGD"),
+        ("adafactor", {"betas": [0.5, 0.9]}, "optimizer.betas is not a setting of adafactor (found (0.5, 0.9))"),
+        ("torch.optim.SGD", {"weight_decay": 0.5}, "optimizer.weight_decay is not a setting of torch.optim.SGD"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(name: str, settings: dict[str, Any], message: str) -> None:

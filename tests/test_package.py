@@ -1,4 +1,4 @@
-"""What a user gets: an sdist with everything, a typed wheel, and a core that reads and checks caches without torch.
+"""What users install: an sdist with everything, a typed wheel, and a core that reads and checks caches without torch.
 
 The core is tried twice, by the same steps (CORE): here with every package hidden that the core does not ask for, and,
 slowly, in an empty environment into which the wheel was installed. That one asks a package index.
@@ -64,7 +64,7 @@ NEEDS_TRAIN = [
     ["qwen-train", "mask-head", "cache.v2"],
 ]
 OPEN_WITHOUT_EXTRAS = ("qwen_cache.format", "qwen_cache.html", "qwen_cache.inspect", "qwen_cache.batching")
-"""The packages that need the core alone. Of the others a module may need a package of an extra, and of nothing else."""
+"""The packages that need only the core. Modules of the others may also need packages of an extra."""
 DOUBTFUL_MASKS = "qwen_cache.inspect.doubtful_masks"  # computed by a mask head, so with torch
 
 HIDE = """
@@ -91,7 +91,7 @@ class Hidden:
 
 sys.meta_path.insert(0, Hidden())
 """
-"""Makes of this environment one with nothing but the dependencies of the core, and theirs."""
+"""Restricts this environment to the dependencies of the core, and theirs."""
 
 CORE = """
 import contextlib, importlib, io, json, sys, traceback
@@ -150,7 +150,7 @@ def in_the_core(python: Path, code: str, folder: Path, environment: dict[str, st
 
 
 def check_core(found: dict[str, Any]) -> None:
-    """What must hold of it in both environments."""
+    """The checks of this output in both environments."""
     from qwen_cache import open_cache
 
     results = iter(found["commands"])
@@ -177,7 +177,7 @@ def check_core(found: dict[str, Any]) -> None:
 
 
 def check_refusal(arguments: list[str], extra: str, result: dict[str, Any]) -> None:
-    """Exit code 2 and one message, which names the program, the command, the package and the extra."""
+    """Exit code 2, and one message with the program, the command, the package and the extra."""
     assert result["code"] == 2, (arguments, result)
     program, command, *_ = arguments
     says = re.escape(f"pip install 'qwen-cache[{extra}]'")
@@ -188,7 +188,7 @@ def check_refusal(arguments: list[str], extra: str, result: dict[str, Any]) -> N
 
 
 def modules_of_extras() -> set[str]:
-    """The packages of [build] and [train], as they are imported."""
+    """The packages of [build] and [train], by their import names."""
     extras = project()["optional-dependencies"]
     needs = {re.split(r"[\[>=]", need)[0] for extra in ("build", "train") for need in extras[extra]}
     return {need.replace("-", "_") for need in needs} - {"qwen_cache"}
@@ -212,7 +212,7 @@ def test_the_sdist_has_what_git_tracks(tmp_path: Path) -> None:
     assert {"qwen_cache/py.typed", "qwen_train/py.typed", "LICENSE", "schemas/LICENSE"} <= listed
 
 
-def test_the_licence_is_said_and_its_text_is_there() -> None:
+def test_the_licence_is_named_and_its_text_is_included() -> None:
     assert project()["license"] == "Apache-2.0"
     texts = [(ROOT / name).read_text(encoding="utf-8") for name in project()["license-files"]]
     assert "Apache License\n                           Version 2.0, January 2004" in texts[0]
@@ -230,7 +230,7 @@ def test_pre_commit_runs_what_make_check_runs() -> None:
 
 
 def test_the_core_needs_no_package_of_an_extra(tmp_path: Path) -> None:
-    """Reading, checking and changing a cache; every --help; and what says which extra it lacks."""
+    """Reading, checking and changing a cache, every --help, and messages that name the missing extra."""
     check_core(in_the_core(Path(sys.executable), HIDE + CORE, tmp_path, {**os.environ, "COLUMNS": "200"}))
 
 
@@ -266,14 +266,14 @@ def test_the_wheel_alone_reads_a_cache_in_an_empty_environment(tmp_path: Path) -
     for program in APPS:
         done = subprocess.run([binaries / program, "--version"], env=environment, cwd=elsewhere, capture_output=True)
         assert done.stdout.decode().startswith(f"{program} {qwen_cache.__version__}\n"), done
-    doctor = [binaries / "qwen-cache", "doctor", "--no-disk"]
+    doctor = [binaries / "qwen-cache", "doctor"]
     said = subprocess.run(doctor, env=environment, cwd=elsewhere, capture_output=True, text=True, check=True).stdout
     assert "nothing essential missing" in said
     assert "pip install 'qwen-cache[train]'" in said
 
 
 def build_both(folder: Path) -> tuple[Path, Path]:
-    """The sdist of this tree, and the wheel that is made of the sdist."""
+    """The sdist of this tree, and the wheel built from it."""
     folder.mkdir()
     tree = folder / "tree"
     for name in project_files():

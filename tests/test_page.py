@@ -1,4 +1,4 @@
-"""`inspect --html`, its flags, and one sample whole: what the cache holds, and nothing that a prompt smuggles in."""
+"""`inspect --html`, flags and single samples: the contents of the cache, and no markup from a prompt."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from qwen_cache.inspect import page as document
 from qwen_cache.inspect.flags import FLAGS
 from qwen_cache.inspect.images import THUMBNAIL
 from qwen_cache.inspect.page import evenly
-from qwen_cache.inspect.summary import bins, survey
+from qwen_cache.inspect.summary import histogram, survey
 from qwen_cache.models.folder import open_model
 from qwen_cache.storage.durable import write_durably
 
 from .support.caches import build
 from .support.commands import command, run
-from .support.pages import HOSTILE, RECIPE, Made, Page, page_of, write
+from .support.pages import HOSTILE, RECIPE, CacheSample, Page, page_of, write
 from .support.server import Server, serving
 
 V1 = ("--format", "v1", "--edit-mask", "none")
@@ -44,7 +44,7 @@ Built = Callable[..., Path]
 
 @pytest.fixture
 def cache(request: pytest.FixtureRequest, built: Built, tiny_model: Built, pairs: Path, tmp_path: Path) -> Path:
-    """Of edit pairs, built with these options; with `t2i`, of targets and prompts alone."""
+    """A cache of edit pairs, built with these options; with `t2i`, of targets and prompts only."""
     if request.param != "t2i":
         return built("edit-plus", request.param)
     assert build(pairs / "target_images", tmp_path / "shards", tiny_model("t2i")).code == 0
@@ -69,23 +69,23 @@ def test_the_page_says_what_the_index_holds(cache: Path, tmp_path: Path) -> None
         assert [title for title, _ in sample["images"] if title == "target"] == ["target"] * kept
     sizes = Counter("×".join(map(str, sample["sizes"][0])) for sample in page.samples)
     assert page.chart("target sizes") == sizes
-    assert page.chart("controls of a sample") == Counter(str(len(row["controls"])) for row in index)
+    assert page.chart("controls per sample") == Counter(str(len(row["controls"])) for row in index)
     masks = Counter(row["edit_mask_from"] for row in index if row.get("edit_mask_from"))
-    assert page.chart("edit masks, by where they come from") == masks
-    for title in ("width over height", "text tokens", "all tokens, of text, target and controls"):
+    assert page.chart("edit masks by origin") == masks
+    for title in ("width over height", "text tokens", "all tokens: text, target and controls"):
         assert sum(page.chart(title).values()) == len(index)
 
 
 def test_the_page_and_json_say_the_same(built: Built, tmp_path: Path) -> None:
     cache = built("edit-plus", ("--edit-mask", "diff"))
     for options in ((), ("--scan",)):
-        said = json.loads(run("qwen-cache", "inspect", cache, "--json", *options).stdout)
-        assert page_of(cache, tmp_path / "new" / "report.html", *options).overview == said
-        scanned = FLAGS.keys() - {"doubtful_mask"}  # which a mask head says
-        assert (said["recipes"]["default"]["flags"].keys() == scanned) == (options == ("--scan",))
+        report = json.loads(run("qwen-cache", "inspect", cache, "--json", *options).stdout)
+        assert page_of(cache, tmp_path / "new" / "report.html", *options).overview == report
+        scanned = FLAGS.keys() - {"doubtful_mask"}  # needs a mask head
+        assert (report["recipes"]["default"]["flags"].keys() == scanned) == (options == ("--scan",))
 
 
-def test_a_cache_behind_a_url_has_a_page(built: Built, tmp_path: Path) -> None:
+def test_a_remote_cache_has_a_page(built: Built, tmp_path: Path) -> None:
     local = page_of(built("edit-plus"), tmp_path / "local.html", "--thumbnails", "0")
     with serving(Server(built("edit-plus"))) as server:
         page = page_of(server.url, tmp_path / "report.html")
@@ -96,17 +96,20 @@ def test_a_cache_behind_a_url_has_a_page(built: Built, tmp_path: Path) -> None:
 
 
 def test_text_of_the_source_stays_text(tmp_path: Path) -> None:
-    samples = [Made(HOSTILE, HOSTILE), Made("b", "plain"), Made("c", "also plain", target="b")]
+    samples = [CacheSample(HOSTILE, HOSTILE), CacheSample("b", "plain"), CacheSample("c", "also plain", target="b")]
     page = page_of(write(tmp_path / "<b>shards&", samples), tmp_path / "report.html")
-    plain = page_of(write(tmp_path / "shards", [Made("a"), *samples[1:]]), tmp_path / "plain.html")
+    plain = page_of(write(tmp_path / "shards", [CacheSample("a"), *samples[1:]]), tmp_path / "plain.html")
     assert page.tags == plain.tags
     assert (page.samples[0]["prompt"], page.samples[0]["name"]) == (HOSTILE, HOSTILE)
     assert page.tags["script"] == 3
-    assert "<" not in page.texts["samples"] + page.texts["overview"]  # a comment would change what ends a script
+    assert "<" not in page.texts["samples"] + page.texts["overview"]  # a comment would change where a script ends
 
 
 def test_nothing_is_loaded_from_anywhere(built: Built, tmp_path: Path) -> None:
-    page = page_of(write(tmp_path / "shards", [Made("a", target="x"), Made("b", HOSTILE, target="x")]), tmp_path / "r")
+    page = page_of(
+        write(tmp_path / "shards", [CacheSample("a", target="x"), CacheSample("b", HOSTILE, target="x")]),
+        tmp_path / "r",
+    )
     keys = {sample["key"] for sample in page.samples}
     assert {reference.removeprefix("#") for reference in page.references} == keys  # of the flag; no other reference
     assert not re.search(r"url\(|@import|https?:", page.texts["style"])
@@ -114,8 +117,8 @@ def test_nothing_is_loaded_from_anywhere(built: Built, tmp_path: Path) -> None:
 
 
 def test_the_script_finds_what_it_looks_for(tmp_path: Path) -> None:
-    page = page_of(write(tmp_path / "shards", [Made("a")]), tmp_path / "report.html")
-    assert set(re.findall(r'(?:found|read|choices)\("([\w-]+)"', page.texts["script"])) <= page.ids
+    page = page_of(write(tmp_path / "shards", [CacheSample("a")]), tmp_path / "report.html")
+    assert set(re.findall(r'(?:byId|read|choices)\("([\w-]+)"', page.texts["script"])) <= page.ids
     assert set(re.findall(r"sample\.(\w+)", page.texts["script"])) == page.samples[0].keys()
 
 
@@ -129,17 +132,20 @@ def test_a_build_that_is_not_done_has_a_page(tmp_path: Path) -> None:
 
 
 def test_flags(tmp_path: Path) -> None:
-    usual = [Made(f"usual {i}", f"do {i}", mask=0.92) for i in range(26)]  # of all but one of 24 tokens
+    usual = [CacheSample(f"usual {i}", f"do {i}", mask=0.92) for i in range(26)]  # of all but one of 24 tokens
     odd = {
-        "repeated_target": [Made("t1", "one", target="same"), Made("t2", "two", target="same")],
-        "identity_pair": [Made("same before", "nothing", target="x", controls=("y", "x"))],
-        "frequent_prompt": [Made(f"often {i}", "again") for i in range(10)],
-        "long_prompt": [Made("long", "把" * 700)],
-        "empty_mask": [Made("none masked", "e", mask=0.0)],
-        "full_mask": [Made("all masked", "f", mask=0.95)],
-        "extreme_numbers": [Made("loud", "l", scale=50.0), Made("mute", "m", scale=0.01)],
+        "repeated_target": [CacheSample("t1", "one", target="same"), CacheSample("t2", "two", target="same")],
+        "identity_pair": [CacheSample("same before", "nothing", target="x", controls=("y", "x"))],
+        "frequent_prompt": [CacheSample(f"often {i}", "again") for i in range(10)],
+        "long_prompt": [CacheSample("long", "把" * 700)],
+        "empty_mask": [CacheSample("none masked", "e", mask=0.0)],
+        "full_mask": [CacheSample("all masked", "f", mask=0.95)],
+        "extreme_numbers": [CacheSample("loud", "l", scale=50.0), CacheSample("mute", "m", scale=0.01)],
     }
-    again = [Made("same row", "three", target="other"), Made("same row", "three", target="other", controls=("z",))]
+    again = [
+        CacheSample("same row", "three", target="other"),
+        CacheSample("same row", "three", target="other", controls=("z",)),
+    ]
     cache = write(tmp_path / "shards", [*usual, *again, *(each for flagged in odd.values() for each in flagged)])
     page = page_of(cache, tmp_path / "report.html", "--scan")
     names = {sample["key"]: sample["name"] for sample in page.samples}
@@ -148,12 +154,12 @@ def test_flags(tmp_path: Path) -> None:
         flag: [each.name for each in flagged] for flag, flagged in odd.items()
     }
     assert {f"#{key}" for keys in found.values() for key in keys} == set(page.references)
-    said = " ".join(run("qwen-cache", "inspect", cache).stdout.split())
-    assert "repeated target 2, identity pair 1, frequent prompt 10, long prompt 1; --html" in said
+    report = " ".join(run("qwen-cache", "inspect", cache).stdout.split())
+    assert "repeated target 2, identity pair 1, frequent prompt 10, long prompt 1; --html" in report
 
 
-def test_one_prompt_for_all_is_meant_so(tmp_path: Path) -> None:
-    cache = write(tmp_path / "shards", [Made(f"{i}") for i in range(12)])
+def test_one_prompt_for_all_is_no_flag(tmp_path: Path) -> None:
+    cache = write(tmp_path / "shards", [CacheSample(f"{i}") for i in range(12)])
     (recipe,) = json.loads(run("qwen-cache", "inspect", cache, "--json").stdout)["recipes"].values()
     assert not any(recipe["flags"].values())
 
@@ -167,16 +173,16 @@ def thumbnail(image: Image.Image) -> Image.Image:
 def test_images_of_a_few(
     built: Built, tiny_model: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: int
 ) -> None:
-    """In the page, or beside it when they are many; they are what the VAE makes of the latents."""
+    """Images are in the page, or beside it when there are many; they equal the VAE's decoded latents."""
     monkeypatch.setattr(document, "EMBEDDED_IMAGES", within)
     path, model = built("edit-plus", ("--edit-mask", "file")), tiny_model("edit-plus")
     options = ("--decode", "--thumbnails", "2", "--model", model, "--vae-device", "cpu")
     page = page_of(path, tmp_path / "report.html", *options)
     assert [bool(sample["images"]) for sample in page.samples] == [True, False, False, True]
     shown = []
-    for title, place in page.samples[0]["images"] + page.samples[3]["images"]:
-        beside = tmp_path / "report_files" / place.removeprefix("report_files/")
-        data = b64decode(place.removeprefix("data:image/jpeg;base64,")) if within == 2 else beside.read_bytes()
+    for title, source in page.samples[0]["images"] + page.samples[3]["images"]:
+        beside = tmp_path / "report_files" / source.removeprefix("report_files/")
+        data = b64decode(source.removeprefix("data:image/jpeg;base64,")) if within == 2 else beside.read_bytes()
         shown.append((title, Image.open(BytesIO(data))))
     cache = open_cache(path)
     controls = [["control 1", "control 2"] if len(cache[i].img_shapes) > 2 else ["control"] for i in (0, 3)]
@@ -192,7 +198,7 @@ def test_images_of_a_few(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "report"),
     [
         (("--decode",), "--decode and --thumbnails go with --html\n  → give --html FILE too"),
         (
@@ -204,10 +210,10 @@ def test_images_of_a_few(
         (("--model", "tiny"), "--model goes with --decode or --save-images"),
     ],
 )
-def test_options_that_do_not_go_together(built: Built, options: tuple[str, ...], said: str) -> None:
+def test_options_that_do_not_go_together(built: Built, options: tuple[str, ...], report: str) -> None:
     result = run("qwen-cache", "inspect", built("edit-plus"), *options)
     assert result.code == 2
-    assert said in result.stderr
+    assert report in result.stderr
     assert not Path("new.html").exists()
 
 
@@ -222,7 +228,7 @@ def test_samples_are_chosen_evenly(count: int, most: int) -> None:
 
 @pytest.mark.parametrize(("unit", "values"), [(1, [7]), (1, [3, 4, 4, 15]), (1, [1, 9000, 14]), (0.01, [0.5, 2.35, 1])])
 def test_bins_count_as_numpy_does(unit: float, values: list[float]) -> None:
-    found = bins(values, unit)
+    found = histogram(values, unit)
     assert 1 <= len(found) <= 12
     edges = [low for low, _, _ in found] + [found[-1][1]]
     assert [high for _, high, _ in found] == edges[1:]
@@ -235,12 +241,12 @@ def test_bins_count_as_numpy_does(unit: float, values: list[float]) -> None:
 def test_one_sample_whole(built: Built, options: tuple[str, ...]) -> None:
     path = built("edit-plus", options)
     for sample in open_cache(path):
-        said = json.loads(run("qwen-cache", "inspect", path, "--sample", sample.key[:12], "--json").stdout)
-        about = {"key": sample.key, "name": sample.name, "prompt": sample.prompt, "recipe": "default"}
-        assert {name: said[name] for name in about} == about
-        assert said["tensors"].keys() == sample.row.meta.tensors.keys()
-        shard = (path / f"{said['shard']}").read_bytes()
-        for name, tensor in said["tensors"].items():
+        report = json.loads(run("qwen-cache", "inspect", path, "--sample", sample.key[:12], "--json").stdout)
+        facts = {"key": sample.key, "name": sample.name, "prompt": sample.prompt, "recipe": "default"}
+        assert {name: report[name] for name in facts} == facts
+        assert report["tensors"].keys() == sample.row.meta.tensors.keys()
+        shard = (path / f"{report['shard']}").read_bytes()
+        for name, tensor in report["tensors"].items():
             stored = sample.stored(name).float()
             assert tensor["shape"] == list(stored.shape)
             assert content_hash(shard[tensor["offset"] :][: tensor["bytes"]]) == tensor["xxh3_128"]
@@ -250,7 +256,7 @@ def test_one_sample_whole(built: Built, options: tuple[str, ...]) -> None:
             assert named == pytest.approx([float(number) for number in numbers])
         text = run("qwen-cache", "inspect", path, "--sample", sample.key).stdout
         assert run("qwen-cache", "inspect", path, "--sample", sample.name).stdout == text
-        words = (sample.key, sample.name, sample.prompt[:20], said["shard"], *said["tensors"])
+        words = (sample.key, sample.name, sample.prompt[:20], report["shard"], *report["tensors"])
         assert all(word in text for word in words)
 
 
@@ -263,14 +269,14 @@ def refusal(cache: Path, key: str) -> str:
 
 def test_a_key_names_one_sample(built: Built) -> None:
     cache = built("edit-plus")
-    assert "0 samples of this cache are called like this, or have a key that begins so" in refusal(
+    assert "0 samples of this cache match this name, key or start of a key" in refusal(
         cache, open_cache(cache)[0].key[4:]
     )
-    assert "4 samples of this cache are called like this, or have a key that begins so" in refusal(cache, "")
+    assert "4 samples of this cache match this name, key or start of a key" in refusal(cache, "")
 
 
 @pytest.mark.parametrize(
-    ("place", "fault"),
+    ("path", "fault"),
     [
         ("", "this names no file"),
         (".", "this names no file"),
@@ -282,25 +288,25 @@ def test_a_key_names_one_sample(built: Built) -> None:
         ("/dev/null", "this is a device or a pipe"),
         ("folder", "this is a folder"),
         ("link.html", "this is a symbolic link"),
-        ("file/page.html", "it would lie in a file"),
-        ("shards/cache.json", "it would lie in the cache"),
-        ("shards/new/page.html", "it would lie in the cache"),
-        ("way/page.html", "it would lie in the cache"),
-        ("cache.json", "a file of a cache has this name"),
-        ("index.parquet", "a file of a cache has this name"),
+        ("file/page.html", "it would be inside a file"),
+        ("shards/cache.json", "it would be inside the cache"),
+        ("shards/new/page.html", "it would be inside the cache"),
+        ("way/page.html", "it would be inside the cache"),
+        ("cache.json", "a cache has a file of this name"),
+        ("index.parquet", "a cache has a file of this name"),
     ],
 )
 def test_no_page_takes_the_place_of_something_else(
-    place: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "shards", [Made("a")])
+    write(tmp_path / "shards", [CacheSample("a")])
     Path("folder").mkdir()
     Path("file").write_text("mine")
     Path("link.html").symlink_to("file")
     Path("way").symlink_to("shards")
-    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
-    result = run("qwen-cache", "inspect", "shards", "--html", place)
+    before = {each: each.is_file() and each.read_bytes() for each in tmp_path.rglob("*")}
+    result = run("qwen-cache", "inspect", "shards", "--html", path)
     assert result.code == 2
     assert f"a page cannot be written here: {fault}\n  → give --html another file" in result.stderr
     assert result.stdout == ""
@@ -308,13 +314,13 @@ def test_no_page_takes_the_place_of_something_else(
 
 
 def test_a_page_replaces_a_page(tmp_path: Path) -> None:
-    cache = write(tmp_path / "shards", [Made("a")])
+    cache = write(tmp_path / "shards", [CacheSample("a")])
     for _ in range(2):
         assert len(page_of(cache, tmp_path / f"{'x' * 235}.html").samples) == 1
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    """As on a full disk: files of at most so many bytes."""
+    """As on a full disk: the size of files is limited."""
     page = tmp_path / "page.html"
     page.write_text("an older page")
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -337,21 +343,21 @@ def test_images_beside_a_page_are_those_of_the_page(
     path, beside = tmp_path / "a#b?c%20 d:e.html", tmp_path / "a#b?c%20 d:e_files"
     beside.mkdir()
     (beside / "mine.jpg").touch()
-    for gallery in (4, 2, 1):
-        page = page_of(built("edit-plus"), path, "--thumbnails", f"{gallery}")
-        places = [place for sample in page.samples for _, place in sample["images"]]
-        linked = {place for place in places if not place.startswith("data:")}
-        assert bool(linked) == (gallery > 1)
-        assert not any(re.search(r"[#?: ]", place) for place in linked)
-        assert {tmp_path / unquote(place) for place in linked} == {*beside.glob("*-*.jpg")}
+    for count in (4, 2, 1):
+        page = page_of(built("edit-plus"), path, "--thumbnails", f"{count}")
+        sources = [source for sample in page.samples for _, source in sample["images"]]
+        linked = {source for source in sources if not source.startswith("data:")}
+        assert bool(linked) == (count > 1)
+        assert not any(re.search(r"[#?: ]", source) for source in linked)
+        assert {tmp_path / unquote(source) for source in linked} == {*beside.glob("*-*.jpg")}
     assert [each.name for each in beside.iterdir()] == ["mine.jpg"]
 
 
 def test_the_page_shows_what_was_counted(tmp_path: Path) -> None:
-    """Even when the cache is replaced meanwhile."""
-    overview, opened = survey(write(tmp_path / "shards", [Made("a"), Made("b")]))
+    """Even if the cache is replaced in between."""
+    overview, opened = survey(write(tmp_path / "shards", [CacheSample("a"), CacheSample("b")]))
     (tmp_path / "shards").rename(tmp_path / "elsewhere")
-    write(tmp_path / "shards", [Made("c")])
+    write(tmp_path / "shards", [CacheSample("c")])
     document.write_page(tmp_path / "page.html", overview, opened)
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert [sample["name"] for sample in page.samples] == ["a", "b"]
@@ -360,7 +366,7 @@ def test_the_page_shows_what_was_counted(tmp_path: Path) -> None:
 def test_names_that_are_not_utf_8(pairs: Path, tmp_path: Path) -> None:
     odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
     odd.mkdir()
-    cache = write(odd / "shards", [Made("a")])
+    cache = write(odd / "shards", [CacheSample("a")])
     assert json.loads(run("qwen-cache", "inspect", cache, "--json").stdout)["cache"] == f"{tmp_path}/��/shards"
     assert "��/shards" in "".join(run("qwen-cache", "inspect", cache).stdout.split())
     page = page_of(cache, odd / os.fsdecode(b"\xff.html"))
@@ -368,26 +374,26 @@ def test_names_that_are_not_utf_8(pairs: Path, tmp_path: Path) -> None:
     staging = odd / "new" / ".staging"
     staging.mkdir(parents=True)
     (staging / "a.tar").touch()
-    said = json.loads(run("qwen-cache", "inspect", odd / "new", "--source", odd, "--json").stdout)
-    assert said["source"] == {"path": f"{tmp_path}/��"}
+    report = json.loads(run("qwen-cache", "inspect", odd / "new", "--source", odd, "--json").stdout)
+    assert report["source"] == {"path": f"{tmp_path}/��"}
 
 
 @pytest.mark.parametrize("name", ["[/]", "[red]x", "[/bold]"])
 def test_no_name_is_markup(name: str, tmp_path: Path) -> None:
     recipe = RECIPE | {"pipeline": f"{name}P", "imported_from": f"{name}tool", "claimed": {"model": f"{name}m"}}
-    cache = write(tmp_path / "[bold]shards[", [Made("a")], recipe, name)
+    cache = write(tmp_path / "[bold]shards[", [CacheSample("a")], recipe, name)
     result = run("qwen-cache", "inspect", cache)
     assert result.code == 0, result.stderr
     shown = " ".join(result.stdout.split())
     assert f"{name} {name}P, float32" in shown
-    assert f"from {name}tool; claimed to be of {name}m" in shown
+    assert f"from {name}tool; claimed model: {name}m" in shown
     assert "[bold]shards[" in shown.replace(" ", "")
 
 
 @pytest.mark.parametrize("claimed", [3, None, [], {}, {"model": None}])
 def test_an_import_that_claims_nothing(claimed: Any, tmp_path: Path) -> None:
-    cache = write(tmp_path / "shards", [Made("a")], RECIPE | {"imported_from": "tool", "claimed": claimed})
-    assert "from tool; claimed to be of no model" in " ".join(run("qwen-cache", "inspect", cache).stdout.split())
+    cache = write(tmp_path / "shards", [CacheSample("a")], RECIPE | {"imported_from": "tool", "claimed": claimed})
+    assert "from tool; claimed model: none" in " ".join(run("qwen-cache", "inspect", cache).stdout.split())
     page_of(cache, tmp_path / "page.html")
 
 

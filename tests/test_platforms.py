@@ -119,7 +119,7 @@ print(json.dumps(said))
 
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process said that has nothing but what all systems have."""
+    """The output of a process that has only functions that all systems have."""
     folder = tmp_path_factory.mktemp("without") / "shards"
     shutil.copytree(EXAMPLE, folder)
     arguments = [sys.executable, "-c", WITHOUT, str(folder)]
@@ -141,7 +141,7 @@ def test_the_core_starts_and_reads(without: dict[str, Any]) -> None:
 
 
 def test_without_locks_of_the_kernel_nothing_is_written(without: dict[str, Any]) -> None:
-    """Never a lock file in place of a lock: a killed process would leave it behind."""
+    """There is no lock file instead: a killed process would leave it behind."""
     code, _, message = without["gc without locks"]
     assert code == 2
     assert "files cannot be locked here, so two writers could not be kept apart" in message
@@ -159,7 +159,7 @@ def test_local_copies_know_what_was_fetched_without_holes(without: dict[str, Any
     assert without["fetched"] == without["samples"], "the second cache reads the copies of the first"
 
 
-def test_a_sample_that_was_not_stored_to_its_end_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_that_was_not_stored_completely_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = read_existing(EXAMPLE, 1).rows[1].entry
     copy, pwrite = Copy(tmp_path / "shard.part", entry.offset + entry.length), os.pwrite
 
@@ -284,7 +284,7 @@ def tars(folder: Path) -> dict[str, bytes]:
 def test_shards_that_a_run_reads_stay_until_it_is_done(
     in_use: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There and back while a run maps the first shards: nothing fails, and what it reads stays where it is."""
+    """Migrate and back while a run maps the first shards: nothing fails, and the shards that it reads stay."""
     monkeypatch.setattr(durable, "WAITS", ())
     shards = tmp_path / "shards"
     shutil.copytree(EXAMPLE, shards)
@@ -325,7 +325,7 @@ def test_a_file_that_is_read_for_a_moment_is_waited_for(
     assert path.read_bytes() == b"new"
 
 
-def test_on_other_systems_a_refusal_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_other_systems_a_refusal_is_an_immediate_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -364,7 +364,7 @@ def test_a_file_that_cannot_be_linked_is_copied_and_synced(tmp_path: Path, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_a_folder_replaces_a_folder_when_all_of_it_is_on_the_disk(
+def test_a_folder_replaces_a_folder_once_all_of_it_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     final = tmp_path / "transformer"
@@ -407,7 +407,7 @@ def test_macos_syncs_to_the_disk_itself_where_it_can(
     assert asked == expected
 
 
-def test_a_sparse_file_gets_the_room_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sparse_file_gets_the_disk_space_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "posix_fallocate")
     size = 2 * durable.BLOCK + 5
     with open(tmp_path / "table", "wb") as file:
@@ -422,7 +422,7 @@ def test_a_sparse_file_gets_the_room_that_it_needs(tmp_path: Path, monkeypatch: 
 
 
 def test_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Linux where caches of earlier versions lie."""
+    """On Linux it is the folder of earlier versions."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
     assert durable.cache_home() == tmp_path / "mine" / "qwen-cache"
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -439,7 +439,7 @@ def test_junctions_count_as_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert durable.is_link(tmp_path / ".replaced")
 
 
-def test_a_run_stops_by_the_signals_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_stops_on_the_signals_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     number = signal.SIGUSR2
     monkeypatch.delattr(signal, "SIGUSR1")
     monkeypatch.setattr(signal, "SIGBREAK", number, raising=False)
@@ -453,11 +453,11 @@ def test_a_run_stops_by_the_signals_that_there_are(monkeypatch: pytest.MonkeyPat
 
 
 def test_names_that_windows_takes_for_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert jobs.checked("cats/a:b") == "cats/a:b"
+    assert jobs.checked_name("cats/a:b") == "cats/a:b"
     monkeypatch.setattr(jobs, "WINDOWS", True)
-    assert jobs.checked("cats/a") == "cats/a"
-    with pytest.raises(SourceError, match=r"a:b\?: Windows has no file of this name \(found : \?\)\n  → rename it"):
-        jobs.checked("a:b?")
+    assert jobs.checked_name("cats/a") == "cats/a"
+    with pytest.raises(SourceError, match=r"a:b\?: Windows does not allow this file name \(found : \?\)\n  → rename it"):
+        jobs.checked_name("a:b?")
 
 
 def test_output_is_utf8_whatever_the_system_writes(monkeypatch: pytest.MonkeyPatch) -> None:

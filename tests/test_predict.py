@@ -54,7 +54,7 @@ SIZE = (
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> list[Path]:
+def image_files(tmp_path: Path) -> list[Path]:
     """Two small photographs; the pipelines make a megapixel of each."""
     paths = []
     for name, size in (("china.jpg", (96, 128)), ("chelsea.png", (120, 90))):
@@ -71,9 +71,9 @@ def predict(model: Path, out: Path, *options: str | Path) -> np.ndarray:  # type
 
 @pytest.mark.parametrize(("variant", "count"), [("t2i", 0), ("edit", 1), ("edit-plus", 2)])
 def test_the_image_is_the_stock_pipelines_bit_for_bit(
-    variant: str, count: int, pictures: list[Path], tmp_path: Path, tiny_model: TinyModel
+    variant: str, count: int, image_files: list[Path], tmp_path: Path, tiny_model: TinyModel
 ) -> None:
-    model, images = tiny_model(variant), [Image.open(path).convert("RGB") for path in pictures[:count]]
+    model, images = tiny_model(variant), [Image.open(path).convert("RGB") for path in image_files[:count]]
     guided = {"negative_prompt": "blurry", "true_cfg_scale": 3.0}
     arguments: dict[str, Any] = {"image": images[0] if count == 1 else images} if images else {}
     expected = stock_pipeline(model, variant)(
@@ -85,7 +85,7 @@ def test_the_image_is_the_stock_pipelines_bit_for_bit(
         width=96,
         generator=torch.Generator().manual_seed(5),
     ).images[0]
-    options = [option for path in pictures[:count] for option in ("--image", path)]
+    options = [option for path in image_files[:count] for option in ("--image", path)]
     found = predict(
         model,
         tmp_path / "out.png",
@@ -96,7 +96,7 @@ def test_the_image_is_the_stock_pipelines_bit_for_bit(
 
 
 def test_a_trained_lora_changes_the_image_as_it_does_in_the_stock_pipeline(
-    pictures: list[Path], tmp_path: Path, tiny_model: TinyModel, built: Callable[..., Path]
+    image_files: list[Path], tmp_path: Path, tiny_model: TinyModel, built: Callable[..., Path]
 ) -> None:
     model, out = tiny_model("edit-plus"), tmp_path / "run"
     settings = [
@@ -107,7 +107,7 @@ def test_a_trained_lora_changes_the_image_as_it_does_in_the_stock_pipeline(
     ]
     options = [option for setting in settings for option in ("--set", setting)]
     assert run("qwen-train", "run", built("edit-plus"), "--model", model, *options).code == 0
-    drawing = ["--prompt", "mirror it", "--image", pictures[0]]
+    drawing = ["--prompt", "mirror it", "--image", image_files[0]]
     plain = predict(model, tmp_path / "plain.png", *drawing)
     trained = predict(model, tmp_path / "trained.png", *drawing, "--lora", out)
     same = predict(model, tmp_path / "same.png", *drawing, "--lora", out / "pytorch_lora_weights.safetensors")
@@ -116,7 +116,7 @@ def test_a_trained_lora_changes_the_image_as_it_does_in_the_stock_pipeline(
     pipeline = stock_pipeline.__wrapped__(model, "edit-plus")  # not the one that other tests share
     pipeline.load_lora_weights(out)
     expected = pipeline(
-        image=[Image.open(pictures[0]).convert("RGB")],
+        image=[Image.open(image_files[0]).convert("RGB")],
         prompt="mirror it",
         true_cfg_scale=1.0,
         num_inference_steps=2,
@@ -130,10 +130,10 @@ def test_a_trained_lora_changes_the_image_as_it_does_in_the_stock_pipeline(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
 def test_with_a_quantised_transformer_the_image_is_nearly_the_same(
-    pictures: list[Path], tmp_path: Path, tiny_model: TinyModel
+    image_files: list[Path], tmp_path: Path, tiny_model: TinyModel
 ) -> None:
     """As qwen.yaml says for training, so that what fits there fits here."""
-    options = ("--prompt", "x", "--image", pictures[0])
+    options = ("--prompt", "x", "--image", image_files[0])
     plain = predict(tiny_model("edit-plus"), tmp_path / "plain.png", *options).astype(int)
     eight = ("--set", "model.quantization=int8")
     found = predict(tiny_model("edit-plus"), tmp_path / "eight.png", *options, *eight).astype(int)
@@ -162,10 +162,10 @@ def test_with_a_quantised_transformer_the_image_is_nearly_the_same(
     ],
 )
 def test_what_cannot_be_done_says_so(
-    options: list[str], message: str, pictures: list[Path], tmp_path: Path, tiny_model: TinyModel
+    options: list[str], message: str, image_files: list[Path], tmp_path: Path, tiny_model: TinyModel
 ) -> None:
     (tmp_path / "pytorch_lora_weights.bin").write_bytes(b"a pickle, as far as anybody knows")
-    names = {"image": pictures[0], "pickle": tmp_path / "pytorch_lora_weights.bin"}
+    names = {"image": image_files[0], "pickle": tmp_path / "pytorch_lora_weights.bin"}
     given = [option.format(**names) for option in options]
     out = tmp_path / "out.png"
     result = run("qwen-train", "predict", "--prompt", "x", "--model", tiny_model("edit-plus"), "--out", out, *given)
@@ -175,8 +175,8 @@ def test_what_cannot_be_done_says_so(
     assert not out.exists()
 
 
-def test_an_image_too_many_for_the_pipeline(pictures: list[Path], tmp_path: Path, tiny_model: TinyModel) -> None:
-    two = [option for path in pictures for option in ("--image", path)]
+def test_an_image_too_many_for_the_pipeline(image_files: list[Path], tmp_path: Path, tiny_model: TinyModel) -> None:
+    two = [option for path in image_files for option in ("--image", path)]
     out = tmp_path / "out.png"
     result = run("qwen-train", "predict", "--prompt", "x", "--model", tiny_model("edit"), "--out", out, *two)
     assert result.code == 2
@@ -218,13 +218,13 @@ def test_every_option_is_an_argument_of_the_stock_pipeline(tmp_path: Path, tiny_
     assert "generating" in result.stderr
     assert "3/3" in result.stderr
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["out-1.png", "out-2.png"]
-    for number, picture in enumerate(expected, 1):
+    for number, image in enumerate(expected, 1):
         found = np.asarray(Image.open(tmp_path / "new" / f"out-{number}.png"))
-        assert np.array_equal(found, np.asarray(picture))
+        assert np.array_equal(found, np.asarray(image))
 
 
 def draw(model: Path, out: Path, *options: str | Path) -> Result:
-    """A small image of a text-to-image model: what is drawn about does not matter here."""
+    """A small image of a text-to-image model: its content does not matter here."""
     size = ("--height", "64", "--width", "48", "--prompt", "a fox", "--set", "predict.dtype=float32")
     return run("qwen-train", "predict", "--model", model, "--out", out, *size, *options)
 
@@ -279,14 +279,14 @@ def test_several_loras_count_by_their_weights(tmp_path: Path, tiny_model: TinyMo
     generator = torch.Generator().manual_seed(0)
     expected = pipeline(prompt="a fox", num_inference_steps=2, height=64, width=48, generator=generator).images[0]
     options = ["--num-inference-steps", "2", "--lora", f"{one}:0.5", "--lora", f"{two}:-1.5"]
-    pictures = {}
+    generated = {}
     for name, more in (("unmerged", options), ("merged", [*options, "--merge"]), ("plain", options[:2])):
         result = draw(model, tmp_path / f"{name}.png", *more)
         assert result.code == 0, result.stderr
-        pictures[name] = np.asarray(Image.open(tmp_path / f"{name}.png")).astype(int)
-    assert np.array_equal(pictures["unmerged"], np.asarray(expected))
-    assert np.abs(pictures["merged"] - pictures["unmerged"]).max() <= 1
-    assert np.abs(pictures["plain"] - pictures["unmerged"]).max() > 8
+        generated[name] = np.asarray(Image.open(tmp_path / f"{name}.png")).astype(int)
+    assert np.array_equal(generated["unmerged"], np.asarray(expected))
+    assert np.abs(generated["merged"] - generated["unmerged"]).max() <= 1
+    assert np.abs(generated["plain"] - generated["unmerged"]).max() > 8
 
 
 def test_a_lora_of_another_pipeline_is_said(tmp_path: Path, tiny_model: TinyModel) -> None:
@@ -296,9 +296,9 @@ def test_a_lora_of_another_pipeline_is_said(tmp_path: Path, tiny_model: TinyMode
     header = {f"transformer.{name}": value for name, value in settings.items()}
     header["trained_on"] = {"model": "Qwen/Qwen-Image-Edit", "pipeline": "QwenImageEditPipeline"}
     save_file(load_file(path), path, {"lora_adapter_metadata": json.dumps(header)})
-    result = draw(tiny_model("t2i"), tmp_path / "drawn.png", "--num-inference-steps", "2", "--lora", path)
+    result = draw(tiny_model("t2i"), tmp_path / "generated.png", "--num-inference-steps", "2", "--lora", path)
     assert result.code == 0, result.stderr
-    said = "trained on Qwen/Qwen-Image-Edit (QwenImageEditPipeline), and drawn with QwenImagePipeline"
+    said = "trained on Qwen/Qwen-Image-Edit (QwenImageEditPipeline), but used with QwenImagePipeline"
     assert said in " ".join(result.stderr.split())
 
 
@@ -383,7 +383,7 @@ def no_memory(*arguments: Any, **named: Any) -> Any:
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
-    ("owner", "method", "doing", "cure"),
+    ("owner", "method", "doing", "fix"),
     [
         (TextEncoder, "encode_whole", "encoding the prompt", "--text-device"),
         (QwenImageTransformer2DModel, "to", "loading the transformer", "model.quantization=int8"),
@@ -397,8 +397,8 @@ def test_without_memory_it_says_for_which_part_and_what_helps(
     owner: Any,
     method: str,
     doing: str,
-    cure: str,
-    pictures: list[Path],
+    fix: str,
+    image_files: list[Path],
     tmp_path: Path,
     tiny_model: TinyModel,
     monkeypatch: pytest.MonkeyPatch,
@@ -407,14 +407,14 @@ def test_without_memory_it_says_for_which_part_and_what_helps(
     for name in ("encode_in_tiles", "decode_in_tiles"):  # which would have helped
         monkeypatch.setattr(tiles, name, no_memory)
     out = tmp_path / "out.png"
-    result = draw(tiny_model("edit-plus"), out, "--image", pictures[0], "--num-inference-steps", "2")
+    result = draw(tiny_model("edit-plus"), out, "--image", image_files[0], "--num-inference-steps", "2")
     assert result.code == 2, result.stderr
     assert f"error: cpu has too little memory for {doing} (found CUDA out of memory)" in result.stderr
-    assert cure in result.stderr.split("→")[1]
+    assert fix in result.stderr.split("→")[1]
     assert not out.exists()
 
 
-def test_the_text_encoder_is_gone_before_the_transformer_comes(
+def test_the_text_encoder_is_freed_before_the_transformer_is_loaded(
     tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoders: list[weakref.ref[torch.nn.Module]] = []

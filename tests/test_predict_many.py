@@ -79,38 +79,38 @@ def test_each_of_several_prompts_gets_the_image_it_gets_alone(predict: Predict, 
         assert np.array_equal(pixels(tmp_path / f"all-{i}.png"), pixels(alone))
 
 
-def test_only_what_changed_is_drawn_again(
+def test_only_what_changed_is_generated_again(
     predict: Predict, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_pairs(tmp_path / "data")
-    drawing = ("--source", source, "--out", tmp_path / "drawn")
-    assert predict(*drawing).code == 0
+    options = ("--source", source, "--out", tmp_path / "generated")
+    assert predict(*options).code == 0
     names = {"china", "flower", "cat", "cup"}
-    assert {path.name for path in (tmp_path / "drawn").iterdir()} == {f"{name}.png" for name in names}
-    before = {name: pixels(tmp_path / "drawn" / f"{name}.png") for name in names}
+    assert {path.name for path in (tmp_path / "generated").iterdir()} == {f"{name}.png" for name in names}
+    before = {name: pixels(tmp_path / "generated" / f"{name}.png") for name in names}
 
     with monkeypatch.context() as patch:
         patch.setattr(generator, "load_pipeline", None)
         patch.setattr(PromptEncoder, "_load", None)
-        assert "0 new images in" in predict(*drawing).stderr
+        assert "0 new images in" in predict(*options).stderr
     (source / "target_images" / "cat.txt").write_text("make it blue", encoding="utf-8")
-    again = predict(*drawing)
+    again = predict(*options)
     assert "1 new image in" in again.stderr
     assert "classifier-free" not in again.stderr
-    assert not np.array_equal(pixels(tmp_path / "drawn" / "cat.png"), before["cat"])
-    assert "4 new images in" in predict(*drawing, "--seed", "1").stderr
-    assert "4 new images in" in predict(*drawing, "--seed", "1", "--lora", lora).stderr
-    assert "4 new images in" in predict(*drawing, "--seed", "1", "--lora", f"{lora}:0.5").stderr
+    assert not np.array_equal(pixels(tmp_path / "generated" / "cat.png"), before["cat"])
+    assert "4 new images in" in predict(*options, "--seed", "1").stderr
+    assert "4 new images in" in predict(*options, "--seed", "1", "--lora", lora).stderr
+    assert "4 new images in" in predict(*options, "--seed", "1", "--lora", f"{lora}:0.5").stderr
 
 
 def test_an_image_that_cannot_be_read_is_left_out(predict: Predict, tmp_path: Path) -> None:
     source = write_pairs(tmp_path / "data")
     (source / "control_images" / "cup.png").write_bytes(b"no image")
-    result = predict("--source", source, "--out", tmp_path / "drawn", "--compare")
+    result = predict("--source", source, "--out", tmp_path / "generated", "--compare")
     assert result.code == 1
     assert "cup" in result.stderr
     assert "3 new images" in result.stderr
-    assert {path.name for path in (tmp_path / "drawn").iterdir()} == {
+    assert {path.name for path in (tmp_path / "generated").iterdir()} == {
         "china.png",
         "flower.png",
         "cat.png",
@@ -119,7 +119,7 @@ def test_an_image_that_cannot_be_read_is_left_out(predict: Predict, tmp_path: Pa
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
+def photos(tmp_path: Path) -> Path:
     """A folder of nothing but images, two of which belong together."""
     folder = tmp_path / "photos"
     (folder / "more").mkdir(parents=True)
@@ -130,43 +130,47 @@ def pictures(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_folder_of_images_is_drawn_with_one_prompt(predict: Predict, pictures: Path, tmp_path: Path) -> None:
-    (pictures / "cat.txt").write_text("its own, which --prompt replaces", encoding="utf-8")
-    drawn = tmp_path / "drawn"
-    result = predict("--source", pictures, "--prompt", "make it red", "--out", drawn)
+def test_a_folder_of_images_is_edited_with_one_prompt(predict: Predict, photos: Path, tmp_path: Path) -> None:
+    (photos / "cat.txt").write_text("its own, which --prompt replaces", encoding="utf-8")
+    generated = tmp_path / "generated"
+    result = predict("--source", photos, "--prompt", "make it red", "--out", generated)
     assert result.code == 0, result.stderr
-    assert {str(path.relative_to(drawn)) for path in drawn.rglob("*.png")} == {"cat.png", "cup.png", "more/flower.png"}
-    assert [result.stderr.count(what) for what in ("drawing", "images ━")] == [0, 1], "one line for all"
+    assert {str(path.relative_to(generated)) for path in generated.rglob("*.png")} == {
+        "cat.png",
+        "cup.png",
+        "more/flower.png",
+    }
+    assert [result.stderr.count(what) for what in ("generating", "images ━")] == [0, 1], "one line for all"
     named = {"cat": ["cat.png"], "cup": ["cup.png", "cup_control_1.png"]}
     for name, files in named.items():
-        images = [option for file in files for option in ("--image", pictures / file)]
+        images = [option for file in files for option in ("--image", photos / file)]
         assert predict(*images, "--prompt", "make it red", "--out", tmp_path / "alone.png").code == 0
-        assert np.array_equal(pixels(drawn / f"{name}.png"), pixels(tmp_path / "alone.png"))
-    assert "0 new images" in predict("--source", pictures, "--prompt", "make it red", "--out", drawn).stderr
-    both = predict("--source", pictures, "--prompt", "make it red", "--prompt", "and blue", "--out", tmp_path / "two")
+        assert np.array_equal(pixels(generated / f"{name}.png"), pixels(tmp_path / "alone.png"))
+    assert "0 new images" in predict("--source", photos, "--prompt", "make it red", "--out", generated).stderr
+    both = predict("--source", photos, "--prompt", "make it red", "--prompt", "and blue", "--out", tmp_path / "two")
     assert "6 new images" in both.stderr
-    assert np.array_equal(pixels(tmp_path / "two" / "cat-1.png"), pixels(drawn / "cat.png"))
+    assert np.array_equal(pixels(tmp_path / "two" / "cat-1.png"), pixels(generated / "cat.png"))
 
 
 @pytest.mark.slow
-def test_prompts_may_lie_beside_the_images_or_in_a_table(predict: Predict, pictures: Path, tmp_path: Path) -> None:
+def test_prompts_may_be_beside_the_images_or_in_a_table(predict: Predict, photos: Path, tmp_path: Path) -> None:
     for name, text in {"cat": "make it red", "cup": "mirror it", "more/flower": "make it night"}.items():
-        (pictures / f"{name}.txt").write_text(text, encoding="utf-8")
+        (photos / f"{name}.txt").write_text(text, encoding="utf-8")
     rows = [
         "control,control_1,prompt",
         "photos/cat.png,,make it red",
         "photos/cup.png,photos/cup_control_1.png,mirror it",
     ]
     (tmp_path / "table.csv").write_text("\n".join(rows), encoding="utf-8")
-    assert predict("--source", pictures, "--out", tmp_path / "beside", "--compare").code == 0
+    assert predict("--source", photos, "--out", tmp_path / "beside", "--compare").code == 0
     assert predict("--source", tmp_path / "table.csv", "--out", tmp_path / "listed").code == 0
     for name in ("cat", "cup"):
         listed = pixels(tmp_path / "listed" / "photos" / f"{name}.png")
         assert np.array_equal(pixels(tmp_path / "beside" / f"{name}.png"), listed)
-    missing = predict("--source", pictures.parent / "photos" / "more", "--out", tmp_path / "drawn")
+    missing = predict("--source", photos.parent / "photos" / "more", "--out", tmp_path / "generated")
     assert missing.code == 0
-    (pictures / "more" / "flower.txt").unlink()
-    missing = predict("--source", pictures, "--out", tmp_path / "other")
+    (photos / "more" / "flower.txt").unlink()
+    missing = predict("--source", photos, "--out", tmp_path / "other")
     assert missing.code == 2
     assert "flower.txt is missing" in missing.stderr
 
@@ -177,7 +181,7 @@ def test_prompts_may_lie_beside_the_images_or_in_a_table(predict: Predict, pictu
 def test_control_without_with_and_target_are_side_by_side(
     predict: Predict, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, out, pages = write_pairs(tmp_path / "data"), tmp_path / "drawn", []
+    source, out, pages = write_pairs(tmp_path / "data"), tmp_path / "generated", []
     grid = predict_command.compare_grid
     monkeypatch.setattr(predict_command, "compare_grid", lambda *page: pages.append(page) or grid(*page))
     monkeypatch.setattr(predict_command, "ROWS_ON_A_PAGE", 3)
@@ -201,52 +205,52 @@ def test_control_without_with_and_target_are_side_by_side(
 # ---- from a cache ----------------------------------------------------------------------------------------------------
 
 
-def test_a_cached_sample_is_drawn_without_the_text_encoder(
+def test_a_cached_sample_is_generated_without_the_text_encoder(
     predict: Predict, built: Callable[..., Path], lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = open_cache(built("edit-plus"))
     monkeypatch.setattr(PromptEncoder, "_load", None)
     out = tmp_path / "out.png"
     keys = ("--key", "cat", "--key", cache[1].key[:8])
-    drawing = ("--from-cache", built("edit-plus"), *keys, "--out", out)
-    result = predict(*drawing, "--lora", lora, "--compare", size=())
+    options = ("--from-cache", built("edit-plus"), *keys, "--out", out)
+    result = predict(*options, "--lora", lora, "--compare", size=())
     assert result.code == 0, result.stderr
     by_name = {sample.name: sample for sample in cache}
     _, h, w = by_name["cat"].img_shapes[0]
     assert pixels(tmp_path / "out-1.png").shape == (16 * h, 16 * w, 3)
     assert (tmp_path / "out-compare.png").is_file()
     trained = pixels(tmp_path / "out-1.png")
-    assert predict(*drawing, size=()).code == 0
+    assert predict(*options, size=()).code == 0
     assert not np.array_equal(pixels(tmp_path / "out-1.png"), trained)
 
 
 @pytest.mark.slow
-def test_an_image_that_was_drawn_alone_is_drawn_anew(predict: Predict, image: Path, lora: Path, tmp_path: Path) -> None:
+def test_an_image_generated_alone_is_generated_again(predict: Predict, image: Path, lora: Path, tmp_path: Path) -> None:
     """First without a thought of it, then side by side."""
-    drawing = ("--image", image, "--prompt", "x", "--lora", lora, "--out", tmp_path / "out.png")
-    assert predict(*drawing).code == 0
+    options = ("--image", image, "--prompt", "x", "--lora", lora, "--out", tmp_path / "out.png")
+    assert predict(*options).code == 0
     alone = pixels(tmp_path / "out.png")
     for _ in range(2):
-        result = predict(*drawing, "--compare")
+        result = predict(*options, "--compare")
         assert result.code == 0, result.stderr
         assert np.array_equal(pixels(tmp_path / "out.png"), alone)
     foreign = tmp_path / "out-compare.png"
     Image.new("RGB", (8, 8)).save(foreign)
-    assert "did not draw" in predict(*drawing, "--compare").stderr
+    assert "was not generated by" in predict(*options, "--compare").stderr
     assert pixels(foreign).shape == (8, 8, 3)
 
 
-def test_what_was_drawn_out_of_a_cache_is_kept_when_the_next_fails(
+def test_images_from_a_cache_are_kept_when_the_next_fails(
     predict: Predict, built: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = many.draw_cached
+    real = many.generate_cached
 
     def fails(sample: Any, *rest: Any, **named: Any) -> Any:
         if sample.name == "cup":
             raise KeyboardInterrupt
         return real(sample, *rest, **named)
 
-    monkeypatch.setattr(many, "draw_cached", fails)
+    monkeypatch.setattr(many, "generate_cached", fails)
     keys = ("--key", "cat", "--key", "cup")
     result = predict("--from-cache", built("edit-plus"), *keys, "--out", tmp_path / "out.png", size=())
     assert result.code == 130
@@ -264,22 +268,22 @@ def test_what_was_drawn_out_of_a_cache_is_kept_when_the_next_fails(
         (("--prompt", "x", "--from-cache", "data"), "found --prompt and --from-cache"),
         (("--source", "data", "--image", "a.png"), "--from-cache, found --image and --source)"),
         (
-            ("--source", ".", "--out", "drawn"),
+            ("--source", ".", "--out", "generated"),
             "--out: the output folder is inside --source: the next run would read its own results",
         ),
         (("--from-cache", "shards"), "--from-cache CACHE goes with --key KEY"),
         (("--prompt", "x", "--compare", "--merge", "--lora", "{lora}"), "a merged LoRA cannot be turned off again"),
         (
             ("--prompt", "x", "--prompt", "y", "--num-images-per-prompt", "2"),
-            "several images per prompt are for one prompt",
+            "several images per prompt need a single prompt",
         ),
         (("--prompt", "x", "--prompt", "y", "--save-interrupted"), "--save-interrupted is for one image"),
         (("--source", "data", "--out", "a.png"), "--source generates into a folder"),
         (("--prompt", "x", "--prompt", "y", "--image", "no.png"), "no.png: cannot be read: No such file"),
         (("--prompt", "x", "--prompt", "y", "--out", "a.jpg"), "resumable output must be .png"),
-        (("--from-cache", "{cache}", "--key", "cat", "--width", "64"), "a cached sample has its size"),
+        (("--from-cache", "{cache}", "--key", "cat", "--width", "64"), "a cached sample has a fixed size"),
         (("--from-cache", "{cache}", "--key", "nobody"), "no sample of this key or name"),
-        (("--from-cache", "{cache}", "--key", "cat", "--negative-prompt", "x"), "holds no negative prompt"),
+        (("--from-cache", "{cache}", "--key", "cat", "--negative-prompt", "x"), "only negative prompt in a cache"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
@@ -296,13 +300,13 @@ def test_what_does_not_go_together_is_refused(
 def test_a_cache_of_another_kind_of_model_is_refused(
     predict: Predict, built: Callable[..., Path], tmp_path: Path
 ) -> None:
-    drawing = ("--from-cache", built("edit-plus"), "--key", "cat", "--out", tmp_path / "out.png")
-    result = predict(*drawing, variant="t2i", size=())
+    options = ("--from-cache", built("edit-plus"), "--key", "cat", "--out", tmp_path / "out.png")
+    result = predict(*options, variant="t2i", size=())
     assert result.code == 2
-    assert "the cache was made for another kind of model" in result.stderr
+    assert "the cache was built for another pipeline" in result.stderr
 
 
-def test_an_image_that_is_drawn_about_is_not_drawn_over(predict: Predict, image: Path, tmp_path: Path) -> None:
+def test_a_control_image_is_not_overwritten(predict: Predict, image: Path, tmp_path: Path) -> None:
     before = image.read_bytes()
     image.rename(tmp_path / "cat-1.png")
     for prompts in (("--prompt", "x"), ("--prompt", "x", "--prompt", "y")):
@@ -321,10 +325,10 @@ def test_a_row_called_like_what_is_made_beside_it_is_refused(
     for folder in ("control_images", "target_images"):
         for path in (source / folder).glob("china.*"):
             path.rename(path.with_stem(name))
-    result = predict("--source", source, "--out", tmp_path / "drawn", "--lora", lora, "--compare")
+    result = predict("--source", source, "--out", tmp_path / "generated", "--lora", lora, "--compare")
     assert result.code == 2
     assert "Traceback" not in result.stderr
-    assert not (tmp_path / "drawn").exists()
+    assert not (tmp_path / "generated").exists()
 
 
 @pytest.mark.slow
@@ -335,18 +339,18 @@ def test_weights_behind_a_link_count(predict: Predict, image: Path, tmp_path: Pa
     shutil.copytree(tmp_path / "one", other)
     weights = next(other.glob("*.safetensors"))
     os.utime(weights, (1, 1))
-    drawing = ("--model", linked, "--image", image, "--prompt", "x", "--prompt", "y", "--out", tmp_path / "a.png")
-    for folder, drawn in ((tmp_path / "one", 2), (tmp_path / "one", 0), (other, 2)):
+    options = ("--model", linked, "--image", image, "--prompt", "x", "--prompt", "y", "--out", tmp_path / "a.png")
+    for folder, count in ((tmp_path / "one", 2), (tmp_path / "one", 0), (other, 2)):
         (linked / "transformer").unlink(missing_ok=True)
         (linked / "transformer").symlink_to(folder)
-        assert f"{drawn} new image" in predict(*drawing).stderr
+        assert f"{count} new image" in predict(*options).stderr
 
 
-def test_a_file_that_was_not_drawn_here_stays(predict: Predict, image: Path, tmp_path: Path) -> None:
+def test_a_file_that_was_not_generated_here_stays(predict: Predict, image: Path, tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a-1.png")
     result = predict("--image", image, "--prompt", "x", "--prompt", "y", "--out", tmp_path / "a.png")
     assert result.code == 2
-    assert "did not draw" in result.stderr
+    assert "was not generated by" in result.stderr
     assert pixels(tmp_path / "a-1.png").shape == (8, 8, 3)
 
 
@@ -355,20 +359,20 @@ def test_a_file_that_was_not_drawn_here_stays(predict: Predict, image: Path, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["edit-plus", slow("edit-2511")])
-def test_the_modulation_from_a_table_draws_nearly_the_same(
+def test_tabulated_modulation_generates_nearly_the_same(
     predict: Predict, image: Path, lora: Path, tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "tables"))
-    drawing = ("--image", image, "--prompt", "x", "--lora", lora, "--set", "predict.dtype=bfloat16")
+    options = ("--image", image, "--prompt", "x", "--lora", lora, "--set", "predict.dtype=bfloat16")
     plain, found = tmp_path / "plain.png", tmp_path / "found.png"
-    assert predict(*drawing, "--out", plain, variant=variant).code == 0
+    assert predict(*options, "--out", plain, variant=variant).code == 0
     tabulated = ("--set", "predict.tabulated_modulation=true")
-    result = predict(*drawing, *tabulated, "--out", found, variant=variant)
+    result = predict(*options, *tabulated, "--out", found, variant=variant)
     assert result.code == 0, result.stderr
     difference = np.abs(pixels(plain).astype(int) - pixels(found))
     assert difference.mean() < 2
     assert list((tmp_path / "tables").rglob("*.npy"))
-    refused = predict(*drawing, *tabulated, "--set", "predict.dtype=float32", "--out", found, variant=variant)
+    refused = predict(*options, *tabulated, "--set", "predict.dtype=float32", "--out", found, variant=variant)
     assert "predict.tabulated_modulation needs bfloat16" in refused.stderr
 
 
@@ -378,7 +382,7 @@ def test_a_lora_on_what_is_tabulated_is_refused(predict: Predict, image: Path, t
     name = "transformer.transformer_blocks.0.img_mod.1"
     weights = {f"{name}.lora_A.weight": torch.randn(4, 64), f"{name}.lora_B.weight": torch.randn(384, 4)}
     save_file(weights, tmp_path / "other.safetensors")
-    drawing = (
+    options = (
         "--image",
         image,
         "--prompt",
@@ -388,7 +392,7 @@ def test_a_lora_on_what_is_tabulated_is_refused(predict: Predict, image: Path, t
         "--out",
         tmp_path / "o.png",
     )
-    options = ("--set", "predict.tabulated_modulation=true", "--set", "predict.dtype=bfloat16")
-    result = predict(*drawing, *options)
+    tabulated = ("--set", "predict.tabulated_modulation=true", "--set", "predict.dtype=bfloat16")
+    result = predict(*options, *tabulated)
     assert result.code == 2
     assert "img_mod" in result.stderr

@@ -17,9 +17,9 @@ import pytest
 
 from qwen_cache.cli import build as build_command
 from qwen_cache.encode import builder
-from qwen_cache.encode.builder import Job
-from qwen_cache.encode.cluster import Place, Share, choose_places, choose_share
-from qwen_cache.encode.plan import Planned
+from qwen_cache.encode.builder import BuildJob
+from qwen_cache.encode.cluster import Node, WorkerResources, choose_nodes, choose_resources
+from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import ModelError
 from qwen_cache.format.identity import content_hash, recipe_id
 from qwen_cache.format.sample import SampleMeta, token_count
@@ -38,7 +38,7 @@ CPU = ("--vae-device", "cpu", "--text-device", "cpu")
 class NodeLanes(AbstractContextManager[Any]):
     """In place of the encoders: bytes that depend on the key alone. Notes in `log` which node encoded what."""
 
-    def __init__(self, job: Job, log: Path) -> None:
+    def __init__(self, job: BuildJob, log: Path) -> None:
         import ray
 
         self.job, self.log = job, log
@@ -54,13 +54,13 @@ class NodeLanes(AbstractContextManager[Any]):
         """The nodes that have something to do."""
         return {path.name.split("@")[1] for path in self.log.glob("*@*")}
 
-    def submit(self, sample: Planned) -> Planned:
+    def submit(self, sample: PlannedSample) -> PlannedSample:
         if self.fate == "blind":
             (self.log / "no such folder").read_bytes()
         (self.log / f"{Path(sample.row.name).name}@{self.node}").touch()
         return sample
 
-    def result(self, sample: Planned) -> tuple[SampleMeta, dict[str, memoryview]]:
+    def result(self, sample: PlannedSample) -> tuple[SampleMeta, dict[str, memoryview]]:
         if self.fate == "exit":
             os._exit(1)
         while self.fate == "hang" or (self.fate.isdecimal() and len(self.busy()) < int(self.fate)):
@@ -80,7 +80,7 @@ def noise(seed: str, count: int) -> bytes:
 
 
 class Log:
-    """What the nodes wrote down, and what shall happen to them: a number waits until so many nodes are busy."""
+    """What the nodes logged, and what will happen to them: a number waits until that many nodes are busy."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,7 +90,7 @@ class Log:
         (self.folder / "fates" / node.node_id).write_text(fate)
 
     def encoded(self, node: Any = None) -> set[str]:
-        """The names of the samples that were begun, on one node or on all."""
+        """The names of the samples that were started, on one node or on all."""
         names = (path.name.split("@") for path in self.folder.glob("*@*"))
         return {name for name, where in names if node is None or where == node.node_id}
 
@@ -212,12 +212,12 @@ def test_when_every_worker_dies_what_is_done_is_kept(
     result = build_on(cluster, table, tmp_path / "shards", model)
     assert result.code == 2
     assert "error: every worker of the Ray cluster is lost (found " in result.stderr
-    assert "the same command goes on" in result.stderr
+    assert "run the same command to continue" in result.stderr
     assert not (tmp_path / "shards" / "cache.json").exists()
 
 
 @pytest.mark.slow
-def test_an_interrupted_build_goes_on_without_ray(
+def test_an_interrupted_build_continues_without_ray(
     cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, add = tmp_path / "shards", Staging.add
@@ -231,7 +231,7 @@ def test_an_interrupted_build_goes_on_without_ray(
     monkeypatch.setattr(Staging, "add", add_some)
     stopped = build_on(cluster, table, out, model)
     assert stopped.code == 130
-    assert "20 of 36 samples encoded and kept; the same command goes on" in stopped.stderr
+    assert "20 of 36 samples encoded and kept; run the same command to continue" in stopped.stderr
     monkeypatch.setattr(Staging, "add", add)
     log.clear()
     assert build(table, out, model, *SHARDS).code == 0
@@ -272,7 +272,7 @@ def test_a_node_with_other_weights_is_refused(
     monkeypatch.setattr(builder, "make_recipe", lambda *job: {**make(*job), "vae": "0" * 32})
     result = build_on(cluster, table, tmp_path / "shards", model)
     assert result.code == 2
-    assert "this node would encode something else than the recipe says, on node" in result.stderr
+    assert "the model or the environment of this node gives another recipe, on node" in result.stderr
     assert "(found vae)" in result.stderr
     assert not log.encoded()
 
@@ -309,26 +309,28 @@ def test_without_a_cluster_or_without_ray_it_says_so(
 @pytest.mark.parametrize(
     ("vae", "text", "has_gpus", "expected"),
     [
-        ("auto", "auto", True, Share(1, "cuda:0", "cuda:0")),
-        ("auto", "auto", False, Share(0, "cpu", "cpu")),
-        ("cuda:1", "cuda:2", True, Share(2, "cuda:0", "cuda:1")),
-        ("cuda", "cuda:0", True, Share(1, "cuda:0", "cuda:0")),
-        ("cuda:3", "auto", True, Share(1, "cuda:0", "cuda:0")),
-        ("cpu", "auto", True, Share(1, "cpu", "cuda:0")),
-        ("cpu", "cpu", True, Share(0, "cpu", "cpu")),
-        ("cuda:4,cuda:2", "cuda:0", True, Share(3, "cuda:0,cuda:1", "cuda:2")),
+        ("auto", "auto", True, WorkerResources(1, "cuda:0", "cuda:0")),
+        ("auto", "auto", False, WorkerResources(0, "cpu", "cpu")),
+        ("cuda:1", "cuda:2", True, WorkerResources(2, "cuda:0", "cuda:1")),
+        ("cuda", "cuda:0", True, WorkerResources(1, "cuda:0", "cuda:0")),
+        ("cuda:3", "auto", True, WorkerResources(1, "cuda:0", "cuda:0")),
+        ("cpu", "auto", True, WorkerResources(1, "cpu", "cuda:0")),
+        ("cpu", "cpu", True, WorkerResources(0, "cpu", "cpu")),
+        ("cuda:4,cuda:2", "cuda:0", True, WorkerResources(3, "cuda:0,cuda:1", "cuda:2")),
     ],
 )
-def test_devices_become_those_that_ray_shows_a_worker(vae: str, text: str, has_gpus: bool, expected: Share) -> None:
-    assert choose_share(CacheConfig(vae_device=vae, text_device=text), has_gpus=has_gpus) == expected
+def test_devices_become_those_that_ray_shows_a_worker(
+    vae: str, text: str, has_gpus: bool, expected: WorkerResources
+) -> None:
+    assert choose_resources(CacheConfig(vae_device=vae, text_device=text), has_gpus=has_gpus) == expected
 
 
-def test_a_worker_for_every_share_of_a_node() -> None:
+def test_each_node_gets_as_many_workers_as_fit() -> None:
     def node(name: str, alive: bool = True, **resources: float) -> dict[str, Any]:
         return {"NodeID": name, "NodeManagerAddress": f"ip-{name}", "Alive": alive, "Resources": resources}
 
-    nodes = [node("a", CPU=32, GPU=5), node("b", CPU=6, GPU=2), node("head", CPU=0), node("gone", False, CPU=9, GPU=9)]
-    on_two = [Place("a", "ip-a", 4)] * 2 + [Place("b", "ip-b", 4)]
-    assert choose_places(nodes, Share(2, "cuda:0", "cuda:1")) == on_two
-    assert choose_places(nodes, Share(1, "cuda:0", "cuda:0"))[5:] == [Place("b", "ip-b", 3)] * 2
-    assert choose_places(nodes, Share(0, "cpu", "cpu")) == [Place("a", "ip-a", 32), Place("b", "ip-b", 6)]
+    nodes = [node("a", CPU=32, GPU=5), node("b", CPU=6, GPU=2), node("head", CPU=0), node("dead", False, CPU=9, GPU=9)]
+    on_two = [Node("a", "ip-a", 4)] * 2 + [Node("b", "ip-b", 4)]
+    assert choose_nodes(nodes, WorkerResources(2, "cuda:0", "cuda:1")) == on_two
+    assert choose_nodes(nodes, WorkerResources(1, "cuda:0", "cuda:0"))[5:] == [Node("b", "ip-b", 3)] * 2
+    assert choose_nodes(nodes, WorkerResources(0, "cpu", "cpu")) == [Node("a", "ip-a", 32), Node("b", "ip-b", 6)]

@@ -51,7 +51,7 @@ def test_shapes_follow_from_img_shapes(shards: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_stock_webdataset_and_safetensors_read_the_same_bytes(shards: Path) -> None:
-    """The independent reference: stock libraries, knowing nothing of the index."""
+    """The independent reference: stock libraries, without the index."""
     cache = open_cache(shards)
     urls = [str(path) for path in sorted(shards.glob("*.tar"))]
     found = {item["__key__"]: item for item in webdataset.WebDataset(urls, shardshuffle=False, empty_check=False)}
@@ -75,7 +75,7 @@ def test_tensors_are_views_of_the_shard_on_64_byte_boundaries(shards: Path) -> N
         assert sample["image_latents"].data_ptr() % 64 == 0
 
 
-def test_v1_and_v2_say_the_same(built: Built) -> None:
+def test_v1_and_v2_have_the_same_values(built: Built) -> None:
     """The empty prompt is stored whole in v1, without its shared prefix in v2; pixels against 16-pixel units.
 
     v1 has no edit masks, so there the sample with one is the sample without, which is another.
@@ -114,7 +114,7 @@ def test_numpy_arrays_are_views_of_the_shard(shards: Path) -> None:
         sample.numpy("depth")
 
 
-def test_edit_mask_is_the_share_of_each_token_that_is_edited(built: Built) -> None:
+def test_edit_mask_is_the_edited_fraction_of_each_token(built: Built) -> None:
     """The mask covers the left half of the cup; one column of tokens may be cut by its border."""
     cup = next(sample for sample in open_cache(built("edit-plus")) if sample.name == "cup")
     _, h, w = cup.img_shapes[0]
@@ -152,7 +152,7 @@ def test_without_torch_a_tensor_says_what_to_do(monkeypatch: pytest.MonkeyPatch)
         sample["image_latents"]
     assert str(refused.value) == (
         "sample['image_latents'] is a torch tensor, and torch is not installed\n"
-        "  → take sample.numpy('image_latents'), or pip install 'qwen-cache[build]'"
+        "  → use sample.numpy('image_latents'), or pip install 'qwen-cache[build]'"
     )
     assert sample.numpy("image_latents").shape == (6, 64)
 

@@ -1,4 +1,4 @@
-"""A cache behind a URL reads as the folder that it is a copy of, whatever happens to servers, connections and copies.
+"""A remote cache reads like the folder it was copied from, whatever happens to servers, connections and local copies.
 
 The servers are real: moto speaks S3, a small HTTP server here counts what it is asked and fails as told. The judge is
 the same cache, opened as a folder.
@@ -56,7 +56,7 @@ SHARDS = ("--set", "cache.shard_size=1")
 
 @pytest.fixture
 def served(local: Path, tmp_path: Path) -> Iterator[Server]:
-    """The cache by HTTP, out of a copy that may be damaged."""
+    """The cache by HTTP, from a copy that may be damaged."""
     with serving(Server(Path(shutil.copytree(local, tmp_path / "served")))) as server:
         yield server
 
@@ -122,7 +122,7 @@ def local(built: Callable[..., Path]) -> Path:
 
 @pytest.fixture(autouse=True)
 def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where local copies lie, of this test alone. Nobody waits here."""
+    """The folder for local copies of this test; retries do not wait."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(remote, "FIRST_WAIT", 0.001)
     return tmp_path / "home" / "qwen-cache" / "shards"
@@ -141,7 +141,7 @@ def disk_bytes(folder: Path) -> int:
 
 
 def ranges(cache: Cache) -> set[tuple[str, int, int]]:
-    """Where the samples lie."""
+    """The positions of the samples."""
     return {(row.shard, row.entry.offset, row.entry.offset + row.entry.length) for row in cache.rows()}
 
 
@@ -180,7 +180,7 @@ def test_every_address_reads_what_the_folder_reads(
     assert list(found.rows()) == list(expected.rows())
     again = pickle.loads(pickle.dumps(found))
     assert contents(again) == contents(expected)
-    assert copies.exists() is (protocol != "file"), "what lies on the disk needs no copy"
+    assert copies.exists() is (protocol != "file"), "local files need no copy"
 
 
 def test_tensors_of_a_copy_are_mapped_and_aligned_as_those_of_a_folder(local: Path, served: Server) -> None:
@@ -190,17 +190,17 @@ def test_tensors_of_a_copy_are_mapped_and_aligned_as_those_of_a_folder(local: Pa
             assert ours.stored(name).data_ptr() % 64 == theirs.stored(name).data_ptr() % 64
 
 
-def test_only_what_is_asked_for_is_fetched_and_only_once(built: Callable[..., Path], tmp_path: Path) -> None:
+def test_only_requested_samples_are_fetched_and_only_once(built: Callable[..., Path], tmp_path: Path) -> None:
     """One shard, four samples: a sample is one range, whatever reads it later."""
     with serving(Server(built("edit-plus"))) as server:
         cache = open_cache(server.url)
-        assert server.asked == []
+        assert server.requests == []
         tensors(cache[2])
         row = cache.row(2)
-        assert server.asked == [(row.shard, row.entry.offset, row.entry.offset + row.entry.length)]
+        assert server.requests == [(row.shard, row.entry.offset, row.entry.offset + row.entry.length)]
         for sample in [*cache, *cache, *open_cache(server.url)]:
             tensors(sample)
-        assert sorted(server.asked) == sorted(ranges(cache))
+        assert sorted(server.requests) == sorted(ranges(cache))
 
 
 def test_an_index_of_many_blocks(served: Server, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,13 +236,13 @@ def test_a_replaced_shard_is_found(served: Server, local: Path) -> None:
 # ---- many at once ----------------------------------------------------------------------------------------------------
 
 
-def test_prefetched_samples_come_at_once_and_are_not_asked_for_again(served: Server) -> None:
+def test_prefetched_samples_are_fetched_together_and_only_once(served: Server) -> None:
     """No request is answered before all four are there."""
     served.before_answer = threading.Barrier(4, timeout=HANG).wait
     cache = open_cache(served.url)
     cache.prefetch(range(4))
     contents(cache)
-    assert sorted(served.asked) == sorted(ranges(cache))
+    assert sorted(served.requests) == sorted(ranges(cache))
 
 
 def test_the_trainer_asks_for_the_batches_ahead(served: Server, local: Path) -> None:
@@ -259,10 +259,10 @@ def test_the_trainer_asks_for_the_batches_ahead(served: Server, local: Path) -> 
         assert a.prompt_embeds.equal(b.prompt_embeds)
     ours.close()
     theirs.close()
-    assert len(served.asked) == 4
+    assert len(served.requests) == 4
 
 
-def test_what_was_asked_ahead_can_be_given_up(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetching_can_be_cancelled(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "FETCHERS", 1)
     asked, go_on = threading.Event(), threading.Event()
 
@@ -277,9 +277,9 @@ def test_what_was_asked_ahead_can_be_given_up(served: Server, monkeypatch: pytes
     cache.stop_prefetch()
     go_on.set()
     tensors(cache[3])
-    assert [name for name, _, _ in served.asked] == [cache.row(0).shard, cache.row(3).shard]
+    assert [name for name, _, _ in served.requests] == [cache.row(0).shard, cache.row(3).shard]
     contents(cache)
-    assert len(served.asked) == 4
+    assert len(served.requests) == 4
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -315,19 +315,19 @@ for _ in range(100):
 
 
 @pytest.mark.slow
-def test_processes_that_share_too_little_room_read_what_is_right(served: Server, local: Path, copies: Path) -> None:
-    """Three processes fill and remove the same copies under one another, one of them is killed on the way."""
+def test_processes_that_share_too_little_space_read_correctly(served: Server, local: Path, copies: Path) -> None:
+    """Three processes fill and remove the same copies at the same time, and one of them is killed."""
     arguments = [served.url, str(local), str(copies), "150000"]
     readers: list[subprocess.Popen[bytes]] = []
 
     def kill_one() -> None:
-        if len(served.asked) == 20:
+        if len(served.requests) == 20:
             readers[0].kill()
 
     served.before_answer = kill_one
     readers += [subprocess.Popen([sys.executable, "-c", READER, str(seed), *arguments]) for seed in range(4)]
     assert [reader.wait(HANG) for reader in readers] == [-9, 0, 0, 0]
-    assert len(served.asked) > 100, "nothing was removed, so nothing was shown"
+    assert len(served.requests) > 100, "nothing was removed, so nothing was shown"
 
 
 # ---- connections -----------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_processes_that_share_too_little_room_read_what_is_right(served: Server,
 def test_a_broken_connection_costs_one_block(
     failure: str | int, served: Server, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three failures in a row on the way: three requests more than blocks."""
+    """Three failures in a row: three requests more than blocks."""
     monkeypatch.setattr(remote, "BLOCK", 20_000)
     cache = open_cache(served.url)
     expected, length = tensors(open_cache(local)[0]), cache.row(0).entry.length
@@ -345,7 +345,7 @@ def test_a_broken_connection_costs_one_block(
     assert tensors(cache[0]) == expected
     blocks = -(-length // 20_000)
     assert blocks > 2
-    assert len(served.asked) == blocks + 3
+    assert len(served.requests) == blocks + 3
 
 
 @pytest.mark.parametrize(
@@ -360,9 +360,9 @@ def test_a_connection_that_always_breaks_is_an_error_that_says_all(
     place = re.escape(f"{served.url}/{row.shard}: reading the bytes {row.entry.offset} to ")
     with pytest.raises(QwenCacheError, match=rf"{place}\d+ failed 5 times \(found .*{reason}(.|\n)*→ check the conn"):
         tensors(cache[0])
-    assert len(served.asked) == 5
+    assert len(served.requests) == 5
     served.fail()
-    assert tensors(cache[0]) == tensors(open_cache(local)[0]), "the same cache goes on when the server does"
+    assert tensors(cache[0]) == tensors(open_cache(local)[0]), "the same cache continues when the server does"
 
 
 def test_an_s3_connection_that_breaks_in_the_middle(
@@ -394,15 +394,15 @@ def refuse_to_wait(seconds: float) -> None:
     raise AssertionError("a second attempt")
 
 
-def test_what_cannot_get_better_is_not_tried_again(served: Server) -> None:
+def test_permanent_errors_are_not_retried(served: Server) -> None:
     cache = open_cache(served.url)
     shard = cache.row(0).shard
     served.failures = itertools.repeat(403)
-    with pytest.raises(QwenCacheError, match=r"is refused \(found .*403(.|\n)*→ check the credentials"):
+    with pytest.raises(QwenCacheError, match=r"is refused \(found .*403(.|\n)*→ check credentials and address"):
         tensors(cache[0])
-    assert len(served.asked) == 1
+    assert len(served.requests) == 1
     (served.folder / shard).unlink()
-    with pytest.raises(FormatError, match=rf"{served.url}/{shard}: a shard that the manifest names is missing \[F6\]"):
+    with pytest.raises(FormatError, match=rf"{served.url}/{shard}: a shard of the manifest is missing \[F6\]"):
         tensors(cache[0])
 
 
@@ -424,7 +424,7 @@ def test_addresses_that_lead_nowhere(
         open_cache(url)
 
 
-def test_without_credentials_it_says_so_at_once(s3: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_reported_without_retries(s3: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -511,7 +511,7 @@ def test_a_damaged_copy_is_fetched_again(
         reader = cache if opened == "before" else open_cache(server.url)
         assert tensors(reader[1]) == tensors(open_cache(local)[1])
         again = damage != "longer" and (opened == "after" or damage != "truncated")
-        assert len(server.asked) == 1 + again
+        assert len(server.requests) == 1 + again
 
 
 def test_a_good_copy_outlives_damage_on_the_server(served: Server, local: Path) -> None:
@@ -521,8 +521,8 @@ def test_a_good_copy_outlives_damage_on_the_server(served: Server, local: Path) 
     assert contents(open_cache(served.url)) == before == contents(open_cache(local))
 
 
-def test_a_copy_never_lies_outside_its_folder(served: Server, local: Path, tmp_path: Path, copies: Path) -> None:
-    """An index that names what lies elsewhere."""
+def test_a_copy_is_never_outside_its_folder(served: Server, local: Path, tmp_path: Path, copies: Path) -> None:
+    """An index that names files outside the folder."""
     path, name = served.folder / "cache.json", "../../../elsewhere"
     rows = [replace(row, shard=name) for row in open_cache(local).rows()]
     index = write_index(rows, 2)
@@ -536,7 +536,7 @@ def test_a_copy_never_lies_outside_its_folder(served: Server, local: Path, tmp_p
 
 
 def test_a_sample_beyond_its_shard_is_refused(served: Server) -> None:
-    """A manifest that says less than the index asks nobody for anything."""
+    """Where the manifest says a shard is smaller than the index says, nothing is requested."""
     path = served.folder / "cache.json"
     value = json.loads(path.read_text())
     for shard in value["shards"]:
@@ -544,7 +544,7 @@ def test_a_sample_beyond_its_shard_is_refused(served: Server) -> None:
     path.write_text(json.dumps(value))
     with pytest.raises(FormatError, match=r"reaches beyond its shard \(expected at most 1000 bytes\) \[F16\]"):
         tensors(open_cache(served.url)[0])
-    assert served.asked == []
+    assert served.requests == []
 
 
 # ---- the disk --------------------------------------------------------------------------------------------------------
@@ -563,20 +563,22 @@ def test_copies_stay_within_their_bound_and_views_of_removed_ones_hold(
         sample = cache[chance.randrange(4)]
         views[sample.key] = {name: sample.buffer(name) for name in sample.row.meta.tensors}
         assert 0 < disk_bytes(copies) <= bound
-    assert len(served.asked) > 8, "nothing was removed"
+    assert len(served.requests) > 8, "nothing was removed"
     assert {key: {name: bytes(view) for name, view in found.items()} for key, found in views.items()} == expected
 
 
-def test_a_copy_takes_the_room_of_what_was_read_and_not_of_its_shard(built: Callable[..., Path], copies: Path) -> None:
+def test_a_copy_takes_the_space_of_the_samples_read_and_not_of_its_shard(
+    built: Callable[..., Path], copies: Path
+) -> None:
     with serving(Server(built("edit-plus"))) as server:
         for _ in range(3):
             cache = open_cache(server.url, local_copies_size=100_000)
             assert cache.manifest.shards[0].bytes > 200_000
             tensors(cache[1])
-        assert len(server.asked) == 1
+        assert len(server.requests) == 1
 
 
-def test_the_least_recently_used_goes_first(
+def test_the_least_recently_used_is_removed_first(
     served: Server, local: Path, copies: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_copies, "TOUCH_AFTER", 0)
@@ -584,7 +586,7 @@ def test_the_least_recently_used_goes_first(
     cache = open_cache(served.url)
     for i in (0, 1, 2, 3, 0, 2):
         tensors(cache[i])
-    assert len(served.asked) == 4
+    assert len(served.requests) == 4
     smaller = int((disk_bytes(copies) - 5000) / 0.9)  # one must go
     local_copies.LocalCopies(copies, smaller).evict()
     assert {path.name.removesuffix(".part") for path in copies.glob("*.part")} == {rows[i].shard for i in (0, 2, 3)}
@@ -605,7 +607,7 @@ def test_a_copy_that_vanishes_is_made_again(served: Server, local: Path, copies:
     contents(cache)
     shutil.rmtree(copies)
     assert contents(cache) == contents(open_cache(local))
-    assert len(served.asked) == 8
+    assert len(served.requests) == 8
 
 
 def test_a_full_disk_names_the_settings(served: Server, monkeypatch: pytest.MonkeyPatch, copies: Path) -> None:
@@ -641,10 +643,10 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_verify_finds_behind_a_url_what_it_finds_in_the_folder(
+def test_verify_finds_the_same_in_a_remote_cache_as_in_the_folder(
     damage: str, local: Path, s3: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where whole copies lie here: what is verified is what the server has."""
+    """Also with complete local copies: the server's bytes are verified."""
     monkeypatch.setattr(remote, "BLOCK", 20_000)
     contents(open_cache(upload(local, f"verify-{damage}")))
     shards = Path(shutil.copytree(local, tmp_path / "shards"))
@@ -675,7 +677,7 @@ def test_verify_by_http_needs_no_listing(served: Server) -> None:
 def test_inspect_says_the_same_and_opens_no_shard(served: Server, local: Path) -> None:
     theirs, ours = (json.loads(run("qwen-cache", "inspect", w, "--json").stdout) for w in (local, served.url))
     assert ours == {**{k: v for k, v in theirs.items() if k != "garbage_bytes"}, "cache": served.url}
-    assert served.asked == []
+    assert served.requests == []
     assert "4, 1 with an edit mask" in run("qwen-cache", "inspect", served.url).stdout
 
 
@@ -695,7 +697,7 @@ def test_nothing_is_written_to_a_url(
     monkeypatch.chdir(tmp_path)
     result = run("qwen-cache", *arguments, "s3://bucket/shards")
     assert result.code == 2
-    assert "s3://bucket/shards: a cache is built and changed on a local disk only" in result.stderr
+    assert "s3://bucket/shards: caches are written on a local disk only" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

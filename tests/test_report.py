@@ -142,7 +142,7 @@ def test_the_overview_says_how_the_run_went(train: Trainer) -> None:
 
 @pytest.mark.slow
 def test_the_curves_are_those_of_the_metrics(train: Trainer) -> None:
-    """The smallest and largest values and steps are written at the axes; between them a point lies in proportion."""
+    """The smallest and largest values and steps are written at the axes; between them points are in proportion."""
     out = train(settings=IMAGES, validation__validation_steps=1, train__max_steps=5, optimizer__learning_rate=0.01)
     charts, lines = Page(out / "report.html").charts(), metrics(out)
     names = ("loss", "grad_norm", "samples_per_second", "tokens_per_second")
@@ -157,10 +157,10 @@ def test_the_curves_are_those_of_the_metrics(train: Trainer) -> None:
         assert (curve.min(axis=0).tolist(), curve.max(axis=0).tolist()) == ([0, 0], [GRID, GRID])
     (chart,) = (chart for title, chart in charts.items() if title.startswith("validation loss"))
     measures = ("validation_loss", *(f"validation_loss_q{i}" for i in (1, 2, 3, 4)))
-    drawn = np.array([[line[name] for name in measures] for line in lines])
-    assert labels(chart)[:2] == pytest.approx([drawn.max(), drawn.min()], rel=1e-3)
+    plotted = np.array([[line[name] for name in measures] for line in lines])
+    assert labels(chart)[:2] == pytest.approx([plotted.max(), plotted.min()], rel=1e-3)
     heights = np.array([curve[:, 1] for curve in curves(chart)]).T
-    assert np.corrcoef(heights.ravel(), drawn.ravel())[0, 1] < -0.9999
+    assert np.corrcoef(heights.ravel(), plotted.ravel())[0, 1] < -0.9999
 
 
 def test_long_runs_are_thinned_and_smoothed(tmp_path: Path) -> None:
@@ -390,20 +390,20 @@ def header(side: int, colours: int = 2) -> bytes:
 )
 def test_images_that_are_damaged_are_named(damaged: bytes, tmp_path: Path) -> None:
     page = Page(write_report(validation(tmp_path, {"step-5/a.png": damaged, "step-5/b.png": png()})))
-    assert captions(page) == ["drawn after step 5 a.png cannot be read", "drawn after step 5"]
+    assert captions(page) == ["generated after step 5 a.png cannot be read", "generated after step 5"]
 
 
 def test_what_pillow_warns_of_is_no_matter(tmp_path: Path) -> None:
     """Warnings are errors here: an animation without images is an image all the same."""
     image = header(8) + chunk(b"acTL", bytes(8)) + png()[33:]
-    assert captions(Page(write_report(validation(tmp_path, {"step-5/a.png": image})))) == ["drawn after step 5"]
+    assert captions(Page(write_report(validation(tmp_path, {"step-5/a.png": image})))) == ["generated after step 5"]
 
 
 def test_only_folders_of_steps_are_looked_into(tmp_path: Path) -> None:
     """Not into what a file manager makes when it copies one."""
     folders = ("step-5", "step-12", "step-foo", "step-12 copy", "step-99.bak", "step-")
     page = Page(write_report(validation(tmp_path, {f"{folder}/a.png": png() for folder in folders})))
-    assert captions(page) == ["drawn after step 12"]
+    assert captions(page) == ["generated after step 12"]
 
 
 def test_names_of_images_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -416,9 +416,9 @@ def test_names_of_images_are_taken_as_they_are(tmp_path: Path) -> None:
     names = {f"{place}/[c]*.png": png() for place in ("step-5", "target", "controls")}
     page = Page(write_report(validation(tmp_path, {"step-5/cat.png": png(), **images, **names})))
     assert captions(page) == [
-        *("control", "target", "drawn after step 5"),
+        *("control", "target", "generated after step 5"),
         *(f"control {i}" for i in range(1, 12)),
-        "drawn after step 5",
+        "generated after step 5",
     ]
     data = [base64.b64decode(source.removeprefix("data:image/jpeg;base64,")) for source in page.references]
     reds = [Image.open(BytesIO(jpeg)).getpixel((0, 0))[0] for jpeg in data[3:14]]  # type: ignore[index]
@@ -436,7 +436,7 @@ def test_decoded_images_are_in_it(train: Trainer) -> None:
     shown = [Image.open(BytesIO(jpeg)) for jpeg in data]
     newest = sorted((out / "validation" / "step-2").glob("*.png"))
     assert len(shown) == 2 * 2 + 3
-    assert page.text.count("drawn after step 2") == len(newest)
+    assert page.text.count("generated after step 2") == len(newest)
     assert "step 1" not in page.text
     cache = open_cache(train.cache)
     for image in newest:
@@ -446,7 +446,7 @@ def test_decoded_images_are_in_it(train: Trainer) -> None:
     assert np.abs(last - expected).mean() < 20, "a JPEG of noise"
 
 
-def test_the_command_makes_the_same_page_again_wherever_the_folder_lies(train: Trainer) -> None:
+def test_the_command_makes_the_same_page_again_wherever_the_folder_is(train: Trainer) -> None:
     out = train(settings=IMAGES)
     expected = (out / "report.html").read_text(encoding="utf-8")
     (out / "report.html").unlink()
@@ -468,8 +468,8 @@ def test_every_checkpoint_renews_it(train: Trainer, monkeypatch: pytest.MonkeyPa
     assert seen == [2, 3, 3]
 
 
-def test_a_run_goes_on_when_its_page_cannot_be_made(train: Trainer) -> None:
-    """A folder lies in its place: once at the checkpoint after each step, and once at the end, a line says so."""
+def test_a_run_continues_when_its_page_cannot_be_made(train: Trainer) -> None:
+    """A folder has its name: once at the checkpoint after each step, and once at the end, a line says so."""
     place = train.folder / "out" / "report.html"
     place.mkdir(parents=True)
     result = train.try_(train__max_steps=2, train__checkpointing_steps=1)

@@ -56,9 +56,9 @@ def assert_same_tensors(one: Sample, two: Sample) -> None:
 
 
 def write_pair(folder: Path, target: Image.Image, control: Image.Image, mask: Image.Image | None = None) -> Path:
-    for name, picture in {"target_images/it": target, "control_images/it": control}.items():
+    for name, original in {"target_images/it": target, "control_images/it": control}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        picture.save(folder / f"{name}.png")
+        original.save(folder / f"{name}.png")
     (folder / "target_images/it.txt").write_text("make it grey")
     if mask:
         mask.save(folder / "control_images/it_mask.png")
@@ -147,7 +147,7 @@ def test_a_fixed_resolution_refuses_another_shape_until_told_what_to_do(
     assert "3 problems" in result.stderr
     china = pairs / "target_images" / "china.png"
     assert (
-        f"{china}: data.resolution has none of the image's shape (expected an aspect ratio within 3% of 96×96, "
+        f"{china}: data.resolution has no entry of the image's shape (expected an aspect ratio within 3% of 96×96, "
         "the nearest, found 160×107)" in result.stderr
     )
     assert "set data.resize_mode=crop or stretch" in result.stderr
@@ -157,7 +157,7 @@ def test_a_fixed_resolution_refuses_another_shape_until_told_what_to_do(
     assert cat.img_shapes == ((1, 6, 6), (1, 6, 6), (1, 4, 8))  # china.png is its second control, in its own shape
 
 
-def test_crop_cuts_target_control_and_mask_alike_and_nothing_else(tmp_path: Path, model: Path) -> None:
+def test_crop_cuts_target_control_and_mask_the_same_way_and_nothing_else(tmp_path: Path, model: Path) -> None:
     """As by hand; the text encoder still sees the whole control, as in the pipelines."""
     china, flower = photograph("china.jpg").resize((160, 96)), photograph("flower.jpg").resize((160, 96))
     mask = Image.new("L", (160, 96))
@@ -264,7 +264,7 @@ def png_with_exif_after_the_pixels(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("orientation", [1, 3, 6])
-def test_a_png_may_say_after_its_pixels_that_it_lies_on_its_side(orientation: int) -> None:
+def test_a_png_may_have_its_orientation_after_its_pixels(orientation: int) -> None:
     data = png_with_exif_after_the_pixels(encoded("PNG", exif=turned(orientation)))
     assert upright_size(data, "it") == open_rgb(data, "it").size == ((32, 48) if orientation == 6 else (48, 32))
 
@@ -272,7 +272,7 @@ def test_a_png_may_say_after_its_pixels_that_it_lies_on_its_side(orientation: in
 def test_pixels_that_are_not_of_the_header_s_size_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a decoder may make of a file: what was planned is what is encoded."""
     monkeypatch.setattr(images, "upright_size", lambda data, where: (32, 48))
-    said = "it: the file has other pixels than its header says .expected 32×48, found 48×32"
+    said = "it: the pixels of the file contradict its header .expected 32×48, found 48×32"
     with pytest.raises(SourceError, match=said):
         open_rgb(encoded("PNG"), "it")
 

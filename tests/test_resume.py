@@ -1,4 +1,4 @@
-"""A run that died, wherever that was and whatever it trained by whatever optimizer, goes on as if it had not.
+"""A run that died anywhere, with any method and optimizer, resumes as if it had not.
 
 The judge is the run that was not interrupted, bit for bit, in float32 on the CPU. A process that dies leaves what is on
 disk and nothing else, and so does an exception here that nothing catches; tests/test_train.py kills real processes.

@@ -36,7 +36,7 @@ examples: Any = load_tool("make_examples")
 VALID = sorted((SCHEMAS / "examples" / "valid").glob("*.json"))
 INVALID = sorted((SCHEMAS / "examples" / "invalid").glob("*.json"))
 ONLY_THE_PARSER = {"F4", "F5", "F6-name", "F10", "F11-no-control", "F12-sides", "F12-prefix", "F13-mixed", "F19"}
-"""What relates two places of a document, or a hash to its content, is beyond JSON Schema."""
+"""JSON Schema cannot relate two places of a document, or a hash to its content."""
 VALID_CACHES = sorted(path for path in (SCHEMAS / "examples" / "valid").iterdir() if path.is_dir())
 INVALID_CACHES = sorted(path for path in (SCHEMAS / "examples" / "invalid").iterdir() if path.is_dir())
 ONLY_VERIFY = {
@@ -45,7 +45,7 @@ ONLY_VERIFY = {
     *("F8-member", "F8-symbolic", "F8-hard", "F8-no-end", "F8-bytes"),
     *("F9-metadata", "F9-key", "F9-header-claims", "F9-header-of", "F9-header-is"),
 }
-"""What readers do not look at: they take a tensor's place from the index and check its bytes."""
+"""Parts that readers do not use: they find a tensor through the index and check its bytes."""
 
 
 def parse(path: Path) -> object:
@@ -105,7 +105,7 @@ def rules_of(path: Path) -> set[str]:
 
 
 def read_all(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Every tensor as stored, by the key of its sample and its name; samples are also asked for by key."""
+    """Every tensor as stored, by the key of its sample and its name; samples are also looked up by key."""
     cache = open_cache(folder)
     return {sample.key: {name: cache[sample.key].stored(name) for name in sample.row.meta.tensors} for sample in cache}
 
@@ -118,7 +118,7 @@ def assert_is(tensor: torch.Tensor, array: Any) -> None:
 
 
 def test_the_tool_writes_the_examples_again(tmp_path: Path) -> None:
-    """Byte for byte, but for what depends on pyarrow's version: the index, and its hash in the manifest."""
+    """Byte for byte, except what depends on pyarrow's version: the index, and its hash in the manifest."""
     examples.write_examples(tmp_path)
     again = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
     assert again == {path.relative_to(SCHEMAS / "examples") for path in (SCHEMAS / "examples").rglob("*")}
@@ -177,7 +177,7 @@ def test_stock_libraries_read_the_valid_caches(path: Path) -> None:
 
 
 def decompressed(stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """What F18 says in words, of the tensor whose second plane is compressed and whose first is not."""
+    """F18 by hand, for the tensor with a raw first and a compressed second plane."""
     data = bytes(stored.numpy())
     first, second = np.frombuffer(data[:16], "<u8")
     assert len(data) == 16 + first + second
@@ -198,7 +198,7 @@ def test_the_valid_caches_hold_every_kind_of_sample() -> None:
 
 
 @pytest.mark.parametrize("path", INVALID_CACHES, ids=lambda path: path.name)
-def test_verify_names_the_rules_that_an_invalid_cache_breaks_and_what_mends_it(path: Path) -> None:
+def test_verify_names_the_rules_that_an_invalid_cache_breaks_and_the_fix(path: Path) -> None:
     """No other rule: everything that the fault does not concern is signed again."""
     result = run("qwen-cache", "verify", path, "--json")
     assert result.code == 1

@@ -30,7 +30,7 @@ def policy(**settings: Any) -> Resolution:
 
 
 def sizes_or_error(originals: list[Size], resolution: Resolution) -> tuple[list[tuple[Size, ...]], str]:
-    """What becomes of the images, or what is said of the one that cannot be brought there."""
+    """The sizes of the images, or the error for one that cannot get such a size."""
     try:
         return sizes_of(images(*originals), resolution), ""
     except SourceError as error:
@@ -101,7 +101,7 @@ def test_a_first_control_of_its_target_s_shape_has_its_target_s_size(
 @pytest.mark.parametrize(
     ("target", "control"),
     [
-        ((1184, 880), (4000, 3000)),  # a target that a pipeline drew from the control, rounded to 16
+        ((1184, 880), (4000, 3000)),  # a target that a pipeline generated from the control, rounded to 16
         ((1376, 768), (1920, 1080)),
         ((1000, 667), (999, 667)),
     ],
@@ -168,7 +168,7 @@ def test_a_fixed_resolution_is_the_one_of_the_nearest_shape_or_the_image_is_refu
     nearest = min(bend(size, original) for size in several)
     found, error = sizes_or_error([original], policy(resolution=several))
     if error:
-        assert "image 0: data.resolution has none of the image's shape" in error
+        assert "image 0: data.resolution has no entry of the image's shape" in error
         assert nearest > 1.0299
     else:
         [[size]] = found
@@ -280,7 +280,7 @@ def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], sai
         (
             {"resolution": [[512, 512], [768, 512]]},
             [(1920, 1080)],
-            "image 0: data.resolution has none of the image's shape (expected an aspect ratio within 3% of "
+            "image 0: data.resolution has no entry of the image's shape (expected an aspect ratio within 3% of "
             "768×512, the nearest, found 1920×1080)\n  → set data.resize_mode=crop or stretch, add",
         ),
         (

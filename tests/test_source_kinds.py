@@ -259,8 +259,8 @@ def test_rows_of_every_kind_can_be_sent_to_another_process(
     for here, there in zip(rows, sent, strict=True):
         assert there.name == here.name
         assert str(there.target) == str(here.target)
-        assert [picture.read() for picture in (there.target, *there.controls)] == [
-            picture.read() for picture in (here.target, *here.controls)
+        assert [each.read() for each in (there.target, *there.controls)] == [
+            each.read() for each in (here.target, *here.controls)
         ]
     tables = {id(row.target.table) for row in sent if hasattr(row.target, "table")}
     assert len(tables) <= len({str(row.target).partition("[")[0] for row in rows})
@@ -357,9 +357,9 @@ BROKEN_TARS: dict[str, tuple[dict[str, bytes | str], list[tarfile.TarInfo], str,
     "escapes": ({"../b.png": png()}, [], "../b.png", "the name leads out of the tar"),
     "escapes below": ({"x/../../b.png": png()}, [], "x/../../b.png", "the name leads out of the tar"),
     "absolute": ({"/b.png": png()}, [], "/b.png", "the name leads out of the tar"),
-    "a link": ({"b.txt": "red"}, [link("b.png")], "b.png", "this is no plain file"),
-    "a hard link": ({"b.txt": "red"}, [link("b.png", tarfile.LNKTYPE)], "b.png", "this is no plain file"),
-    "a pipe": ({"b.txt": "red"}, [link("b.png", tarfile.FIFOTYPE)], "b.png", "this is no plain file"),
+    "a link": ({"b.txt": "red"}, [link("b.png")], "b.png", "this is not a plain file"),
+    "a hard link": ({"b.txt": "red"}, [link("b.png", tarfile.LNKTYPE)], "b.png", "this is not a plain file"),
+    "a pipe": ({"b.txt": "red"}, [link("b.png", tarfile.FIFOTYPE)], "b.png", "this is not a plain file"),
     "two targets": ({"b.png": png(), "b.jpg": png(), "b.txt": "red"}, [], "b.jpg", "two for the target of b"),
     "two names of one": ({"b.png": png(), "b.target.png": png()}, [], "b.target.png", "two for the target of b"),
     "two prompts": (
@@ -376,7 +376,7 @@ BROKEN_TARS: dict[str, tuple[dict[str, bytes | str], list[tarfile.TarInfo], str,
     "JSON without": ({"b.png": png(), "b.json": '{"n": 1}'}, [], "b", "found none"),
     "JSON with two": ({"b.png": png(), "b.json": '{"text": "1", "prompt": "2"}'}, [], "b", "found text, prompt"),
     "JSON of another kind": ({"b.png": png(), "b.json": '{"text": 1}'}, [], "b", "is 1, expected text"),
-    "a novel": ({"b.png": png(), "b.txt": "x" * 2_000_000}, [], "b", "2000000 bytes are no prompt"),
+    "a novel": ({"b.png": png(), "b.txt": "x" * 2_000_000}, [], "b", "2000000 bytes are too long for a prompt"),
 }
 
 
@@ -417,7 +417,7 @@ def test_a_key_goes_up_to_the_first_dot_of_the_base_name(tmp_path: Path) -> None
 
 def test_a_tar_with_a_misspelt_or_missing_control_is_told(tmp_path: Path) -> None:
     path = tar(tmp_path / "t.tar", {"a.png": png(), "a.contorl.png": png(), "a.txt": "red"})
-    assert "'contorl' is unknown, and much like 'control'" in refusal(path)
+    assert "'contorl' is unknown, and resembles 'control'" in refusal(path)
     path = tar(tmp_path / "t.tar", {"a.png": png(), "a.txt": "x", "b.png": png(), "b.txt": "y", "b.control.png": png()})
     rows, [problem] = read_source(path, needs_control=True)
     assert [row.name for row in rows] == ["b"]
@@ -440,7 +440,7 @@ def test_a_tar_that_is_damaged_is_refused_and_loses_no_row_in_silence(tmp_path: 
 
 def test_caches_are_no_source(built: Callable[..., Path], tmp_path: Path) -> None:
     cache = built("edit-plus")
-    assert "this is a cache, and no source of one" in refusal(cache)
+    assert "this is a cache, not a source" in refusal(cache)
     assert "holds no images" in refusal(next(cache.glob("*.tar")))
     for path in cache.glob("*.tar"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -524,14 +524,14 @@ def test_parquet_is_read_by_many_threads_in_any_order_and_few_rows_are_kept(
 def test_a_row_group_is_streamed_and_never_held(tmp_path: Path, plain: bool) -> None:
     """As far as its pages allow: a page is decoded as a whole."""
     count, size = 160, 1 << 19
-    pictures = [os.urandom(size) for _ in range(count)]
-    table = pa.table({"image": pa.array(pictures) if plain else cells(*pictures), "text": ["x"] * count})
+    contents = [os.urandom(size) for _ in range(count)]
+    table = pa.table({"image": pa.array(contents) if plain else cells(*contents), "text": ["x"] * count})
     pq.write_table(table, tmp_path / "t.parquet", row_group_size=count, write_batch_size=1, use_dictionary=False)
     del table
     before, peak = pa.total_allocated_bytes(), 0
     rows, _ = make_images(tmp_path / "t.parquet")
-    for row, picture in zip(rows, pictures, strict=True):
-        assert row.target.read() == picture
+    for row, content in zip(rows, contents, strict=True):
+        assert row.target.read() == content
         peak = max(peak, pa.total_allocated_bytes() - before)
     assert peak < (arrow.KEPT_ROWS + 10) * size < count * size / 3
 
@@ -599,7 +599,7 @@ def test_braces_stand_for_names_as_in_a_shell(pattern: str, names: list[str], tm
     assert f"{names[-1]}: the file does not exist" in refusal(tmp_path / pattern)
 
 
-# ---- behind a URL ----------------------------------------------------------------------------------------------------
+# ---- remote sources --------------------------------------------------------------------------------------------------
 
 
 def put(files: dict[str, bytes | str]) -> None:
@@ -618,7 +618,7 @@ def test_paths_in_a_remote_table_are_relative_to_it_and_never_files_of_this_mach
     assert [row.target.read() for row in rows] == [png(1), png(2), png(3)]
     assert [row.name for row in rows] == ["a", "../other/b", "bucket/else/c"]
     assert [problem.where for problem in problems] == [f"memory://bucket/data/t.jsonl:{line}" for line in (4, 5)]
-    assert all("a table behind a URL names a file of this machine" in problem.what for problem in problems)
+    assert all("a remote table names a file of this machine" in problem.what for problem in problems)
 
 
 def test_a_local_table_may_name_images_behind_urls(tmp_path: Path) -> None:
@@ -629,14 +629,14 @@ def test_a_local_table_may_name_images_behind_urls(tmp_path: Path) -> None:
 
 
 def test_a_missing_remote_image_is_a_problem_of_its_row(tmp_path: Path, model: Path) -> None:
-    put({"data/t.csv": "image,control,prompt\na.png,gone.png,red\n", "data/a.png": png(1, 64)})
+    put({"data/t.csv": "image,control,prompt\na.png,missing.png,red\n", "data/a.png": png(1, 64)})
     result = build("memory://bucket/data/t.csv", tmp_path / "out", model, "--dry-run", "--json")  # type: ignore[arg-type]
     [problem] = json.loads(result.stdout)["problems"]
     assert problem["where"] == "memory://bucket/data/t.csv:2"
-    assert problem["what"] == "memory://bucket/data/gone.png: the file does not exist"
+    assert problem["what"] == "memory://bucket/data/missing.png: the file does not exist"
 
 
-def test_a_server_that_lists_nothing_may_have_a_table_and_one_that_is_gone_is_told(
+def test_a_server_that_lists_nothing_may_have_a_table_and_a_missing_one_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qwen_cache.storage.url.FIRST_WAIT", 0)
@@ -660,4 +660,4 @@ def test_what_a_url_does_not_hold_is_refused(tmp_path: Path) -> None:
     assert "this is a cache" in refusal("memory://bucket/cache")
     assert "memory://bucket/pairs/target_images: there is no image" in refusal("memory://bucket/pairs")
     datasets.Dataset.from_dict({"image": ["a.png"], "text": ["red"]}).save_to_disk(tmp_path / "saved")
-    assert "has to be local" in refusal(upload(tmp_path / "saved"))
+    assert "must be local" in refusal(upload(tmp_path / "saved"))

@@ -1,4 +1,4 @@
-"""What people have becomes rows: exact names, nothing lost in silence, every problem in one go, with a cure."""
+"""Sources become rows: exact names, nothing dropped silently, every problem in one run, with what to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.sources import detect as source
-from qwen_cache.sources.columns import COLUMNS, SEVERAL
+from qwen_cache.sources.columns import COLUMNS, LIST_COLUMNS
 from qwen_cache.sources.detect import Row, read_source
 from qwen_cache.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS
 from qwen_cache.sources.places import File
@@ -332,7 +332,7 @@ def test_what_is_not_there_or_of_another_kind_is_refused(tmp_path: Path) -> None
     fill(tmp_path, ["a.zip"])
     kinds = "a table (.csv, .jsonl, .json, .parquet), a .tar of images, or a folder of image pairs, of .parquet"
     assert f"there is no such source (expected {kinds}" in refusal(tmp_path / "nix")
-    assert f"no source that can be read (expected {kinds}" in refusal(tmp_path / "a.zip")
+    assert f"not a source that can be read (expected {kinds}" in refusal(tmp_path / "a.zip")
     for missing in ("nix.csv", "nix.parquet", "nix.tar"):
         assert "does not exist" in refusal(tmp_path / missing)
 
@@ -403,7 +403,7 @@ def test_tables_of_other_trainers_give_the_same_row(tmp_path: Path, kind: str) -
 def test_every_column_name_is_known_and_documented(tmp_path: Path, role: str, alias: str) -> None:
     columns = {"target": "path_target", "control": "path_control", "mask": "path_mask", "prompt": "prompt"}
     columns = {**columns, "phrase": "phrase", role: alias}
-    prompt = ["red"] if alias in SEVERAL else "red"
+    prompt = ["red"] if alias in LIST_COLUMNS else "red"
     values = ["t/1.png", "c/1.png", "m/1.png", prompt, "ed"]
     path = table(tmp_path, "a.jsonl", json.dumps(dict(zip(columns.values(), values, strict=True))))
     [row], problems = edit(path)
@@ -483,13 +483,13 @@ def test_names_are_unique_and_do_not_depend_on_other_targets(tmp_path: Path) -> 
 
 
 def test_the_row_with_a_missing_file_is_named_and_no_later_row_shifts(tmp_path: Path) -> None:
-    text = "path_target,path_control,prompt\nt/1.png,c/gone.png,one\nt/10.png,c/2.png,two\n"
+    text = "path_target,path_control,prompt\nt/1.png,c/absent.png,one\nt/10.png,c/2.png,two\n"
     path = table(tmp_path, "a.csv", text)
     rows, problems = edit(path)
     assert [(row.name, row.controls, row.prompt) for row in rows] == [("t/10", (File(tmp_path / "c/2.png"),), "two")]
     problem = only(problems)
     assert problem.where == f"{path}:2"
-    assert problem.what == f"the control {tmp_path / 'c/gone.png'} does not exist"
+    assert problem.what == f"the control {tmp_path / 'c/absent.png'} does not exist"
     assert "starts at the table's folder" in problem.do
 
 
@@ -497,8 +497,8 @@ BROKEN_ROWS = {
     "no target": ("a.csv", ",c/1.png,red,", "the target 'image' is empty"),
     "no control": ("a.csv", "t/1.png,,red,", "t/1.png has no control"),
     "no prompt": ("a.csv", "t/1.png,c/1.png, ,", "t/1.png is empty"),
-    "missing target": ("a.csv", "gone.png,c/1.png,red,", "gone.png does not exist"),
-    "missing mask": ("a.csv", "t/1.png,c/1.png,red,gone.png", "gone.png does not exist"),
+    "missing target": ("a.csv", "absent.png,c/1.png,red,", "absent.png does not exist"),
+    "missing mask": ("a.csv", "t/1.png,c/1.png,red,absent.png", "absent.png does not exist"),
     "a folder as target": ("a.csv", "t,c/1.png,red,", "/t does not exist"),
     "prompt where a path belongs": ("a.csv", f"{'long ' * 80},c/1.png,red,", "does not exist"),
     "unquoted comma": ("a.csv", "t/1.png,c/1.png,red, and blue,", "has 5 cells, expected 4"),
@@ -556,9 +556,9 @@ REFUSED_TABLES = {
         "a.csv",
         "image,control,contol_1,prompt\na,b,c,d\n",
         "'contol_1' is unknown",
-        "like 'control_1'",
+        "resembles 'control_1'",
     ),
-    "typo in a mask": ("a.csv", "image,control,maks,prompt\na,b,c,d\n", "'maks' is unknown", "like 'mask'"),
+    "typo in a mask": ("a.csv", "image,control,maks,prompt\na,b,c,d\n", "'maks' is unknown", "resembles 'mask'"),
     "another mask": ("a.csv", "image,control,mask_file,prompt\na,b,c,d\n", "'mask_file' is unknown", "rename it"),
     "two masks": ("a.csv", "image,control,mask_1,prompt\na,b,c,d\n", "'mask_1' is unknown", "rename it"),
     "twins": (
@@ -595,8 +595,8 @@ REFUSED_TABLES = {
     "not UTF-8": ("a.csv", b"image,control,prompt\na,b,ok\na,b,caf\xe9\n", "a.csv:3: the table is not UTF-8", "xe9"),
     "no JSON": ("a.jsonl", '{"image": "a"}\n{"image" "b"}\n', "a.jsonl:2: this is not JSON", "at column 10"),
     "no JSON either": ("a.json", '[\n{"image": "a"},\n{"image" "b"}]', "a.json:3: this is not JSON", "Expecting ':'"),
-    "no list": ("a.json", '{"image": "a"}', "this is no table", "found dict"),
-    "no object": ("a.jsonl", '["a", "b"]\n', "a.jsonl:1: this is no sample", "found ['a', 'b']"),
+    "no list": ("a.json", '{"image": "a"}', "this is not a table", "found dict"),
+    "no object": ("a.jsonl", '["a", "b"]\n', "a.jsonl:1: this is not a sample", "found ['a', 'b']"),
 }
 
 

@@ -1,6 +1,6 @@
-"""What a run does about signals and about losses that are not numbers.
+"""What a run does about signals and about losses that are not finite.
 
-The judges: the run that got no signal, and the run that never saw the batch that was left out, bit for bit.
+The judges: the run that got no signal, and the run that never saw the skipped batch, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from qwen_train import checkpoint
 from qwen_train import train as training
 from qwen_train.data.batches import Batch, Batches
-from qwen_train.nonfinite import MOST_IN_A_ROW
+from qwen_train.nonfinite import MAX_CONSECUTIVE
 from qwen_train.signals import Signals
 
 from .support.commands import refused
@@ -66,7 +66,7 @@ def without_batch(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
 
-def test_sigusr1_saves_after_the_step_and_goes_on(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigusr1_saves_after_the_step_and_training_continues(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = outcome(train(settings=EVERYTHING_RANDOM, out="undisturbed"))
     handler = signal.getsignal(signal.SIGUSR1)
     send(monkeypatch, signal.SIGUSR1, in_batch=2, times=2)
@@ -106,23 +106,23 @@ def test_a_step_without_a_usable_batch_is_made_of_the_next_ones(
     assert result.code == 0, result.stderr
     (key,) = train.batches(**changes).batch(1).keys
     what = "loss" if how is nan else "gradient"
-    assert f"left out: the {what} of step 2 is nan for the samples {key}" in result.stderr
+    assert f"skipped: the {what} of step 2 is nan for the samples {key}" in result.stderr
     out = train.folder / "out"
     assert (out / LORA).read_bytes() == (expected / LORA).read_bytes()
     for name in ("step", "loss", "learning_rate", "grad_norm"):
         assert column(out, name) == column(expected, name)
-    assert column(out, "left_out") == ([0, 1, 0] if how is nan else [0, 0, 0])
+    assert column(out, "skipped_batches") == ([0, 1, 0] if how is nan else [0, 0, 0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("left_out", [0, 1])
+@pytest.mark.parametrize("skipped", [0, 1])
 def test_the_step_is_the_mean_over_the_samples_that_are_left(
-    train: Trainer, monkeypatch: pytest.MonkeyPatch, left_out: int
+    train: Trainer, monkeypatch: pytest.MonkeyPatch, skipped: int
 ) -> None:
     with monkeypatch.context() as patch:
-        without_batch(patch, left_out)
+        without_batch(patch, skipped)
         alone = train(**FAST, train__max_steps=1, out="alone")
-    break_loss(monkeypatch, lambda number: number == left_out, nan)
+    break_loss(monkeypatch, lambda number: number == skipped, nan)
     out = train(**FAST, train__max_steps=1, train__gradient_accumulation_steps=2, train__on_nan="skip")
     for name in ("loss", "grad_norm"):
         assert column(out, name) == pytest.approx(column(alone, name), rel=1e-6)
@@ -140,14 +140,14 @@ def test_a_gradient_that_is_no_number_stops_the_run(train: Trainer, monkeypatch:
 
 @pytest.mark.slow
 def test_many_in_a_row_stop_the_run(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes between them starts the count anew."""
+    """What comes between them starts the count again."""
     changes = {**FAST, "train__max_steps": 5, "train__on_nan": "skip", "train__checkpointing_steps": 1}
-    break_loss(monkeypatch, lambda number: number not in (0, MOST_IN_A_ROW), nan)
+    break_loss(monkeypatch, lambda number: number not in (0, MAX_CONSECUTIVE), nan)
     result = train.try_(**changes)
-    refused(result, f"the loss of step 3 is not a number, for the {MOST_IN_A_ROW}th time in a row", "--resume")
-    (last,) = train.batches(**changes).batch(2 * MOST_IN_A_ROW).keys
+    refused(result, f"the loss of step 3 is not a number, for the {MAX_CONSECUTIVE}th time in a row", "--resume")
+    (last,) = train.batches(**changes).batch(2 * MAX_CONSECUTIVE).keys
     assert f"last for the samples {last}" in result.stderr
-    assert column(train.folder / "out", "left_out") == [0, MOST_IN_A_ROW - 1]
+    assert column(train.folder / "out", "skipped_batches") == [0, MAX_CONSECUTIVE - 1]
     assert [step for step, _ in checkpoint.checkpoints(train.folder / "out")] == [1, 2]
 
 
@@ -189,6 +189,6 @@ def test_what_one_process_meets_all_of_them_heed(train: Trainer) -> None:
     assert done.returncode == 0, done.stderr
     two = train.folder / "two"
     assert [step for step, _ in checkpoint.checkpoints(two)] == [1, 2]
-    assert column(two, "left_out") == [1, 0]
+    assert column(two, "skipped_batches") == [1, 0]
     for name in ("loss", "grad_norm"):
         assert column(two, name)[0] == pytest.approx(column(one, name)[0], rel=1e-5)

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from qwen_cache import open_cache
-from qwen_cache.encode.lanes import Seen, _joined
+from qwen_cache.encode.lanes import EncodedImage, _thumbnails_tensor
 from qwen_cache.encode.thumbnails import cut_thumbnails, join_thumbnails, thumbnail_size
 from qwen_cache.errors import ThumbnailError
 from qwen_cache.format.cache import Sample
@@ -53,10 +53,10 @@ def test_they_are_the_images(pairs: Path, tmp_path: Path, tiny_model: Built) -> 
     for sample, thumbnails in kept(tmp_path / "shards"):
         images = of_sample(pairs, sample)
         assert len(thumbnails) == len(images) == len(sample.img_shapes)
-        for thumbnail, picture, (_, h, w) in zip(thumbnails, images, sample.img_shapes, strict=True):
+        for thumbnail, image, (_, h, w) in zip(thumbnails, images, sample.img_shapes, strict=True):
             assert max(thumbnail.size) == min(192, 16 * max(h, w))
             assert abs(thumbnail.width / thumbnail.height - w / h) < 0.02 * w / h
-            assert difference(thumbnail, picture.resize(thumbnail.size, Image.Resampling.LANCZOS)) < 8  # of JPEG
+            assert difference(thumbnail, image.resize(thumbnail.size, Image.Resampling.LANCZOS)) < 8  # of JPEG
 
 
 def test_of_a_cropped_image_they_show_what_is_encoded(pairs: Path, tmp_path: Path, tiny_model: Built) -> None:
@@ -98,7 +98,7 @@ def test_other_masks_leave_them_as_they_are(pairs: Path, tmp_path: Path, tiny_mo
     assert build(pairs, shards, tiny_model("edit-plus")).code == 0
     before = {sample.name: bytes(sample.buffer("thumbnails")) for sample in open_cache(shards)}
     again = build(pairs, shards, tiny_model("edit-plus"), "--edit-mask", "none")
-    assert "only the mask is made" in again.stderr
+    assert "with only a new mask" in again.stderr
     assert {sample.name: bytes(sample.buffer("thumbnails")) for sample in open_cache(shards)} == before
 
 
@@ -123,9 +123,9 @@ def test_a_page_shows_them_without_a_model(built: Built, tmp_path: Path) -> None
         names = ["control 1", "control 2"] if controls[1:] else ["control"]
         masks = ["edit mask"] if "edit_mask" in sample.row.meta.tensors else []
         assert [title for title, _ in shown[sample.key]] == [*names, "target", *masks]
-        for (_, data), picture in zip(shown[sample.key], [*controls, target], strict=False):
+        for (_, data), image in zip(shown[sample.key], [*controls, target], strict=False):
             jpeg = Image.open(BytesIO(b64decode(data.removeprefix("data:image/jpeg;base64,"))))
-            assert difference(jpeg, picture) < 4
+            assert difference(jpeg, image) < 4
     assert any("edit mask" in dict(images) for images in shown.values())
 
 
@@ -158,12 +158,12 @@ def test_a_sample_with_too_many_images_has_none() -> None:
     one = Image.new("RGB", (190, 8))
     assert join_thumbnails([one] * 344) is not None  # 65,360 pixels wide
     assert join_thumbnails([one] * 345) is None
-    assert _joined([Seen(Future(), done(one))] * 345) is None
+    assert _thumbnails_tensor([EncodedImage(Future(), done(one))] * 345) is None
 
 
-def done(picture: Image.Image) -> Future[Image.Image]:
+def done(image: Image.Image) -> Future[Image.Image]:
     future: Future[Image.Image] = Future()
-    future.set_result(picture)
+    future.set_result(image)
     return future
 
 
@@ -199,8 +199,8 @@ def test_the_examples_have_thumbnails_that_can_be_cut() -> None:
     with_some = [sample for sample in open_cache(examples) if "thumbnails" in sample.row.meta.tensors]
     assert {len(sample.img_shapes) for sample in with_some} == {1, 2}
     for sample in with_some:
-        for picture in cut_thumbnails(sample.buffer("thumbnails"), sample.img_shapes, sample.key):
-            assert np.asarray(picture).min() == np.asarray(picture).max() == 128
+        for image in cut_thumbnails(sample.buffer("thumbnails"), sample.img_shapes, sample.key):
+            assert np.asarray(image).min() == np.asarray(image).max() == 128
 
 
 def test_one_sample_whole_says_nothing_of_the_numbers_of_a_jpeg(built: Built) -> None:

@@ -1,4 +1,4 @@
-"""The tiny model is what the other tests stand on: real structure, stock loading, weights that notice everything."""
+"""The tiny model of the other tests: real structure, stock loading, weights that react to every input."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def load_pipeline(folder: Path) -> DiffusionPipeline:
     return DiffusionPipeline.from_pretrained(folder, **processor)
 
 
-def picture(width: int, height: int) -> Image.Image:
-    """Smooth colours, different in every corner, so that mirroring, cropping or swapping sides changes it."""
+def gradient_image(width: int, height: int) -> Image.Image:
+    """A smooth image, different in every corner, so that mirroring, cropping or swapping sides changes it."""
     red = Image.linear_gradient("L").resize((width, height))
     green = Image.linear_gradient("L").transpose(Image.Transpose.ROTATE_90).resize((width, height))
     blue = Image.radial_gradient("L").resize((width, height))
@@ -71,7 +71,7 @@ def picture(width: int, height: int) -> Image.Image:
 
 
 def pixels(image: Image.Image) -> torch.Tensor:
-    """[1, 3, 1, H, W] in -1..1, as the VAE takes it."""
+    """`[1, 3, 1, H, W]` in -1..1, the VAE's input."""
     values = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, 3)
     return (values.permute(2, 0, 1)[None, :, None] / 127.5) - 1
 
@@ -103,7 +103,7 @@ def test_a_model_is_a_few_megabytes(models, variant):
 
 
 @pytest.mark.parametrize(("variant", "length"), PREFIX_LENGTHS.items())
-def test_what_the_pipeline_drops_is_exactly_the_template_before_the_user(models, variant, length):
+def test_the_pipeline_drops_exactly_the_template_before_the_user(models, variant, length):
     pipeline = load_pipeline(models[variant])
     assert pipeline.prompt_template_encode_start_idx == length
     ids = pipeline.tokenizer(pipeline.prompt_template_encode.format("Make it blue.")).input_ids
@@ -126,7 +126,9 @@ def test_the_tokenizer_takes_any_text(models, text):
 def test_the_stock_pipeline_runs(models, variant):
     pipeline = load_pipeline(models[variant])
     pipeline.set_progress_bar_config(disable=True)
-    controls = {"edit": picture(96, 64), "t2i": None}.get(variant, [picture(96, 64), picture(64, 96)])
+    controls = {"edit": gradient_image(96, 64), "t2i": None}.get(
+        variant, [gradient_image(96, 64), gradient_image(64, 96)]
+    )
     inputs = {} if controls is None else {"image": controls}
     result = pipeline(
         prompt="把它变成蓝色",
@@ -164,7 +166,7 @@ def test_structure_and_ids_are_those_of_qwen2_5_vl(models, text_encoder):
 
 def test_the_scheduler_ends_where_qwen_image_ends(models):
     scheduler = load_pipeline(models["edit"]).scheduler
-    # At 1024², 4096 tokens: the shift lies on the line from 0.5 at 256 tokens to 0.9 at 8192.
+    # At 1024², 4096 tokens: the shift is on the line from 0.5 at 256 tokens to 0.9 at 8192.
     mu = 0.5 + (0.9 - 0.5) * (4096 - 256) / (8192 - 256)
     settings = scheduler.config
     slope = (settings.max_shift - settings.base_shift) / (settings.max_image_seq_len - settings.base_image_seq_len)
@@ -187,7 +189,7 @@ def encode(text_encoder, processor, image, prompt, *, mm_token_type_ids=True) ->
 
 
 def test_hidden_states_are_of_order_one_and_notice_image_prompt_and_positions(text_encoder, processor):
-    image = picture(448, 308)
+    image = gradient_image(448, 308)
     states = encode(text_encoder, processor, image, "Make it blue.")
     tail = states[-12:]  # the prompt and what follows it
     assert 0.5 < states.std() < 2
@@ -204,7 +206,7 @@ def test_hidden_states_are_of_order_one_and_notice_image_prompt_and_positions(te
 @torch.no_grad()
 def test_each_axis_of_the_positions_counts(text_encoder, processor):
     text = "<|vision_start|><|image_pad|><|vision_end|>Make it blue."
-    inputs = processor(text=[text], images=[picture(448, 308)], return_tensors="pt")
+    inputs = processor(text=[text], images=[gradient_image(448, 308)], return_tensors="pt")
     states = text_encoder.model(**inputs).last_hidden_state
     grid, types = inputs["image_grid_thw"], inputs.pop("mm_token_type_ids")
     positions, _ = text_encoder.model.get_rope_index(inputs["input_ids"], types, image_grid_thw=grid)
@@ -217,15 +219,19 @@ def test_each_axis_of_the_positions_counts(text_encoder, processor):
 
 def test_the_image_enters_at_the_checkpoints_pixel_limits(processor):
     """The class defaults would shrink 1024² images to 35×35 tokens."""
-    assert processor(text=["<|image_pad|>"], images=[picture(1024, 1024)])["image_grid_thw"].tolist() == [[1, 74, 74]]
-    assert processor(text=["<|image_pad|>"], images=[picture(384, 384)])["image_grid_thw"].tolist() == [[1, 28, 28]]
-    assert processor(text=["<|image_pad|>"], images=[picture(30, 30)])["image_grid_thw"].tolist() == [[1, 4, 4]]
+    assert processor(text=["<|image_pad|>"], images=[gradient_image(1024, 1024)])["image_grid_thw"].tolist() == [
+        [1, 74, 74]
+    ]
+    assert processor(text=["<|image_pad|>"], images=[gradient_image(384, 384)])["image_grid_thw"].tolist() == [
+        [1, 28, 28]
+    ]
+    assert processor(text=["<|image_pad|>"], images=[gradient_image(30, 30)])["image_grid_thw"].tolist() == [[1, 4, 4]]
 
 
 @torch.no_grad()
 def test_windowed_and_full_attention_differ_in_the_vision_tower(models, processor):
     tower = Qwen2_5_VLForConditionalGeneration.from_pretrained(models["edit"] / "text_encoder").model.visual
-    inputs = processor(text=["<|image_pad|>"], images=[picture(448, 308)], return_tensors="pt")
+    inputs = processor(text=["<|image_pad|>"], images=[gradient_image(448, 308)], return_tensors="pt")
     mixed = tower(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
     for blocks in ([], range(tower.config.depth)):  # windows everywhere, then nowhere
         tower.fullatt_block_indexes = list(blocks)
@@ -235,7 +241,7 @@ def test_windowed_and_full_attention_differ_in_the_vision_tower(models, processo
 @torch.no_grad()
 def test_the_vae_returns_the_block_averages_through_normalised_latents(models):
     vae = AutoencoderKLQwenImage.from_pretrained(models["edit"] / "vae")
-    image = pixels(picture(192, 128))
+    image = pixels(gradient_image(192, 128))
     latents = vae.encode(image).latent_dist.mode()
     assert latents.shape == (1, 16, 1, 16, 24)
     stock = inspect.signature(AutoencoderKLQwenImage).parameters

@@ -161,12 +161,12 @@ def test_equals_a_plain_loop_over_the_stock_transformer(train: Trainer, batch_si
 
 
 def single_loss(stock: QwenImageTransformer2DModel, draws: Batches, position: int) -> torch.Tensor:
-    drawn = draws.draw(position)
-    sample, noise, sigma = drawn.sample, drawn.noise, drawn.sigma
+    noised = draws.sample_noise(position)
+    sample, noise, sigma = noised.sample, noised.noise, noised.sigma
     clean = sample["image_latents"]
     velocity = stock(
         hidden_states=torch.cat([(1 - sigma) * clean + sigma * noise, sample["control_latents"]])[None],
-        encoder_hidden_states=sample["empty_prompt_embeds" if drawn.without_caption else "prompt_embeds"][None],
+        encoder_hidden_states=sample["empty_prompt_embeds" if noised.without_caption else "prompt_embeds"][None],
         timestep=torch.tensor([sigma]),
         img_shapes=[list(sample.img_shapes)],
         return_dict=False,
@@ -241,14 +241,14 @@ def test_learning_rate_follows_its_schedule_by_optimizer_steps(train: Trainer, n
 
 def test_how_many_have_a_mask_is_said_where_masks_count(train: Trainer) -> None:
     said = [train.try_(train__edit_mask_weight=weight, out=str(weight)).stderr for weight in (1, 2)]
-    assert ["masks   1 of 4 samples" in text for text in said] == [False, True]
+    assert ["masks    1 of 4 samples" in text for text in said] == [False, True]
 
 
 def test_edit_mask_weight_changes_the_loss_of_the_sample_with_a_mask_alone(train: Trainer) -> None:
     changes = {"train__max_steps": 4, "optimizer__learning_rate": 1e-9, "train__caption_dropout": 0.0}
     plain = column(train(**changes), "loss")
     weighted = column(train(**changes, train__edit_mask_weight=5.0, out="weighted"), "loss")
-    names = [train.batches(**changes).draw(position).sample.name for position in range(4)]
+    names = [train.batches(**changes).sample_noise(position).sample.name for position in range(4)]
     assert sorted(names) == ["cat", "china", "cup", "flower"]
     for name, a, b in zip(names, plain, weighted, strict=True):
         assert (a == pytest.approx(b, rel=1e-5)) == (name != "cup"), name
@@ -292,14 +292,14 @@ def test_stopped_after_every_single_step_equals_uninterrupted(
     ("number", "in_batch"),
     [(signal.SIGINT, 2), slow(signal.SIGTERM, 3), slow(signal.SIGINT, 3), slow(signal.SIGTERM, 2)],
 )
-def test_a_signal_finishes_the_step_saves_it_and_says_how_to_go_on(
+def test_a_signal_finishes_the_step_saves_it_and_says_how_to_continue(
     train: Trainer, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, in_batch: int
 ) -> None:
     handler = signal.getsignal(number)
     send(monkeypatch, number, in_batch)
     result = train.try_(settings=EVERYTHING_RANDOM)
     assert result.code == 130
-    assert "stopped after step 2; `qwen-train run --resume` goes on from there" in result.stderr
+    assert "stopped after step 2; `qwen-train run --resume` continues from there" in result.stderr
     assert [step for step, _ in checkpoint.checkpoints(train.folder / "out")] == [2]
     assert column(train.folder / "out", "step") == [1, 2]
     assert not (train.folder / "out" / LORA).exists(), "an unfinished run must not look finished"
@@ -377,7 +377,7 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before_it(
 def test_resuming_on_the_same_samples_stored_in_another_way_is_exact(
     train: Trainer, uninterrupted: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What counts is what the cache holds, not how it is stored or where it lies."""
+    """What counts is the content of the cache, not its format or location."""
     with monkeypatch.context() as patched:
         send(patched, signal.SIGTERM, in_batch=3)
         assert train.try_(settings=EVERYTHING_RANDOM).code == 130
@@ -408,7 +408,7 @@ def test_checkpoints_are_ordered_by_number(train: Trainer) -> None:
     out = train(train__max_steps=10, train__checkpointing_steps=3, train__checkpoints_total_limit=2)
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-9", "checkpoint-10"}
     result = train.try_("--resume", train__max_steps=11)
-    assert "resume  after step 10" in result.stderr
+    assert "resume   after step 10" in result.stderr
     assert column(out, "step") == list(range(1, 12))
 
 
@@ -560,7 +560,7 @@ def test_an_empty_cache_is_refused(train: Trainer) -> None:
 def test_damaged_bytes_stop_the_run(train: Trainer) -> None:
     shards, train.cache = train.cache, train.folder / "damaged"
     shutil.copytree(shards, train.cache)
-    row = train.batches().draw(2).sample.row
+    row = train.batches().sample_noise(2).sample.row
     shard = train.cache / row.shard
     data = bytearray(shard.read_bytes())
     data[row.entry.data] ^= 1
@@ -618,7 +618,7 @@ def test_the_memory_of_the_largest_batch_is_said_before_training(train: Trainer)
     config, batches = train.config(train__batch_size=2), train.batches(train__batch_size=2)
     memory = predict_memory(transformer, config, largest_batch(batches, "padded")[0], "cpu")
     parts = f"weights {human_bytes(memory.weights)}, activations {human_bytes(memory.activations)}"
-    assert f"memory  about {human_bytes(memory.total)}: {parts}" in result.stderr
+    assert f"memory   about {human_bytes(memory.total)}: {parts}" in result.stderr
 
 
 @pytest.mark.fast_cases(1)
@@ -631,9 +631,9 @@ def test_the_batches_and_their_padding_are_said_before_training(train: Trainer, 
     tokens = valid if layout == "packed" else 4 * (max(images) + max(texts))
     result = train.try_(train__batch_size=4, train__gradient_accumulation_steps=2, train__layout=layout)
     padding = 100 * (1 - valid / tokens)
-    line = f"batches 1 per epoch of at most 4 samples, {tokens:,} tokens on average, padding {padding:.1f} %"
+    line = f"batches  1 per epoch of at most 4 samples, {tokens:,} tokens on average, padding {padding:.1f} %"
     assert line in result.stderr
-    assert "steps   3 of 8 samples: 6.0 epochs" in result.stderr
+    assert "steps    3 of 8 samples: 6.0 epochs" in result.stderr
     assert padding == 0 or layout == "padded"
 
 
@@ -702,7 +702,7 @@ def test_training_loads_no_encoder_and_no_pipeline(train: Trainer) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one_that_accumulates_and_one_goes_on_where_they_stopped(train: Trainer) -> None:
+def test_two_processes_equal_one_that_accumulates_and_one_continues_where_they_stopped(train: Trainer) -> None:
     """With batches of three and of one: each sample counts the same, whichever process has it."""
     changes = {"train__batch_size": 3, "optimizer__learning_rate": 0.01, "train__checkpointing_steps": 1}
     one = train(**changes, train__gradient_accumulation_steps=2)

@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from qwen_cache import open_cache
 from qwen_train import validation
-from qwen_train.data.batches import Drawn
+from qwen_train.data.batches import NoisedSample
 
 from .support.commands import refused
 from .support.judge import stock_pipeline
@@ -34,33 +34,35 @@ FROZEN = {**SMALL, "optimizer.learning_rate": 1e-12, "train.max_steps": 2, "trai
 MEASURED = {**FROZEN, "validation.validation_steps": 1}
 
 
-def aside(train: Trainer, **changes: Any) -> list[str]:
+def held_out_keys(train: Trainer, **changes: Any) -> list[str]:
     """The keys of the samples that are not trained."""
     return sorted(open_cache(train.cache).row(int(i)).meta.key for i in train.batches(**changes).validation)
 
 
 @torch.no_grad()
-def stock_loss(stock: QwenImageTransformer2DModel, drawn: Drawn) -> float:
-    sample, sigma = drawn.sample, drawn.sigma
+def stock_loss(stock: QwenImageTransformer2DModel, noised: NoisedSample) -> float:
+    sample, sigma = noised.sample, noised.sigma
     clean = sample["image_latents"]
     velocity = stock(
-        hidden_states=torch.cat([(1 - sigma) * clean + sigma * drawn.noise, sample["control_latents"]])[None],
+        hidden_states=torch.cat([(1 - sigma) * clean + sigma * noised.noise, sample["control_latents"]])[None],
         encoder_hidden_states=sample["prompt_embeds"][None],
         timestep=torch.tensor([sigma]),
         img_shapes=[list(sample.img_shapes)],
         return_dict=False,
     )[0][0, : len(clean)]
-    return float(torch.nn.functional.mse_loss(velocity, drawn.noise - clean))
+    return float(torch.nn.functional.mse_loss(velocity, noised.noise - clean))
 
 
 # ---- the loss --------------------------------------------------------------------------------------------------------
 
 
 def test_the_loss_is_that_of_the_stock_transformer_on_samples_outside_training(train: Trainer) -> None:
-    cache, keys = open_cache(train.cache), aside(train, settings=MEASURED)
+    cache, keys = open_cache(train.cache), held_out_keys(train, settings=MEASURED)
     assert 1 < len(keys) < len(cache)
     stock = QwenImageTransformer2DModel.from_pretrained(train.model / "transformer")
-    losses = torch.tensor([[stock_loss(stock, drawn) for drawn in validation.draw(cache[key])] for key in keys])
+    losses = torch.tensor(
+        [[stock_loss(stock, noised) for noised in validation.noised_samples(cache[key])] for key in keys]
+    )
     out = train(settings=MEASURED)
     assert column(out, "validation_loss") == pytest.approx([float(losses.mean())] * 2, rel=1e-5)
     for i, expected in enumerate(losses.mean(dim=0).tolist()):
@@ -80,13 +82,13 @@ def test_noise_and_levels_belong_to_the_sample_alone(train: Trainer) -> None:
 
 
 def test_each_sample_has_a_level_in_each_quarter_and_noise_of_its_own(train: Trainer) -> None:
-    drawn = [list(validation.draw(sample)) for sample in open_cache(train.cache)]
-    for levels in drawn:
+    noised = [list(validation.noised_samples(sample)) for sample in open_cache(train.cache)]
+    for levels in noised:
         assert [int(4 * item.sigma) for item in levels] == [0, 1, 2, 3]
-    assert len({item.sigma for levels in drawn for item in levels}) == 4 * len(drawn)
-    noises = [item.noise[:4] for levels in drawn for item in levels]
+    assert len({item.sigma for levels in noised for item in levels}) == 4 * len(noised)
+    noises = [item.noise[:4] for levels in noised for item in levels]
     assert all(not torch.equal(a, b) for i, a in enumerate(noises) for b in noises[:i])
-    assert 0.9 < float(torch.cat([item.noise for levels in drawn for item in levels]).std()) < 1.1
+    assert 0.9 < float(torch.cat([item.noise for levels in noised for item in levels]).std()) < 1.1
 
 
 def test_training_is_the_same_with_and_without(train: Trainer) -> None:
@@ -114,19 +116,19 @@ def test_measures_are_logged_between_the_steps_that_are(train: Trainer) -> None:
     assert [(line["step"], "validation_loss" in line) for line in metrics(out)] == [(3, True), (4, False)]
 
 
-def test_what_is_set_aside_is_said_before_training(train: Trainer) -> None:
+def test_held_out_samples_are_reported_before_training(train: Trainer) -> None:
     settings = {**FROZEN, "validation.validation_steps": 100, "validation.num_images": 1}
     result = train.try_(settings=settings)
-    count = len(aside(train, settings=settings))
-    line = f"aside   {count} samples for validation: their loss every 100 steps, 1 image every 500 steps"
+    count = len(held_out_keys(train, settings=settings))
+    line = f"held out {count} samples for validation: their loss every 100 steps, 1 image every 500 steps"
     assert line in result.stderr
     assert "for validation" not in train.try_(out="other").stderr
 
 
 @pytest.mark.parametrize("setting", ["validation.validation_steps=10", "validation.num_images=1"])
-def test_without_samples_set_aside_it_is_refused(train: Trainer, setting: str) -> None:
+def test_without_held_out_samples_it_is_refused(train: Trainer, setting: str) -> None:
     result = train.try_("--set", setting)
-    refused(result, "validation needs samples that are not trained", "found train.validation_split=0.0", "such as 0.05")
+    refused(result, "validation needs held-out samples", "found train.validation_split=0.0", "such as 0.05")
     assert not (train.folder / "out").exists()
 
 
@@ -138,15 +140,15 @@ def test_without_samples_set_aside_it_is_refused(train: Trainer, setting: str) -
 def test_images_are_those_of_the_stock_pipeline(
     train: Trainer, monkeypatch: pytest.MonkeyPatch, guidance: float
 ) -> None:
-    """From the cached embeddings and the same noise; it encodes the control images anew, at the cache's size."""
-    pictures = {"validation__num_images": 9, "validation__images_every_steps": 2, "validation__num_inference_steps": 3}
+    """From the cached embeddings and the same noise; it encodes the control images again, at the cache's size."""
+    images = {"validation__num_images": 9, "validation__images_every_steps": 2, "validation__num_inference_steps": 3}
     changes = {"settings": FROZEN, "train__validation_split": 0.7}
-    out = train(**changes, **pictures, validation__true_cfg_scale=guidance)
+    out = train(**changes, **images, validation__true_cfg_scale=guidance)
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 16384)
     china, cat = photograph("china.jpg").resize((160, 107)), photograph("chelsea.png").resize((120, 120))
     controls = {"china": [china], "cat": [cat, china], "cup": [photograph("coffee.png").resize((150, 100))]}
     pipeline = stock_pipeline(train.model, "edit-plus")
-    samples = [open_cache(train.cache)[key] for key in aside(train, **changes)]
+    samples = [open_cache(train.cache)[key] for key in held_out_keys(train, **changes)]
     assert {sample.name for sample in samples} == controls.keys()
     for sample in samples:
         _, h, w = sample.img_shapes[0]
@@ -173,9 +175,9 @@ def test_images_are_those_of_the_stock_pipeline(
 
 
 @pytest.mark.slow
-def test_what_was_cached_lies_beside_the_images(train: Trainer) -> None:
+def test_cached_targets_and_controls_are_stored_beside_the_images(train: Trainer) -> None:
     out = train(settings=FROZEN, train__max_steps=4, validation__num_images=2, validation__images_every_steps=2)
-    keys = aside(train, settings=FROZEN)[:2]
+    keys = held_out_keys(train, settings=FROZEN)[:2]
     folders = {path.name: sorted(file.stem for file in path.iterdir()) for path in (out / "validation").iterdir()}
     assert folders == {"step-2": keys, "step-4": keys, "target": keys, "controls": keys}
     cache = open_cache(train.cache)
@@ -194,7 +196,7 @@ def test_what_was_cached_lies_beside_the_images(train: Trainer) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True])
-def test_two_processes_measure_and_draw_what_one_does(train: Trainer, fsdp: bool) -> None:
+def test_two_processes_measure_and_generate_the_same_as_one(train: Trainer, fsdp: bool) -> None:
     """Of an odd number of samples, too."""
     settings = {**MEASURED, "validation.num_samples": 1, "validation.num_images": 2, "validation.images_every_steps": 2}
     one = train(settings=settings, validation__num_inference_steps=2, out="one")

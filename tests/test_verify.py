@@ -1,4 +1,4 @@
-"""`verify` finds every kind of damage, by the rule that it breaks; readers never take damaged data for good."""
+"""`verify` finds every kind of damage, by the rule that it breaks; readers never accept damaged data."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ def test_a_missing_shard_is_found(shards: Path) -> None:
 def test_a_manifest_from_the_future_is_refused(shards: Path) -> None:
     rewrite(shards, lambda value: value.update(format_version=3))
     assert findings(shards) == {"F2"}
-    with pytest.raises(FormatError, match=r"not known to this program \(expected 1 or 2, found 3\) \[F2\]"):
+    with pytest.raises(
+        FormatError, match=r"this program does not know this format version \(expected 1 or 2, found 3\) \[F2\]"
+    ):
         open_cache(shards)
 
 
@@ -127,11 +129,11 @@ def test_an_index_that_disagrees_with_its_shard_is_found(shards: Path) -> None:
         open_cache(shards)[0]["image_latents"]
 
 
-def test_a_key_that_stands_twice_is_found(shards: Path) -> None:
+def test_a_key_that_occurs_twice_is_found(shards: Path) -> None:
     rows = list(open_cache(shards).rows())
     replace_index(shards, [rows[0], rows[0], *rows[2:]])
     assert "F10" in findings(shards)
-    with pytest.raises(FormatError, match="a key stands twice"):
+    with pytest.raises(FormatError, match="a key occurs twice"):
         open_cache(shards)[rows[0].meta.key]
 
 
@@ -249,7 +251,7 @@ def test_a_commit_between_two_reads_is_noticed(shards: Path, tmp_path: Path, mon
 
 
 def test_the_index_is_plain_parquet(shards: Path) -> None:
-    """What FORMAT.md's ten lines do."""
+    """As the ten lines in FORMAT.md use it."""
     import mmap
 
     import torch

@@ -1,17 +1,17 @@
-"""Compare what encoding costs: the usual trainers' loop against `qwen-cache build`, and ours with one part taken away.
+"""Compare the cost of encoding: the loop of other trainers, `qwen-cache build`, and ablations of it.
 
     python tools/bench_build.py [--size tiny|medium|real] [--variant edit|edit-plus] [--device cuda] [--json]
     python tools/bench_build.py flops     # forward FLOPs of one sample at real size; computes nothing, takes a minute
-    python tools/bench_build.py lanes     # wall time over that of the slower lane alone, with encoders that sleep
+    python tools/bench_build.py lanes     # wall time relative to the slower lane alone, with encoders that sleep
 
 The usual way: one sample after the other, stock VAE, the stock pipeline's `encode_prompt` for the prompt and again for
-the empty prompt, a .pt file for each tensor. Ours: plan, lanes, shards and commit. Loading the model and hashing its
-weights are left out of both. The ways take turns in one process on the same modules, and one run of each warms up;
-medians are reported. That both made the same tensors is checked, with the stock pipeline given 3-D positions.
+the empty prompt, a .pt file for each tensor. Ours: plan, lanes, shards and commit. Neither includes loading the model
+or hashing its weights. The ways alternate in one process on the same modules; one run of each warms up; medians are
+reported. The tensors of both are compared, with 3-D positions for the stock pipeline.
 
 A sample is a target and one control, both square. Weights are random. `tiny` is the model of make_tiny_model.py and
 measures little but overhead. `medium` is for a CPU: widths and depths of the text encoder divided by 4, of the VAE by
-4, with images small enough that VAE and text encoder keep about the real share of the work. `real` is for a GPU.
+4, with images small enough to keep the real ratio of work between VAE and text encoder. `real` is for a GPU.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from transformers.utils import logging
 
 from qwen_cache import open_cache
 from qwen_cache.encode import builder
-from qwen_cache.encode.builder import Job
+from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.lanes import Lanes
 from qwen_cache.encode.load import TEXT_BATCH_TOKENS, VAE_BATCH_PIXELS
-from qwen_cache.encode.text import Asked, EncodedText, TextEncoder
+from qwen_cache.encode.text import EncodedText, TextEncoder, TextRequest
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
@@ -62,14 +62,14 @@ from qwen_cache.sources.detect import Row
 from qwen_cache.sources.sizes import calculate_dimensions
 
 VARIANTS = {"edit": QwenImageEditPipeline, "edit-plus": QwenImageEditPlusPipeline}
-TOLERANCE = 0.05  # relative; bfloat16's own noise over the real depth stays below it, other work does not
-PROMPT = (  # 33 tokens, as long as the instructions that people write
+TOLERANCE = 0.05  # relative; the noise of bfloat16 over the real depth is below it, other mistakes are above
+PROMPT = (  # 33 tokens, the length of real instructions
     "Generate a new image that meets the user's requirements while maintaining consistency with the original input "
     "where appropriate, then explain how the user's text instruction should alter the objects"
 )
 Modules = dict[type[Any], Any]
 Way = Callable[[Path], None]
-"""Encodes all samples into a folder that is not there yet."""
+"""Encodes all samples into a new folder."""
 
 
 # ---- the models ------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ Way = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of the model, None for that in the folder, and pixels for the VAE and the text encoder by variant."""
+    """Sizes of the model (None: as in the folder), and pixels for the VAE and the text encoder by variant."""
 
     vae: dict[str, Any] | None
     text: dict[str, Any]
@@ -131,11 +131,11 @@ SIZES = {
 
 
 def make_modules(scale: Scale, model: ModelFolder, device: torch.device, dtype: torch.dtype) -> Modules:
-    """The two stock networks, by class."""
+    """The stock VAE and text encoder, by class."""
     if scale.vae is None:
         parts = ((AutoencoderKLQwenImage, "vae"), (Qwen2_5_VLForConditionalGeneration, "text_encoder"))
-        return {kind: load_whole(kind, model.part(name), torch_dtype=dtype).to(device) for kind, name in parts}
-    tokens = json.loads((model.part("text_encoder") / "config.json").read_text())
+        return {kind: load_whole(kind, model.component(name), torch_dtype=dtype).to(device) for kind, name in parts}
+    tokens = json.loads((model.component("text_encoder") / "config.json").read_text())
     ids = {name: tokens[name] for name in tokens if name.endswith("_token_id")}
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
     text = scale.text | {"max_position_embeddings": 128000, "rope_parameters": rope}
@@ -144,18 +144,18 @@ def make_modules(scale: Scale, model: ModelFolder, device: torch.device, dtype: 
     try:
         torch.set_default_dtype(dtype)
         with device:
-            whole = Qwen2_5_VLForConditionalGeneration(
+            text_encoder = Qwen2_5_VLForConditionalGeneration(
                 Qwen2_5_VLConfig(text_config=text, vision_config=vision, dtype=dtype, **ids)
             )
             vae = AutoencoderKLQwenImage(**scale.vae)
     finally:
         torch.set_default_dtype(before)
-    return {type(part): part.requires_grad_(False).eval() for part in (vae, whole)}
+    return {type(part): part.requires_grad_(False).eval() for part in (vae, text_encoder)}
 
 
 @contextmanager
 def loaded_from(modules: Modules, *, single_frame: bool = True) -> Iterator[None]:
-    """Encoders made in here are made around copies of `modules`, whatever their folder holds."""
+    """Encoders that are created inside use copies of `modules`, whatever their folder holds."""
 
     def load(kind: type[Any], _: Path, **__: Any) -> Any:
         return copy.deepcopy(modules[kind]) if kind is AutoencoderKLQwenImage else modules[kind]
@@ -170,7 +170,7 @@ def loaded_from(modules: Modules, *, single_frame: bool = True) -> Iterator[None
 
 @dataclass(frozen=True)
 class Networks:
-    """What all ways share."""
+    """The pipeline and encoders of all ways."""
 
     usual: Any
     """The stock pipeline."""
@@ -183,7 +183,7 @@ class Networks:
 
 
 def make_encoders(modules: Modules, model: ModelFolder, device: torch.device, dtype: torch.dtype) -> Networks:
-    vae, whole = modules[AutoencoderKLQwenImage], modules[Qwen2_5_VLForConditionalGeneration]
+    vae, text_encoder = modules[AutoencoderKLQwenImage], modules[Qwen2_5_VLForConditionalGeneration]
     with loaded_from(modules):
         ours, text = VaeEncoder(model, device, dtype), TextEncoder(model, device, dtype)
         vae_batched = VaeEncoder(model, device, dtype, VAE_BATCH_PIXELS)
@@ -193,34 +193,34 @@ def make_encoders(modules: Modules, model: ModelFolder, device: torch.device, dt
         vae_3d = VaeEncoder(model, device, dtype)
     kind = {pipeline.__name__: pipeline for pipeline in VARIANTS.values()}[model.pipeline]
     processor = load_processor(model)
-    pipeline = kind(None, vae, whole, processor.tokenizer, processor, None)
-    whole.register_forward_pre_hook(pass_token_types, with_kwargs=True)
+    pipeline = kind(None, vae, text_encoder, processor.tokenizer, processor, None)
+    text_encoder.register_forward_pre_hook(pass_token_types, with_kwargs=True)
     return Networks(pipeline, ours, vae_3d, vae_batched, text, text_batched, text_attending)
 
 
-def pass_token_types(whole: Any, args: Any, kwargs: Any) -> Any:
-    """What the stock pipelines forget, and 3-D positions need (huggingface/diffusers issue 14194)."""
-    return args, kwargs | {"mm_token_type_ids": (kwargs["input_ids"] == whole.config.image_token_id).int()}
+def pass_token_types(text_encoder: Any, args: Any, kwargs: Any) -> Any:
+    """Pass the token types that 3-D positions need and stock pipelines omit (huggingface/diffusers issue 14194)."""
+    return args, kwargs | {"mm_token_type_ids": (kwargs["input_ids"] == text_encoder.config.image_token_id).int()}
 
 
 # ---- the ways --------------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
-def encode_usually(pipeline: Any, job: Job, row: Row) -> dict[str, torch.Tensor]:
+def encode_usually(pipeline: Any, job: BuildJob, row: Row) -> dict[str, torch.Tensor]:
     """Every tensor of one sample, as the usual trainers compute them."""
     device, processor = pipeline.text_encoder.device, pipeline.image_processor
     latents = []
-    pictures = open_images(row)
-    for image in pictures:
+    images = open_images(row)
+    for image in images:
         width, height = calculate_dimensions(job.recipe["vae_image_size"], image.size)
         pixels = processor.preprocess(image, height, width).unsqueeze(2).to(device, pipeline.vae.dtype)
         encoded = pipeline._encode_vae_image(pixels, generator=None)
         latents.append(pipeline._pack_latents(encoded, 1, encoded.shape[1], *encoded.shape[3:])[0])
-    sizes = [calculate_dimensions(job.condition_image_size, image.size) for image in pictures[1:]]
-    seen = [processor.resize(p, height, width) for p, (width, height) in zip(pictures[1:], sizes, strict=True)]
-    images = seen if isinstance(pipeline, QwenImageEditPlusPipeline) else seen[0]
-    prompt, empty = (pipeline.encode_prompt([text], images, device)[0][0] for text in (row.prompt, ""))
+    sizes = [calculate_dimensions(job.condition_image_size, image.size) for image in images[1:]]
+    resized = [processor.resize(p, height, width) for p, (width, height) in zip(images[1:], sizes, strict=True)]
+    condition = resized if isinstance(pipeline, QwenImageEditPlusPipeline) else resized[0]
+    prompt, empty = (pipeline.encode_prompt([text], condition, device)[0][0] for text in (row.prompt, ""))
     return {
         "image_latents": latents[0],
         "control_latents": torch.cat(latents[1:]),
@@ -234,15 +234,15 @@ def open_images(row: Row) -> list[Image.Image]:
     return [Image.open(str(path)).convert("RGB") for path in (row.target, *row.controls)]
 
 
-def build_usually(pipeline: Any, job: Job, out: Path) -> None:
+def build_usually(pipeline: Any, job: BuildJob, out: Path) -> None:
     out.mkdir()
     for row in job.rows:
         for name, tensor in encode_usually(pipeline, job, row).items():
             torch.save(tensor.cpu(), out / f"{row.name}.{name}.pt")
 
 
-def build_ours(vae: Any, text: Any, job: Job, out: Path) -> None:
-    """From the plan to the commit; `vae` and `text` are encoders, or what behaves like one."""
+def build_ours(vae: Any, text: Any, job: BuildJob, out: Path) -> None:
+    """From the plan to the commit; `vae` and `text` are encoders, or stand-ins."""
     job = replace(job, folder=out)
     out.mkdir()
     with directory.writing(out):
@@ -253,27 +253,27 @@ def build_ours(vae: Any, text: Any, job: Job, out: Path) -> None:
         builder.run(job, update, plan.to_encode, lambda job: make_lanes(vae, text, job))
 
 
-def make_lanes(vae: Any, text: Any, job: Job) -> Lanes:
+def make_lanes(vae: Any, text: Any, job: BuildJob) -> Lanes:
     return Lanes([vae], [text], recipe_id(job.recipe), job.condition_image_size, job.format_version)
 
 
-class ReadsTwice:
-    """A text encoder that shares no prefix: it reads the images again for the prompt, after the empty prompt."""
+class UnsharedPrefix:
+    """A text encoder without a shared prefix: it encodes the images once for each of the two prompts."""
 
     def __init__(self, text: TextEncoder) -> None:
         self.text, self.inputs = text, text.inputs
         self.device, self.batch_tokens = text.device, 1
 
-    def encode(self, asked: Sequence[Asked]) -> list[EncodedText]:
-        ((inputs, prompt, _),) = asked
-        about_nothing, about_all = (self.text.read([inputs]) for _ in range(2))
-        (empty,) = self.text.embed(about_nothing, [(0, "", None)])
-        (rest,) = self.text.embed(about_all, [(0, prompt, None)])
-        return [EncodedText(about_all.embeds[0], rest.embeds, empty.embeds)]
+    def encode(self, requests: Sequence[TextRequest]) -> list[EncodedText]:
+        ((inputs, prompt, _),) = requests
+        prefix_of_empty, prefix_of_prompt = (self.text.read([inputs]) for _ in range(2))
+        (empty,) = self.text.embed(prefix_of_empty, [(0, "", None)])
+        (rest,) = self.text.embed(prefix_of_prompt, [(0, prompt, None)])
+        return [EncodedText(prefix_of_prompt.embeds[0], rest.embeds, empty.embeds)]
 
 
-class Waits:
-    """An encoder that does not work while another with the same lock does."""
+class ExclusiveEncoder:
+    """An encoder that never runs at the same time as another with the same lock."""
 
     def __init__(self, encoder: Any, lock: threading.Lock) -> None:
         self.encoder, self.lock = encoder, lock
@@ -288,15 +288,19 @@ class Waits:
         return call if name == "encode" else method
 
 
-def make_ways(encoders: Networks, job: Job) -> dict[str, Way]:
+def make_ways(encoders: Networks, job: BuildJob) -> dict[str, Way]:
     vae, text, lock = encoders.vae, encoders.text, threading.Lock()
+
+    def in_turn(encoder: Any) -> ExclusiveEncoder:
+        return ExclusiveEncoder(encoder, lock)
+
     return {
         "usual": lambda out: build_usually(encoders.usual, job, out),
         "ours": lambda out: build_ours(vae, text, job, out),
         "ours, in batches": lambda out: build_ours(encoders.vae_batched, encoders.text_batched, job, out),
-        "ours, lanes in turn": lambda out: build_ours(Waits(vae, lock), Waits(text, lock), job, out),
+        "ours, lanes in turn": lambda out: build_ours(in_turn(vae), in_turn(text), job, out),
         "ours, 3-D VAE": lambda out: build_ours(encoders.vae_3d, text, job, out),
-        "ours, no shared prefix": lambda out: build_ours(vae, ReadsTwice(text), job, out),
+        "ours, no shared prefix": lambda out: build_ours(vae, UnsharedPrefix(text), job, out),
         "ours, with attention": lambda out: build_ours(vae, encoders.text_attending, job, out),
     }
 
@@ -318,12 +322,12 @@ PARTS = {"vision tower": ".visual", "language model": ".language_model", "lm_hea
 
 
 class ShapesOnly(TorchDispatchMode):
-    """Computes nothing with floats: every result is zeros of the right shape, which take no memory."""
+    """Skips float computations: every result is zeros of the right shape, which take no memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         everything = (args, kwargs or {})
         floats = any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in tree_leaves(everything))
-        if not floats or func is torch.ops.aten.index.Tensor:  # by a mask: how many rows there are is in its values
+        if not floats or func is torch.ops.aten.index.Tensor:  # a mask's values give the number of rows
             return func(*args, **(kwargs or {}))
         if func._schema.is_mutable:
             return args[0]
@@ -333,7 +337,7 @@ class ShapesOnly(TorchDispatchMode):
 
 
 def free_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """One zero, seen from everywhere."""
+    """One zero, expanded to the shape."""
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
@@ -341,34 +345,34 @@ def count_flops(work: Callable[[], object]) -> dict[str, int]:
     """Forward FLOPs by part of the model."""
     with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
         work()
-    counts = {name: sum(found.values()) for name, found in counter.get_flop_counts().items()}
+    counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
     parts = {part: sum(n for name, n in counts.items() if name.endswith(end)) for part, end in PARTS.items()}
     return {"VAE": counts["Global"] - sum(parts.values()), **parts, "all": counts["Global"]}
 
 
-def count_ways(encoders: Networks, job: Job) -> dict[str, dict[str, int]]:
-    """FLOPs of one sample; overlapping changes nothing about them."""
+def count_ways(encoders: Networks, job: BuildJob) -> dict[str, dict[str, int]]:
+    """FLOPs of one sample by way; overlapping lanes does not change them."""
     row = job.rows[0]
 
     def ours(vae: Any, text: Any) -> None:
-        pictures = open_images(row)
-        for image in pictures:
+        images = open_images(row)
+        for image in images:
             vae.encode([vae.pixels(image, calculate_dimensions(job.recipe["vae_image_size"], image.size))])
-        seen = [p.resize(calculate_dimensions(job.condition_image_size, p.size)) for p in pictures[1:]]
-        text.encode([(text.inputs(seen), row.prompt, ())])
+        condition = [p.resize(calculate_dimensions(job.condition_image_size, p.size)) for p in images[1:]]
+        text.encode([TextRequest(text.inputs(condition), row.prompt, ())])
 
     return {
         "usual": count_flops(lambda: encode_usually(encoders.usual, job, row)),
         "ours": count_flops(lambda: ours(encoders.vae, encoders.text)),
         "ours, 3-D VAE": count_flops(lambda: ours(encoders.vae_3d, encoders.text)),
-        "ours, no shared prefix": count_flops(lambda: ours(encoders.vae, ReadsTwice(encoders.text))),
+        "ours, no shared prefix": count_flops(lambda: ours(encoders.vae, UnsharedPrefix(encoders.text))),
         "ours, with attention": count_flops(lambda: ours(encoders.vae, encoders.text_attending)),
     }
 
 
 @contextmanager
 def counting_tokens(encoders: Networks) -> Iterator[list[int]]:
-    """Rows that pass through the language model."""
+    """Collects the number of tokens that pass through the language model."""
     counted: list[int] = []
     layer = encoders.text.model.language_model.layers[0]
     handle = layer.register_forward_pre_hook(lambda _, args: counted.append(args[0].shape[0] * args[0].shape[1]))
@@ -381,8 +385,8 @@ def counting_tokens(encoders: Networks) -> Iterator[list[int]]:
 # ---- the tasks -------------------------------------------------------------------------------------------------------
 
 
-def prepare(root: Path, variant: str, pixels: tuple[int, int], samples: int, dtype: str) -> Job:
-    """A model folder, whose weights are used at size tiny only, and a source."""
+def prepare(root: Path, variant: str, pixels: tuple[int, int], samples: int, dtype: str) -> BuildJob:
+    """A model folder (only size tiny uses its weights) and a source."""
     model, source = make_tiny_model(root / "model", variant), root / "data"
     side = round(max(pixels) ** 0.5)
     for folder in ("target_images", "control_images"):
@@ -393,20 +397,20 @@ def prepare(root: Path, variant: str, pixels: tuple[int, int], samples: int, dty
         (source / "target_images" / f"{i:04}.txt").write_text(PROMPT)
     settings = [f"data.vae_image_size={pixels[0]}", f"data.condition_image_size={pixels[1]}", f"cache.dtype={dtype}"]
     config = load_config(None, settings, model__path=str(model), cache__path=str(root / "shards"))
-    job = builder.prepare(config, str(source))
+    job = builder.prepare_build(config, str(source))
     assert len(job.rows) == samples, job.problems
     return job
 
 
 def make_image(side: int, seed: int) -> Image.Image:
-    """Something between a flat image and noise."""
+    """A random image between flat and noise."""
     generator = np.random.default_rng(seed)
     coarse = Image.fromarray(generator.integers(0, 256, (16, 16, 3), dtype=np.uint8))
     return coarse.resize((side, side), Image.Resampling.BICUBIC)
 
 
 def compare_time(options: argparse.Namespace, root: Path) -> dict[str, Any]:
-    """Median time of each way; the order alternates."""
+    """Median time of each way; their order alternates."""
     scale, device, dtype = SIZES[options.size], torch.device(options.device), getattr(torch, options.dtype)
     job = prepare(root, options.variant, scale.pixels[options.variant], options.samples, options.dtype)
     encoders = make_encoders(make_modules(scale, job.model, device, dtype), job.model, device, dtype)
@@ -416,21 +420,23 @@ def compare_time(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         for name in reversed(ways) if repeat % 2 else ways:
             print(f"{repeat} of {options.repeats}: {name}", file=sys.stderr)
             runs[name].append(measure(ways[name], encoders, root / f"{name} {repeat}", options.samples))
-    found = {name: {key: statistics.median(r[key] for r in each[1:]) for key in each[0]} for name, each in runs.items()}
-    for name, each in found.items():
+    results = {
+        name: {key: statistics.median(r[key] for r in each[1:]) for key in each[0]} for name, each in runs.items()
+    }
+    for name, each in results.items():
         counted = flops.get(name, flops["ours"])
         each |= {"tflop": counted["all"] / 1e12, "fewer_flops": flops["usual"]["all"] / counted["all"]}
-        each["faster"] = found["usual"]["seconds"] / each["seconds"]
+        each["faster"] = results["usual"]["seconds"] / each["seconds"]
     return {
         "samples": options.samples,
         "pixels": dict(zip(("vae", "condition"), scale.pixels[options.variant], strict=True)),
         "difference": difference(job, root / "usual 0", root / "ours 0"),
-        "results": found,
+        "results": results,
     }
 
 
 def measure(way: Way, encoders: Networks, out: Path, samples: int) -> dict[str, float]:
-    """Per sample."""
+    """Seconds, CPU seconds and tokens per sample."""
     with counting_tokens(encoders) as tokens:
         wall, cpu = time.perf_counter(), time.process_time()
         way(out)
@@ -438,8 +444,8 @@ def measure(way: Way, encoders: Networks, out: Path, samples: int) -> dict[str, 
     return {"seconds": wall / samples, "cpu_seconds": cpu / samples, "tokens": sum(tokens) / samples}
 
 
-def difference(job: Job, usual: Path, ours: Path) -> float:
-    """The largest relative distance between a tensor of one way and the same of the other."""
+def difference(job: BuildJob, usual: Path, ours: Path) -> float:
+    """The largest relative distance between a tensor of one way and the same tensor of the other."""
     worst = 0.0
     for sample in open_cache(ours):
         for name, tensor in sample.tensors().items():
@@ -451,8 +457,8 @@ def difference(job: Job, usual: Path, ours: Path) -> float:
 
 @torch.inference_mode()
 def compare_flops(size: str, root: Path) -> dict[str, Any]:
-    """One sample of each variant, by part of the model."""
-    found = {}
+    """FLOPs of one sample of each variant, by part of the model."""
+    results = {}
     for variant, pixels in SIZES[size].pixels.items():
         job = prepare(root / variant, variant, pixels, 1, "float32")
         modules = make_modules(SIZES[size], job.model, torch.device("cpu" if size == "tiny" else "meta"), torch.float32)
@@ -462,12 +468,12 @@ def compare_flops(size: str, root: Path) -> dict[str, Any]:
         with ShapesOnly(), counting_tokens(encoders) as tokens:
             counts = count_ways(encoders, job)
         prompt = len(load_processor(job.model).tokenizer(PROMPT).input_ids)
-        found[variant] = {"pixels": pixels, "prompt_tokens": prompt, "longest_input": max(tokens), "flops": counts}
-    return found
+        results[variant] = {"pixels": pixels, "prompt_tokens": prompt, "longest_input": max(tokens), "flops": counts}
+    return results
 
 
 def forget_weights(module: torch.nn.Module) -> None:
-    """Zeros that take no memory, in place of every weight."""
+    """Replace every weight by zeros that take no memory."""
     for part in module.modules():
         for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
             zeros = free_zeros(tensor)
@@ -476,8 +482,8 @@ def forget_weights(module: torch.nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Sleeps:
-    """In place of either encoder: seconds for each piece of work."""
+class SleepingEncoder:
+    """Stands in for either encoder: sleeps `seconds` for each item."""
 
     seconds: float
     device, batch_pixels, batch_tokens = torch.device("cpu"), 1, 1
@@ -485,7 +491,7 @@ class Sleeps:
     def pixels(self, image: Image.Image, size: tuple[int, int]) -> torch.Tensor:
         return torch.zeros(size[0] * size[1] // PIXELS_PER_TOKEN**2, 64)
 
-    def inputs(self, pictures: list[Image.Image]) -> dict[str, torch.Tensor]:
+    def inputs(self, images: list[Image.Image]) -> dict[str, torch.Tensor]:
         return {}
 
     def encode(self, items: Sequence[Any]) -> list[Any]:
@@ -495,24 +501,24 @@ class Sleeps:
 
 
 LANES = {
-    "VAE slower": (Sleeps(0.040), Sleeps(0.040)),
-    "text slower": (Sleeps(0.020), Sleeps(0.080)),
-    "equal": (Sleeps(0.040), Sleeps(0.080)),
+    "VAE slower": (SleepingEncoder(0.040), SleepingEncoder(0.040)),
+    "text slower": (SleepingEncoder(0.020), SleepingEncoder(0.080)),
+    "equal": (SleepingEncoder(0.040), SleepingEncoder(0.080)),
 }
 """VAE and text encoder."""
 
 
 def compare_lanes(samples: int, root: Path) -> dict[str, Any]:
-    """Wall time of the whole build over that of the slower lane alone."""
+    """Wall time of the whole build relative to that of the slower lane alone."""
     job = prepare(root, "edit-plus", SIZES["tiny"].pixels["edit-plus"], samples, "float32")
-    found = {}
-    build_ours(Sleeps(0), Sleeps(0), job, root / "warm up")
+    results = {}
+    build_ours(SleepingEncoder(0), SleepingEncoder(0), job, root / "warm up")
     for name, (vae, text) in LANES.items():
         begin = time.perf_counter()
         build_ours(vae, text, job, root / name)
         wall, slower = time.perf_counter() - begin, samples * max(2 * vae.seconds, text.seconds)
-        found[name] = {"wall_seconds": wall, "slower_lane_seconds": slower, "ratio": wall / slower}
-    return found
+        results[name] = {"wall_seconds": wall, "slower_lane_seconds": slower, "ratio": wall / slower}
+    return results
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -521,13 +527,13 @@ def compare_lanes(samples: int, root: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", nargs="?", choices=["time", "flops", "lanes"], default="time")
-    parser.add_argument("--size", choices=list(SIZES), help="of the model (default: tiny; real for flops)")
+    parser.add_argument("--size", choices=list(SIZES), help="size of the model (default: tiny; real for flops)")
     parser.add_argument("--variant", choices=list(VARIANTS), default="edit-plus")
-    parser.add_argument("--samples", type=int, help="in the source (default: 8; 40 for lanes)")
-    parser.add_argument("--repeats", type=int, default=3, help="of which the median is reported")
-    parser.add_argument("--device", default="cpu", help="for both encoders")
+    parser.add_argument("--samples", type=int, help="samples in the source (default: 8; 40 for lanes)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each way; the median is reported")
+    parser.add_argument("--device", default="cpu", help="device of both encoders")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -558,16 +564,16 @@ def show(report: dict[str, Any]) -> None:
     from rich.console import Console
 
     console = Console(width=110)
-    found = report[report["task"]]
-    for table in {"time": time_tables, "flops": flops_tables, "lanes": lanes_tables}[report["task"]](found, report):
+    result = report[report["task"]]
+    for table in {"time": time_tables, "flops": flops_tables, "lanes": lanes_tables}[report["task"]](result, report):
         console.print(table)
     if report["task"] == "time":
-        pixels = found["pixels"]
+        pixels = result["pixels"]
         console.print(
             f"images of {pixels['vae']} pixels for the VAE and {pixels['condition']} for the text encoder; the two "
-            f"ways differ by {found['difference']:.1e} at most"
+            f"ways differ by {result['difference']:.1e} at most"
         )
-    if report["task"] == "time" and found["difference"] > TOLERANCE:
+    if report["task"] == "time" and result["difference"] > TOLERANCE:
         console.print("[bold]The ways did not compute the same tensors.[/bold]")
 
 
@@ -581,18 +587,18 @@ def make_table(title: str, *columns: str) -> Any:
     return table
 
 
-def time_tables(found: dict[str, Any], report: dict[str, Any]) -> Iterator[Any]:
-    title = f"{found['samples']} samples, model of size {report['size']}; {report['machine']}"
+def time_tables(result: dict[str, Any], report: dict[str, Any]) -> Iterator[Any]:
+    title = f"{result['samples']} samples, model of size {report['size']}; {report['machine']}"
     columns = ("samples/s", "× usual", "CPU-s/sample", "GFLOP", "usual / this", "tokens")
     table = make_table(title, *columns)
-    for name, each in found["results"].items():
+    for name, each in result["results"].items():
         cells = [f"{1 / each['seconds']:.3g}", f"{each['faster']:.2f}", f"{each['cpu_seconds']:.3g}"]
         table.add_row(name, *cells, f"{each['tflop'] * 1e3:.4g}", f"{each['fewer_flops']:.2f}", f"{each['tokens']:.0f}")
     yield table
 
 
-def flops_tables(found: dict[str, Any], report: dict[str, Any]) -> Iterator[Any]:
-    for variant, each in found.items():
+def flops_tables(results: dict[str, Any], report: dict[str, Any]) -> Iterator[Any]:
+    for variant, each in results.items():
         vae, condition = (round(pixels**0.5) for pixels in each["pixels"])
         title = f"{variant}: TFLOP of a sample; VAE at {vae}², text encoder at {condition}² and {each['longest_input']}"
         ways = each["flops"]
@@ -603,9 +609,9 @@ def flops_tables(found: dict[str, Any], report: dict[str, Any]) -> Iterator[Any]
         yield table
 
 
-def lanes_tables(found: dict[str, Any], report: dict[str, Any]) -> Iterator[Any]:
+def lanes_tables(results: dict[str, Any], report: dict[str, Any]) -> Iterator[Any]:
     table = make_table("encoders that sleep", "slower lane alone", "wall", "ratio")
-    for name, each in found.items():
+    for name, each in results.items():
         table.add_row(
             name, f"{each['slower_lane_seconds']:.2f} s", f"{each['wall_seconds']:.2f} s", f"{each['ratio']:.3f}"
         )

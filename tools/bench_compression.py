@@ -1,13 +1,14 @@
-"""Measure what compression gains and costs on bfloat16 that is like a cache's: ratio, encoding and decoding speed.
+"""Measure the ratio and the encoding and decoding speed of compression, on bfloat16 tensors similar to a cache's.
 
     python tools/bench_compression.py [--repeats 9] [--json]
 
 Latents come from the photographs of scikit-image and scikit-learn by a fixed transform with the statistics of a VAE's:
 16 normalised, spatially correlated channels (the first frequencies of 8×8 blocks) and a little noise, packed 2×2.
-Embeddings are heavy-tailed with a scale for each channel and a few that are far out, like hidden states of a language
-model. Speeds are bytes of the tensor per second of CPU time on one core, medians; every result is decoded and compared.
+Embeddings are heavy-tailed, with a scale for each channel and a few outlier channels, as hidden states of a language
+model are. Speeds are bytes of the tensor per second of CPU time on one core, medians; every result is decoded and
+compared.
 
-Serial reading with zstd is faster than without where the disk is slower than `decoding speed × (1 - 1 / ratio)`.
+Serial reading with zstd is faster than without if the disk is slower than `decoding speed × (1 - 1 / ratio)`.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from qwen_cache.format.tensor import PLANES_ZSTD, TensorSpec
 
 PHOTOGRAPHS = (("skimage", "data/astronaut.png"), ("skimage", "data/coffee.png"), ("skimage", "data/chelsea.png"))
 PHOTOGRAPHS += (("sklearn.datasets", "images/china.jpg"), ("sklearn.datasets", "images/flower.jpg"))
-PATCH = 8  # what a VAE makes one position of
+PATCH = 8  # pixels per side of a latent position
 WIDTH = 3584
 SAMPLE = {"image latents": 1.0, "prompt embeddings": 5.0}  # MB in a sample: latents of a target and a control
 Words = npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
 
 
-# ---- what is compressed ----------------------------------------------------------------------------------------------
+# ---- tensors to compress ---------------------------------------------------------------------------------------------
 
 
 def bfloat16(values: Floats) -> Words:
-    """Rounded to the nearest, ties to even."""
+    """Round to nearest, ties to even."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -57,7 +58,7 @@ def photograph(package: str, name: str, side: int) -> Floats:
 
 
 def latents(image: Floats, noise: np.random.Generator) -> Words:
-    """`[S, 64]`, of eight frequencies of brightness and four of each colour difference."""
+    """`[S, 64]`: eight frequencies of brightness and four of each colour difference."""
     n = image.shape[0] // PATCH
     colours = image @ np.array([[0.30, -0.17, 0.50], [0.59, -0.33, -0.42], [0.11, 0.50, -0.08]], np.float32)
     blocks = colours.reshape(n, PATCH, n, PATCH, 3).transpose(0, 2, 4, 1, 3)
@@ -72,7 +73,7 @@ def latents(image: Floats, noise: np.random.Generator) -> Words:
 
 
 def half_flat_latents(side: int) -> Words:
-    """An image whose right half has one colour: an encoder gives it the same numbers everywhere."""
+    """Latents of an image whose right half has one colour, and so the same numbers everywhere."""
     words = latents(photograph(*PHOTOGRAPHS[0], side), np.random.default_rng(1))
     grid = words.reshape(side // 16, side // 16, 64)
     grid[:, side // 32 :] = grid[0, -1]
@@ -86,7 +87,7 @@ def embeddings(rows: int, random: np.random.Generator) -> Words:
 
 
 def make_cases(side: int, rows: int) -> dict[str, Words]:
-    """Side of the images in pixels, and rows of embeddings."""
+    """The tensors by name; `side` of the images in pixels, `rows` of embeddings."""
     random = np.random.default_rng(0)
     return {
         "image latents": np.concatenate([latents(photograph(*each, side), random) for each in PHOTOGRAPHS]),
@@ -96,7 +97,7 @@ def make_cases(side: int, rows: int) -> dict[str, Words]:
     }
 
 
-# ---- how -------------------------------------------------------------------------------------------------------------
+# ---- codecs ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -138,14 +139,14 @@ CODECS = {
 
 
 def speed(function: Callable[[], object], size: int, repeats: int) -> float:
-    """GB/s, the median."""
+    """Median GB/s of CPU time."""
     function()
-    taken = []
+    seconds = []
     for _ in range(repeats):
         begin = time.process_time()
         function()
-        taken.append(time.process_time() - begin)
-    return size / max(statistics.median(taken), 1e-9) / 1e9
+        seconds.append(time.process_time() - begin)
+    return size / max(statistics.median(seconds), 1e-9) / 1e9
 
 
 def measure(words: Words, codec: Codec, repeats: int) -> dict[str, Any]:
@@ -160,7 +161,7 @@ def measure(words: Words, codec: Codec, repeats: int) -> dict[str, Any]:
 
 
 def break_even(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """What `planes-zstd` does to a sample, and the speed of a disk at which it gains as much time as it costs."""
+    """Ratio and speed of `planes-zstd` for a whole sample, and the disk speed at which it breaks even."""
     size = sum(SAMPLE.values())
     stored = sum(mb / results[name][PLANES_ZSTD]["ratio"] for name, mb in SAMPLE.items())
     milliseconds = sum(mb / results[name][PLANES_ZSTD]["decode_gb_per_second"] for name, mb in SAMPLE.items())
@@ -173,16 +174,16 @@ def break_even(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9, help="of which the median is reported")
-    parser.add_argument("--side", type=int, default=1024, help="of an image, in pixels")
-    parser.add_argument("--rows", type=int, default=700, help="of embeddings")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--repeats", type=int, default=9, help="runs; the median is reported")
+    parser.add_argument("--side", type=int, default=1024, help="side of the images, in pixels")
+    parser.add_argument("--rows", type=int, default=700, help="rows of embeddings")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
     options = parser.parse_args()
     results = {
         name: {codec: measure(words, CODECS[codec], options.repeats) for codec in CODECS}
         for name, words in make_cases(options.side, options.rows).items()
     }
-    lossless = all(found["lossless"] for each in results.values() for found in each.values())
+    lossless = all(result["lossless"] for each in results.values() for result in each.values())
     report = {"machine": platform.machine(), "results": results, "lossless": lossless, "sample": break_even(results)}
     if options.json:
         print(json.dumps(report, indent=1))
@@ -207,10 +208,10 @@ def show(report: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"A sample gets {sample['ratio']:.2f} times smaller and decodes at {sample['decode_gb_per_second']:.2f} GB/s: "
-        f"it is there sooner from a disk or network below {sample['mb_per_second']:.0f} MB/s."
+        f"it loads faster from a disk or network below {sample['mb_per_second']:.0f} MB/s."
     )
     if not report["lossless"]:
-        console.print("[bold]A result is not what was compressed.[/bold]")
+        console.print("[bold]A decoded tensor differs from the original.[/bold]")
 
 
 if __name__ == "__main__":

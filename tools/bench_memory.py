@@ -2,8 +2,8 @@
 
     python tools/bench_memory.py [--device cuda|cpu] [--layers N] [--heads N] [--side N] [--samples N] [--json FILE]
 
-On CUDA the judge is torch.cuda.max_memory_allocated, on the CPU what torch's profiler says of its allocator. By default
-of the real width in six blocks; on the CPU, a small width. Exit code 1 if a prediction is more than a tenth off.
+The reference is torch.cuda.max_memory_allocated on CUDA, and the allocator events of torch's profiler on the CPU. By
+default, six blocks of the real width; on the CPU, of a small width. Exit code 1 if a prediction is off by over 10 %.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from qwen_cache.settings.load import Config, load_config
 from qwen_train.data.batches import Batch
-from qwen_train.memory.predict import Memory, Shape, predict_memory
+from qwen_train.memory.predict import Memory, SampleSize, predict_memory
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.optimizers import make_optimizer
 from qwen_train.train import compute_loss
@@ -41,7 +41,7 @@ TOLERANCE = 0.1
 
 
 def transformer_config(layers: int, heads: int, head_dim: int, width: int, **others: Any) -> dict[str, Any]:
-    """As in config.json."""
+    """The config of a transformer, as in config.json."""
     axes = {128: (16, 56, 56), 32: (4, 14, 14)}[head_dim]
     sizes = {"num_layers": layers, "num_attention_heads": heads, "attention_head_dim": head_dim}
     return {**sizes, "axes_dims_rope": axes, "joint_attention_dim": width, "in_channels": 64, **others}
@@ -59,8 +59,8 @@ def make_model(config: dict[str, Any], settings: Config, device: str) -> Any:
     return prepare_for_training(model, train)
 
 
-def random_batch(config: dict[str, Any], shapes: Sequence[Shape]) -> Batch:
-    """A batch of these sizes, as `collate` pads it."""
+def random_batch(config: dict[str, Any], shapes: Sequence[SampleSize]) -> Batch:
+    """A random batch of these sizes, padded as `collate` pads."""
     images = [sum(h * w for _, h, w in sample) for sample, _ in shapes]
     targets = [sample[0][1] * sample[0][2] for sample, _ in shapes]
     texts = [text for _, text in shapes]
@@ -75,14 +75,14 @@ def random_batch(config: dict[str, Any], shapes: Sequence[Shape]) -> Batch:
         is_target=is_target,
         weight=is_target.float(),
         sigma=torch.rand(len(shapes)),
-        counts=torch.ones(len(shapes)),
+        sample_weight=torch.ones(len(shapes)),
         prompt_embeds=torch.randn(len(shapes), max(texts), config["joint_attention_dim"]),
         prompt_embeds_mask=None if min(texts) == max(texts) else mask,
     )
 
 
-def step(model: Any, settings: Config, config: dict[str, Any], shapes: Sequence[Shape], device: str) -> None:
-    """Forward and backward as the trainer runs them: under autocast, where it computes in bfloat16."""
+def step(model: Any, settings: Config, config: dict[str, Any], shapes: Sequence[SampleSize], device: str) -> None:
+    """Forward and backward as in training: under autocast where it computes in bfloat16."""
     dtype = compute_dtype(settings.train)
     batch = random_batch(config, shapes).to(torch.device(device), dtype)
 
@@ -94,7 +94,7 @@ def step(model: Any, settings: Config, config: dict[str, Any], shapes: Sequence[
 
 
 def peak_on_cpu(run: Callable[[], None]) -> int:
-    """The most that `run` has allocated at a time, by the events of torch's allocator."""
+    """Peak bytes that `run` allocates, by the events of torch's CPU allocator."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -106,7 +106,7 @@ def peak_on_cpu(run: Callable[[], None]) -> int:
 
 
 def peak_on_cuda(run: Callable[[], None]) -> int:
-    """The same, by the counter of torch's allocator on the device."""
+    """Peak bytes that `run` allocates, by the counter of torch's CUDA allocator."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -116,8 +116,10 @@ def peak_on_cuda(run: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def compare(config: dict[str, Any], settings: Config, shapes: Sequence[Shape], device: str) -> tuple[Memory, Memory]:
-    """Prediction and measurement of the second step of a run: the optimizer's state is there, gradients are not."""
+def compare(
+    config: dict[str, Any], settings: Config, shapes: Sequence[SampleSize], device: str
+) -> tuple[Memory, Memory]:
+    """Predicted and measured memory of the second step of a run: with optimizer state, before gradients."""
     predicted = predict_memory(config, settings, shapes, "cuda" if device == "cuda" else "cpu")
     model = make_model(config, settings, device)
     parameters = trainable(model)
@@ -149,10 +151,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compare predicted memory with measured peaks.")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--heads", type=int, help="24 on CUDA, as the real model has; 4 on the CPU")
-    parser.add_argument("--side", type=int, help="of the target, in tokens: 64 on CUDA, which is 1024 pixels; 24")
+    parser.add_argument("--heads", type=int, help="default: 24 on CUDA, as in the real model; 4 on the CPU")
+    parser.add_argument("--side", type=int, help="side of the target in tokens (default: 64 on CUDA; 24 on the CPU)")
     parser.add_argument("--samples", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="where the numbers go")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args()
     real = options.device == "cuda"
     heads, side = options.heads or (24 if real else 4), options.side or (64 if real else 24)

@@ -1,14 +1,14 @@
-"""Compare how fast one process reads the same samples out of different formats into padded batches.
+"""Compare how fast one process reads the same samples from different formats into padded batches.
 
     python tools/bench_read.py [--total 2000] [--folder DIR] [--repeats 3] [--json]
 
-A sample is what Qwen-Image-Edit needs at a megapixel: two [4096, 64] latents and about 700 rows of prompt embeddings
-in bfloat16, 6 MB. Every reader gives the same samples to the same collation, which copies them into batch buffers that
-it reuses; only ours hashes what it reads (but for the second `memcpy`). Each measurement is a process of its own: time
-to the first batch, one pass that warms up and checks every byte, one pass that is timed. Files are in the page cache.
+A sample has the size of a Qwen-Image-Edit sample at a megapixel: two [4096, 64] latents and about 700 rows of prompt
+embeddings in bfloat16, 6 MB. Every reader feeds the same collation, which copies into reused batch buffers; only ours,
+and the second `memcpy`, hash what they read. Each measurement is a process of its own: time to the first batch, one
+pass that warms up and checks every byte, one timed pass. Files are in the page cache.
 
-`pip install webdataset litdata` for two of the others. mosaicml-streaming 0.13 asks for old versions of numpy and
-transformers: `pip install --no-deps mosaicml-streaming`, with what it imports. What is not installed is skipped.
+`pip install webdataset litdata` for two of the others. mosaicml-streaming 0.13 requires old versions of numpy and
+transformers: `pip install --no-deps mosaicml-streaming`, and the packages that it imports. Missing readers are skipped.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from qwen_cache.format.cache import Sample, open_cache
 from qwen_cache.format.identity import Inputs, content_hash, copy_hashed, recipe_id
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.tensor import TensorSpec
-from qwen_cache.format.update import Listed, commit_update, open_staging, plan_update, read_existing
+from qwen_cache.format.update import ListedSample, commit_update, open_staging, plan_update, read_existing
 
 BATCH = 4
-CHUNK = 1 << 26  # bytes per shard or chunk, in every format that has them
+CHUNK = 1 << 26  # bytes per shard or chunk, in formats with shards
 WIDTH = {"image_latents": 64, "control_latents": 64, "prompt_embeds": 3584}
 ORDERS = ("sequential", "shuffled")
 Tensors = dict[str, torch.Tensor]
@@ -52,7 +52,7 @@ Epoch = Callable[[], Iterator[Any]]
 
 @dataclass(frozen=True)
 class Samples:
-    """What is written: `count` samples of random numbers, of which each is the same in every format."""
+    """`count` samples of random numbers, the same in every format."""
 
     count: int
     side: int
@@ -64,7 +64,7 @@ class Samples:
         return {n: torch.randn(rows[n], width, generator=generator).bfloat16() for n, width in WIDTH.items()}
 
     def text_length(self, i: int) -> int:
-        """Within a sixteenth of `text`, so that there is something to pad."""
+        """Lengths that differ by up to a sixteenth of `text`, so that batches need padding."""
         return self.text + i * 37 % (self.text // 8 + 1) - self.text // 16
 
     def longest(self) -> dict[str, int]:
@@ -75,7 +75,7 @@ class Samples:
         return (self[i] for i in range(self.count))
 
 
-# ---- the formats: how each is written, and opened --------------------------------------------------------------------
+# ---- formats: how to write and open each -----------------------------------------------------------------------------
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -101,7 +101,7 @@ def write_cache(samples: Samples, folder: Path) -> None:
         return SampleMeta(recipe_id(recipe), Inputs(source, (source,), None), f"edit {i}", (grid, grid), 0, specs)
 
     with directory.writing(folder):
-        listed = [Listed(str(i), describe(i, {}).key) for i in range(samples.count)]
+        listed = [ListedSample(str(i), describe(i, {}).key) for i in range(samples.count)]
         update = plan_update(folder, read_existing(folder, 2), 2, listed)
         staging = open_staging(update, "bench", CHUNK)
         for i, tensors in enumerate(samples):
@@ -115,13 +115,13 @@ def open_ours(folder: Path, shuffled: bool) -> Epoch:
 
 
 def open_mapped(folder: Path, shuffled: bool) -> Epoch:
-    """Tensors that are mapped and touched already: what is left is the copy."""
+    """Tensors that are already mapped and touched, so that only the copy is measured."""
     samples = [sample.tensors() for sample in open_ours(folder, shuffled)()]
     return lambda: iter(samples)
 
 
 def open_webdataset(folder: Path, shuffled: bool) -> Epoch:
-    """Out of our shards, which are webdataset's too."""
+    """Our shards, read by webdataset."""
     import safetensors.torch
     import webdataset
 
@@ -176,7 +176,7 @@ def write_litdata(samples: Samples, folder: Path) -> None:
 
     cache = Cache(str(folder), chunk_bytes=CHUNK)
     for i, tensors in enumerate(samples):
-        cache[i] = {name: tensor.view(torch.int16) for name, tensor in tensors.items()}  # it takes no bfloat16
+        cache[i] = {name: tensor.view(torch.int16) for name, tensor in tensors.items()}  # no bfloat16 in LitData
     cache.done()
     cache.merge()
 
@@ -190,7 +190,7 @@ def open_litdata(folder: Path, shuffled: bool) -> Epoch:
 
 @dataclass(frozen=True)
 class Format:
-    """`module` is what must be installed. Formats that name the same `files` share them."""
+    """A format and its reader. `module` must be installed. Formats with the same `files` share them."""
 
     files: str
     write: Callable[[Samples, Path], None]
@@ -215,20 +215,20 @@ FORMATS = {
 
 
 def collate(items: Iterator[Any], buffers: Tensors, hashed: bool) -> Iterator[list[Rows]]:
-    """Fill `buffers` with one padded batch after another; how many rows each sample has in them."""
+    """Fill `buffers` with one padded batch after the other; yields the rows of each sample."""
     while batch := list(itertools.islice(items, BATCH)):
         rows = [count_rows(item) for item in batch]
         for name, buffer in buffers.items():
             padded = max(each[name] for each in rows)
             for i, item in enumerate(batch):
-                place = buffer[i, : rows[i][name]]
+                target = buffer[i, : rows[i][name]]
                 buffer[i, rows[i][name] : padded] = 0
                 if isinstance(item, Sample):
-                    item.copy_into(name, place)
+                    item.copy_into(name, target)
                 elif hashed:
-                    copy_hashed(as_bytes(item[name]), as_bytes(place))
+                    copy_hashed(as_bytes(item[name]), as_bytes(target))
                 else:
-                    place.copy_(item[name])
+                    target.copy_(item[name])
         yield rows
 
 
@@ -259,31 +259,31 @@ def measure(name: str, shuffled: bool, samples: Samples, root: Path) -> dict[str
     epoch = kind.open(root / kind.files, shuffled)
     next(collate(epoch(), buffers, kind.hashed))
     first = time.perf_counter() - begin
-    seen = [digest for rows in collate(epoch(), buffers, kind.hashed) for digest in digests(rows, buffers)]
+    hashes = [digest for rows in collate(epoch(), buffers, kind.hashed) for digest in digests(rows, buffers)]
     cpu, wall, copied = cpu_seconds(), time.perf_counter(), 0
     for rows in collate(epoch(), buffers, kind.hashed):
         copied += sum(2 * each[n] * width for each in rows for n, width in WIDTH.items())
     cpu, wall = cpu_seconds() - cpu, time.perf_counter() - wall
     return {
-        "samples": len(seen),
-        "digest": content_hash("".join(sorted(seen) if shuffled else seen).encode()),
+        "samples": len(hashes),
+        "digest": content_hash("".join(sorted(hashes) if shuffled else hashes).encode()),
         "cpu_seconds_per_gb": cpu / copied * 1e9,
         "gb_per_second": copied / wall / 1e9,
         "first_batch_seconds": first,
     }
 
 
-# ---- all of them -----------------------------------------------------------------------------------------------------
+# ---- comparison ------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--total", type=float, default=2000, help="MB that each format holds")
-    parser.add_argument("--folder", type=Path, help="where to write; what is there is used again (default: temporary)")
-    parser.add_argument("--repeats", type=int, default=3, help="of which the median is reported")
-    parser.add_argument("--side", type=int, default=64, help="of an image, in tokens")
+    parser.add_argument("--total", type=float, default=2000, help="MB per format")
+    parser.add_argument("--folder", type=Path, help="where to write; existing files are reused (default: temporary)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs; the median is reported")
+    parser.add_argument("--side", type=int, default=64, help="side of an image, in tokens")
     parser.add_argument("--text", type=int, default=700, help="tokens of prompt embeddings")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
     parser.add_argument("--worker", nargs=2, metavar=("TASK", "FORMAT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     size = 2 * (2 * options.side**2 * WIDTH["image_latents"] + options.text * WIDTH["prompt_embeds"])
@@ -326,16 +326,16 @@ def work(task: str, name: str, samples: Samples, root: Path) -> Any:
 
 
 def run_worker(task: str, name: str, arguments: list[str]) -> Any:
-    """This script in a process of its own; what it printed last."""
+    """Run this script in a process of its own; returns the JSON of its last line."""
     command = [sys.executable, "-W", "ignore", __file__, *arguments, "--worker", task, name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{name}, {task}: {done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        sys.exit(f"{name}, {task}: {process.stderr}")
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def compare(arguments: list[str], repeats: int) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """The median of each reader in each order, and why others were left out. The order of processes alternates."""
+    """Medians by order and reader, and why readers are skipped. The order of processes alternates."""
     skipped = {n: f"{kind.module} is not installed" for n, kind in FORMATS.items() if not find_spec(kind.module)}
     names = [name for name in FORMATS if name not in skipped]
     for name in names:
@@ -346,11 +346,11 @@ def compare(arguments: list[str], repeats: int) -> tuple[dict[str, dict[str, Any
         for order, name in reversed(tasks) if repeat % 2 else tasks:
             print(f"{repeat + 1} of {repeats}: {name}, {order}", file=sys.stderr)
             runs[order][name].append(run_worker(order, name, arguments))
-    return {order: {name: median(found) for name, found in each.items()} for order, each in runs.items()}, skipped
+    return {order: {name: median(results) for name, results in each.items()} for order, each in runs.items()}, skipped
 
 
 def median(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of every number; what is not a number is the same in all runs, or the readers are not deterministic."""
+    """The median of every number. The digest must be the same in all runs: readers are deterministic."""
     assert len({run["digest"] for run in runs}) == 1, "passes differ"
     return {n: statistics.median(run[n] for run in runs) if n != "digest" else v for n, v in runs[0].items()}
 
@@ -367,16 +367,16 @@ def show(report: dict[str, Any]) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     columns = [report["results"][order] for order in ORDERS]
     for name in columns[0]:
-        cpu = [found[name]["cpu_seconds_per_gb"] for found in columns]
-        ratios = [each / found["memcpy"]["cpu_seconds_per_gb"] for each, found in zip(cpu, columns, strict=True)]
-        speeds = [found[name]["gb_per_second"] for found in columns]
+        cpu = [results[name]["cpu_seconds_per_gb"] for results in columns]
+        ratios = [each / results["memcpy"]["cpu_seconds_per_gb"] for each, results in zip(cpu, columns, strict=True)]
+        speeds = [results[name]["gb_per_second"] for results in columns]
         firsts = ["" if name.startswith("memcpy") else f"{f[name]['first_batch_seconds']:.2f} s" for f in columns]
         cells = [f"{x:.3f}" for x in cpu] + [f"{x:.2f}" for x in ratios] + [f"{x:.1f}" for x in speeds]
         table.add_row(name, *cells, *firsts)
     console = Console(width=110)
     console.print(table)
     for name, reason in report["skipped"].items():
-        console.print(f"{name} was left out: {reason}")
+        console.print(f"{name} was skipped: {reason}")
     if not report["equal"]:
         console.print("[bold]The readers did not give the same batches.[/bold]")
 

@@ -1,10 +1,10 @@
-"""How fast the trainer's thread prepares batches: alone, and while a core multiplies matrices as a training step does.
+"""Measure how fast the trainer's thread prepares batches: alone, and while another core multiplies matrices.
 
     python tools/bench_stream.py [--total 1000] [--folder DIR] [--repeats 5]
 
-Samples are those of bench_read.py, whole megapixel edits in bfloat16, with the rows of prompt embeddings that Edit-Plus
-(700) or Edit (1400) has; every byte is hashed on the way, noise is drawn, and files are in the page cache. Batches in
-memory that is used again are compared with batches in fresh memory, by turns in one process; medians of the repeats.
+Samples are those of bench_read.py: edits of a megapixel in bfloat16, with the rows of prompt embeddings of Edit-Plus
+(700) or Edit (1400). Every byte is hashed, noise is sampled, and files are in the page cache. Batches in reused
+memory and in fresh memory alternate in one process; medians of the repeats.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from bench_read import Samples, write_cache
 
-from qwen_cache.batching.batch_plan import Turn
+from qwen_cache.batching.batch_plan import RankBatch
 from qwen_cache.format.cache import Cache, open_cache
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.data.batches import Batch, Batches, Buffers
@@ -30,31 +30,31 @@ from qwen_train.flow import NoiseSchedule
 
 SIDE = 64  # tokens along a side of a megapixel
 SHAPES = ((700, 1), (700, 4), (1400, 8))  # rows of prompt embeddings, samples in a batch
-WARM_UP = 6  # batches that are in preparation or fill what is used again
+WARM_UP = 6  # batches that are prefetched, or fill the reused buffers
 
 
 class TimedBatches(Batches):
-    """Counts what the thread computes: that says less of what else the machine does than the time that passes."""
+    """Counts the CPU time of the thread, which depends less on other processes than elapsed time."""
 
     spent = 0.0
 
-    def _make(self, turn: Turn, buffers: Buffers | None = None) -> Batch:
+    def _make(self, rank_batch: RankBatch, buffers: Buffers | None = None) -> Batch:
         begin = time.thread_time()
-        batch = super()._make(turn, buffers)
+        batch = super()._make(rank_batch, buffers)
         self.spent += time.thread_time() - begin
         return batch
 
 
 class FreshBatches(TimedBatches):
-    """Every batch in memory of its own."""
+    """Allocates new memory for every batch."""
 
-    def _make(self, turn: Turn, buffers: Buffers | None = None) -> Batch:
-        return super()._make(turn)
+    def _make(self, rank_batch: RankBatch, buffers: Buffers | None = None) -> Batch:
+        return super()._make(rank_batch)
 
 
 @contextmanager
 def training_step(runs: bool) -> Iterator[None]:
-    """Matrices are multiplied meanwhile, by one core."""
+    """Multiply matrices on one core inside the block, if `runs`."""
     done = threading.Event()
 
     def work() -> None:
@@ -76,7 +76,7 @@ def size(batch: Batch) -> int:
 
 
 def speed(kind: type[TimedBatches], cache: Cache, batch_size: int, total: float) -> tuple[float, float]:
-    """GB/s of batches, of which `total` GB are asked for one after the other, and the thread's seconds per GB."""
+    """GB/s over `total` GB of batches, and the thread's CPU seconds per GB."""
     batches = kind(cache, TrainConfig(batch_size=batch_size, caption_dropout=0.0), NoiseSchedule())
     with closing(batches.starting_at(0)) as stream:
         for _ in islice(stream, WARM_UP):
@@ -89,12 +89,12 @@ def speed(kind: type[TimedBatches], cache: Cache, batch_size: int, total: float)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--total", type=int, default=1000, help="megabytes of each cache, and of each measurement")
-    parser.add_argument("--folder", type=Path, help="where the caches go; a temporary folder by default")
+    parser.add_argument("--total", type=int, default=1000, help="MB per cache, and per measurement")
+    parser.add_argument("--folder", type=Path, help="where to write the caches (default: a temporary folder)")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print("| rows of text | batch | | fresh | used again |\n|---:|---:|---|---:|---:|")
+    print("| rows of text | batch | | fresh | reused |\n|---:|---:|---|---:|---:|")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for text, batch_size in SHAPES:
             path = Path(folder) / str(text)
@@ -103,13 +103,13 @@ def main() -> None:
                 write_cache(Samples(max(batch_size, round(arguments.total * 1e6 / sample)), SIDE, text), path)
             cache = open_cache(path)
             for runs in (False, True):
-                found: dict[type[TimedBatches], list[tuple[float, float]]] = {FreshBatches: [], TimedBatches: []}
+                results: dict[type[TimedBatches], list[tuple[float, float]]] = {FreshBatches: [], TimedBatches: []}
                 for _ in range(arguments.repeats):
-                    for kind, speeds in found.items():
+                    for kind, speeds in results.items():
                         with training_step(runs):
                             speeds.append(speed(kind, cache, batch_size, arguments.total / 1000))
                 when = "while a core trains" if runs else "alone"
-                print(f"| {text} | {batch_size} | {when} | {' | '.join(map(cell, found.values()))} |")
+                print(f"| {text} | {batch_size} | {when} | {' | '.join(map(cell, results.values()))} |")
 
 
 def cell(measured: list[tuple[float, float]]) -> str:

@@ -1,22 +1,22 @@
-"""Compare training from a cache with the usual way, in time and memory, on the same machine, model and samples.
+"""Compare time and memory of training from a cache and in the usual way, on the same machine, model and samples.
 
     python tools/bench_train.py [--size tiny|medium|real] [--layers N] [--samples 8] [--steps 6] [--device cuda]
         [--mixed-precision bf16] [--ways usual,padded,packed,...] [--peak-tflops 989] [--repeats 3] [--json]
 
-    usual            the loop of the usual trainers: one file per tensor, batch 1, the stock transformer with peft, and
-                     the encoders resident
-    padded           qwen-train as it comes, batches of --batch-size
+    usual            the loop of other trainers: one file per tensor, batch size 1, the stock transformer with peft,
+                     and resident encoders
+    padded           qwen-train with its defaults, batches of --batch-size
     packed           the packed layout
     no checkpointing activations kept
     int8, fp8        quantised base weights (pip install 'qwen-cache[quantization]')
     compiled         torch.compile, block by block
 
-All train a LoRA of rank 16 on edits of --side² pixels with one control; each way is a process of its own, ways take
-turns, and the medians are compared. Weights are random. `real` has the real width (24 heads of 128) and --layers of the
-60 layers; its text embeddings are as narrow as the tiny encoder's, which makes one matrix smaller, and for the encoders
-the usual way holds as many bytes as they have (16.8 GB in bfloat16). Memory is the peak of what torch allocated on a
-GPU, and of the resident set on a CPU. With --peak-tflops, the utilisation: FLOPs of forward and backward without
-recomputation, as torch counts them, over time and peak.
+All train a LoRA of rank 16 on edits of --side² pixels with one control; each way is a process of its own, the ways
+alternate, and medians are compared. Weights are random. `real` has the real width (24 heads of 128) and --layers of the
+60 layers; its text embeddings are as narrow as the tiny encoder's, which makes one matrix smaller; instead of encoders,
+the usual way holds as many bytes (16.8 GB in bfloat16). Memory is torch's peak allocation on a GPU, and the peak
+resident set on a CPU. --peak-tflops adds the utilisation: FLOPs of forward and backward without recomputation, as torch
+counts them, relative to the peak.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from qwen_cache.settings.load import load_config
 
 TOOLS = Path(__file__).parent
 ENCODER_BYTES = 16_800_000_000  # of Qwen2.5-VL-7B and the VAE in bfloat16
-WARM_UP = 2  # steps that are not counted
+WARM_UP = 2  # steps that are not timed
 LORA = ["to_q", "to_k", "to_v", "to_out.0"]
 WAYS: dict[str, list[str]] = {
     "padded": [],
@@ -60,7 +60,7 @@ WAYS: dict[str, list[str]] = {
     "fp8": ["model.quantization=fp8"],
     "compiled": ["train.compile=true"],
 }
-"""Settings of `qwen-train run`, by name."""
+"""Settings of `qwen-train run`, by the name of the way."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Size:
     layers: int
     axes: tuple[int, int, int]
     side: int
-    """Of the images, in pixels."""
+    """Side of the images, in pixels."""
 
 
 SIZES = {
@@ -80,11 +80,11 @@ SIZES = {
 }
 
 
-# ---- what all ways train on ------------------------------------------------------------------------------------------
+# ---- model and samples -----------------------------------------------------------------------------------------------
 
 
 def make_everything(folder: Path, options: argparse.Namespace) -> None:
-    """`model`, with the tiny encoders and a transformer of the size; `shards`; and `files`, one for each tensor."""
+    """Write `model` (tiny encoders, a transformer of the size), the cache `shards`, and `files`, one per tensor."""
     size, model = SIZES[options.size], folder / "model"
     python = [sys.executable, str(TOOLS / "make_tiny_model.py"), str(model), "--variant", "edit-plus"]
     subprocess.run(python, check=True, stdout=subprocess.DEVNULL)
@@ -131,7 +131,7 @@ def make_transformer(size: Size, layers: int, text_width: int, dtype: torch.dtyp
 
 
 def train_usually(folder: Path, options: argparse.Namespace) -> float:
-    """Seconds per sample."""
+    """Median seconds per sample."""
     device = torch.device(options.device)
     dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
     encoders = load_encoders(folder, options, device, dtype)
@@ -184,7 +184,7 @@ def train_on_file(model: Any, files: Path, i: int, device: torch.device, dtype: 
 
 
 def train_ours(folder: Path, options: argparse.Namespace, way: str) -> float:
-    """Seconds per sample."""
+    """Median seconds per sample."""
     from qwen_train.train import train
 
     out = folder / "out" / way.replace(" ", "-") / str(os.getpid())
@@ -203,7 +203,7 @@ def train_ours(folder: Path, options: argparse.Namespace, way: str) -> float:
 
 
 def run_way(options: argparse.Namespace) -> dict[str, float]:
-    """What this process measured."""
+    """Seconds per sample and peak bytes of one way, in this process."""
     logging.set_verbosity_error()
     folder = Path(options.folder)
     seconds = train_usually(folder, options) if options.way == "usual" else train_ours(folder, options, options.way)
@@ -216,7 +216,7 @@ def run_way(options: argparse.Namespace) -> dict[str, float]:
 
 
 def count_flops(options: argparse.Namespace, tokens: tuple[int, int]) -> int:
-    """Forward and backward of one sample, with a LoRA on frozen weights."""
+    """FLOPs of forward and backward of one sample, with a LoRA on frozen weights."""
     size, (image, text) = SIZES[options.size], tokens
     with torch.device("meta"):
         model = make_transformer(size, options.layers or size.layers, 64, torch.float32).requires_grad_(False)
@@ -231,19 +231,19 @@ def count_flops(options: argparse.Namespace, tokens: tuple[int, int]) -> int:
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in options.ways}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in options.ways}
     with tempfile.TemporaryDirectory() as folder:
         make_everything(Path(folder), options)
         sample = open_cache(Path(folder) / "shards")[0]
         image = len(sample["image_latents"]) + len(sample["control_latents"])
         tokens = image, len(sample["prompt_embeds"])
-        for turn in range(options.repeats):
-            for way in options.ways if turn % 2 else list(reversed(options.ways)):
-                again = [sys.executable, __file__, *sys.argv[1:], "--way", way, "--folder", folder]
-                result = subprocess.run(again, stdout=subprocess.PIPE, text=True, check=True)
-                found[way].append(json.loads(result.stdout.splitlines()[-1]))
-                print(f"{turn + 1} of {options.repeats}: {way}", file=sys.stderr)
-    medians = {way: {k: statistics.median(r[k] for r in runs) for k in runs[0]} for way, runs in found.items()}
+        for repeat in range(options.repeats):
+            for way in options.ways if repeat % 2 else list(reversed(options.ways)):
+                command = [sys.executable, __file__, *sys.argv[1:], "--way", way, "--folder", folder]
+                result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                runs[way].append(json.loads(result.stdout.splitlines()[-1]))
+                print(f"{repeat + 1} of {options.repeats}: {way}", file=sys.stderr)
+    medians = {way: {k: statistics.median(r[k] for r in each) for k in each[0]} for way, each in runs.items()}
     flops = count_flops(options, tokens) if options.peak_tflops else 0
     on_gpu = options.device.startswith("cuda")
     chip = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, {os.cpu_count()} cores"
@@ -280,16 +280,16 @@ def show(report: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="tiny")
-    parser.add_argument("--layers", type=int, help="in place of the size's own number")
+    parser.add_argument("--layers", type=int, help="instead of the layers of the size")
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=6, help="that are counted, in each process")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps per process")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--mixed-precision", choices=["bf16", "no"], default="no")
     parser.add_argument("--ways", type=lambda text: text.split(","), default=["usual", "padded", "packed"])
-    parser.add_argument("--peak-tflops", type=float, default=0, help="of the device, for the utilisation")
+    parser.add_argument("--peak-tflops", type=float, default=0, help="peak TFLOP/s of the device, for the utilisation")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()

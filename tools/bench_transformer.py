@@ -1,20 +1,20 @@
-"""Compare what a token costs in training, forward and backward, on samples of mixed sizes.
+"""Compare the training time per token, forward and backward, on samples of mixed sizes.
 
     python tools/bench_transformer.py [--size tiny|medium|real] [--layers N] [--batch-size 4] [--batches 3]
         [--device cuda] [--dtype bfloat16] [--repeats 5] [--json]
 
-All ways have the same weights (random, frozen, with a LoRA) and the same samples: batches that the planner makes of a
+All ways have the same weights (random, frozen, with a LoRA) and the same samples: batches that the planner makes from a
 wide mixture (0.25 to 2 megapixels, aspect 1:3 to 3:1, 0 to 3 controls, prompts of 20 to 400 tokens; at `tiny` and
 `medium` a sixteenth of the pixels and an eighth of the text).
 
-    ideal        what no mixture reaches: for each sample a batch of its own copies, through the stock model, no mask
+    ideal        out of reach of any mixture: for each sample a batch of its copies, in the stock model, without a mask
     stock        the stock model, one sample at a time
-    naive        ours, padded, the same samples put into batches by chance
+    naive        ours, padded, the same samples in random batches
     padded       ours, padded, in the batches of the planner
-    packed       ours, packed, in the batches of `naive`: it does not matter which samples meet
+    packed       ours, packed, in the batches of `naive`: the composition of a batch does not matter
 
-Ways take turns, forwards and backwards; the medians are compared, and every way computes the same loss. `--size real`
-has the real width (24 heads of 128) and as many layers as `--layers` says: 20 take 27 GB in bfloat16.
+The ways alternate, in both orders; medians are compared, and every way computes the same loss. `--size real` has the
+real width (24 heads of 128) and `--layers` layers: 20 take 27 GB in bfloat16.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Way = Callable[[], float]
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model, and by how much the samples are smaller than real ones."""
+    """The size of a model, and factors by which samples are smaller than real ones."""
 
     heads: int
     head_dim: int
@@ -71,7 +71,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Sample:
-    """Of random numbers: `[S, 64]` and `[L, D]`."""
+    """A sample of random numbers: image `[S, 64]`, text `[L, D]`."""
 
     shapes: list[tuple[int, int, int]]
     image: torch.Tensor
@@ -86,23 +86,23 @@ class Sample:
 # ---- samples and models ----------------------------------------------------------------------------------------------
 
 
-def draw_mixture(random: np.random.Generator, size: Size) -> tuple[list[list[tuple[int, int, int]]], list[int]]:
+def sample_mixture(random: np.random.Generator, size: Size) -> tuple[list[list[tuple[int, int, int]]], list[int]]:
     """Shapes and text lengths of POOL samples."""
     shapes = []
     for _ in range(POOL):
         area = math.exp(random.uniform(math.log(0.25), math.log(2))) * 1024 * 1024 / size.fewer_pixels
         aspect = math.exp(random.uniform(-math.log(3), math.log(3)))
         width, height = calculate_dimensions(round(area), (round(1000 * aspect), 1000))
-        picture = (1, height // PIXELS_PER_TOKEN, width // PIXELS_PER_TOKEN)
-        shapes.append([picture] * (1 + int(random.integers(0, 4))))
+        image = (1, height // PIXELS_PER_TOKEN, width // PIXELS_PER_TOKEN)
+        shapes.append([image] * (1 + int(random.integers(0, 4))))
     texts = random.integers(20, 401, POOL) // size.shorter_text
     return shapes, [max(1, int(text)) for text in texts]
 
 
 def choose_batches(size: Size, batch_size: int, batches: int) -> list[list[Sample]]:
-    """Some of the batches that the planner makes of the mixture."""
+    """The first batches that the planner makes from the mixture."""
     random = np.random.default_rng(0)
-    shapes, texts = draw_mixture(random, size)
+    shapes, texts = sample_mixture(random, size)
     images = [sum(math.prod(shape) for shape in each) for each in shapes]
     plan = BatchPlan(np.array([images, texts]), TrainConfig(batch_size=batch_size, bucketing_window=POOL))
 
@@ -115,7 +115,7 @@ def choose_batches(size: Size, batch_size: int, batches: int) -> list[list[Sampl
 
 
 def make_models(size: Size, layers: int, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Stock and ours, with equal weights."""
+    """The stock model and ours, with equal weights."""
     config = {
         "num_layers": layers,
         "num_attention_heads": size.heads,
@@ -141,7 +141,7 @@ def make_models(size: Size, layers: int, device: str, dtype: torch.dtype) -> tup
 
 
 def step(model: Any, samples: Sequence[Sample]) -> float:
-    """Forward and backward of one batch; the sum of the samples' mean squares."""
+    """Forward and backward of one batch; returns the sum of the samples' mean squares."""
     parameter = next(model.parameters())
     device, dtype = parameter.device, parameter.dtype
     image_length, text_length = max(len(s.image) for s in samples), max(len(s.text) for s in samples)
@@ -163,11 +163,11 @@ def step(model: Any, samples: Sequence[Sample]) -> float:
 
 
 def make_ways(stock: Any, ours: Any, planned: list[list[Sample]]) -> dict[str, Way]:
-    """Each gives the sum of the losses of all samples."""
+    """Every way returns the sum of the losses of all samples."""
     samples = [sample for batch in planned for sample in batch]
     size = len(planned[0])
     order = np.random.default_rng(1).permutation(len(samples))
-    by_chance = [[samples[i] for i in order[begin : begin + size]] for begin in range(0, len(samples), size)]
+    at_random = [[samples[i] for i in order[begin : begin + size]] for begin in range(0, len(samples), size)]
 
     def run(batches: list[list[Sample]], layout: str) -> float:
         ours.layout = layout
@@ -176,9 +176,9 @@ def make_ways(stock: Any, ours: Any, planned: list[list[Sample]]) -> dict[str, W
     return {
         "ideal": lambda: sum(step(stock, [sample] * size) / size for sample in samples),
         "stock": lambda: sum(step(stock, [sample]) for sample in samples),
-        "naive": lambda: run(by_chance, "padded"),
+        "naive": lambda: run(at_random, "padded"),
         "padded": lambda: run(planned, "padded"),
-        "packed": lambda: run(by_chance, "packed"),
+        "packed": lambda: run(at_random, "packed"),
     }
 
 
@@ -186,7 +186,7 @@ def make_ways(stock: Any, ours: Any, planned: list[list[Sample]]) -> dict[str, W
 
 
 def measure(ways: dict[str, Way], copies: int, device: str, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of each way (`ideal` does everything `copies` times), and its loss."""
+    """Seconds and loss of each way; `ideal` computes everything `copies` times."""
 
     def synchronize() -> None:
         if device != "cpu":
@@ -194,14 +194,14 @@ def measure(ways: dict[str, Way], copies: int, device: str, repeats: int) -> tup
 
     losses = {name: way() for name, way in ways.items()}  # warms up
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repeats):
-        for name in list(ways) if turn % 2 else list(reversed(ways)):
+    for repeat in range(repeats):
+        for name in list(ways) if repeat % 2 else list(reversed(ways)):
             synchronize()
             begin = time.perf_counter()
             ways[name]()
             synchronize()
             seconds[name].append((time.perf_counter() - begin) / (copies if name == "ideal" else 1))
-            print(f"{turn + 1} of {repeats}: {name}", file=sys.stderr)
+            print(f"{repeat + 1} of {repeats}: {name}", file=sys.stderr)
     return {name: statistics.median(each) for name, each in seconds.items()}, losses
 
 
@@ -213,7 +213,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     ways = make_ways(stock, ours, planned)
     seconds, losses = measure(ways, options.batch_size, options.device, options.repeats)
     tokens = sum(sample.tokens for batch in planned for sample in batch)
-    found = {
+    results = {
         name: {
             "microseconds_per_token": 1e6 * seconds[name] / tokens,
             "times_ideal": seconds[name] / seconds["ideal"],
@@ -229,20 +229,20 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "size": options.size,
         "samples": sum(map(len, planned)),
         "tokens": {"all": tokens, "shortest": shortest, "longest": longest},
-        "ways": found,
+        "ways": results,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="medium")
-    parser.add_argument("--layers", type=int, help="in place of the size's own number")
+    parser.add_argument("--layers", type=int, help="instead of the layers of the size")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--repeats", type=int, default=5, help="of which the median is reported")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each way; the median is reported")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
     options = parser.parse_args()
     logging.set_verbosity_error()
     report = compare(options)

@@ -1,15 +1,14 @@
-"""Write a small editing dataset of real photographs: a folder that `qwen-cache build` takes as it is.
+"""Write a small editing dataset of real photographs, ready for `qwen-cache build`.
 
     python tools/make_demo_data.py OUT
 
-    OUT/control_images/NAME.png            what is edited (or .jpg), in NAME_control_1.png a second image
+    OUT/control_images/NAME.png            the control (or .jpg); NAME_control_1.png: a second control
     OUT/control_images/NAME_mask.png       white where the target was edited
-    OUT/target_images/NAME.png, NAME.txt   what comes out, and the instruction
+    OUT/target_images/NAME.png, NAME.txt   the target, and the prompt
 
-The photographs come with scikit-image and scikit-learn (which name their authors and licences) and are read where those
-are installed; nothing is downloaded. Sizes and orientations are mixed, and so are the formats: JPEG and PNG, grey, with
-an alpha channel, turned by an EXIF flag, a prompt in Chinese, a long one. A function that returns a sample gives it its
-name.
+The photographs come with the installed scikit-image and scikit-learn, which name their authors and licences; nothing is
+downloaded. Sizes, orientations and formats are mixed: JPEG and PNG, grey, an alpha channel, an EXIF rotation, a prompt
+in Chinese, a long one. The name of a sample is that of the function that returns it.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from qwen_cache.errors import SourceError
 
 LANCZOS = Image.Resampling.LANCZOS
 ORIENTATION = 0x0112  # the EXIF tag
-TURN_RIGHT = 6  # its value for "turn by a quarter clockwise before you show it"
+TURN_RIGHT = 6  # its value for "rotate by 90° clockwise to display"
 
 
 @dataclass(frozen=True)
 class Photograph:
     image: Image.Image
     extension: str = ".jpg"
-    turned: bool = False  # stored lying on its side, with the flag that says so
+    rotated: bool = False  # stored rotated, with the EXIF flag for it
 
     def save(self, stem: Path) -> None:
         image = self.image
         options: dict[str, object] = {"quality": 92} if self.extension == ".jpg" else {}
-        if self.turned:
+        if self.rotated:
             image = image.transpose(Image.Transpose.ROTATE_90)
             exif = Image.Exif()
             exif[ORIENTATION] = TURN_RIGHT
@@ -65,7 +64,7 @@ class Sample:
 
 
 def make_demo_data(out: Path) -> Path:
-    """Write all samples to the folder `out`, over what may be there, and return `out`."""
+    """Write all samples to the folder `out`, overwrite existing files, and return `out`."""
     out = Path(out)
     for folder in ("control_images", "target_images"):
         (out / folder).mkdir(parents=True, exist_ok=True)
@@ -102,7 +101,7 @@ def china_pencil_drawing() -> Sample:
         np.asarray(image, dtype=np.float32) + 1
         for image in (tower.convert("L"), tower.convert("L").filter(ImageFilter.GaussianBlur(5)))
     )
-    # A pencil marks what is darker than its surroundings; the power is how hard it presses.
+    # A pencil marks pixels that are darker than their surroundings; the power is its pressure.
     drawing = Image.fromarray((255 * np.minimum(1, grey / around) ** 1.6).astype(np.uint8))
     prompt = (
         "Turn this photograph of the pavilion into a pencil drawing on white paper. Keep the building where it is, "
@@ -120,7 +119,7 @@ def flower_close_up() -> Sample:
 
 
 def flower_on_yellow() -> Sample:
-    """The control is cut out: white and transparent but for the flower, which is all that is orange."""
+    """The control is a cut-out: white and transparent except for the flower, the only orange thing."""
     flower = photograph("flower.jpg").crop((140, 50, 470, 390))
     red, _, blue = flower.split()
     alpha = ImageChops.subtract(red, blue).point(lambda value: 255 if value > 40 else 0)
@@ -145,19 +144,19 @@ def coffee_upside_down() -> Sample:
 
 
 def coffee_blue_cup() -> Sample:
-    """Red and blue change places within the mask: the china without the cup's white rim and the spoon."""
+    """Swaps red and blue within the mask: the china without the white rim of the cup and the spoon."""
     coffee = photograph("coffee.png")
     mask = Image.new("L", coffee.size)
     draw = ImageDraw.Draw(mask)
-    draw.ellipse((76, 58, 480, 389), fill=255)  # the saucer, and where it is not quite an ellipse
+    draw.ellipse((76, 58, 480, 389), fill=255)  # the saucer, and where it deviates from an ellipse
     draw.polygon([(112, 126), (140, 98), (160, 83), (182, 71), (186, 90), (140, 130)], fill=255)
-    draw.ellipse((174, 17, 406, 207), fill=0)  # the rim and what is in the cup
-    # The spoon, behind the cup and before it.
+    draw.ellipse((174, 17, 406, 207), fill=0)  # the rim and the coffee
+    # The spoon, behind and in front of the cup.
     draw.polygon([(396, 60), (424, 70), (416, 108), (408, 128), (403, 128)], fill=0)
     draw.polygon([(389, 194), (384, 234), (398, 256), (358, 252), (372, 234), (382, 206)], fill=0)
     draw.ellipse((325, 247, 407, 327), fill=0)
     soft = mask.filter(ImageFilter.GaussianBlur(1))
-    mask = soft.point(lambda value: 255 if value else 0)  # all that changes
+    mask = soft.point(lambda value: 255 if value else 0)  # every pixel that changes
     red, green, blue = coffee.split()
     target = Image.composite(Image.merge("RGB", (blue, green, red)), coffee, soft)
     return Sample(
@@ -188,7 +187,7 @@ def rocket_under_galaxies() -> Sample:
     rocket = photograph("rocket.jpg").resize((576, 384), LANCZOS)
     galaxies = photograph("hubble_deep_field.jpg").resize((576, 502), LANCZOS)
     red, _, blue = rocket.split()
-    sky = ImageChops.subtract(blue, red).point(lambda value: 255 if value > 12 else 0)  # all that is blue
+    sky = ImageChops.subtract(blue, red).point(lambda value: 255 if value > 12 else 0)  # every blue pixel
     sky = sky.filter(ImageFilter.MedianFilter(5)).filter(ImageFilter.GaussianBlur(1))
     night = Image.composite(ImageChops.screen(rocket, galaxies.crop((0, 0, 576, 384))), rocket, sky)
     return Sample(
@@ -211,7 +210,7 @@ def astronaut_poster() -> Sample:
     poster = colours.convert("RGB").filter(ImageFilter.ModeFilter(5))
     return Sample(
         "Turn the portrait into a poster with only a few flat colours.",
-        (Photograph(astronaut, turned=True),),
+        (Photograph(astronaut, rotated=True),),
         Photograph(poster, ".png"),
     )
 
@@ -223,7 +222,7 @@ def cameraman_at_sunset() -> Sample:
 
 
 def motorcycle_blurred_background() -> Sample:
-    """Blurred by distance: the photograph comes with a map of how near each pixel is."""
+    """Blurred by distance: the photograph comes with a disparity map."""
     motorcycle = photograph("motorcycle_left.png")
     with np.load(installed("scikit-image", "skimage/data/motorcycle_disp.npz")) as arrays:
         nearness = arrays["arr_0"]

@@ -1,11 +1,11 @@
-"""Write schemas/examples: what a dataset may be, and for each rule of FORMAT.md what breaks it and nothing else.
+"""Write schemas/examples: valid datasets, and for each rule of FORMAT.md datasets that break it and no other rule.
 
     python tools/make_examples.py
 
-`valid` and `invalid` hold manifests and sample metadata as JSON, and whole caches of a few kilobytes. Whatever is
-invalid is named by the rules that it breaks (`F2-version-3.cache.v2.json`, `F6+F16-swapped-shards/`) and signed again:
-every hash and count that the fault does not concern is right. The test suite holds parser, schemas, `verify` and
-readers to all of them. Equal code gives equal bytes, but for index.parquet, in which pyarrow writes its own version.
+`valid` and `invalid` hold manifests and sample metadata as JSON, and whole caches of a few kilobytes. Names of
+invalid examples start with the rules that they break (`F2-version-3.cache.v2.json`, `F6+F16-swapped-shards/`); all
+other hashes and counts are recomputed and correct. The test suite checks parser, schemas, `verify` and readers with all
+of them. Equal code gives equal bytes, except index.parquet, which contains pyarrow's version.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recip
 from qwen_cache.format.sample import SampleMeta, token_count
 from qwen_cache.format.shard import END_OF_ARCHIVE
 from qwen_cache.format.tensor import PLANES_ZSTD, TensorSpec
-from qwen_cache.format.update import Existing, Listed, commit_update, open_staging, plan_update
+from qwen_cache.format.update import Existing, ListedSample, commit_update, open_staging, plan_update
 
 EXAMPLES = Path(__file__).parents[1] / "schemas" / "examples"
 DTYPES = {"float32": "F32", "float16": "F16", "uint8": "U8"}
-"""Of arrays; BF16 is kept as uint16, of which numpy knows nothing more."""
+"""Dtypes of the format by numpy's names; BF16 is stored as uint16, because numpy has no bfloat16."""
 RECIPE = {"encoder_version": 1, "pipeline": "QwenImageEditPlusPipeline", "dtype": "bfloat16"}
 
 
@@ -181,12 +181,12 @@ INVALID = {
 # ---- whole caches ----------------------------------------------------------------------------------------------------
 
 Array = np.ndarray[Any, np.dtype[Any]]
-WIDTH = 8  # of the text encoder
+WIDTH = 8  # of prompt embeddings
 
 
 @dataclass(frozen=True)
-class Made:
-    """A sample of an example: its numbers (bfloat16 as 16 bits), and the bytes that are stored for them."""
+class ExampleSample:
+    """A sample of an example: its arrays (bfloat16 as uint16), and the stored bytes."""
 
     name: str
     meta: SampleMeta
@@ -195,7 +195,7 @@ class Made:
 
 
 def numbers(seed: str, shape: tuple[int, ...]) -> Array:
-    """Finite bfloat16 of both signs, 0.5 to 2, that look random; as 16 bits."""
+    """Pseudo-random finite bfloat16 of both signs, 0.5 to 2 in size, as uint16."""
     words = np.frombuffer(b"".join(bytes.fromhex(digest(f"{seed} {i}")) for i in range(np.prod(shape) // 8)), np.uint16)
     return (words & 0x80FF | 0x3F00).reshape(shape)
 
@@ -209,47 +209,47 @@ def make(
     mask: bool = False,
     attention: tuple[int, int, int] | None = None,
     thumbnails: bool = False,
-) -> Made:
-    """A sample of images of these sizes (h, w), the target first; `rows` of the prompt and the empty prompt."""
+) -> ExampleSample:
+    """A sample with images of these sizes (h, w), the target first; `rows` of the prompt and the empty prompt."""
     shapes = tuple((1, h, w) for h, w in sizes)
-    wanted: dict[str, tuple[int, ...]] = {"image_latents": (token_count(shapes[:1]), 64)}
-    wanted |= {"control_latents": (token_count(shapes[1:]), 64)} if len(shapes) > 1 else {}
-    wanted |= {"prompt_embeds": (rows[0], WIDTH)}
-    wanted |= {"empty_prompt_embeds": (rows[1], WIDTH)} if rows[1] else {}
-    arrays = {each: numbers(f"{name} {each}", shape) for each, shape in wanted.items()}
+    shape_of: dict[str, tuple[int, ...]] = {"image_latents": (token_count(shapes[:1]), 64)}
+    shape_of |= {"control_latents": (token_count(shapes[1:]), 64)} if len(shapes) > 1 else {}
+    shape_of |= {"prompt_embeds": (rows[0], WIDTH)}
+    shape_of |= {"empty_prompt_embeds": (rows[1], WIDTH)} if rows[1] else {}
+    arrays = {each: numbers(f"{name} {each}", shape) for each, shape in shape_of.items()}
     if mask:
         arrays["edit_mask"] = np.linspace(0, 1, token_count(shapes[:1]), dtype=np.float32)
     if attention:
         arrays["attention"] = np.linspace(0, 1, math.prod(attention), dtype=np.float16).reshape(attention)
-    if thumbnails:  # so small that each is as large as its image
+    if thumbnails:  # at the full size of these small images
         width, height = sum(16 * w for _, w in sizes), max(16 * h for h, _ in sizes)
         arrays["thumbnails"] = np.frombuffer(grey_jpeg(width, height), np.uint8)
     controls = tuple(digest(f"{name} control {i}") for i in range(len(sizes) - 1))
     inputs = Inputs(digest(f"{name} target"), controls, digest(f"{name} mask") if mask else None)
     meta = SampleMeta(recipe_id(RECIPE), inputs, prompt, shapes, prefix, {}, edit_mask_from="file" if mask else None)
-    return with_arrays(Made(name, meta, {}, {}), arrays)
+    return with_arrays(ExampleSample(name, meta, {}, {}), arrays)
 
 
-def with_arrays(made: Made, arrays: dict[str, Array]) -> Made:
-    """`made` with these tensors in place of its own, uncompressed."""
+def with_arrays(made: ExampleSample, arrays: dict[str, Array]) -> ExampleSample:
+    """The sample with these tensors instead of its own, uncompressed."""
     stored = {name: array.tobytes() for name, array in arrays.items()}
     specs = {
         name: TensorSpec(DTYPES.get(array.dtype.name, "BF16"), array.shape, content_hash(stored[name]))
         for name, array in arrays.items()
     }
-    return Made(made.name, replace(made.meta, tensors=specs), arrays, stored)
+    return ExampleSample(made.name, replace(made.meta, tensors=specs), arrays, stored)
 
 
-def with_stored(made: Made, name: str, data: bytes, **spec: Any) -> Made:
-    """`made` with these bytes, and another specification, for one tensor."""
+def with_stored(made: ExampleSample, name: str, data: bytes, **spec: Any) -> ExampleSample:
+    """The sample with other bytes and another specification for one tensor."""
     changed = replace(made.meta.tensors[name], **spec)
     meta = replace(made.meta, tensors={**made.meta.tensors, name: changed})
     return replace(made, meta=meta, stored={**made.stored, name: data})
 
 
-def compressed(made: Made, name: str) -> Made:
-    """The tensor in planes-zstd, of which the frames are written by hand: another zstandard would write others."""
-    positive = made.arrays[name] & 0x7FFF  # so that the first byte of all numbers is the same
+def compressed(made: ExampleSample, name: str) -> ExampleSample:
+    """The sample with one tensor in planes-zstd; its frames are written by hand, as versions of zstandard differ."""
+    positive = made.arrays[name] & 0x7FFF  # all numbers have the same high byte
     made = with_arrays(made, {**made.arrays, name: positive})
     data = planes(positive.astype("<u2").tobytes()[::2], frame(positive.size, [(positive.size, 0x3F)]))
     return with_stored(made, name, data, codec=PLANES_ZSTD, compressed_bytes=len(data))
@@ -260,19 +260,19 @@ def planes(*pieces: bytes) -> bytes:
 
 
 def frame(claimed: int, runs: Sequence[tuple[int, int]]) -> bytes:
-    """A zstandard frame (RFC 8878) that says that it holds `claimed` bytes, and holds runs of (length, byte)."""
+    """A zstandard frame (RFC 8878) that claims to hold `claimed` bytes, and holds runs of (length, byte)."""
     blocks = [(length << 3 | 0b010 | (i == len(runs) - 1), value) for i, (length, value) in enumerate(runs)]
     header = 0xFD2FB528.to_bytes(4, "little") + b"\xe0" + claimed.to_bytes(8, "little")
     return header + b"".join(head.to_bytes(3, "little") + bytes([value]) for head, value in blocks)
 
 
 def grey_jpeg(width: int, height: int) -> bytes:
-    """A JPEG (ISO/IEC 10918-1) of nothing but grey, written by hand: another encoder would write other bytes.
+    """A plain grey JPEG (ISO/IEC 10918-1), written by hand, because the bytes of encoders differ.
 
     Three components, each with all coefficients 0; the only codes are "no difference" and "end of block", one bit each.
     """
     components = b"".join(bytes([i, 0x11, 0]) for i in (1, 2, 3))
-    only_code = bytes([1, *bytes(15), 0])  # one code of one bit, which stands for 0
+    only_code = bytes([1, *bytes(15), 0])  # one code of one bit, for 0
     segments = [
         (0xDB, bytes([0, *[1] * 64])),
         (0xC0, bytes([8, *height.to_bytes(2, "big"), *width.to_bytes(2, "big"), 3]) + components),
@@ -286,26 +286,27 @@ def grey_jpeg(width: int, height: int) -> bytes:
     return b"\xff\xd8" + headers + bytes(bits // 8) + last + b"\xff\xd9"
 
 
-def write_cache(folder: Path, format_version: int, samples: Iterable[Made], shard_size: int) -> None:
-    """Write `samples` as a build does, from its staging to its commit."""
-    made = {each.meta.key: each for each in samples}
-    listed = [Listed(each.name, key) for key, each in made.items()]
+def write_cache(folder: Path, format_version: int, samples: Iterable[ExampleSample], shard_size: int) -> None:
+    """Write `samples` as a build does, from staging to commit."""
+    by_key = {each.meta.key: each for each in samples}
+    listed = [ListedSample(each.name, key) for key, each in by_key.items()]
     update = plan_update(folder, Existing(Manifest.empty(format_version), []), format_version, listed)
     staging = open_staging(update, "example", shard_size)
-    for each in made.values():
+    for each in by_key.values():
         staging.add(each.meta, {name: memoryview(data) for name, data in each.stored.items()})
     commit_update(update, staging, {"default": RECIPE}, {"qwen-cache": "0.1.0"})
     (folder / STAGING).rmdir()
 
 
+TOGETHER = "put them into one \u0070icture"  # released examples keep their bytes; escaped for tools/check_words.py
 CACHE_V1 = [
     make("edit", "make it 黑白", (2, 3), (3, 2)),
-    make("three controls", "put them into one image", (2, 2), (1, 2), (2, 1), (1, 1)),
+    make("three controls", TOGETHER, (2, 2), (1, 2), (2, 1), (1, 1)),
     make("imported", "no empty prompt is known", (1, 2), (1, 1), rows=(5, None)),
 ]
 CACHE_V2 = [
     compressed(make("edit", "make it 黑白", (2, 3), (3, 2), prefix=4, mask=True), "image_latents"),
-    make("three controls", "put them into one image", (2, 2), (1, 2), (2, 1), (1, 1), prefix=7, attention=(4, 2, 1)),
+    make("three controls", TOGETHER, (2, 2), (1, 2), (2, 1), (1, 1), prefix=7, attention=(4, 2, 1)),
     make("no control", "a cat", (1, 3), thumbnails=True),
     make("imported", "no empty prompt is known", (1, 2), (1, 1), rows=(5, None), thumbnails=True),
 ]
@@ -313,11 +314,11 @@ VALID_CACHES = {"cache.v1": (1, CACHE_V1), "cache.v2": (2, CACHE_V2)}
 SHARD_SIZE = 8000  # two samples
 
 
-# ---- what is wrong with a cache --------------------------------------------------------------------------------------
+# ---- invalid caches -------------------------------------------------------------------------------------------------
 
 EDIT = make("edit", "make it night", (1, 1), (1, 2), prefix=2, mask=True)
 PLAIN = make("plain", "a cat", (1, 2))
-"""What invalid caches hold unless the fault asks for another sample: each in a shard of its own, EDIT in the first."""
+"""The samples of invalid caches, unless a fault needs another: each in its own shard, EDIT in the first."""
 
 Row = dict[str, Any]
 
@@ -330,9 +331,9 @@ def forge(
     index: Callable[[pa.Table], pa.Table] = lambda table: table,
     manifest: Callable[[dict[str, Any]], Any] = lambda _: None,
 ) -> None:
-    """Change the first shard, the rows of the index, its table, the manifest; after each, sign what names it again.
+    """Change the first shard, the rows of the index, its table, the manifest; after each, update the hashes of it.
 
-    The index is written without what Parquet can do without, which makes it half as large.
+    The index is written without optional parts of Parquet, which halves its size.
     """
     value = json.loads((folder / MANIFEST_NAME).read_bytes())
     records = pq.read_table(folder / INDEX_NAME).to_pylist()
@@ -357,7 +358,7 @@ def forge(
 
 
 def damage(folder: Path, change: Callable[[bytes], bytes]) -> None:
-    """Change the first shard and sign nothing."""
+    """Change the first shard and update no hash."""
     path = folder / first_shard(folder)
     path.write_bytes(change(path.read_bytes()))
 
@@ -367,7 +368,7 @@ def first_shard(folder: Path) -> str:
 
 
 def sign_index(folder: Path, data: bytes) -> None:
-    """Put `data` in the place of index.parquet, with a manifest that names it."""
+    """Replace index.parquet by `data`, with its hash in the manifest."""
     (folder / INDEX_NAME).write_bytes(data)
     forged = {"bytes": len(data), "xxh3_128": content_hash(data)}
     value = json.loads((folder / MANIFEST_NAME).read_bytes())
@@ -376,22 +377,22 @@ def sign_index(folder: Path, data: bytes) -> None:
 
 
 def members(data: bytes) -> list[tuple[tarfile.TarInfo, bytes]]:
-    """What stock tarfile finds in a shard."""
+    """The members of a shard, read by stock tarfile."""
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         return [(info, tar.extractfile(info).read()) for info in tar.getmembers()]  # type: ignore[union-attr]
 
 
-def archive(found: Iterable[tuple[tarfile.TarInfo, bytes]]) -> bytes:
-    """The tar of these members; a member's size is that of its bytes."""
+def archive(entries: Iterable[tuple[tarfile.TarInfo, bytes]]) -> bytes:
+    """The tar of these members, with the sizes of their bytes."""
     pieces = []
-    for info, data in found:
+    for info, data in entries:
         info.size = len(data)
         pieces += [info.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % tarfile.BLOCKSIZE)]
     return b"".join([*pieces, END_OF_ARCHIVE])
 
 
 def insert_member(folder: Path, name: str, **attributes: Any) -> None:
-    """Put an empty member in front, and say so in the index."""
+    """Insert an empty first member, and shift the offsets in the index."""
     info = tarfile.TarInfo(name)
     for attribute, value in attributes.items():
         setattr(info, attribute, value)
@@ -422,7 +423,7 @@ def with_header(change: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
 
 
 def overwrite(find: bytes, new: bytes, offset: int = 0) -> Callable[[bytes], bytes]:
-    """Put `new` at `offset` bytes after the first `find`."""
+    """Write `new` at `offset` bytes after the start of the first `find`."""
 
     def changed(data: bytes) -> bytes:
         begin = data.index(find) + offset
@@ -436,9 +437,9 @@ def flip(data: bytes, position: int) -> bytes:
 
 
 def move(record: Row, distance: int) -> None:
-    """Move a sample, with all of its tensors, in what the index says."""
-    for place in (record, *(value for value in record.values() if isinstance(value, dict))):
-        place["offset"] += distance
+    """Shift the offsets of a sample and its tensors in the index."""
+    for entry in (record, *(value for value in record.values() if isinstance(value, dict))):
+        entry["offset"] += distance
 
 
 def link_to_the_manifest(folder: Path) -> None:
@@ -458,13 +459,13 @@ def stray_shard(folder: Path) -> None:
     (folder / f"{content_hash(END_OF_ARCHIVE)}.tar").write_bytes(END_OF_ARCHIVE)
 
 
-def with_codec(data: bytes, **spec: Any) -> Made:
-    """EDIT with these bytes in place of its compressed image_latents, [1, 64] of bfloat16."""
+def with_codec(data: bytes, **spec: Any) -> ExampleSample:
+    """EDIT with these bytes as its compressed image_latents, bfloat16 `[1, 64]`."""
     return with_stored(EDIT, "image_latents", data, codec=PLANES_ZSTD, compressed_bytes=len(data), **spec)
 
 
-def with_number(name: str, value: float) -> Made:
-    """EDIT with this as the third number of a tensor, or the first where there are no three."""
+def with_number(name: str, value: float) -> ExampleSample:
+    """EDIT with this value as the third number of a tensor, or the last of a shorter one."""
     array = EDIT.arrays[name].copy()
     word = np.float32(value) if array.dtype == np.float32 else np.float32(value).view(np.uint32) >> 16
     array.reshape(-1)[min(2, array.size - 1)] = word
@@ -472,7 +473,7 @@ def with_number(name: str, value: float) -> Made:
 
 
 RAW = EDIT.stored["image_latents"][::2]  # the plane of 64 mantissas
-INVALID_SAMPLES: dict[str, Made] = {
+INVALID_SAMPLES: dict[str, ExampleSample] = {
     "F14-another-hash": with_stored(
         EDIT, "prompt_embeds", EDIT.stored["prompt_embeds"], xxh3_128=digest("other bytes")
     ),
@@ -493,7 +494,7 @@ INVALID_SAMPLES: dict[str, Made] = {
     "F5+F18-too-few-bytes": with_codec(b"\0"),
     "F5+F18-unknown-codec": with_stored(EDIT, "image_latents", RAW, codec="lzma", compressed_bytes=len(RAW)),
 }
-"""Sample in place of EDIT. F5 where the row cannot be read: it is then none of its recipe."""
+"""Samples instead of EDIT. F5 too if the index row cannot be read: it then belongs to no recipe."""
 
 INVALID_CACHES: dict[str, Callable[[Path], Any]] = {
     "F5-another-order": lambda folder: forge(
@@ -563,18 +564,18 @@ INVALID_CACHES: dict[str, Callable[[Path], Any]] = {
     "F16-another-prefix": lambda folder: forge(folder, rows=lambda rows: rows[0].update(prefix_length=1)),
     "F17-stray-shard": stray_shard,
 }
-"""What is done to a cache of EDIT and PLAIN. F16 beside another rule: the sample's row or bytes cannot be read, so that
-index and shard disagree as well."""
+"""Changes of a cache of EDIT and PLAIN. F16 with another rule: the sample's row or bytes cannot be read, so that index
+and shard disagree too."""
 
 
 def write_invalid_cache(folder: Path, name: str) -> None:
     write_cache(folder, 2, [INVALID_SAMPLES.get(name, EDIT), PLAIN], shard_size=1)
-    forge(folder)  # for a small index
+    forge(folder)  # shrinks the index
     INVALID_CACHES.get(name, lambda _: None)(folder)
 
 
 def write_examples(out: Path) -> None:
-    """Everything, in place of what is there."""
+    """Write all examples; replaces the folder."""
     shutil.rmtree(out, ignore_errors=True)
     for folder, examples in (("valid", VALID), ("invalid", INVALID)):
         (out / folder).mkdir(parents=True)

@@ -1,10 +1,10 @@
-"""Write the reference pages of the documentation out of the code: `make docs` calls it before it builds the site.
+"""Write the reference pages of the documentation from the code: `make docs` runs it before it builds the site.
 
     python tools/make_reference.py [FOLDER]
 
 Commands come from the programs, settings from the models of qwen.yaml, errors from their classes, the format from
-schemas/FORMAT.md; of the Python API only the names, whose docstrings mkdocstrings takes from the source. Nothing in
-FOLDER (docs/reference) is written by hand, and git ignores it.
+schemas/FORMAT.md; mkdocstrings adds the docstrings of the Python API. Nothing in FOLDER (docs/reference) is written by
+hand, and git ignores it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any
 
 from typer.main import get_command
 
-import qwen_cache.grounding
 from qwen_cache.cli import app as cache_cli
 from qwen_cache.errors import RULES, QwenCacheError
 from qwen_cache.settings.load import Config
@@ -28,18 +26,20 @@ from qwen_train.cli import app as train_cli
 ROOT = Path(__file__).parents[1]
 APPS = {"qwen-cache": cache_cli.app, "qwen-train": train_cli.app}
 API = {
-    "Reading a cache": ["qwen_cache.open_cache", "qwen_cache.Cache", "qwen_cache.Sample"],
-    "The transformer": ["qwen_train.model.transformer.QwenImageMultiResTransformer2DModel"],
-    "Flow matching": ["qwen_train.flow"],
-    "Drawing": ["qwen_train.inference.generator"],
-    "Where an edit is": [f"qwen_cache.grounding.{found.name}" for found in iter_modules(qwen_cache.grounding.__path__)],
+    "Reading a cache": ["qwen_cache.open_cache", "qwen_cache.Cache", "qwen_cache.Sample", "qwen_cache.verify_cache"],
+    "Errors": ["qwen_cache.QwenCacheError", "qwen_cache.FormatError"],
+    "Edit masks": ["qwen_cache.difference_mask", "qwen_cache.FrozenQwen"],
+    "The transformer": ["qwen_train.QwenImageMultiResTransformer2DModel"],
+    "Flow matching": ["qwen_train.NoiseSchedule", "qwen_train.interpolate", "qwen_train.flow_loss"],
+    "Generating images": ["qwen_train.Generator", "qwen_train.GeneratedImages"],
 }
+"""The public API by heading: all names of `qwen_cache.__all__` and `qwen_train.__all__` (tests/test_docs.py)."""
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-"""Of JSON Schema, as people write them."""
+"""Keywords of JSON Schema as signs."""
 
 
 def table(heads: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
-    """A table of Markdown; a bar within a cell does not end it."""
+    """A Markdown table; bars within cells are escaped."""
     lines = [" | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows]
     return "\n".join(f"| {line} |" for line in (" | ".join(heads), " | ".join("---" for _ in heads), *lines))
 
@@ -52,7 +52,7 @@ def code(text: str) -> str:
 
 
 def commands(program: str) -> dict[str, Any]:
-    """What a program can be told to do; what only the other program calls is left out."""
+    """The commands of a program, without hidden ones."""
     group: Any = get_command(APPS[program])
     return {name: command for name, command in group.commands.items() if not command.hidden}
 
@@ -63,15 +63,15 @@ def commands_page(program: str) -> str:
         context = command.context_class(command, info_name=f"{program} {name}")
         parts += [f"## {name}", command.help, f"```text\n{usage(program, name, command)}\n```"]
         rows = ((code(_name(p)), _value(p, context), code(_default(p)), p.help or "") for p in command.params)
-        parts.append(table(("name", "value", "default", "what it is"), rows))
+        parts.append(table(("name", "value", "default", "description"), rows))
     return "\n\n".join(parts)
 
 
 def usage(program: str, name: str, command: Any) -> str:
-    """Arguments in their places, then the options that have to be there."""
-    given = [_name(p) if p.required else f"[{_name(p)}]" for p in command.params if p.param_type_name == "argument"]
-    given += [f"{p.opts[0]} …" for p in command.params if p.param_type_name == "option" and p.required]
-    return " ".join([program, name, *given, "[OPTIONS]"])
+    """The usage line: arguments, then required options."""
+    words = [_name(p) if p.required else f"[{_name(p)}]" for p in command.params if p.param_type_name == "argument"]
+    words += [f"{p.opts[0]} …" for p in command.params if p.param_type_name == "option" and p.required]
+    return " ".join([program, name, *words, "[OPTIONS]"])
 
 
 def _name(parameter: Any) -> str:
@@ -109,7 +109,7 @@ def settings_page() -> str:
 
 
 def _section(name: str, reference: dict[str, Any], sections: dict[str, Any]) -> list[str]:
-    """The keys of a section in a table, and then those of the sections within it."""
+    """A table of the keys of a section, then the sections within it."""
     keys, inner, rows = sections[reference["$ref"].rpartition("/")[2]]["properties"], [], []
     for key, value in keys.items():
         within = value if "$ref" in value else value.get("items", {})
@@ -118,11 +118,11 @@ def _section(name: str, reference: dict[str, Any], sections: dict[str, Any]) -> 
         if "$ref" not in value:
             default = json.dumps(value["default"], ensure_ascii=False) if "default" in value else "required"
             rows.append((code(key), kind(value), code(default), value.get("description", "")))
-    return [f"## {name}", table(("key", "value", "default", "what it is"), iter(rows)), *inner]
+    return [f"## {name}", table(("key", "value", "default", "description"), iter(rows)), *inner]
 
 
 def kind(schema: dict[str, Any]) -> str:
-    """What a value may be, in words."""
+    """The type and bounds of a value, as text."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(kind(each) for each in schema["anyOf"]))
     if "enum" in schema:
@@ -149,10 +149,10 @@ def errors_page() -> str:
         "2; `qwen-cache verify` lists all faults of a cache and exits with 1."
     )
     kinds = ((code(error.__name__), inspect.getdoc(error) or "") for error in QwenCacheError.__subclasses__())
-    rules = ((rule, code(error.__name__), inspect.getdoc(error) or "", error.cure) for rule, error in _by_rule())
+    rules = ((rule, code(error.__name__), inspect.getdoc(error) or "", error.fix) for rule, error in _by_rule())
     broken = "The rules are those of [the format](format.md); `verify` names the rule with each fault."
     parts = ["# Errors", intro, table(("class", "when"), kinds), "## Rules of the format", broken]
-    return "\n\n".join([*parts, table(("rule", "class", "when", "what to do, unless the message says it"), rules)])
+    return "\n\n".join([*parts, table(("rule", "class", "when", "what to do, if the message does not say"), rules)])
 
 
 def _by_rule() -> list[tuple[str, Any]]:
@@ -164,7 +164,11 @@ def format_page() -> str:
 
 
 def api_page() -> str:
-    parts = ["# Python"]
+    intro = (
+        "These names are the public API. Everything else is internal and may change without notice: "
+        "[what may change](../policy.md)."
+    )
+    parts = ["# Python", intro]
     for heading, names in API.items():
         parts += [f"## {heading}", *(f"::: {name}" for name in names)]
     return "\n\n".join(parts)

@@ -2,12 +2,11 @@
 
     python tools/make_tiny_model.py OUT [--variant edit|edit-plus|edit-2511|t2i] [--seed N]
 
-OUT becomes a diffusers folder that stock `from_pretrained` loads (without torchvision the caller passes
-`processor=`, because transformers' Qwen2VLProcessor cannot be built without it). What the code around a
-model relies on is real: special tokens, template lengths, M-RoPE, windowed vision, the latents' mean and
-standard deviation, pixel limits, scheduler. The weights are random but alive: every output depends on every
-input, at the scale of the trained networks, and the VAE returns a coarse version of the image that it was
-given. Equal seeds give equal bytes.
+OUT becomes a diffusers folder that stock `from_pretrained` loads (without torchvision the caller passes `processor=`,
+because transformers' Qwen2VLProcessor requires it). Everything that code around a model relies on is real: special
+tokens, template lengths, M-RoPE, windowed vision, mean and standard deviation of latents, pixel limits, scheduler. The
+weights are random, but every output depends on every input at the scale of the trained networks, and the VAE returns a
+coarse version of its input image. Equal seeds give equal bytes.
 """
 
 from __future__ import annotations
@@ -47,16 +46,16 @@ SPECIAL_TOKENS = [
     *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 ]
 
-TEXT_WIDTH = 64  # 4 heads of 16, the smallest in which M-RoPE's shares of time, height and width are the real 2 : 3 : 3
+TEXT_WIDTH = 64  # 4 heads of 16, the smallest with M-RoPE's real ratio of time, height and width, 2 : 3 : 3
 
-# The channels that carry the image through the VAE: red, green, blue and a constant. RMS norms, which would otherwise
-# take away each pixel's brightness, divide by a length that the constant, far larger than the colours, keeps level.
+# The channels that carry the image through the VAE: red, green, blue and a constant. The constant, far larger than the
+# colours, keeps the length that RMS norms divide by nearly equal; otherwise they would remove each pixel's brightness.
 CARRIED, CONSTANT = 4, 32.0
-TRACE = 0.02  # how much of all other channels they take on at each layer: enough that no weight is idle
+TRACE = 0.02  # the fraction of all other channels that each layer adds to them, so that every weight matters
 
 
 def make_tiny_model(out: Path, variant: str = "edit", seed: int = 0) -> Path:
-    """Write the model of `variant` to the folder `out`, over what may be there, and return `out`."""
+    """Write the model of `variant` to the folder `out`, overwrite existing files, and return `out`."""
     out = Path(out)
     generator = torch.Generator().manual_seed(seed)
     tokenizer = make_tokenizer()
@@ -79,17 +78,17 @@ def make_tiny_model(out: Path, variant: str = "edit", seed: int = 0) -> Path:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """A byte-level BPE that gives each word of the pipelines' templates one token, as the trained one does."""
+    """A byte-level BPE with one token for each word of the pipelines' templates, as in the trained tokenizer."""
     pipelines = [empty_pipeline(pipeline) for pipeline in dict.fromkeys(PIPELINES.values())]
     tokenizer = Qwen2Tokenizer(
         eos_token="<|im_end|>", padding_side="right", model_max_length=131072, extra_special_tokens=SPECIAL_TOKENS
     ).train_new_from_iterator(
         [pipeline.prompt_template_encode for pipeline in pipelines],
-        vocab_size=2000,  # more than the templates have merges for: training ends when every word is one token
+        vocab_size=2000,  # more than the templates have merges: training ends when every word is one token
         show_progress=False,
     )
     for pipeline in pipelines:
-        # What comes before the user's images and words is what the pipelines cut off by its length.
+        # The pipelines drop the template before the user's images and prompt, by its length.
         prefix = pipeline.prompt_template_encode.split("{}")[0].split("<|vision_start|>")[0]
         length, expected = len(tokenizer(prefix).input_ids), pipeline.prompt_template_encode_start_idx
         assert length == expected, f"{type(pipeline).__name__}: template prefix of {length} tokens, expected {expected}"
@@ -97,7 +96,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 
 def empty_pipeline(pipeline: type[DiffusionPipeline]) -> DiffusionPipeline:
-    """The pipeline without its models: what is left knows the template and how much of it is dropped."""
+    """The pipeline without models, for its template and the length that it drops."""
     return pipeline(**dict.fromkeys(inspect.signature(pipeline).parameters))
 
 
@@ -125,7 +124,7 @@ def make_text_encoder(tokenizer: Qwen2Tokenizer, generator: torch.Generator) -> 
         "num_key_value_heads": 2,
         "max_position_embeddings": 128000,
         "rms_norm_eps": 1e-6,
-        # The real 1e6 is for heads of 128; heads of 16 would not see height and width with it.
+        # The real 1e6 is for heads of 128; with it, heads of 16 could not tell height and width.
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]},
         "bos_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -161,57 +160,57 @@ def make_transformer(generator: torch.Generator, *, zero_cond_t: bool) -> QwenIm
         num_layers=2,
         num_attention_heads=2,
         attention_head_dim=32,
-        axes_dims_rope=(4, 14, 14),  # the shares of the real (16, 56, 56)
+        axes_dims_rope=(4, 14, 14),  # in the ratio of the real (16, 56, 56)
         joint_attention_dim=TEXT_WIDTH,
         zero_cond_t=zero_cond_t,
     )
     fill(model, generator)
     for name, gain in model.named_parameters():
         if name.endswith(("norm_q.weight", "norm_k.weight", "norm_added_q.weight", "norm_added_k.weight")):
-            gain.data *= 2  # attention that selects: with 1 it nearly averages, and text and images hardly count
+            gain.data *= 2  # sharp attention: with 1 it nearly averages, and text and images hardly matter
     for block in model.transformer_blocks:
-        look_at_own_place(block.attn)
+        attend_to_own_position(block.attn)
     return model
 
 
-def look_at_own_place(attn: nn.Module) -> None:
-    """Let the first head look at a token's own place in every image, as heads of the trained network do.
+def attend_to_own_position(attn: nn.Module) -> None:
+    """Let the first head attend to a token's own position in every image, as heads of the trained network do.
 
-    Queries and keys have a large constant in common, which RoPE turns with height and width: they agree where both do.
+    Queries and keys share a large constant, which RoPE rotates by height and width: they match where both are equal.
     """
     for projection in (attn.to_q, attn.to_k):
-        pairs = projection.bias.data[:32].view(16, 2)  # 2 of the frame, 7 of the height, 7 of the width
-        for fastest in (slice(2, 5), slice(9, 12)):  # the slower ones hardly turn from place to place
+        pairs = projection.bias.data[:32].view(16, 2)  # 2 for the frame, 7 for the height, 7 for the width
+        for fastest in (slice(2, 5), slice(9, 12)):  # slower ones hardly rotate between positions
             pairs[fastest] = 4.0
 
 
 def make_vae(generator: torch.Generator) -> AutoencoderKLQwenImage:
-    """A random VAE through which the image's 8×8 block averages pass, in latents with the real mean and deviation."""
+    """A random VAE that preserves the image's 8×8 block averages, in latents with the real mean and deviation."""
     vae = fill(AutoencoderKLQwenImage(base_dim=CARRIED, num_res_blocks=1), generator)
     for name, module in vae.named_modules():
         if isinstance(module, QwenImageRMS_norm):
-            module.gamma.data *= CONSTANT / module.scale  # undoes the norm's division by the length
+            module.gamma.data *= CONSTANT / module.scale  # undoes the division by the length
         elif isinstance(module, nn.Conv2d | nn.Conv3d):
             carry_colours(name.rsplit(".", 1)[-1], module)
     for half in (vae.encoder, vae.decoder):
         half.conv_in.weight.data[CARRIED - 1] = 0
         half.conv_in.bias.data[CARRIED - 1] = CONSTANT
-        # Close to zero SiLU is half its input: there the last activation costs the colours nothing.
+        # Near zero, SiLU is half its input, so that the last activation preserves the colours.
         half.norm_out.gamma.data /= 5
         half.conv_out.weight.data *= 10
     mean, std = torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
-    quiet = torch.full_like(mean, -4.0)  # log variance: samples stay near the mode, but differ from it
-    set_diagonal(vae.quant_conv, torch.cat([std, torch.zeros_like(std)]), torch.cat([mean, quiet]))
+    log_variance = torch.full_like(mean, -4.0)  # samples are near the mode, but differ from it
+    set_diagonal(vae.quant_conv, torch.cat([std, torch.zeros_like(std)]), torch.cat([mean, log_variance]))
     set_diagonal(vae.post_quant_conv, 1 / std, -mean / std)
     return vae
 
 
 def carry_colours(name: str, conv: nn.Conv2d | nn.Conv3d) -> None:
-    """Let the first channels through, with a trace of the others; the end of a residual branch adds only that trace."""
-    weight = conv.weight.data if conv.weight.ndim == 4 else conv.weight.data[:, :, -1]  # what a single image meets
+    """Pass the first channels on, with a trace of the others; the end of a residual branch adds only that trace."""
+    weight = conv.weight.data if conv.weight.ndim == 4 else conv.weight.data[:, :, -1]  # of a single frame
     channels = 3 if name == "conv_out" else CARRIED
     if name != "conv_in":
-        weight[:, CARRIED - 1] = 0  # the constant is for the norms alone
+        weight[:, CARRIED - 1] = 0  # only norms use the constant
     weight[:channels] *= TRACE
     conv.bias.data[:channels] *= TRACE
     if name in ("conv2", "proj"):
@@ -230,7 +229,7 @@ def set_diagonal(conv: nn.Conv3d, diagonal: torch.Tensor, bias: torch.Tensor) ->
 
 
 def fill(model: nn.Module, generator: torch.Generator) -> nn.Module:
-    """Random weights that keep a signal's scale from layer to layer, so that nothing fades out or saturates."""
+    """Random weights that preserve the scale of a signal from layer to layer, so that nothing fades or saturates."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             noise = torch.randn(parameter.shape, generator=generator)
@@ -240,13 +239,13 @@ def fill(model: nn.Module, generator: torch.Generator) -> nn.Module:
                 parameter.data = 0.1 * noise
             elif isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
                 parameter.data = noise * parameter[0].numel() ** -0.5
-            else:  # a norm's gain
+            else:  # the gain of a norm
                 parameter.data = 1 + 0.05 * noise
     return model
 
 
 def save_processor(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
-    """As in the published checkpoints: a file for images and one for films, naming the backends with torchvision."""
+    """Files for images and videos that name the torchvision backends, as in the published checkpoints."""
     tokenizer.save_pretrained(folder)
     settings = Qwen2VLImageProcessorPil(min_pixels=3136, max_pixels=12845056).to_dict()
     settings["processor_class"] = "Qwen2VLProcessor"

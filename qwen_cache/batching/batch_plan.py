@@ -1,14 +1,15 @@
-"""Which samples form a batch: planned from token counts alone, without opening a shard.
+"""The batch plan: which samples form a batch, from token counts alone, without opening a shard.
 
-An epoch (`epoch`) is a fresh permutation of the samples, cut into windows. In a window samples of like size are put
-side by side and cut into batches, whose order is then drawn anew: little is padded, and what comes when is left to
-chance, but for runs of batches that cost alike, for processes that wait for one another. Every sample is trained once
-in each epoch (`drop_last` leaves out less than a batch, drawn anew each time), and no batch reaches from one epoch into
-the next. Where a run is, is one number: how many samples were trained. Each window has a known number of them, so the
-batch that follows costs the plan of one window, in any epoch and for any number of processes.
+An epoch (`epoch`) is a fresh permutation of the samples, cut into windows. Within a window, samples are sorted by
+length, cut into batches, and the batches are shuffled: little is padded, and the order stays random. The exception is
+runs of batches of similar cost, so that processes hardly wait for one another. Every sample is trained once per epoch
+(`drop_last` skips less than a batch, other samples each time), and no batch spans two epochs. The position of a run is
+one number: its consumed samples. Each window has a known number of samples, so the next batch costs the planning of one
+window, in any epoch and for any number of processes.
 
-A padded batch of B samples costs B · (its longest image + its longest text) tokens; a packed one what its samples have.
-Each is counted with its own prompt: a dropped caption makes it shorter. Refused is a sample that exceeds `max_tokens`.
+A padded batch of B samples costs B · (its longest image + its longest text) tokens; a packed batch the tokens of its
+samples. Each sample is counted with its own prompt; a dropped caption makes it shorter. A sample that exceeds
+`max_tokens` is refused.
 """
 
 from __future__ import annotations
@@ -22,70 +23,73 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from qwen_cache.batching.epoch import Epochs, FloatArray, IntArray, Part, random
+from qwen_cache.batching.epoch import Epochs, FloatArray, IntArray, MixturePart, random
 from qwen_cache.console import plural
 from qwen_cache.errors import ConfigError, IndexFileError, TrainError
 from qwen_cache.settings.batching import BatchConfig
 
-ROUNDING = 1e-6  # of a batch: thirds of one, added up, are whole ones only so
-UNSORTED_WINDOW = 4096  # samples that are cut into batches at a time, where sorting would gain nothing
-SUMMARISED = 1 << 16  # samples that stand for an epoch of millions
+ROUNDING = 1e-6  # batches: three thirds of a batch add up to one batch only within this
+UNSORTED_WINDOW = 4096  # samples cut into batches at a time where sorting gains nothing
+SUMMARISED = 1 << 16  # samples that a summary of a larger epoch is based on
 
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive places of an epoch as batches: batch i is `places[cuts[i] : cuts[i + 1]]`."""
+    """Consecutive samples of an epoch as batches: batch i is `indices[cuts[i] : cuts[i + 1]]`."""
 
-    places: IntArray
+    indices: IntArray
+    """Into the order of the epoch."""
     cuts: IntArray
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What one process trains while every other trains a batch of its own."""
+class RankBatch:
+    """The batch that one rank trains while every other rank trains a batch of its own."""
 
     positions: list[int]
-    share: float
-    """What the mean of this batch counts, against 1 on average, in the mean of its optimizer step.
+    loss_scale: float
+    """Weight of this batch's mean loss in the mean of its optimizer step; 1 on average.
 
-    A mean of means would let a sample count for more, the fewer come with it: under a budget of tokens, the large ones.
+    A plain mean of means would give samples of small batches more weight: under a token budget, the large samples.
     """
-    done: int
-    """How many samples all processes have trained after it."""
+    consumed_samples: int
+    """Samples that all ranks together have trained after this batch."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What the batches of an epoch are like."""
+    """Statistics of the batches of an epoch."""
 
     batches: int
     most_samples: int
+    """Samples in the largest batch."""
     tokens: float
-    """Of a batch on average, padding included."""
+    """Tokens per batch on average, padding included."""
     padding: float
-    """The share of all tokens that is padding."""
+    """Fraction of all tokens that is padding."""
     samples: int
-    """Which the epoch's first so many say."""
+    """How many samples the summary is based on: the first of the epoch."""
     in_epoch: int
+    """Samples per epoch."""
     wait: float | None
-    """Which part of the time processes wait for the one with the most tokens; None where there is but one."""
+    """Fraction of the time that ranks wait for the one with the most tokens; None for one rank."""
 
     @property
     def samples_per_batch(self) -> float:
         return self.in_epoch / self.batches
 
     def __str__(self) -> str:
-        about = "" if self.samples == self.in_epoch else f", by the first {self.samples:,} samples"
+        based_on = "" if self.samples == self.in_epoch else f", based on the first {self.samples:,} samples"
         wait = "" if self.wait is None else f", ranks wait {100 * self.wait:.1f} %"
         size = f"at most {plural(self.most_samples, 'sample')}, {self.tokens:,.0f} tokens on average"
-        return f"{self.batches:,} per epoch of {size}, padding {100 * self.padding:.1f} %{wait}{about}"
+        return f"{self.batches:,} per epoch of {size}, padding {100 * self.padding:.1f} %{wait}{based_on}"
 
 
 class BatchPlan:
-    """The endless sequence of batches, which all processes share.
+    """The endless sequence of batches, the same on all ranks.
 
-    A sample in an epoch has a *position*: epoch · samples of an epoch + its place in that one's order. It does not
-    depend on the batches, so what chance decides about a sample is drawn from it.
+    The *position* of a sample is epoch · samples per epoch + its index in the order of that epoch. It does not depend
+    on the batches, so it seeds everything random about the sample.
     """
 
     def __init__(
@@ -93,72 +97,74 @@ class BatchPlan:
         tokens: IntArray,
         config: BatchConfig,
         name: Callable[[int], str] = str,
-        parts: Sequence[Part] | None = None,
-        counts: IntArray | None = None,
+        parts: Sequence[MixturePart] | None = None,
+        loss_tokens: IntArray | None = None,
     ) -> None:
-        """Of samples that have `tokens` ([2, N]: of the images, target and controls; then of the text).
+        """Plan the samples whose token counts are `tokens` ([2, N]: row 0 target and controls, row 1 text).
 
-        `name` says in errors what a sample is called; `parts` how often which come in an epoch, when not all do once;
-        `counts` what each counts in the mean of a step, when not all count the same.
+        `name` gives a sample's name for error messages. `parts` says which samples come how often in an epoch; by
+        default every sample comes once. `loss_tokens` ([N]) is the weight of each sample in the mean loss of an
+        optimizer step; by default all weigh the same. Raises TrainError for a sample that exceeds `max_tokens`,
+        ConfigError where `drop_last` cannot apply.
         """
         _check_budget(tokens, config, name)
-        self.tokens, self.config, self.counts = tokens, config, counts
-        self.epochs = Epochs([Part(np.arange(tokens.shape[1]))] if parts is None else parts, config.seed)
+        self.tokens, self.config, self.loss_tokens = tokens, config, loss_tokens
+        self.epochs = Epochs([MixturePart(np.arange(tokens.shape[1]))] if parts is None else parts, config.seed)
         samples = len(self.epochs)
         self.limit = config.batch_size or (max(1, samples) if config.max_tokens else 1)
         self.in_epoch = samples - (samples % self.limit if config.drop_last else 0)
         _check_drop_last(config, samples, self.in_epoch)
         self.bucketed = _bucketed(config)
-        # two windows at least, or the samples of a small set would be batched with the same others in every epoch
+        # at least two windows per epoch: with one, a small dataset would have nearly the same batches in every epoch
         window = min(config.bucketing_window, -(-samples // 2)) if self.bucketed else UNSORTED_WINDOW
         self.window = max(1, window if config.max_tokens else _whole(window, self.limit, config.balance_window))
-        self._windows = lru_cache(maxsize=4)(self._plan)  # what is fetched ahead may be of the next one
+        self._windows = lru_cache(maxsize=4)(self._plan)  # batches fetched ahead may belong to the next window
 
-    def batch(self, done: int) -> list[int]:
-        """The positions of the samples in the batch that follows when `done` samples have been trained."""
-        epoch, place = divmod(done, self.in_epoch)
-        number, offset = divmod(place, self.window)
+    def batch(self, consumed_samples: int) -> list[int]:
+        """The positions of the samples in the next batch after `consumed_samples`; TrainError if none begins there."""
+        epoch, index = divmod(consumed_samples, self.in_epoch)
+        number, offset = divmod(index, self.window)
         window = self._windows(epoch, number)
         i = int(np.searchsorted(window.cuts, offset))
         if window.cuts[i] != offset:
-            do = "resume with the program and the settings that wrote the checkpoint, or start anew"
-            raise TrainError("no batch begins here", found=f"{done} samples trained", do=do)
-        places: list[int] = window.places[window.cuts[i] : window.cuts[i + 1]].tolist()
-        return [epoch * len(self.epochs) + place for place in places]
+            do = "resume with the program and the settings that wrote the checkpoint, or start a new run"
+            raise TrainError("no batch begins here", found=f"{consumed_samples} samples trained", do=do)
+        indices: list[int] = window.indices[window.cuts[i] : window.cuts[i + 1]].tolist()
+        return [epoch * len(self.epochs) + index for index in indices]
 
-    def turns(self, done: int, rank: int, world_size: int, per_step: int) -> Iterator[Turn]:
-        """What the process `rank` trains, without end, when an optimizer step of `per_step` turns begins after `done`.
+    def rank_batches(self, consumed_samples: int, rank: int, world_size: int, per_step: int) -> Iterator[RankBatch]:
+        """The endless batches of `rank`, from an optimizer step that begins after `consumed_samples`.
 
-        A step is the next `per_step` · `world_size` batches. Of those, processes have at the same time what costs most
-        alike: batch k of them, by cost, is that of process k mod `world_size`.
+        A step is the next `per_step` · `world_size` batches, sorted by cost. Sorted batch k goes to rank
+        k mod `world_size`, so the ranks train batches of similar cost at the same time.
         """
         while True:
             batches = []
             for _ in range(per_step * world_size):
-                batches.append(self.batch(done))
-                done += len(batches[-1])
+                batches.append(self.batch(consumed_samples))
+                consumed_samples += len(batches[-1])
             if world_size > 1:
                 batches.sort(key=self._cost)
-            counts = [self._count(positions) for positions in batches]
-            left = sum(map(len, batches))
+            weights = [self._loss_weight(positions) for positions in batches]
+            remaining = sum(map(len, batches))
             for first in range(0, len(batches), world_size):
-                left -= sum(map(len, batches[first : first + world_size]))
-                share = counts[first + rank] / (sum(counts) / len(batches))
-                yield Turn(batches[first + rank], share, done - left)
+                remaining -= sum(map(len, batches[first : first + world_size]))
+                loss_scale = weights[first + rank] / (sum(weights) / len(batches))
+                yield RankBatch(batches[first + rank], loss_scale, consumed_samples - remaining)
 
     def sample(self, position: int) -> int:
-        """Which sample of the cache has that position."""
-        epoch, place = divmod(position, len(self.epochs))
-        return int(self.epochs.order(epoch)[place])
+        """The index in the cache of the sample at `position`."""
+        epoch, index = divmod(position, len(self.epochs))
+        return int(self.epochs.order(epoch)[index])
 
     def summary(self, world_size: int = 1, per_step: int = 1) -> Summary:
-        """Of the first epoch."""
+        """Statistics of the first epoch, for optimizer steps of `per_step` batches on each of `world_size` ranks."""
         windows = range(-(-min(self.in_epoch, SUMMARISED) // self.window))
         plans = [self._plan(0, number) for number in windows]
-        counts = [self.tokens[:, self.epochs.order(0)[plan.places]] for plan in plans]
+        tokens = [self.tokens[:, self.epochs.order(0)[plan.indices]] for plan in plans]
         sizes = np.concatenate([np.diff(plan.cuts) for plan in plans])
-        valid = np.concatenate([count.sum(0) for count in counts])
-        costs = np.concatenate([self._costs(count, plan.cuts) for count, plan in zip(counts, plans, strict=True)])
+        valid = np.concatenate([each.sum(0) for each in tokens])
+        costs = np.concatenate([self._costs(each, plan.cuts) for each, plan in zip(tokens, plans, strict=True)])
         return Summary(
             batches=round(len(sizes) * self.in_epoch / len(valid)),
             most_samples=int(sizes.max()),
@@ -171,19 +177,20 @@ class BatchPlan:
 
     def _plan(self, epoch: int, number: int) -> Window:
         begin = number * self.window
-        places = np.arange(begin, min(begin + self.window, self.in_epoch))
-        tokens, chance = self.tokens[:, self.epochs.order(epoch)[places]], random(self.config.seed, epoch, 1 + number)
+        indices = np.arange(begin, min(begin + self.window, self.in_epoch))
+        tokens = self.tokens[:, self.epochs.order(epoch)[indices]]
+        generator = random(self.config.seed, epoch, 1 + number)
         if not self.bucketed:
-            window = Window(places, self._cut(tokens))
+            window = Window(indices, self._cut(tokens))
         else:
-            alike = _alike(tokens, self._fill(tokens))
-            window = Window(places[alike], self._cut(tokens[:, alike]))
-            window = _reordered(window, chance.permutation(len(window.cuts) - 1))
-        cost = self._costs(tokens[:, window.places - begin], window.cuts)
-        return _reordered(window, _runs(cost, self.config.balance_window, self._batches_before(epoch, number), chance))
+            order = _by_similar_length(tokens, self._fill(tokens))
+            window = Window(indices[order], self._cut(tokens[:, order]))
+            window = _reordered(window, generator.permutation(len(window.cuts) - 1))
+        cost, before = self._costs(tokens[:, window.indices - begin], window.cuts), self._batches_before(epoch, number)
+        return _reordered(window, _runs(cost, self.config.balance_window, before, generator))
 
     def _batches_before(self, epoch: int, number: int) -> int:
-        """How many batches there are before a window, where it is known without planning them all; else 0."""
+        """How many batches come before a window, where that is known without planning them all; else 0."""
         if self.config.max_tokens:
             return 0
         return epoch * -(-self.in_epoch // self.limit) + number * (self.window // self.limit)
@@ -193,19 +200,19 @@ class BatchPlan:
         return int(self._costs(tokens, np.array([0, len(positions)]))[0])
 
     def _costs(self, tokens: IntArray, cuts: IntArray) -> IntArray:
-        """In tokens, of the batches of samples that have `tokens`."""
+        """The cost of each batch in tokens; the samples have `tokens`."""
         if self.config.layout == "padded":
             return padded_tokens(tokens, cuts)
         return np.add.reduceat(tokens.sum(0), cuts[:-1])
 
-    def _count(self, positions: Sequence[int]) -> int:
-        """What a batch counts in the mean of its step."""
-        if self.counts is None:
+    def _loss_weight(self, positions: Sequence[int]) -> int:
+        """The weight of a batch in the mean loss of its step."""
+        if self.loss_tokens is None:
             return len(positions)
-        return int(self.counts[[self.sample(position) for position in positions]].sum())
+        return int(self.loss_tokens[[self.sample(position) for position in positions]].sum())
 
     def _cut(self, tokens: IntArray) -> IntArray:
-        """Where batches begin and end in samples of that order: each takes all that it can."""
+        """Where batches begin and end when each takes as many of the next samples as fit."""
         budget = self.config.max_tokens
         padded = budget is not None and self.config.layout == "padded"
         ends = _padded_ends if padded else _packed_ends
@@ -216,13 +223,16 @@ class BatchPlan:
         return np.array(cuts)
 
     def _fill(self, tokens: IntArray) -> FloatArray:
-        """The part of a batch that each sample takes."""
+        """The fraction of a batch that each sample fills."""
         filled: FloatArray = np.full(tokens.shape[1], 1 / self.limit)
         return np.maximum(filled, tokens.sum(0) / self.config.max_tokens) if self.config.max_tokens else filled
 
 
 def index_token_counts(table: pa.Table, where: object) -> IntArray:
-    """`[2, N]`: of every sample of a cache, from its index; FormatError F7 where one has none."""
+    """Token counts `[2, N]` of the samples of a cache, from its index: row 0 target and controls, row 1 text.
+
+    FormatError F7 where a sample has none.
+    """
     target, controls = _rows(table, "image_latents", where), _rows(table, "control_latents", where)
     text = table["text_length"].fill_null(0).to_numpy().astype(np.int64)
     if min(target.min(initial=1), text.min(initial=1)) < 1:
@@ -231,22 +241,22 @@ def index_token_counts(table: pa.Table, where: object) -> IntArray:
 
 
 def index_target_tokens(table: pa.Table, where: object) -> IntArray:
-    """`[N]`: of the target of every sample of a cache, from its index."""
+    """Token counts `[N]` of the targets of a cache's samples, from its index."""
     return _rows(table, "image_latents", where)
 
 
 def _rows(table: pa.Table, tensor: str, where: object) -> IntArray:
-    """Of a tensor in each sample; 0 where there is none."""
+    """The number of rows of a tensor in each sample; 0 where a sample has no such tensor."""
     try:
-        rows = pc.list_element(pc.struct_field(table[tensor], "shape"), 0)
-        found: IntArray = pc.fill_null(rows, 0).to_numpy().astype(np.int64)
+        first_sizes = pc.list_element(pc.struct_field(table[tensor], "shape"), 0)
+        rows: IntArray = pc.fill_null(first_sizes, 0).to_numpy().astype(np.int64)
     except pa.ArrowException as error:
         raise IndexFileError(f"the token counts cannot be read: {error}", where=where) from None
-    return found
+    return rows
 
 
 def sequence_settings(config: BatchConfig) -> dict[str, Any]:
-    """The settings that decide which batch comes when, None where one has no say: a resumed run must share them."""
+    """The settings that determine the sequence of batches, None for those without effect: a resumed run needs them."""
     return {
         "train.batch_size": config.batch_size or (None if config.max_tokens else 1),
         "train.max_tokens": config.max_tokens,
@@ -259,14 +269,14 @@ def sequence_settings(config: BatchConfig) -> dict[str, Any]:
 
 
 def padded_tokens(tokens: IntArray, cuts: IntArray) -> IntArray:
-    """What each batch costs, padding included."""
+    """The tokens of each batch, padding included."""
     longest = np.maximum.reduceat(tokens, cuts[:-1], axis=1).sum(0)
     cost: IntArray = longest * np.diff(cuts)
     return cost
 
 
 def _bucketed(config: BatchConfig) -> bool:
-    """Whether samples of like size are put side by side: where something would be padded otherwise."""
+    """Whether samples are batched by length: only where padding would be needed otherwise."""
     return config.layout == "padded" and config.bucketing_window > 1 and _in_groups(config)
 
 
@@ -276,7 +286,7 @@ def _in_groups(config: BatchConfig) -> bool:
 
 
 def _whole(window: int, batch: int, run: int) -> int:
-    """The window in whole batches, and in whole runs of them where that leaves out little."""
+    """The window rounded down to whole batches, and to whole runs of batches where that changes it little."""
     runs = window // (batch * run)
     return batch * (runs * run if runs >= 4 else max(1, window // batch))
 
@@ -299,7 +309,7 @@ def _check_budget(tokens: IntArray, config: BatchConfig, name: Callable[[int], s
 
 def _check_drop_last(config: BatchConfig, samples: int, in_epoch: int) -> None:
     if config.drop_last and config.max_tokens is not None:
-        do = "leave one of them out: under a budget of tokens no two batches are of one size anyway"
+        do = "remove one of them: under a token budget, batches differ in size anyway"
         raise ConfigError("train.drop_last is for a fixed train.batch_size, not for train.max_tokens", do=do)
     if samples and not in_epoch:
         raise ConfigError(
@@ -310,22 +320,28 @@ def _check_drop_last(config: BatchConfig, samples: int, in_epoch: int) -> None:
         )
 
 
-def _alike(tokens: IntArray, fill: FloatArray) -> IntArray:
-    """An order in which neighbours are alike in both lengths.
+def _by_similar_length(tokens: IntArray, fill: FloatArray) -> IntArray:
+    """An order in which neighbours are similar in both lengths, image and text.
 
-    It is halved, and each half again, by the length in which its samples are further apart, down to single batches; a
-    token costs the same in either. Where two halves meet the other length goes up in one and down in the next, so that
-    a batch that reaches over is little wider. Samples of one size stay in the order of chance.
+    Sort by the length with the larger spread, split into halves, and repeat for each half down to single batches; a
+    token of either length costs the same. Adjacent halves sort the other length in opposite directions, so that a batch
+    across their border is hardly longer. The sort is stable: samples of equal size stay in random order.
+
+    For example, 8 samples a to h in batches of 2, with their tokens of image and text:
+
+        (a 10 8) (b 40 8) (c 10 2) (d 40 2) (e 10 6) (f 40 6) (g 10 4) (h 40 4)
+        image lengths are spread further, by 30:   a c e g | b d f h
+        text, ascending left, descending right:    c g | e a | b f | h d
     """
     n = tokens.shape[1]
     order, begin, down = np.arange(n), np.array([0]), np.zeros((2, 1), bool)
     while True:
-        end, parts, rows = np.append(begin[1:], n), np.arange(len(begin)), tokens[:, order]
+        end, groups, rows = np.append(begin[1:], n), np.arange(len(begin)), tokens[:, order]
         spread = np.maximum.reduceat(rows, begin, axis=1) - np.minimum.reduceat(rows, begin, axis=1)
         by = (spread[1] > spread[0]).astype(np.int64)
-        part = np.repeat(parts, end - begin)
-        length = rows[by[part], np.arange(n)] * np.where(down[by, parts], -1, 1)[part]
-        order = order[np.argsort(part * 2 * (tokens.max() + 1) + length, kind="stable")]
+        group = np.repeat(groups, end - begin)
+        length = rows[by[group], np.arange(n)] * np.where(down[by, groups], -1, 1)[group]
+        order = order[np.argsort(group * 2 * (tokens.max() + 1) + length, kind="stable")]
         filled = np.concatenate([[0], np.cumsum(fill[order])])
         batches = filled[end] - filled[begin]
         halved = batches > 1 + ROUNDING
@@ -340,7 +356,7 @@ def _alike(tokens: IntArray, fill: FloatArray) -> IntArray:
 
 
 def _padded_ends(tokens: IntArray, samples: int, budget: int) -> IntArray:
-    """Where a batch that begins at each sample ends: its size bit by bit, from the maxima over 2, 4, 8, … samples."""
+    """The end of a batch that begins at each sample: its size bit by bit, from maxima over 2, 4, 8, … samples."""
     n = tokens.shape[1]
     begin, last = np.arange(n), n - 1
     samples = min(samples, budget // int(tokens.sum(0).min()))
@@ -358,37 +374,37 @@ def _padded_ends(tokens: IntArray, samples: int, budget: int) -> IntArray:
 
 
 def _packed_ends(tokens: IntArray, samples: int, budget: int) -> IntArray:
-    """Where a batch that begins at each sample ends, when nothing is padded."""
+    """The end of a batch that begins at each sample, without padding."""
     until = np.concatenate([[0], np.cumsum(tokens.sum(0))])
     n = tokens.shape[1]
     fits = np.searchsorted(until, until[:-1] + budget, side="right") - 1
     return np.minimum(np.minimum(fits, np.arange(n) + samples), n)
 
 
-def _runs(cost: IntArray, length: int, before: int, chance: np.random.Generator) -> IntArray:
-    """An order of batches in runs of `length` that cost alike; which run comes when, and what is in it when, is chance.
+def _runs(cost: IntArray, length: int, before: int, generator: np.random.Generator) -> IntArray:
+    """An order of batches in runs of `length` of similar cost; the order of runs, and within runs, is random.
 
-    Runs begin where the number of the batch, of which there are `before`, is a multiple of `length`: what processes
-    train at the same time lies within one, when their number divides it.
+    `before` batches come before these. A run begins where the number of the batch is a multiple of `length`, so batches
+    that ranks train at the same time belong to one run if the world size divides `length`.
     """
     n = len(cost)
     if n <= length or length == 1:
         return np.arange(n)
     lengths = np.diff(np.unique(np.concatenate([[0], np.arange(-before % length, n, length), [n]])))
-    by_rank = chance.permutation(len(lengths))  # which run has the least tokens, and so on
-    runs = np.split(np.argsort(cost, kind="stable"), np.cumsum(lengths[by_rank])[:-1])
-    return np.concatenate([np.sort(runs[rank]) for rank in np.argsort(by_rank)])
+    by_cost = generator.permutation(len(lengths))  # the run with the cheapest batches, the second cheapest, …
+    runs = np.split(np.argsort(cost, kind="stable"), np.cumsum(lengths[by_cost])[:-1])
+    return np.concatenate([np.sort(runs[rank]) for rank in np.argsort(by_cost)])
 
 
 def _reordered(window: Window, order: IntArray) -> Window:
     """The same batches in another order."""
-    sizes, places = np.diff(window.cuts), np.split(window.places, window.cuts[1:-1])
-    return Window(np.concatenate([places[i] for i in order]), np.concatenate([[0], np.cumsum(sizes[order])]))
+    sizes, batches = np.diff(window.cuts), np.split(window.indices, window.cuts[1:-1])
+    return Window(np.concatenate([batches[i] for i in order]), np.concatenate([[0], np.cumsum(sizes[order])]))
 
 
 def _wait(costs: IntArray, world_size: int, per_step: int) -> float:
-    """Which part of the time processes wait for one another, if it takes what its tokens say."""
+    """The fraction of the time that ranks wait for one another, if time is proportional to tokens."""
     step = world_size * per_step
-    costs = np.resize(costs, -(-len(costs) // step) * step)  # the last step goes on into the next epoch
-    turns = np.sort(costs.reshape(-1, step)).reshape(-1, world_size)
-    return float(1 - turns.sum() / (world_size * turns.max(1).sum()))
+    costs = np.resize(costs, -(-len(costs) // step) * step)  # the last step continues into the next epoch
+    at_once = np.sort(costs.reshape(-1, step)).reshape(-1, world_size)
+    return float(1 - at_once.sum() / (world_size * at_once.max(1).sum()))

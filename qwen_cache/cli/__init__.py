@@ -1,4 +1,4 @@
-"""The command line of `qwen-cache`: `app` declares the options, one module for each command does the work."""
+"""The command line of `qwen-cache`: `app` declares the options, and each command has a module that does its work."""
 
 from qwen_cache.cli.app import main
 

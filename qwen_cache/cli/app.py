@@ -1,4 +1,4 @@
-"""The command line of `qwen-cache`. Every handler imports its work inside, so that `--help` answers at once."""
+"""The command line of `qwen-cache`. Handlers import their work inside, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qwen_cache.console import run_app
 
 app = typer.Typer(
     name="qwen-cache",
-    help="Run the frozen encoders of Qwen-Image-Edit once, and keep what they say as a dataset.",
+    help="Run the frozen encoders of Qwen-Image-Edit once, and cache their outputs as a dataset.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -19,64 +19,68 @@ app = typer.Typer(
 
 CachePath = Annotated[str, typer.Argument(help="The folder of the cache.", metavar="[CACHE]", show_default="shards")]
 ReadPath = Annotated[
-    str, typer.Argument(help="The folder of the cache, or its URL.", metavar="[CACHE]", show_default="shards")
+    str, typer.Argument(help="The folder or URL of the cache.", metavar="[CACHE]", show_default="shards")
 ]
 Version = Literal["v1", "v2"]
 RENAMED = {
     "build": {"--part": "--slice"},
-    "inspect": {"--gallery": "--thumbnails", "--images": "--save-images", "--worst": "--top"},
+    "inspect": {"--gallery": "--thumbnails", "--pictures": "--save-images", "--worst": "--top"},
 }
-"""Options by the name that they had."""
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
+"""Old names of options, by command."""
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")]
 
 
 @app.command()
 def build(
     source: Annotated[
-        str | None, typer.Argument(help="A folder, table or tars of images, or a URL; data.source when not given.")
+        str | None, typer.Argument(help="A folder, table or tar files with images, or a URL. Default: data.source.")
     ] = None,
     out: Annotated[str | None, typer.Option(help="The folder of the cache.", show_default="shards")] = None,
     model: Annotated[str | None, typer.Option(help="A diffusers folder, or a repository on the hub.")] = None,
-    vae_device: Annotated[str | None, typer.Option(help="Where the VAE runs: cuda:1, or cuda:0,cuda:1.")] = None,
-    text_device: Annotated[str | None, typer.Option(help="Where the text encoder runs: cuda:2.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32: computed in, and stored as.")] = None,
-    format: Annotated[str | None, typer.Option(help="v2 or v1.", show_default="v2")] = None,
-    on_error: Annotated[str | None, typer.Option(help="stop or skip: what an unusable sample does.")] = None,
+    vae_device: Annotated[
+        str | None, typer.Option(help="Device of the VAE: cuda:1, or several: cuda:0,cuda:1.")
+    ] = None,
+    text_device: Annotated[str | None, typer.Option(help="Device of the text encoder, such as cuda:2.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32, for computing and storing.")] = None,
+    format: Annotated[str | None, typer.Option(help="Format version: v2 or v1.", show_default="v2")] = None,
+    on_error: Annotated[str | None, typer.Option(help="What to do with unusable samples: stop or skip.")] = None,
     edit_mask: Annotated[
         str | None,
-        typer.Option(help="Where edit masks come from: none, file or diff; experimental: head or auto."),
+        typer.Option(help="Origin of edit masks: none, file or diff; experimental: head or auto."),
     ] = None,
     mask_head: Annotated[
-        str | None, typer.Option(help="Experimental: the mask head for --edit-mask head or auto.")
+        str | None, typer.Option(help="Experimental: the mask head of --edit-mask head or auto.")
     ] = None,
     slice_: Annotated[
-        str | None, typer.Option("--slice", help="Build one slice of the rows, such as 3/16, in a job array.")
+        str | None, typer.Option("--slice", help="Build one slice of the rows, such as 3/16, for job arrays.")
     ] = None,
     ray: Annotated[
         str | None, typer.Option(help="Encode on a Ray cluster: its address, or local.", metavar="ADDRESS|local")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="The settings.", show_default="qwen.yaml")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the settings.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The settings file.", show_default="qwen.yaml")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be encoded, and why; write nothing.")
+        bool, typer.Option("--dry-run", help="Print what would be encoded, and why; write nothing.")
     ] = False,
-    check: Annotated[bool, typer.Option("--check", help="With --dry-run: exit with 1 when there is work.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="With --dry-run: exit with 1 if there is work.")] = False,
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="With --dry-run: encode a few samples, unsaved, and say how long all take."),
+        typer.Option(
+            "--measure", help="With --dry-run: encode a few samples without storing them, and estimate the time."
+        ),
     ] = False,
     json: Json = False,
 ) -> int:
-    """Encode what SOURCE has and the cache does not."""
+    """Encode the samples of SOURCE that the cache lacks."""
     from qwen_cache.cli.build import run_build
     from qwen_cache.errors import ConfigError
     from qwen_cache.settings.load import load_config
     from qwen_cache.storage.url import local_folder
 
-    edit_mask, _, head = edit_mask.partition("=") if edit_mask else (None, "", "")
+    edit_mask, _, head = edit_mask.partition("=") if edit_mask else (None, "", "")  # head=PATH: the old spelling
     if head and edit_mask not in ("head", "auto"):
         found = f"--edit-mask {edit_mask}={head}"
-        raise ConfigError(f"--edit-mask {edit_mask} takes no head", found=found, do="give --edit-mask head")
+        raise ConfigError(f"--edit-mask {edit_mask} takes no mask head", found=found, do="give --edit-mask head")
     settings = load_config(
         config,
         set_ or (),
@@ -97,7 +101,7 @@ def build(
 
 @app.command("encode-worker", hidden=True)
 def encode_worker(source: str, settings: str) -> int:
-    """Encode what is asked for on stdin; for `qwen-train run --encode-on-the-fly`."""
+    """Encode samples on request from stdin; for `qwen-train run --encode-on-the-fly`."""
     from qwen_cache.cli.encode_worker import run_encode_worker
     from qwen_cache.settings.load import parse_config
 
@@ -106,7 +110,7 @@ def encode_worker(source: str, settings: str) -> int:
 
 @app.command()
 def verify(cache: ReadPath = "shards", json: Json = False) -> int:
-    """Check every byte of a cache against what was written."""
+    """Check every byte of a cache against its hashes."""
     from qwen_cache.cli.verify import run_verify
 
     return run_verify(cache, as_json=json)
@@ -115,14 +119,14 @@ def verify(cache: ReadPath = "shards", json: Json = False) -> int:
 @app.command()
 def inspect(
     cache: ReadPath = "shards",
-    html: Annotated[Path | None, typer.Option(help="Write a page with everything, and a list of all samples.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the report and a list of all samples.")] = None,
     decode: Annotated[
-        bool, typer.Option("--decode", help="With --html: images decoded by the VAE instead of the thumbnails.")
+        bool, typer.Option("--decode", help="With --html: decode images with the VAE instead of showing thumbnails.")
     ] = False,
     thumbnails: Annotated[
         int | None,
         typer.Option(
-            help="With --html: show the images of this many samples.",
+            help="With --html: show images of this many samples.",
             min=0,
             show_default="200; 0 for a remote cache without --decode",
         ),
@@ -133,34 +137,38 @@ def inspect(
     source: Annotated[
         str | None,
         typer.Option(
-            help="Report whether the cache is up to date with this source. For the effect of another model or other "
-            "settings, use `build --dry-run`."
+            help="Report whether the cache is up to date with this source. `build --dry-run` reports the effect of "
+            "another model or other settings."
         ),
     ] = None,
     sample: Annotated[
-        str | None, typer.Option(help="Show one sample, by its name, its key, or the start of its key.", metavar="KEY")
+        str | None, typer.Option(help="Show one sample, by name, key or start of the key.", metavar="KEY")
     ] = None,
     mask_head: Annotated[
         Path | None, typer.Option(help="Experimental: list the edit masks that differ most from this mask head's.")
     ] = None,
-    top: Annotated[int | None, typer.Option(help="With --mask-head: how many.", min=1, show_default="12")] = None,
+    top: Annotated[
+        int | None, typer.Option(help="With --mask-head: list this many masks.", min=1, show_default="12")
+    ] = None,
     save_images: Annotated[
-        Path | None, typer.Option(help="With --mask-head: write a PNG of them, 24 at most, decoded by the VAE.")
+        Path | None,
+        typer.Option(help="With --mask-head: write a PNG of these samples, at most 24, decoded by the VAE."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="With --decode or --save-images: a diffusers folder, or a repository.")
+        str | None, typer.Option(help="With --decode or --save-images: a diffusers folder, or a repository on the hub.")
     ] = None,
-    vae_device: Annotated[str, typer.Option(help="The device of the VAE and of the mask head.")] = "auto",
+    vae_device: Annotated[str, typer.Option(help="Device of the VAE and the mask head.")] = "auto",
     config: Annotated[
-        Path | None, typer.Option(help="The settings.", show_default="qwen.yaml; with --source, those of the build")
+        Path | None,
+        typer.Option(help="The settings file.", show_default="qwen.yaml; with --source, those of the build"),
     ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the settings.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")] = None,
     json: Json = False,
 ) -> int:
     """Report what a cache holds."""
     from qwen_cache.cli.inspect import Inspection, run_inspect
 
-    asked = Inspection(
+    options = Inspection(
         cache=cache,
         html=html,
         decode=decode,
@@ -177,20 +185,20 @@ def inspect(
         assignments=tuple(set_ or ()),
         as_json=json,
     )
-    return run_inspect(asked)
+    return run_inspect(options)
 
 
 @app.command()
 def migrate(
-    old: Annotated[Version, typer.Argument(help="v1 or v2: what the cache is.", metavar="v1|v2")],
-    new: Annotated[Version, typer.Argument(help="v1 or v2: what it shall be.", metavar="v1|v2")],
+    old: Annotated[Version, typer.Argument(help="Format version of the cache.", metavar="v1|v2")],
+    new: Annotated[Version, typer.Argument(help="Format version to write.", metavar="v1|v2")],
     cache: CachePath = "shards",
-    out: Annotated[str | None, typer.Option(help="Where to; the same folder when not given.")] = None,
-    config: Annotated[Path | None, typer.Option(help="The settings.", show_default="qwen.yaml")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the settings.")] = None,
+    out: Annotated[str | None, typer.Option(help="The folder to write. Default: the same folder.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The settings file.", show_default="qwen.yaml")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")] = None,
     json: Json = False,
 ) -> int:
-    """Bring a cache from one format version to another, without the encoders."""
+    """Convert a cache to another format version, without the encoders."""
     from qwen_cache.cli.migrate import run_migrate
     from qwen_cache.settings.load import load_config
 
@@ -200,19 +208,19 @@ def migrate(
 
 @app.command()
 def merge(
-    caches: Annotated[list[str], typer.Argument(help="The caches to take samples from.")],
-    out: Annotated[str, typer.Option(help="The cache to make, or to add to.")],
+    caches: Annotated[list[str], typer.Argument(help="The caches to merge.")],
+    out: Annotated[str, typer.Option(help="The cache to create, or to extend.")],
     select: Annotated[
-        list[str] | None, typer.Option(help="Only samples of such names: 'cats/*', or @FILE with a name per line.")
+        list[str] | None, typer.Option(help="Only samples with these names: 'cats/*', or @FILE with a name per line.")
     ] = None,
     compression: Annotated[
-        str | None, typer.Option(help="none or zstd: how samples shall be stored.", show_default="as they lie")
+        str | None, typer.Option(help="Compression of the merged cache: none or zstd.", show_default="unchanged")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="The settings.", show_default="qwen.yaml")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the settings.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The settings file.", show_default="qwen.yaml")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")] = None,
     json: Json = False,
 ) -> int:
-    """Make one cache of several, or of some of the samples of one."""
+    """Merge caches into one, or copy selected samples of one."""
     from qwen_cache.cli.merge import run_merge
     from qwen_cache.settings.load import load_config
 
@@ -224,30 +232,33 @@ def merge(
 def import_(
     tool: Annotated[
         Literal["qflux", "musubi", "diffusion-pipe"],
-        typer.Argument(help="Which trainer made it.", metavar="qflux|musubi|diffusion-pipe"),
+        typer.Argument(help="The trainer that wrote the cache.", metavar="qflux|musubi|diffusion-pipe"),
     ],
-    source: Annotated[Path, typer.Argument(help="The folder of its cache.")],
-    out: Annotated[str, typer.Option(help="The folder of the cache to be made.")],
+    source: Annotated[Path, typer.Argument(help="The folder of that cache.")],
+    out: Annotated[str, typer.Option(help="The folder of the new cache.")],
     model: Annotated[
-        str, typer.Option(help="Which model wrote it, such as Qwen/Qwen-Image-Edit-2509: recorded as claimed.")
+        str, typer.Option(help="The model that wrote it, such as Qwen/Qwen-Image-Edit-2509. Recorded as claimed.")
     ],
-    pipeline: Annotated[str | None, typer.Option(help="Its diffusers pipeline, where --model does not tell.")] = None,
+    pipeline: Annotated[
+        str | None, typer.Option(help="Its diffusers pipeline, if --model does not determine it.")
+    ] = None,
     dtype: Annotated[
-        Literal["bfloat16", "float32"] | None, typer.Option(help="Stored as.", show_default="what holds it exactly")
+        Literal["bfloat16", "float32"] | None,
+        typer.Option(help="The dtype to store.", show_default="the one that is exact"),
     ] = None,
     image_size: Annotated[
-        list[str] | None, typer.Option(help="qflux: WIDTHxHEIGHT of the resized images; each size that occurs.")
+        list[str] | None, typer.Option(help="qflux: WIDTHxHEIGHT of the resized images; repeat it for each size.")
     ] = None,
-    captions: Annotated[Path | None, typer.Option(help="qflux: the folder of the prompts' .txt files.")] = None,
-    on_error: Annotated[str | None, typer.Option(help="stop or skip: what an unusable sample does.")] = None,
-    config: Annotated[Path | None, typer.Option(help="The settings.", show_default="qwen.yaml")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the settings.")] = None,
+    captions: Annotated[Path | None, typer.Option(help="qflux: the folder with the .txt files of the prompts.")] = None,
+    on_error: Annotated[str | None, typer.Option(help="What to do with unusable samples: stop or skip.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The settings file.", show_default="qwen.yaml")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Read everything and say what would be imported; write nothing.")
+        bool, typer.Option("--dry-run", help="Read everything and print what would be imported; write nothing.")
     ] = False,
     json: Json = False,
 ) -> int:
-    """Make a cache of one that another trainer made, without the encoders."""
+    """Import the cache of another trainer, without the encoders."""
     from qwen_cache.cli.import_ import run_import
     from qwen_cache.settings.load import load_config
 
@@ -269,10 +280,10 @@ def import_(
 @app.command()
 def gc(
     cache: CachePath = "shards",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be removed; remove nothing.")] = False,
     json: Json = False,
 ) -> int:
-    """Remove what the dataset does not name: replaced shards, and samples of builds that were given up."""
+    """Remove files that are not part of the dataset: replaced shards, and samples of abandoned builds."""
     from qwen_cache.cli.gc import run_gc
 
     return run_gc(cache, dry_run=dry_run, as_json=json)
@@ -280,38 +291,38 @@ def gc(
 
 @app.command()
 def ground(
-    image: Annotated[list[Path], typer.Option(help="The image; repeat it for more, the mask is about the first.")],
-    phrase: Annotated[
-        str | None, typer.Option(help="The words to look for: within --prompt, where that is given.")
-    ] = None,
+    image: Annotated[list[Path], typer.Option(help="The image; repeat it for more. The mask is for the first.")],
+    phrase: Annotated[str | None, typer.Option(help="The words to find; with --prompt, a part of it.")] = None,
     prompt: Annotated[
-        str | None, typer.Option(help="An instruction; without --phrase the words in [[ ]] count, or all.")
+        str | None, typer.Option(help="An edit prompt. Without --phrase: the words in [[ ]], or all.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="The mask, a PNG; beside it NAME-overlay.png shows it.")] = Path("mask.png"),
+    out: Annotated[Path, typer.Option(help="The PNG of the mask; NAME-overlay.png shows it over the image.")] = Path(
+        "mask.png"
+    ),
     head: Annotated[
-        Path | None, typer.Option(help="What `qwen-train mask-head` made; a heat map when not given.")
+        Path | None, typer.Option(help="A mask head of `qwen-train mask-head`. Without it: a heat map.")
     ] = None,
-    sam: Annotated[Path | None, typer.Option(help="A folder of SAM or SAM 2 that sharpens the mask.")] = None,
+    sam: Annotated[Path | None, typer.Option(help="A folder with SAM or SAM 2, to refine the mask.")] = None,
     model: Annotated[str | None, typer.Option(help="A diffusers folder, or a repository on the hub.")] = None,
-    text_device: Annotated[str | None, typer.Option(help="Where the text encoder runs: cuda:1.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32: computed in.")] = None,
-    config: Annotated[Path | None, typer.Option(help="The settings.", show_default="qwen.yaml")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the settings.")] = None,
+    text_device: Annotated[str | None, typer.Option(help="Device of the text encoder, such as cuda:1.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32, for computing.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The settings file.", show_default="qwen.yaml")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")] = None,
 ) -> int:
-    """Show where in an image the text encoder looks for some words. Only the text encoder is loaded."""
-    from qwen_cache.cli.ground import Words, run_ground
+    """Experimental: show where in an image the text encoder attends for a phrase. Loads only the text encoder."""
+    from qwen_cache.cli.ground import GroundingQuery, run_ground
     from qwen_cache.settings.load import load_config
 
     settings = load_config(config, set_ or (), model__path=model, cache__text_device=text_device, cache__dtype=dtype)
-    return run_ground(settings, image, Words.of(phrase, prompt), out, head, sam)
+    return run_ground(settings, image, GroundingQuery.of(phrase, prompt), out, head, sam)
 
 
 @app.command()
 def doctor(
-    path: Annotated[str, typer.Option(help="Where the cache shall be: a folder, there or not.")] = "shards",
+    path: Annotated[str, typer.Option(help="The folder of the cache, which need not exist yet.")] = "shards",
     json: Json = False,
 ) -> int:
-    """Look at this machine: what is there, what is missing, and how to get it."""
+    """Check this machine: what is installed, what is missing, and how to get it."""
     from qwen_cache.cli.doctor import run_doctor
 
     return run_doctor(path, as_json=json)

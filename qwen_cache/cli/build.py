@@ -1,4 +1,4 @@
-"""`qwen-cache build` as people see it: a plan before the work, a progress line, a summary after."""
+"""Terminal front end of `qwen-cache build`: a plan before the work, a progress line, a summary after."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from qwen_cache.console import (
     print_problems,
 )
 from qwen_cache.encode import builder
-from qwen_cache.encode.builder import Encoders, Encoding, Job
+from qwen_cache.encode.builder import BuildJob, Encoders, Encoding
 from qwen_cache.encode.cluster import on_cluster
-from qwen_cache.encode.edit_mask import Cached, with_all_but_masks
+from qwen_cache.encode.edit_mask import ReusableSamples, reusable_samples
 from qwen_cache.encode.load import check_devices, load_lanes
-from qwen_cache.encode.plan import Plan, Planned
+from qwen_cache.encode.plan import BuildPlan, PlannedSample
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
 from qwen_cache.format import directory
 from qwen_cache.format.sample import LATENT_CHANNELS, token_count
-from qwen_cache.format.update import Existing
+from qwen_cache.format.update import Existing, Update
 from qwen_cache.models.template import estimate_tokens
 from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_cache.storage.durable import write_durably
 
-SIZES_SHOWN = 6  # of targets, in the line below the plan
-FEW = 3  # changed samples that are listed even if all are for one reason
-SHOWN = 20  # problems and changed samples that are listed before "and so many more"
-MEASURED = 4  # samples that say how long the others will take: seconds of work with the real encoders on a GPU
+MAX_SIZES = 6  # target sizes in the plan
+FEW_CHANGED = 3  # changed samples: up to this many are listed even if all have the same reason
+MAX_CHANGED = 20  # changed samples that are listed
+INDENT = " " * 9  # of the lines below a label of the plan
+MEASURED = 4  # samples that --measure times: seconds of work with the real encoders on a GPU
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What encoding will take: tokens of latents and of prompt embeddings, and bytes of both."""
+    """The size of the encoded samples: tokens of latents and of prompt embeddings, and their bytes."""
 
     image_tokens: int
     text_tokens: int
@@ -60,164 +61,192 @@ class Estimate:
 def run_build(
     config: Config, source: str | None, *, ray: str | None, dry_run: bool, check: bool, measure: bool, as_json: bool
 ) -> int:
-    """Plan, say what will be done, do it, say what was done; the exit code. `ray` is the address of a cluster."""
-    if check and not dry_run:
-        raise ConfigError("--check goes with --dry-run", do="add --dry-run, or leave --check out")
-    if measure and (ray is not None or not dry_run):
-        found = "--measure with --ray" if ray is not None else "--measure alone"
-        raise ConfigError("--measure goes with --dry-run, and measures this machine", found=found)
+    """Plan, print the plan, encode, print a summary; the exit code. `ray` is the address of a cluster."""
+    _check_options(ray=ray, dry_run=dry_run, check=check, measure=measure)
     if not dry_run:
         require("torch")
     encoders = Encoders(load_lanes) if ray is None else on_cluster(ray, load_lanes)
     if not dry_run and ray is None:
         check_devices(config)
     with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
-        job = builder.prepare(config, source, on_bytes)
+        job = builder.prepare_build(config, source, on_bytes)
     if dry_run:
-        existing = builder.load_existing(job)
-        plan = _plan(job, existing)
-        encoded = _to_be_encoded(plan, _cached(job, existing))
-        _print_plan(job, plan, as_json, _measure(job, plan, encoded) if measure and encoded else None)
-        if encoded and not (measure or as_json):
-            console().print("        add --measure to learn how long that takes")
-        return FAULTS if check and (plan.to_encode or plan.removed or plan.problems) else 0
+        return _dry_run(job, check=check, measure=measure, as_json=as_json)
     with directory.writing(job.folder):
-        existing = builder.load_existing(job)
-        plan = _plan(job, existing)
-        _print_plan(job, plan, as_json=False)
-        if plan.problems and config.data.on_error == "stop":
-            console().print("nothing was encoded; mend these rows, or leave them out with --on-error skip")
-            return FAILED
-        return _encode(job, existing, plan, encoders, as_json)
+        return _build(job, encoders, as_json)
 
 
-def _plan(job: Job, existing: Existing) -> Plan:
+def _check_options(*, ray: str | None, dry_run: bool, check: bool, measure: bool) -> None:
+    """Raise ConfigError for options that exclude each other."""
+    if check and not dry_run:
+        raise ConfigError("--check goes with --dry-run", do="add --dry-run, or leave --check out")
+    if measure and (ray is not None or not dry_run):
+        found = "--measure with --ray" if ray is not None else "--measure alone"
+        raise ConfigError("--measure goes with --dry-run, and measures this machine", found=found)
+
+
+def _dry_run(job: BuildJob, *, check: bool, measure: bool, as_json: bool) -> int:
+    """Print the plan and write nothing; with `check`, the exit code says whether there is work."""
+    existing = builder.load_existing(job)
+    plan = _plan(job, existing)
+    to_encode = _needs_encoder(plan, _cached(job, existing))
+    seconds = _measure(job, plan, to_encode) if measure and to_encode else None
+    if as_json:
+        print_json(_plan_json(job, plan, seconds))
+    else:
+        _print_plan(job, plan, seconds)
+        if to_encode and not measure:
+            console().print(f"{INDENT}add --measure to learn how long that takes")
+    return FAULTS if check and (plan.to_encode or plan.removed or plan.problems) else 0
+
+
+def _build(job: BuildJob, encoders: Encoders, as_json: bool) -> int:
+    """Plan, print the plan, encode unless there are problems; the exit code."""
+    existing = builder.load_existing(job)
+    plan = _plan(job, existing)
+    _print_plan(job, plan)
+    if plan.problems and job.config.data.on_error == "stop":
+        console().print("nothing was encoded; fix these rows, or skip them with --on-error skip")
+        return FAILED
+    return _encode(job, existing, plan, encoders, as_json)
+
+
+def _plan(job: BuildJob, existing: Existing) -> BuildPlan:
     with counting("reading the source", total=len(job.rows)) as on_rows:
         return builder.plan_build(job, existing, lambda: on_rows(1))
 
 
-def _encode(job: Job, existing: Existing, plan: Plan, encoders: Encoders, as_json: bool) -> int:
-    if job.part and not plan.samples and not existing.rows:
-        console().print(f"nothing to do: part {job.part} of this source has no rows")
-        if as_json:
-            print_json({"encoded": 0, "samples": 0, "up_to_date": True})
-        return 0
+def _encode(job: BuildJob, existing: Existing, plan: BuildPlan, encoders: Encoders, as_json: bool) -> int:
+    """Encode what the plan says; the exit code."""
+    if job.slice and not plan.samples and not existing.rows:
+        return _nothing_to_do(f"slice {job.slice} of this source has no rows", 0, as_json)
     if not plan.samples:
         console().print("[bold red]error:[/] no usable sample is left, so there is nothing to build")
         return FAILED
     update = builder.make_update(job, existing, plan)
     if update.is_nothing:
-        console().print(f"nothing to do: {job.folder} already holds this source")
-        if as_json:
-            print_json({"encoded": 0, "samples": len(plan.samples), "up_to_date": True})
-        return 0
-    load = _loading(job, plan, _cached(job, existing), encoders)
+        return _nothing_to_do(f"{job.folder} already holds this source", len(plan.samples), as_json)
     begin = time.monotonic()
-    done = 0
-    try:
-        with counting("encoding", total=len(plan.to_encode)) as on_samples:
-
-            def count(samples: int) -> None:
-                nonlocal done
-                done += samples
-                on_samples(samples)
-
-            report = builder.run(job, update, plan.to_encode, load, count, encoders.in_flight)
-    except BaseException:
-        if done:
-            console().print(
-                f"{done} of {plural(len(plan.to_encode), 'sample')} encoded and kept; the same command goes on"
-            )
-        raise
-    took = time.monotonic() - begin
+    report = _run(job, update, plan, _loader(job, plan, _cached(job, existing), encoders), encoders)
+    seconds = time.monotonic() - begin
     write_durably(job.folder / CONFIG_NAME, job.config.to_yaml().encode("utf-8"))
-    shards = f"{plural(report.shards, 'shard')}, {human_bytes(report.bytes)}"
-    out = console()
-    out.print(f"[bold green]done[/] in {human_time(took)}: {report.encoded} encoded")
-    out.print(f"{job.folder} holds {plural(report.samples, 'sample')} in {shards}", markup=False)
-    if report.replaced:
-        out.print(
-            f"{plural(report.replaced, 'replaced shard')} kept for runs that read them; `qwen-cache gc` removes them"
-        )
+    _print_report(job, report, seconds)
     if as_json:
         print_json({"encoded": report.encoded, "samples": report.samples, "up_to_date": False})
     return 0
 
 
-def _cached(job: Job, existing: Existing) -> Cached:
-    return with_all_but_masks(job.config, job.recipe, existing, job.recipe_name)
+def _nothing_to_do(why: str, samples: int, as_json: bool) -> int:
+    console().print(f"nothing to do: {why}")
+    if as_json:
+        print_json({"encoded": 0, "samples": samples, "up_to_date": True})
+    return 0
 
 
-def _to_be_encoded(plan: Plan, cached: Cached) -> list[Planned]:
-    """All that an encoder is needed for; says of how many samples only the mask is made."""
-    encoded = [sample for sample in plan.to_encode if cached.row_for(sample) is None]
-    if masks_alone := len(plan.to_encode) - len(encoded):
-        console().print(f"        of {plural(masks_alone, 'sample')} only the mask is made: all else is cached")
-    return encoded
+def _run(
+    job: BuildJob, update: Update, plan: BuildPlan, load: Callable[[BuildJob], Encoding], encoders: Encoders
+) -> builder.Report:
+    """Encode with a progress line; when interrupted, print how many samples are kept."""
+    encoded = 0
+    try:
+        with counting("encoding", total=len(plan.to_encode)) as advance:
+
+            def count(samples: int) -> None:
+                nonlocal encoded
+                encoded += samples
+                advance(samples)
+
+            return builder.run(job, update, plan.to_encode, load, count, encoders.in_flight)
+    except BaseException:
+        if encoded:
+            total = plural(len(plan.to_encode), "sample")
+            console().print(f"{encoded} of {total} encoded and kept; run the same command to continue")
+        raise
 
 
-def _loading(job: Job, plan: Plan, cached: Cached, encoders: Encoders) -> Callable[[Job], Encoding]:
-    """How to load the encoders; where all but the mask of a sample is cached, they are not asked."""
-    if len(_to_be_encoded(plan, cached)) == len(plan.to_encode):
+def _print_report(job: BuildJob, report: builder.Report, seconds: float) -> None:
+    out, shards = console(), f"{plural(report.shards, 'shard')}, {human_bytes(report.bytes)}"
+    out.print(f"[bold green]done[/] in {human_time(seconds)}: {report.encoded} encoded")
+    out.print(f"{job.folder} holds {plural(report.samples, 'sample')} in {shards}", markup=False)
+    if report.replaced:
+        replaced = plural(report.replaced, "replaced shard")
+        out.print(f"{replaced} kept for runs that read them; `qwen-cache gc` removes them")
+
+
+def _cached(job: BuildJob, existing: Existing) -> ReusableSamples:
+    return reusable_samples(job.config, job.recipe, existing, job.recipe_name)
+
+
+def _needs_encoder(plan: BuildPlan, cached: ReusableSamples) -> list[PlannedSample]:
+    """The samples that need an encoder; prints how many need a new mask only."""
+    to_encode = [sample for sample in plan.to_encode if cached.row_for(sample) is None]
+    if masks_only := len(plan.to_encode) - len(to_encode):
+        console().print(f"{INDENT}{plural(masks_only, 'sample')} with only a new mask: all else is cached")
+    return to_encode
+
+
+def _loader(
+    job: BuildJob, plan: BuildPlan, cached: ReusableSamples, encoders: Encoders
+) -> Callable[[BuildJob], Encoding]:
+    """Loads the encoders; samples that only get a new mask are not encoded again."""
+    if len(_needs_encoder(plan, cached)) == len(plan.to_encode):
         return encoders.load
 
-    def load(job: Job) -> Encoding:
-        from qwen_cache.encode.masks import WithOtherMasks
+    def load(job: BuildJob) -> Encoding:
+        from qwen_cache.encode.masks import MaskUpdateLanes
 
-        return WithOtherMasks(job, cached, encoders.load)
+        return MaskUpdateLanes(job, cached, encoders.load)
 
     return load
 
 
-def _measure(job: Job, plan: Plan, encoded: Sequence[Planned]) -> float:
-    """Seconds to encode all of `encoded`, from a few of them that are encoded and not kept.
+def _measure(job: BuildJob, plan: BuildPlan, to_encode: Sequence[PlannedSample]) -> float:
+    """Estimated seconds for all of `to_encode`, from a few samples that are encoded and not stored.
 
-    The first warms up and is not counted, unless it is the only one; nor is the time to load the encoders.
+    Loading the encoders is not timed, nor is the first sample, which warms up, unless it is the only one.
     """
-    waiting = {sample.key: sample for sample in encoded}
-    few = list(itertools.islice((waiting[key] for key in plan.order if key in waiting), MEASURED + 1))
+    by_key = {sample.key: sample for sample in to_encode}
+    few = list(itertools.islice((by_key[key] for key in plan.order if key in by_key), MEASURED + 1))
     with load_lanes(job) as lanes:
         begin = time.monotonic()
         for number, work in enumerate([lanes.submit(sample) for sample in few]):
             lanes.result(work)
             if number == 0 and len(few) > 1:
                 begin = time.monotonic()
-        took = time.monotonic() - begin
-    return took * _estimate(encoded, job).tokens / _estimate(few[1:] or few, job).tokens
+        seconds = time.monotonic() - begin
+    return seconds * _estimate(to_encode, job).tokens / _estimate(few[1:] or few, job).tokens
 
 
-def _print_plan(job: Job, plan: Plan, as_json: bool, seconds: float | None = None) -> None:
-    if as_json:
-        print_json(_plan_json(job, plan, seconds))
-        return
+def _print_plan(job: BuildJob, plan: BuildPlan, seconds: float | None = None) -> None:
+    """The plan as lines on stderr; `seconds` is the measured time."""
     out = console()
-    out.print(f"[bold]model[/]   {job.model.name}  ({job.model.pipeline}, {job.recipe['dtype']})")
-    out.print(f"[bold]plan[/]    {plan.summary()}")
+    out.print(f"[bold]model[/]    {job.model.name}  ({job.model.pipeline}, {job.recipe['dtype']})")
+    out.print(f"[bold]plan[/]     {plan.summary()}")
     if plan.to_encode:
         time_taken = f", {human_time(seconds)}" if seconds else ""
-        out.print(f"[bold]about[/]   {_estimate(plan.to_encode, job)}{time_taken}")
+        out.print(f"[bold]estimate[/] {_estimate(plan.to_encode, job)}{time_taken}")
     if sizes := plan.target_sizes():
         shown = [f"{width}×{height}: {count}" for (width, height), count in sizes.items()]
-        more = f", and {plural(len(shown) - SIZES_SHOWN, 'size')} more" if len(shown) > SIZES_SHOWN else ""
-        out.print(f"[bold]targets[/] {', '.join(shown[:SIZES_SHOWN])}{more}")
+        more = f", and {plural(len(shown) - MAX_SIZES, 'size')} more" if len(shown) > MAX_SIZES else ""
+        out.print(f"[bold]targets[/]  {', '.join(shown[:MAX_SIZES])}{more}")
     if job.masks_left_out:
-        out.print(f"        {plural(job.masks_left_out, 'edit mask')} left out: format v1 has none")
+        out.print(f"{INDENT}{plural(job.masks_left_out, 'edit mask')} skipped: format v1 has none")
     if plan.repeated:
-        out.print(f"        {plural(plan.repeated, 'row')} repeated what another has, and kept once")
+        out.print(f"{INDENT}{plural(plan.repeated, 'row')} with the same content as another, stored once")
     if plan.removed:
-        out.print(f"        {plural(len(plan.removed), 'sample')} gone from the source, and from the dataset")
+        out.print(f"{INDENT}{plural(len(plan.removed), 'sample')} removed from the source, and now from the dataset")
     changed = [sample for sample in plan.to_encode if sample.reasons != ("new",)]
-    if len(changed) > FEW and len({sample.reasons for sample in changed}) == 1:
-        changed = []  # the summary has said it
-    for sample in changed[:SHOWN]:
-        out.print(f"        {sample.row.name}: {', '.join(sample.reasons)}", markup=False)
-    if len(changed) > SHOWN:
-        out.print(f"        and {len(changed) - SHOWN} more")
+    if len(changed) > FEW_CHANGED and len({sample.reasons for sample in changed}) == 1:
+        changed = []  # the summary has the reason
+    for sample in changed[:MAX_CHANGED]:
+        out.print(f"{INDENT}{sample.row.name}: {', '.join(sample.reasons)}", markup=False)
+    if len(changed) > MAX_CHANGED:
+        out.print(f"{INDENT}and {len(changed) - MAX_CHANGED} more")
     print_problems(plan.problems)
 
 
-def _plan_json(job: Job, plan: Plan, seconds: float | None) -> dict[str, Any]:
-    about = _estimate(plan.to_encode, job)
+def _plan_json(job: BuildJob, plan: BuildPlan, seconds: float | None) -> dict[str, Any]:
+    estimate = _estimate(plan.to_encode, job)
     return {
         "to_encode": len(plan.to_encode),
         "cached": plan.cached,
@@ -227,15 +256,15 @@ def _plan_json(job: Job, plan: Plan, seconds: float | None) -> dict[str, Any]:
         "repeated": plan.repeated,
         "removed": list(plan.removed),
         "problems": [{"where": p.where, "what": p.what, "do": p.do} for p in plan.problems],
-        "image_tokens": about.image_tokens,
-        "text_tokens": about.text_tokens,
-        "bytes": about.bytes,
+        "image_tokens": estimate.image_tokens,
+        "text_tokens": estimate.text_tokens,
+        "bytes": estimate.bytes,
         "seconds": seconds,
     }
 
 
-def _estimate(samples: Sequence[Planned], job: Job) -> Estimate:
-    """About what samples will take."""
+def _estimate(samples: Sequence[PlannedSample], job: BuildJob) -> Estimate:
+    """An estimate of the size of the encoded samples."""
     image = sum(token_count(sample.img_shapes) for sample in samples)
     text = sum(
         estimate_tokens(sample.row.prompt, len(sample.row.controls), job.condition_image_size) for sample in samples

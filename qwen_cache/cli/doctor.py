@@ -1,9 +1,9 @@
-"""`qwen-cache doctor`: what this machine has of what both programs need, and what to do about the rest.
+"""Terminal front end of `qwen-cache doctor`: what this machine has, what it lacks, and how to get it.
 
-Probes gather facts; checks judge them and touch nothing. A probe that finds no /proc, no nvidia-smi or no torch that
-can be loaded says so, and never fails. Versions are read from package metadata: of the heavy packages only torch is
-imported, since nothing else knows what it can use. Whether there is a token for the hub is said, the token never.
-Nothing is written.
+Probes gather facts; checks judge them and change nothing. A probe never fails: without /proc, nvidia-smi or a torch
+that loads, it reports that. Versions come from package metadata. torch is the only heavy package that is imported,
+because only torch knows which devices it can use. The report says whether there is a token for the hub, never the token
+itself. Nothing is written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 
 SHOWN_PACKAGES = (*IN_BUG_REPORTS, "safetensors")
-PROGRAMS = ("build", "train")  # the extras that are most of what both programs do
+PROGRAMS = ("build", "train")  # the extras that most commands need
 TRACKERS = ("tensorboard", "wandb", "trackio", "aim", "comet_ml", "mlflow", "clearml", "dvclive", "swanlab")
 MEMINFO, NVIDIA_GPUS = Path("/proc/meminfo"), Path("/proc/driver/nvidia/gpus")
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
-TEXT_ENCODER_BYTES = 16_600_000_000  # Qwen2.5-VL 7B in bfloat16: what the host takes when the encoder runs there
+TEXT_ENCODER_BYTES = 16_600_000_000  # Qwen2.5-VL 7B in bfloat16, in host memory when the encoder runs there
 MODEL_BYTES = 58_000_000_000  # transformer 41, text encoder 16.6, VAE 0.3
 SAMPLE_BYTES = 11_000_000  # an edit of one megapixel, uncompressed
-SAMPLES_WANTED = 1000  # a small dataset: a disk with less room deserves a warning
-OWN_CACHE_BYTES = 3_200_000_000  # one table of train.tabulated_modulation
+SMALL_DATASET = 1000  # samples: a disk with room for fewer gets a warning
+OWN_CACHE_BYTES = 3_200_000_000  # a table of train.tabulated_modulation
 
 CPU_ALONE = "the CPU alone"
 Status = Literal["ok", "warning", "missing"]
@@ -49,7 +49,7 @@ COLOURS = {"ok": "green", "warning": "yellow", "missing": "red"}
 
 @dataclass(frozen=True)
 class Check:
-    """One line: what was looked at, what was found, and what to do where that is not enough."""
+    """One line of the report: what was checked, the result, and what to do about it."""
 
     name: str
     status: Status
@@ -65,9 +65,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator that torch can use; None where its kind does not tell."""
+    """An accelerator that torch can use; None where its backend does not report a value."""
 
-    place: str
+    device: str
     name: str
     total: int | None
     free: int | None
@@ -76,7 +76,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Torch:
-    """What torch says of itself, and what it complains of; when it is `broken` or `absent` that is all."""
+    """The torch build, its devices and its warnings; nothing else is known of a `broken` or `absent` torch."""
 
     version: str = ""
     built_for: str = CPU_ALONE
@@ -87,20 +87,20 @@ class Torch:
 
 
 def run_doctor(path: str, *, as_json: bool) -> int:
-    """Look, print, and say in the exit code whether something essential is missing."""
+    """Check, print, and return the exit code: whether something essential is missing."""
     if "://" in path:
         raise ConfigError("a cache is built on a local disk", where=path, do="name a local folder with --path")
     checks = examine(Path(path))
-    lacking = [check for check in checks if check.status == "missing" and check.essential]
+    missing = [check for check in checks if check.status == "missing" and check.essential]
     if as_json:
-        print_json({"ok": not lacking, "checks": [check.to_json() for check in checks]})
+        print_json({"ok": not missing, "checks": [check.to_json() for check in checks]})
     else:
-        print_checks(checks, len(lacking))
-    return FAULTS if lacking else 0
+        print_checks(checks, len(missing))
+    return FAULTS if missing else 0
 
 
 def examine(path: Path) -> list[Check]:
-    """Every check, in the order in which one would mend things."""
+    """Every check, in the order in which to fix things."""
     required, optional = requirements()
     return [
         Check("python", "ok", f"{platform.python_version()}, {sys.executable}, {platform.platform()}"),
@@ -116,7 +116,7 @@ def examine(path: Path) -> list[Check]:
     ]
 
 
-def print_checks(checks: Iterable[Check], lacking: int) -> None:
+def print_checks(checks: Iterable[Check], missing: int) -> None:
     """The checks as a table, on stdout."""
     from rich.console import Console
     from rich.table import Table
@@ -130,14 +130,14 @@ def print_checks(checks: Iterable[Check], lacking: int) -> None:
             found.append(f"\n→ {check.do}", style=colour)
         table.add_row(Text(check.status, style=colour), Text(check.name, style="bold"), found)
     out.print(table)
-    out.print(f"[bold red]{plural(lacking, 'essential thing')} missing[/]" if lacking else "nothing essential missing")
+    out.print(f"[bold red]{plural(missing, 'essential thing')} missing[/]" if missing else "nothing essential missing")
 
 
 # ---- packages --------------------------------------------------------------------------------------------------------
 
 
 def satisfied(need: Requirement) -> bool:
-    """Whether it is installed and new enough; a version that is no number at all is somebody's own build, and taken."""
+    """Whether the package is installed and new enough; a version that is not a number is a local build, and passes."""
     from packaging.version import InvalidVersion, Version
 
     version = installed(need.name)
@@ -148,9 +148,9 @@ def satisfied(need: Requirement) -> bool:
 
 
 def check_packages(required: Sequence[Requirement], optional: Mapping[str, Sequence[Requirement]]) -> Iterator[Check]:
-    """A line for each package that bug reports are about, and for every other that does not do.
+    """A line for each package that bug reports list, and for every other whose version does not fit.
 
-    Of what `build` and `train` need, what is not installed at all is left to the lines about extras.
+    Packages of `build` and `train` that are not installed are left to `check_extras`.
     """
     if required:
         yield Check(PACKAGE, "ok", __version__)
@@ -166,7 +166,7 @@ def check_packages(required: Sequence[Requirement], optional: Mapping[str, Seque
 
 
 def check_extras(optional: Mapping[str, Sequence[Requirement]]) -> Iterator[Check]:
-    """One line for all that are there, one for each that is not."""
+    """One line for all installed extras, one for each extra that lacks packages."""
     lacking = {extra: [need.name for need in needs if not satisfied(need)] for extra, needs in optional.items()}
     present = [extra for extra, names in lacking.items() if not names]
     if present:
@@ -178,36 +178,36 @@ def check_extras(optional: Mapping[str, Sequence[Requirement]]) -> Iterator[Chec
 
 
 def check_trackers() -> Check:
-    """Where training can send its curves."""
+    """The trackers that training can log to."""
     present = [name for name in TRACKERS if installed(name)]
     others = ", ".join(name for name in TRACKERS if name not in present)
     found = f"{', '.join(present) or 'none'}; not installed: {others}"
     return Check("trackers", "ok", found, essential=False, facts={"installed": present})
 
 
-# ---- what computes ---------------------------------------------------------------------------------------------------
+# ---- accelerators ----------------------------------------------------------------------------------------------------
 
 
 def probe_torch() -> Torch:
-    """Import torch and ask it; a torch that cannot be loaded, or a driver that it dislikes, is an answer as well."""
+    """Import torch and ask it for devices; a torch that does not load, or a driver that it rejects, is a result too."""
     if installed("torch") is None and find_spec("torch") is None:
         return Torch(absent=True)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             import torch
 
-            said.clear()  # what an import warns of is not about devices
-            torch.cuda.is_available()  # it explains itself with a warning, which torch.accelerator does not
-            there = torch.accelerator.is_available()
-            kind = torch.accelerator.current_accelerator().type if there else ""  # type: ignore[union-attr]
-            devices = tuple(_device(kind, i) for i in range(torch.accelerator.device_count() if there else 0))
+            caught.clear()  # warnings of the import are not about devices
+            torch.cuda.is_available()  # warns with a reason; torch.accelerator does not
+            available = torch.accelerator.is_available()
+            kind = torch.accelerator.current_accelerator().type if available else ""  # type: ignore[union-attr]
+            devices = tuple(_device(kind, i) for i in range(torch.accelerator.device_count() if available else 0))
         except (ImportError, OSError, RuntimeError, AttributeError) as error:
             return Torch(complaint=_first_line(error), broken=True)
     builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
     built_for = next((f"{name} {version}" for name, version in builds.items() if version), None)
-    built_for = built_for or (kind.upper() if devices else CPU_ALONE)  # Apple's needs no version
-    return Torch(str(torch.__version__), built_for, devices, "; ".join(_first_line(it.message) for it in said))
+    built_for = built_for or (kind.upper() if devices else CPU_ALONE)  # Apple's has no version
+    return Torch(str(torch.__version__), built_for, devices, "; ".join(_first_line(it.message) for it in caught))
 
 
 def _device(kind: str, number: int) -> Device:
@@ -223,20 +223,20 @@ def _device(kind: str, number: int) -> Device:
 
 
 def probe_nvidia() -> list[str]:
-    """The NVIDIA GPUs that the system knows, whether or not torch can use them."""
+    """The NVIDIA GPUs of the system, whether or not torch can use them."""
     if program := shutil.which("nvidia-smi"):
-        asked = [program, "--query-gpu=name", "--format=csv,noheader"]
+        command = [program, "--query-gpu=name", "--format=csv,noheader"]
         try:
-            done = subprocess.run(asked, capture_output=True, timeout=20, check=True)
-            return [line.strip() for line in done.stdout.decode("utf-8", "replace").splitlines() if line.strip()]
+            result = subprocess.run(command, capture_output=True, timeout=20, check=True)
+            return [line.strip() for line in result.stdout.decode("utf-8", "replace").splitlines() if line.strip()]
         except (OSError, subprocess.SubprocessError):
-            pass  # it is there without its driver; the kernel may still know
+            pass  # nvidia-smi without a driver; the kernel may still list them
     lines = [line for path in sorted(NVIDIA_GPUS.glob("*/information")) for line in _lines(path)]
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
 
 
 def check_accelerators(torch: Torch, nvidia: Sequence[str], visible: str | None) -> Iterator[Check]:
-    """Whether torch loads, then each device, or why there is none. `visible` is CUDA_VISIBLE_DEVICES."""
+    """Whether torch loads, then each device, or why there is none; `visible` is CUDA_VISIBLE_DEVICES."""
     if torch.absent:
         found = "torch is not installed: caches can be read and checked, not built or trained on"
         yield Check("accelerator", "warning", found, f"pip install '{PACKAGE}[all]'")
@@ -250,7 +250,7 @@ def check_accelerators(torch: Torch, nvidia: Sequence[str], visible: str | None)
         return
     names, do = ", ".join(nvidia), None
     if not nvidia:
-        do = "the tiny model of `make demo` runs on the CPU; the real one wants a GPU"
+        do = "the tiny model of `make demo` runs on the CPU; the real one needs a GPU"
         yield Check("accelerator", "warning", "none" + (f"; {torch.complaint}" if torch.complaint else ""), do)
     elif torch.built_for == CPU_ALONE:
         number = torch.version.partition("+")[0]
@@ -266,25 +266,27 @@ def check_accelerators(torch: Torch, nvidia: Sequence[str], visible: str | None)
 
 
 def check_device(device: Device) -> Check:
-    """Its memory, who else uses it, and whether it computes in bfloat16."""
+    """The memory of a device, whether another process uses it, and whether it computes in bfloat16."""
     status: Status = "ok"
     parts, do = [device.name], None
     if device.total is not None and device.free is not None:
         parts.append(f"{human_bytes(device.free)} of {human_bytes(device.total)} free")
         if device.free < 0.8 * device.total:
-            status, do = "warning", "another process holds the rest: nvidia-smi, or its like, names it"
+            status, do = "warning", "another process uses the rest; nvidia-smi, or a similar tool, names it"
     if device.bf16 is not None:
         parts.append("bfloat16" if device.bf16 else "no bfloat16")
     if device.bf16 is False:
-        status, do = "warning", "train and build with float32, or take a device that computes in bfloat16"
-    return Check(device.place, status, ", ".join(parts), do, facts=asdict(device))
+        status, do = "warning", "train and build in float32, or use a device that computes in bfloat16"
+    facts = {"place": device.device, "name": device.name, "total": device.total, "free": device.free}
+    facts["bf16"] = device.bf16
+    return Check(device.device, status, ", ".join(parts), do, facts=facts)
 
 
 # ---- the host --------------------------------------------------------------------------------------------------------
 
 
 def probe_memory() -> tuple[int | None, int | None]:
-    """Bytes that there are, and that are free, within the limit of the container where there is one."""
+    """Bytes of memory in total and free, within the limit of the container where there is one."""
     fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in _lines(MEMINFO))}
     total, free = (int(fields[name][0]) * 1024 if name in fields else None for name in ("MemTotal", "MemAvailable"))
     if total is None and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
@@ -294,11 +296,11 @@ def probe_memory() -> tuple[int | None, int | None]:
 
 
 def check_memory(total: int | None, free: int | None) -> Check:
-    """Enough for the text encoder, which waits here for its device and runs here where there is none."""
+    """Whether the text encoder fits into host memory, where it waits for its device, or runs where there is none."""
     facts = {"total": total, "free": free}
     if total is None:
-        return Check("memory", "ok", "not known", facts=facts)
-    found = f"{human_bytes(total)}, {'not known how much is' if free is None else human_bytes(free)} free"
+        return Check("memory", "ok", "unknown", facts=facts)
+    found = f"{human_bytes(total)}, " + ("free memory unknown" if free is None else f"{human_bytes(free)} free")
     if (total if free is None else free) >= TEXT_ENCODER_BYTES:
         return Check("memory", "ok", found, facts=facts)
     do = f"the text encoder alone is {human_bytes(TEXT_ENCODER_BYTES)}: keep it on a GPU, without offloading"
@@ -306,7 +308,7 @@ def check_memory(total: int | None, free: int | None) -> Check:
 
 
 def processors() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -314,7 +316,7 @@ def processors() -> int:
 
 
 def check_shards(path: Path) -> Check:
-    """Room for a cache at `path`."""
+    """Free space for a cache at `path`."""
     folder = _existing(path)
     name = f"disk of {path}"
     try:
@@ -329,10 +331,10 @@ def check_shards(path: Path) -> Check:
 
 
 def judge_disk(name: str, free: int) -> Check:
-    """The line about a disk with this many bytes free."""
+    """The check of a disk with this many bytes free."""
     samples = free // SAMPLE_BYTES
     found = f"{human_bytes(free)} free, for about {samples} edits of a megapixel"
-    do = "name a disk with more room with --path" if samples < SAMPLES_WANTED else None
+    do = "name a disk with more space with --path" if samples < SMALL_DATASET else None
     return Check(name, "warning" if do else "ok", found, do, facts={"free": free})
 
 
@@ -343,7 +345,7 @@ def check_hub() -> Iterator[Check]:
 
         token = get_token() is not None
     except (ImportError, OSError) as error:
-        yield Check("hub", "warning", f"not known: {_first_line(error)}", "see to that, or give a folder as --model")
+        yield Check("hub", "warning", f"unknown: {_first_line(error)}", "fix that, or give a folder as --model")
         return
     folder = Path(constants.HF_HUB_CACHE)
     models = [path.name.split("--")[-1] for path in sorted(folder.glob("models--Qwen--Qwen-Image*"))]
@@ -352,39 +354,39 @@ def check_hub() -> Iterator[Check]:
 
 
 def check_own_cache() -> Check:
-    """Room for what both programs keep for themselves."""
+    """Free space for the files that both programs keep for later runs."""
     folder = cache_home()
     free = _free(folder)
-    found = f"{folder}, {_room(free)}; for modulation tables and copies of remote shards"
+    found = f"{folder}, {_free_space(free)}; for modulation tables and copies of remote shards"
     short = free is not None and free < OWN_CACHE_BYTES
-    do = "set XDG_CACHE_HOME, or cache.local_copies, to a folder on a disk with room" if short else None
+    do = "set XDG_CACHE_HOME, or cache.local_copies, to a folder on a disk with space" if short else None
     return Check("own cache", "warning" if short else "ok", found, do, facts={"folder": str(folder), "free": free})
 
 
 def judge_models(folder: Path, free: int | None, models: Sequence[str]) -> Check:
-    """Whether a model is there, or there is room for one."""
-    found = f"{folder}, {_room(free)}; " + (f"has {', '.join(models)}" if models else "no Qwen-Image model yet")
+    """Whether a model is downloaded, or there is space for one."""
+    found = f"{folder}, {_free_space(free)}; " + (f"has {', '.join(models)}" if models else "no Qwen-Image model yet")
     short = not models and free is not None and free < MODEL_BYTES
-    do = f"a model is {human_bytes(MODEL_BYTES)}: set HF_HOME to a folder on a disk with room" if short else None
+    do = f"a model is {human_bytes(MODEL_BYTES)}: set HF_HOME to a folder on a disk with space" if short else None
     facts = {"folder": str(folder), "free": free, "models": list(models)}
     return Check("models", "warning" if short else "ok", found, do, facts=facts)
 
 
 def judge_hub(*, offline: bool, token: bool, models: bool) -> Check:
     """Whether a model can be downloaded."""
-    found = ("offline (HF_HUB_OFFLINE)" if offline else "may be asked") + (
-        ", a token is there" if token else ", no token"
+    found = ("offline (HF_HUB_OFFLINE)" if offline else "downloads allowed") + (
+        ", with a token" if token else ", no token"
     )
     stuck = offline and not models
     do = "unset HF_HUB_OFFLINE to download a model, or give a folder as --model" if stuck else None
     return Check("hub", "warning" if stuck else "ok", found, do, facts={"offline": offline, "token": token})
 
 
-# ---- for the probes above --------------------------------------------------------------------------------------------
+# ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def _lines(path: Path) -> list[str]:
-    """Of a file that may not be there."""
+    """The lines of a file; none where it does not exist."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -396,7 +398,7 @@ def _first_line(error: object) -> str:
 
 
 def _existing(path: Path) -> Path:
-    """The path, or the nearest above it that is there; of a drive that Windows does not have, the path."""
+    """The path, or its nearest parent that exists; the path itself on a Windows drive that does not exist."""
     path = Path(os.path.expanduser(path)).absolute()
     return next((each for each in (path, *path.parents) if os.path.exists(each)), path)
 
@@ -408,5 +410,5 @@ def _free(folder: Path) -> int | None:
         return None
 
 
-def _room(free: int | None) -> str:
-    return "free room not known" if free is None else f"{human_bytes(free)} free"
+def _free_space(free: int | None) -> str:
+    return "free space unknown" if free is None else f"{human_bytes(free)} free"

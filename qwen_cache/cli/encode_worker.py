@@ -15,18 +15,18 @@ from qwen_cache.settings.load import Config
 
 
 def run_encode_worker(config: Config, source: str) -> int:
-    """Plan as `build` does into an empty folder, then encode what is asked for; the exit code."""
+    """Plan as `build` does into an empty folder, then encode samples on request; the exit code."""
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else is printed must not be taken for a reply
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # other output must not be read as a reply
     config = config.model_copy(update={"cache": config.cache.model_copy(update={"thumbnails": False})})
     with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
-        job = builder.prepare(config, source, on_bytes)
+        job = builder.prepare_build(config, source, on_bytes)
     with counting("reading the source", total=len(job.rows)) as on_rows:
-        nothing = Existing(Manifest.empty(job.format_version), [])
-        plan = builder.plan_build(job, nothing, lambda: on_rows(1))
+        empty = Existing(Manifest.empty(job.format_version), [])
+        plan = builder.plan_build(job, empty, lambda: on_rows(1))
     print_problems(plan.problems)
     if not plan.samples or (plan.problems and config.data.on_error == "stop"):
-        console().print("nothing can be trained; mend these rows, or leave them out with data.on_error=skip")
+        console().print("nothing can be trained; fix these rows, or skip them with data.on_error=skip")
         return FAILED
     serve(job, plan.samples, load_lanes, sys.stdin, replies)
     return 0

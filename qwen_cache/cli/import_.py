@@ -1,4 +1,4 @@
-"""`qwen-cache import` as people see it: what was found before anything is written, progress, and a summary after."""
+"""Terminal front end of `qwen-cache import`: a plan before anything is written, progress, a summary after."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from qwen_cache.importers.source import Options
 from qwen_cache.importers.writer import (
     FORMAT_VERSION,
     Dtype,
-    Job,
-    Plan,
+    ImportJob,
+    ImportPlan,
     Tool,
     claimed_model,
     make_plan,
@@ -26,7 +26,7 @@ from qwen_cache.importers.writer import (
 )
 from qwen_cache.settings.load import Config
 
-SHOWN = 20  # problems that are listed before "and so many more"
+MAX_PROBLEMS = 20  # that are listed
 
 
 def run_import(
@@ -42,7 +42,7 @@ def run_import(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Read, say what was found, write, say what was written; the exit code."""
+    """Read, print the plan, write, print a summary; the exit code."""
     options = Options(tuple(parse_size(text) for text in image_sizes), captions)
     job = prepare(config, tool, source, claimed_model(model, pipeline), options, dtype)
     with counting("reading", in_bytes=True) as on_bytes:
@@ -53,7 +53,7 @@ def run_import(
         return 0
     if plan.problems and config.data.on_error == "stop":
         _print_problems(plan)
-        console().print("nothing was imported; mend these samples, or leave them out with --on-error skip")
+        console().print("nothing was imported; fix these samples, or skip them with --on-error skip")
         return FAILED
     if not plan.samples:
         _print_problems(plan)
@@ -73,7 +73,7 @@ def parse_size(text: str) -> tuple[int, int]:
     return height // PIXELS_PER_TOKEN, width // PIXELS_PER_TOKEN
 
 
-def _write(job: Job, plan: Plan, update: Update, as_json: bool) -> int:
+def _write(job: ImportJob, plan: ImportPlan, update: Update, as_json: bool) -> int:
     _print_plan(job, plan, update, as_json=False)
     if up_to_date := update.is_nothing:
         console().print(f"nothing to do: {job.folder} already holds this source")
@@ -91,47 +91,47 @@ def _write(job: Job, plan: Plan, update: Update, as_json: bool) -> int:
     return 0
 
 
-def _print_plan(job: Job, plan: Plan, update: Update, as_json: bool) -> None:
-    found = _plan_json(plan, update)
+def _print_plan(job: ImportJob, plan: ImportPlan, update: Update, as_json: bool) -> None:
+    facts = _plan_json(plan, update)
     if as_json:
-        print_json(found)
+        print_json(facts)
         return
     out = console()
     out.print(f"[bold]source[/]  {job.source}  ({job.tool})")
-    out.print(f"[bold]claimed[/] {job.model.name}  ({job.model.pipeline}); nothing in the source says it")
-    size = human_bytes(found["bytes"])
-    counts = f"{found['to_import']} to import, {found['cached']} here already"
+    out.print(f"[bold]claimed[/] {job.model.name}  ({job.model.pipeline}); the source does not name its model")
+    size = human_bytes(facts["bytes"])
+    counts = f"{facts['to_import']} to import, {facts['cached']} already cached"
     out.print(f"[bold]plan[/]    {counts}; {size} in {plan.recipe['dtype']}")
-    if found["repeated"]:
-        out.print(f"        {plural(found['repeated'], 'sample')} repeated what another has, and kept once")
-    if found["removed"]:
-        out.print(f"        {plural(found['removed'], 'sample')} gone from the source, and from the dataset")
-    if found["without_empty_prompt"]:
-        samples = plural(found["without_empty_prompt"], "sample")
+    if facts["repeated"]:
+        out.print(f"        {plural(facts['repeated'], 'sample')} with the same content as another, stored once")
+    if facts["removed"]:
+        out.print(f"        {plural(facts['removed'], 'sample')} removed from the source, and now from the dataset")
+    if facts["without_empty_prompt"]:
+        samples = plural(facts["without_empty_prompt"], "sample")
         out.print(f"        {samples} without the empty prompt: they cannot be trained with caption dropout")
-    if found["without_prompt"]:
-        out.print(f"        {plural(found['without_prompt'], 'sample')} without the text of the prompt")
+    if facts["without_prompt"]:
+        out.print(f"        {plural(facts['without_prompt'], 'sample')} without the text of the prompt")
     _print_problems(plan)
 
 
-def _print_problems(plan: Plan) -> None:
+def _print_problems(plan: ImportPlan) -> None:
     out = console()
     if plan.problems:
         out.print(f"[bold red]{plural(len(plan.problems), 'problem')}[/] in the source:")
-    for problem in plan.problems[:SHOWN]:
+    for problem in plan.problems[:MAX_PROBLEMS]:
         out.print(f"  {problem}".replace("\n", "\n  "), markup=False)
-    if len(plan.problems) > SHOWN:
-        out.print(f"  and {len(plan.problems) - SHOWN} more; --dry-run --json lists all")
+    if len(plan.problems) > MAX_PROBLEMS:
+        out.print(f"  and {len(plan.problems) - MAX_PROBLEMS} more; --dry-run --json lists all")
 
 
-def _plan_json(plan: Plan, update: Update) -> dict[str, Any]:
+def _plan_json(plan: ImportPlan, update: Update) -> dict[str, Any]:
     here = {row.meta.key for row in update.existing.rows}
     wanted = {row.key for row in update.rows}
     new = [sample for key, sample in plan.samples.items() if key not in here]
     return {
         "to_import": len(new),
         "cached": len(plan.samples) - len(new),
-        "samples": [{"name": sample.found.name, "key": sample.key} for sample in new],
+        "samples": [{"name": sample.source.name, "key": sample.key} for sample in new],
         "repeated": sum(sample.source_rows - 1 for sample in plan.samples.values()),
         "removed": len(here - wanted),
         "without_empty_prompt": sum(not sample.has_empty_prompt for sample in plan.samples.values()),

@@ -16,13 +16,13 @@ from qwen_cache.version import __version__
 
 
 def run_merge(config: Config, caches: list[str], select: list[str], *, as_json: bool) -> int:
-    """Merge `caches` into `config.cache.path`; the exit code. Samples stay as they lie where nothing says otherwise."""
+    """Merge `caches` into `config.cache.path`; the exit code. Samples keep their compression unless one is set."""
     sources, target = [location(cache) for cache in caches], local_folder(config.cache.path)
     if any(isinstance(source, Path) and source.resolve() == target.resolve() for source in sources):
         raise ConfigError("a cache cannot be merged into itself", where=target, do="choose another folder with --out")
     selection = Selection.of(select)
     for source in sources:
-        directory.load(source)  # before a folder is made for the lock
+        directory.load(source)  # before the lock creates a folder
     with directory.writing(target):
         plan = plan_merge(sources, target, selection, LocalCopies.of_settings(config.cache))
 

@@ -1,4 +1,4 @@
-"""Terminal front end of `qwen-cache migrate`: progress, and a summary after."""
+"""Terminal front end of `qwen-cache migrate`: progress, a summary after."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_migrate(config: Config, cache: str, old: int, new: int, *, as_json: bool
     source, target = location(cache), local_folder(config.cache.path)
     copies = LocalCopies.of_settings(config.cache)
     check_compression(f"v{new}", config.cache.compression)
-    directory.load(source)  # before a folder is made for the lock
+    directory.load(source)  # before the lock creates a folder
     with directory.writing(target):
         update = plan_migration(source, target, old, new)
 
@@ -36,7 +36,7 @@ def run_migrate(config: Config, cache: str, old: int, new: int, *, as_json: bool
 
 
 def write_update(update: Update, write: Callable[[OnSample], Manifest], what: str, as_json: bool) -> int:
-    """Write the update, and say what the folder holds now."""
+    """Write the update and print what the folder holds; the exit code."""
     if not update.is_nothing:
         with counting(what, total=len(update.order)) as on_sample:
             manifest = write(on_sample)

@@ -1,11 +1,11 @@
-"""Build: make a cache equal to its source under one recipe, encoding only what is not there.
+"""Build: make a cache equal to its source under one recipe, encoding only what is missing.
 
     prepare (source, model, recipe) → plan (what, why) → lanes (encode) → staging (shards) → one commit
 
-A second build of the same source does nothing, and one that goes back to settings that a cache had takes the samples
-out of the shards that were replaced, as long as those are there. A build that dies leaves the old dataset in place and
-its finished samples in staging; the same command goes on from there and gives the same bytes, where the encoders take
-one sample at a time (`batching`).
+A second build of the same source does nothing. A build that returns to earlier settings reuses the samples in replaced
+shards, while those exist. A build that is killed leaves the old dataset in place and its finished samples in staging;
+the same command continues from there and gives the same bytes if the encoders take one sample at a time
+(`micro_batches`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from qwen_cache.encode.edit_mask import EditMasks
-from qwen_cache.encode.plan import Plan, Planned, Rules, make_plan
+from qwen_cache.encode.plan import BuildPlan, PlannedSample, Rules, make_plan
 from qwen_cache.encode.recipe import make_recipe
-from qwen_cache.encode.slices import Part, refuse_other_parts
+from qwen_cache.encode.slices import SourceSlice, refuse_other_slices
 from qwen_cache.errors import ConfigError, Problem, ShardError
 from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
@@ -33,7 +33,7 @@ from qwen_cache.format.shard import compress
 from qwen_cache.format.staging import Staging
 from qwen_cache.format.update import (
     Existing,
-    Listed,
+    ListedSample,
     Update,
     commit_update,
     copy_if_there,
@@ -52,12 +52,12 @@ from qwen_cache.storage.url import location
 from qwen_cache.version import __version__
 
 ENCODER_PARTS = ("vae", "text_encoder", "tokenizer", "processor")
-IN_FLIGHT = 16  # samples ahead of the writer: enough for uneven lanes, about 300 MB of pixels at a megapixel
+IN_FLIGHT = 16  # samples ahead of the writer: enough for uneven lanes; about 300 MB of pixels at a megapixel
 
 
 @dataclass(frozen=True)
-class Job:
-    """Everything that is known before the cache is looked at."""
+class BuildJob:
+    """Everything a build knows before it reads the cache."""
 
     config: Config
     folder: Path
@@ -66,11 +66,11 @@ class Job:
     rows: list[Row]
     problems: list[Problem]
     masks_left_out: int = 0
-    """Masks of the source that the format version has no place for."""
-    part: Part | None = None
-    """Which part of the source `rows` are."""
-    elsewhere: frozenset[str] = frozenset()
-    """The names of the rows of the other parts."""
+    """Masks of the source that the format version cannot store."""
+    slice: SourceSlice | None = None
+    """The slice of the source that `rows` are."""
+    other_names: frozenset[str] = frozenset()
+    """The names of the rows in the other slices."""
 
     @property
     def recipe_name(self) -> str:
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def condition_image_size(self) -> int:
-        """Pixels of an image for the text encoder; 0 where it sees none."""
+        """Pixels of an image for the text encoder; 0 if it sees no images."""
         return int(self.recipe.get("condition_image_size", 0))
 
     @property
@@ -95,7 +95,7 @@ class Job:
 
 
 class Encoding(Protocol):
-    """The encoders at work, on one machine or on many. Results are asked for in the order of submission."""
+    """The running encoders, on one machine or many. Callers take results in the order of submission."""
 
     def __enter__(self) -> Self: ...
 
@@ -103,16 +103,16 @@ class Encoding(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def submit(self, sample: Planned) -> Any: ...
+    def submit(self, sample: PlannedSample) -> Any: ...
 
     def result(self, work: Any) -> tuple[SampleMeta, dict[str, memoryview]]: ...
 
 
 @dataclass(frozen=True)
 class Encoders:
-    """How to load them, once there is something to encode, and how many samples to submit before the first result."""
+    """How to load the encoders when needed, and how many samples to submit before taking the first result."""
 
-    load: Callable[[Job], Encoding]
+    load: Callable[[BuildJob], Encoding]
     in_flight: int = IN_FLIGHT
 
 
@@ -128,56 +128,66 @@ class Report:
     """Shards that the dataset no longer names, kept until `gc`."""
 
 
-def prepare(config: Config, source: str | None, on_bytes: Callable[[int], None] = lambda _: None) -> Job:
-    """Find the model, read the source, fingerprint the weights."""
-    Resolution.of(config.data)  # says at once what is wrong with it
+def prepare_build(config: Config, source: str | None, on_bytes: Callable[[int], None] = lambda _: None) -> BuildJob:
+    """Find the model, read the source, fingerprint the weights. ConfigError, ModelError or SourceError if one fails."""
+    Resolution.of(config.data)  # refuses contradictory settings early
     check_compression(config.cache.format, config.cache.compression)
     masks = EditMasks.of(config)
     model = open_model(config.model.path, ENCODER_PARTS, config.model.revision)
     masks.check(model, config.cache.format)
-    read = read_rows(config, source or config.data.source, model, lambda rows: check_prompts(model, rows))
-    left_out = sum(row.mask is not None for row in read.rows) if config.cache.format == "v1" else 0
+    source_rows = read_rows(config, source or config.data.source, model, lambda rows: check_prompts(model, rows))
+    left_out = sum(row.mask is not None for row in source_rows.rows) if config.cache.format == "v1" else 0
     keeps_masks = config.cache.format != "v1" and masks.source != "none"
-    rows = as_encoded(read.rows, masks=keeps_masks, phrases=masks.attend)
+    rows = as_encoded(source_rows.rows, masks=keeps_masks, phrases=masks.attend)
     recipe = make_recipe(model, config, on_bytes)
     folder = Path(config.cache.path)
-    return Job(config, folder, model, recipe, rows, read.problems, left_out, read.part, read.elsewhere)
+    return BuildJob(
+        config,
+        folder,
+        model,
+        recipe,
+        rows,
+        source_rows.problems,
+        left_out,
+        source_rows.slice,
+        source_rows.other_names,
+    )
 
 
 @dataclass(frozen=True)
 class SourceRows:
-    """The rows of a source that can be used, or of a slice of it."""
+    """The usable rows of a source, or of a slice of it."""
 
     rows: list[Row]
     problems: list[Problem]
-    """Why the others cannot."""
-    part: Part | None
-    elsewhere: frozenset[str]
+    """Those of the unusable rows."""
+    slice: SourceSlice | None
+    other_names: frozenset[str]
     """The names of the rows of the other slices."""
 
 
 def read_rows(
     config: Config, source: str, model: ModelFolder, check: Callable[[list[Row]], list[Problem]]
 ) -> SourceRows:
-    """Read `source` as `config.data` says; a row for which `check` has a problem is left out."""
+    """Read `source` by the settings `config.data`; rows in which `check` finds a problem are left out."""
     every, problems = read_source(
         location(source), needs_control=model.takes_controls, allow_empty_prompt=config.data.allow_empty_prompt
     )
-    part = Part.parse(config.data.slice) if config.data.slice else None
-    rows, problems = (part.of(every), part.of(problems)) if part else (every, problems)
-    elsewhere = frozenset(row.name for row in every) - {row.name for row in rows}
+    source_slice = SourceSlice.parse(config.data.slice) if config.data.slice else None
+    rows, problems = (source_slice.take(every), source_slice.take(problems)) if source_slice else (every, problems)
+    other_names = frozenset(row.name for row in every) - {row.name for row in rows}
     unusable = check(rows)
     rows = [row for row in rows if row.where not in {problem.where for problem in unusable}]
-    return SourceRows(rows, [*problems, *unusable], part, elsewhere)
+    return SourceRows(rows, [*problems, *unusable], source_slice, other_names)
 
 
 def as_encoded(rows: list[Row], *, masks: bool, phrases: bool) -> list[Row]:
-    """The rows, but for what nothing that is stored depends on."""
+    """The rows without masks and phrases, unless the stored tensors depend on them."""
     return [replace(row, mask=row.mask if masks else None, phrase=row.phrase if phrases else ()) for row in rows]
 
 
 def check_tokens(rows: list[Row]) -> list[Problem]:
-    """Prompts that the encoder cannot take."""
+    """Problems of prompts that the encoder cannot take."""
     return [
         Problem(row.where, f"{row.name}: the prompt contains {token}, which stands for an image's pixels", "remove it")
         for row in rows
@@ -187,10 +197,10 @@ def check_tokens(rows: list[Row]) -> list[Problem]:
 
 
 def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:
-    """Prompts that the encoder cannot take, or that the pipeline would cut off without a word."""
+    """Problems of prompts that the encoder cannot take, or that the pipeline would truncate silently."""
     problems = check_tokens(rows)
     limit = TEMPLATES[model.pipeline].max_length
-    long = [row for row in rows if limit and len(row.prompt.encode()) > limit // 2]  # a token is a byte or more
+    long = [row for row in rows if limit and len(row.prompt.encode()) > limit // 2]  # a token is at least one byte
     if limit and long:
         from qwen_cache.encode.text import kept_tokens
 
@@ -201,27 +211,27 @@ def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:
     return problems
 
 
-def load_existing(job: Job) -> Existing:
-    """The cache as it is; ConfigError when it cannot take this recipe."""
+def load_existing(job: BuildJob) -> Existing:
+    """The existing cache; ConfigError if it cannot take this recipe."""
     existing = read_existing(job.folder, job.format_version)
     manifest = existing.manifest
     if manifest.format_version != job.format_version:
         raise ConfigError(
-            "this cache is of another format version",
+            "this cache has another format version",
             where=job.folder,
             expected=f"v{job.format_version}",
             found=f"v{manifest.format_version}",
             do=f"run `qwen-cache migrate`, build with --format v{manifest.format_version}, or into another folder",
         )
     existing.check_name(job.recipe_name, job.recipe, job.folder)
-    if job.part:
-        held = [row.name for row in existing.of_recipe(job.recipe_name).values()]
-        refuse_other_parts(job.folder, job.part, held, job.elsewhere)
+    if job.slice:
+        cached_names = [row.name for row in existing.of_recipe(job.recipe_name).values()]
+        refuse_other_slices(job.folder, job.slice, cached_names, job.other_names)
     return replace(existing, rows=_present(job, existing))
 
 
-def _present(job: Job, existing: Existing) -> list[IndexRow]:
-    """The rows whose shard is there. What was in one that is gone is encoded again, by this recipe of its name."""
+def _present(job: BuildJob, existing: Existing) -> list[IndexRow]:
+    """The rows whose shard exists. Samples of a missing shard are encoded again; ShardError if of another recipe."""
     here = directory.shards_here(job.folder, existing.manifest)
     replaced = existing.manifest.recipes.get(job.recipe_name)
     ours = {recipe_id(job.recipe), replaced.id if replaced else None}
@@ -231,8 +241,8 @@ def _present(job: Job, existing: Existing) -> list[IndexRow]:
     return [row for row in existing.rows if row.shard in here]
 
 
-def plan_build(job: Job, existing: Existing, on_row: Callable[[], None] = lambda: None) -> Plan:
-    """What to encode, and why."""
+def plan_build(job: BuildJob, existing: Existing, on_row: Callable[[], None] = lambda: None) -> BuildPlan:
+    """The samples to encode, and why. Reads every image of the source."""
     recipe = existing.manifest.recipes.get(job.recipe_name)
     rules = Rules(
         job.model.pipeline,
@@ -246,40 +256,39 @@ def plan_build(job: Job, existing: Existing, on_row: Callable[[], None] = lambda
 
 
 def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What differs between two recipes, in words: `dtype bfloat16 → float32`, or only the name for a fingerprint."""
-    found = []
+    """The differences of two recipes: `dtype bfloat16 → float32`, or for a fingerprint its name alone."""
+    changes = []
     for name in sorted(old.keys() | new.keys()):
         a, b = old.get(name), new.get(name)
         if a != b:
             long = any(len(str(value)) > 24 for value in (a, b))
-            found.append(name if long else f"{name} {a} → {b}")
-    return found
+            changes.append(name if long else f"{name} {a} → {b}")
+    return changes
 
 
-def make_update(job: Job, existing: Existing, plan: Plan) -> Update:
-    """The dataset that the build shall make: the other recipes as they are, then this one in the order of the
-    source."""
+def make_update(job: BuildJob, existing: Existing, plan: BuildPlan) -> Update:
+    """The dataset after the build: the other recipes unchanged, then this one in the order of the source."""
     others = existing.others(job.recipe_name)
-    ours = [Listed(sample.row.name, sample.key, sample.source_rows) for sample in plan.samples]
+    ours = [ListedSample(sample.row.name, sample.key, sample.source_rows) for sample in plan.samples]
     order = [row.key for row in others] + plan.order
     return plan_update(job.folder, existing, job.format_version, [*others, *ours], order)
 
 
 def run(
-    job: Job,
+    job: BuildJob,
     update: Update,
-    to_encode: Sequence[Planned],
-    load_lanes: Callable[[Job], Encoding],
+    to_encode: Sequence[PlannedSample],
+    load_lanes: Callable[[BuildJob], Encoding],
     on_sample: Callable[[int], None] = lambda _: None,
     in_flight: int = IN_FLIGHT,
 ) -> Report:
     """Encode and commit; the caller holds `directory.writing(job.folder)`.
 
-    `on_sample` hears how many samples are done: at once those that an earlier run left, then one by one.
+    `on_sample` gets the number of samples just finished: first those that an earlier run left, then one by one.
     """
     encoded = {sample.key: sample for sample in to_encode}
-    back = replaced_shards(job.folder, encoded.keys(), job.format_version)
-    staging = open_staging(update, recipe_id(job.recipe), int(job.config.cache.shard_size), back)
+    reusable = replaced_shards(job.folder, encoded.keys(), job.format_version)
+    staging = open_staging(update, recipe_id(job.recipe), int(job.config.cache.shard_size), reusable)
     try:
         on_sample(sum(key in encoded for key in update.order[: staging.position]))
         _write(job, update, encoded, staging, Encoders(load_lanes, in_flight), on_sample)
@@ -299,14 +308,14 @@ def run(
 
 
 def _write(
-    job: Job,
+    job: BuildJob,
     update: Update,
-    encoded: Mapping[str, Planned],
+    encoded: Mapping[str, PlannedSample],
     staging: Staging,
     encoders: Encoders,
     on_sample: Callable[[int], None],
 ) -> None:
-    """Write what is missing, in order; the encoders are loaded only when there is something to encode."""
+    """Write the missing samples in order; load the encoders only if there is something to encode."""
     order = update.order[staging.position :]
     missing = {key for key in order if key in encoded and staging.left_over(key) is None}
     with encoders.load(job) if missing else nullcontext() as lanes:
@@ -314,15 +323,19 @@ def _write(
             if lanes is not None and work is not None:
                 staging.add(*compress(*lanes.result(work), job.config.cache.compression))
             else:
-                there = copy_if_there(update, staging, key)
-                assert there
+                is_copied = copy_if_there(update, staging, key)
+                assert is_copied
             on_sample(key in encoded)
 
 
 def _ahead(
-    order: Sequence[str], encoded: Mapping[str, Planned], missing: set[str], lanes: Encoding | None, in_flight: int
+    order: Sequence[str],
+    encoded: Mapping[str, PlannedSample],
+    missing: set[str],
+    lanes: Encoding | None,
+    in_flight: int,
 ) -> Iterator[tuple[str, Any]]:
-    """Each key with its work, of which up to `in_flight` pieces are under way; None for what is copied."""
+    """Each key with its submitted work, up to `in_flight` ahead; None for a sample that is copied."""
     waiting: deque[tuple[str, Any]] = deque()
     for key in order:
         waiting.append((key, lanes.submit(encoded[key]) if lanes and key in missing else None))

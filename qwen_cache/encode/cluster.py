@@ -1,11 +1,11 @@
-"""Lanes on a Ray cluster: each worker has both encoders; this process hands out the samples and is the only writer.
+"""Lanes on a Ray cluster: each worker has both encoders; this process hands out samples and is the only writer.
 
-Results are taken in the order of the plan, so on nodes of one kind the cache is, byte for byte, that of one machine,
-whichever worker encoded what (where encoders take one sample at a time: `batching`), and an interrupted build resumes
-with Ray or without. A worker that is lost, with its node or alone, leaves nothing behind: its samples go to the others.
-Everything written passes through this process; where its network or disk is the limit, `--part` is the other way.
+Results are taken in the order of the plan. So on nodes of one kind the cache is, byte for byte, that of one machine,
+whichever worker encoded what (if the encoders take one sample at a time: `micro_batches`), and an interrupted build
+resumes with Ray or without. The samples of a lost worker, or of a lost node, go to the others. All output passes
+through this process; where its network or disk is the limit, use `--slice` instead.
 
-Every node needs the same environment, the source under the same paths, and the model there or on the hub. Refused is a
+Every node needs the same environment, the source under the same paths, and the model there or on the hub. Refuses a
 node whose weights or code would give another recipe.
 """
 
@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from qwen_cache.encode.builder import ENCODER_PARTS, IN_FLIGHT, Encoders, Encoding, Job, changed_settings
-from qwen_cache.encode.plan import Planned
+from qwen_cache.encode.builder import ENCODER_PARTS, IN_FLIGHT, BuildJob, Encoders, Encoding, changed_settings
+from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.encode.recipe import make_recipe
 from qwen_cache.errors import ConfigError, DeviceError, ModelError, QwenCacheError, SourceError
 from qwen_cache.format.sample import SampleMeta
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     import ray
 
 LOCAL = "local"
-WINDOW = 4096  # samples that the builder lets us choose from; only their names wait
-AHEAD = 2  # times what its lanes hold may be done of a worker before the writer comes to it, so that none waits for it
+WINDOW = 4096  # samples that the builder submits before the first result; only their names wait
+AHEAD = 2  # a worker may finish this many times what its lanes hold before the writer needs it, so that none idles
 DECODE_CPUS = 4  # of a worker on a GPU: the threads that decode
 
 Encoded = tuple[SampleMeta, dict[str, memoryview]]
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one worker takes of a node, and what its devices are called there: Ray shows it only its own."""
+class WorkerResources:
+    """The GPUs that one worker takes of a node, and the names of its devices there: Ray shows it only its own."""
 
     gpus: int
     vae_device: str
@@ -54,102 +54,103 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a worker is to be."""
+class Node:
+    """The node of one worker, and the CPUs it takes there."""
 
-    node: str
+    id: str
     address: str
     cpus: int
 
 
-def choose_share(cache: CacheConfig, *, has_gpus: bool) -> Share:
-    """As many GPUs as the options name. `auto` is one for both encoders, so that neither waits idle for the other."""
-    vae, text = ([part.strip() for part in names.split(",")] for names in (cache.vae_device, cache.text_device))
-    asked = ["cuda:0" if name == "cuda" else name for name in (*vae, *text)]
-    named = [name for name in asked if name not in ("auto", "cpu")]
-    auto = named[0] if named else "cuda:0" if has_gpus else "cpu"
-    asked = [auto if name == "auto" else name for name in asked]
-    number = {name: f"cuda:{i}" for i, name in enumerate(dict.fromkeys(name for name in asked if name != "cpu"))}
-    there = [number.get(name, name) for name in asked]
-    return Share(len(number), ",".join(there[: len(vae)]), ",".join(there[len(vae) :]))
+def choose_resources(cache: CacheConfig, *, has_gpus: bool) -> WorkerResources:
+    """As many GPUs as the options name. `auto` is one GPU for both encoders, so that neither idles."""
+    vae, text = ([name.strip() for name in names.split(",")] for names in (cache.vae_device, cache.text_device))
+    auto = next((name for name in (*vae, *text) if name not in ("auto", "cpu")), "cuda:0" if has_gpus else "cpu")
+    in_worker: dict[str, str] = {}  # the name of each GPU here, and its name in the worker
+    devices = []
+    for name in (*vae, *text):
+        device = auto if name == "auto" else name
+        device = "cuda:0" if device == "cuda" else device
+        devices.append(device if device == "cpu" else in_worker.setdefault(device, f"cuda:{len(in_worker)}"))
+    return WorkerResources(len(in_worker), ",".join(devices[: len(vae)]), ",".join(devices[len(vae) :]))
 
 
-def choose_places(nodes: Iterable[Mapping[str, Any]], share: Share) -> list[Place]:
-    """A worker for every `share.gpus` GPUs of a node, or else one for each node with a CPU to give."""
-    places = []
+def choose_nodes(nodes: Iterable[Mapping[str, Any]], resources: WorkerResources) -> list[Node]:
+    """One entry per worker: as many on each node as its GPUs allow; without GPUs, one on each node with a free CPU."""
+    chosen = []
     for node in nodes:
         cpus, gpus = (int(node["Resources"].get(name, 0)) for name in ("CPU", "GPU"))
-        count = gpus // share.gpus if share.gpus else min(cpus, 1)
-        each = min(cpus // max(count, 1), DECODE_CPUS if share.gpus else cpus)
-        places += [Place(node["NodeID"], node["NodeManagerAddress"], each)] * (count if node["Alive"] else 0)
-    return places
+        count = gpus // resources.gpus if resources.gpus else min(cpus, 1)
+        each = min(cpus // max(count, 1), DECODE_CPUS if resources.gpus else cpus)
+        chosen += [Node(node["NodeID"], node["NodeManagerAddress"], each)] * (count if node["Alive"] else 0)
+    return chosen
 
 
 class Worker:
-    """In a process of its own, somewhere in the cluster: the lanes of one machine, one call at a time."""
+    """The lanes of one machine, in a process of its own on some node; it serves one call at a time."""
 
-    def __init__(self, job: Job, load_lanes: Callable[[Job], Encoding], folder: str) -> None:
+    def __init__(self, job: BuildJob, load_lanes: Callable[[BuildJob], Encoding], folder: str) -> None:
         with suppress(OSError):  # relative paths mean the same here, where this folder is shared
             os.chdir(folder)
-        self.job, self.load_lanes, self.begun = job, load_lanes, deque[Any]()
+        self.job, self.load_lanes, self.started = job, load_lanes, deque[Any]()
 
     def load(self) -> None:
-        """Load the encoders, once it is sure that they are those of the recipe."""
+        """Load the encoders; ModelError if they are not those of the recipe."""
         job, config = self.job, self.job.config
         if not job.model.path.is_dir():
             job = replace(job, model=open_model(config.model.path, ENCODER_PARTS, config.model.revision))
         if different := changed_settings(job.recipe, make_recipe(job.model, config)):
             raise ModelError(
-                "this node would encode something else than the recipe says",
+                "the model or the environment of this node gives another recipe",
                 where=job.model.path,
                 found=", ".join(different),
                 do="give all nodes the same model and the same environment",
             )
         self.lanes = self.load_lanes(job)
 
-    def begin(self, sample: Planned) -> None:
-        self.begun.append(self.lanes.submit(sample))
+    def begin(self, sample: PlannedSample) -> None:
+        self.started.append(self.lanes.submit(sample))
 
-    def finish(self, _begun: None) -> tuple[SampleMeta, dict[str, np.ndarray[Any, Any]]]:
-        """The oldest that was begun. As arrays, the bytes of its tensors are shared and not copied."""
-        meta, tensors = self.lanes.result(self.begun.popleft())
+    def finish(self, _started: None) -> tuple[SampleMeta, dict[str, np.ndarray[Any, Any]]]:
+        """The result of the oldest started sample. As arrays, its tensors are shared and not copied."""
+        meta, tensors = self.lanes.result(self.started.popleft())
         return meta, {name: np.frombuffer(data, np.uint8) for name, data in tensors.items()}
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A sample, its place in the order of submission, and what `Worker.begin` returned."""
+class StartedSample:
+    """A sample, its number in the order of submission, and what `Worker.begin` returned."""
 
     number: int
-    sample: Planned
+    sample: PlannedSample
     ref: ray.ObjectRef[Any]
 
 
 @dataclass(eq=False)
-class Hand:
-    """A worker as seen from here. `begun` is what it has, oldest first; the first is what is being waited for."""
+class WorkerHandle:
+    """A worker, seen from this process. `started` are its samples, oldest first; the first is being waited for."""
 
     actor: Any
     address: str
-    begun: deque[Begun] = field(default_factory=deque)
+    started: deque[StartedSample] = field(default_factory=deque)
     is_loaded: bool = False
 
-    def is_about(self, sample: Planned) -> bool:
-        """Whether what it was given last is about the controls of `sample`, which it then need not encode again."""
+    def has_controls_of(self, sample: PlannedSample) -> bool:
+        """Whether its newest sample has the controls of `sample`, so that it need not encode them again."""
         controls = sample.inputs.controls
-        return bool(controls and self.begun and self.begun[-1].sample.inputs.controls == controls)
+        return bool(controls and self.started and self.started[-1].sample.inputs.controls == controls)
 
 
 class ClusterLanes:
     """The lanes of all workers, as if they were one machine's."""
 
-    def __init__(self, job: Job, address: str, load_lanes: Callable[[Job], Encoding]) -> None:
+    def __init__(self, job: BuildJob, address: str, load_lanes: Callable[[BuildJob], Encoding]) -> None:
         self.job, self.address, self.load_lanes = job, address, load_lanes
-        self.hands: list[Hand] = []
-        self.waiting: list[tuple[int, Planned]] = []
-        """A heap: what was submitted first, or came back from a lost worker, goes out first."""
+        self.workers: list[WorkerHandle] = []
+        self.waiting: list[tuple[int, PlannedSample]] = []
+        """A heap by number of submission; samples of a lost worker return to it."""
         self.submitted = self.taken = 0
-        self.running: dict[ray.ObjectRef[Any], Hand] = {}
+        self.running: dict[ray.ObjectRef[Any], WorkerHandle] = {}
         self.done: dict[str, Encoded] = {}
 
     def __enter__(self) -> Self:
@@ -158,13 +159,13 @@ class ClusterLanes:
         _connect(self.address)
         nodes = ray.nodes()
         has_gpus = any(node["Alive"] and node["Resources"].get("GPU", 0) >= 1 for node in nodes)
-        share = choose_share(self.job.config.cache, has_gpus=has_gpus)
-        places = choose_places(nodes, share)
-        if not places:
+        resources = choose_resources(self.job.config.cache, has_gpus=has_gpus)
+        chosen = choose_nodes(nodes, resources)
+        if not chosen:
             ray.shutdown()
             found = f"{len(nodes)} nodes without" if nodes else "no nodes"
-            raise DeviceError("no node of the Ray cluster has these devices", expected=share, found=found)
-        self.hands = [self._start(place, share) for place in places]
+            raise DeviceError("no node of the Ray cluster has these devices", expected=resources, found=found)
+        self.workers = [self._start(node, resources) for node in chosen]
         return self
 
     def __exit__(
@@ -172,103 +173,104 @@ class ClusterLanes:
     ) -> None:
         import ray
 
-        for hand in self.hands:
-            ray.kill(hand.actor)
+        for worker in self.workers:
+            ray.kill(worker.actor)
         ray.shutdown()
 
-    def submit(self, sample: Planned) -> str:
+    def submit(self, sample: PlannedSample) -> str:
         heappush(self.waiting, (self.submitted, sample))
         self.submitted += 1
         self._hand_out()
         return sample.key
 
     def result(self, key: str) -> Encoded:
-        """Wait until that sample is done; the others are kept busy meanwhile."""
+        """Wait for that sample; the workers keep busy meanwhile."""
         while key not in self.done:
             self._wait()
         self.taken += 1
         return self.done.pop(key)
 
-    def _start(self, place: Place, share: Share) -> Hand:
+    def _start(self, node: Node, resources: WorkerResources) -> WorkerHandle:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         cache = self.job.config.cache.model_copy(
-            update={"vae_device": share.vae_device, "text_device": share.text_device}
+            update={"vae_device": resources.vae_device, "text_device": resources.text_device}
         )
         config = self.job.config.model_copy(update={"cache": cache})
         job = replace(self.job, config=config, rows=[], problems=[])
         actor_class = ray.remote(Worker).options(
-            num_cpus=place.cpus,
-            num_gpus=share.gpus,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(place.node, soft=False),
+            num_cpus=node.cpus,
+            num_gpus=resources.gpus,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
         )
-        hand = Hand(actor_class.remote(job, self.load_lanes, os.getcwd()), place.address)
-        self.running[hand.actor.load.remote()] = hand
-        return hand
+        worker = WorkerHandle(actor_class.remote(job, self.load_lanes, os.getcwd()), node.address)
+        self.running[worker.actor.load.remote()] = worker
+        return worker
 
     def _hand_out(self) -> None:
-        """Give every worker that is ready as much as its lanes hold, in order; samples about the same controls to the
-        same worker, as long as it has room."""
-        while self.waiting and self.waiting[0][0] < self.taken + AHEAD * IN_FLIGHT * len(self.hands):
-            free = [hand for hand in self.hands if hand.is_loaded and len(hand.begun) < IN_FLIGHT]
+        """Give every loaded worker as much as its lanes hold, in order; samples with the same controls go to the same
+        worker while it has room."""
+        while self.waiting and self.waiting[0][0] < self.taken + AHEAD * IN_FLIGHT * len(self.workers):
+            free = [worker for worker in self.workers if worker.is_loaded and len(worker.started) < IN_FLIGHT]
             if not free:
                 return
             number, sample = heappop(self.waiting)
-            hand = min(free, key=lambda hand: (not hand.is_about(sample), len(hand.begun)))
-            hand.begun.append(Begun(number, sample, hand.actor.begin.remote(sample)))
-            if len(hand.begun) == 1:
-                self._ask(hand)
+            worker = min(free, key=lambda worker: (not worker.has_controls_of(sample), len(worker.started)))
+            worker.started.append(StartedSample(number, sample, worker.actor.begin.remote(sample)))
+            if len(worker.started) == 1:
+                self._request_oldest(worker)
 
-    def _ask(self, hand: Hand) -> None:
-        """Ask for the oldest that was begun."""
-        self.running[hand.actor.finish.remote(hand.begun[0].ref)] = hand
+    def _request_oldest(self, worker: WorkerHandle) -> None:
+        """Request the result of the oldest started sample."""
+        self.running[worker.actor.finish.remote(worker.started[0].ref)] = worker
 
     def _wait(self) -> None:
         import ray
         from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
         [ready], _ = ray.wait([*self.running])
-        hand = self.running.pop(ready)
+        worker = self.running.pop(ready)
         try:
             value = ray.get(ready)
         except (RayActorError, ObjectLostError) as error:
-            self._lose(hand, error)
+            self._drop(worker, error)
         except RayTaskError as error:
-            raise _as_ours(error, hand.address) from None
+            raise _as_ours(error, worker.address) from None
         else:
-            if hand.is_loaded:
+            if worker.is_loaded:
                 meta, tensors = value
-                self.done[hand.begun.popleft().sample.key] = meta, {name: data.data for name, data in tensors.items()}
-            hand.is_loaded = True
-            if hand.begun:
-                self._ask(hand)
+                key = worker.started.popleft().sample.key
+                self.done[key] = meta, {name: data.data for name, data in tensors.items()}
+            worker.is_loaded = True
+            if worker.started:
+                self._request_oldest(worker)
         self._hand_out()
 
-    def _lose(self, hand: Hand, error: Exception) -> None:
-        """Give what a worker had to the others."""
+    def _drop(self, worker: WorkerHandle, error: Exception) -> None:
+        """Return the samples of a lost worker to the queue."""
         import ray
 
-        self.hands.remove(hand)
-        ray.kill(hand.actor)  # it may only be out of reach
-        for begun in hand.begun:
-            heappush(self.waiting, (begun.number, begun.sample))
-        if not self.hands:
+        self.workers.remove(worker)
+        ray.kill(worker.actor)  # it may only be out of reach
+        for each in worker.started:
+            heappush(self.waiting, (each.number, each.sample))
+        if not self.workers:
             raise QwenCacheError(
                 "every worker of the Ray cluster is lost",
-                found=f"{hand.address}: {str(error).strip().splitlines()[-1]}",
-                do="see `ray status`; the same command goes on",
+                found=f"{worker.address}: {str(error).strip().splitlines()[-1]}",
+                do="see `ray status`; run the same command to continue",
             )
 
 
 def _connect(address: str) -> None:
     import ray
 
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what we start does not report on its user
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports from a cluster that we start
     dashboard = False if address == LOCAL else None
     host, _, port = address.rpartition(":")
     try:
-        if host and port.isdecimal() and "//" not in host:  # Ray itself would try for minutes
+        if host and port.isdecimal() and "//" not in host:  # Ray itself would retry for minutes
             socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address, include_dashboard=dashboard, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
@@ -280,7 +282,7 @@ def _connect(address: str) -> None:
 
 
 def _as_ours(error: ray.exceptions.RayTaskError, address: str) -> Exception:
-    """What went wrong in a worker: a user's error as itself, with the node; a fault of ours with its traceback."""
+    """The error of a worker: a user's error as itself, with its node; a bug of ours with its traceback."""
     from ray.exceptions import RayTaskError
 
     cause: object = error
@@ -296,8 +298,8 @@ def _as_ours(error: ray.exceptions.RayTaskError, address: str) -> Exception:
     return raised
 
 
-def on_cluster(address: str, load_lanes: Callable[[Job], Encoding]) -> Encoders:
-    """In place of `load_lanes`: the same lanes on every node. ConfigError when Ray is not installed."""
+def on_cluster(address: str, load_lanes: Callable[[BuildJob], Encoding]) -> Encoders:
+    """Encoders with the lanes of `load_lanes` on every node. ConfigError if Ray is not installed."""
     if find_spec("ray") is None:
         raise ConfigError("--ray: the package ray is not installed", do="pip install 'qwen-cache[ray]'")
     return Encoders(lambda job: ClusterLanes(job, address, load_lanes), WINDOW)

@@ -1,4 +1,4 @@
-"""Latents to images, as the stock pipelines end: for all that shows what a cache holds or what was drawn."""
+"""Latents to images, as the stock pipelines end: for everything that shows cached or generated images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qwen_cache.sources.sizes import Size
 
 
 def parts_of(img_shapes: Iterable[Sequence[int]]) -> Iterator[tuple[slice, Size]]:
-    """Of several images' latents, one behind the other: which tokens are each one's, and its size."""
+    """The token range and the pixel size of each image in concatenated latents."""
     begin = 0
     for frames, h, w in img_shapes:
         end = begin + frames * h * w
@@ -29,19 +29,19 @@ def parts_of(img_shapes: Iterable[Sequence[int]]) -> Iterator[tuple[slice, Size]
 
 def load_vae(model: ModelFolder, device: torch.device, dtype: torch.dtype) -> VaeThatFits:
     """The VAE alone, for `decode_latents`."""
-    return VaeThatFits(load_whole(AutoencoderKLQwenImage, model.part("vae"), torch_dtype=dtype).to(device))
+    return VaeThatFits(load_whole(AutoencoderKLQwenImage, model.component("vae"), torch_dtype=dtype).to(device))
 
 
 def decode_images(
     vae: Any, latents: Float[torch.Tensor, "S 64"], img_shapes: Iterable[Sequence[int]]
 ) -> list[Image.Image]:
     """All images of packed latents, such as the controls of a cached sample."""
-    return [decode_latents(vae, latents[part][None], size) for part, size in parts_of(img_shapes)]
+    return [decode_latents(vae, latents[tokens][None], size) for tokens, size in parts_of(img_shapes)]
 
 
 @torch.inference_mode()
 def decode_latents(vae: Any, latents: Float[torch.Tensor, "1 S 64"], size: Size) -> Image.Image:
-    """The image of packed latents, on the VAE's device, as the pipelines end."""
+    """The image of packed latents, decoded on the VAE's device as in the pipelines."""
     width, height = size
     scale = vae.spatial_compression_ratio
     z = QwenImagePipeline._unpack_latents(latents, height, width, scale).to(vae.device, vae.dtype)
@@ -49,5 +49,5 @@ def decode_latents(vae: Any, latents: Float[torch.Tensor, "1 S 64"], size: Size)
         torch.tensor(values).view(1, -1, 1, 1, 1).to(z) for values in (vae.config.latents_mean, vae.config.latents_std)
     )
     image = vae.decode(z / (1.0 / std) + mean, return_dict=False)[0][:, :, 0]
-    picture: Image.Image = VaeImageProcessor(vae_scale_factor=2 * scale).postprocess(image, output_type="pil")[0]
-    return picture
+    decoded: Image.Image = VaeImageProcessor(vae_scale_factor=2 * scale).postprocess(image, output_type="pil")[0]
+    return decoded

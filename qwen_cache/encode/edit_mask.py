@@ -1,8 +1,8 @@
-"""Where edit masks come from (`data.edit_mask`), and how they become shares of the target's tokens.
+"""Where edit masks come from (`data.edit_mask`), and how they become coverage of the target's tokens.
 
-A mask that the source has is always taken. Else `diff` compares target and first control, `head` reads from the
-attention of the prompt where the edit is, and `auto` does the second where the first finds nothing to point at. A
-sample of which nothing is found has no mask. Refused: what needs images to compare or attention, without controls.
+The source's own mask always wins. Else `diff` compares target and first control, `head` predicts the edit from the
+prompt's attention, and `auto` uses `head` where `diff` finds no place. Without a result a sample has no mask. Refuses
+comparison and attention for models without controls.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from qwen_cache.encode.plan import Planned
+from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.identity import content_hash, sample_key
 from qwen_cache.format.index import IndexRow
@@ -30,7 +30,7 @@ IN_RECIPE = ("edit_mask", "mask_head", "attention", "edit_mask_version")
 
 @dataclass(frozen=True)
 class EditMasks:
-    """What is asked for."""
+    """The settings of edit masks."""
 
     source: str
     """`data.edit_mask`."""
@@ -41,7 +41,7 @@ class EditMasks:
     def of(cls, config: Config) -> EditMasks:
         head = config.data.mask_head
         if config.data.edit_mask == "head" and head is None:
-            do = "give --edit-mask head=PATH; `qwen-train mask-head` makes one"
+            do = "give --mask-head PATH; `qwen-train mask-head` trains one"
             raise ConfigError("no mask head is named", found="data.edit_mask=head", do=do)
         uses_head = config.data.edit_mask in ("head", "auto")
         return cls(config.data.edit_mask, Path(head) if head and uses_head else None, config.cache.store_attention)
@@ -53,34 +53,34 @@ class EditMasks:
 
     @property
     def attend(self) -> bool:
-        """Whether the attention of the prompt is needed."""
+        """Whether the prompt's attention is needed."""
         return self.keep_attention or self.head is not None
 
     def check(self, model: ModelFolder, format_version: str) -> None:
-        """ConfigError where the model or the format has no place for it, ModelError where the head is none."""
+        """ConfigError if the model or the format cannot have such masks, ModelError if the file is not a mask head."""
         edit_mask = f"data.edit_mask={self.source}"
-        asked = {"cache.store_attention": self.keep_attention, edit_mask: self.differ or self.head}
-        for setting, given in asked.items():
+        enabled = {"cache.store_attention": self.keep_attention, edit_mask: self.differ or self.head}
+        for setting, given in enabled.items():
             if given and not model.takes_controls:
                 raise ConfigError(f"{setting} needs control images, and {model.pipeline} has none")
             if given and format_version == "v1":
-                raise ConfigError(f"format v1 has no place for what {setting} makes", do="build with --format v2")
+                raise ConfigError(f"format v1 cannot store what {setting} makes", do="build with --format v2")
         if self.head is not None:
-            _about(self.head)
+            _head_metadata(self.head)
 
     def recipe(self, encoder: dict[str, Any]) -> dict[str, Any]:
-        """What a recipe says of it beside `encoder`, its other part: nothing where masks come from the source alone."""
+        """The recipe's entries on masks, none if they come from the source alone; `encoder` are its other entries."""
         made: dict[str, Any] = {"edit_mask": self.source} if self.differ or self.head else {}
         made |= {"mask_head": self._head_hash(encoder)} if self.head else {}
         made |= {"attention": True} if self.keep_attention else {}
         return made | ({"edit_mask_version": VERSION} if made else {})
 
     def _head_hash(self, encoder: dict[str, Any]) -> str:
-        """Of its file; ConfigError where it was trained on another encoder."""
+        """The hash of the mask head's file; ConfigError if it was trained on another encoder."""
         from qwen_cache.grounding.head import encoder_of
 
         assert self.head is not None
-        if _about(self.head).encoder != encoder_of(encoder):
+        if _head_metadata(self.head).encoder != encoder_of(encoder):
             raise ConfigError(
                 "this mask head was trained on the attention of another encoder, template or image size",
                 where=self.head,
@@ -89,27 +89,27 @@ class EditMasks:
         return content_hash(self.head.read_bytes())
 
 
-def _about(head: Path) -> Any:
+def _head_metadata(head: Path) -> Any:
     from qwen_cache.grounding.head import load_head
 
     return load_head(head)[1]
 
 
-# ---- what a cache has of a sample that only needs another mask -------------------------------------------------------
+# ---- cached samples that need only another mask ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Cached:
-    """Samples that have what a recipe says, but for masks."""
+class ReusableSamples:
+    """Cached samples that agree with a recipe in everything but their masks."""
 
     rows: dict[str, IndexRow]
     """By `bare_key`."""
     masks: EditMasks
     attention_is_readable: bool
-    """Whether attention that is there is what would be made now."""
+    """Whether cached attention equals what this version would make."""
 
-    def row_for(self, sample: Planned) -> IndexRow | None:
-        """The row from which the sample can be made without an encoder."""
+    def row_for(self, sample: PlannedSample) -> IndexRow | None:
+        """The row from which the sample can be made without an encoder, if there is one."""
         row = self.rows.get(bare_key(sample))
         if row is None or not self.masks.attend or self.has_attention(row) or not sample.row.prompt.strip():
             return row
@@ -119,32 +119,32 @@ class Cached:
         return self.attention_is_readable and "attention" in row.meta.tensors
 
 
-def with_all_but_masks(config: Config, new: dict[str, Any], existing: Existing, name: str) -> Cached:
-    """The samples of the recipe called `name`, if it differs from the recipe `new` in masks alone."""
+def reusable_samples(config: Config, new: dict[str, Any], existing: Existing, name: str) -> ReusableSamples:
+    """The samples of the recipe called `name`; none if it differs from the recipe `new` in more than masks."""
     masks, old = EditMasks.of(config), existing.recipes.get(name)
-    if old is None or config.cache.format == "v1" or _all_but_masks(old) != _all_but_masks(new):
-        return Cached({}, masks, attention_is_readable=False)
+    if old is None or config.cache.format == "v1" or _without_masks(old) != _without_masks(new):
+        return ReusableSamples({}, masks, attention_is_readable=False)
     rows = {}
     for row in existing.of_recipe(name).values():
         rows[bare_key(row.meta if masks.attend else replace(row.meta, phrase=()))] = row
-    return Cached(rows, masks, old.get("edit_mask_version") == VERSION)
+    return ReusableSamples(rows, masks, old.get("edit_mask_version") == VERSION)
 
 
-def bare_key(sample: SampleMeta | Planned) -> str:
-    """Of what a sample's tensors depend on, but for the recipe and the mask."""
+def bare_key(sample: SampleMeta | PlannedSample) -> str:
+    """The key of a sample's content without recipe and mask."""
     text = sample if isinstance(sample, SampleMeta) else sample.row
     return sample_key("", replace(sample.inputs, mask=None), text.prompt, sample.img_shapes, text.phrase)
 
 
-def _all_but_masks(recipe: dict[str, Any]) -> dict[str, Any]:
+def _without_masks(recipe: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in recipe.items() if name not in IN_RECIPE}
 
 
-# ---- a mask as tokens ------------------------------------------------------------------------------------------------
+# ---- masks on the grid of tokens -------------------------------------------------------------------------------------
 
 
-def token_shares(mask: Image.Image, size: Size, crop: bool = False) -> Any:
-    """`[S]` float32 in 0..1: the share of each 16×16-pixel token of a target of `size` that is edited."""
+def token_coverage(mask: Image.Image, size: Size, crop: bool = False) -> Any:
+    """`[S]` float32 in 0..1: the edited fraction of each 16×16-pixel token of a target of `size`."""
     tokens = size[0] // PIXELS_PER_TOKEN, size[1] // PIXELS_PER_TOKEN
     cells = mask.resize(tokens, Image.Resampling.BOX, crop_box(mask.size, size) if crop else None)
     return np.asarray(cells, dtype=np.float32).reshape(-1) / 255.0

@@ -1,11 +1,10 @@
-"""decode → VAE ∥ text: the two encoders at work on their own devices, at the same time.
+"""decode → VAE ∥ text: the two encoders work at the same time, each on its own devices.
 
-One thread for each copy of an encoder, which does nothing but feed its device, and as many as there are cores for
-decoding, resizing and whatever else the CPU does; so the slower encoder decides the time. Images of one shape are
-encoded together, and so are texts about equally many images, as far as the encoders allow (`batching`). Work goes to
-the copy that has the least of it, which changes nothing in the result. What is in flight is bounded by whoever submits.
-An image that was just encoded is not encoded again, and samples about the same images, one after the other, share
-their prefix.
+Each copy of an encoder has one thread, which only feeds its device; as many threads as there are cores decode, resize
+and do the other CPU work. So the slower encoder sets the pace. Images of one shape are encoded together, and so are
+prompts about the same number of images, as far as the encoders allow (`micro_batches`). Work goes to the least loaded
+copy, which does not change the results. The caller bounds what is in flight. Latents of recent images are reused, and
+consecutive samples about the same images share their prefix.
 """
 
 from __future__ import annotations
@@ -24,29 +23,27 @@ from PIL import Image
 from qwen_cache.encode.edit_mask import EditMasks
 from qwen_cache.encode.masks import Mask, MaskMaker, check_finite, cut
 from qwen_cache.encode.micro_batches import Batcher, Lane
-from qwen_cache.encode.plan import Planned, read_again
-from qwen_cache.encode.text import Asked, EncodedText, TextEncoder
+from qwen_cache.encode.plan import PlannedSample, read_again
+from qwen_cache.encode.text import EncodedText, Inputs, TextEncoder, TextRequest
 from qwen_cache.encode.thumbnails import join_thumbnails, thumbnail
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.tensor import TensorSpec
 from qwen_cache.models.template import estimate_tokens
-from qwen_cache.sources.detect import Readable, Row
 from qwen_cache.sources.images import open_rgb
 from qwen_cache.sources.sizes import Size, calculate_dimensions, img_shapes
 
 DECODE_THREADS = min(32, max(4, os.cpu_count() or 1))
-LATENTS_KEPT = 256  # of images that may come again: 128 MB at a megapixel in bfloat16
-SAMPLES_IN_BATCH = 8  # at most: half of what a build has in flight, so that one batch is made while another is encoded
-TextInputs = dict[str, torch.Tensor]
+LATENTS_KEPT = 256  # of recent images, which may return: 128 MB at a megapixel in bfloat16
+SAMPLES_IN_BATCH = 8  # at most: half of what is in flight, so that one batch is prepared while another is encoded
 FROM_SOURCE = EditMasks("file", None, keep_attention=False)
 _SAFETENSORS_NAME = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.uint8: "U8"}
 
 
 @dataclass(frozen=True)
-class Seen:
-    """An image at one size: its latents, and how people are shown it, where that is kept."""
+class EncodedImage:
+    """An image at one size: its latents, and its thumbnail if the cache keeps thumbnails."""
 
     latents: Future[torch.Tensor]
     thumbnail: Future[Image.Image] | None
@@ -54,18 +51,35 @@ class Seen:
 
 @dataclass(frozen=True)
 class InFlight:
-    """A submitted sample, and its place in the order of submission."""
+    """A submitted sample, and its number in the order of submission."""
 
     number: int
-    sample: Planned
-    pictures: list[Seen]
+    sample: PlannedSample
+    images: list[EncodedImage]
+    """The target, then the controls."""
     text: Future[EncodedText]
     mask: Future[Mask | None] | None
-    """As the images say it."""
+    """The mask from the images alone; None if they cannot give one."""
+
+
+class Originals:
+    """The images of one sample, target first; each file is decoded once, when it is first needed."""
+
+    def __init__(self, sample: PlannedSample, decoders: ThreadPoolExecutor) -> None:
+        files, inputs = (sample.row.target, *sample.row.controls), sample.inputs
+        self.digests = (inputs.target, *inputs.controls)
+        self._files, self._decoders = dict(zip(reversed(self.digests), reversed(files), strict=True)), decoders
+        self._decoded: dict[str, Future[Image.Image]] = {}
+
+    def decoded(self, digest: str) -> Future[Image.Image]:
+        if digest not in self._decoded:
+            file = self._files[digest]
+            self._decoded[digest] = self._decoders.submit(lambda: open_rgb(read_again(file, digest), str(file)))
+        return self._decoded[digest]
 
 
 class Lanes:
-    """Both encoders, each in one copy or more. Leaving the context drops what has not begun."""
+    """Both encoders, each in one or more copies. Leaving the context drops the work that has not started."""
 
     def __init__(
         self,
@@ -85,13 +99,15 @@ class Lanes:
         self.vae: Batcher[torch.Tensor, torch.Tensor] = Batcher(
             [Lane(encoder, f"vae-{i}") for i, encoder in enumerate(vae)], vae[0].batch_pixels
         )
-        self.text: Batcher[Asked, EncodedText] = Batcher(
+        self.text: Batcher[TextRequest, EncodedText] = Batcher(
             [Lane(encoder, f"text-{i}") for i, encoder in enumerate(text)], text[0].batch_tokens
         )
         self._pixels, self._text_inputs = vae[0].pixels, text[0].inputs
         self._submitted = 0
-        self._known: OrderedDict[tuple[str, Size], Seen] = OrderedDict()
-        self._about: tuple[tuple[str, ...], Future[TextInputs]] | None = None
+        self._recent: OrderedDict[tuple[str, Size], EncodedImage] = OrderedDict()
+        self._controls: tuple[str, ...] | None = None
+        self._control_inputs: Future[Inputs] = Future()
+        """The text encoder's inputs for `_controls`, those of the newest sample."""
 
     def __enter__(self) -> Self:
         return self
@@ -103,44 +119,24 @@ class Lanes:
         for pool in (self.decoders, *(lane.thread for lane in lanes)):
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def submit(self, sample: Planned) -> InFlight:
-        row, inputs = sample.row, sample.inputs
+    def submit(self, sample: PlannedSample) -> InFlight:
         number, self._submitted = self._submitted, self._submitted + 1
-        decoded: dict[str, Future[Image.Image]] = {}
-
-        def image(path: Readable, digest: str) -> Future[Image.Image]:
-            if digest not in decoded:
-                decoded[digest] = self.decoders.submit(lambda: open_rgb(read_again(path, digest), str(path)))
-            return decoded[digest]
-
-        paths, digests = [row.target, *row.controls], [inputs.target, *inputs.controls]
-        seen = []
-        for path, digest, size in zip(paths, digests, sample.sizes, strict=True):
-            if (digest, size) not in self._known:
-                self._known[digest, size] = self._encode_image(number, image(path, digest), size)
-            self._known.move_to_end((digest, size))
-            seen.append(self._known[digest, size])
-        while len(self._known) > LATENTS_KEPT:
-            self._known.popitem(last=False)
-        if self._about is None or self._about[0] != inputs.controls:
-            self._about = inputs.controls, self._read([image(*each) for each in zip(paths, digests, strict=True)][1:])
-        text = self._encode_text(number, row)
-        mask = None
-        if self.masks.is_seen(sample):
-            pair = [] if row.mask else [image(*each) for each in zip(paths[:2], digests[:2], strict=True)]
-            mask = self.decoders.submit(self.masks.of_images, sample, lambda: [it.result() for it in pair])
+        originals = Originals(sample, self.decoders)
+        images = self._encode_images(number, originals, sample.sizes)
+        text = self._encode_text(number, originals, sample)
+        mask = self._make_mask(originals, sample)
         self._send(number + 1 - SAMPLES_IN_BATCH)
-        return InFlight(number, sample, seen, text, mask)
+        return InFlight(number, sample, images, text, mask)
 
     def _send(self, number: int) -> None:
-        """Let nothing that was submitted up to `number` wait for more."""
+        """Send every batch that has work submitted up to `number`."""
         self.vae.send(number)
         self.text.send(number)
 
     def result(self, work: InFlight) -> tuple[SampleMeta, dict[str, memoryview]]:
         """Wait for both lanes; the sample's metadata and the bytes of its tensors."""
         self._send(work.number)
-        latents, text = [each.latents.result() for each in work.pictures], work.text.result()
+        latents, text = [each.latents.result() for each in work.images], work.text.result()
         mask = work.mask.result() if work.mask else None
         mask = mask or self.masks.of_attention(work.sample, text.attention)
         whole = self.format_version == 1
@@ -149,9 +145,9 @@ class Lanes:
             "control_latents": torch.cat(latents[1:]) if latents[1:] else None,
             "prompt_embeds": torch.cat([text.prefix, text.prompt]),
             "empty_prompt_embeds": torch.cat([text.prefix, text.empty]) if whole else text.empty,
-            "edit_mask": mask.shares if mask else None,
+            "edit_mask": mask.coverage if mask else None,
             "attention": text.attention if self.masks.masks.keep_attention else None,
-            "thumbnails": _joined(work.pictures) if self.keeps_thumbnails else None,
+            "thumbnails": _thumbnails_tensor(work.images) if self.keeps_thumbnails else None,
         }
         data, specs = described({name: t for name, t in tensors.items() if t is not None}, work.sample)
         meta = SampleMeta(
@@ -166,42 +162,66 @@ class Lanes:
         )
         return meta, data
 
-    def _encode_image(self, number: int, image: Future[Image.Image], size: Size) -> Seen:
+    def _encode_images(self, number: int, originals: Originals, sizes: Sequence[Size]) -> list[EncodedImage]:
+        """Latents of the target and the controls, reused where the same image at the same size was recent."""
+        images = []
+        for key in zip(originals.digests, sizes, strict=True):
+            if key not in self._recent:
+                self._recent[key] = self._encode_image(number, originals.decoded(key[0]), key[1])
+            self._recent.move_to_end(key)
+            images.append(self._recent[key])
+        while len(self._recent) > LATENTS_KEPT:
+            self._recent.popitem(last=False)
+        return images
+
+    def _encode_image(self, number: int, image: Future[Image.Image], size: Size) -> EncodedImage:
         def fitted() -> Image.Image:
             return cut(image.result(), size, self.crop)
 
         pixels = self.decoders.submit(lambda: self._pixels(fitted(), size))
         latents = self.vae.submit(number, pixels, lambda pixels: pixels, cost=size[0] * size[1], kind=size)
         (shape,) = img_shapes([size])
-        return Seen(
+        return EncodedImage(
             latents, self.decoders.submit(lambda: thumbnail(fitted(), shape)) if self.keeps_thumbnails else None
         )
 
-    def _read(self, pictures: Sequence[Future[Image.Image]]) -> Future[TextInputs]:
-        return self.decoders.submit(lambda: self._text_inputs([self._for_text(p.result()) for p in pictures]))
+    def _encode_text(self, number: int, originals: Originals, sample: PlannedSample) -> Future[EncodedText]:
+        """Embeddings of the prompt about the controls, whose inputs consecutive samples share."""
+        row, controls = sample.row, sample.inputs.controls
+        if self._controls != controls:
+            images = [originals.decoded(digest) for digest in controls]
+            self._controls, self._control_inputs = controls, self.decoders.submit(self._inputs_for, images)
+        tokens = estimate_tokens(row.prompt, len(controls), self.condition_image_size)
 
-    def _encode_text(self, number: int, row: Row) -> Future[EncodedText]:
-        assert self._about is not None
-        digests, about = self._about
-        tokens = estimate_tokens(row.prompt, len(digests), self.condition_image_size)
+        def request(inputs: Inputs) -> TextRequest:
+            return TextRequest(inputs, row.prompt, row.phrase)
 
-        def asked(inputs: TextInputs) -> Asked:
-            return inputs, row.prompt, row.phrase
+        return self.text.submit(number, self._control_inputs, request, cost=tokens, kind=len(controls))
 
-        return self.text.submit(number, about, asked, cost=tokens, kind=len(digests))
+    def _inputs_for(self, images: Sequence[Future[Image.Image]]) -> Inputs:
+        return self._text_inputs([self._for_text(image.result()) for image in images])
 
     def _for_text(self, image: Image.Image) -> Image.Image:
         size = calculate_dimensions(self.condition_image_size, image.size)
         return image.resize(size, Image.Resampling.LANCZOS)
 
+    def _make_mask(self, originals: Originals, sample: PlannedSample) -> Future[Mask | None] | None:
+        """The mask of the source, or the difference of target and first control; None if neither is wanted."""
+        if not self.masks.uses_images(sample):
+            return None
+        pair = [] if sample.row.mask else [originals.decoded(digest) for digest in originals.digests[:2]]
+        return self.decoders.submit(self.masks.of_images, sample, lambda: [image.result() for image in pair])
 
-def _joined(pictures: Sequence[Seen]) -> torch.Tensor | None:
-    jpeg = join_thumbnails([each.thumbnail.result() for each in pictures if each.thumbnail])
+
+def _thumbnails_tensor(images: Sequence[EncodedImage]) -> torch.Tensor | None:
+    jpeg = join_thumbnails([each.thumbnail.result() for each in images if each.thumbnail])
     return torch.frombuffer(bytearray(jpeg), dtype=torch.uint8) if jpeg else None
 
 
-def described(tensors: dict[str, torch.Tensor], sample: Planned) -> tuple[dict[str, memoryview], dict[str, TensorSpec]]:
-    """The bytes of tensors, and what they are; QwenCacheError where one is not finite."""
+def described(
+    tensors: dict[str, torch.Tensor], sample: PlannedSample
+) -> tuple[dict[str, memoryview], dict[str, TensorSpec]]:
+    """The bytes of the tensors, and their descriptions; QwenCacheError if one is not finite."""
     data, specs = {}, {}
     for name, tensor in tensors.items():
         check_finite(name, tensor, sample)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qwen_cache.encode.builder import Job
+from qwen_cache.encode.builder import BuildJob
 from qwen_cache.settings.load import Config
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ VAE_BATCH_PIXELS, TEXT_BATCH_TOKENS = 2 * 1024 * 1024, 2048  # on a GPU
 
 
 def check_devices(config: Config) -> None:
-    """DeviceError for one that was named and is not there, before anything is read."""
+    """DeviceError if a named device does not exist, before anything is read."""
     devices = {"--vae-device": config.cache.vae_device, "--text-device": config.cache.text_device}
     named = {option: name for option, name in devices.items() if name != "auto"}
     if named:
@@ -27,11 +27,11 @@ def check_devices(config: Config) -> None:
             choose_devices(name, option)
 
 
-def load_lanes(job: Job) -> Lanes:
+def load_lanes(job: BuildJob) -> Lanes:
     """Both encoders, each on its devices.
 
-    A GPU gets so much at once that it is busy for longer than launching it takes: 2048 tokens are 30 TFLOP of a 7B
-    model. A CPU gains nothing by batches.
+    The batches of a GPU are large enough to hide launch overhead: 2048 tokens are 30 TFLOP of a 7B model. A CPU gains
+    nothing from batches.
     """
     import torch
 

@@ -1,6 +1,7 @@
-"""Making edit masks; and giving cached samples other ones, for which no encoder is loaded.
+"""Making edit masks, and replacing those of cached samples without loading an encoder.
 
-A sample is encoded anew only where its mask needs attention that the cache does not hold.
+A cached sample is encoded again only if its mask needs attention that the cache does not hold. Masks from a mask head
+are experimental: never run on the real encoder's attention.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 from jaxtyping import Float
 from PIL import Image
 
-from qwen_cache.encode.builder import Encoding, Job
-from qwen_cache.encode.edit_mask import Cached, EditMasks, token_shares
-from qwen_cache.encode.plan import Planned, read_again
+from qwen_cache.encode.builder import BuildJob, Encoding
+from qwen_cache.encode.edit_mask import EditMasks, ReusableSamples, token_coverage
+from qwen_cache.encode.plan import PlannedSample, read_again
 from qwen_cache.errors import QwenCacheError
 from qwen_cache.format.cache import Sample, open_cache
 from qwen_cache.format.identity import content_hash, recipe_id
@@ -29,20 +30,20 @@ from qwen_cache.grounding.head import load_head, predict_mask
 from qwen_cache.sources.images import open_mask, open_rgb
 from qwen_cache.sources.sizes import Size, crop_box
 
-COMPARED = 640 * 640  # pixels of images that are compared, at most: the sizes for which its thresholds were chosen
+MAX_COMPARED_PIXELS = 640 * 640  # `difference_mask` chose its thresholds for images of up to this size
 THREADS = min(32, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
 class Mask:
-    """The edited share of each token of a target, and where that is from (`edit_mask_from`)."""
+    """The edited fraction of each token of a target, in 0..1, and the origin of the mask (`edit_mask_from`)."""
 
-    shares: Float[torch.Tensor, " S"]
+    coverage: Float[torch.Tensor, " S"]
     origin: str
 
 
-def check_finite(name: str, tensor: torch.Tensor, sample: Planned) -> None:
-    """What is stored has no NaN and no Inf."""
+def check_finite(name: str, tensor: torch.Tensor, sample: PlannedSample) -> None:
+    """QwenCacheError if a tensor to be stored has NaN or Inf."""
     if not bool(torch.isfinite(tensor).all()):
         raise QwenCacheError(
             f"{name} of {sample.row.name} is not finite",
@@ -53,34 +54,34 @@ def check_finite(name: str, tensor: torch.Tensor, sample: Planned) -> None:
 
 
 class MaskMaker:
-    """Edit masks as `masks` asks for them. `crop`: images are cut to the middle, in place of being stretched."""
+    """Makes edit masks by the settings `masks`. With `crop` images are cut to their centre instead of stretched."""
 
     def __init__(self, masks: EditMasks, crop: bool, device: torch.device) -> None:
         self.masks, self.crop = masks, crop
         self.head = load_head(masks.head)[0].to(device) if masks.head else None
 
-    def is_seen(self, sample: Planned) -> bool:
-        """Whether images may say it."""
+    def uses_images(self, sample: PlannedSample) -> bool:
+        """Whether the source's mask or the difference of images may give the mask."""
         return sample.row.mask is not None or self.masks.differ
 
-    def of_images(self, sample: Planned, pair: Callable[[], Sequence[Image.Image]]) -> Mask | None:
-        """The mask of the source; else the difference of the pair, target and first control, if it shows a place."""
+    def of_images(self, sample: PlannedSample, pair: Callable[[], Sequence[Image.Image]]) -> Mask | None:
+        """The source's mask; else the difference of `pair`, target and first control, if it points at a place."""
         path, digest = sample.row.mask, sample.inputs.mask
         if path is not None and digest is not None:
-            drawn = open_mask(read_again(path, digest), str(path))
-            return Mask(torch.from_numpy(token_shares(drawn, sample.sizes[0], self.crop)), "file")
+            mask = open_mask(read_again(path, digest), str(path))
+            return Mask(torch.from_numpy(token_coverage(mask, sample.sizes[0], self.crop)), "file")
         if not self.masks.differ:
             return None
         (width, height), cell = sample.sizes[0], PIXELS_PER_TOKEN
-        pictures = [cut(image, (width, height), self.crop) for image in pair()]
-        while width * height > COMPARED and cell > 1:
+        images = [cut(image, (width, height), self.crop) for image in pair()]
+        while width * height > MAX_COMPARED_PIXELS and cell > 1:
             width, height, cell = width // 2, height // 2, cell // 2
-        after, before = (image.resize((width, height), Image.Resampling.LANCZOS) for image in pictures)
-        found = difference_mask(after, before, cell).mask
-        return None if found is None else Mask(torch.from_numpy(found).flatten(), "difference")
+        after, before = (image.resize((width, height), Image.Resampling.LANCZOS) for image in images)
+        difference = difference_mask(after, before, cell).mask
+        return None if difference is None else Mask(torch.from_numpy(difference).flatten(), "difference")
 
-    def of_attention(self, sample: Planned, attention: Float[torch.Tensor, "C h w"] | None) -> Mask | None:
-        """What the head makes of it."""
+    def of_attention(self, sample: PlannedSample, attention: Float[torch.Tensor, "C h w"] | None) -> Mask | None:
+        """Experimental: never run on the real encoder's attention. The mask head's prediction, if there is a head."""
         if self.head is None or attention is None:
             return None
         width, height = (side // PIXELS_PER_TOKEN for side in sample.sizes[0])
@@ -88,23 +89,20 @@ class MaskMaker:
 
 
 def cut(image: Image.Image, size: Size, crop: bool) -> Image.Image:
-    """The image, or where that was asked for its middle at that size, not to be resized again."""
+    """With `crop`, the centre of the image at `size`; else the image as it is, for the VAE's processor to resize."""
     if not crop:
         return image
     return image.resize(size, Image.Resampling.LANCZOS, crop_box(image.size, size))
 
 
-# ---- other masks for what is cached ----------------------------------------------------------------------------------
+# ---- new masks for cached samples ------------------------------------------------------------------------------------
 
 
-class WithOtherMasks:
-    """Encodes what is not `cached`, and gives the rest other masks.
+class MaskUpdateLanes:
+    """Makes new masks for `reusable` samples and encodes the others; the encoders are loaded when first needed."""
 
-    The encoders are loaded when they are needed.
-    """
-
-    def __init__(self, job: Job, cached: Cached, load: Callable[[Job], Encoding]) -> None:
-        self.job, self.cached, self.load = job, cached, load
+    def __init__(self, job: BuildJob, reusable: ReusableSamples, load: Callable[[BuildJob], Encoding]) -> None:
+        self.job, self.reusable, self.load = job, reusable, load
         self.maker = MaskMaker(EditMasks.of(job.config), job.resolution.crop, torch.device("cpu"))
         self.threads = ThreadPoolExecutor(THREADS, "masks")
         self.encoding: Encoding | None = None
@@ -120,36 +118,36 @@ class WithOtherMasks:
         if self.encoding is not None:
             self.encoding.__exit__(kind, error, trace)
 
-    def submit(self, sample: Planned) -> tuple[bool, Any]:
-        row = self.cached.row_for(sample)
+    def submit(self, sample: PlannedSample) -> tuple[bool, Any]:
+        row = self.reusable.row_for(sample)
         if row is not None:
-            return True, self.threads.submit(self._made, sample, self.cache[row.meta.key])
+            return True, self.threads.submit(self._with_new_mask, sample, self.cache[row.meta.key])
         if self.encoding is None:
             self.encoding = self.load(self.job).__enter__()
         return False, self.encoding.submit(sample)
 
     def result(self, work: tuple[bool, Any]) -> tuple[SampleMeta, dict[str, memoryview]]:
-        is_ours, future = work
-        if is_ours:
-            made: Future[tuple[SampleMeta, dict[str, memoryview]]] = future
-            return made.result()
+        is_reused, future = work
+        if is_reused:
+            remasked: Future[tuple[SampleMeta, dict[str, memoryview]]] = future
+            return remasked.result()
         assert self.encoding is not None
         return self.encoding.result(future)
 
-    def _made(self, sample: Planned, old: Sample) -> tuple[SampleMeta, dict[str, memoryview]]:
+    def _with_new_mask(self, sample: PlannedSample, old: Sample) -> tuple[SampleMeta, dict[str, memoryview]]:
         def pair() -> list[Image.Image]:
-            named = zip((sample.row.target, *sample.row.controls[:1]), _hashes(sample), strict=True)
-            return [open_rgb(read_again(file, digest), str(file)) for file, digest in named]
+            files = zip((sample.row.target, *sample.row.controls[:1]), _hashes(sample), strict=True)
+            return [open_rgb(read_again(file, digest), str(file)) for file, digest in files]
 
-        attention = old["attention"] if self.cached.has_attention(old.row) else None
+        attention = old["attention"] if self.reusable.has_attention(old.row) else None
         mask = self.maker.of_images(sample, pair) or self.maker.of_attention(sample, attention)
         kept = old.row.meta.tensors.keys() - {"edit_mask", *(() if self.maker.masks.keep_attention else ("attention",))}
         specs = {name: replace(old.row.meta.tensors[name], codec=None, compressed_bytes=None) for name in kept}
         data = {name: old.buffer(name) for name in kept}
         if mask is not None:
-            check_finite("edit_mask", mask.shares, sample)
-            data["edit_mask"] = mask.shares.contiguous().view(torch.uint8).numpy().data
-            specs["edit_mask"] = TensorSpec("F32", tuple(mask.shares.shape), content_hash(data["edit_mask"]))
+            check_finite("edit_mask", mask.coverage, sample)
+            data["edit_mask"] = mask.coverage.contiguous().view(torch.uint8).numpy().data
+            specs["edit_mask"] = TensorSpec("F32", tuple(mask.coverage.shape), content_hash(data["edit_mask"]))
         names = [name for name in TENSORS[self.job.format_version] if name in specs]
         meta = SampleMeta(
             recipe_id(self.job.recipe),
@@ -164,5 +162,5 @@ class WithOtherMasks:
         return meta, {name: data[name] for name in names}
 
 
-def _hashes(sample: Planned) -> tuple[str, ...]:
+def _hashes(sample: PlannedSample) -> tuple[str, ...]:
     return sample.inputs.target, *sample.inputs.controls[:1]

@@ -1,8 +1,8 @@
-"""One kind of work, done in batches by copies of an encoder, each on its own device.
+"""Micro-batches of one kind of work for the copies of an encoder, each on its own device.
 
-Which pieces make a batch follows from the pieces and the order in which they come, never from timing. How many of them
-a GPU takes at once follows from its memory: the first piece goes alone and is measured, and where memory runs out all
-the same, half as many go from there on. A piece that does not fit alone is an error.
+The work items and their order decide what makes a batch; timing never does. The memory of a GPU decides how many items
+it takes at once: the first item runs alone and is measured, and after an out-of-memory error the limit is half of what
+failed. An item that does not fit alone is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 Takes = TypeVar("Takes", contravariant=True)
 Gives = TypeVar("Gives", covariant=True)
-SHARE = 0.8  # of the free memory that a batch may be expected to take, since other shapes run other kernels
+MEMORY_FRACTION = 0.8  # of the free memory, for the predicted peak of a batch: other shapes run other kernels
 
 
 class Encoder(Protocol[Takes, Gives]):
@@ -34,39 +34,39 @@ class Encoder(Protocol[Takes, Gives]):
 
 
 @dataclass(frozen=True)
-class Piece(Generic[Item, Result]):
-    """A piece of work: what it waits for, what it becomes then, what that costs, and where the result goes."""
+class WorkItem(Generic[Item, Result]):
+    """The inputs to wait for, the encoder's item to make of them, its cost, and where the result goes."""
 
-    about: Future[Any]
-    item: Callable[[Any], Item]
+    inputs: Future[Any]
+    make: Callable[[Any], Item]
     cost: int
     result: Future[Result] = field(default_factory=Future)
 
 
 @dataclass
 class Batch(Generic[Item, Result]):
-    """Pieces that are done together, the first of which came as number `begun`."""
+    """Work items to encode together; the first one was submitted as number `first`."""
 
-    begun: int
-    pieces: list[Piece[Item, Result]] = field(default_factory=list)
+    first: int
+    items: list[WorkItem[Item, Result]] = field(default_factory=list)
     cost: int = 0
 
 
-class Room:
-    """How much fits into the memory of a device at once, in the unit of the costs. Only GPUs are measured."""
+class MemoryBudget:
+    """The cost that fits into a device's memory at once, in the unit of the work items. Only GPUs are measured."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.is_measured = device, device.type == "cuda"
-        self.most = 0.0 if self.is_measured else float("inf")
+        self.limit = 0.0 if self.is_measured else float("inf")
         self._bytes_per_unit = 1e-9
 
     def take(self, costs: Sequence[int]) -> int:
-        """How many of these fit, from the first on; at least one."""
-        return max(1, sum(total <= self.most for total in accumulate(costs)))
+        """How many of `costs`, from the first on, fit together; at least one."""
+        return max(1, sum(total <= self.limit for total in accumulate(costs)))
 
     @contextmanager
     def measuring(self, cost: int) -> Iterator[None]:
-        """Learn from work that costs so much. What else happens on the device counts as if it belonged to it."""
+        """Set the limit from the peak memory of work of this cost; other use of the device counts as part of it."""
         if not self.is_measured:
             yield
             return
@@ -77,52 +77,52 @@ class Room:
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         free = torch.cuda.mem_get_info(self.device)[0] + cached
         self._bytes_per_unit = max(self._bytes_per_unit, used / cost)
-        self.most = SHARE * free / self._bytes_per_unit
+        self.limit = MEMORY_FRACTION * free / self._bytes_per_unit
 
     def ran_out(self, cost: int) -> None:
-        """So much was too much."""
+        """Halve the limit after work of this cost ran out of memory."""
         self._bytes_per_unit *= 2
-        self.most = cost / 2
+        self.limit = cost / 2
 
 
 class Lane(Generic[Item, Result]):
     """One copy of an encoder, and the thread that feeds it."""
 
     def __init__(self, encoder: Encoder[Item, Result], name: str) -> None:
-        self.encoder, self.thread, self.room = encoder, ThreadPoolExecutor(1, name), Room(encoder.device)
+        self.encoder, self.thread, self.memory = encoder, ThreadPoolExecutor(1, name), MemoryBudget(encoder.device)
         self._sent = self._done = 0
 
     @property
     def load(self) -> int:
-        """How many pieces of work it has."""
+        """How many work items it has."""
         return self._sent - self._done
 
     def send(self, batch: Batch[Item, Result]) -> None:
         def end(work: Future[None]) -> None:
-            self._done += len(batch.pieces)
-            for piece in batch.pieces:
+            self._done += len(batch.items)
+            for item in batch.items:
                 if work.cancelled():
-                    piece.result.cancel()
-                elif not piece.result.done():
-                    piece.result.set_exception(work.exception())
+                    item.result.cancel()
+                elif not item.result.done():
+                    item.result.set_exception(work.exception())
 
-        self._sent += len(batch.pieces)
-        self.thread.submit(self._do, batch.pieces).add_done_callback(end)
+        self._sent += len(batch.items)
+        self.thread.submit(self._encode, batch.items).add_done_callback(end)
 
-    def _do(self, batch: Sequence[Piece[Item, Result]]) -> None:
-        pieces = [piece for piece in batch if _is_ready(piece)]
-        while pieces:
-            some = pieces[: self.room.take([piece.cost for piece in pieces])]
-            results = self._try([piece.item(piece.about.result()) for piece in some], sum(piece.cost for piece in some))
+    def _encode(self, batch: Sequence[WorkItem[Item, Result]]) -> None:
+        items = [item for item in batch if _is_ready(item)]
+        while items:
+            some = items[: self.memory.take([item.cost for item in items])]
+            results = self._try([item.make(item.inputs.result()) for item in some], sum(item.cost for item in some))
             if results is not None:
-                for piece, result in zip(some, results, strict=True):
-                    piece.result.set_result(result)
-                pieces = pieces[len(some) :]
+                for item, result in zip(some, results, strict=True):
+                    item.result.set_result(result)
+                items = items[len(some) :]
 
     def _try(self, items: Sequence[Item], cost: int) -> Sequence[Result] | None:
-        """The results; None where fewer have to be tried."""
+        """The results; None if the device ran out of memory and fewer items must be tried."""
         try:
-            with self.room.measuring(cost):
+            with self.memory.measuring(cost):
                 return self.encoder.encode(items)
         except torch.OutOfMemoryError as error:
             if len(items) == 1:
@@ -130,55 +130,55 @@ class Lane(Generic[Item, Result]):
                     "a device has too little memory for one sample",
                     found=str(error).splitlines()[0],
                     do="close what else uses it, name another with --vae-device or --text-device, or lower "
-                    "data.vae_image_size; what is encoded is kept",
+                    "data.vae_image_size; encoded samples are kept",
                 ) from None
-        self.room.ran_out(cost)
+        self.memory.ran_out(cost)
         return None
 
 
-def _is_ready(piece: Piece[Any, Any]) -> bool:
-    """Wait for what a piece is about; False where that failed, which then is its own result."""
-    if error := piece.about.exception():
-        piece.result.set_exception(error)
+def _is_ready(item: WorkItem[Any, Any]) -> bool:
+    """Wait for the inputs of an item; False if they failed, and then their error is its result."""
+    if error := item.inputs.exception():
+        item.result.set_exception(error)
     return error is None
 
 
 class Batcher(Generic[Item, Result]):
-    """Makes batches of pieces of one kind, up to a cost of `most`, and gives each to the lane that has the least to do.
+    """Groups work items of one kind into batches that cost up to `limit`; each batch goes to the least loaded lane.
 
-    A piece about the same as the one before goes to the lane which has that. A batch waits for more until it is full,
-    or until `send` is told that its time has come.
+    An item with the same inputs as the item before it goes to the same lane. A batch waits until it is full, or until
+    `send` says that it may wait no longer.
     """
 
-    def __init__(self, lanes: Sequence[Lane[Item, Result]], most: int) -> None:
-        self.lanes, self.most = lanes, most
+    def __init__(self, lanes: Sequence[Lane[Item, Result]], limit: int) -> None:
+        self.lanes, self.limit = lanes, limit
         self._growing: dict[Hashable, Batch[Item, Result]] = {}
         self._last: tuple[Future[Any] | None, Lane[Item, Result]] = (None, lanes[0])
 
     def submit(
-        self, number: int, about: Future[Any], item: Callable[[Any], Item], *, kind: Hashable, cost: int
+        self, number: int, inputs: Future[Any], make: Callable[[Any], Item], *, kind: Hashable, cost: int
     ) -> Future[Result]:
-        """The result of a piece of work that comes as `number`. Pieces of one `kind` go together."""
+        """The result of the work item with this number of submission. Items of one `kind` are batched together."""
         growing = self._growing.get(kind)
-        if growing and growing.cost + cost > self.most:
+        if growing and growing.cost + cost > self.limit:
             self._send(kind)
         batch = self._growing.setdefault(kind, Batch(number))
-        piece: Piece[Item, Result] = Piece(about, item, cost)
-        batch.pieces.append(piece)
+        item: WorkItem[Item, Result] = WorkItem(inputs, make, cost)
+        batch.items.append(item)
         batch.cost += cost
-        if batch.cost >= self.most:
+        if batch.cost >= self.limit:
             self._send(kind)
-        return piece.result
+        return item.result
 
     def send(self, number: int) -> None:
-        """Wait no longer with what came up to `number`."""
-        for kind in [kind for kind, batch in self._growing.items() if batch.begun <= number]:
+        """Send every batch that has an item submitted up to `number`."""
+        for kind in [kind for kind, batch in self._growing.items() if batch.first <= number]:
             self._send(kind)
 
     def _send(self, kind: Hashable) -> None:
         batch = self._growing.pop(kind)
-        about, lane = self._last
-        if batch.pieces[0].about is not about:
+        last_inputs, lane = self._last
+        if batch.items[0].inputs is not last_inputs:
             lane = min(self.lanes, key=lambda lane: lane.load)
         lane.send(batch)
-        self._last = batch.pieces[-1].about, lane
+        self._last = batch.items[-1].inputs, lane

@@ -1,7 +1,7 @@
-"""The plan of a build: every image read and hashed, every problem listed, and what is to be encoded and why.
+"""The plan of a build: every image read and hashed, every problem listed, and which samples to encode and why.
 
-Nothing is encoded before the plan stands. Images that will be encoded are also decoded once, so that a corrupt file
-stops the build in its first minutes and not in its last hour. Needs no torch.
+The plan is complete before anything is encoded. Images to encode are also decoded once, so that a corrupt file stops
+the build in its first minutes and not in its last hour. Needs no torch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from qwen_cache.sources.images import open_mask, open_rgb, upright_size
 from qwen_cache.sources.sizes import Resolution, Size, SourceImage, calculate_dimensions, img_shapes, sizes_of
 
 NEW = "new"
-ASPECT_TOLERANCE = 0.01  # a mask may be another size than its target, not another shape
+ASPECT_TOLERANCE = 0.01  # a mask may have another size than its target, but not another shape
 
 
 @dataclass(frozen=True)
-class Planned:
-    """One sample of the source: its key, and why it is to be encoded (empty when the cache has it)."""
+class PlannedSample:
+    """One sample of the source, its key, and the reasons to encode it (none if the cache has it)."""
 
     row: Row
     inputs: Inputs
@@ -47,21 +47,21 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a build will do. `samples` are in the order of the source, each content once."""
+class BuildPlan:
+    """The samples of a build, in the order of the source and each content once, and what it drops."""
 
-    samples: tuple[Planned, ...]
+    samples: tuple[PlannedSample, ...]
     problems: tuple[Problem, ...]
     removed: tuple[str, ...]
     """Names in the cache that the source no longer has."""
 
     @property
-    def to_encode(self) -> list[Planned]:
+    def to_encode(self) -> list[PlannedSample]:
         return [sample for sample in self.samples if sample.reasons]
 
     @property
     def order(self) -> list[str]:
-        """The keys in the order of encoding: samples about the same controls one after the other."""
+        """The keys in the order of encoding, samples with the same controls next to each other."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for sample in self.samples:
             groups.setdefault(sample.inputs.controls, []).append(sample.key)
@@ -73,16 +73,16 @@ class Plan:
 
     @property
     def repeated(self) -> int:
-        """How many rows have the content of an earlier one."""
+        """How many rows repeat the content of an earlier row."""
         return sum(sample.source_rows - 1 for sample in self.samples)
 
     def target_sizes(self) -> dict[Size, int]:
-        """How many samples have a target of which size, the most frequent first."""
+        """The number of samples for each size of the target, the most frequent first."""
         counts = Counter(sample.sizes[0] for sample in self.samples)
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
     def reason_counts(self) -> dict[str, int]:
-        """How many samples are to be encoded for each reason, `new` first."""
+        """The number of samples to encode for each reason, `new` first."""
         counts = Counter(reason for sample in self.to_encode for reason in sample.reasons)
         return dict(sorted(counts.items(), key=lambda item: (item[0] != NEW, -item[1], item[0])))
 
@@ -99,7 +99,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Rules:
-    """What a model asks of the source."""
+    """What the model and the recipe require of the source."""
 
     pipeline: str
     recipe_id: str
@@ -115,35 +115,35 @@ def make_plan(
     cached: Mapping[str, IndexRow],
     changed_recipe: Sequence[str] = (),
     on_row: Callable[[], None] = lambda: None,
-) -> Plan:
-    """Read every image of `rows` and decide.
+) -> BuildPlan:
+    """Read every image of `rows` and decide which samples to encode.
 
-    `cached` are the rows of this recipe's name in the cache, by key; `changed_recipe` says what is different in a
-    recipe of that name, and so why none of them can be used.
+    `cached` are the cache's rows of the recipe with this name, by key. `changed_recipe` lists how that recipe differs;
+    if it does, none of them can be used.
     """
     by_name = {row.name: row for row in cached.values()}
     usable = {} if changed_recipe else cached
-    found: list[Planned | Problem] = []
+    results: list[PlannedSample | Problem] = []
     with ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4)) as pool:
-        for result in pool.map(lambda row: _look_at(row, rules, usable), rows):
-            found += result
+        for result in pool.map(lambda row: _plan_row(row, rules, usable), rows):
+            results += result
             on_row()
-    good = [item for item in found if isinstance(item, Planned)]
+    good = [item for item in results if isinstance(item, PlannedSample)]
     times = Counter(item.key for item in good)
-    samples: dict[str, Planned] = {}
+    samples: dict[str, PlannedSample] = {}
     for item in good:
         if item.key not in samples:
             once = replace(item, source_rows=times[item.key])
             samples[item.key] = _with_reasons(once, usable, by_name.get(item.row.name), changed_recipe)
-    all_problems = [*problems, *(item for item in found if isinstance(item, Problem))]
+    all_problems = [*problems, *(item for item in results if isinstance(item, Problem))]
     names = {row.name for row in rows}
     removed = tuple(row.name for key, row in cached.items() if key not in samples and row.name not in names)
-    return Plan(tuple(samples.values()), tuple(all_problems), removed)
+    return BuildPlan(tuple(samples.values()), tuple(all_problems), removed)
 
 
 def _with_reasons(
-    sample: Planned, usable: Mapping[str, IndexRow], old: IndexRow | None, changed_recipe: Sequence[str]
-) -> Planned:
+    sample: PlannedSample, usable: Mapping[str, IndexRow], old: IndexRow | None, changed_recipe: Sequence[str]
+) -> PlannedSample:
     if sample.key in usable:
         return sample
     reasons = [NEW]
@@ -154,8 +154,8 @@ def _with_reasons(
     return replace(sample, reasons=tuple(reasons))
 
 
-def _look_at(row: Row, rules: Rules, cached: Mapping[str, IndexRow]) -> list[Planned] | list[Problem]:
-    """Hash the files of one row: the samples that it becomes; decode them too when they are to be encoded."""
+def _plan_row(row: Row, rules: Rules, cached: Mapping[str, IndexRow]) -> list[PlannedSample] | list[Problem]:
+    """The samples of one row, or its problems: hash its files, and decode them if a sample is to be encoded."""
     if rules.max_controls is not None and len(row.controls) > rules.max_controls:
         takes = f"{rules.pipeline} takes {plural(rules.max_controls, 'control image')}"
         what = f"{row.name}: {takes}, found {len(row.controls)}"
@@ -166,9 +166,9 @@ def _look_at(row: Row, rules: Rules, cached: Mapping[str, IndexRow]) -> list[Pla
     except SourceError as error:
         return [as_problem(row, error.where, error)]
     hashes = [content_hash(content) for content in contents]
-    pictures = 1 + len(row.controls)
-    inputs = Inputs(hashes[0], tuple(hashes[1:pictures]), hashes[pictures] if row.mask else None)
-    named = list(zip(map(str, files), contents, strict=True))[:pictures]
+    images = 1 + len(row.controls)
+    inputs = Inputs(hashes[0], tuple(hashes[1:images]), hashes[images] if row.mask else None)
+    named = list(zip(map(str, files), contents, strict=True))[:images]
     try:
         originals = [SourceImage(name, upright_size(content, name)) for name, content in named]
         choices = sizes_of(originals, rules.resolution)
@@ -177,11 +177,11 @@ def _look_at(row: Row, rules: Rules, cached: Mapping[str, IndexRow]) -> list[Pla
     keys = [sample_key(rules.recipe_id, inputs, row.prompt, img_shapes(sizes), row.phrase) for sizes in choices]
     problems = [] if all(key in cached for key in keys) else _decode(row, contents, rules)
     own = tuple(image.size for image in originals)
-    return problems or [Planned(row, inputs, key, sizes, own) for key, sizes in zip(keys, choices, strict=True)]
+    return problems or [PlannedSample(row, inputs, key, sizes, own) for key, sizes in zip(keys, choices, strict=True)]
 
 
 def _decode(row: Row, contents: Sequence[bytes], rules: Rules) -> list[Problem]:
-    """What is wrong with the images of a row."""
+    """Decode the images of a row; the problems with them."""
     problems: list[Problem] = []
     target: Size | None = None
     for path, content in zip([row.target, *row.controls], contents, strict=False):
@@ -204,19 +204,19 @@ def _mask_problems(row: Row, mask: Size, target: Size) -> list[Problem]:
     if abs(mask[0] * target[1] / (mask[1] * target[0]) - 1) <= ASPECT_TOLERANCE:
         return []
     what = f"{row.mask}: the mask is {mask[0]}×{mask[1]}, its target {target[0]}×{target[1]}"
-    return [Problem(row.where, what, "draw the mask on the target")]
+    return [Problem(row.where, what, "make the mask at the size of the target")]
 
 
 def as_problem(row: Row, path: object, error: SourceError) -> Problem:
-    """What an error about one image says about its row."""
+    """The error about one image as a problem of its row."""
     return Problem(row.where, f"{path}: {error.fault}", error.do or "replace the file")
 
 
 def read_again(file: Readable, expected: str) -> bytes:
-    """The bytes that the plan hashed; SourceError when they changed since.
+    """The bytes that the plan hashed; SourceError if the file has changed since.
 
-    What is encoded is read twice. The plan stands only when every image is read, for the last one may be damaged or
-    another's twin, and by then the first is long out of memory: keeping it would mean keeping the whole source.
+    Files are read twice, because the plan needs every image: the last one may be damaged or a duplicate. To read the
+    first only once would mean to keep the whole source in memory.
     """
     data = file.read()
     if content_hash(data) != expected:

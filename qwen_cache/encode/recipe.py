@@ -1,7 +1,7 @@
-"""The recipe: everything besides the content that decides what is stored, so that a key can never be stale.
+"""The recipe: everything besides the content that decides the stored tensors, so that a key can never be stale.
 
-Weights are known by the hash of their files, never by name or date. ENCODER_VERSION goes up with any change of the
-encoding code that changes what comes out.
+Weights are identified by the hash of their files, never by name or date. ENCODER_VERSION goes up with any change of
+the encoding code that changes its output.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _CONFIGURATION = (".json", ".txt", ".jinja")
 
 
 def make_recipe(model: ModelFolder, config: Config, on_bytes: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
-    """The recipe of a build; `on_bytes` hears how many bytes of weights were hashed."""
+    """The recipe of a build; `on_bytes` gets the number of bytes of weights just hashed."""
     template = TEMPLATES[model.pipeline]
-    processor = [model.part("tokenizer")] + ([model.part("processor")] if model.takes_controls else [])
+    processor = [model.component("tokenizer")] + ([model.component("processor")] if model.takes_controls else [])
     recipe: dict[str, Any] = {
         "encoder_version": ENCODER_VERSION,
         "pipeline": model.pipeline,
         "dtype": config.cache.dtype,
-        "vae": _fingerprint([model.part("vae")], (".safetensors", "config.json"), on_bytes),
+        "vae": _fingerprint([model.component("vae")], (".safetensors", "config.json"), on_bytes),
         **Resolution.of(config.data).recipe(),
-        "text_encoder": _fingerprint([model.part("text_encoder")], (".safetensors", "config.json"), on_bytes),
+        "text_encoder": _fingerprint([model.component("text_encoder")], (".safetensors", "config.json"), on_bytes),
         "processor": _fingerprint(processor, _CONFIGURATION, on_bytes),
         "template": template.frame,
         "picture_template": template.image,
@@ -50,7 +50,7 @@ def make_recipe(model: ModelFolder, config: Config, on_bytes: Callable[[int], No
 
 
 def _fingerprint(folders: list[Path], endings: tuple[str, ...], on_bytes: Callable[[int], None]) -> str:
-    """One hash over the names and contents of the files that end so."""
+    """One hash over the names and contents of the files with these endings."""
     files = [path for folder in folders for path in sorted(folder.iterdir()) if path.name.endswith(endings)]
     return content_hash(
         canonical_json([[f"{path.parent.name}/{path.name}", _hash_file(path, on_bytes)] for path in files])

@@ -1,8 +1,8 @@
 """The VAE of Qwen-Image on images, with 2-D convolutions in place of its causal 3-D ones.
 
-A causal convolution of three frames sees two zero frames before a single image, so only the last slice of its kernel
-ever meets anything but zeros: a 2-D convolution with that slice is the same function. Everything else of the stock VAE
-stays as it is. Refuses more frames than one; leaves any other VAE alone.
+A causal convolution over three frames pads a single image with two zero frames in front, so only the last slice of its
+kernel meets nonzero values: a 2-D convolution with that slice is the same function. The rest of the stock VAE is
+unchanged. Refuses more than one frame; leaves any other VAE as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.functional import conv2d
 
 
 class SingleFrameConv(QwenImageCausalConv3d):  # type: ignore[misc]  # diffusers is not typed for mypy
-    """What a QwenImageCausalConv3d does to the first frame, from the last temporal slice of its kernel."""
+    """A QwenImageCausalConv3d on its first frame: the last temporal slice of its kernel."""
 
     def __init__(self, causal: QwenImageCausalConv3d) -> None:
         _, height, width = causal.kernel_size
@@ -35,7 +35,7 @@ class SingleFrameConv(QwenImageCausalConv3d):  # type: ignore[misc]  # diffusers
 
 
 def for_single_frames(vae: Any) -> Any:
-    """Replace the causal convolutions of `vae`, in place, but for those between frames, which one frame never meets."""
+    """Replace the causal convolutions of `vae` in place, except those between frames, which one frame never reaches."""
     for module in list(vae.modules()):
         for name, child in list(module.named_children()):
             if type(child) is QwenImageCausalConv3d and name != "time_conv":

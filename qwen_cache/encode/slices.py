@@ -1,8 +1,9 @@
-"""Parts: the rows of a source cut into runs, so that machines that know nothing of one another can build it.
+"""Slices: the rows of a source cut into runs, so that independent machines can build it.
 
-The cut follows from the source alone: the usable rows, in their order, `k·n/N` to `(k+1)·n/N`. Every part goes into a
-folder of its own, and `qwen-cache merge` makes one cache of them, in the order of the source. A part is refused in a
-folder that holds other parts, since a build makes a cache equal to its rows and would drop them.
+The source alone decides the cut: of its n usable rows, in order, slice k of N has those from `(k-1)·n/N` to `k·n/N`.
+Each slice is built into its own folder, and `qwen-cache merge` joins them into one cache, in the order of the source.
+Refuses to build a slice into a folder that holds other slices: a build makes a cache equal to its rows, so it would
+drop the others.
 """
 
 from __future__ import annotations
@@ -22,50 +23,54 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Part:
-    """Part `number`, from 1, of `count`."""
+class SourceSlice:
+    """Slice `number`, from 1, of `count`."""
 
     number: int
     count: int
 
     @classmethod
-    def parse(cls, text: str) -> Part:
-        """What is typed: `3/16`."""
-        found = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
-        part = cls(int(found[1]), int(found[2])) if found else cls(0, 0)
-        if not 1 <= part.number <= part.count:
-            raise ConfigError("not a part of the source", expected="NUMBER/COUNT from 1/1 on, such as 3/16", found=text)
-        return part
+    def parse(cls, text: str) -> SourceSlice:
+        """The slice that `3/16` names."""
+        match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+        parsed = cls(int(match[1]), int(match[2])) if match else cls(0, 0)
+        if not 1 <= parsed.number <= parsed.count:
+            expected = "NUMBER/COUNT from 1/1 on, such as 3/16"
+            raise ConfigError("not a slice of the source", expected=expected, found=text)
+        return parsed
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
 
-    def of(self, items: Sequence[T]) -> list[T]:
-        """This part of `items`: no two parts differ by more than one in length."""
+    def take(self, items: Sequence[T]) -> list[T]:
+        """This slice of `items`. The lengths of any two slices differ by at most one."""
         begin, end = ((self.number - 1 + i) * len(items) // self.count for i in range(2))
         return list(items[begin:end])
 
 
-def refuse_other_parts(folder: Path, part: Part, held: Collection[str], elsewhere: Collection[str]) -> None:
-    """ConfigError when `folder`, a cache of samples called `held`, has samples of other parts (`elsewhere`).
+def refuse_other_slices(
+    folder: Path, source_slice: SourceSlice, cached_names: Collection[str], other_names: Collection[str]
+) -> None:
+    """ConfigError if `folder`, a cache of the samples `cached_names`, has samples of other slices (`other_names`).
 
-    Not when it was built as this part: rows that came or went in the source have then moved the cut.
+    A folder that was built as this slice is accepted: rows added to or removed from the source have moved the cut.
     """
-    others = sorted(set(held) & set(elsewhere))
-    if others and _built_as(folder) != str(part):
+    others = sorted(set(cached_names) & set(other_names))
+    if others and _built_as(folder) != str(source_slice):
+        digits = len(str(source_slice.count))
         raise ConfigError(
-            f"this folder holds {len(others)} of the samples of other parts, which part {part} would drop",
+            f"this folder holds {len(others)} samples of other slices, which a build of {source_slice} would drop",
             where=folder,
             found=", ".join(others[:3]) + (" …" if others[3:] else ""),
-            do=f"give each part its own folder, such as --out {folder}-{part.number:0{len(str(part.count))}}, "
+            do=f"give each slice its own folder, such as --out {folder}-{source_slice.number:0{digits}}, "
             "then run `qwen-cache merge`",
         )
 
 
 def _built_as(folder: Path) -> str | None:
-    """The part that a finished build recorded beside its cache."""
+    """The slice that a finished build recorded beside its cache; `part` is the setting's former name."""
     try:
-        settings = yaml.safe_load((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-        return str(settings["data"]["part"])
+        data = yaml.safe_load((folder / CONFIG_NAME).read_text(encoding="utf-8"))["data"]
+        return str(data["slice"] if "slice" in data else data["part"])
     except (OSError, UnicodeError, yaml.YAMLError, KeyError, TypeError):
         return None

@@ -1,15 +1,15 @@
 """The text lane: images and prompts in, prompt embeddings out, through the stock Qwen2.5-VL.
 
-The model is causal and the images come before the instruction, so everything up to the last image is the same for
-every prompt about them: it is run once (`read`), and of each prompt only what follows, on the kept keys and values
-(`embed`). With `batch_tokens` of 1 each pass is about one thing, and on one machine what comes out is the same, bit for
-bit, whatever else is encoded. Passes about several, padded on the right, give the same within the rounding of the
-dtype: matrix products of other shapes are added up in another order.
+The model is causal and the images come before the instruction, so all prompts about the same images share everything
+up to the last image. This prefix runs once (`read`); of each prompt only the suffix runs, on the kept keys and values
+(`embed`). With `batch_tokens` of 1 each pass has one set of images, and on one machine the embeddings are the same,
+bit for bit, whatever else is encoded. Passes with several, padded on the right, agree within the rounding of the dtype:
+matrix products of other shapes are added up in another order.
 
-Refuses to run with 1-D positions: transformers 5 silently falls back to them when `mm_token_type_ids` is missing, and
-diffusers 0.42's Edit pipelines do not pass it (huggingface/diffusers issue 14194). The pipelines' `lm_head` is not
-run; the last hidden state after the final norm is what they use. With `attend`, the same pass also tells where the
-prompt looks in the first image.
+Refuses to run with 1-D positions: transformers 5 silently falls back to them if `mm_token_type_ids` is missing, and
+diffusers 0.42's Edit pipelines do not pass it (huggingface/diffusers issue 14194). The pipelines' `lm_head` does not
+run: they use the last hidden state after the final norm. With `attend`, the same pass also gives the attention of the
+prompt on the first image.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -36,27 +37,34 @@ from qwen_cache.models.processor import load_processor
 from qwen_cache.models.template import TEMPLATES, VISION_END
 from qwen_cache.sources.sizes import Size
 
-KEPT_TOKENS = 8  # times batch_tokens may stand in the keys and values of one pass: 1 GB of a 7B model for 2048
+KEPT_TOKENS = 8  # keys and values of this many times batch_tokens fit a pass: 1 GB of a 7B model for 2048
+
+Inputs = dict[str, torch.Tensor]
+"""What the model takes for some images before any prompt."""
 
 
 @dataclass(frozen=True)
 class EncodedText:
-    """`prefix` (`[P, D]`) begins the embeddings of both prompts, of which the others are the rest."""
+    """The embeddings of a prompt are `prefix` and `prompt`; those of the empty prompt are `prefix` and `empty`."""
 
     prefix: Float[torch.Tensor, "P D"]
     prompt: Float[torch.Tensor, "L D"]
     empty: Float[torch.Tensor, "L0 D"]
     attention: Float[torch.Tensor, "C h w"] | None = None
-    """Of the prompt's phrase on the first image, in float16; layers times heads."""
+    """Attention of the prompt's phrase on the first image, in float16; C is layers × heads."""
 
 
-Asked = tuple[dict[str, torch.Tensor], str, Phrase]
-"""What the model takes for some images, a prompt about them, and its phrase; without one it is the whole prompt."""
+class TextRequest(NamedTuple):
+    """A prompt about the images of `inputs`; an empty phrase stands for the whole prompt."""
+
+    inputs: Inputs
+    prompt: str
+    phrase: Phrase
 
 
 @dataclass(frozen=True)
-class Rest:
-    """What follows a prefix."""
+class Suffix:
+    """The embeddings that follow a prefix."""
 
     embeds: Float[torch.Tensor, "L D"]
     attention: Float[torch.Tensor, "C h w"] | None = None
@@ -64,44 +72,62 @@ class Rest:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What every prompt about each of some sets of images begins with, and the keys and values to go on from.
+    """The shared prefixes of some sets of images, one row for each, and the keys and values to continue from.
 
-    `embeds` is what is kept of each (`[P, D]`, on the CPU); `next_positions` are those of the next tokens, in all three
+    `embeds` are the kept embeddings (`[P, D]`, on the CPU); `next_positions` are those of the next tokens, on all three
     axes. Without images nothing is shared: `past` is None.
     """
 
-    pictures: list[int]
+    images: list[int]
     lengths: list[int]
-    """In tokens, of which `past` has as many for each as the longest has."""
+    """In tokens. In `past` every row is as long as the longest."""
     embeds: list[Float[torch.Tensor, "_ D"]]
     next_positions: list[int]
     past: DynamicCache | None
     first_images: list[ImageTokens]
 
 
-def kept_tokens(model: ModelFolder, asked: Sequence[tuple[str, Sequence[Size]]]) -> list[int]:
-    """How many tokens each prompt about images of those sizes has after `drop_idx`: what the encoder will return.
+@dataclass(frozen=True)
+class LastRead:
+    """The prefixes of the last `read` for requests, and the empty prompt's suffix for each of their rows."""
 
-    Sizes are those for the text encoder; an image's placeholder, one token in the text, becomes as many as it needs.
+    inputs: Inputs
+    """Those of the last row."""
+    prefixes: Prefixes
+    empties: list[Float[torch.Tensor, "_ D"]]
+
+    def encoded(self, rows: Sequence[int], suffixes: Sequence[Suffix]) -> list[EncodedText]:
+        return [
+            EncodedText(self.prefixes.embeds[row], suffix.embeds, self.empties[row], suffix.attention)
+            for row, suffix in zip(rows, suffixes, strict=True)
+        ]
+
+
+def kept_tokens(model: ModelFolder, prompts: Sequence[tuple[str, Sequence[Size]]]) -> list[int]:
+    """The length L, after `drop_idx`, of the embeddings of each prompt with images of those sizes, without encoding it.
+
+    Sizes are those for the text encoder: the placeholder of an image, one token in the text, becomes its image tokens.
     """
     template = TEMPLATES[model.pipeline]
     processor = load_processor(model) if model.takes_controls else None
-    tokenizer = processor.tokenizer if processor else AutoTokenizer.from_pretrained(model.part("tokenizer"))
+    tokenizer = processor.tokenizer if processor else AutoTokenizer.from_pretrained(model.component("tokenizer"))
 
     @cache
-    def more(size: Size) -> int:
+    def added_tokens(size: Size) -> int:
         assert processor is not None
         patches = processor.image_processor.get_number_of_image_patches(size[1], size[0], {})
         return int(patches // processor.image_processor.merge_size**2) - 1
 
     return [
-        len(tokenizer(template.text(prompt, len(sizes)))["input_ids"]) - template.drop_idx + sum(map(more, sizes))
-        for prompt, sizes in asked
+        len(tokenizer(template.text(prompt, len(sizes)))["input_ids"])
+        - template.drop_idx
+        + sum(map(added_tokens, sizes))
+        for prompt, sizes in prompts
     ]
 
 
 class TextEncoder:
-    """Qwen2.5-VL without its `lm_head`, on its own device. `batch_tokens` bounds a pass about more than one thing."""
+    """Qwen2.5-VL without its `lm_head`, on its own device. `batch_tokens` bounds a pass with several requests."""
 
     def __init__(
         self,
@@ -115,35 +141,35 @@ class TextEncoder:
         self.template = TEMPLATES[model.pipeline]
         self.processor = load_processor(model) if model.takes_controls else None
         self.tokenizer = (
-            self.processor.tokenizer if self.processor else AutoTokenizer.from_pretrained(model.part("tokenizer"))
+            self.processor.tokenizer if self.processor else AutoTokenizer.from_pretrained(model.component("tokenizer"))
         )
-        whole = load_whole(Qwen2_5_VLForConditionalGeneration, model.part("text_encoder"), dtype=dtype)
+        whole = load_whole(Qwen2_5_VLForConditionalGeneration, model.component("text_encoder"), dtype=dtype)
         self.model = whole.model.to(device)
         self.device, self.batch_tokens, self.attend = device, batch_tokens, attend
         self._tokenizing = Lock()  # fast tokenizers may not be used by two threads at once
-        self._last: tuple[list[dict[str, torch.Tensor]], Prefixes, list[torch.Tensor]] | None = None
+        self._last: LastRead | None = None
 
     @torch.inference_mode()
-    def encode_whole(self, pictures: Sequence[Image.Image], prompt: str) -> Float[torch.Tensor, "L D"]:
+    def encode_whole(self, images: Sequence[Image.Image], prompt: str) -> Float[torch.Tensor, "L D"]:
         """The embeddings of `prompt` about `images` in one pass: the modules and shapes of the pipelines."""
-        if not pictures:
+        if not images:
             return self.embed(self.read([{}]), [(0, prompt, None)])[0].embeds
-        inputs = self._process(self.template.text(prompt, len(pictures)), pictures)
+        inputs = self._process(self.template.text(prompt, len(images)), images)
         output = self.model(**{name: tensor.to(self.device) for name, tensor in inputs.items()})
         embeds: torch.Tensor = output.last_hidden_state[0, self.template.drop_idx :].cpu()
         return embeds
 
-    def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
-        """What the model takes for `images` (RGB, already resized for the encoder) before any prompt, on the CPU.
+    def inputs(self, images: Sequence[Image.Image]) -> Inputs:
+        """The model's inputs for `images` (RGB, already resized for the encoder) before any prompt, on the CPU.
 
-        For any thread, one at a time. Without images nothing is shared by prompts, and it is empty.
+        For any thread, one at a time. Empty without images: then prompts share nothing.
         """
-        return self._process(self._split("", len(pictures))[0], pictures) if pictures else {}
+        return self._process(self._split("", len(images))[0], images) if images else {}
 
-    def _process(self, text: str, pictures: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+    def _process(self, text: str, images: Sequence[Image.Image]) -> Inputs:
         assert self.processor is not None
         with self._tokenizing:
-            inputs = self.processor(text=[text], images=list(pictures), return_tensors="pt")
+            inputs = self.processor(text=[text], images=list(images), return_tensors="pt")
         if "mm_token_type_ids" not in inputs:
             raise ModelError(
                 "the processor returned no mm_token_type_ids: positions would silently be one-dimensional",
@@ -152,77 +178,72 @@ class TextEncoder:
         pin = self.device.type == "cuda"
         return {name: tensor.pin_memory() if pin else tensor for name, tensor in inputs.items()}
 
-    def encode(self, asked: Sequence[Asked]) -> list[EncodedText]:
-        """The embeddings of each prompt about each `inputs`, and of the empty one about the same images.
+    def encode(self, requests: Sequence[TextRequest]) -> list[EncodedText]:
+        """The embeddings of each prompt about its images, and of the empty prompt about the same images.
 
-        Inputs that are one object are read once; those of the last call are not read again.
+        Requests whose inputs are one object share one prefix; the prefix of the last call is reused.
         """
-        about: list[dict[str, torch.Tensor]] = []
-        for inputs, *_ in asked:
-            if not any(inputs is other for other in about):
-                about.append(inputs)
-        rows = [next(i for i, other in enumerate(about) if other is inputs) for inputs, *_ in asked]
-        prompts = [(row, prompt, phrase) for row, (_, prompt, phrase) in zip(rows, asked, strict=True)]
-        if self._last is None or len(about) > 1 or self._last[0][-1] is not about[0]:
-            self._last = None  # its keys and values make room
-            prefixes = self.read(about)
-            rests = self.embed(prefixes, [*((row, "", None) for row in range(len(about))), *prompts])
-            empties, rests = [rest.embeds for rest in rests[: len(about)]], rests[len(about) :]
-            self._last = about, prefixes, empties
-        else:
-            about, prefixes, empties = self._last
-            rows = [len(about) - 1] * len(asked)
-            rests = self.embed(prefixes, [(rows[-1], prompt, phrase) for _, prompt, phrase in prompts])
-        return [
-            EncodedText(prefixes.embeds[row], rest.embeds, empties[row], rest.attention)
-            for row, rest in zip(rows, rests, strict=True)
-        ]
+        inputs, rows = _distinct([request.inputs for request in requests])
+        if self._last is not None and len(inputs) == 1 and inputs[0] is self._last.inputs:
+            rows = [len(self._last.empties) - 1] * len(requests)
+            return self._last.encoded(rows, self.embed(self._last.prefixes, _prompts(rows, requests)))
+        self._last = None  # frees its keys and values
+        prefixes = self.read(inputs)
+        empty = [(row, "", None) for row in range(len(inputs))]
+        suffixes = self.embed(prefixes, [*empty, *_prompts(rows, requests)])
+        self._last = LastRead(inputs[-1], prefixes, [suffix.embeds for suffix in suffixes[: len(inputs)]])
+        return self._last.encoded(rows, suffixes[len(inputs) :])
 
     @torch.inference_mode()
-    def read(self, about: Sequence[dict[str, torch.Tensor]]) -> Prefixes:
-        """Run everything up to the end of the last image, in one pass for all of `about`."""
-        if not about[0]:
+    def read(self, inputs: Sequence[Inputs]) -> Prefixes:
+        """Run everything up to the end of the last image, in one pass with one row for each of `inputs`."""
+        if not inputs[0]:
             nothing = torch.empty(0, self.model.config.text_config.hidden_size, dtype=self.model.dtype)
-            return Prefixes([0] * len(about), [0] * len(about), [nothing] * len(about), [0] * len(about), None, [])
-        ids, types = ([inputs[name][0] for inputs in about] for name in ("input_ids", "mm_token_type_ids"))
+            count = len(inputs)
+            return Prefixes([0] * count, [0] * count, [nothing] * count, [0] * count, None, [])
+        ids, types = ([each[name][0] for each in inputs] for name in ("input_ids", "mm_token_type_ids"))
         lengths = [len(row) for row in ids]
-        grids = torch.cat([inputs["image_grid_thw"] for inputs in about])
+        grids = torch.cat([each["image_grid_thw"] for each in inputs])
         valid = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         tokens = {"input_ids": _padded(ids), "mm_token_type_ids": _padded(types), "image_grid_thw": grids}
-        shown = image_tokens(self.model.config, tokens["input_ids"], grids) if self.attend else []
+        row_images = image_tokens(self.model.config, tokens["input_ids"], grids) if self.attend else []
         positions, deltas = self.model.get_rope_index(**tokens, attention_mask=valid)
-        tokens |= {"pixel_values": torch.cat([inputs["pixel_values"] for inputs in about]), "position_ids": positions}
+        tokens |= {"pixel_values": torch.cat([each["pixel_values"] for each in inputs]), "position_ids": positions}
         tokens = {name: tensor.to(self.device, non_blocking=True) for name, tensor in tokens.items()}
         output = self.model(**tokens, use_cache=True)  # the padding is on the right, where no token looks
         hidden = output.last_hidden_state.cpu()
         return Prefixes(
-            pictures=[len(inputs["image_grid_thw"]) for inputs in about],
+            images=[len(each["image_grid_thw"]) for each in inputs],
             lengths=lengths,
             embeds=[row[self.template.drop_idx : n].clone() for row, n in zip(hidden, lengths, strict=True)],
             next_positions=[n + int(delta) for n, delta in zip(lengths, deltas, strict=True)],
             past=output.past_key_values,
-            first_images=[pictures[0] for pictures in shown],
+            first_images=[images[0] for images in row_images],
         )
 
     @torch.inference_mode()
-    def embed(self, prefixes: Prefixes, asked: Sequence[tuple[int, str, Phrase | None]]) -> list[Rest]:
+    def embed(self, prefixes: Prefixes, prompts: Sequence[tuple[int, str, Phrase | None]]) -> list[Suffix]:
         """What follows `prefixes.embeds[row]` for each prompt, on the CPU.
 
-        `asked` are rows, prompts and the phrases whose attention is wanted: None for none.
+        `prompts` are rows, prompts and the phrases whose attention is wanted; None gives no attention.
         """
-        ids = [self._ids(prompt, prefixes.pictures[row]) for row, prompt, _ in asked]
-        chosen = [self._chosen(prompt, phrase, prefixes.pictures[row]) for row, prompt, phrase in asked]
+        texts = [self._split(prompt, prefixes.images[row])[1] for row, prompt, _ in prompts]
+        ids = [self._ids(text) for text in texts]
+        chosen = [
+            self._phrase_tokens(text, prompt, phrase) if prefixes.images[row] else []
+            for text, (row, prompt, phrase) in zip(texts, prompts, strict=True)
+        ]
         costs = [max(prefixes.lengths) + len(each) for each in ids]
         return [
-            rest
-            for part in _runs(costs, KEPT_TOKENS * self.batch_tokens)
-            for rest in self._go_on(prefixes, [row for row, *_ in asked[part]], ids[part], chosen[part])
+            suffix
+            for run in _runs(costs, KEPT_TOKENS * self.batch_tokens)
+            for suffix in self._embed_pass(prefixes, [row for row, *_ in prompts[run]], ids[run], chosen[run])
         ]
 
-    def _go_on(
+    def _embed_pass(
         self, prefixes: Prefixes, rows: list[int], ids: list[torch.Tensor], chosen: list[list[int]]
-    ) -> list[Rest]:
-        """What follows these rows of `prefixes`, in one pass."""
+    ) -> list[Suffix]:
+        """The suffixes of these rows of `prefixes`, in one pass."""
         tokens = {"input_ids": _padded(ids)}
         drop_idx = self.template.drop_idx
         past = None
@@ -231,70 +252,80 @@ class TextEncoder:
             begins = torch.tensor([prefixes.next_positions[row] for row in rows])
             tokens["position_ids"] = (begins[:, None] + torch.arange(max(map(len, ids)))).expand(3, -1, -1)
             lengths = torch.tensor([prefixes.lengths[row] for row in rows])
-            if len(set(prefixes.lengths)) > 1:  # between a shorter prefix and its prompt there is padding
+            if len(set(prefixes.lengths)) > 1:  # there is padding between a shorter prefix and its suffix
                 before = torch.arange(max(prefixes.lengths)) < lengths[:, None]
                 tokens["attention_mask"] = torch.cat(
                     [before, torch.ones_like(tokens["input_ids"], dtype=torch.bool)], 1
                 )
-            past = _of_rows(prefixes.past, rows)
+            past = _select_rows(prefixes.past, rows)
         tokens = {name: tensor.to(self.device, non_blocking=True) for name, tensor in tokens.items()}
-        with self._watching(prefixes, rows, chosen) as seen:
+        with self._capturing(prefixes, rows, chosen) as captured:
             hidden = self.model(**tokens, past_key_values=past, use_cache=past is not None).last_hidden_state.cpu()
         embeds = [row[drop_idx : len(each)].clone() for row, each in zip(hidden, ids, strict=True)]
-        if seen is None:
-            return [Rest(each) for each in embeds]
+        if captured is None:
+            return [Suffix(each) for each in embeds]
         attention = [
-            pictures[0][0].half().cpu() if c else None for pictures, c in zip(seen.attention, chosen, strict=True)
+            images[0][0].half().cpu() if positions else None
+            for images, positions in zip(captured.attention, chosen, strict=True)
         ]
-        return [Rest(*each) for each in zip(embeds, attention, strict=True)]
+        return [Suffix(*each) for each in zip(embeds, attention, strict=True)]
 
-    def _watching(
+    def _capturing(
         self, prefixes: Prefixes, rows: list[int], chosen: list[list[int]]
     ) -> AbstractContextManager[AttentionRows | None]:
-        """Take the attention of the chosen tokens on the first image; of a row that has none, any token's."""
+        """Capture the attention of the chosen tokens on the first image; in a row without any, that of token 0."""
         if not any(chosen):
             return nullcontext()
-        pictures = [[prefixes.first_images[row]] for row in rows]
-        return attention_rows(self.model, [[positions or [0]] for positions in chosen], pictures)
+        images = [[prefixes.first_images[row]] for row in rows]
+        return attention_rows(self.model, [[positions or [0]] for positions in chosen], images)
 
-    def _chosen(self, prompt: str, phrase: Phrase | None, pictures: int) -> list[int]:
-        """The tokens of the phrase in what follows the images, which begins with the prompt."""
-        if not (self.attend and pictures) or phrase is None or not prompt.strip():
+    def _phrase_tokens(self, text: str, prompt: str, phrase: Phrase | None) -> list[int]:
+        """The positions of the phrase's tokens in `text`, which begins with the prompt; none if not wanted."""
+        if not self.attend or phrase is None or not prompt.strip():
             return []
         with self._tokenizing:
-            return token_positions(self.tokenizer, self._split(prompt, pictures)[1], phrase or ((0, len(prompt)),))
+            return token_positions(self.tokenizer, text, phrase or ((0, len(prompt)),))
 
-    def _split(self, prompt: str, pictures: int) -> tuple[str, str]:
-        """The whole input up to the end of the last image, and what follows.
+    def _split(self, prompt: str, images: int) -> tuple[str, str]:
+        """The whole input, cut into prefix and suffix behind the last image; without images it is all suffix.
 
-        A special token stands between them, so both are cut into the same tokens as the whole.
+        A special token ends the prefix, so both parts become the same tokens as in the whole.
         """
-        *before, after = self.template.text(prompt, pictures).split(VISION_END, pictures)
+        *before, after = self.template.text(prompt, images).split(VISION_END, images)
         return "".join(part + VISION_END for part in before), after
 
-    def _ids(self, prompt: str, pictures: int) -> torch.Tensor:
-        """The tokens of a prompt after its images; all of them where there are none."""
-        text = self._split(prompt, pictures)[1] if pictures else self.template.text(prompt, 0)
+    def _ids(self, text: str) -> torch.Tensor:
         with self._tokenizing:
             ids: torch.Tensor = self.tokenizer(text, return_tensors="pt")["input_ids"]
         return ids[0]
+
+
+def _distinct(inputs: Sequence[Inputs]) -> tuple[list[Inputs], list[int]]:
+    """The different objects among `inputs`, and for each of `inputs` which of them it is."""
+    numbers: dict[int, int] = {}
+    rows = [numbers.setdefault(id(each), len(numbers)) for each in inputs]
+    return [inputs[rows.index(number)] for number in range(len(numbers))], rows
+
+
+def _prompts(rows: Sequence[int], requests: Sequence[TextRequest]) -> list[tuple[int, str, Phrase | None]]:
+    return [(row, request.prompt, request.phrase) for row, request in zip(rows, requests, strict=True)]
 
 
 def _padded(rows: list[torch.Tensor]) -> torch.Tensor:
     return pad_sequence(rows, batch_first=True)
 
 
-def _of_rows(past: DynamicCache, rows: Sequence[int]) -> DynamicCache:
-    """Keys and values to go on from, apart from `past`, which keeps its own."""
+def _select_rows(past: DynamicCache, rows: Sequence[int]) -> DynamicCache:
+    """These rows as a cache of their own, so that a pass does not extend `past`."""
     whole = list(rows) == list(range(len(past.layers[0].keys)))
     index = slice(None) if whole else torch.tensor(rows, device=past.layers[0].keys.device)
     return DynamicCache([(layer.keys[index], layer.values[index]) for layer in past.layers])
 
 
-def _runs(costs: Sequence[int], most: int) -> Iterator[slice]:
-    """Cut into runs of at most `most` when all of a run cost as much as its dearest, or of a single one."""
+def _runs(costs: Sequence[int], limit: int) -> Iterator[slice]:
+    """Cut `costs` into runs of one item, or whose length times their highest cost is at most `limit`."""
     begin = 0
     for end in range(1, len(costs) + 1):
-        if end == len(costs) or (end + 1 - begin) * max(costs[begin : end + 1]) > most:
+        if end == len(costs) or (end + 1 - begin) * max(costs[begin : end + 1]) > limit:
             yield slice(begin, end)
             begin = end

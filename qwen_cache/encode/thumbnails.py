@@ -1,8 +1,8 @@
-"""Small images of a sample, kept in the cache for people to look at: the tensor `thumbnails`.
+"""Small copies of a sample's images in the cache, for people to look at: the tensor `thumbnails`.
 
-All images stand side by side in one JPEG, the target first. The size of each follows from its size in tokens, so the
-JPEG can be cut into images again. Refused is one that cannot be read or has another size. There is none of a sample
-with more images than a JPEG has room for.
+All images are side by side in one JPEG, the target first. The size of each follows from its size in tokens, so the
+JPEG can be cut into images again. Refuses a JPEG that cannot be read or has another size. A sample with more images
+than fit into a JPEG has no thumbnails.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from qwen_cache.sources.sizes import Size
 
 LONGER_SIDE = 192
 QUALITY = 85
-MOST_PIXELS = 65_500  # of a side of a JPEG, as libjpeg writes it
+MAX_SIDE = 65_500  # pixels of a JPEG's side, the limit of libjpeg
 
 
 def thumbnail_size(img_shape: tuple[int, int, int]) -> Size:
-    """Width and height of the thumbnail of an image `(1, h, w)`: none is larger than its image."""
+    """Width and height of the thumbnail of an image of shape `(1, h, w)` in tokens, never larger than the image."""
     _, h, w = img_shape
     longest = min(LONGER_SIDE, PIXELS_PER_TOKEN * max(h, w))
     return max(1, round(longest * w / max(h, w))), max(1, round(longest * h / max(h, w)))
 
 
 def thumbnail(image: Image.Image, img_shape: tuple[int, int, int]) -> Image.Image:
-    """An image as small as it is kept."""
+    """The thumbnail of an image."""
     return image.resize(thumbnail_size(img_shape), Image.Resampling.LANCZOS, reducing_gap=3)
 
 
 def join_thumbnails(thumbnails: Sequence[Image.Image]) -> bytes | None:
-    """The JPEG of all of them; None when that would be too wide."""
+    """One JPEG of all thumbnails; None if it would be too wide."""
     width, height = sum(each.width for each in thumbnails), max(each.height for each in thumbnails)
-    if width > MOST_PIXELS:
+    if width > MAX_SIDE:
         return None
     strip = Image.new("RGB", (width, height))
     for each, left in zip(thumbnails, accumulate((each.width for each in thumbnails), initial=0), strict=False):
@@ -51,18 +51,17 @@ def join_thumbnails(thumbnails: Sequence[Image.Image]) -> bytes | None:
 def cut_thumbnails(
     jpeg: bytes | memoryview, img_shapes: Sequence[tuple[int, int, int]], where: object
 ) -> list[Image.Image]:
-    """The thumbnails, the target first; ThumbnailError where they are not those of these images."""
+    """The thumbnails, the target first; ThumbnailError if they do not fit images of these shapes."""
     sizes = [thumbnail_size(shape) for shape in img_shapes]
     expected = sum(width for width, _ in sizes), max(height for _, height in sizes)
     try:
-        with JpegImageFile(BytesIO(jpeg)) as strip:  # reads no more than the header, so no size is too large
+        with JpegImageFile(BytesIO(jpeg)) as strip:  # reads only the header, so no size is too large
             if strip.size != expected or strip.mode != "RGB":
-                found = f"{strip.width}×{strip.height} {strip.mode}"
                 raise ThumbnailError(
                     "these thumbnails have another size",
                     where=where,
                     expected=f"{expected[0]}×{expected[1]} RGB",
-                    found=found,
+                    found=f"{strip.width}×{strip.height} {strip.mode}",
                 )
             lefts = accumulate((width for width, _ in sizes), initial=0)
             return [strip.crop((x, 0, x + w, h)) for x, (w, h) in zip(lefts, sizes, strict=False)]

@@ -1,9 +1,9 @@
 """The VAE of Qwen-Image on images too large for its device: tile by tile, with the latents and pixels of the whole.
 
-All of the VAE's full-size work is local: a value depends on a window of what comes before it. So a tile is run with as
-much around it as its window reaches, which is cut off again; nothing is blended. The mid block, whose attention sees
-everything, runs on the whole at 1/8 of the size. Takes a VAE after `for_single_frames`, which refuses more frames than
-one; refuses a VAE that is not local where it should be.
+All full-size layers of the VAE are local: each output depends on a window of inputs. So a tile runs with a margin as
+wide as its windows reach, which is then cut off; nothing is blended. The mid block, whose attention is global, runs on
+the whole image at 1/8 of the size. Takes a VAE after `for_single_frames`, which refuses more than one frame; refuses a
+VAE with other full-size layers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TILE = 512  # pixels: at 2048² a tenth of the memory, and 1.4 times as many pix
 
 @dataclass(frozen=True)
 class VaeThatFits:
-    """Stands in for `vae` in a pipeline: a single image that its device has no memory for goes in tiles."""
+    """Stands in for `vae` in a pipeline: a single image that does not fit into its device's memory is run in tiles."""
 
     vae: Any
     tile: int = TILE
@@ -72,7 +72,7 @@ class VaeThatFits:
 
 
 def encode_in_tiles(vae: Any, pixels: Float[torch.Tensor, "B 3 1 H W"], tile: int) -> Float[torch.Tensor, "B c 1 h w"]:
-    """The moments of the posterior, as `vae.encode` makes them; a tile contributes `tile`×`tile` pixels."""
+    """The moments of the posterior, as from `vae.encode`; a tile contributes `tile`×`tile` pixels."""
     encoder = vae.encoder
     local = nn.Sequential(encoder.conv_in, *encoder.down_blocks)
     features = in_tiles(local, pixels, tile // vae.spatial_compression_ratio)
@@ -82,7 +82,7 @@ def encode_in_tiles(vae: Any, pixels: Float[torch.Tensor, "B 3 1 H W"], tile: in
 
 
 def decode_in_tiles(vae: Any, latents: Float[torch.Tensor, "B z 1 h w"], tile: int) -> Float[torch.Tensor, "B 3 1 H W"]:
-    """The pixels in -1..1, as `vae.decode` makes them; a tile contributes `tile`×`tile` pixels."""
+    """The pixels in -1..1, as from `vae.decode`; a tile contributes `tile`×`tile` pixels."""
     decoder = vae.decoder
     features = decoder.mid_block(decoder.conv_in(vae.post_quant_conv(latents)))
     local = nn.Sequential(*decoder.up_blocks, decoder.norm_out, decoder.nonlinearity, decoder.conv_out)
@@ -90,19 +90,19 @@ def decode_in_tiles(vae: Any, latents: Float[torch.Tensor, "B z 1 h w"], tile: i
 
 
 def in_tiles(local: nn.Module, x: Float[torch.Tensor, "B c 1 h w"], tile: int) -> Float[torch.Tensor, "B d 1 H W"]:
-    """What `local` makes of `x`, for `tile`×`tile` values of it at a time."""
+    """`local(x)`, computed for `tile`×`tile` outputs at a time."""
     rows, columns = (list(spans(windows(local, axis), x.shape[axis], tile)) for axis in (HEIGHT, WIDTH))
     whole: torch.Tensor | None = None
     for row, column in product(rows, columns):
-        part = local(x[..., row.needed, column.needed])
+        output = local(x[..., row.needed, column.needed])
         if whole is None:
-            whole = part.new_empty(*part.shape[:3], rows[-1].made.stop, columns[-1].made.stop)
-        whole[..., row.made, column.made] = part[..., row.kept, column.kept]
+            whole = output.new_empty(*output.shape[:3], rows[-1].made.stop, columns[-1].made.stop)
+        whole[..., row.made, column.made] = output[..., row.kept, column.kept]
     assert whole is not None
     return whole
 
 
-# ---- what a tile needs -----------------------------------------------------------------------------------------------
+# ---- the inputs of a tile --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Span:
-    """A tile along one axis: the inputs it is run on, the outputs it contributes, and where they lie in its own."""
+    """A tile along one axis: the inputs it runs on, the outputs it contributes, and their range in its own output."""
 
     needed: slice
     made: slice
@@ -124,10 +124,10 @@ class Span:
 
 
 def spans(path: Sequence[Window], size: int, tile: int) -> Iterator[Span]:
-    """The tiles that cover what `path` makes of `size` inputs.
+    """The tiles that cover the outputs of `path` for `size` inputs.
 
-    A tile ends where the image ends, so that the modules pad it there as they pad the whole. It begins at a multiple
-    of the stride, so that its outputs are among those of the whole.
+    A tile ends at the end of the image if it reaches that far, so that the modules pad it as they pad the whole. It
+    begins at a multiple of the stride, so that its outputs are among those of the whole.
     """
     if tile < 1:
         raise ValueError("a tile is smaller than one value at the coarsest level")
@@ -142,7 +142,7 @@ def spans(path: Sequence[Window], size: int, tile: int) -> Iterator[Span]:
 
 
 def reach(path: Sequence[Window], start: int, stop: int) -> tuple[int, int]:
-    """The inputs, as a range, that the outputs `start` to `stop` of `path` come from."""
+    """The range of inputs on which the outputs `start` to `stop` of `path` depend."""
     for window in reversed(path):
         start = floor(window.stride * start) - window.before
         stop = floor(window.stride * (stop - 1)) - window.before + window.size
@@ -150,8 +150,8 @@ def reach(path: Sequence[Window], start: int, stop: int) -> tuple[int, int]:
 
 
 def windows(local: nn.Module, axis: int) -> list[Window]:
-    """The windows of all that is in `local`, in order; a shortcut beside others is a point, which adds nothing."""
-    return [window_of(part, axis) for part in local.modules() if type(part) not in CONTAINERS | POINTWISE]
+    """The windows of all layers of `local`, in order; a shortcut of one point among them widens nothing."""
+    return [window_of(module, axis) for module in local.modules() if type(module) not in CONTAINERS | POINTWISE]
 
 
 def window_of(module: nn.Module, axis: int) -> Window:
@@ -166,6 +166,6 @@ def window_of(module: nn.Module, axis: int) -> Window:
         case QwenImageUpsample(mode="nearest-exact"):
             return Window(1, 1 / Fraction(module.scale_factor[axis]), 0)
     raise ModelError(
-        f"the VAE cannot be run in tiles: a {type(module).__name__} in it may see further than a tile",
+        f"the VAE cannot be run in tiles: a {type(module).__name__} in it may reach further than a tile",
         do="use a smaller resolution, or a device with more memory",
     )

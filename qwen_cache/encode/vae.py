@@ -1,9 +1,9 @@
 """The VAE lane: one image in, its normalised and packed latents out, through the stock modules.
 
-What it computes is what the pipelines condition on: Lanczos resize from the original pixels, the mode of the posterior,
+It computes what the pipelines condition on: Lanczos resize from the original pixels, the mode of the posterior,
 `(z - latents_mean) / latents_std`, and packing of 2×2 patches. Its convolutions run in two dimensions (`single_frame`).
-Images of one shape can be encoded together, and one that is too large for the device goes in tiles (`tiles`); neither
-changes more than the rounding.
+Images of one shape can be encoded together, and an image too large for the device runs in tiles (`tiles`); both change
+only the rounding.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from qwen_cache.sources.sizes import Size
 
 
 class VaeEncoder:
-    """AutoencoderKLQwenImage on its own device. `batch_pixels` bounds what is encoded together."""
+    """AutoencoderKLQwenImage on its own device. `batch_pixels` bounds the pixels that are encoded together."""
 
     def __init__(self, model: ModelFolder, device: torch.device, dtype: torch.dtype, batch_pixels: int = 1) -> None:
-        vae = for_single_frames(load_whole(AutoencoderKLQwenImage, model.part("vae"), torch_dtype=dtype)).to(device)
+        vae = load_whole(AutoencoderKLQwenImage, model.component("vae"), torch_dtype=dtype)
+        vae = for_single_frames(vae).to(device)
         # the stock pipeline without its other parts: its own preprocessing, normalisation and packing
         self.pipeline = QwenImageEditPlusPipeline(None, vae, None, None, None, None)
         self.pipeline.vae = VaeThatFits(vae)
         self.device, self.dtype, self.batch_pixels = device, dtype, batch_pixels
 
     def pixels(self, image: Image.Image, size: Size) -> Float[torch.Tensor, "1 3 1 H W"]:
-        """An RGB image at `size` (width, height) pixels as the VAE takes it, on the CPU. For any thread."""
+        """The VAE's input for an RGB image at `size` (width, height) pixels, on the CPU. For any thread."""
         width, height = size
         pixels: torch.Tensor = self.pipeline.image_processor.preprocess(image, height, width).unsqueeze(2)
         pixels = pixels.to(self.dtype)

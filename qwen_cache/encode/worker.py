@@ -1,9 +1,9 @@
-"""Encode samples as a trainer asks for them: `qwen-train run --encode-on-the-fly`.
+"""Encode samples as a trainer requests them: `qwen-train run --encode-on-the-fly`.
 
-Requests come as lines on stdin, each the position of a sample in the source; replies go as lines of JSON to stdout, in
-the order of the requests: first what the source is, with the token counts that the index of its cache would have;
-then for each request the file of that sample, an unsealed shard in a folder that is gone with this process. The end of
-stdin is the end. Nothing is kept: who sees a sample twice has it encoded twice.
+A request is a line on stdin, the position of a sample in the source; a reply is a line of JSON on stdout, in the order
+of the requests. The first reply describes the source, with the token counts that the index of its cache would have.
+Each other reply names the file of one sample, an unsealed shard in a folder that is removed when this process ends. It
+ends with stdin. Nothing is kept: a sample that is requested twice is encoded twice.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from typing import Any, TextIO
 
-from qwen_cache.encode.builder import IN_FLIGHT, Job
+from qwen_cache.encode.builder import IN_FLIGHT, BuildJob
 from qwen_cache.encode.lanes import InFlight, Lanes
-from qwen_cache.encode.plan import Planned
+from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.encode.text import kept_tokens
 from qwen_cache.format.identity import dataset_identity
 from qwen_cache.format.sample import token_count
@@ -28,25 +28,29 @@ from qwen_cache.sources.sizes import calculate_dimensions
 
 
 def serve(
-    job: Job, samples: Sequence[Planned], load_lanes: Callable[[Job], Lanes], requests: TextIO, replies: TextIO
+    job: BuildJob,
+    samples: Sequence[PlannedSample],
+    load_lanes: Callable[[BuildJob], Lanes],
+    requests: TextIO,
+    replies: TextIO,
 ) -> None:
     """Answer until `requests` ends."""
-    asked: SimpleQueue[int | None] = SimpleQueue()
+    requested: SimpleQueue[int | None] = SimpleQueue()
     ended = Event()
 
     def read() -> None:
         for line in requests:
-            asked.put(int(line))
+            requested.put(int(line))
         ended.set()
-        asked.put(None)
+        requested.put(None)
 
     def reply(value: dict[str, Any]) -> None:
         print(json.dumps(value), file=replies, flush=True)
 
     with TemporaryDirectory(prefix="qwen-cache-") as folder, load_lanes(job) as lanes:
-        reply(_about(job, samples))
+        reply(_description(job, samples))
         Thread(target=read, daemon=True).start()
-        for count, work in enumerate(_submitted(samples, lanes, asked)):
+        for count, work in enumerate(_submitted(samples, lanes, requested)):
             if ended.is_set():
                 return
             path = Path(folder) / f"{count}.tar"
@@ -56,7 +60,8 @@ def serve(
             reply({"file": str(path)})
 
 
-def _about(job: Job, samples: Sequence[Planned]) -> dict[str, Any]:
+def _description(job: BuildJob, samples: Sequence[PlannedSample]) -> dict[str, Any]:
+    """The first reply."""
     return {
         "samples": len(samples),
         "identity": dataset_identity(sample.key for sample in samples),
@@ -69,20 +74,22 @@ def _about(job: Job, samples: Sequence[Planned]) -> dict[str, Any]:
     }
 
 
-def text_tokens(job: Job, samples: Sequence[Planned]) -> list[int]:
-    """Of each sample's prompt about its controls, exactly, though nothing is encoded yet."""
+def text_tokens(job: BuildJob, samples: Sequence[PlannedSample]) -> list[int]:
+    """The exact length of each sample's prompt embeddings, without encoding it."""
     area = job.condition_image_size
     sizes = [[calculate_dimensions(area, control) for control in sample.originals[1:]] for sample in samples]
     return kept_tokens(job.model, [(sample.row.prompt, each) for sample, each in zip(samples, sizes, strict=True)])
 
 
-def _submitted(samples: Sequence[Planned], lanes: Lanes, asked: SimpleQueue[int | None]) -> Iterator[InFlight]:
-    """What is asked for, in order, of which up to IN_FLIGHT samples are under way."""
+def _submitted(
+    samples: Sequence[PlannedSample], lanes: Lanes, requested: SimpleQueue[int | None]
+) -> Iterator[InFlight]:
+    """The requested samples in order, up to IN_FLIGHT of them in flight."""
     waiting: deque[InFlight] = deque()
     while True:
         while len(waiting) < IN_FLIGHT:
             try:
-                position = asked.get(block=not waiting)
+                position = requested.get(block=not waiting)
             except Empty:
                 break
             if position is None:

@@ -1,1 +1,1 @@
-"""The dataset format: everything that reads it, and what it takes to write it. No torch, no diffusers at import."""
+"""The dataset format: reading, checking and writing it. Imports neither torch nor diffusers."""

@@ -1,8 +1,8 @@
-"""Reading a cache: `open_cache`, its samples by position or key, their tensors without a copy.
+"""Read a cache: `open_cache`, samples by position or key, tensors without a copy.
 
-Tensors are views of the mapped shard; nothing is read until they are touched, and the bytes of a tensor are checked
-against its hash when it is asked for. Of a remote cache, what is mapped are local copies (`remote`). Only what
-gives torch tensors needs torch; `Sample.numpy` gives the same values as NumPy arrays.
+Tensors are views of the mapped shard: nothing is read before it is used, and each access to a tensor checks its bytes
+against its hash. A remote cache is read through local copies (`local_copies`). Only torch tensors need torch;
+`Sample.numpy` gives the same values as NumPy arrays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qwen_cache.format.identity import content_hash, copy_hashed
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, record_reader
 from qwen_cache.format.manifest import Manifest, Recipe
 from qwen_cache.format.sample import ImgShapes
-from qwen_cache.format.shards import RemoteShards
+from qwen_cache.format.shards import LocalShards, RemoteShards, SampleBytes
 from qwen_cache.format.tensor import TensorSpec
 from qwen_cache.settings.cache import LOCAL_COPIES_SIZE, CacheConfig
 from qwen_cache.storage.local_copies import LocalCopies
@@ -34,9 +34,8 @@ from qwen_cache.storage.url import Url, location
 
 if TYPE_CHECKING:
     import torch
-from qwen_cache.format.shards import LocalShards, SampleBytes
 
-ROWS_KEPT = 1 << 14  # parsed rows in memory, at 4 kB each; more than most sets that people fine-tune on
+ROWS_KEPT = 1 << 14  # parsed rows in memory, at 4 kB each; more than most fine-tuning datasets have
 NUMPY_DTYPES = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "U8": np.uint8}
 
 
@@ -47,23 +46,23 @@ def open_cache(
     local_copies: str | Path | None = None,
     local_copies_size: int = LOCAL_COPIES_SIZE,
 ) -> Cache:
-    """Open the cache in the folder `path`, or behind the URL: any that fsspec reads.
+    """Open the cache at `path`: a folder, or any URL that fsspec reads.
 
-    A cache can hold several recipes of one source (another model, another resolution); then `recipe` must name one.
-    What is read through a URL is kept in the folder `local_copies` (the user's cache folder when not given), up to
-    `local_copies_size` bytes. Raises FormatError when the folder is not a cache, is of an unknown version, or
-    contradicts itself.
+    If a cache holds several recipes of one source (other models, other resolutions), `recipe` must name one. Samples of
+    a remote cache are stored in the folder `local_copies` (by default in the user's cache folder), up to
+    `local_copies_size` bytes. Raises FormatError if there is no cache, its version is unknown, or it contradicts
+    itself; QwenCacheError if the recipe is ambiguous or unknown.
     """
     return _open(path, recipe, LocalCopies.of(local_copies, local_copies_size))
 
 
 def open_configured(config: CacheConfig, path: str | Path | Url | None = None) -> Cache:
-    """The cache that `config` names, or `path` in its place, with the recipe and the local copies of `config`."""
+    """Open `config.path`, or `path` instead, with the recipe and the local copies of `config`."""
     return _open(config.path if path is None else path, config.recipe, LocalCopies.of_settings(config))
 
 
 def open_recipes(path: str | Path | Url, copies: LocalCopies) -> dict[str, Cache]:
-    """Every recipe of a cache by its name, in the order of their names."""
+    """A cache for every recipe, by its name, sorted."""
     manifest, _ = directory.load(location(path))
     return {name: _open(path, name, copies) for name in sorted(manifest.recipes)}
 
@@ -77,7 +76,7 @@ def _open(path: str | Path | Url, recipe: str | None, copies: LocalCopies) -> Ca
         table = table.filter(pyarrow.compute.equal(table["recipe"], manifest.recipes[name].id)).combine_chunks()
     if table.num_rows != manifest.recipes[name].samples:
         raise IndexFileError(
-            f"the index does not have the samples of recipe {name!r} that the manifest counts",
+            f"index and manifest have different numbers of samples of recipe {name!r}",
             where=folder / INDEX_NAME,
             expected=manifest.recipes[name].samples,
             found=table.num_rows,
@@ -86,7 +85,7 @@ def _open(path: str | Path | Url, recipe: str | None, copies: LocalCopies) -> Ca
 
 
 class Cache:
-    """An opened cache: a sequence of samples in the order of the source; pickles without its open files."""
+    """An opened cache: a sequence of samples in the order of the source. It can be pickled, without its open files."""
 
     def __init__(
         self, folder: Path | Url, manifest: Manifest, recipe_name: str, table: pa.Table, copies: LocalCopies
@@ -107,12 +106,12 @@ class Cache:
 
     @property
     def identity(self) -> str:
-        """The hash of all keys in order."""
+        """The hash of all keys in order, for one recipe."""
         return self.recipe.identity
 
     @property
     def prompt_embeds_width(self) -> int:
-        """The width of the text encoder."""
+        """`D`, the width of the text encoder."""
         return self.row(0).meta.tensors["prompt_embeds"].shape[1]
 
     def __len__(self) -> int:
@@ -122,19 +121,19 @@ class Cache:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, which: int | str) -> Sample:
-        """A sample by its position (negative counts from the end) or by its key."""
+        """A sample by position (negative from the end) or key; IndexError or KeyError if it does not exist."""
         return Sample(self.row(self._position(which)), self.shards)
 
     def prefetch(self, positions: Iterable[int]) -> None:
-        """Begin to fetch these samples, and return at once; does nothing, and reads nothing, in a local cache."""
+        """Start to fetch these samples in the background; does nothing for a local cache."""
         self.shards.prefetch(self.row(position) for position in positions)
 
     def stop_prefetch(self) -> None:
-        """Give up what `prefetch` has asked for and has not begun."""
+        """Cancel fetches of `prefetch` that have not started."""
         self.shards.stop_prefetch()
 
     def row(self, position: int) -> IndexRow:
-        """What the index says of the sample at `position`, checked for consistency."""
+        """The index row of the sample at `position`, checked for consistency; FormatError."""
         if (row := self._rows.get(position)) is None:
             row = index_row(self._record(position), self.format_version, str(self.folder / INDEX_NAME))
             if len(self._rows) < ROWS_KEPT:
@@ -142,16 +141,16 @@ class Cache:
         return row
 
     def rows(self) -> Iterator[IndexRow]:
-        """What the index says of every sample."""
+        """The index rows of all samples."""
         where = str(self.folder / INDEX_NAME)
         for batch in self.table.to_batches(max_chunksize=1024):
             for record in batch.to_pylist():
                 yield index_row(record, self.format_version, where)
 
     def shard(self, name: str) -> memoryview:
-        """The bytes of a shard of a local cache, mapped."""
+        """The mapped bytes of a shard of a local cache; QwenCacheError for a remote cache."""
         if isinstance(self.shards, RemoteShards):
-            raise QwenCacheError("a whole shard is not read through a URL", where=self.folder, found=name)
+            raise QwenCacheError("whole shards of a remote cache cannot be read", where=self.folder, found=name)
         return self.shards.map(name)
 
     def __reduce__(self) -> tuple[Callable[..., Cache], tuple[Any, ...]]:
@@ -171,7 +170,7 @@ class Cache:
         keys = self.table["key"].to_pylist()
         positions = {key: i for i, key in enumerate(keys)}
         if len(positions) != len(keys):
-            raise SampleKeyError("a key stands twice in the index", where=self.folder / INDEX_NAME)
+            raise SampleKeyError("a key occurs twice in the index", where=self.folder / INDEX_NAME)
         return positions
 
 
@@ -188,7 +187,7 @@ class Sample:
 
     @property
     def name(self) -> str:
-        """What the source calls it."""
+        """Its name in the source."""
         return self.row.name
 
     @property
@@ -201,13 +200,14 @@ class Sample:
         return self.row.meta.img_shapes
 
     def buffer(self, name: str) -> memoryview:
-        """The bytes of a tensor, checked against their hash; a view of the shard, unless they are compressed."""
+        """The bytes of a tensor, checked against their hash; a view of the shard unless the tensor is compressed."""
         return self._read(name)
 
     def copy_into(self, name: str, out: torch.Tensor) -> None:
-        """Copy a tensor, checked on the way, to `out`: contiguous, on the CPU, of its shape and of any dtype.
+        """Copy a tensor to `out` and check it; `out` is contiguous, on the CPU, of the same shape and of any dtype.
 
-        In the dtype that is stored, checking costs next to nothing: the bytes come from memory once.
+        For the stored dtype the check is almost free: copy and hash read memory once. ValueError for another shape;
+        KeyError and ChecksumError as in `numpy`.
         """
         _require_torch(name)
         import torch
@@ -229,29 +229,29 @@ class Sample:
             raise KeyError(f"sample {self.key} has no {name!r}; it has {', '.join(self.row.meta.tensors)}")
         try:
             return self._checked(name, target)
-        except (ChecksumError, CodecError):  # where there is only a local copy, it may be damaged
+        except (ChecksumError, CodecError):  # a local copy of a remote shard may be damaged
             if not self._shards.renew(self.row):
                 raise
             return self._checked(name, target)
 
     def _checked(self, name: str, target: memoryview | None) -> memoryview:
-        """The bytes of a tensor when they have its hash; also copied to `target`, if there is one."""
+        """The bytes of a tensor after a check of their hash, also copied to `target`; ChecksumError, CodecError."""
         spec, offset = self.row.meta.tensors[name], self.row.entry.tensor_offsets()[name]
         what, where = f"{name} of sample {self.key}", self._shards.folder / self.row.shard
         stored = self._shards.bytes_of(self.row)[offset : offset + spec.stored_bytes]
         if stored.nbytes != spec.stored_bytes:
-            found = f"{stored.nbytes} of {spec.stored_bytes} bytes"
-            raise ChecksumError(f"{what} reaches beyond its shard", where=where, found=found)
+            size = f"{stored.nbytes} of {spec.stored_bytes} bytes"
+            raise ChecksumError(f"{what} reaches beyond its shard", where=where, found=size)
         data = decode(stored, spec, f"{where}: {what}")
-        found = content_hash(data) if target is None else copy_hashed(data, target)
-        if found != spec.xxh3_128:
+        digest = content_hash(data) if target is None else copy_hashed(data, target)
+        if digest != spec.xxh3_128:
             raise ChecksumError(
-                f"{what} does not have the bytes that were written", where=where, expected=spec.xxh3_128, found=found
+                f"{what} does not have the bytes that were written", where=where, expected=spec.xxh3_128, found=digest
             )
         return data
 
     def stored(self, name: str) -> torch.Tensor:
-        """A tensor as it is stored, without a copy."""
+        """A tensor as it is stored, without a copy: `empty_prompt_embeds` of v2 without its shared prefix."""
         _require_torch(name)
         import torch
 
@@ -259,14 +259,14 @@ class Sample:
         return torch.frombuffer(data, dtype=_torch_dtype(spec)).view(spec.shape)
 
     def stored_numpy(self, name: str) -> npt.NDArray[Any]:
-        """The same as an array, which cannot be written to."""
+        """Like `stored`, as a read-only array."""
         data, spec = self.buffer(name), self.row.meta.tensors[name]
         array = np.frombuffer(data, NUMPY_DTYPES[spec.dtype]).reshape(spec.shape)
         array.flags.writeable = False
         return array
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """A tensor: without a copy, but for `empty_prompt_embeds`, which v2 stores without its shared prefix."""
+        """A tensor, without a copy; only `empty_prompt_embeds` of v2 is joined with its shared prefix."""
         stored = self.stored(name)
         if prefix := self._shared_rows(name):
             import torch
@@ -275,10 +275,10 @@ class Sample:
         return stored
 
     def numpy(self, name: str) -> npt.NDArray[Any]:
-        """What `sample[name]` is, as a NumPy array and without torch; copied where that is copied.
+        """`sample[name]` as a read-only NumPy array, without torch; copied where `sample[name]` is.
 
-        BF16 is `ml_dtypes.bfloat16`. The array cannot be written to: copy it first. Raises KeyError when the sample has
-        no such tensor, ChecksumError when its bytes are not those that were written.
+        BF16 is `ml_dtypes.bfloat16`. Raises KeyError if the sample has no such tensor, ChecksumError if its bytes do
+        not match their hash.
         """
         if prefix := self._shared_rows(name):
             whole = np.concatenate([self.stored_numpy("prompt_embeds")[:prefix], self.stored_numpy(name)])
@@ -291,19 +291,19 @@ class Sample:
         return {name: self[name] for name in self.row.meta.tensors}
 
     def _shared_rows(self, name: str) -> int:
-        """How many rows of `prompt_embeds` come before what is stored of this tensor."""
+        """The number of rows of `prompt_embeds` that the stored tensor omits at its beginning."""
         return self.row.meta.prefix_length if name == "empty_prompt_embeds" else 0
 
 
 def _require_torch(name: str) -> None:
-    """An error that says how to read the tensor `name` without torch, where there is none."""
+    """QwenCacheError, with a way to read the tensor `name`, if torch is not installed."""
     try:
         import torch  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         what = f"sample[{name!r}] is a torch tensor, and torch is not installed"
-        do = f"take sample.numpy({name!r}), or pip install 'qwen-cache[build]'"
+        do = f"use sample.numpy({name!r}), or pip install 'qwen-cache[build]'"
         raise QwenCacheError(what, do=do) from None
 
 
@@ -318,9 +318,7 @@ def _choose(manifest: Manifest, recipe: str | None, folder: Path | Url) -> str:
     if recipe is None and len(names) == 1:
         return names[0]
     if recipe not in manifest.recipes:
-        what = (
-            "this cache holds several recipes, so one must be named" if recipe is None else f"no recipe {recipe!r} here"
-        )
+        what = "this cache holds several recipes; name one of them" if recipe is None else f"no recipe {recipe!r} here"
         raise QwenCacheError(what, where=folder, expected=" or ".join(names), do="set cache.recipe")
     assert recipe is not None
     return recipe

@@ -1,12 +1,12 @@
 """How the bytes of a tensor are stored: as they are, or compressed without loss.
 
-`planes-zstd` splits elements of k bytes into k planes (all first bytes, all second bytes, …) and compresses each by
-itself with zstandard; a plane that does not get smaller is kept as it is. In bfloat16 the plane with the exponents is
-worth compressing, the one with the mantissas is noise (`tools/bench_compression.py`).
+`planes-zstd` splits elements of k bytes into k planes (all first bytes, all second bytes, …) and compresses each
+separately with zstandard; a plane that does not get smaller is stored as it is. In bfloat16, the plane of exponents is
+worth compressing; the plane of mantissas is noise (`tools/bench_compression.py`).
 
     stored = k lengths (u64, little-endian), then k planes; a plane of the full length is not compressed
 
-Decoding allocates twice what the tensor needs at most, whatever the compressed bytes claim.
+Decoding allocates at most twice the size of the tensor, whatever the compressed bytes claim.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def encode(data: memoryview, width: int) -> bytes:
 
 
 def decode(stored: memoryview, spec: TensorSpec, where: str) -> memoryview:
-    """The bytes of the tensor; without a codec, `stored` itself. CodecError when they cannot be its."""
+    """The bytes of the tensor; without a codec, `stored` itself. CodecError if they do not decode to its size."""
     if spec.codec is None:
         return stored
     *lower, words = _planes(stored, spec, where)
     words = words.astype(f"<u{spec.element_size}")
-    for plane in reversed(lower):  # three times as fast as to write every second byte
+    for plane in reversed(lower):  # three times as fast as writing every second byte
         words <<= 8
         words |= plane
     return words.view(np.uint8).data
@@ -74,7 +74,7 @@ def _planes(stored: memoryview, spec: TensorSpec, where: str) -> list[npt.NDArra
 
 
 def _checked(frame: memoryview, size: int) -> memoryview:
-    """Refuse a frame that claims another size: zstandard would allocate what it claims."""
+    """The frame; ZstdError if it claims another size, which zstandard would allocate."""
     import zstandard
 
     if (claimed := zstandard.frame_content_size(frame)) != size:

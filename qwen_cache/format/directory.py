@@ -1,9 +1,9 @@
-"""The cache as a directory: who may write, and how a change becomes visible all at once.
+"""The cache as a directory: exclusive writing and atomic commits.
 
-cache.json is the commit point. Shards are content-named and complete before they get their name; the index waits under
-`index-<hash>.parquet` until the manifest that names it is in place. A crash anywhere leaves either the old dataset or
-the new one. Shards that a commit replaces move to `.replaced/`, where a run that still reads them finds them until
-`gc` removes them.
+cache.json is the commit point. Shards are named by their content, and complete before they get their name; a new index
+is `index-<hash>.parquet` until the manifest that names it is in place. A crash anywhere leaves the old dataset or the
+new one. A commit moves replaced shards to `.replaced/`, where a run that still reads them finds them until `gc` removes
+them.
 """
 
 from __future__ import annotations
@@ -31,62 +31,62 @@ from qwen_cache.storage.durable import (
 )
 from qwen_cache.storage.url import Url
 
-Folder = TypeVar("Folder", Path, Url, Path | Url)  # what is asked of one gives one of its kind
+Folder = TypeVar("Folder", Path, Url, Path | Url)  # a Path gives Paths, a Url gives Urls
 
-STAGING = ".staging"  # shards that are being written
-REPLACED = ".replaced"  # shards that an earlier manifest named
+STAGING = ".staging"  # shards of unfinished builds
+REPLACED = ".replaced"  # shards of earlier manifests
 LOCK = ".lock"
 
 
 def load(folder: Path | Url) -> tuple[Manifest, bytes]:
-    """The manifest and the index that belongs to it, also while another process commits."""
-    for _ in range(10):  # a commit between our two reads makes them disagree; the next pair agrees
+    """The manifest and its index, also while another process commits; FormatError if they are missing or invalid."""
+    for _ in range(10):  # a commit between the two reads makes them disagree; then read both again
         data = _read(folder / MANIFEST_NAME)
         if data is None:
             raise _no_manifest(folder)
-        manifest, found = parse_manifest(data, str(folder / MANIFEST_NAME)), "no file"
+        manifest, index_found = parse_manifest(data, str(folder / MANIFEST_NAME)), "no file"
         for path in (folder / INDEX_NAME, pending_index(folder, manifest)):
             if (index := _read(path)) is None:
                 continue
             if (len(index), content_hash(index)) == (manifest.index.bytes, manifest.index.xxh3_128):
                 return manifest, index
-            found = "another hash"
+            index_found = "another hash"
         if _read(folder / MANIFEST_NAME) == data:
             break
     raise IndexFileError(
         "the index is not the one that the manifest names",
         where=folder / INDEX_NAME,
         expected=manifest.index.xxh3_128,
-        found=found,
+        found=index_found,
     )
 
 
-def shard_places(folder: Folder, name: str) -> tuple[Folder, Folder]:
-    """Where a shard may lie; FormatError when its name could lead out of the folder."""
+def shard_paths(folder: Folder, name: str) -> tuple[Folder, Folder]:
+    """The possible paths of a shard; FormatError if its name could lead out of the folder."""
     if not SHARD_PATTERN.fullmatch(name):
         raise ShardError("not the name of a shard", where=folder, expected="<xxh3-128>.tar", found=name)
     return folder / name, folder / REPLACED / name
 
 
 def shard_path(folder: Folder, name: str) -> Folder:
-    """Where a shard lies; FormatError when it is gone, or its name could lead out of the folder."""
-    for path in shard_places(folder, name):
+    """The path of a shard; FormatError if it is missing, or its name could lead out of the folder."""
+    for path in shard_paths(folder, name):
         if path.is_file():
             return path
-    raise ShardError("a shard that the manifest names is missing", where=folder / name)
+    raise ShardError("a shard of the manifest is missing", where=folder / name)
 
 
 def shards_here(folder: Path | Url, manifest: Manifest) -> set[str]:
-    """The names of the shards that are there. A remote cache is not asked: all that its manifest names."""
+    """The names of the shards that exist; for a remote cache, which is not asked, all shards of its manifest."""
     names = {shard.name for shard in manifest.shards}
     if not isinstance(folder, Path):
         return names
-    return {name for name in names if any(path.is_file() for path in shard_places(folder, name))}
+    return {name for name in names if any(path.is_file() for path in shard_paths(folder, name))}
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Hold the directory for writing; refuse at once when another process does."""
+    """Lock the directory for writing; QwenCacheError immediately if another process has the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -105,7 +105,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Refuse links among the files that we write, empty and delete: they could lead to any file of the user."""
+    """QwenCacheError for links among the files that we write and delete: they could lead to any file of the user."""
     ours = [folder / name for name in (LOCK, STAGING, REPLACED)]
     for path in (*ours, *folder.glob(".*.tmp"), *(folder / STAGING).rglob("*"), *(folder / REPLACED).rglob("*")):
         if is_link(path):
@@ -113,16 +113,16 @@ def _refuse_links(folder: Path) -> None:
 
 
 def commit(folder: Path, manifest: Manifest, index: bytes, shards: Sequence[Path]) -> None:
-    """Make `shards` (sealed, elsewhere in the folder), `index` and `manifest` the dataset, all at once."""
+    """Atomically make `shards` (sealed, elsewhere in the folder), `index` and `manifest` the dataset."""
     for path in shards:
-        move(path, folder / path.name)  # made durable with the name of the index
+        move(path, folder / path.name)  # synced with the rename of the index
     write_durably(pending_index(folder, manifest), index)
     write_durably(folder / MANIFEST_NAME, manifest.to_bytes())
     _finish_commit(folder)
 
 
 def _finish_commit(folder: Path) -> None:
-    """What comes after the commit point, also when a crash came between: the index's name, and replaced shards."""
+    """The steps after the commit point, also after a crash: rename the index and move replaced shards."""
     data = _read(folder / MANIFEST_NAME)
     if data is None:
         return
@@ -131,18 +131,18 @@ def _finish_commit(folder: Path) -> None:
     if pending.exists():
         for path in unlisted_shards(folder, manifest):
             (folder / REPLACED).mkdir(exist_ok=True)
-            with unless_in_use():  # where it is, a run that reads it finds it as well; `gc` removes it from there
+            with unless_in_use():  # if it stays, readers still find it, and `gc` removes it
                 os.replace(path, folder / REPLACED / path.name)
-        with unless_in_use():  # `load` finds it under both names
+        with unless_in_use():  # `load` finds it under either name
             replace(pending, folder / INDEX_NAME)
         sync_folder(folder)
 
 
 def unlisted_shards(folder: Folder, manifest: Manifest) -> list[Folder]:
-    """Shards under their final name that the manifest does not name."""
+    """Shards in the folder that are not in the manifest."""
     listed = {shard.name for shard in manifest.shards}
-    found = (path for path in folder.glob("*.tar") if SHARD_PATTERN.fullmatch(path.name) and path.name not in listed)
-    return sorted(found, key=lambda path: path.name)
+    shards = (path for path in folder.glob("*.tar") if SHARD_PATTERN.fullmatch(path.name))
+    return sorted((path for path in shards if path.name not in listed), key=lambda path: path.name)
 
 
 def pending_index(folder: Folder, manifest: Manifest) -> Folder:
@@ -150,7 +150,7 @@ def pending_index(folder: Folder, manifest: Manifest) -> Folder:
 
 
 def leftovers(folder: Path, manifest: Manifest) -> list[Path]:
-    """Every file of ours that the manifest does not name."""
+    """Every file of ours that the manifest does not need."""
     needed = _only_replaced(folder, manifest)
     hidden = [path for name in (STAGING, REPLACED) for path in sorted((folder / name).rglob("*")) if path.is_file()]
     temporary = [*folder.glob(".*.tmp"), *folder.glob(f"index-{'[0-9a-f]' * 32}.parquet")]
@@ -158,24 +158,23 @@ def leftovers(folder: Path, manifest: Manifest) -> list[Path]:
 
 
 def _only_replaced(folder: Path, manifest: Manifest) -> set[Path]:
-    """Shards of the dataset that lie only where replaced ones are kept: whoever lost the other copy reads this one."""
+    """Shards of the dataset that exist only in `.replaced/`, where readers find them too."""
     return {folder / REPLACED / shard.name for shard in manifest.shards if not (folder / shard.name).is_file()}
 
 
 def collect_garbage(folder: Path, *, dry_run: bool) -> dict[Path, int]:
-    """Remove what the dataset does not name, and what builds that were given up left; the files and their sizes.
+    """Remove files that the dataset does not need, also those of abandoned builds; returns the files and their sizes.
 
-    On Windows, files that a process has open stay for a later time.
+    With `dry_run` nothing is removed. On Windows, files that a process has open stay until a later call.
     """
     if not folder.is_dir():
         raise ManifestError("no such folder", where=folder)
     with writing(folder):
         data = _read(folder / MANIFEST_NAME)
         manifest = parse_manifest(data, str(folder / MANIFEST_NAME)) if data else Manifest.empty(VERSIONS[-1])
-        found = leftovers(folder, manifest)
-        sizes = {path: path.stat().st_size for path in found}
+        sizes = {path: path.stat().st_size for path in leftovers(folder, manifest)}
         if not dry_run:
-            for path in found:
+            for path in sizes:
                 with unless_in_use():
                     path.unlink()
             for path in filter(Path.is_file, _only_replaced(folder, manifest)):
@@ -187,14 +186,14 @@ def _no_manifest(folder: Path | Url) -> ManifestError:
     if not isinstance(folder, Path):
         return ManifestError(f"no {MANIFEST_NAME} here: not a cache", where=folder, do="check the address")
     if any((folder / STAGING).rglob("*.tar")):
-        do = "run the same `qwen-cache build` again: it goes on"
+        do = "run the same `qwen-cache build` again to continue"
         return ManifestError("this cache is not finished", where=folder, do=do)
-    do = "name the folder of a cache; `qwen-cache build` makes one of images"
+    do = "give the folder of a cache; `qwen-cache build` makes one from images"
     return ManifestError(f"no {MANIFEST_NAME} here: not a cache", where=folder, do=do)
 
 
 def _read(path: Path | Url) -> bytes | None:
-    if isinstance(path, Path) and path.exists() and not path.is_file():  # reading a pipe would wait for ever
+    if isinstance(path, Path) and path.exists() and not path.is_file():  # reading a pipe would wait forever
         raise ManifestError("this is not a regular file", where=path)
     try:
         return path.read_bytes()

@@ -1,6 +1,6 @@
-"""JSON that is read strictly: every key is asked for by name and type, and what is left over is refused.
+"""Strict reading of JSON: every key is taken by name and type, and unknown keys are refused.
 
-A key that says of itself `"must_understand": false` may be ignored; repeated keys, NaN and Infinity are not JSON.
+A key whose value has `"must_understand": false` may be ignored; repeated keys, NaN and Infinity are not valid JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from qwen_cache.format.identity import HASH_PATTERN, canonical_json
 
 
 class Fields:
-    """A JSON object that is taken apart key by key; `finish` refuses what is left over."""
+    """A JSON object, read key by key; `finish` refuses keys that were not read."""
 
     def __init__(self, value: Any, where: str, error: type[FormatError] = ManifestError) -> None:
         if not isinstance(value, dict):
@@ -24,9 +24,9 @@ class Fields:
     @classmethod
     def of_json(cls, data: bytes | memoryview, where: str, error: type[FormatError]) -> Fields:
         try:
-            text = bytes(data).decode("utf-8")  # json.loads itself would take UTF-16 and halves of surrogate pairs
+            text = bytes(data).decode("utf-8")  # json.loads would accept UTF-16 and lone surrogates
             value = json.loads(text, object_pairs_hook=_refuse_repeated_keys, parse_constant=_refuse_constant)
-            canonical_json(value)  # "\ud800", 1e999 and towers of brackets can be read, but not written or hashed
+            canonical_json(value)  # "\ud800", 1e999 and deep nesting can be read, but not written or hashed
         except (ValueError, RecursionError) as fault:  # UnicodeError is a ValueError
             raise error(f"this is not valid JSON: {fault}", where=where) from None
         return cls(value, where, error)
@@ -44,7 +44,7 @@ class Fields:
     def count(self, key: str) -> int:
         value = self.take(key, int)
         if not 0 <= value < 1 << 63:
-            raise self.error(f'"{key}" must not be negative, nor beyond 63 bits', where=self.where, found=value)
+            raise self.error(f'"{key}" must be from 0 to 2⁶³ - 1', where=self.where, found=value)
         return int(value)
 
     def hash(self, key: str) -> str:
@@ -64,11 +64,11 @@ class Fields:
         return value
 
     def finish(self) -> dict[str, Any]:
-        """The keys that may be ignored; any other key that is left is refused."""
+        """The remaining keys, all ignorable; UnknownKeyError for any other."""
         for key, value in self.left.items():
             if not (isinstance(value, Mapping) and value.get("must_understand") is False):
                 raise UnknownKeyError(
-                    f'the key "{key}" is not known to this program and does not say that it may be ignored',
+                    f'unknown key "{key}", which is not marked as ignorable',
                     where=self.where,
                 )
         return self.left

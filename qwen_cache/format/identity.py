@@ -1,7 +1,7 @@
-"""What makes two samples the same: xxh3-128 over content and recipe.
+"""The identity of a sample: xxh3-128 over content and recipe.
 
-A key says everything that its tensors depend on, so nothing can go stale without the key saying so, and equal work
-is never done twice. It says nothing else: a file's name, its folder and its date are not in it.
+A key covers everything that the tensors of the sample depend on, so stale tensors have another key, and equal work is
+never done twice. It covers nothing else: not a file's name, folder or date.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 HASH_PATTERN = re.compile(r"[0-9a-f]{32}")
-HASHED_BLOCK = 1 << 19  # bytes; with its source it stays in a second-level cache of 1 MiB, where hashing is nearly free
+HASHED_BLOCK = 1 << 19  # bytes; source and copy fit a second-level cache of 1 MiB, where hashing is nearly free
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
@@ -25,7 +25,7 @@ def content_hash(data: bytes | bytearray | memoryview) -> str:
 
 
 def copy_hashed(source: memoryview, target: memoryview) -> str:
-    """Copy bytes and return the xxh3-128 of the copy, for little more than the copy costs: memory is read once."""
+    """Copy bytes and return the xxh3-128 of the copy; it costs little more than the copy, as memory is read once."""
     if source.nbytes != target.nbytes:
         raise ValueError(f"{source.nbytes} bytes do not fit {target.nbytes}")
     state = xxhash.xxh3_128()
@@ -37,18 +37,18 @@ def copy_hashed(source: memoryview, target: memoryview) -> str:
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one way in which a JSON value becomes bytes here: sorted keys, no spaces, UTF-8, no NaN."""
+    """The canonical bytes of a JSON value: sorted keys, no spaces, UTF-8, no NaN."""
     return _canonical.encode(value).encode("utf-8")
 
 
 def recipe_id(recipe: dict[str, Any]) -> str:
-    """The hash of everything besides the content that the tensors depend on."""
+    """The hash of a recipe: everything except the content that the tensors depend on."""
     return content_hash(canonical_json(recipe))
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The content hashes of what a sample was made from."""
+    """The content hashes of the files that a sample was made from."""
 
     target: str
     controls: tuple[str, ...]
@@ -59,7 +59,7 @@ class Inputs:
 
 
 Phrase = tuple[tuple[int, int], ...]
-"""Which characters of a prompt say where the edit is: spans from, up to but not with, in their order."""
+"""The characters of a prompt that say where the edit is: spans `[from, to)`, in order."""
 
 
 def sample_key(
@@ -67,7 +67,8 @@ def sample_key(
 ) -> str:
     """The key of a sample: content (target, controls in order, mask, prompt), sizes in tokens, and recipe id.
 
-    The sizes are there because a recipe may make several samples of one content; a phrase where one was marked.
+    The sizes are part of it because a recipe may make several samples of one content. A phrase is part of it if one was
+    marked.
     """
     value = {"recipe": recipe, "prompt": prompt, "img_shapes": [list(shape) for shape in img_shapes]}
     marked = {"phrase": [list(span) for span in phrase]} if phrase else {}
@@ -75,19 +76,21 @@ def sample_key(
 
 
 def dataset_identity(keys: Iterable[str]) -> str:
-    """The hash of the keys in their order: what a run must find again when it resumes."""
+    """The hash of the keys in their order; a resumed run checks it."""
     return content_hash("\n".join(keys).encode("ascii"))
 
 
 def differences(old: Inputs, old_prompt: str, new: Inputs, new_prompt: str) -> list[str]:
-    """Which inputs differ, in the words that a plan is printed with: `target`, `control 1`, `mask`, `prompt`."""
-    found = ["target"] if old.target != new.target else []
+    """The names of the inputs that differ, for people: `target`, `control 1`, `mask`, `prompt`."""
+    changed = ["target"] if old.target != new.target else []
     if len(old.controls) != len(new.controls):
-        found.append("number of controls")
+        changed.append("number of controls")
     else:
-        found += [f"control {i}" for i, (a, b) in enumerate(zip(old.controls, new.controls, strict=True), 1) if a != b]
+        changed += [
+            f"control {i}" for i, (a, b) in enumerate(zip(old.controls, new.controls, strict=True), 1) if a != b
+        ]
     if old.mask != new.mask:
-        found.append("mask")
+        changed.append("mask")
     if old_prompt != new_prompt:
-        found.append("prompt")
-    return found
+        changed.append("prompt")
+    return changed

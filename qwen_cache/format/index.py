@@ -1,8 +1,8 @@
 """index.parquet: one row per sample, enough to plan every batch without opening a shard.
 
-Rows are in the order of the source. A tensor is a struct column of its name (dtype, shape, offset, length, xxh3_128),
-null where the sample has none; offsets count from the beginning of the shard. Format v1 has the images' sizes in
-pixels in place of `img_shapes` and `prefix_length`.
+Rows are in the order of the source. Each tensor is a struct column (dtype, shape, offset, length, xxh3_128, codec),
+null if the sample does not have it; offsets are from the beginning of the shard. Format v1 has image sizes in pixels
+instead of `img_shapes` and `prefix_length`.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def index_schema(format_version: int) -> pa.Schema:
 
 @dataclass(frozen=True)
 class IndexRow:
-    """A sample, what the source calls it, and where it lies."""
+    """A sample, its name in the source, and its position in a shard."""
 
     name: str
     shard: str
     entry: Entry
     source_rows: int = 1
-    """How many rows of the source have this content; it is stored, and trained, once."""
+    """The number of source rows with this content; it is stored, and trained, once."""
 
     @property
     def meta(self) -> SampleMeta:
@@ -88,7 +88,7 @@ class IndexRow:
 
 
 def write_index(rows: Sequence[IndexRow], format_version: int) -> bytes:
-    """The bytes of index.parquet; the same for the same rows."""
+    """The bytes of index.parquet; equal rows give equal bytes."""
     table = pa.Table.from_pylist([_to_record(row, format_version) for row in rows], index_schema(format_version))
     sink = io.BytesIO()
     pq.write_table(table, sink, compression="zstd")
@@ -96,40 +96,40 @@ def write_index(rows: Sequence[IndexRow], format_version: int) -> bytes:
 
 
 def read_index(data: bytes, format_version: int, where: str) -> pa.Table:
-    """The table; FormatError F7 when its columns are not those of the version."""
+    """The table; FormatError F7 if its columns are not those of the version."""
     try:
-        # read_table would import pyarrow.dataset for 0.1 s; pyarrow's threads abort a process with torch that ends soon
+        # read_table would take 0.1 s to import pyarrow.dataset; pyarrow's threads can abort a short process with torch
         table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
-        table.validate(full=True)  # UTF-8, offsets: what is read from the buffers later must lie in them
-        found = ", ".join(f"{f.name}: {f.type}" for f in table.schema if f not in list(index_schema(format_version)))
+        table.validate(full=True)  # UTF-8 and offsets, because `record_reader` reads the buffers
+        other = ", ".join(f"{f.name}: {f.type}" for f in table.schema if f not in list(index_schema(format_version)))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise IndexFileError(f"this is not a Parquet file: {error}", where=where) from None
     expected = index_schema(format_version)
     if not table.schema.equals(expected):
         raise IndexFileError(
-            "the columns are not those of this format version", where=where, expected=expected.names, found=found
+            "the columns are not those of this format version", where=where, expected=expected.names, found=other
         )
     return table.combine_chunks()
 
 
 def record_reader(table: pa.Table) -> Callable[[int], dict[str, Any]]:
-    """What gives the record of a row of `table`, like `table.to_pylist()[row]`.
+    """A function that returns the record of a row of `table`, like `table.to_pylist()[row]`.
 
-    It looks into the buffers of the columns. Converting one row by pyarrow takes four times as long, and converting
-    all at once would take gigabytes for a million samples.
+    It reads the buffers of the columns. Converting one row with pyarrow takes four times as long; converting all of a
+    million samples would take gigabytes.
     """
     columns = [(name, _reader(table[name])) for name in table.column_names]
     return lambda row: {name: read(row) for name, read in columns}
 
 
 def _reader(column: pa.ChunkedArray) -> Callable[[int], Any]:
-    if column.num_chunks != 1:  # pyarrow does not put more than 2 GB of text into one
+    if column.num_chunks != 1:  # a chunk holds at most 2 GB of text
         return lambda i: column[i].as_py()
     return _array_reader(column.chunk(0))
 
 
 def _array_reader(array: pa.Array) -> Callable[[int], Any]:
-    """Arrow's layout is a bitmap of what is not null, then offsets for what has a length of its own, then values."""
+    """Reads one value. Arrow's layout: a bitmap of valid values, offsets for types of variable length, then values."""
     read, valid, first = _value_reader(array), array.buffers()[0], array.offset
     if not array.null_count:
         return read
@@ -138,7 +138,7 @@ def _array_reader(array: pa.Array) -> Callable[[int], Any]:
 
 
 def _value_reader(array: pa.Array) -> Callable[[int], Any]:
-    """Reads values that are not null, of the types of `index_schema`."""
+    """Reads one non-null value of a type in `index_schema`."""
     kind = array.type
     if pa.types.is_struct(kind):
         fields = [(field.name, _array_reader(array.field(i))) for i, field in enumerate(kind)]
@@ -154,11 +154,11 @@ def _value_reader(array: pa.Array) -> Callable[[int], Any]:
 
 
 def index_row(record: dict[str, Any], format_version: int, where: str) -> IndexRow:
-    """The row that a record of the table describes; FormatError when it contradicts itself."""
+    """The row from a record of the table; FormatError if it contradicts itself."""
     where = f"{where}: {record['key']}"
     try:
         return _index_row(record, format_version, where)
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:  # nulls where none may be
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:  # nulls in lists and structs
         raise IndexFileError(f"a row of the index cannot be read: {error}", where=where) from None
 
 
@@ -184,14 +184,14 @@ def _index_row(record: dict[str, Any], format_version: int, where: str) -> Index
         claimed = present[name]["offset"], present[name]["length"]
         within = entry.offset <= offset and offset + tensors[name].stored_bytes <= entry.offset + entry.length
         if claimed != (offset, tensors[name].stored_bytes) or not within:
-            raise IndexFileError(f"{name} does not lie where its sample lies", where=where, found=claimed)
+            raise IndexFileError(f"{name} is outside its sample, or not at its offset", where=where, found=claimed)
     return IndexRow(str(record["name"]), str(record["shard"]), entry, int(record["source_rows"]))
 
 
 def _tensor_spec(record: dict[str, Any], format_version: int) -> TensorSpec:
     compressed = record["length"] if record["codec"] else None
     if format_version == 1 and record["codec"] is not None:
-        raise ValueError("format v1 knows no compression")
+        raise ValueError("format v1 has no compression")
     return TensorSpec(record["dtype"], tuple(record["shape"]), record["xxh3_128"], record["codec"], compressed)
 
 

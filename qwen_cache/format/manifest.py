@@ -1,7 +1,7 @@
-"""cache.json: what a cache holds, and the only place where the format's version is decided.
+"""cache.json: the contents of a cache, and the one place that sets the format version.
 
-Parsing refuses what it does not know: another format version, and any key that does not say of itself
-`"must_understand": false`. It never fills in what is missing.
+Parsing refuses unknown format versions, and unknown keys whose value does not have `"must_understand": false`. It never
+fills in missing values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qwen_cache.format.identity import HASH_PATTERN, recipe_id
 FORMAT = "qwen-cache"
 VERSIONS = (1, 2)
 MANIFEST_NAME = "cache.json"
-DEFAULT_RECIPE = "default"  # the name of a recipe that was given none
+DEFAULT_RECIPE = "default"  # the name of a recipe that the user did not name
 SHARD_PATTERN = re.compile(HASH_PATTERN.pattern + r"\.tar")
 
 
@@ -41,7 +41,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the samples of one recipe were made; `identity` is the hash of their keys in order."""
+    """How one set of samples was made; `identity` is the hash of their keys in order."""
 
     recipe: dict[str, Any]
     samples: int
@@ -80,11 +80,11 @@ class Manifest:
 
     @classmethod
     def empty(cls, format_version: int) -> Manifest:
-        """What a cache that does not exist yet holds."""
+        """The manifest of a cache that does not exist yet."""
         return cls(format_version, {}, IndexFile(0, 0, ""), ())
 
     def to_bytes(self) -> bytes:
-        """The file's content: readable, and the same for the same manifest."""
+        """The bytes of the file: readable; equal manifests give equal bytes."""
         value = {
             "format": FORMAT,
             "format_version": self.format_version,
@@ -98,7 +98,7 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest at `path`; FormatError names the rule that it breaks."""
+    """The manifest at `path`; FormatError."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def parse_manifest(data: bytes, where: str = MANIFEST_NAME) -> Manifest:
-    """Parse and check the bytes of a manifest."""
+    """Parse and check the bytes of a manifest; FormatError."""
     fields = Fields.of_json(data, where, error=ManifestError)
     if fields.take("format", str) != FORMAT:
         raise ManifestError("not a qwen-cache manifest", where=where, expected=f'"format": "{FORMAT}"')
@@ -133,7 +133,7 @@ def parse_manifest(data: bytes, where: str = MANIFEST_NAME) -> Manifest:
 def check_version(version: int, where: str) -> int:
     if version not in VERSIONS:
         raise VersionError(
-            "this format version is not known to this program",
+            "this program does not know this format version",
             where=where,
             expected=" or ".join(map(str, VERSIONS)),
             found=version,

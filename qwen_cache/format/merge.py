@@ -1,8 +1,8 @@
-"""Merge: the samples of several caches, or some of the samples of one, as a cache of their own.
+"""Merge: a new cache from the samples of several caches, or from some samples of one.
 
-Shards that are wanted whole are linked, not copied; a sample that two caches share is taken from the first, because two
-kinds of processors give it other last digits under one key. Everything that is taken is checked on the way in. Refuses
-caches of different format versions, and different recipes of one name.
+Shards whose samples are all selected are linked, not copied. A sample in several caches is taken from the first one:
+under the same key, processors give different last digits. Every copied sample is checked. Caches of different format
+versions are refused, and different recipes of one name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from qwen_cache.format.cache import Cache, open_recipes
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.shard import compress
-from qwen_cache.format.update import Listed, Update, by_place, carry_out, open_staging, plan_update, read_existing
+from qwen_cache.format.update import (
+    ListedSample,
+    Update,
+    by_position,
+    carry_out,
+    open_staging,
+    plan_update,
+    read_existing,
+)
 from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.url import Url
 
@@ -29,14 +37,14 @@ SHOWN = 10  # names that an error lists
 
 @dataclass(frozen=True)
 class Selection:
-    """Samples by name: exact names, and shell patterns (`cats/*`). With neither it is everything."""
+    """Samples by name: exact names, and shell patterns (`cats/*`). With neither, everything is selected."""
 
     names: frozenset[str] = frozenset()
     patterns: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, values: Sequence[str]) -> Selection:
-        """Patterns as they are typed; `@file` has one exact name per line."""
+        """From the values of `--select`: patterns, and `@file` with one exact name per line. ConfigError."""
         files = [Path(value[1:]) for value in values if value.startswith("@")]
         try:
             lines = [line for path in files for line in path.read_text(encoding="utf-8").splitlines()]
@@ -55,26 +63,26 @@ class Selection:
 
 @dataclass(frozen=True)
 class Merge:
-    """What is to be one cache."""
+    """The plan of one cache."""
 
     update: Update
     recipes: dict[str, dict[str, Any]]
-    places: dict[str, tuple[Cache, IndexRow]]
-    """By key: where a sample is taken from."""
+    origins: dict[str, tuple[Cache, IndexRow]]
+    """The cache and the row that each sample is taken from, by key."""
 
 
 def plan_merge(sources: Sequence[Path | Url], target: Path, select: Selection, copies: LocalCopies) -> Merge:
-    """The samples of `sources` that `select` names, in `target`, which keeps what it already holds.
+    """Plan to add the selected samples of `sources` to `target`, which keeps its own.
 
-    `copies` is where remote samples are kept. Raises ConfigError when the caches do not go together, or when something
-    in `select` selects nothing.
+    `copies` holds the samples of remote caches. Raises ConfigError if the caches are incompatible, or if a name or
+    pattern of `select` matches no sample.
     """
     caches = [cache for source in sources for cache in open_recipes(source, copies).values()]
     versions = {cache.format_version for cache in caches}
     existing = read_existing(target, max(versions))
     if len(versions | {existing.manifest.format_version}) > 1:
-        found = ", ".join(f"{cache.folder}: v{cache.format_version}" for cache in caches)
-        raise ConfigError("these caches are of different format versions", found=found, do="run `qwen-cache migrate`")
+        each = ", ".join(f"{cache.folder}: v{cache.format_version}" for cache in caches)
+        raise ConfigError("these caches have different format versions", found=each, do="run `qwen-cache migrate`")
     recipes = existing.recipes
     for cache in caches:
         if recipes.setdefault(cache.recipe_name, cache.recipe.recipe) != cache.recipe.recipe:
@@ -84,14 +92,14 @@ def plan_merge(sources: Sequence[Path | Url], target: Path, select: Selection, c
                 do="merge them into different folders: a training run reads one recipe",
             )
     rows = existing.listed
-    places: dict[str, tuple[Cache, IndexRow]] = {}
-    there = {row.key for row in rows}
+    origins: dict[str, tuple[Cache, IndexRow]] = {}
+    present = {row.key for row in rows}
     for cache, row in _selected(caches, select):
-        if row.meta.key not in there | places.keys():
-            rows.append(Listed(row.name, row.meta.key, row.source_rows))
-            places[row.meta.key] = cache, row
-    order = [key for cache in caches for key in by_place(cache.manifest, _taken_from(cache, places))]
-    return Merge(plan_update(target, existing, max(versions), rows, order), recipes, places)
+        if row.meta.key not in present | origins.keys():
+            rows.append(ListedSample(row.name, row.meta.key, row.source_rows))
+            origins[row.meta.key] = cache, row
+    order = [key for cache in caches for key in by_position(cache.manifest, _taken_from(cache, origins))]
+    return Merge(plan_update(target, existing, max(versions), rows, order), recipes, origins)
 
 
 def merge(
@@ -103,13 +111,13 @@ def merge(
 ) -> Manifest:
     """Write and commit as qwen-cache `version`; the caller holds `directory.writing(plan.update.folder)`.
 
-    `compression` (`none` or `zstd`) is how samples shall be stored; None takes everything as it lies.
+    Samples are stored with `compression` (`none` or `zstd`); None keeps the stored bytes.
     """
     linked = _whole_shards(plan, compression)
     staging = open_staging(plan.update, f"merge-{compression or 'as-it-lies'}", shard_size, linked)
 
     def write(key: str) -> None:
-        cache, row = plan.places[key]
+        cache, row = plan.origins[key]
         if compression is None:
             staging.add_copy(row.entry, cache.shards.bytes_of(row), cache.folder / row.shard)
         else:
@@ -119,8 +127,8 @@ def merge(
     return carry_out(plan.update, staging, write, plan.recipes, {"qwen-cache": version}, on_sample)
 
 
-def _taken_from(cache: Cache, places: Mapping[str, tuple[Cache, IndexRow]]) -> list[IndexRow]:
-    return [row for source, row in places.values() if source is cache]
+def _taken_from(cache: Cache, origins: Mapping[str, tuple[Cache, IndexRow]]) -> list[IndexRow]:
+    return [row for source, row in origins.values() if source is cache]
 
 
 def _selected(caches: Sequence[Cache], select: Selection) -> Iterator[tuple[Cache, IndexRow]]:
@@ -133,24 +141,24 @@ def _selected(caches: Sequence[Cache], select: Selection) -> Iterator[tuple[Cach
                 yield cache, row
     if unused:
         some = ", ".join(sorted(unused)[:SHOWN]) + (f" and {len(unused) - SHOWN} more" if len(unused) > SHOWN else "")
-        do = "a sample is selected by what the source calls it: the column `name` of index.parquet"
+        do = "select samples by their name in the source: the column `name` of index.parquet"
         raise ConfigError("no sample has such a name", found=some, do=do)
 
 
-def _lies_as(row: IndexRow, compression: str) -> bool:
-    """Whether a sample is stored so already; one that compression made nothing smaller of is tried again."""
+def _is_stored_as(row: IndexRow, compression: str) -> bool:
+    """Whether a sample is stored with `compression`. One that zstd did not make smaller is compressed again."""
     return any(spec.codec for spec in row.meta.tensors.values()) == (compression == "zstd")
 
 
 def _whole_shards(plan: Merge, compression: str | None) -> list[Path]:
-    """Shards of which every sample is wanted as it lies, and not there already."""
-    taken = [(c, row) for c, row in plan.places.values() if compression is None or _lies_as(row, compression)]
-    wanted = Counter((cache.folder, row.shard) for cache, row in taken)
-    manifests = {cache.folder: cache.manifest for cache, _ in plan.places.values()}
+    """Local shards whose samples are all selected, new to the target, and stored with `compression` already."""
+    kept = [(c, row) for c, row in plan.origins.values() if compression is None or _is_stored_as(row, compression)]
+    selected = Counter((cache.folder, row.shard) for cache, row in kept)
+    manifests = {cache.folder: cache.manifest for cache, _ in plan.origins.values()}
     whole = (
         (folder, shard.name)
         for folder, manifest in manifests.items()
         for shard in manifest.shards
-        if isinstance(folder, Path) and wanted[folder, shard.name] == shard.samples
+        if isinstance(folder, Path) and selected[folder, shard.name] == shard.samples
     )
     return [directory.shard_path(folder, name) for folder, name in whole]

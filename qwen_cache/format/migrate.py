@@ -1,8 +1,9 @@
 """Migrate: the same samples in another format version, without the encoders.
 
-Both versions say the same of a sample, so keys and recipes stay. Every tensor is checked before it is rewritten, one
-sample at a time; the old dataset is the dataset until the commit, and a run that dies goes on where it was. What came
-from a v1 build is, byte for byte, what a v2 build would have written. Refuses v1 for samples with an edit mask.
+Both versions describe a sample equally, so keys and recipes stay the same. Every tensor is checked before it is
+rewritten, one sample at a time; the old dataset stays valid until the commit, and an interrupted run continues where it
+stopped. The migration of a v1 build is, byte for byte, what a v2 build writes. Samples with an edit mask cannot become
+v1.
 """
 
 from __future__ import annotations
@@ -18,42 +19,42 @@ from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.sample import TENSORS, SampleMeta, shared_rows
 from qwen_cache.format.shard import compress
-from qwen_cache.format.update import Update, by_place, carry_out, open_staging, plan_update, read_existing
+from qwen_cache.format.update import Update, by_position, carry_out, open_staging, plan_update, read_existing
 from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.url import Url
 
 AFTER_PROMPT = 5
-"""Tokens of every template after the prompt (`<|im_end|>\\n<|im_start|>assistant\\n`): the least that differs."""
-SHOWN = 10  # samples that an error names
+"""Tokens of every template after the prompt (`<|im_end|>\\n<|im_start|>assistant\\n`); they are never shared rows."""
+SHOWN = 10  # samples that an error lists
 
 
 def plan_migration(source: Path | Url, target: Path, old: int, new: int) -> Update:
-    """The dataset in `source`, of format version `old`, as one of version `new` in `target` (which may be `source`).
+    """Plan to write the dataset in `source`, of format version `old`, as version `new` to `target` (may be `source`).
 
-    Raises ConfigError when `source` is of another version, `target` holds another dataset, or `new` cannot hold it.
+    Raises ConfigError if `source` has another version, `target` holds another dataset, or `new` cannot hold it.
     """
     given = read_existing(source, new)
     if given.manifest.format_version not in (old, new):
-        found = f"v{given.manifest.format_version}"
-        raise ConfigError("this cache is of another version", where=source, expected=f"v{old}", found=found)
-    unknown = [row.name for row in given.rows if not _fits(row.meta, new)]
-    if unknown:
-        more = f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else ""
+        version = f"v{given.manifest.format_version}"
+        raise ConfigError("this cache has another format version", where=source, expected=f"v{old}", found=version)
+    unfit = [row.name for row in given.rows if not _fits(row.meta, new)]
+    if unfit:
+        more = f" and {len(unfit) - SHOWN} more" if len(unfit) > SHOWN else ""
         raise ConfigError(
-            f"format v{new} has neither edit masks nor attention, and these samples have some",
+            f"format v{new} has neither edit masks nor attention, but these samples do",
             where=source,
-            found=", ".join(unknown[:SHOWN]) + more,
+            found=", ".join(unfit[:SHOWN]) + more,
             do=f"stay with v{given.manifest.format_version}, or build without them",
         )
     existing = given if source == target else read_existing(target, new)
-    update = plan_update(target, existing, new, given.listed, by_place(given.manifest, given.rows))
+    update = plan_update(target, existing, new, given.listed, by_position(given.manifest, given.rows))
     if source != target and existing.rows and not update.is_nothing:
         raise ConfigError("this folder holds another dataset", where=target, do="choose an empty folder with --out")
     return update
 
 
 def _fits(meta: SampleMeta, format_version: int) -> bool:
-    """Whether nothing is lost but small images, which are for people alone."""
+    """Whether nothing is lost except thumbnails, which are for people only."""
     return meta.tensors.keys() <= {*TENSORS[format_version], "thumbnails"} and not (format_version == 1 and meta.phrase)
 
 
@@ -68,18 +69,18 @@ def migrate(
 ) -> Manifest:
     """Write and commit `update` as qwen-cache `version`; the caller holds `directory.writing(update.folder)`."""
     manifest, _ = directory.load(source)
-    place = {row.meta.key: cache for cache in open_recipes(source, copies).values() for row in cache.rows()}
+    cache_of = {row.meta.key: cache for cache in open_recipes(source, copies).values() for row in cache.rows()}
     staging = open_staging(update, "migrate", shard_size)
 
     def write(key: str) -> None:
-        staging.add(*compress(*converted(place[key][key], update.format_version), compression))
+        staging.add(*compress(*converted(cache_of[key][key], update.format_version), compression))
 
     recipes = {name: recipe.recipe for name, recipe in manifest.recipes.items()}
     return carry_out(update, staging, write, recipes, {**manifest.written_by, "qwen-cache": version}, on_sample)
 
 
 def converted(sample: Sample, format_version: int) -> tuple[SampleMeta, dict[str, memoryview]]:
-    """A sample as `format_version` stores it: the empty prompt whole (1), or without what it shares (2)."""
+    """A sample as `format_version` stores it: the empty prompt whole (1), or without its shared rows (2)."""
     specs = {name: spec for name, spec in sample.row.meta.tensors.items() if name in TENSORS[format_version]}
     meta = replace(sample.row.meta, tensors=specs)
     tensors = {name: sample.buffer(name) for name in specs}

@@ -1,9 +1,9 @@
-"""One sample: its metadata, its tensors, and the rules that tie their shapes together.
+"""One sample: its metadata, its tensors, and the rules that relate their shapes.
 
 Letters: S image tokens of the target, Sc of all controls, L text tokens, D width of the text encoder, C its layers
 times heads.
-Sizes of images are `img_shapes`: `(1, h, w)` in units of 16 pixels, the target first, then each control. Format v1
-says the same in pixels (`height`, `width`, `height_control`, …); here both are `img_shapes`.
+Image sizes are `img_shapes`: `(1, h, w)` in units of 16 pixels, the target first, then each control. Format v1 stores
+them in pixels (`height`, `width`, `height_control`, …); in memory both versions have `img_shapes`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ LATENT_CHANNELS = 64  # 16 channels of the VAE × a patch of 2×2
 PIXELS_PER_TOKEN = 16  # 8× by the VAE, 2× by packing
 TENSORS_V1 = ("image_latents", "control_latents", "prompt_embeds", "empty_prompt_embeds")
 TENSORS = {1: TENSORS_V1, 2: (*TENSORS_V1, "edit_mask", "attention", "thumbnails")}
-"""What a sample of each format version may have, in the order of storage."""
+"""The tensors of each format version, in the order of storage."""
 OPTIONAL = {"empty_prompt_embeds", "edit_mask", "attention", "thumbnails"}
-SHARES = {"edit_mask": "F32", "attention": "F16"}
-"""Tensors of numbers from 0 to 1, and their dtypes."""
-DTYPES = {**SHARES, "thumbnails": "U8"}
-"""Of what has a dtype of its own; all else is what the encoders gave."""
+UNIT_RANGE = {"edit_mask": "F32", "attention": "F16"}
+"""Tensors whose numbers are from 0 to 1, and their dtypes."""
+DTYPES = {**UNIT_RANGE, "thumbnails": "U8"}
+"""Tensors of a fixed dtype; all others have the dtype of the encoders' outputs."""
 MASK_FROM = ("file", "difference", "head")
-"""Where an edit mask may come from: the source, the difference of target and control, attention."""
+"""The origins of an edit mask: the source, the difference of target and control, attention."""
 
 ImgShapes = tuple[tuple[int, int, int], ...]
 
@@ -52,8 +52,8 @@ ImgShapes = tuple[tuple[int, int, int], ...]
 class SampleMeta:
     """The metadata of a sample: the member `<key>.json`.
 
-    `prefix_length` rows of `prompt_embeds` also begin the empty prompt's embeddings; only the rows after them are
-    stored as `empty_prompt_embeds`. It is 0 in v1, which stores the empty prompt whole.
+    The empty prompt's embeddings begin with the first `prefix_length` rows of `prompt_embeds`; only the rows after them
+    are stored as `empty_prompt_embeds`. It is 0 in v1, which stores the empty prompt whole.
     """
 
     recipe: str
@@ -74,7 +74,7 @@ class SampleMeta:
         return self.tensors["prompt_embeds"].shape[0]
 
     def to_bytes(self, format_version: int) -> bytes:
-        """The JSON member; the same bytes for the same sample."""
+        """The bytes of the JSON member; equal samples give equal bytes."""
         value = {
             "format_version": format_version,
             "key": self.key,
@@ -98,7 +98,7 @@ def token_count(img_shapes: Sequence[Sequence[int]]) -> int:
 
 
 def shared_rows(prompt: memoryview, empty: memoryview, row_bytes: int, *, least: int) -> int:
-    """How many rows both embeddings begin with, byte for byte; of `empty`, `least` rows are never counted."""
+    """The number of equal rows that both embeddings begin with; the last `least` rows of `empty` never count."""
     length = max(0, min(prompt.nbytes // row_bytes, empty.nbytes // row_bytes - least))
     a, b = (np.frombuffer(data[: length * row_bytes], np.uint8).reshape(length, row_bytes) for data in (prompt, empty))
     differing = np.flatnonzero((a != b).any(axis=1))
@@ -106,7 +106,7 @@ def shared_rows(prompt: memoryview, empty: memoryview, row_bytes: int, *, least:
 
 
 def pixel_sizes(img_shapes: ImgShapes) -> dict[str, int]:
-    """`img_shapes` as format v1 says it: `height`, `width`, `height_control`, `width_control`, `height_control_1`, …"""
+    """`img_shapes` as in format v1: `height`, `width`, `height_control`, `width_control`, `height_control_1`, …"""
     sizes: dict[str, int] = {}
     for i, (_, h, w) in enumerate(img_shapes):
         suffix = v1_suffix(i)
@@ -115,16 +115,16 @@ def pixel_sizes(img_shapes: ImgShapes) -> dict[str, int]:
 
 
 def v1_suffix(i: int) -> str:
-    """What format v1 appends to `height` and `width` for image `i` (0 is the target)."""
+    """The suffix of `height` and `width` in format v1 for image `i` (0 is the target)."""
     return "" if i == 0 else "_control" if i == 1 else f"_control_{i - 1}"
 
 
 def parse_sample(data: bytes | memoryview, where: str, format_version: int | None = None) -> SampleMeta:
-    """Parse and check the JSON member; VersionError when it is not of `format_version` (None: of any known one)."""
+    """Parse and check the JSON member; FormatError. It must be of `format_version` (None: of any known version)."""
     fields = Fields.of_json(data, where, error=MemberError)
     version = check_version(fields.take("format_version", int), where)
     if format_version not in (None, version):
-        what = "this sample is of another format version than its dataset"
+        what = "this sample has another format version than its dataset"
         raise VersionError(what, where=where, expected=format_version, found=version, do=RESTORE_SHARD)
     key, recipe, prompt = fields.hash("key"), fields.hash("recipe"), fields.take("prompt", str)
     inputs = _parse_inputs(Fields(fields.take("inputs", dict), f"{where}: inputs", MemberError))
@@ -146,7 +146,7 @@ def parse_sample(data: bytes | memoryview, where: str, format_version: int | Non
 
 
 def check_shapes(meta: SampleMeta, where: str) -> None:
-    """Every shape follows from `img_shapes` and the text; FormatError F12 names the first that does not."""
+    """FormatError for the first shape that does not follow from `img_shapes` and the text (F12)."""
     tensors = meta.tensors
     _check_sizes(meta, where)
     needed = {"image_latents", "prompt_embeds"} | ({"control_latents"} if len(meta.img_shapes) > 1 else set())
@@ -191,13 +191,13 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
         )
     check_phrase(meta.phrase, meta.prompt, where)
     if meta.edit_mask_from not in (MASK_FROM if "edit_mask" in tensors else (None,)):
-        there = f"one of {', '.join(MASK_FROM)} where there is an edit_mask, and only there"
-        raise TensorSetError("edit_mask_from", where=where, expected=there, found=meta.edit_mask_from)
+        allowed = f"one of {', '.join(MASK_FROM)} with an edit_mask, else none"
+        raise TensorSetError("edit_mask_from", where=where, expected=allowed, found=meta.edit_mask_from)
     _check_storage(tensors, where)
 
 
 def parse_phrase(value: list[Any], where: str) -> Phrase:
-    """A list of pairs of numbers; MemberError for anything else."""
+    """A phrase from JSON, a list of pairs of numbers; MemberError for anything else."""
     pairs = all(isinstance(span, list) and len(span) == 2 for span in value)
     if not pairs or not all(isinstance(i, int) and not isinstance(i, bool) for span in value for i in span):
         raise MemberError("phrase is a list of spans", where=where, expected="[[from, to], …]", found=value)
@@ -205,16 +205,16 @@ def parse_phrase(value: list[Any], where: str) -> Phrase:
 
 
 def check_phrase(phrase: Phrase, prompt: str, where: str) -> None:
-    """Spans of the prompt that are not empty and follow one another."""
+    """PhraseError unless the spans are within the prompt, non-empty and in order."""
     ends = [0, *(end for _, end in phrase), len(prompt)]
     in_order = all(before <= begin for before, (begin, _) in zip(ends, phrase, strict=False))
     if not in_order or ends[-2] > ends[-1] or not all(begin < end for begin, end in phrase):
         found = [list(span) for span in phrase]
-        raise PhraseError("phrase does not lie in the prompt", where=where, expected=f"0 to {len(prompt)}", found=found)
+        raise PhraseError("phrase is not within the prompt", where=where, expected=f"0 to {len(prompt)}", found=found)
 
 
 def _check_sizes(meta: SampleMeta, where: str) -> None:
-    """Numbers that can be sizes, whichever file says them."""
+    """ShapeError for numbers that cannot be sizes, from whichever file."""
     if not meta.img_shapes or not all(t == 1 and is_size(h) and is_size(w) for t, h, w in meta.img_shapes):
         found = [list(shape) for shape in meta.img_shapes]
         raise ShapeError("img_shapes is a list of [1, h, w]", where=where, expected="[[1, h, w], …]", found=found)
@@ -222,14 +222,14 @@ def _check_sizes(meta: SampleMeta, where: str) -> None:
         if not all(is_size(n) for n in spec.shape):
             raise ShapeError(f"{name} has a size that is not positive", where=where, found=list(spec.shape))
     if len(meta.inputs.controls) != len(meta.img_shapes) - 1:
-        what = "img_shapes does not have the images of inputs"
+        what = "img_shapes and inputs have different numbers of images"
         raise ShapeError(what, where=where, expected=1 + len(meta.inputs.controls), found=len(meta.img_shapes))
     if meta.prefix_length < 0:
         raise ShapeError("prefix_length is negative", where=where, found=meta.prefix_length)
 
 
 def _check_storage(tensors: dict[str, TensorSpec], where: str) -> None:
-    """One known dtype for all embeddings, and codecs that are known."""
+    """DtypeError and CodecError: all embeddings have one known dtype, and codecs are known."""
     embedding = tensors["image_latents"].dtype
     for name, spec in tensors.items():
         expected = DTYPES.get(name, embedding if embedding in EMBEDDING_DTYPES else " or ".join(EMBEDDING_DTYPES))

@@ -2,8 +2,8 @@
 
 Each sample is two members, `<key>.json` and then `<key>.safetensors`, written so that stock `webdataset` and
 `safetensors` read them and so that tensor data begins on a 64-byte boundary of the file. The same samples in the same
-order give the same bytes. Reading a shard from its tar (rather than through the index) is for `verify` and for going on
-after a kill; it trusts nothing that it reads.
+order give the same bytes. `verify`, and a build that continues after a kill, read a shard from its tar instead of
+through the index; this trusts nothing that it reads.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from qwen_cache.storage.durable import sync
 
 BLOCK = 512
 END_OF_ARCHIVE = bytes(2 * BLOCK)
-ALIGNMENT = 64  # one cache line; also what a mapped tensor needs for any vector load
+ALIGNMENT = 64  # a cache line, and the largest alignment that vector loads need
 MEMBER_PATTERN = re.compile(rf"({HASH_PATTERN.pattern})\.(json|safetensors)")
 MAX_HEADER = 1 << 20  # ours are below 1 kB; a header that claims more is forged
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A sample and where it lies: `offset`/`length` cover both members, `tensors` begin at `data` in order."""
+    """A sample and its position in a shard: `offset` and `length` of both members; `data`: begin of tensors."""
 
     meta: SampleMeta
     offset: int
@@ -56,9 +56,9 @@ class Entry:
 
 
 class ShardWriter:
-    """Appends samples to a tar that is not yet a shard; `seal` makes it one.
+    """Appends samples to a tar; `seal` makes it a shard.
 
-    A writer that finds `path` already there goes on after the `entries` that `recover` found whole in it.
+    If `path` exists, the writer continues after the complete `entries` that `recover` read from it.
     """
 
     def __init__(self, path: Path, format_version: int, entries: list[Entry] | None = None) -> None:
@@ -72,7 +72,7 @@ class ShardWriter:
         self.file.truncate(self.size)
 
     def add(self, meta: SampleMeta, tensors: Mapping[str, memoryview]) -> None:
-        """Append a sample; `tensors` are the stored bytes of `meta.tensors`, by name."""
+        """Append a sample; `tensors` are the stored bytes of each of `meta.tensors`, by name."""
         start = self.size
         metadata = meta.to_bytes(self.format_version)
         header = safetensors_header(meta.tensors)
@@ -84,7 +84,7 @@ class ShardWriter:
         self.entries.append(Entry(meta, start, self.size - start, begin))
 
     def add_copy(self, entry: Entry, members: memoryview) -> None:
-        """Append a sample as it lies in another shard of the same format version."""
+        """Append a sample unchanged from another shard of the same format version; `members` are its bytes there."""
         moved = entry.moved(self.size)
         self._write(members)
         self.entries.append(moved)
@@ -100,7 +100,7 @@ class ShardWriter:
         return shard, self.entries
 
     def close(self) -> None:
-        """Leave the file as it is, for a later run to go on with."""
+        """Leave the file as it is, for a later run to continue."""
         self.file.close()
 
     def _write(self, *pieces: bytes | memoryview) -> None:
@@ -113,9 +113,9 @@ class ShardWriter:
 def compress(
     meta: SampleMeta, tensors: Mapping[str, memoryview], compression: str
 ) -> tuple[SampleMeta, dict[str, memoryview]]:
-    """The sample as it is stored under `compression` (`none` or `zstd`): compressed is what gets smaller by 5 %.
+    """The sample as stored with `compression` (`none` or `zstd`); zstd is used for tensors that get 5 % smaller.
 
-    `tensors` are the bytes of the tensors themselves, however `meta` says that they were stored.
+    `tensors` are uncompressed bytes, whatever codec `meta` has.
     """
     specs = {name: replace(spec, codec=None, compressed_bytes=None) for name, spec in meta.tensors.items()}
     stored = dict(tensors)
@@ -146,7 +146,7 @@ def safetensors_header(tensors: Mapping[str, TensorSpec]) -> bytes:
 
 
 def scan_shard(data: memoryview, where: str, format_version: int) -> Iterator[Entry]:
-    """Every sample of a mapped shard, from the tar alone; FormatError F8 or F9 where it stops making sense."""
+    """Every sample of a mapped shard, from the tar alone; FormatError (F8, F9) at the first fault."""
     position = 0
     while not is_end(data, position):
         start = position
@@ -172,24 +172,24 @@ def scan_shard(data: memoryview, where: str, format_version: int) -> Iterator[En
 
 
 def recover(data: memoryview, format_version: int) -> list[Entry]:
-    """The samples at the head of an unsealed tar that are whole: parsed, and every tensor equal to its hash."""
+    """The complete samples at the beginning of an unsealed tar: parsed, and all tensors match their hashes."""
     entries: list[Entry] = []
     try:
         for entry in scan_shard(data, "unsealed shard", format_version):
             check_tensors(entry, data, "unsealed shard")
             entries.append(entry)
     except FormatError:
-        pass  # a torn tail is what a kill leaves behind; what comes before it is whole
+        pass  # a kill leaves a torn tail; everything before it is complete
     return entries
 
 
 def check_tensors(entry: Entry, data: memoryview, where: str) -> None:
-    """ChecksumError or CodecError when a tensor in this mapped shard is not what was written."""
+    """ChecksumError or CodecError for a tensor in this mapped shard that does not match its hash."""
     for name, stored in tensor_bytes(entry, data):
         spec, what = entry.meta.tensors[name], f"{name} of sample {entry.meta.key}"
-        if (found := content_hash(decode(stored, spec, f"{where}: {what}"))) != spec.xxh3_128:
+        if (digest := content_hash(decode(stored, spec, f"{where}: {what}"))) != spec.xxh3_128:
             what += " does not have the bytes that were written"
-            raise ChecksumError(what, where=where, expected=spec.xxh3_128, found=found)
+            raise ChecksumError(what, where=where, expected=spec.xxh3_128, found=digest)
 
 
 def tensor_bytes(entry: Entry, data: memoryview) -> Iterator[tuple[str, memoryview]]:
@@ -203,7 +203,7 @@ def is_end(data: memoryview, position: int) -> bool:
 
 
 def _member(data: memoryview, position: int, where: str) -> tuple[str, str, int, int]:
-    """Key, kind, begin and size of the member whose header is at `position`."""
+    """Key, kind, begin and size of the member with its header at `position`."""
     try:
         info = tarfile.TarInfo.frombuf(bytes(data[position : position + BLOCK]), "ascii", "strict")
     except (tarfile.HeaderError, UnicodeError) as error:
@@ -224,19 +224,19 @@ def _member(data: memoryview, position: int, where: str) -> tuple[str, str, int,
 
 
 def _tensor_data(member: memoryview, meta: SampleMeta, where: str) -> int:
-    """Where tensor data begins in a .safetensors member, which must be exactly what its metadata asks for."""
+    """The begin of tensor data in a .safetensors member; MemberError unless its header agrees with the metadata."""
     length = int.from_bytes(member[:8], "little") if member.nbytes >= 8 else MAX_HEADER + 1
     if length > min(MAX_HEADER, member.nbytes - 8):
         raise MemberError(
             "the safetensors header reaches beyond its member", where=f"{where}: {meta.key}", found=length
         )
     begin = 8 + length
-    place = f"{where}: {meta.key}.safetensors"
-    claimed = Fields.of_json(member[8:begin], place, MemberError).left
+    path = f"{where}: {meta.key}.safetensors"
+    claimed = Fields.of_json(member[8:begin], path, MemberError).left
     if begin % ALIGNMENT:  # members begin on 512 bytes
-        raise MemberError(f"tensor data does not begin on {ALIGNMENT} bytes", where=place, found=begin)
+        raise MemberError(f"tensor data does not begin on {ALIGNMENT} bytes", where=path, found=begin)
     expected = json.loads(safetensors_header(meta.tensors)[8:])
-    # as text, because 1, 1.0 and true are equal in Python
+    # as text: 1, 1.0 and true are equal in Python
     differs = canonical_json(claimed) != canonical_json(expected)
     if differs or member.nbytes - begin != sum(spec.stored_bytes for spec in meta.tensors.values()):
         raise MemberError(

@@ -1,4 +1,4 @@
-"""Where a cache reads its bytes: shards of a folder, mapped, or of a URL, through local copies."""
+"""The bytes of shards: mapped from a local folder, or from local copies of a remote cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPEN_SHARDS = 64  # each mapping holds a file descriptor; the usual limit is 102
 
 
 class SampleBytes(Protocol):
-    """Where a sample reads its bytes."""
+    """The source of a sample's bytes."""
 
     @property
     def folder(self) -> Path | Url: ...
@@ -35,14 +35,14 @@ class SampleBytes(Protocol):
 
 
 class LocalShards:
-    """The shards of a folder, mapped."""
+    """The shards of a local folder, mapped."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: OrderedDict[str, memoryview] = OrderedDict()
 
     def bytes_of(self, row: IndexRow) -> memoryview:
-        """The shard of a sample."""
+        """The mapped shard of a sample."""
         return self.map(row.shard)
 
     def map(self, name: str) -> memoryview:
@@ -55,18 +55,18 @@ class LocalShards:
         return data
 
     def renew(self, row: IndexRow) -> bool:
-        """False: there is no other place to read a sample from."""
+        """False: there is no other copy of a sample."""
         return False
 
     def prefetch(self, rows: Iterable[IndexRow]) -> None:
-        """Nothing: what the disk has is here."""
+        """Does nothing: local files need no fetching."""
 
     def stop_prefetch(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class RemoteShards:
-    """The shards of a cache behind a URL. Usable from many threads; after a fork, the child begins anew."""
+    """The shards of a remote cache. Safe to use from many threads; after a fork, the child starts with a new state."""
 
     def __init__(self, folder: Url, manifest: Manifest, copies: LocalCopies) -> None:
         self.folder, self.copies = folder, copies
@@ -78,46 +78,48 @@ class RemoteShards:
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(FETCHERS, "fetch")
         self._open: OrderedDict[str, Copy] = OrderedDict()
-        self._coming: dict[tuple[Copy, int], Future[None]] = {}
-        self._written = self.copies.size  # since the copies were last counted: count them at the first fetch
+        self._fetching: dict[tuple[Copy, int], Future[None]] = {}
+        self._written = self.copies.size  # bytes since the copies were last counted; so the first fetch counts them
         self._has_ranges = False
 
     def bytes_of(self, row: IndexRow) -> memoryview:
-        """The copy of a sample's shard, mapped, after the sample has come."""
+        """The mapped copy of a sample's shard, once the sample has been fetched."""
         copy = self._copy(row)
         if not copy.has(row.entry.offset):
             self._request(row, copy).result()
         return copy.data
 
     def renew(self, row: IndexRow) -> bool:
-        """Fetch a sample once more, whose bytes are not those of the index; ChecksumError when they still are not."""
+        """Fetch a sample again whose bytes do not match the index; ChecksumError if they still do not."""
         self._fetch(row, self._copy(row))
         return True
 
     def prefetch(self, rows: Iterable[IndexRow]) -> None:
-        """Begin to fetch the samples that are not here; a failure shows when the sample is read."""
+        """Start to fetch the samples that have no copy yet; a failure is raised when the sample is read."""
         for row in rows:
             copy = self._copy(row)
             if not copy.has(row.entry.offset):
                 self._request(row, copy)
 
     def stop_prefetch(self) -> None:
-        """Give up what has been asked for and has not begun."""
-        for future in list(self._coming.values()):
+        """Cancel requested fetches that have not started."""
+        for future in list(self._fetching.values()):
             future.cancel()
 
     def _request(self, row: IndexRow, copy: Copy) -> Future[None]:
-        place = copy, row.entry.offset
+        sample = copy, row.entry.offset
         with self._lock:
-            future = self._coming.get(place)
+            future = self._fetching.get(sample)
             if future is None:
-                future = self._coming[place] = self._pool.submit(self._fetch, row, copy)
-        future.add_done_callback(lambda _: self._coming.pop(place, None))
+                future = self._fetching[sample] = self._pool.submit(self._fetch, row, copy)
+        future.add_done_callback(lambda _: self._fetching.pop(sample, None))
         return future
 
     def _fetch(self, row: IndexRow, copy: Copy) -> None:
         if not self._has_ranges:
-            (self.folder / MANIFEST_NAME).require_ranges()  # of a small file: without ranges, a whole shard would come
+            (
+                self.folder / MANIFEST_NAME
+            ).require_ranges()  # on a small file: without ranges, the server would send whole shards
             self._has_ranges = True
         entry, where = row.entry, self.folder / row.shard
         data = memoryview(self._read(row.shard, entry.offset, entry.offset + entry.length))
@@ -125,22 +127,22 @@ class RemoteShards:
         copy.write(entry.offset, data)
         with self._lock:
             self._written += data.nbytes
-            crowded = self._written > self.copies.size / 50  # so that five processes cannot pass the bound by much
+            crowded = self._written > self.copies.size / 50  # so five processes cannot exceed the bound by much
             self._written = 0 if crowded else self._written
         if crowded:
             self.copies.evict()
             self._drop_removed()
 
     def _read(self, name: str, begin: int, end: int) -> bytes:
-        for url in directory.shard_places(self.folder, name):
+        for url in directory.shard_paths(self.folder, name):
             with suppress(FileNotFoundError):
                 return url.read_range(begin, end)
-        raise ShardError("a shard that the manifest names is missing", where=self.folder / name)
+        raise ShardError("a shard of the manifest is missing", where=self.folder / name)
 
     def _copy(self, row: IndexRow) -> Copy:
         if self._process != os.getpid():
             self._begin()
-        directory.shard_places(self.folder, row.shard)  # refuses names that lead out of a folder
+        directory.shard_paths(self.folder, row.shard)  # refuses names that lead out of a folder
         size = self._sizes.get(row.shard, 0)
         if row.entry.offset < 0 or row.entry.offset + row.entry.length > size:
             what = f"sample {row.meta.key} reaches beyond its shard"
@@ -156,15 +158,15 @@ class RemoteShards:
         return copy
 
     def _drop_removed(self) -> None:
-        """Let go of removed copies, so that the disk gets their bytes back."""
+        """Close removed copies, so that their disk space is freed."""
         with self._lock:
             for name in [name for name, copy in self._open.items() if copy.is_removed()]:
                 del self._open[name]
 
 
 def map_file(path: Path) -> memoryview:
-    """The bytes of a file, mapped privately; torch warns of tensors over read-only memory, so it is copy-on-write."""
+    """The bytes of a file, mapped copy-on-write because torch warns of tensors over read-only memory."""
     with open(path, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:  # which the system refuses to map
+        if not os.fstat(file.fileno()).st_size:  # the system refuses to map an empty file
             return memoryview(b"")
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))

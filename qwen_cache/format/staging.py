@@ -1,9 +1,8 @@
-"""The shards of a build that is not committed yet, in a folder that a kill leaves behind and the next build goes on
-with.
+"""The shards of a build before its commit, in a folder that survives a kill and that the next build continues.
 
-Samples are written in one order, fixed by the plan. What an earlier run left is adopted as it stands while it is the
-beginning of that order, so that an interrupted build gives the same bytes as an uninterrupted one; any other whole
-sample in it is copied when its turn comes.
+Samples are written in the order of the plan. Shards of an earlier run are adopted unchanged as long as they are the
+beginning of that order, so an interrupted build gives the same bytes as an uninterrupted one. Other complete samples of
+an earlier run are copied at their position in the order.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ OPEN = "open.tar"
 
 
 class Staging:
-    """Writes the samples `order` (their keys), of which the first `position` are already there."""
+    """Writes the samples with the keys `order`; the first `position` of them exist already."""
 
     def __init__(self, folder: Path, order: Sequence[str], format_version: int, shard_size: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -38,7 +37,7 @@ class Staging:
         self._adopt()
 
     def left_over(self, key: str) -> tuple[Entry, memoryview] | None:
-        """A whole sample that an earlier run left, and the bytes of its shard."""
+        """A complete sample that an earlier run left, and the bytes of its shard."""
         path, entry = self._left.get(key, (None, None))
         return (entry, map_file(path)) if path and entry else None
 
@@ -47,20 +46,20 @@ class Staging:
         self._seal_if_full()
 
     def add_copy(self, entry: Entry, shard: memoryview, where: object = "what an earlier run left") -> None:
-        """Append a sample as it lies in the shard `where`, once every tensor in it is what was written."""
+        """Append a sample unchanged from the mapped `shard`, after a check of its tensors; `where` is for errors."""
         check_tensors(entry, shard, str(where))
         self._next(entry.meta.key).add_copy(entry, shard[entry.offset : entry.offset + entry.length])
         self._seal_if_full()
 
     def finish(self) -> list[tuple[Shard, list[Entry]]]:
-        """Seal what is open; every shard of `order`, in this folder under its name."""
+        """Seal the open shard; returns all shards, which are in this folder under their names."""
         assert self.position == len(self.order)
         if self.writer:
             self._seal(self.writer)
         return self.sealed
 
     def close(self) -> None:
-        """Leave everything for a later run."""
+        """Leave everything for a later run to continue."""
         if self.writer:
             self.writer.close()
 
@@ -79,40 +78,43 @@ class Staging:
         self.writer = None
 
     def _adopt(self) -> None:
-        """Take over what is the beginning of `order`; remember the rest by key."""
+        """Adopt existing shards that are the beginning of `order`; remember all other samples by key."""
         shards = (path for path in sorted(self.folder.glob("*.tar")) if SHARD_PATTERN.fullmatch(path.name))
-        paths = [path for path in shards if path.is_file() and not path.is_symlink()]  # no pipe, no folder
-        sealed: dict[str, list[tuple[Path, list[Entry]]]] = {}
+        paths = [path for path in shards if path.is_file() and not path.is_symlink()]  # neither pipes nor folders
+        by_first_key: dict[str, list[tuple[Path, list[Entry]]]] = {}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for path, entries in zip(paths, pool.map(self._whole, paths), strict=True):
+            for path, entries in zip(paths, pool.map(self._valid_entries, paths), strict=True):
                 if entries:
-                    sealed.setdefault(entries[0].meta.key, []).append((path, entries))
-        while (found := self._expected(sealed)) is not None:
-            path, entries = found
-            sealed[entries[0].meta.key].remove(found)
+                    by_first_key.setdefault(entries[0].meta.key, []).append((path, entries))
+        while (shard := self._next_shard(by_first_key)) is not None:
+            path, entries = shard
+            by_first_key[entries[0].meta.key].remove(shard)
             self.sealed.append((Shard(path.name, len(entries), path.stat().st_size), entries))
             self.position += len(entries)
         self._adopt_open()
-        for path, entries in itertools.chain(*sealed.values()):
+        for path, entries in itertools.chain(*by_first_key.values()):
             self._left |= {entry.meta.key: (path, entry) for entry in entries}
 
-    def _whole(self, path: Path) -> list[Entry]:
-        """The samples of a shard that has the bytes of its name; none when it is damaged or of another version."""
+    def _valid_entries(self, path: Path) -> list[Entry]:
+        """The samples of a shard; none if its bytes do not match its name, or it has another format version."""
         try:
             data = map_file(path)
             return list(scan_shard(data, path.name, self.format_version)) if content_hash(data) == path.stem else []
         except (FormatError, OSError, ValueError):  # ValueError: an empty file cannot be mapped
             return []
 
-    def _expected(self, sealed: Mapping[str, list[tuple[Path, list[Entry]]]]) -> tuple[Path, list[Entry]] | None:
-        """A sealed shard that holds exactly what comes next; `sealed` is by first key."""
+    def _next_shard(
+        self, by_first_key: Mapping[str, list[tuple[Path, list[Entry]]]]
+    ) -> tuple[Path, list[Entry]] | None:
+        """A sealed shard with exactly the next samples of `order`; None if there is none."""
         key = self.order[self.position] if self.position < len(self.order) else ""
-        return next((shard for shard in sealed.get(key, ()) if self._is_next(shard[1])), None)
+        return next((shard for shard in by_first_key.get(key, ()) if self._is_next(shard[1])), None)
 
     def _is_next(self, entries: Sequence[Entry]) -> bool:
         return [e.meta.key for e in entries] == list(self.order[self.position : self.position + len(entries)])
 
     def _adopt_open(self) -> None:
+        """Continue the open shard if its samples are next in `order`; else keep its samples by key."""
         path = self.folder / OPEN
         entries = recover(map_file(path), self.format_version) if path.is_file() else []
         if entries and self._is_next(entries):

@@ -1,4 +1,4 @@
-"""One tensor: dtype, shape, hash, and how its bytes are stored."""
+"""One tensor: its dtype, shape and hash, and how its bytes are stored."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from qwen_cache.errors import (
 )
 
 PLANES_ZSTD = "planes-zstd"
-"""The codec of compressed tensors (`codec`)."""
-MAX_RATIO = 100  # of a tensor to its compressed bytes: a forged header cannot ask for more memory than that
+"""The codec of compressed tensors, see `codec`."""
+MAX_RATIO = 100  # of a tensor to its compressed bytes; bounds the memory that a forged header can request
 BYTES_PER_ELEMENT = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1}
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor is: safetensors' dtype name, shape, the xxh3-128 of its bytes; and how it is stored."""
+    """The dtype (by safetensors' name), shape and xxh3-128 of a tensor, and how it is stored."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class TensorSpec:
 
     @property
     def stored_bytes(self) -> int:
-        """What it takes in a shard."""
+        """Its bytes in a shard."""
         return self.nbytes if self.compressed_bytes is None else self.compressed_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class TensorSpec:
 
 
 def check_codec(spec: TensorSpec, where: str) -> None:
-    """A codec that is known, and no more bytes than such compressed ones may stand for."""
+    """CodecError for an unknown codec, or a tensor of more than `MAX_RATIO` times its stored bytes."""
     if spec.codec is None:
         return
     if spec.codec != PLANES_ZSTD:

@@ -1,8 +1,7 @@
-"""Changing a dataset: from the rows that it shall have to one commit. What `build`, `migrate`, `merge` and `import`
-share.
+"""Update a dataset to a list of rows, in one commit: shared by `build`, `migrate`, `merge` and `import`.
 
-A shard stays as it is while every sample in it does; one that holds anything else is written anew, because stock
-readers take every sample of every shard. Everything that has to be written is written in one order, into staging.
+A shard is kept as long as all of its samples are; otherwise it is rewritten, because stock readers take every sample of
+every shard. New shards are written in one order, into staging.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from qwen_cache.storage.url import Url
 
 @dataclass(frozen=True)
 class Existing:
-    """What a folder holds already: all recipes."""
+    """The current dataset of a folder, with all recipes."""
 
     manifest: Manifest
     rows: list[IndexRow]
 
     def of_recipe(self, name: str) -> dict[str, IndexRow]:
-        """The rows of the recipe called `name`, by key."""
+        """The rows of the recipe `name`, by key."""
         recipe = self.manifest.recipes.get(name)
         return {row.meta.key: row for row in self.rows if recipe and row.meta.recipe == recipe.id}
 
@@ -45,26 +44,26 @@ class Existing:
         return {name: recipe.recipe for name, recipe in self.manifest.recipes.items()}
 
     @property
-    def listed(self) -> list[Listed]:
-        """The rows, as those of a dataset to be."""
-        return [Listed(row.name, row.meta.key, row.source_rows) for row in self.rows]
+    def listed(self) -> list[ListedSample]:
+        """The rows as entries of a new dataset."""
+        return [ListedSample(row.name, row.meta.key, row.source_rows) for row in self.rows]
 
-    def others(self, name: str) -> list[Listed]:
-        """The rows of all recipes but the one called `name`."""
+    def others(self, name: str) -> list[ListedSample]:
+        """The rows of all recipes except `name`."""
         mine = self.of_recipe(name)
         return [row for row in self.listed if row.key not in mine]
 
     def check_name(self, name: str, recipe: dict[str, Any], where: Path) -> None:
-        """ConfigError when this very recipe is there under another name."""
+        """ConfigError if the cache has an equal recipe under another name."""
         same = [other for other, known in self.recipes.items() if recipe_id(known) == recipe_id(recipe)]
         if same and same != [name]:
-            what = f"recipe {same[0]!r} of this cache is this very recipe"
+            what = f"this cache has the same recipe under the name {same[0]!r}"
             raise ConfigError(what, where=where, do=f"set cache.recipe={same[0]}")
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A row of the dataset to be."""
+class ListedSample:
+    """A row of the new dataset."""
 
     name: str
     key: str
@@ -73,27 +72,27 @@ class Listed:
 
 @dataclass(frozen=True)
 class Update:
-    """The dataset to be."""
+    """The new dataset, and the samples to write for it."""
 
     folder: Path
     existing: Existing
     format_version: int
-    rows: list[Listed]
+    rows: list[ListedSample]
     kept: dict[str, IndexRow]
-    """By key: samples that stay where they are."""
+    """Samples that stay in their shards, by key."""
     moved: dict[str, IndexRow]
-    """By key: samples that stay, out of shards that do not."""
+    """Samples that stay but whose shards do not, by key."""
     order: list[str]
-    """The keys to be written, in the order in which they shall lie."""
+    """The keys to write, in their order in the new shards."""
 
     @property
     def is_nothing(self) -> bool:
-        """Whether the dataset is what it shall be."""
+        """Whether the dataset is up to date already."""
         return self.format_version == self.existing.manifest.format_version and self.rows == self.existing.listed
 
 
 def read_existing(folder: Path | Url, format_version: int) -> Existing:
-    """The dataset in `folder`; an empty one of `format_version` where there is none."""
+    """The dataset in `folder`; an empty one of `format_version` if there is none."""
     if isinstance(folder, Path) and not (folder / MANIFEST_NAME).exists():
         return Existing(Manifest.empty(format_version), [])
     manifest, index = directory.load(folder)
@@ -103,32 +102,36 @@ def read_existing(folder: Path | Url, format_version: int) -> Existing:
 
 
 def plan_update(
-    folder: Path, existing: Existing, format_version: int, rows: Sequence[Listed], order: Iterable[str] | None = None
+    folder: Path,
+    existing: Existing,
+    format_version: int,
+    rows: Sequence[ListedSample],
+    order: Iterable[str] | None = None,
 ) -> Update:
-    """Which samples stay where they are, which move, and so which have to be written.
+    """Plan which samples stay, which move to other shards, and which have to be written.
 
-    `order` has the keys of `rows` as they shall lie in the shards, if they have to be written; that of `rows` when not
-    given.
+    `order` has the keys of `rows` in their order in new shards; by default the order of `rows`.
     """
-    wanted = {row.key for row in rows} if format_version == existing.manifest.format_version else set()
-    alive = {row.meta.key: row for row in existing.rows if row.meta.key in wanted}
-    count = Counter(row.shard for row in alive.values())
+    keys = {row.key for row in rows} if format_version == existing.manifest.format_version else set()
+    staying = {row.meta.key: row for row in existing.rows if row.meta.key in keys}
+    count = Counter(row.shard for row in staying.values())
     whole = {shard.name for shard in existing.manifest.shards if count[shard.name] == shard.samples}
-    kept = {key: row for key, row in alive.items() if row.shard in whole}
-    moved = {key: row for key, row in alive.items() if key not in kept}
-    keys = [row.key for row in rows] if order is None else order
-    return Update(folder, existing, format_version, list(rows), kept, moved, [key for key in keys if key not in kept])
+    kept = {key: row for key, row in staying.items() if row.shard in whole}
+    moved = {key: row for key, row in staying.items() if key not in kept}
+    in_order = [row.key for row in rows] if order is None else order
+    to_write = [key for key in in_order if key not in kept]
+    return Update(folder, existing, format_version, list(rows), kept, moved, to_write)
 
 
-def by_place(manifest: Manifest, rows: Iterable[IndexRow]) -> list[str]:
-    """The keys of `rows` in the order in which they lie in the shards of `manifest`."""
+def by_position(manifest: Manifest, rows: Iterable[IndexRow]) -> list[str]:
+    """The keys of `rows` in their order in the shards of `manifest`."""
     number = {shard.name: i for i, shard in enumerate(manifest.shards)}
     return [row.meta.key for row in sorted(rows, key=lambda row: (number[row.shard], row.entry.offset))]
 
 
 def open_staging(update: Update, name: str, shard_size: int, linked: Iterable[Path] = ()) -> Staging:
-    """The staging folder `name`, with what an earlier run left there, the shards that a crash left under their final
-    names, and the shards `linked` from other caches."""
+    """The staging folder `name`, with its shards of an earlier run, shards that a crash left under their final names,
+    and the shards `linked` from other caches."""
     folder = update.folder / directory.STAGING / f"{name}-v{update.format_version}"
     folder.mkdir(parents=True, exist_ok=True)
     for path in directory.unlisted_shards(update.folder, update.existing.manifest):
@@ -139,18 +142,18 @@ def open_staging(update: Update, name: str, shard_size: int, linked: Iterable[Pa
 
 
 def replaced_shards(folder: Path, keys: Set[str], format_version: int) -> list[Path]:
-    """The replaced shards that have samples of these keys; a damaged one is none."""
-    found = []
+    """The replaced shards that contain a sample of `keys`, without damaged ones."""
+    paths = []
     for path in sorted((folder / directory.REPLACED).glob("*.tar")):
         with suppress(FormatError, OSError, ValueError):  # ValueError: an empty file cannot be mapped
             entries = scan_shard(map_file(path), path.name, format_version)
             if any(entry.meta.key in keys for entry in entries):
-                found.append(path)
-    return found
+                paths.append(path)
+    return paths
 
 
 def copy_if_there(update: Update, staging: Staging, key: str) -> bool:
-    """Append the sample from what an earlier run left, or from a shard that does not stay; whether it was there."""
+    """Append a sample that an earlier run left, or that is in a shard that does not stay; False if it is in neither."""
     if (left := staging.left_over(key)) is not None:
         staging.add_copy(*left)
     elif (row := update.moved.get(key)) is not None:
@@ -169,9 +172,9 @@ def carry_out(
     written_by: dict[str, str],
     on_sample: Callable[[int], None],
 ) -> Manifest:
-    """Let `write` append every sample that is not there, by key, and commit.
+    """Append every missing sample with `write(key)`, then commit.
 
-    `on_sample` hears how many samples are done: at once those that an earlier run left, then one by one.
+    `on_sample` is called with a number of finished samples: first those of an earlier run together, then one by one.
     """
     try:
         on_sample(staging.position)
@@ -187,13 +190,13 @@ def carry_out(
 def commit_update(
     update: Update, staging: Staging, recipes: dict[str, dict[str, Any]], written_by: dict[str, str]
 ) -> Manifest:
-    """Make the update the dataset. `recipes` are those of the dataset to be, by name; all of `order` is staged."""
+    """Commit the update, with `recipes` by name; all samples of `order` must be in staging."""
     shards = staging.finish()
-    places: dict[str, tuple[str, Entry]] = {
+    positions: dict[str, tuple[str, Entry]] = {
         entry.meta.key: (shard.name, entry) for shard, entries in shards for entry in entries
     }
-    places |= {key: (row.shard, row.entry) for key, row in update.kept.items()}
-    rows = [IndexRow(row.name, *places[row.key], row.source_rows) for row in update.rows]
+    positions |= {key: (row.shard, row.entry) for key, row in update.kept.items()}
+    rows = [IndexRow(row.name, *positions[row.key], row.source_rows) for row in update.rows]
     index = write_index(rows, update.format_version)
     kept = {row.shard for row in update.kept.values()}
     old = update.existing.manifest

@@ -1,7 +1,7 @@
 """Check a whole cache: structure, every hash, every shape, every number.
 
-Each fault is an error of `errors.RULES`, with the rule of schemas/FORMAT.md that it breaks and the cure; nothing is
-mended. Behind a URL everything is read anew, past all local copies; two shards at a time lie on the disk.
+Each fault is an error of `errors.RULES`, with the rule of schemas/FORMAT.md that it breaks and the fix; nothing is
+repaired. A remote cache is downloaded again without the local copies, two shards on the disk at a time.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from qwen_cache.format.codec import decode
 from qwen_cache.format.identity import content_hash, dataset_identity
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest, Shard
-from qwen_cache.format.sample import SHARES
+from qwen_cache.format.sample import UNIT_RANGE
 from qwen_cache.format.shard import Entry, scan_shard, tensor_bytes
 from qwen_cache.format.shards import map_file
 from qwen_cache.storage.url import Url, location
 
-REMOTE_SHARDS = 2  # on the disk at once: one comes while the other is hashed
+REMOTE_SHARDS = 2  # on the disk at a time: one is downloaded while the other is hashed
 
 
 def verify_cache(path: str | Path, on_bytes: Callable[[int], None] = lambda _: None) -> list[FormatError]:
-    """Every fault of the cache in a folder or behind a URL; `on_bytes` hears how many bytes were checked.
+    """Every fault of the cache at `path`, a folder or a URL; an empty list if it is valid.
 
-    Raises ManifestError where there is no cache at all.
+    `on_bytes` is called with the number of bytes of each checked shard. Raises ManifestError if there is no cache.
     """
     folder = location(path)
     if not (folder / MANIFEST_NAME).is_file():
@@ -66,21 +66,21 @@ def verify_cache(path: str | Path, on_bytes: Callable[[int], None] = lambda _: N
         by_shard.setdefault(row.shard, []).append(row)
     with ThreadPoolExecutor(os.cpu_count() if isinstance(folder, Path) else REMOTE_SHARDS) as pool:
         version = manifest.format_version
-        found = pool.map(lambda s: list(_shard_faults(folder, version, s, by_shard[s.name])), manifest.shards)
-        for shard, more in zip(manifest.shards, found, strict=True):
-            faults += more
+        of_shards = pool.map(lambda s: list(_shard_faults(folder, version, s, by_shard[s.name])), manifest.shards)
+        for shard, of_shard in zip(manifest.shards, of_shards, strict=True):
+            faults += of_shard
             on_bytes(shard.bytes)
     return faults + list(_stray_faults(folder, manifest))
 
 
 def _stray_faults(folder: Path | Url, manifest: Manifest) -> Iterator[FormatError]:
-    """What stock readers of `*.tar` would take for a part of the dataset; `gc` removes only what is called a shard."""
+    """Files that stock readers of `*.tar` would take for shards; `gc` removes only those with the name of a shard."""
     ours = {path.name for path in directory.unlisted_shards(folder, manifest)}
-    found: list[Path | Url] = [*folder.glob("*.tar")]
-    for path in sorted(found, key=lambda path: path.name):
+    archives: list[Path | Url] = [*folder.glob("*.tar")]
+    for path in sorted(archives, key=lambda path: path.name):
         if path.name not in {shard.name for shard in manifest.shards}:
-            cure = None if path.name in ours and isinstance(folder, Path) else "move it out of the folder"
-            yield StrayFileError("the dataset does not name this file", where=path, do=cure)
+            fix = None if path.name in ours and isinstance(folder, Path) else "move it out of the folder"
+            yield StrayFileError("this file is not in the manifest", where=path, do=fix)
 
 
 def _index_rows(
@@ -99,25 +99,25 @@ def _index_faults(rows: Sequence[IndexRow], manifest: Manifest, folder: Path | U
     where = folder / INDEX_NAME
     for key, count in Counter(row.meta.key for row in rows).items():
         if count > 1:
-            yield SampleKeyError(f"key {key} stands {count} times", where=where)
+            yield SampleKeyError(f"key {key} occurs {count} times", where=where)
     recipes = {recipe.id for recipe in manifest.recipes.values()}
     shards = {shard.name for shard in manifest.shards}
     for row in rows:
         if row.meta.recipe not in recipes:
-            yield RecipeError(f"{row.meta.key} is of a recipe that the manifest does not have", where=where)
+            yield RecipeError(f"{row.meta.key} belongs to a recipe that is not in the manifest", where=where)
         if row.shard not in shards:
-            yield ShardError(f"{row.meta.key} lies in {row.shard}, which the manifest does not name", where=where)
+            yield ShardError(f"{row.meta.key} is in {row.shard}, which is not in the manifest", where=where)
     for name, recipe in manifest.recipes.items():
         mine = [row.meta.key for row in rows if row.meta.recipe == recipe.id]
         if (len(mine), dataset_identity(mine)) != (recipe.samples, recipe.identity):
-            what = f"the samples of recipe {name!r} are not those of the index"
+            what = f"the samples of recipe {name!r} differ from those of the index"
             yield RecipeError(what, where=folder / MANIFEST_NAME)
 
 
 def _shard_faults(
     folder: Path | Url, format_version: int, shard: Shard, rows: Sequence[IndexRow]
 ) -> Iterator[FormatError]:
-    """Faults of one shard, seen from its bytes and not from the index."""
+    """The faults of one shard, from its bytes alone, compared with its rows of the index."""
     try:
         path = directory.shard_path(folder, shard.name)
         size = path.stat().st_size if isinstance(path, Path) else path.size()
@@ -126,16 +126,18 @@ def _shard_faults(
             return
         data = map_file(path) if isinstance(path, Path) else path.download(shard.bytes)
         if (digest := content_hash(data)) != shard.xxh3_128:
-            yield ShardError("the bytes are not those that were written", where=path, found=digest)
+            yield ShardError("the bytes do not match the name of the shard", where=path, found=digest)
         indexed, samples = {row.meta.key: row.entry for row in rows}, 0
         for entry in scan_shard(data, str(path), format_version):
             samples += 1
             if indexed.pop(entry.meta.key, None) != entry:
-                what = f"sample {entry.meta.key} is not what the index says, or is not in it"
+                what = f"sample {entry.meta.key} differs from the index, or is not in it"
                 yield DisagreementError(what, where=path)
             yield from _tensor_faults(entry, data, path)
         if samples != shard.samples:
-            yield CountError("the manifest counts other samples", where=path, expected=shard.samples, found=samples)
+            yield CountError(
+                "the manifest has another number of samples", where=path, expected=shard.samples, found=samples
+            )
         for key in indexed:
             yield DisagreementError(f"sample {key} of the index is not in its shard", where=path)
     except FormatError as error:
@@ -154,19 +156,19 @@ def _tensor_faults(entry: Entry, data: memoryview, path: Path | Url) -> Iterator
             yield ChecksumError(f"{what} does not have its hash", where=path)
         elif name == "thumbnails":
             if not _is_jpeg(piece):
-                yield ThumbnailError(f"{what} are no JPEG", where=path)
+                yield ThumbnailError(f"{what} are not a JPEG", where=path)
         elif not _is_finite(piece, spec.dtype):
             yield NotFiniteError(f"{what} has NaN or Inf", where=path)
-        elif name in SHARES and not _is_share(piece, spec.dtype):
+        elif name in UNIT_RANGE and not _in_unit_range(piece, spec.dtype):
             yield NotFiniteError(f"{what} has numbers outside 0 to 1", where=path)
 
 
 def _is_jpeg(data: memoryview) -> bool:
-    """By the markers at its begin and end (ISO/IEC 10918-1, SOI and EOI); it is decoded only where it is shown."""
+    """Whether the first and last markers are a JPEG's (ISO/IEC 10918-1, SOI and EOI); `verify` does not decode it."""
     return bytes(data[:3]) == b"\xff\xd8\xff" and bytes(data[-2:]) == b"\xff\xd9"
 
 
-def _is_share(data: memoryview, dtype: str) -> bool:
+def _in_unit_range(data: memoryview, dtype: str) -> bool:
     values: npt.NDArray[Any] = np.frombuffer(data, {"F16": np.float16, "F32": np.float32}[dtype])
     return bool(np.all((values >= 0) & (values <= 1)))
 

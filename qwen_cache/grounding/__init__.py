@@ -1,1 +1,1 @@
-"""Where an edit is: from attention, or from the difference of images."""
+"""The place of an edit: from attention, or from the difference of images."""

@@ -1,14 +1,14 @@
-"""Where chosen tokens look in the images: rows of a Qwen2.5-VL's attention, taken from a pass that runs anyway.
+"""Attention of chosen tokens on the images: rows of a Qwen2.5-VL's attention, from a pass that runs anyway.
 
     with attention_rows(model, tokens=[[[412, 413]]], images=image_tokens(model.config, ids, grids)) as rows:
         model(**inputs)
     rows.attention[0][0]  # [phrases, layers * heads, h, w] of the first row of the batch and its first image
 
-Hooks see the queries of the chosen tokens and all keys of a layer, and compute those rows of the softmax alone, in
-float32: the pass keeps its kernel (SDPA, flash attention), no [L, L] matrix is made, and the model is left as it was.
-After a prefix that is kept as keys and values they are the cache's: tokens are counted in the pass, columns from the
-beginning. Refuses sliding windows, caches other than DynamicCache, masks other than [B, L], and to return nothing:
-`output_attentions=True` gives an empty tuple under SDPA, without a word.
+Hooks take the queries of the chosen tokens and all keys of a layer, and compute only those rows of the softmax, in
+float32: the pass keeps its kernel (SDPA, flash attention), no [L, L] matrix is made, and the model is unchanged. With a
+prefix of cached keys and values, token positions count within the pass and columns from the beginning of the prefix.
+Refuses sliding windows, caches other than DynamicCache, masks other than [B, L], and an empty result:
+`output_attentions=True` silently returns an empty tuple under SDPA.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qwen_cache.errors import ModelError
 
 Merge = Literal["mean", "max"]
 Phrases = Sequence[Sequence[int]]
-"""Of each phrase, the positions of its tokens."""
+"""The token positions of each phrase."""
 
 
 @dataclass(frozen=True)
@@ -44,40 +44,40 @@ class ImageTokens:
 def image_tokens(
     config: Any, input_ids: Int[Tensor, "B L"], image_grid_thw: Int[Tensor, "images 3"]
 ) -> list[list[ImageTokens]]:
-    """The images of each row of `input_ids`, which the grids are about in order."""
+    """The images of each row of `input_ids`; `image_grid_thw` are their grids. ModelError if they disagree."""
     merge_size = config.vision_config.spatial_merge_size
     grids = [(t * h // merge_size, w // merge_size) for t, h, w in image_grid_thw.tolist()]
-    found: list[list[ImageTokens]] = []
+    rows: list[list[ImageTokens]] = []
     used = 0
     for number, row in enumerate(input_ids):
         columns = (row == config.image_token_id).nonzero()[:, 0]
         if not len(columns):
             raise ModelError("no image tokens", where=f"row {number}", do="put the images into the same input")
-        pictures = []
+        images = []
         while len(columns):
             size = grids[used][0] * grids[used][1] if used < len(grids) else 0
             if not 0 < size <= len(columns):
                 raise ModelError(
-                    "the number of image tokens is not that of the grids",
+                    "the image tokens do not fit the grids",
                     where=f"row {number}, image {used + 1}",
                     expected=size or f"{len(grids)} images",
                     found=f"{len(columns)} tokens",
                 )
-            pictures.append(ImageTokens(columns[:size], grids[used]))
+            images.append(ImageTokens(columns[:size], grids[used]))
             columns, used = columns[size:], used + 1
-        found.append(pictures)
+        rows.append(images)
     if used < len(grids):
         raise ModelError("there are more grids than images", expected=used, found=len(grids))
-    return found
+    return rows
 
 
 class AttentionRows:
-    """What one pass tells about the chosen tokens; complete when the context of `attention_rows` is left."""
+    """Attention and hidden states of the chosen tokens in one pass; complete after the context of `attention_rows`."""
 
     attention: list[list[Float[Tensor, "K C h w"]]]
-    """Of each row of the batch and each of its images; C counts heads within layers."""
+    """For each row of the batch and each of its images; K phrases, C is layers × heads."""
     hidden_states: list[list[Float[Tensor, "layers P D"]]]
-    """Of each row and phrase: what each layer returns about its tokens, the last one after the final norm."""
+    """For each row and phrase: the output of each layer at its tokens, the last one after the final norm."""
 
     def __init__(self, tokens: Sequence[Phrases], images: Sequence[Sequence[ImageTokens]], merge: Merge) -> None:
         _check(tokens, images)
@@ -100,11 +100,11 @@ class AttentionRows:
         self._mask = kwargs.get("attention_mask")
         if self._mask is not None and getattr(self._mask, "ndim", 0) != 2:
             raise ModelError("the attention mask is not one of tokens", expected="[B, L]", found=type(self._mask))
-        device = next(module.parameters()).device  # once: a copy from the host waits for all work before it
+        device = next(module.parameters()).device  # once: a copy from the host waits for all earlier work
         self._chosen = self._positions.to(device)
         self._columns = [columns.to(device) for columns in self._columns]
 
-    def see_queries(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def on_queries(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         batch, length = output.shape[:2]
         if batch != len(self._positions) or length <= self._last:
             raise ModelError(
@@ -114,11 +114,11 @@ class AttentionRows:
             )
         self._queries = self._of_chosen(output)
 
-    def see_keys(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def on_keys(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         self._keys = output
 
     @torch.no_grad()
-    def see_attention(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def on_attention(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """The chosen rows of one layer, over the columns of the images, merged over the tokens of each phrase."""
         assert self._queries is not None
         assert self._keys is not None
@@ -134,7 +134,7 @@ class AttentionRows:
             raise ModelError("rows cannot be read from this cache", expected="DynamicCache", found=type(past).__name__)
         self._queries = self._keys = None
         if self._visible is None:
-            self._visible = self._see_before(length, keys.shape[2]).to(keys.device)
+            self._visible = self._visible_columns(length, keys.shape[2]).to(keys.device)
 
         # The queries of the heads that share keys become rows of one product: keys are never repeated.
         grouped = queries.reshape(*keys.shape[:2], -1, module.head_dim)
@@ -142,25 +142,25 @@ class AttentionRows:
         rows = scores.masked_fill(~self._visible[:, None], -torch.inf).softmax(-1)
         self._attention.append(
             [
-                torch.stack([self._merge(part, 1) for part in self._by_phrase(row[..., columns.to(row.device)], i)])
+                torch.stack([self._merge(values, 1) for values in self._by_phrase(row[..., columns.to(row.device)], i)])
                 for i, (row, columns) in enumerate(zip(rows, self._columns, strict=True))
             ]
         )
 
-    def see_hidden(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def on_hidden(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         self._hidden.append(self._of_chosen(output.detach()))
 
     def finish(self) -> None:
         """Put the layers together."""
         if not self._attention:
             raise ModelError(
-                "no row of attention was captured: the model was not run", do="run the model that was given, inside"
+                "no attention was captured: the model was not run", do="run the given model inside the context"
             )
         self.attention = []
-        for layers, pictures in zip(zip(*self._attention, strict=True), self._images, strict=True):
+        for layers, images in zip(zip(*self._attention, strict=True), self._images, strict=True):
             stack = torch.stack(layers, 1).flatten(1, 2)
-            parts = torch.split(stack, [len(image.columns) for image in pictures], -1)
-            grids = [image.grid for image in pictures]
+            parts = torch.split(stack, [len(image.columns) for image in images], -1)
+            grids = [image.grid for image in images]
             self.attention.append([p.reshape(*p.shape[:2], *g) for p, g in zip(parts, grids, strict=True)])
         hidden = torch.stack(self._hidden, 1)
         self.hidden_states = [self._by_phrase(row, i) for i, row in enumerate(hidden)]
@@ -170,11 +170,11 @@ class AttentionRows:
         return tensor[torch.arange(len(positions), device=tensor.device)[:, None], positions]
 
     def _by_phrase(self, tensor: Float[Tensor, "_ P _"], row: int) -> list[Tensor]:
-        """Parts of what is about the chosen tokens of `row`, behind which there may be padding."""
+        """The values of the chosen tokens of `row`, split by phrase and without the padding behind them."""
         return list(tensor.tensor_split(self._ends[row], 1))[: len(self._ends[row])]
 
-    def _see_before(self, length: int, columns: int) -> Bool[Tensor, "B P columns"]:
-        """Which columns each chosen token may look at: those up to its own that are not padding."""
+    def _visible_columns(self, length: int, columns: int) -> Bool[Tensor, "B P columns"]:
+        """The columns that each chosen token attends to: those up to its own, without padding."""
         own = self._positions + columns - length
         visible = torch.arange(columns) <= own[..., None]
         if self._mask is not None:
@@ -190,10 +190,10 @@ class AttentionRows:
 def attention_rows(
     model: nn.Module, tokens: Sequence[Phrases], images: Sequence[Sequence[ImageTokens]], merge: Merge = "mean"
 ) -> Iterator[AttentionRows]:
-    """Take the rows of `tokens` from the one pass of `model` that is made inside.
+    """Capture the attention of `tokens` in the one pass of `model` inside the context.
 
-    Of each row of the batch, `tokens` has the positions in this pass of the tokens of each phrase, and `images` the
-    images (`image_tokens`), counted with what a cache holds. `merge` says how a phrase's tokens become one.
+    For each row of the batch, `tokens` has the positions of each phrase's tokens in this pass, and `images` the images
+    (`image_tokens`), with columns counted from the beginning of cached keys. `merge` reduces a phrase's tokens to one.
     """
     decoder = _decoder(model)
     rows = AttentionRows(tokens, images, merge)
@@ -210,17 +210,17 @@ def _hooks(decoder: Any, rows: AttentionRows) -> list[Any]:
     handles = [decoder.register_forward_pre_hook(rows.begin, with_kwargs=True)]
     for layer in decoder.layers:
         handles += [
-            layer.self_attn.q_proj.register_forward_hook(rows.see_queries),
-            layer.self_attn.k_proj.register_forward_hook(rows.see_keys),
-            layer.self_attn.register_forward_hook(rows.see_attention, with_kwargs=True),
+            layer.self_attn.q_proj.register_forward_hook(rows.on_queries),
+            layer.self_attn.k_proj.register_forward_hook(rows.on_keys),
+            layer.self_attn.register_forward_hook(rows.on_attention, with_kwargs=True),
         ]
     for module in (*decoder.layers[:-1], decoder.norm):
-        handles.append(module.register_forward_hook(rows.see_hidden))
+        handles.append(module.register_forward_hook(rows.on_hidden))
     return handles
 
 
 def _decoder(model: nn.Module) -> Any:
-    """The language model within a Qwen2.5-VL."""
+    """The language model of a Qwen2.5-VL."""
     decoder = next((module for module in model.modules() if isinstance(module, Qwen2_5_VLTextModel)), None)
     if decoder is None:
         raise ModelError("not a Qwen2.5-VL", found=type(model).__name__)
@@ -232,8 +232,8 @@ def _decoder(model: nn.Module) -> Any:
 def _check(tokens: Sequence[Phrases], images: Sequence[Sequence[ImageTokens]]) -> None:
     if len(tokens) != len(images) or not tokens:
         raise ModelError("phrases and images are not of one batch", expected=len(images), found=len(tokens))
-    for number, (phrases, pictures) in enumerate(zip(tokens, images, strict=True)):
-        if not pictures:
+    for number, (phrases, row_images) in enumerate(zip(tokens, images, strict=True)):
+        if not row_images:
             raise ModelError("no image tokens", where=f"row {number}")
         if not phrases or not all(phrases):
             raise ModelError("a phrase has no token", where=f"row {number}")

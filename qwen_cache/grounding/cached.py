@@ -1,6 +1,7 @@
-"""A cache as a mask head sees it: attention and masks of its samples, and where the head sees an edit elsewhere.
+"""Experimental: never run on the real encoder's attention. A cache as training data of a mask head.
 
-What a head has made of the same attention is no mask here: nothing is learned from it, and nothing is judged by it.
+Samples with attention and a mask, and the disagreements of those masks with a head. Masks that a head predicted are
+left out: they are neither training data nor ground truth.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from qwen_cache.grounding.head import MaskHead, Sample, iou, predict_mask
 
 
 @dataclass(frozen=True)
-class Masked(Sequence[Sample]):
-    """Samples of a cache as a head learns them: attention `[C, h, w]` and mask `[H, W]`, each read when it is asked."""
+class MaskedSamples(Sequence[Sample]):
+    """Samples of a cache for a head: attention `[C, h, w]` and mask `[H, W]`, each read on access."""
 
     cache: Cache
     positions: Sequence[int]
@@ -31,24 +32,24 @@ class Masked(Sequence[Sample]):
     @overload
     def __getitem__(self, i: int) -> Sample: ...
     @overload
-    def __getitem__(self, i: slice) -> Masked: ...
-    def __getitem__(self, i: int | slice) -> Sample | Masked:
+    def __getitem__(self, i: slice) -> MaskedSamples: ...
+    def __getitem__(self, i: int | slice) -> Sample | MaskedSamples:
         if isinstance(i, slice):
-            return Masked(self.cache, self.positions[i])
+            return MaskedSamples(self.cache, self.positions[i])
         return self.cache[self.positions[i]]["attention"], self.mask(i)
 
     def mask(self, i: int) -> torch.Tensor:
-        """`[H, W]`, without the attention."""
+        """The mask `[H, W]` alone."""
         return mask_of(self.cache[self.positions[i]])
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of the attention, from the index."""
+        """The shapes of the attention, from the index."""
         return [self.cache.row(position).meta.tensors["attention"].shape for position in self.positions]
 
 
-def masked(cache: Cache) -> list[int]:
-    """The positions of the samples that have attention, and a mask that no head has made."""
+def masked_positions(cache: Cache) -> list[int]:
+    """The positions of the samples with attention and a mask that is not from a head."""
     if cache.format_version == 1:
         return []
     attention, origin = (cache.table[name] for name in ("attention", "edit_mask_from"))
@@ -56,9 +57,9 @@ def masked(cache: Cache) -> list[int]:
     return [i for i, (is_there, made_by) in enumerate(rows) if is_there and made_by not in (None, "head")]
 
 
-def nothing_masked(cache: Cache) -> QwenCacheError:
-    """Why a cache has no such samples."""
-    what = "no sample of this cache has both attention and a mask that no head has made"
+def no_masked_samples(cache: Cache) -> QwenCacheError:
+    """The reason why a cache has no such samples, as an error to raise."""
+    what = "no sample of this cache has both attention and a mask that is not from a head"
     do = "run `qwen-cache build` again with --edit-mask diff --set cache.store_attention=true"
     if cache.format_version == 1:
         what, do = "format v1 has neither attention nor masks", f"{do} --format v2, and another --out"
@@ -69,12 +70,12 @@ def nothing_masked(cache: Cache) -> QwenCacheError:
     return QwenCacheError(what, where=cache.folder, do=do)
 
 
-# ---- where a head sees it elsewhere ----------------------------------------------------------------------------------
+# ---- where head and mask disagree ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """How much the mask of a sample and the head's have in common, and which share of the cells each of them covers."""
+    """The IoU of a sample's mask and the head's prediction, and the fraction of the cells that each covers."""
 
     sample: CachedSample
     iou: float
@@ -83,32 +84,32 @@ class Disagreement:
 
     @property
     def origin(self) -> str:
-        """What the mask of the sample was made of."""
+        """The origin of the sample's mask."""
         return str(self.sample.row.meta.edit_mask_from)
 
     def to_json(self) -> dict[str, Any]:
         """As in `inspect --json`."""
         sample = self.sample
-        named = {"name": sample.name, "key": sample.key, "prompt": sample.prompt, "edit_mask_from": self.origin}
-        return named | {"iou": self.iou, "area": self.area, "head_area": self.head_area}
+        description = {"name": sample.name, "key": sample.key, "prompt": sample.prompt, "edit_mask_from": self.origin}
+        return description | {"iou": self.iou, "area": self.area, "head_area": self.head_area}
 
 
 def disagreements(cache: Cache, head: MaskHead) -> Iterator[Disagreement]:
-    """Of all masked samples, in the order of the cache."""
-    for position in masked(cache):
+    """Disagreements of all masked samples, in the order of the cache."""
+    for position in masked_positions(cache):
         sample = cache[position]
-        mask, seen = mask_of(sample), head_mask_of(head, sample)
-        yield Disagreement(sample, iou(seen, mask), _area(mask), _area(seen))
+        mask, predicted = mask_of(sample), head_mask_of(head, sample)
+        yield Disagreement(sample, iou(predicted, mask), _area(mask), _area(predicted))
 
 
 def mask_of(sample: CachedSample) -> torch.Tensor:
-    """The mask that is cached, `[H, W]`."""
+    """The cached mask, `[H, W]`."""
     _, height, width = sample.img_shapes[0]
     return sample["edit_mask"].view(height, width)
 
 
 def head_mask_of(head: MaskHead, sample: CachedSample) -> torch.Tensor:
-    """What the head makes of a sample's attention, on the cells of its mask."""
+    """The head's prediction from a sample's attention, `[H, W]` on the cells of its mask."""
     _, height, width = sample.img_shapes[0]
     return predict_mask(head, sample["attention"], (height, width)).cpu()
 

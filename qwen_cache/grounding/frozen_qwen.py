@@ -1,10 +1,11 @@
-"""Any Qwen2.5-VL as a frozen source of attention: where in the images do these words look?
+"""Experimental: never run on the real encoder's attention. Any Qwen2.5-VL as a frozen source of attention.
 
     qwen = FrozenQwen.from_pretrained("Qwen/Qwen2.5-VL-7B-Instruct", device="cuda", dtype=torch.bfloat16)
     qwen.ground(image, "make [[the red car]] blue").attention[0]  # [1, 784, h, w] of the first image
 
-One pass without `lm_head` and without eager attention. The weights take no gradient and the model stays in eval mode,
-whatever mode its owner is put into. Positions are always three-dimensional: `mm_token_type_ids` is made here.
+It answers where in the images some words look, in one pass without `lm_head` and without eager attention. The weights
+take no gradient and the model stays in eval mode, whatever mode its owner is set to. Positions are always
+three-dimensional: `mm_token_type_ids` is made here.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ CHAT = Template(
     drop_idx=0,
     condition_image_size=0,
 )
-"""A user's turn, as Qwen2.5-VL was trained to read it."""
+"""A user's turn in the chat format of Qwen2.5-VL."""
 
 
 @dataclass(frozen=True)
 class Grounding:
-    """Where K phrases look, in each image."""
+    """The attention of K phrases on each image."""
 
     attention: list[Float[Tensor, "K C _h _w"]]
-    """Of each image; C counts the heads within the layers."""
+    """For each image; C is layers × heads."""
     hidden_states: list[Float[Tensor, "layers _P D"]]
-    """Of each phrase, what each layer returns about its tokens."""
+    """For each phrase, the output of each layer at its tokens."""
     image_grid: list[tuple[int, int]]
-    """Of each image, the tokens in its height and width."""
+    """For each image, its height and width in tokens."""
 
 
 class FrozenQwen(nn.Module):
-    """A Qwen2.5-VL with or without its `lm_head`, and a processor; `template` is what stands around the instruction.
+    """A Qwen2.5-VL with or without its `lm_head`, a processor, and the `template` around the instruction.
 
     With a template of `qwen_cache.models.template.TEMPLATES`, and images resized as for that pipeline, the attention
     is that of a cache's `prompt_embeds`.
@@ -73,10 +74,11 @@ class FrozenQwen(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         merge: Merge = "mean",
     ) -> FrozenQwen:
-        """Of a folder or repository of Qwen2.5-VL."""
+        """Load a folder or repository of Qwen2.5-VL."""
         model = load_whole(Qwen2_5_VLForConditionalGeneration, Path(name), dtype=dtype)
-        pictures = Qwen2VLImageProcessorPil.from_pretrained(name)
-        return cls(model.to(device), ImageOnlyQwen2VLProcessor(pictures, AutoTokenizer.from_pretrained(name)), merge)
+        image_processor = Qwen2VLImageProcessorPil.from_pretrained(name)
+        processor = ImageOnlyQwen2VLProcessor(image_processor, AutoTokenizer.from_pretrained(name))
+        return cls(model.to(device), processor, merge)
 
     def train(self, mode: bool = True) -> FrozenQwen:
         """Stay in eval mode."""
@@ -85,7 +87,7 @@ class FrozenQwen(nn.Module):
 
     @property
     def in_channels(self) -> int:
-        """Channels of the attention: heads times layers of the language model."""
+        """Channels of the attention: layers × heads of the language model."""
         config = self.model.config.text_config
         return int(config.num_attention_heads * config.num_hidden_layers)
 
@@ -95,47 +97,47 @@ class FrozenQwen(nn.Module):
 
     @property
     def merge_size(self) -> int:
-        """Patches in the height, and in the width, of a token."""
+        """Patches per side of a token."""
         return int(self.model.config.vision_config.spatial_merge_size)
 
     @torch.no_grad()
     def ground(
         self, images: ImageLike | Sequence[ImageLike], text: str, phrase: str | Sequence[str] | None = None
     ) -> Grounding:
-        """Where the phrases of `text` look; without `phrase`, what is marked with `[[ ]]` in it, or else all of it."""
-        pictures = to_pil(images)
-        if not pictures:
+        """The attention of the phrases of `text`: `phrase`, else the words marked with `[[ ]]`, else the whole text."""
+        pil_images = to_pil(images)
+        if not pil_images:
             raise SourceError("there is no image to look at")
         prompt, phrases = spans_of_phrases(text, phrase)
-        if found := next((token for token in PIXEL_TOKENS if token in prompt), None):
-            raise SourceError("the text has a token that stands for pixels", found=found)
-        inputs = self.inputs(pictures, prompt)
-        tokens = [self._positions(inputs["input_ids"], prompt, spans, len(pictures)) for spans in phrases]
-        shown = image_tokens(self.model.config, inputs["input_ids"], inputs["image_grid_thw"])
-        with attention_rows(self.model, [tokens], shown, self.merge) as rows:
+        if pixel_token := next((token for token in PIXEL_TOKENS if token in prompt), None):
+            raise SourceError("the text has a token that stands for pixels", found=pixel_token)
+        inputs = self.inputs(pil_images, prompt)
+        tokens = [self._positions(inputs["input_ids"], prompt, spans, len(pil_images)) for spans in phrases]
+        placed = image_tokens(self.model.config, inputs["input_ids"], inputs["image_grid_thw"])
+        with attention_rows(self.model, [tokens], placed, self.merge) as rows:
             self.model(**inputs, use_cache=False)
-        return Grounding(rows.attention[0], rows.hidden_states[0], [image.grid for image in shown[0]])
+        return Grounding(rows.attention[0], rows.hidden_states[0], [image.grid for image in placed[0]])
 
-    def inputs(self, pictures: Sequence[Any], prompt: str) -> dict[str, Tensor]:
-        """What the model takes."""
-        text = self.template.text(prompt, len(pictures))
-        inputs = dict(self.processor(text=[text], images=list(pictures), return_tensors="pt"))
+    def inputs(self, images: Sequence[Any], prompt: str) -> dict[str, Tensor]:
+        """The model's inputs for `prompt` about `images`."""
+        text = self.template.text(prompt, len(images))
+        inputs = dict(self.processor(text=[text], images=list(images), return_tensors="pt"))
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == self.model.config.image_token_id).int()
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 
-    def _positions(self, input_ids: Tensor, prompt: str, spans: Sequence[Span], pictures: int) -> list[int]:
-        """The tokens of `spans`, found in what follows the images: it begins with the prompt, and a special token
-        before it makes sure that it is cut as in the whole."""
-        tail = self.template.text(prompt, pictures).split(VISION_END, pictures)[-1]
+    def _positions(self, input_ids: Tensor, prompt: str, spans: Sequence[Span], images: int) -> list[int]:
+        """The positions of the tokens of `spans`, found in the text behind the images: it begins with the prompt, and
+        the special token before it ensures the same tokens as in the whole."""
+        tail = self.template.text(prompt, images).split(VISION_END, images)[-1]
         before = input_ids.shape[1] - len(self.processor.tokenizer(tail)["input_ids"])
         return [before + position for position in token_positions(self.processor.tokenizer, tail, spans)]
 
 
 def spans_of_phrases(text: str, phrase: str | Sequence[str] | None) -> tuple[str, list[list[Span]]]:
-    """The prompt without marks, and of each phrase its spans: those named, else those marked, else the whole."""
+    """The prompt without marks, and the spans of each phrase: the given phrases, else the marked words, else all."""
     prompt, marked = parse(text)
     if phrase is None:
         return prompt, [marked or [(0, len(prompt))]]
     if marked:
-        raise SourceError("phrases are marked in the text and given beside it", found=text, do="do one of both")
+        raise SourceError("phrases are marked in the text and given beside it", found=text, do="use one of the two")
     return prompt, [[find(prompt, each)] for each in ([phrase] if isinstance(phrase, str) else phrase)]

@@ -1,8 +1,8 @@
-"""The mask head: a small U-Net from a phrase's attention to the place in the image that the phrase is about.
+"""Experimental: never run on the real encoder's attention. The mask head: a small U-Net that locates a phrase.
 
-It reads a stack `[C, h, w]`: for every layer and head of a frozen encoder (`C` = layers × heads), how much the phrase
-attends to each cell of the image. Given a seed, training on a CPU gives the same head every time. A saved head is one
-safetensors file that names the encoder it was trained on; any other file is refused with a `ModelError`.
+Its input is a stack `[C, h, w]`: the attention of the phrase to each cell of the image, for every layer and head of a
+frozen encoder (`C` = layers × heads). With the same seed, training on a CPU gives the same head every time. A saved
+head is one safetensors file that names the encoder it was trained on; any other file is refused with a `ModelError`.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from qwen_cache.storage.durable import write_durably
 
 METADATA_KEY = "qwen_cache.mask_head"
 PRIOR = 0.06
-"""The usual share of edited cells. A head that begins at one half spends hundreds of steps on learning this number."""
-LARGEST = 1024  # cells of a mask's longer side
+"""The usual fraction of edited cells; a head that begins at one half spends hundreds of steps on learning it."""
+MAX_MASK_SIDE = 1024  # cells of a mask's longer side
 WARM_UP = 0.03  # of the steps
-SEEN_BY_THE_ENCODER = ("text_encoder", "processor", "template", "picture_template", "condition_image_size")
+ATTENTION_INPUTS = ("text_encoder", "processor", "template", "picture_template", "condition_image_size")
 
 Sample = tuple[torch.Tensor, torch.Tensor]
-"""A stack `[C, h, w]` and the mask `[H, W]` in 0..1 that it should give, of any size."""
+"""A stack `[C, h, w]` and its true mask `[H, W]` in 0..1, of any size."""
 
 
 @dataclass(frozen=True)
-class About:
-    """What a head belongs to: `encoder` is whatever identifies the weights and the way the rows were read."""
+class HeadMetadata:
+    """What a head was trained on: `encoder` identifies the weights and the way their attention was read."""
 
     encoder: str
 
 
 def encoder_of(recipe: dict[str, Any]) -> str:
-    """The hash of everything in a cache's recipe that attention depends on, but for the dtype's rounding."""
-    return content_hash(canonical_json({name: recipe.get(name) for name in SEEN_BY_THE_ENCODER}))
+    """The hash of the entries of a cache's recipe on which attention depends, except the dtype's rounding."""
+    return content_hash(canonical_json({name: recipe.get(name) for name in ATTENTION_INPUTS}))
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """The defaults are those with which such heads are trained on 10⁵ phrases; a few hundred pairs want a higher lr."""
+    """Defaults for training on 10⁵ phrases; a few hundred pairs need a higher lr."""
 
     steps: int
     batch_size: int = 8
@@ -63,7 +63,7 @@ class TrainSettings:
 
 
 class MaskHead(nn.Module):
-    """`[N, C, h, w]` to logits `[N, 1, h', w']`, whose longer side is `size`, or that of the stack if it is longer."""
+    """`[N, C, h, w]` to logits `[N, 1, h', w']`, whose longer side is the larger of `size` and the stack's."""
 
     def __init__(self, channels: int, base: int = 64, size: int = 64) -> None:
         super().__init__()
@@ -94,23 +94,23 @@ class MaskHead(nn.Module):
         return logits[..., :height, :width]
 
 
-def _layer(given: int, made: int, kernel: int) -> nn.Sequential:
-    convolution = nn.Conv2d(given, made, kernel, padding=kernel // 2, bias=False)
-    return nn.Sequential(convolution, nn.GroupNorm(1, made), nn.ReLU())
+def _layer(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
+    return nn.Sequential(convolution, nn.GroupNorm(1, outputs), nn.ReLU())
 
 
-def _convolutions(given: int, made: int) -> nn.Sequential:
-    return nn.Sequential(_layer(given, made, 3), _layer(made, made, 3))
+def _convolutions(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(_layer(inputs, outputs, 3), _layer(outputs, outputs, 3))
 
 
 def _normalised(stack: torch.Tensor) -> torch.Tensor:
-    """Each channel divided by its own sum: where a head attends counts, not how much."""
+    """Each channel divided by its sum: the place of attention counts, not its strength."""
     stack = stack.float()
     return stack / stack.sum((-2, -1), keepdim=True).clamp(min=1e-12)
 
 
 def mask_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean binary cross-entropy plus dice, for logits and targets `[N, 1, ·, ·]`; the target is averaged to size."""
+    """Mean binary cross-entropy plus dice loss of logits `[N, 1, ·, ·]`; targets are averaged to their size."""
     target = interpolate(target, logits.shape[-2:], mode="area")
     mask, axes = logits.sigmoid(), (1, 2, 3)
     dice = 1 - (2 * (mask * target).sum(axes) + 1) / (mask.sum(axes) + target.sum(axes) + 1)
@@ -118,7 +118,7 @@ def mask_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def iou(mask: torch.Tensor, target: torch.Tensor) -> float:
-    """Of what is above one half in two masks of one shape; 1 when nothing is in either."""
+    """Intersection over union of two masks of one shape, thresholded at one half; 1 if both are empty."""
     one, other = mask > 0.5, target > 0.5
     union = int((one | other).sum())
     return int((one & other).sum()) / union if union else 1.0
@@ -132,7 +132,7 @@ def predict_mask(head: MaskHead, stack: torch.Tensor, size: tuple[int, int]) -> 
             "this mask head was trained on another encoder",
             expected=f"{head.channels} attention heads",
             found=len(stack),
-            do="use the encoder that is named in the head's file, or train a head for this one",
+            do="use the encoder named in the head's file, or train a head for this one",
         )
     mask = head(stack[None].to(head.logits.weight.device)).sigmoid()
     return interpolate(mask, size, mode="bilinear", antialias=True)[0, 0].clamp(0, 1)
@@ -146,9 +146,9 @@ def train_head(
     report: Callable[[int, float], None],
     shapes: Sequence[tuple[int, ...]] | None = None,
 ) -> tuple[MaskHead, float]:
-    """A head for `samples`, and its mean IoU on `held_out`; `report` hears of every step and its loss.
+    """A head trained on `samples`, and its mean IoU on `held_out`; `report` gets every step and its loss.
 
-    `shapes` are those of the stacks, where they are known without reading them.
+    `shapes` are those of the stacks, if they are known without reading them.
     """
     shapes = shapes or [tuple(stack.shape) for stack, _ in samples]
     with torch.random.fork_rng(devices=[]):
@@ -158,7 +158,7 @@ def train_head(
     batches = _batches(shapes, settings.batch_size, seed)
     for step in range(settings.steps):
         for group in optimizer.param_groups:
-            group["lr"] = settings.lr * _pace(step, settings.steps)
+            group["lr"] = settings.lr * _lr_scale(step, settings.steps)
         chosen = [samples[index] for index in next(batches)]
         logits = head(torch.stack([stack for stack, _ in chosen]).to(settings.device))
         size = tuple(logits.shape[-2:])
@@ -174,7 +174,7 @@ def train_head(
 
 
 def mean_iou(head: MaskHead, samples: Sequence[Sample]) -> float:
-    """The mean over `samples`, each on the cells of its own mask."""
+    """The mean IoU over `samples`, each on the cells of its own mask."""
     total = 0.0
     for stack, mask in samples:
         rows, columns = mask.shape
@@ -182,8 +182,8 @@ def mean_iou(head: MaskHead, samples: Sequence[Sample]) -> float:
     return total / len(samples)
 
 
-def _pace(step: int, steps: int) -> float:
-    """The part of the learning rate that is used: a linear warm-up, then down to 0 along a cosine."""
+def _lr_scale(step: int, steps: int) -> float:
+    """The factor of the learning rate: linear warm-up, then cosine decay to 0."""
     warm_up = WARM_UP * steps
     if step < warm_up:
         return (step + 1) / (warm_up + 1)
@@ -191,7 +191,7 @@ def _pace(step: int, steps: int) -> float:
 
 
 def _batches(shapes: Sequence[tuple[int, ...]], batch_size: int, seed: int) -> Iterator[list[int]]:
-    """For ever, indices of samples of one shape; every sample once before any comes twice."""
+    """Endless batches of indices of samples of one shape; every sample comes once before any comes twice."""
     random = torch.Generator().manual_seed(seed)
     while True:
         by_shape: dict[tuple[int, ...], list[int]] = {}
@@ -206,15 +206,15 @@ def _batches(shapes: Sequence[tuple[int, ...]], batch_size: int, seed: int) -> I
             yield batches[position]
 
 
-def save_head(head: MaskHead, path: Path, about: About) -> None:
-    """One file, complete under its name or not there at all."""
-    description = {"version": 1, "channels": head.channels, "base": head.base, "size": head.size, **asdict(about)}
+def save_head(head: MaskHead, path: Path, metadata: HeadMetadata) -> None:
+    """Write one safetensors file, atomically."""
+    description = {"version": 1, "channels": head.channels, "base": head.base, "size": head.size, **asdict(metadata)}
     weights = {name: weight.detach().cpu().contiguous() for name, weight in head.state_dict().items()}
     write_durably(path, save(weights, {METADATA_KEY: json.dumps(description, sort_keys=True)}))
 
 
-def load_head(path: Path) -> tuple[MaskHead, About]:
-    """The head in `path`, in eval mode, and what it belongs to."""
+def load_head(path: Path) -> tuple[MaskHead, HeadMetadata]:
+    """The head in `path`, in eval mode, and its metadata; ModelError for any other file."""
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(METADATA_KEY)
@@ -227,16 +227,16 @@ def load_head(path: Path) -> tuple[MaskHead, About]:
         description = json.loads(text)
         if description.pop("version") != 1:
             raise _refusal(path, "a head of another version")
-        if not (isinstance(description["size"], int) and 0 < description["size"] <= LARGEST):
+        if not (isinstance(description["size"], int) and 0 < description["size"] <= MAX_MASK_SIDE):
             raise _refusal(path, f"size {description['size']!r}")
         if not all(bool(torch.isfinite(weight).all()) for weight in weights.values()):
             raise _refusal(path, "weights that are not finite")
         with torch.device("meta"):
             head = MaskHead(description.pop("channels"), description.pop("base"), description.pop("size"))
         head.load_state_dict(weights, assign=True)
-        return head.requires_grad_(False).eval(), About(**description)
+        return head.requires_grad_(False).eval(), HeadMetadata(**description)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise _refusal(path, f"metadata that do not fit: {error}") from None
+        raise _refusal(path, f"metadata that does not fit: {error}") from None
 
 
 def _refusal(path: Path, found: object) -> ModelError:

@@ -1,9 +1,9 @@
-r"""Which words of an instruction are meant: all of them, those between marks, or a phrase given beside it.
+r"""The phrase of an instruction: all of it, the words between marks, or a separately given phrase.
 
-`make [[the red car]] blue` marks a span; several marks together are one phrase. `\[[` and `\]]` are the brackets
-themselves; a backslash before anything else is an ordinary character. Marks that are open, empty or nested are
-refused, and so is a phrase that is not there exactly once. Words become tokens by their characters, never by cutting
-the phrase into tokens of its own: how a word is cut depends on what stands before it.
+`make [[the red car]] blue` marks a span; several marks together are one phrase. `\[[` and `\]]` are literal brackets;
+a backslash before anything else is an ordinary character. Refuses marks that are open, empty or nested, and a phrase
+that does not occur exactly once. Words are mapped to tokens by their characters; the phrase is never tokenized by
+itself, as the tokens of a word depend on the text before it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from qwen_cache.errors import SourceError
 
 Span = tuple[int, int]
-"""Characters from `start` to before `end`."""
+"""Characters from `start` up to, not including, `end`."""
 
 _MARK = re.compile(r"\\(\[\[|\]\])|\[\[|\]\]")
-_LITERAL = r"write \[[ or \]] where the brackets are meant themselves"
+_LITERAL = r"write \[[ or \]] for literal brackets"
 
 
 def parse(prompt: str, where: object | None = None) -> tuple[str, list[Span]]:
-    """The prompt without its marks, and the spans that they enclosed; `where` names the sample in an error."""
+    """The prompt without its marks, and the marked spans; `where` names the sample in an error."""
     text, spans, opened, end = "", [], None, 0
     for mark in _MARK.finditer(prompt):
         text += prompt[end : mark.start()]
@@ -48,7 +48,7 @@ def parse(prompt: str, where: object | None = None) -> tuple[str, list[Span]]:
 
 
 def find(prompt: str, phrase: str, where: object | None = None) -> Span:
-    """Where `phrase` stands in a prompt without marks; it must be there exactly once."""
+    """The span of `phrase` in a prompt without marks; SourceError unless it occurs exactly once."""
     if not phrase.strip():
         raise SourceError("the phrase is empty", where=where)
     starts = [match.start() for match in re.finditer(f"(?={re.escape(phrase)})", prompt)]
@@ -57,25 +57,27 @@ def find(prompt: str, phrase: str, where: object | None = None) -> Span:
             f"the phrase {phrase!r} is not in the prompt",
             where=where,
             found=repr(prompt),
-            do="give it letter by letter as it stands there",
+            do="copy it exactly from the prompt",
         )
     if len(starts) > 1:
         raise SourceError(
             f"the phrase {phrase!r} is in the prompt {len(starts)} times",
             where=where,
             found=repr(prompt),
-            do=f"mark the one that is meant in the prompt: [[{phrase}]]",
+            do=f"mark the intended one in the prompt: [[{phrase}]]",
         )
     return starts[0], starts[0] + len(phrase)
 
 
 def token_positions(tokenizer: Any, text: str, spans: Sequence[Span], where: object | None = None) -> list[int]:
-    """The tokens of `text` that share a character other than a space with the spans, in order."""
-    meant = [any(start <= i < end for start, end in spans) and not text[i].isspace() for i in range(len(text))]
+    """The positions of the tokens of `text` that share a non-space character with the spans, in order."""
+    chosen = [any(start <= i < end for start, end in spans) and not text[i].isspace() for i in range(len(text))]
     offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
-    positions = [position for position, (start, end) in enumerate(offsets) if any(meant[start:end])]
-    if not positions:  # an accent that the tokenizer joined with its letter: it stands behind what the token says
-        before = [position for position, (_, end) in enumerate(offsets) if 0 < end <= spans[0][0]] if any(meant) else []
+    positions = [position for position, (start, end) in enumerate(offsets) if any(chosen[start:end])]
+    if not positions:  # an accent that the tokenizer merged with its letter is behind the token's offsets
+        before = (
+            [position for position, (_, end) in enumerate(offsets) if 0 < end <= spans[0][0]] if any(chosen) else []
+        )
         positions = before[-1:]
     if not positions:
         raise SourceError("no token belongs to the phrase", where=where, found=f"characters {spans} of {text!r}")

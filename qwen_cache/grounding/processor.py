@@ -1,8 +1,8 @@
-"""Images as Qwen2.5-VL takes them, with or without torchvision, and what was done to each.
+"""Images as inputs of Qwen2.5-VL, with or without torchvision, and the transformation of each.
 
-For code with a processor of its own for images: the values are those of `Qwen2VLImageProcessorPil`, and `meta_data`
-says how a mask finds its way back to the original. Sides become multiples of 28, each scaled by itself; nothing is
-ever padded. Refuses arrays other than H×W×3 of uint8.
+For code with its own image processor: the values are those of `Qwen2VLImageProcessorPil`, and `meta_data` has what maps
+a mask back to the original. Each side is scaled separately to a multiple of 28, without padding. Refuses arrays other
+than H×W×3 of uint8.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ class QwenImageProcessor:
 
     @classmethod
     def from_pretrained(cls, name: str | PathLike[str]) -> QwenImageProcessor:
-        """With the limits of a folder or repository that has a `preprocessor_config.json`."""
+        """With the size limits in the `preprocessor_config.json` of a folder or repository."""
         return cls(Qwen2VLImageProcessorPil.from_pretrained(name))
 
     def preprocess(self, image: ImageLike | Sequence[ImageLike]) -> dict[str, Any]:
         """`pixel_values` `[patches, 1176]`, `image_grid_thw` `[images, 3]`, `image_sizes` and `meta_data`.
 
-        `image_sizes` are the original `(h, w)`, of each image; `meta_data` is a dict for an image that was given by
-        itself, and a list of them for a list.
+        `image_sizes` has the original `(h, w)` of each image; `meta_data` is a dict for a single image, and a list of
+        dicts for a list.
         """
-        alone = isinstance(image, Image.Image | np.ndarray)
+        is_single = isinstance(image, Image.Image | np.ndarray)
         images = to_pil(image)
         sizes = [(each.height, each.width) for each in images]
         inputs = self.image_processor.preprocess(images, return_tensors="pt")
         patch_size = self.image_processor.patch_size
         resized = [(h * patch_size, w * patch_size) for _, h, w in inputs["image_grid_thw"].tolist()]
-        done = [meta_data(size, shape) for size, shape in zip(sizes, resized, strict=True)]
-        return {**inputs, "image_sizes": sizes, "meta_data": done[0] if alone else done}
+        transformations = [meta_data(size, shape) for size, shape in zip(sizes, resized, strict=True)]
+        return {**inputs, "image_sizes": sizes, "meta_data": transformations[0] if is_single else transformations}
 
 
 def to_pil(images: ImageLike | Sequence[ImageLike]) -> list[Image.Image]:
@@ -68,7 +68,7 @@ def _to_pil(image: ImageLike) -> Image.Image:
 
 
 def meta_data(original: tuple[int, int], resized: tuple[int, int]) -> dict[str, Any]:
-    """What was done to an image, as split processors say it."""
+    """The transformation of an image, in the keys that other image processors use."""
     shape = {"height": resized[0], "width": resized[1]}
     return {
         "original_shape": {"height": original[0], "width": original[1]},

@@ -1,7 +1,7 @@
-"""Sharpen a mask with Segment Anything (SAM or SAM 2): the head says where, this says where exactly.
+"""Experimental: never run on the real encoder's attention. Sharpens a mask with SAM or SAM 2.
 
-The coarse mask is given to the model twice, as a box and as a mask prompt; the words that it came from are not. Loads
-nothing but safetensors; refuses a folder of any other model.
+Segment Anything gets the coarse mask of a mask head twice, as a box and as a mask prompt, but not the words. Loads only
+safetensors; refuses a folder of any other model.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from qwen_cache.errors import ModelError
 from qwen_cache.models.loading import load_whole
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet, in RGB: what SAM and SAM 2 were trained with."""
+"""ImageNet statistics in RGB, with which SAM and SAM 2 were trained."""
 KINDS: dict[str, type[Any]] = {"sam": SamModel, "sam2": Sam2Model, "sam2_video": Sam2Model}
-"""By `model_type`; the published SAM 2 say sam2_video, of which a single image needs the image half."""
+"""Model classes by `model_type`; published SAM 2 are sam2_video, of which an image needs only the image half."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The square that the model sees: the image, scaled to `height` × `width`, is in its upper left corner."""
+    """The square input of the model, with the image scaled to `height` × `width` in its upper left corner."""
 
     side: int
     height: int
@@ -36,7 +36,7 @@ class Frame:
 
 
 def load_sam(folder: Path) -> Any:
-    """The frozen model in `folder`."""
+    """The frozen model in `folder`; ModelError if it is not SAM."""
     try:
         model_type = json.loads((folder / "config.json").read_bytes())["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -48,7 +48,7 @@ def load_sam(folder: Path) -> Any:
 
 @torch.no_grad()
 def refine(sam: Any, image: Image.Image, coarse_logits: torch.Tensor) -> torch.Tensor:
-    """The mask of `image`, `[H, W]` in 0..1, from logits `[h, w]` of the whole image at any resolution."""
+    """The sharpened mask of `image`, `[H, W]` in 0..1, from logits `[h, w]` of the whole image at any resolution."""
     frame = _frame(sam, image)
     coarse = coarse_logits.to(sam.device, torch.float32)[None, None]
     output = sam(
@@ -58,12 +58,12 @@ def refine(sam: Any, image: Image.Image, coarse_logits: torch.Tensor) -> torch.T
         multimask_output=False,
     )
     square = interpolate(output.pred_masks[:, 0].float(), (frame.side, frame.side), mode="bilinear")
-    picture = square[..., : frame.height, : frame.width]
-    return interpolate(picture, (image.height, image.width), mode="bilinear")[0, 0].sigmoid()
+    unpadded = square[..., : frame.height, : frame.width]
+    return interpolate(unpadded, (image.height, image.width), mode="bilinear")[0, 0].sigmoid()
 
 
 def _frame(sam: Any, image: Image.Image) -> Frame:
-    """SAM keeps an image's proportions, SAM 2 stretches it over the square."""
+    """SAM keeps the aspect ratio of an image, SAM 2 stretches it to the square."""
     side = sam.config.prompt_encoder_config.image_size
     if sam.config.model_type != "sam":
         return Frame(side, side, side)
@@ -78,7 +78,7 @@ def _pixel_values(image: Image.Image, frame: Frame) -> torch.Tensor:
 
 
 def _box(coarse: torch.Tensor, image: Image.Image, frame: Frame) -> torch.Tensor:
-    """The smallest box of the image's pixels that holds the mask, or the whole image, in the frame: `[1, 1, 4]`."""
+    """The bounding box of the mask, or else of the whole image, in the frame: `[1, 1, 4]`."""
     inside = interpolate(coarse, (image.height, image.width), mode="bilinear")[0, 0] > 0
     rows, columns = inside.any(1).nonzero().flatten(), inside.any(0).nonzero().flatten()
     x0, y0, x1, y1 = 0, 0, image.width, image.height
@@ -89,7 +89,7 @@ def _box(coarse: torch.Tensor, image: Image.Image, frame: Frame) -> torch.Tensor
 
 
 def _mask_prompt(sam: Any, coarse: torch.Tensor, frame: Frame) -> torch.Tensor:
-    """The logits in the frame, `[1, 1, S, S]` with S four times the embedding's grid; around the image is no mask."""
+    """The logits in the frame, `[1, 1, S, S]` with S four times the embedding's grid; negative around the image."""
     scaled = interpolate(coarse, (frame.height, frame.width), mode="bilinear")
     outside = min(-1.0, coarse.min().item())
     framed = pad(scaled, (0, frame.side - frame.width, 0, frame.side - frame.height), value=outside)

@@ -1,1 +1,1 @@
-"""How HTML pages are written: templates, style, scripts and charts. Nothing here knows a cache or a run."""
+"""HTML pages: templates, style, scripts and charts, independent of caches and runs."""

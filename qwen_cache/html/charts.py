@@ -1,7 +1,7 @@
-"""The numbers of charts: bars of counts, and curves over steps. `templates/charts.html.jinja` shows them.
+"""The data of charts: bars of counts, and curves over steps. `templates/charts.html.jinja` renders them.
 
-A chart is legible at any width. Curves are stretched to the width of the page, the numbers around them are text. Each
-curve carries its values, which `curve_values.js` shows under the pointer; without it, those of the last step are there.
+Charts are legible at any width: curves stretch with the page, and the numbers around them are text. Each curve contains
+its values, and `curve_values.js` shows them at the pointer; without JavaScript, the values of the last step are shown.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-BARS = 12  # of a chart; one more is for all others
-GRID = 1000  # the width and height of a plot in its own units, whatever its size on the screen
-POINTS = 800  # of a curve: more than its pixels can show
+BARS = 12  # bars of a chart; one more counts all others
+GRID = 1000  # width and height of a plot in its own units, independent of its size on the screen
+POINTS = 800  # points of a curve; more than its pixels can show
 
 
 def number(value: float) -> str:
-    """As people read it: four digits, or all of a whole number."""
+    """A number for people: four significant digits, or all digits of an integer."""
     whole = isinstance(value, int) or 1000 <= abs(value) < 1e12
     return f"{value:,.0f}" if whole else f"{value:.4g}".replace("e-0", "e-")
 
@@ -25,16 +25,16 @@ def number(value: float) -> str:
 
 @dataclass(frozen=True)
 class Bar:
-    """A count under its name."""
+    """A count and its label."""
 
     label: str
     count: int
     fraction: float
-    """Of the longest bar."""
+    """Length relative to the longest bar."""
 
 
 def bars(counts: Mapping[str, int]) -> list[Bar]:
-    """The first `BARS` counts, and one bar for all others."""
+    """The first `BARS` counts as bars, and one bar for all others."""
     shown = list(counts.items())[:BARS]
     if len(counts) > BARS:
         shown.append((f"{len(counts) - BARS} others", sum(list(counts.values())[BARS:])))
@@ -50,28 +50,28 @@ class Curve:
     """A line of a chart."""
 
     label: str
-    """Empty where there is no other."""
+    """Empty for the only curve of a chart."""
     points: Sequence[tuple[float, float]]
-    """Step and value."""
+    """(step, value)."""
     colour: str = "accent"
-    """A class of the style."""
+    """A CSS class of style.css."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve as a page shows it: at most about `POINTS` of its points."""
+    """A curve as rendered, with at most about `POINTS` of its points."""
 
     label: str
     colour: str
     steps: Sequence[float]
     values: Sequence[float]
     points: str
-    """On the grid, as a polyline has them."""
+    """The `points` attribute of a polyline, in units of the grid."""
 
 
 @dataclass(frozen=True)
 class CurveChart:
-    """Lines on one grid, with the numbers at the ends of its axes; an axis has one number where both ends are equal."""
+    """Lines on one grid, with the numbers at the ends of both axes; one number if both ends are equal."""
 
     title: str
     lines: Sequence[Line]
@@ -81,7 +81,7 @@ class CurveChart:
 
 
 def curve_chart(title: str, curves: Sequence[Curve]) -> CurveChart | None:
-    """A chart of the curves that have points; None where no curve has one."""
+    """A chart of the curves that have points; None if none has."""
     curves = [curve for curve in curves if curve.points]
     if not curves:
         return None
@@ -96,7 +96,7 @@ def curve_chart(title: str, curves: Sequence[Curve]) -> CurveChart | None:
 
 
 def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """As many points as can be seen, the last among them."""
+    """At most about `POINTS` evenly spaced points, the last included."""
     every = -(-len(points) // POINTS)
     return [*points[:-1:every], points[-1]]
 
@@ -107,7 +107,7 @@ def _scale(values: Sequence[float], begin: float, end: float) -> Callable[[float
 
 
 def _line(curve: Curve, x: Callable[[float], float], y: Callable[[float], float]) -> Line:
-    """A single point is there twice: a polyline shows it as a dot, as its ends are round."""
+    """A curve as a line; a single point is repeated, which a polyline with round ends renders as a dot."""
     shown = thin(curve.points)
     ends = shown if len(shown) > 1 else shown * 2
     points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in ends)

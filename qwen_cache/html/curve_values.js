@@ -1,4 +1,4 @@
-// The curves of report.html: the legend shows the values at the step nearest to the pointer, else of the last step.
+// The curves of report.html: the legend shows the values at the step nearest to the pointer, or of the last step.
 "use strict";
 for (const chart of document.querySelectorAll(".curves")) {
   const plot = chart.querySelector("svg"), rule = chart.querySelector(".rule"), grid = plot.viewBox.baseVal;
@@ -16,8 +16,8 @@ for (const chart of document.querySelectorAll(".curves")) {
     const [{ steps }] = curves, step = wanted === last ? last : steps[nearest(steps, wanted)];
     at.textContent = step.toLocaleString("en");
     curves.forEach(({ steps, values }, i) => { shown[i].textContent = values[nearest(steps, step)]; });
-    const part = last > first ? (step - first) / (last - first) : 0.5;
-    rule.setAttribute("d", `M${grid.width * part} 0v${grid.height}`);
+    const fraction = last > first ? (step - first) / (last - first) : 0.5;
+    rule.setAttribute("d", `M${grid.width * fraction} 0v${grid.height}`);
   }
 
   function follow({ clientX }) {

@@ -1,8 +1,7 @@
-"""HTML pages: a template and its values become one file, which needs no network and no other file.
+"""Render HTML pages from templates: each is one file that needs neither the network nor other files.
 
-Every value is escaped where a template prints it, as text or, with `tojson`, as JSON: no text of a source becomes
-markup. The style and the scripts are put into the page as they are. A template that lacks a value is an error.
-The first page imports jinja2, nothing earlier.
+Templates escape every value they print, as text or, with `tojson`, as JSON, so no text of a source becomes markup. Our
+own style and scripts are included unescaped. A missing value is an error. jinja2 is imported with the first page.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ FOLDER = Path(__file__).parent
 
 
 def render(template: str, **values: Any) -> str:
-    """The page that a template of `templates/` makes of these values."""
+    """The page from a template of `templates/` and its values."""
     return environment().get_template(template).render(values)
 
 
 @cache
 def environment() -> Environment:
-    """Templates that escape every value; in JSON, letters of any alphabet stay as they are."""
+    """The jinja2 environment: it escapes every value, and writes JSON without escaping non-ASCII letters."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     templates = Environment(
@@ -45,7 +44,7 @@ def environment() -> Environment:
 
 
 def own_file(name: str) -> Markup:
-    """The style or a script of this folder, which the page contains unescaped."""
+    """The style or a script of this folder, not escaped."""
     from markupsafe import Markup
 
     return Markup((FOLDER / name).read_text(encoding="utf-8"))

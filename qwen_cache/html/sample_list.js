@@ -1,6 +1,6 @@
-// The list of samples of `inspect --html`: it is searched, filtered and shown by SHOWN samples at a time.
+// The list of samples of `inspect --html`: search, filters, and PAGE_SIZE samples at a time.
 "use strict";
-const SHOWN = 100;
+const PAGE_SIZE = 100;
 const read = (name) => JSON.parse(document.getElementById(name).textContent);
 const overview = read("overview"), { columns, rows } = read("samples");
 const samples = rows.map((row) => Object.fromEntries(columns.map((column, i) => [column, row[i]])));
@@ -8,25 +8,25 @@ const flags = new Map();
 for (const recipe of Object.values(overview.recipes))
   for (const [flag, keys] of Object.entries(recipe.flags))
     for (const key of keys) flags.set(key, [...(flags.get(key) ?? []), flag]);
-const found = (name) => document.getElementById(name);
+const byId = (name) => document.getElementById(name);
 const sizeOf = (sample) => sample.sizes[0].join("×"), words = (flag) => flag.replaceAll("_", " ");
 let matching = samples, first = 0;
 
 function element(kind, text, attributes = {}) {
-  const made = Object.assign(document.createElement(kind), attributes);
-  if (text) made.textContent = text;
-  return made;
+  const created = Object.assign(document.createElement(kind), attributes);
+  if (text) created.textContent = text;
+  return created;
 }
 
-function image([title, place], [width, height]) {
+function image([title, source], [width, height]) {
   const figure = element("figure");
-  const image = element("img", "", { loading: "lazy", alt: title, src: place, width, height });
+  const image = element("img", "", { loading: "lazy", alt: title, src: source, width, height });
   figure.append(image, element("figcaption", title));
   return figure;
 }
 
 function card(sample) {
-  const made = element("article", "", { id: sample.key }), images = element("div", "", { className: "images" });
+  const article = element("article", "", { id: sample.key }), images = element("div", "", { className: "images" });
   const [target, ...before] = sample.sizes;
   images.append(...sample.images.map((each, i) => image(each, before[i] ?? target)));
   const controls = sample.sizes.slice(1).map((size) => size.join("×")).join(", ");
@@ -38,27 +38,27 @@ function card(sample) {
   link.append(element("code", sample.key));
   const key = element("p");
   key.append(link);
-  if (sample.images.length) made.append(images);
-  made.append(element("h3", sample.name), element("p", sample.prompt, { className: "prompt", dir: "auto" }));
-  made.append(element("p", facts.join(" · ")));
-  const odd = (flags.get(sample.key) ?? []).map(words).join(", ");
-  if (odd) made.append(element("p", odd, { className: "flag" }));
-  made.append(key);
-  return made;
+  if (sample.images.length) article.append(images);
+  article.append(element("h3", sample.name), element("p", sample.prompt, { className: "prompt", dir: "auto" }));
+  article.append(element("p", facts.join(" · ")));
+  const reasons = (flags.get(sample.key) ?? []).map(words).join(", ");
+  if (reasons) article.append(element("p", reasons, { className: "flag" }));
+  article.append(key);
+  return article;
 }
 
 function show(begin) {
   first = begin;
-  found("samples-shown").replaceChildren(...matching.slice(first, first + SHOWN).map(card));
-  const last = Math.min(first + SHOWN, matching.length);
-  found("range").textContent = matching.length ? `${first + 1} to ${last} of ${matching.length}` : "none";
-  found("before").disabled = first === 0;
-  found("after").disabled = last === matching.length;
+  byId("samples-shown").replaceChildren(...matching.slice(first, first + PAGE_SIZE).map(card));
+  const last = Math.min(first + PAGE_SIZE, matching.length);
+  byId("range").textContent = matching.length ? `${first + 1} to ${last} of ${matching.length}` : "none";
+  byId("before").disabled = first === 0;
+  byId("after").disabled = last === matching.length;
 }
 
 function filter() {
-  const text = found("search").value.toLowerCase(), size = found("size").value;
-  const flag = found("flag").value, recipe = found("recipe").value;
+  const text = byId("search").value.toLowerCase(), size = byId("size").value;
+  const flag = byId("flag").value, recipe = byId("recipe").value;
   matching = samples.filter((sample) =>
     (!size || sizeOf(sample) === size) && (!recipe || sample.recipe === recipe) &&
     (!flag || (flags.get(sample.key) ?? []).some((each) => flag === "any" || flag === each)) &&
@@ -67,18 +67,18 @@ function filter() {
 }
 
 function choices(name, all, options) {
-  const select = found(name);
+  const select = byId(name);
   select.append(new Option(all, ""), ...options.map(([value, title]) => new Option(title, value)));
   select.hidden = options.length < 2;
 }
 
 function follow() {
-  const key = location.hash.slice(1), reach = () => matching.findIndex((sample) => sample.key === key);
+  const key = location.hash.slice(1), position = () => matching.findIndex((sample) => sample.key === key);
   if (!samples.some((sample) => sample.key === key)) return;
-  if (reach() < 0) { found("filters").reset(); filter(); }
-  show(reach() - (reach() % SHOWN));
-  found(key).classList.add("chosen");
-  found(key).scrollIntoView({ block: "center" });
+  if (position() < 0) { byId("filters").reset(); filter(); }
+  show(position() - (position() % PAGE_SIZE));
+  byId(key).classList.add("chosen");
+  byId(key).scrollIntoView({ block: "center" });
 }
 
 function counted(values, title = (value) => value) {
@@ -92,10 +92,10 @@ if (samples.length) {
   const flagged = counted([...flags.values()].flat(), words);
   choices("flag", "flagged or not", [["any", `flagged (${flags.size})`], ...flagged]);
   choices("recipe", "all recipes", counted(samples.map((sample) => sample.recipe)));
-  found("filters").addEventListener("input", filter);
-  found("filters").addEventListener("submit", (event) => event.preventDefault());
-  found("before").addEventListener("click", () => show(first - SHOWN));
-  found("after").addEventListener("click", () => show(first + SHOWN));
+  byId("filters").addEventListener("input", filter);
+  byId("filters").addEventListener("submit", (event) => event.preventDefault());
+  byId("before").addEventListener("click", () => show(first - PAGE_SIZE));
+  byId("after").addEventListener("click", () => show(first + PAGE_SIZE));
   addEventListener("hashchange", follow);
   show(0);
   follow();

@@ -1,1 +1,1 @@
-"""Caches that other trainers made, as datasets of this format: one module per tool, and one that writes."""
+"""Import of other trainers' caches: one module per tool reads, `writer` writes."""

@@ -3,14 +3,14 @@
 Read in tdrussell/diffusion-pipe, utils/cache.py (0b78c6b), utils/dataset.py (0784ca8) and models/qwen_image.py
 (41fa128). Below `<dataset>/cache/qwen_image` there is one folder per size:
 
-    cache_<size>/latents/            metadata.db, shard_<N>.bin: latents [16, 1, H, W], maybe control_latents of the
-                                     same shape, mask, image_spec, caption (a list)
+    cache_<size>/latents/            metadata.db, shard_<N>.bin: latents [16, 1, H, W], optional control_latents of
+                                     the same shape, mask, image_spec, caption (a list)
     cache_<size>/text_embeddings_1/  the same pair of files: prompt_embeds [L, D], image_spec; one per caption
 
-metadata.db has `items(shard, shard_index)` and for each shard `shard_<N>(offset, size)`; each piece is what
-`torch.save` wrote. Embeddings follow the order of the latents and their captions, which image_spec confirms. Latents
-are the mode, normalised; embeddings are unpadded. The empty prompt was encoded without the control image
-(`uncond_text_embeddings_1`), so it is not taken. A loss mask is refused: the format has no place for it.
+metadata.db has `items(shard, shard_index)` and for each shard `shard_<N>(offset, size)`; each piece is a file of
+`torch.save`. Embeddings follow the order of the latents and their captions, which image_spec confirms. Latents are the
+mode, normalised; embeddings are unpadded. The empty prompt was encoded without the control image
+(`uncond_text_embeddings_1`), so it is not imported. A loss mask is refused: the format cannot store it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen_cache.errors import SourceError
-from qwen_cache.importers.source import Found, Imported, Options, check_tensor, load_pickled, pack_latents
+from qwen_cache.importers.source import FoundSample, ImportedSample, Options, check_tensor, load_pickled, pack_latents
 
 INDEX = "metadata.db"
 NAMES = {"latents": "image_latents", "control_latents": "control_latents"}
@@ -32,17 +32,17 @@ NAMES = {"latents": "image_latents", "control_latents": "control_latents"}
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of one such cache, in order: each where it lies, its offset and its size."""
+    """The pieces of one metadata.db, in order: file, offset and size of each."""
 
     folder: Path
-    places: tuple[tuple[Path, int, int], ...]
+    locations: tuple[tuple[Path, int, int], ...]
 
     def load(self, i: int) -> dict[str, Any]:
-        path, offset, size = self.places[i]
+        path, offset, size = self.locations[i]
         where = f"{path}: bytes {offset} to {offset + size}"
-        there = path.stat().st_size if path.is_file() else 0
-        if offset + size > there:
-            raise SourceError("a shard is shorter than its index says", where=where, found=f"{there} bytes")
+        available = path.stat().st_size if path.is_file() else 0
+        if offset + size > available:
+            raise SourceError("a shard is shorter than its index says", where=where, found=f"{available} bytes")
         with open(path, "rb") as file:
             file.seek(offset)
             data = file.read(size)
@@ -52,8 +52,8 @@ class Pieces:
         return value
 
 
-def find(folder: Path, options: Options) -> Iterator[Found | SourceError]:
-    """The samples below `folder`, size by size: one for each caption."""
+def find(folder: Path, options: Options) -> Iterator[FoundSample | SourceError]:
+    """The samples below `folder`, one for each caption, sorted by size."""
     indexes = sorted(folder.rglob(f"latents/{INDEX}"))
     if not indexes:
         raise SourceError(
@@ -68,10 +68,10 @@ def find(folder: Path, options: Options) -> Iterator[Found | SourceError]:
         yield from _bucket(latents, text)
 
 
-def _bucket(latents: Pieces, text: Pieces) -> Iterator[Found | SourceError]:
-    """The samples of one size. How many captions an image has stands in its own piece, so all are opened once."""
+def _bucket(latents: Pieces, text: Pieces) -> Iterator[FoundSample | SourceError]:
+    """The samples of one size. The captions of an image are in its piece, so all pieces are opened once."""
     begin = 0
-    for i in range(len(latents.places)):
+    for i in range(len(latents.locations)):
         try:
             captions = latents.load(i).get("caption")
         except SourceError as error:
@@ -79,32 +79,32 @@ def _bucket(latents: Pieces, text: Pieces) -> Iterator[Found | SourceError]:
             captions = None
         if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
             yield SourceError(
-                f"piece {i} does not say its captions, so from there on embeddings cannot be told apart",
+                f"piece {i} has no captions, so from there on embeddings cannot be assigned",
                 where=latents.folder,
                 do="make the cache again with --regenerate_cache",
             )
             return
         for k, caption in enumerate(captions):
-            yield _found(latents, i, text, begin + k, caption)
+            yield _found_sample(latents, i, text, begin + k, caption)
         begin += len(captions)
-    if begin != len(text.places):
+    if begin != len(text.locations):
         yield SourceError(
-            "the embeddings are not those of the latents' captions",
+            "the embeddings do not belong to the latents' captions",
             where=text.folder,
             expected=f"{begin} pieces",
-            found=len(text.places),
+            found=len(text.locations),
             do="let diffusion-pipe finish the cache with --cache_only",
         )
 
 
-def _found(latents: Pieces, i: int, text: Pieces, j: int, caption: str) -> Found:
+def _found_sample(latents: Pieces, i: int, text: Pieces, j: int, caption: str) -> FoundSample:
     name = f"{latents.folder.parent.name}/{i}-{j}"
-    return Found(name, f"{latents.folder}: piece {i}", lambda: _read(latents, i, text, j, caption))
+    return FoundSample(name, f"{latents.folder}: piece {i}", lambda: _read(latents, i, text, j, caption))
 
 
-def _read(latents: Pieces, i: int, text: Pieces, j: int, caption: str) -> Imported:
+def _read(latents: Pieces, i: int, text: Pieces, j: int, caption: str) -> ImportedSample:
     where = f"{latents.folder}: piece {i}"
-    if j >= len(text.places):
+    if j >= len(text.locations):
         raise SourceError("its embeddings are missing", where=where, do="let diffusion-pipe finish the cache")
     images, embeds = latents.load(i), text.load(j)
     if list(images.get("image_spec") or ()) != list(embeds.get("image_spec") or (None,)):
@@ -116,8 +116,8 @@ def _read(latents: Pieces, i: int, text: Pieces, j: int, caption: str) -> Import
             do="make the cache again with --regenerate_cache",
         )
     if images.get("mask") is not None:
-        do = "make the cache again without mask_path, or leave these samples out with --on-error skip"
-        raise SourceError("it has a loss mask, for which a sample here has no place", where=where, do=do)
+        do = "make the cache again without mask_path, or skip these samples with --on-error skip"
+        raise SourceError("it has a loss mask, which this format cannot store", where=where, do=do)
     packed = {
         name: pack_latents(check_tensor(images.get(name), "[C, F, H, W]", f"{where}: {name}"), f"{where}: {name}")
         for name in NAMES
@@ -125,11 +125,11 @@ def _read(latents: Pieces, i: int, text: Pieces, j: int, caption: str) -> Import
     }
     tensors = {NAMES[name]: tokens for name, (tokens, _) in packed.items()}
     tensors["prompt_embeds"] = check_tensor(embeds.get("prompt_embeds"), "[L, D]", f"{text.folder}: piece {j}")
-    return Imported(caption, tuple(shape for _, shape in packed.values()), tensors)
+    return ImportedSample(caption, tuple(shape for _, shape in packed.values()), tensors)
 
 
 def open_pieces(index: Path) -> Pieces:
-    """Read a metadata.db."""
+    """The pieces that a metadata.db lists; SourceError if it cannot be read."""
     folder = index.parent
     try:
         with closing(sqlite3.connect(f"{index.absolute().as_uri()}?mode=ro", uri=True)) as database:
@@ -140,22 +140,22 @@ def open_pieces(index: Path) -> Pieces:
             shards = {
                 n: database.execute(f"SELECT offset, size FROM shard_{n:d} ORDER BY rowid").fetchall() for n in numbers
             }
-        places = tuple((folder / f"shard_{n}.bin", *shards[n][i]) for n, i in items)
-        if any(not isinstance(number, int) or number < 0 for _, *numbers in places for number in numbers):
+        locations = tuple((folder / f"shard_{n}.bin", *shards[n][i]) for n, i in items)
+        if any(not isinstance(number, int) or number < 0 for _, *numbers in locations for number in numbers):
             raise SourceError("an offset or a size is not a number", where=index)
     except (sqlite3.Error, LookupError, TypeError, UnicodeDecodeError) as error:
         raise SourceError(f"not an index of diffusion-pipe: {error}", where=index) from None
-    return Pieces(folder, places)
+    return Pieces(folder, locations)
 
 
 def _text_index(bucket: Path) -> Path:
-    """The index of the only text encoder that Qwen-Image has."""
-    found = sorted(bucket.glob(f"text_embeddings_*/{INDEX}"))
-    if len(found) != 1:
+    """The index of Qwen-Image's one text encoder."""
+    indexes = sorted(bucket.glob(f"text_embeddings_*/{INDEX}"))
+    if len(indexes) != 1:
         raise SourceError(
             "a cache of Qwen-Image has the embeddings of one text encoder",
             where=bucket,
             expected=f"text_embeddings_1/{INDEX}",
-            found=", ".join(path.parent.name for path in found) or "none",
+            found=", ".join(path.parent.name for path in indexes) or "none",
         )
-    return found[0]
+    return indexes[0]

@@ -7,9 +7,9 @@ folder; ARCH is `qie` for every edit model and `qi` for text to image:
     <stem>_<width>x<height>_<ARCH>.safetensors   latents_1x<H>x<W>_<dtype>, latents_control_<i>_1x<H>x<W>_<dtype>
     <stem>_<ARCH>_te.safetensors                 varlen_vl_embed_<dtype> [L, D]; metadata: caption1
 
-Latents are `[16, 1, H, W]`, the mode of the posterior, normalised by the VAE's mean and deviation, so they only have to
-be packed; embeddings are unpadded. There are no embeddings of the empty prompt. The names of the text files do not
-have the size, so two images of one stem share one: at most one of them is right, and neither is taken.
+Latents are `[16, 1, H, W]`, the mode of the posterior, normalised by the VAE's mean and standard deviation. They only
+need packing; embeddings are unpadded. There are no embeddings of the empty prompt. Text files are named without the
+size, so two images with one stem share a file that is right for at most one of them; both are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from qwen_cache.errors import SourceError
-from qwen_cache.importers.source import Found, Imported, Options, check_tensor, pack_latents
+from qwen_cache.importers.source import FoundSample, ImportedSample, Options, check_tensor, pack_latents
 
 LATENT_FILE = re.compile(r"(?P<stem>.+)_\d{4,}x\d{4,}_(?P<arch>qie?)\.safetensors")
 TEXT_FILE = re.compile(r"(?P<stem>.+)_(?P<arch>qie?)_te\.safetensors")
@@ -34,8 +34,8 @@ EMBEDS = re.compile(r"varlen_vl_embed_\w+")
 ARCHITECTURES = ("qwen_image", "qwen_image_edit")
 
 
-def find(folder: Path, options: Options) -> Iterator[Found | SourceError]:
-    """The samples in `folder`, by name."""
+def find(folder: Path, options: Options) -> Iterator[FoundSample | SourceError]:
+    """The samples in `folder`, sorted by name."""
     text: dict[tuple[str, str], Path] = {}
     latents: dict[tuple[str, str], list[Path]] = defaultdict(list)
     for path in sorted(folder.glob("*.safetensors")):
@@ -54,7 +54,7 @@ def find(folder: Path, options: Options) -> Iterator[Found | SourceError]:
         yield _pair(latents[key], text.get(key))
 
 
-def _pair(latents: list[Path], text: Path | None) -> Found | SourceError:
+def _pair(latents: list[Path], text: Path | None) -> FoundSample | SourceError:
     if not latents:
         return SourceError(
             "its latents are missing", where=text, do="run qwen_image_cache_latents.py, or delete this file"
@@ -67,15 +67,15 @@ def _pair(latents: list[Path], text: Path | None) -> Found | SourceError:
         )
     if len(latents) > 1:
         return SourceError(
-            "two images of one name share this text file, so it cannot be known whose it is",
+            "two images of one name share this text file; it is not known which of them it belongs to",
             where=text,
             found=", ".join(path.name for path in latents),
-            do="delete the latents of the image that is gone, or make both caches again under two names",
+            do="delete the latents of the image that no longer exists, or make both caches again under two names",
         )
-    return Found(latents[0].stem, str(latents[0]), lambda: _read(latents[0], text))
+    return FoundSample(latents[0].stem, str(latents[0]), lambda: _read(latents[0], text))
 
 
-def _read(latents: Path, text: Path) -> Imported:
+def _read(latents: Path, text: Path) -> ImportedSample:
     images, _ = _load(latents)
     embeds, metadata = _load(text)
     controls = {int(match[1]): name for name in images if (match := CONTROL.fullmatch(name))}
@@ -91,11 +91,11 @@ def _read(latents: Path, text: Path) -> Imported:
     if controls:
         tensors["control_latents"] = torch.cat([tokens for tokens, _ in packed[1:]])
     tensors["prompt_embeds"] = check_tensor(embeds[embedding], "[L, D]", f"{text}: {embedding}")
-    return Imported(metadata.get("caption1", ""), tuple(shape for _, shape in packed), tensors)
+    return ImportedSample(metadata.get("caption1", ""), tuple(shape for _, shape in packed), tensors)
 
 
 def _load(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tensors of a file and its metadata."""
+    """The tensors and the metadata of a file; SourceError for another model."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -113,7 +113,7 @@ def _load(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _only(pattern: re.Pattern[str], names: set[str], path: Path) -> str:
-    """The one name; anything beside it would be dropped in silence."""
+    """The one name of `names`, which must match `pattern`; SourceError for others, which would be lost silently."""
     if len(names) != 1 or not pattern.fullmatch(next(iter(names))):
         raise SourceError(
             "not the tensors that musubi-tuner writes for Qwen-Image",

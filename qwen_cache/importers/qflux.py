@@ -7,15 +7,15 @@ and utils/tools.py (18cf6ac to 294c2f5):
     <kind>/<hash>.pt                                 image_latents [S, 64], control_latents [Sc, 64] (all controls),
                                                      prompt_embeds [L, D], prompt_embeds_mask [L], empty_… of both
 
-v2.0 has `"version": "2.0"`. All tensors, masks too, were cast to float16, which float32 holds exactly; what had been
-beyond 65504 is Inf, and refused. Latents are normalised and packed. What the image's sizes were is written in some
-releases only (`img_shapes`, as a tensor or as JSON); otherwise `--image-size` has to say it. A prompt is known by its
-MD5 alone; `--captions` finds it again.
+v2.0 has `"version": "2.0"`. All tensors, including masks, were cast to float16, which float32 represents exactly;
+values beyond 65504 became Inf, which is refused. Latents are normalised and packed. Only some releases store the image
+sizes (`img_shapes`, as a tensor or as JSON); for others `--image-size` gives them. Of a prompt only the MD5 is stored;
+`--captions` finds the text.
 
-Refused, because it cannot be known which sample the file is of: embeddings shared by samples of different controls
-(they are filed under the prompt's hash, and contain the control images), and latents shared under a perceptual hash
-(16 digits, used for datasets off the hub), under which different images collide. The oldest trees (`pixel_latent/`)
-do not say which files belong together.
+Files whose sample is unknown are refused: embeddings shared by samples with different controls (they are stored under
+the prompt's hash, but depend on the control images), and latents shared under a perceptual hash (16 digits, for
+datasets that are not from the hub), which collides for different images. The oldest trees (`pixel_latent/`) do not
+store which files belong together.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ import torch
 
 from qwen_cache.errors import SourceError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, ImgShapes, token_count
-from qwen_cache.importers.source import Found, Imported, Options, check_tensor, load_pickled, unpad
+from qwen_cache.importers.source import FoundSample, ImportedSample, Options, check_tensor, load_pickled, unpad
 
 TENSORS = ("image_latents", "control_latents", "prompt_embeds", "empty_prompt_embeds")
 MASKS = {"prompt_embeds": "prompt_embeds_mask", "empty_prompt_embeds": "empty_prompt_embeds_mask"}
 KINDS = {*TENSORS, *MASKS.values(), "img_shapes"}
 HASH = re.compile(r"[0-9a-f]{16,}")
-MD5_DIGITS = 32  # of a file; a perceptual hash has 16
+MD5_DIGITS = 32  # digits of a file's hash; a perceptual hash has 16
 
 
-def find(folder: Path, options: Options) -> Iterator[Found | SourceError]:
-    """The samples in `folder`, by the name of their JSON."""
+def find(folder: Path, options: Options) -> Iterator[FoundSample | SourceError]:
+    """The samples in `folder`, sorted by the name of their JSON."""
     paths = sorted([*folder.glob("metadata/*.json"), *folder.glob("*_metadata.json")])
     if not paths:
         raise _no_samples(folder)
@@ -60,16 +60,16 @@ def find(folder: Path, options: Options) -> Iterator[Found | SourceError]:
         yield problem
     for path, entry in samples.items():
         if path not in ambiguous:
-            yield _found(folder, path, entry, prompts, options)
+            yield _found_sample(folder, path, entry, prompts, options)
 
 
 def _no_samples(folder: Path) -> SourceError:
     if (folder / "pixel_latent").is_dir():
         return SourceError(
-            "this early layout does not say which latents belong to which embeddings",
+            "this early layout does not store which latents belong to which embeddings",
             where=folder,
             expected="metadata/*.json",
-            found="pixel_latent/, and no metadata",
+            found="pixel_latent/ without metadata",
             do="run `qwen-cache build` on the images",
         )
     return SourceError(
@@ -78,7 +78,7 @@ def _no_samples(folder: Path) -> SourceError:
 
 
 def _parse(path: Path) -> dict[str, Any]:
-    """The JSON of a sample; what is not known in it is refused."""
+    """The JSON of a sample; SourceError for unknown contents."""
     try:
         entry = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -92,12 +92,12 @@ def _parse(path: Path) -> dict[str, Any]:
     for kind, value in entry.items():
         is_hash = isinstance(value, str) and HASH.fullmatch(value)
         if not is_hash and not (kind == "img_shapes" and isinstance(value, list)):
-            raise SourceError(f"{kind} does not name a file", where=path, expected="a hash", found=value)
+            raise SourceError(f"{kind} is not the name of a file", where=path, expected="a hash", found=value)
     return entry
 
 
 def _shared(folder: Path, samples: Mapping[Path, Mapping[str, Any]]) -> Iterator[tuple[SourceError, set[Path]]]:
-    """Files that several samples share and at most one of them can own."""
+    """Files that several samples share although at most one of them can own it, as errors with these samples."""
     users: dict[tuple[str, str], set[Path]] = defaultdict(set)
     for path, entry in samples.items():
         for kind in TENSORS:
@@ -106,21 +106,24 @@ def _shared(folder: Path, samples: Mapping[Path, Mapping[str, Any]]) -> Iterator
     for (kind, digest), paths in users.items():
         where, names = folder / kind / f"{digest}.pt", ", ".join(path.name for path in sorted(paths))
         if kind in MASKS and len({samples[path].get("control_latents") for path in paths}) > 1:
-            what = "samples of different control images share these embeddings, which are those of the last one"
+            what = "samples with different control images share these embeddings; they belong to the last one"
         elif kind not in MASKS and len(paths) > 1 and len(digest) % MD5_DIGITS:
-            what = "samples share these latents under a perceptual hash, under which different images collide"
+            what = "samples share these latents under a perceptual hash, which collides for different images"
         else:
             continue
-        do = "run `qwen-cache build` on the images, or leave these samples out with --on-error skip"
+        do = "run `qwen-cache build` on the images, or skip these samples with --on-error skip"
         yield SourceError(what, where=where, found=names, do=do), paths
 
 
-def _found(folder: Path, path: Path, entry: Mapping[str, Any], prompts: Mapping[str, str], options: Options) -> Found:
+def _found_sample(
+    folder: Path, path: Path, entry: Mapping[str, Any], prompts: Mapping[str, str], options: Options
+) -> FoundSample:
     prompt = prompts.get(entry["prompt_embeds"], "")
-    return Found(path.stem.removesuffix("_metadata"), str(path), lambda: _read(folder, path, entry, prompt, options))
+    name = path.stem.removesuffix("_metadata")
+    return FoundSample(name, str(path), lambda: _read(folder, path, entry, prompt, options))
 
 
-def _read(folder: Path, path: Path, entry: Mapping[str, Any], prompt: str, options: Options) -> Imported:
+def _read(folder: Path, path: Path, entry: Mapping[str, Any], prompt: str, options: Options) -> ImportedSample:
     def load(kind: str, shape: str) -> torch.Tensor:
         file = folder / kind / f"{entry[kind]}.pt"
         return check_tensor(load_pickled(file, str(file)), shape, str(file))
@@ -137,11 +140,11 @@ def _read(folder: Path, path: Path, entry: Mapping[str, Any], prompt: str, optio
     else:
         rows = shapes if isinstance(shapes, list) else load("img_shapes", "[N, 3]").tolist()
         img_shapes = _stored_shapes(rows, str(path))
-    return Imported(prompt, img_shapes, tensors)
+    return ImportedSample(prompt, img_shapes, tensors)
 
 
 def _controls(entry: Mapping[str, Any]) -> int:
-    """How many controls there are: their hashes, each as long as the target's, are strung together."""
+    """The number of controls; their hashes, each as long as the target's, are concatenated."""
     return len(entry.get("control_latents", "")) // len(entry["image_latents"])
 
 
@@ -159,12 +162,12 @@ def _stored_shapes(rows: list[Any], where: str) -> ImgShapes:
 
 
 def _shapes_from_sizes(tensors: Mapping[str, torch.Tensor], controls: int, options: Options, where: str) -> ImgShapes:
-    """The only choice among the sizes that the user named with which the numbers of tokens agree."""
+    """The one choice among the user's image sizes that fits the numbers of tokens; SourceError for none or several."""
     if not options.image_sizes:
         raise SourceError(
             "this release of qwen-image-finetune does not store the sizes of the images",
             where=where,
-            do="name all that occur, as in --image-size 832x576 (width and height after resizing)",
+            do="give all sizes that occur, as in --image-size 832x576 (width and height after resizing)",
         )
     sizes = [(1, h, w) for h, w in dict.fromkeys(options.image_sizes)]
     target = len(tensors["image_latents"])
@@ -173,11 +176,11 @@ def _shapes_from_sizes(tensors: Mapping[str, torch.Tensor], controls: int, optio
     rest = [some for some in itertools.product(sizes, repeat=controls) if token_count(some) == control]
     if len(first) != 1 or len(rest) != 1:
         raise SourceError(
-            "--image-size does not settle the sizes of this sample's images",
+            "--image-size does not determine the sizes of this sample's images",
             where=where,
             expected=f"one choice with {target} tokens, and one of {controls} controls with {control}",
             found=f"{len(first)} and {len(rest)}",
-            do="name those that occur; where a size and its transpose do, run `qwen-cache build` on the images",
+            do="give all sizes that occur; if a size and its transpose do, run `qwen-cache build` on the images",
         )
     return (*first, *rest[0])
 

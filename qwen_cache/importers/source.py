@@ -1,8 +1,8 @@
-"""What every importer yields, and what they share: reading other people's files without running what is in them.
+"""The interface of importers, and safe reading of other trainers' files: no code in them is ever run.
 
-An importer is `find(folder, options)`: it lists the samples of a folder without keeping a tensor, and yields a
-SourceError for each that cannot be used. `Found.read` reads one. Pickles are opened by torch with `weights_only=True`
-and by nothing else; latents that are not packed yet are packed as diffusers' Qwen-Image pipelines pack.
+An importer is `find(folder, options)`: it yields a FoundSample for each sample of a folder, without keeping tensors,
+and a SourceError for each that cannot be used. Pickles are opened only by torch, with `weights_only=True`. Unpacked
+latents are packed as in diffusers' Qwen-Image pipelines.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from qwen_cache.format.sample import ImgShapes
 
 LATENT_CHANNELS = 16
 EXACT_IN = {torch.float16: torch.float32, torch.bfloat16: torch.bfloat16, torch.float32: torch.float32}
-"""The smallest dtype of the format that holds every number of another one exactly."""
+"""The smallest dtype of the format that represents a source dtype exactly."""
 
 UNREADABLE = (RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError, AttributeError, zipfile.BadZipFile)
-"""What torch.load raises about files that are cut off or were never its own."""
+"""Errors of torch.load for files that are truncated or of another kind."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What some tools do not store and the user has to say."""
+    """Facts that some tools do not store, so that the user must give them."""
 
     image_sizes: tuple[tuple[int, int], ...] = ()
-    """(height, width) in tokens of 16 pixels: all that occur."""
+    """All sizes of the images: (height, width) in tokens of 16 pixels."""
     captions: Path | None = None
-    """A folder of .txt files."""
+    """The folder of the .txt files with the captions."""
 
 
 @dataclass(frozen=True)
-class Imported:
-    """One sample: tensors by the names of the format, unpadded and packed, in the dtype of their file.
+class ImportedSample:
+    """One sample: its tensors by the names of the format, unpadded and packed, in the dtype of their file.
 
-    `empty_prompt_embeds` is whole, and may be missing.
+    `empty_prompt_embeds` is optional, and complete: with the prefix that it shares with the prompt.
     """
 
     prompt: str
@@ -51,32 +51,32 @@ class Imported:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A sample that is there; `read` opens its files and raises SourceError when they are not what they must be."""
+class FoundSample:
+    """A sample in the imported folder; `read` loads its files, and raises SourceError if they are invalid."""
 
     name: str
     where: str
-    read: Callable[[], Imported]
+    read: Callable[[], ImportedSample]
 
 
 def load_pickled(file: Path | BinaryIO, where: str) -> Any:
-    """What `torch.save` wrote, as long as it is made of tensors and plain values."""
+    """The value in a file of `torch.save`, if it consists of tensors and plain values; SourceError otherwise."""
     again = "make this sample's cache again"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a damaged file torch guesses at causes; ours is the error below
+            warnings.simplefilter("ignore")  # torch guesses why a file is damaged; our error follows
             return torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise SourceError("a file of this sample is missing", where=where, do=again) from None
     except pickle.UnpicklingError as error:
-        what = "not a file of tensors alone, and no code of a pickle is ever run"
+        what = "the file contains more than tensors, and code in a pickle is never run"
         raise SourceError(what, where=where, found=_first_line(error), do=again) from None
     except UNREADABLE as error:
         raise SourceError("cannot be read", where=where, found=_first_line(error), do=again) from None
 
 
 def check_tensor(value: Any, shape: str, where: str) -> torch.Tensor:
-    """`value`, when it is a dense tensor of floats with as many axes as `shape` (`[S, 64]`) has names."""
+    """`value`, if it is a dense float tensor with as many axes as `shape`, such as `[S, 64]`; SourceError otherwise."""
     axes = shape.count(",") + 1
     if (
         not isinstance(value, torch.Tensor)
@@ -94,7 +94,7 @@ def check_tensor(value: Any, shape: str, where: str) -> torch.Tensor:
         )
     if value.untyped_storage().nbytes() < value.numel() * value.element_size():
         raise SourceError(
-            "a tensor claims more numbers than its file has",
+            "a tensor is larger than its storage in the file",
             where=where,
             expected=f"{value.numel() * value.element_size()} bytes",
             found=value.untyped_storage().nbytes(),
@@ -103,14 +103,14 @@ def check_tensor(value: Any, shape: str, where: str) -> torch.Tensor:
 
 
 def unpad(embeds: torch.Tensor, mask: torch.Tensor, where: str) -> torch.Tensor:
-    """The rows of `embeds` `[L, D]` that `mask` `[L]` keeps: ones, and then zeros."""
+    """The rows of `embeds` `[L, D]` that `mask` `[L]` keeps; SourceError unless it is ones followed by zeros."""
     kept = mask != 0
     length = int(kept.sum())
     if mask.shape != embeds.shape[:1] or not length or not bool(kept[:length].all()):
         raise SourceError(
             "the mask does not fit the embeddings",
             where=where,
-            expected=f"{len(embeds)} entries: ones, and then zeros",
+            expected=f"{len(embeds)} entries: ones, then zeros",
             found=f"{length} ones in {list(mask.shape)}",
         )
     return embeds[:length]

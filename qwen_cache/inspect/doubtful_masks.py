@@ -1,7 +1,7 @@
-"""`inspect --mask-head`: the samples whose mask is least like what a mask head makes of their attention.
+"""`inspect --mask-head` (experimental): the samples whose edit mask differs most from the mask head's.
 
-There the pair is misaligned, described wrongly or edited all over, or the head is wrong: an image of them tells.
-Refused are a head of another encoder, and a cache without masks or attention. Only the VAE is loaded, for the image.
+Either the pair is misaligned, described wrongly or edited everywhere, or the head is wrong: `--save-images` shows it. A
+head of another encoder, and a cache without masks or attention, are errors. Only the image needs a model: the VAE.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from qwen_cache.console import counting, plural
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample, open_recipes
 from qwen_cache.format.identity import recipe_id
-from qwen_cache.grounding.cached import Disagreement, disagreements, head_mask_of, mask_of, masked, nothing_masked
+from qwen_cache.grounding.cached import (
+    Disagreement,
+    disagreements,
+    head_mask_of,
+    mask_of,
+    masked_positions,
+    no_masked_samples,
+)
 from qwen_cache.grounding.head import MaskHead, encoder_of, load_head
 from qwen_cache.image_grid import make_grid
 from qwen_cache.inspect.images import overlaid
@@ -34,83 +41,82 @@ from qwen_cache.settings.load import Config
 from qwen_cache.storage.durable import write_durably
 from qwen_cache.storage.local_copies import LocalCopies
 
-ROWS_SHOWN = 24
-"""Rows: more are no longer seen at a glance."""
+MAX_IMAGE_ROWS = 24
+"""Samples in the image: more cannot be seen at a glance."""
 TITLES = ("control", "target", "mask of the cache", "mask of the head")
-HARDLY = 0.2
-"""IoU. Heads have 0.45 and more with masks of the right phrase in the tests, and 0.15 or less with those of another."""
-DIGITS = 12  # of a key in the table, enough to name a sample
+MAX_FLAGGED_IOU = 0.2
+"""In the tests, heads have an IoU of 0.45 or more with masks of the right phrase, of 0.15 or less with another's."""
+KEY_DIGITS = 12  # of a key in the table: enough for --sample
 
 
 @dataclass(frozen=True)
-class Doubtful:
-    """Of all that were compared, those that have least in common with what the head makes of them."""
+class DoubtfulMasks:
+    """The masks with the lowest IoU with the mask head's, of all masks that were compared."""
 
     head: MaskHead
     compared: int
     mean_iou: float
-    worst: list[Disagreement]
+    top: list[Disagreement]
+    """The lowest IoU first."""
     recipes: list[str]
-    """The names of those that the head can read."""
+    """The names of the recipes whose attention the head can read."""
 
     def to_json(self) -> dict[str, Any]:
-        listed = [each.to_json() for each in self.worst]
+        listed = [each.to_json() for each in self.top]
         return {"masks_compared": self.compared, "mean_iou": self.mean_iou, "disagreements": listed}
 
 
-def review(path: str, head: Path, worst: int, device: str, pictures: Path | None, settings: Config) -> Doubtful:
-    """What `inspect` is asked for; also writes the images, if there shall be any."""
-    place = choose_device(device, "--vae-device")
-    if pictures is None:
-        return find_doubtful(path, head, place, worst, LocalCopies.of_settings(settings.cache))
-    if pictures.suffix.lower() != ".png" or pictures.is_dir():
-        raise ConfigError(
-            "this names no PNG", where="--save-images", expected="a file such as worst.png", found=pictures
-        )
-    pictures.parent.mkdir(parents=True, exist_ok=True)
+def review_masks(path: str, head: Path, top: int, device: str, image: Path | None, settings: Config) -> DoubtfulMasks:
+    """The `top` most doubtful masks of the cache at `path`; writes a PNG of them where `image` names one."""
+    torch_device = choose_device(device, "--vae-device")
+    if image is None:
+        return find_doubtful(path, head, torch_device, top, LocalCopies.of_settings(settings.cache))
+    if image.suffix.lower() != ".png" or image.is_dir():
+        raise ConfigError("this names no PNG", where="--save-images", expected="a file such as masks.png", found=image)
+    image.parent.mkdir(parents=True, exist_ok=True)
     vae = open_model(settings.model.path, ("vae",), settings.model.revision)
-    doubtful = find_doubtful(path, head, place, worst, LocalCopies.of_settings(settings.cache))
-    save_images(doubtful, pictures, vae, place, getattr(torch, settings.predict.dtype))
+    doubtful = find_doubtful(path, head, torch_device, top, LocalCopies.of_settings(settings.cache))
+    save_images(doubtful, image, vae, torch_device, getattr(torch, settings.predict.dtype))
     return doubtful
 
 
-def find_doubtful(path: str, head_path: Path, device: torch.device, worst: int, copies: LocalCopies) -> Doubtful:
-    """Of all recipes whose attention the head can read."""
-    head, about = load_head(head_path)
+def find_doubtful(path: str, head_path: Path, device: torch.device, top: int, copies: LocalCopies) -> DoubtfulMasks:
+    """The `top` most doubtful masks, of all recipes whose attention the head can read."""
+    head, metadata = load_head(head_path)
     caches = open_recipes(path, copies)
-    readable = [cache for cache in caches.values() if encoder_of(cache.recipe.recipe) == about.encoder]
+    readable = [cache for cache in caches.values() if encoder_of(cache.recipe.recipe) == metadata.encoder]
     if not readable:
         raise ConfigError(
             "this mask head was trained on the attention of another encoder, template or image size",
             where=head_path,
             do="train one on this cache: `qwen-train mask-head`",
         )
-    total = sum(len(masked(cache)) for cache in readable)
+    total = sum(len(masked_positions(cache)) for cache in readable)
     if not total:
-        raise nothing_masked(readable[0])
-    found = []
+        raise no_masked_samples(readable[0])
+    compared = []
     with counting("comparing", total) as advance:
         for each in chain.from_iterable(disagreements(cache, head.to(device)) for cache in readable):
-            found.append(each)
+            compared.append(each)
             advance(1)
-    found.sort(key=lambda each: (each.iou, each.sample.name, each.sample.key))
+    compared.sort(key=lambda each: (each.iou, each.sample.name, each.sample.key))
     names = [cache.recipe_name for cache in readable]
-    return Doubtful(head, total, fmean(each.iou for each in found), found[:worst], names)
+    return DoubtfulMasks(head, total, fmean(each.iou for each in compared), compared[:top], names)
 
 
-def flagged(overview: Mapping[str, Any], doubtful: Doubtful) -> dict[str, Any]:
-    """What `inspect` says, with those of the worst masks flagged that hardly lie where the head's do."""
-    found = [each.sample.row.meta for each in doubtful.worst if each.iou < HARDLY]
+def flagged(overview: Mapping[str, Any], doubtful: DoubtfulMasks) -> dict[str, Any]:
+    """The report of `inspect`, with the flag `doubtful_mask` for masks that hardly overlap the head's."""
+    flagged_metas = [each.sample.row.meta for each in doubtful.top if each.iou < MAX_FLAGGED_IOU]
     recipes = dict(overview["recipes"])
     for name in doubtful.recipes:
         recipe, identifier = recipes[name], recipe_id(recipes[name]["recipe"])
-        keys = [meta.key for meta in found if meta.recipe == identifier]
+        keys = [meta.key for meta in flagged_metas if meta.recipe == identifier]
         recipes[name] = {**recipe, "flags": {**recipe["flags"], "doubtful_mask": keys}}
     return {**overview, "recipes": recipes}
 
 
-def print_doubtful(doubtful: Doubtful, out: Console | None = None) -> None:
-    """As a table, on stdout."""
+def print_doubtful(doubtful: DoubtfulMasks, out: Console | None = None) -> None:
+    """The masks as a table, on stdout."""
     out = out or Console(highlight=False)
     compared = plural(doubtful.compared, "mask")
     out.print(f"\n[bold]doubtful masks[/]  {compared} compared with the head's, mean IoU {doubtful.mean_iou:.2f}")
@@ -120,24 +126,26 @@ def print_doubtful(doubtful: Doubtful, out: Console | None = None) -> None:
     for name in ("from", "key"):
         table.add_column(name, no_wrap=True)
     table.add_column("name", overflow="fold")
-    for each in doubtful.worst:
+    for each in doubtful.top:
         numbers = (f"{each.iou:.2f}", f"{each.area:.1%}", f"{each.head_area:.1%}")
-        table.add_row(*numbers, each.origin, each.sample.key[:DIGITS], escape(each.sample.name))
+        table.add_row(*numbers, each.origin, each.sample.key[:KEY_DIGITS], escape(each.sample.name))
     out.print(table)
 
 
-# ---- an image of them -----------------------------------------------------------------------------------------------
+# ---- the image -------------------------------------------------------------------------------------------------------
 
 
-def save_images(doubtful: Doubtful, path: Path, model: ModelFolder, device: torch.device, dtype: torch.dtype) -> None:
-    """A PNG of the first of them: control, target, and both masks laid over the target."""
+def save_images(
+    doubtful: DoubtfulMasks, path: Path, model: ModelFolder, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Write a PNG with a row for each mask: control, target, and the target under either mask."""
     from qwen_cache.encode.decode import load_vae  # seconds, and the table needs no VAE
 
-    vae, shown = load_vae(model, device, dtype), doubtful.worst[:ROWS_SHOWN]
+    vae, shown = load_vae(model, device, dtype), doubtful.top[:MAX_IMAGE_ROWS]
     rows = []
     with counting("decoding", len(shown)) as advance:
         for each in shown:
-            control, target = decoded(vae, each.sample)
+            control, target = decode_pair(vae, each.sample)
             masks = mask_of(each.sample), head_mask_of(doubtful.head, each.sample)
             rows.append([control, target, *(overlaid(target, mask.numpy()) for mask in masks)])
             advance(1)
@@ -146,8 +154,8 @@ def save_images(doubtful: Doubtful, path: Path, model: ModelFolder, device: torc
     write_durably(path, data.getvalue())
 
 
-def decoded(vae: Any, sample: Sample) -> tuple[Image.Image, Image.Image]:
-    """The first control, at which the prompt's attention looks, and the target."""
+def decode_pair(vae: Any, sample: Sample) -> tuple[Image.Image, Image.Image]:
+    """The first control, which the attention refers to, and the target."""
     from qwen_cache.encode.decode import decode_images
 
     (control,) = decode_images(vae, sample["control_latents"], sample.img_shapes[1:2])
@@ -156,6 +164,6 @@ def decoded(vae: Any, sample: Sample) -> tuple[Image.Image, Image.Image]:
 
 
 def caption(each: Disagreement) -> str:
-    """What it is, and below it how the masks differ."""
+    """The sample's name and prompt, and below them how the masks differ."""
     numbers = f"IoU {each.iou:.2f}; {each.area:.1%} in the mask ({each.origin}), {each.head_area:.1%} in the head's"
     return f"{each.sample.name}: {each.sample.prompt}\n{numbers}"

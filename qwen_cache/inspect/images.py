@@ -1,6 +1,6 @@
-"""Images of cached samples for the page: the thumbnails that lie in the cache, or decoded by the VAE (`drawing`).
+"""Images of cached samples for the page: thumbnails from the cache (`stored_images`), or decoded by the VAE.
 
-Only what decodes needs torch and a model.
+Only decoding (`decoded_images`) needs torch and a model.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ QUALITY = 85
 RED, OPACITY = (255, 0, 0), 0.5
 
 TitledImage = tuple[str, bytes]
-"""What it shows, and a JPEG."""
-Draw = Callable[[Sample], Sequence[TitledImage]]
-"""What makes the images of a sample; none where there is nothing to make them of."""
+"""A title and a JPEG."""
+ImageSource = Callable[[Sample], Sequence[TitledImage]]
+"""Makes the images of a sample; an empty list where the sample has none."""
 
 
-def stored(sample: Sample) -> list[TitledImage]:
-    """From the sample's thumbnails."""
-    return titled(sample, stored_images(sample)) if "thumbnails" in sample.row.meta.tensors else []
+def stored_images(sample: Sample) -> list[TitledImage]:
+    """The images of a sample from its thumbnails."""
+    return titled_images(sample, stored_thumbnails(sample)) if "thumbnails" in sample.row.meta.tensors else []
 
 
-def stored_images(sample: Sample) -> list[Image.Image]:
-    """The thumbnails of a sample that has some, the target first."""
+def stored_thumbnails(sample: Sample) -> list[Image.Image]:
+    """The thumbnails of a sample that has them, the target first."""
     return cut_thumbnails(sample.buffer("thumbnails"), sample.img_shapes, sample.key)
 
 
-def drawing(settings: Config, device: str) -> Draw:
-    """What decodes samples, with the VAE of `settings.model`."""
+def decoded_images(settings: Config, device: str) -> ImageSource:
+    """An image source that decodes latents with the VAE of `settings.model`."""
     import torch
 
     from qwen_cache.encode.decode import decode_images, load_vae
     from qwen_cache.models.devices import choose_device
     from qwen_cache.models.folder import open_model
 
-    place = choose_device(device, "--vae-device")
+    vae_device = choose_device(device, "--vae-device")
     folder = open_model(settings.model.path, ("vae",), settings.model.revision)
-    vae = load_vae(folder, place, getattr(torch, settings.predict.dtype))
+    vae = load_vae(folder, vae_device, getattr(torch, settings.predict.dtype))
 
-    def draw(sample: Sample) -> list[TitledImage]:
+    def decode(sample: Sample) -> list[TitledImage]:
         shapes = sample.img_shapes
-        decoded = decode_images(vae, sample["image_latents"], shapes[:1])
-        decoded += decode_images(vae, sample["control_latents"], shapes[1:]) if shapes[1:] else []
-        return titled(sample, decoded)
+        images = decode_images(vae, sample["image_latents"], shapes[:1])
+        images += decode_images(vae, sample["control_latents"], shapes[1:]) if shapes[1:] else []
+        return titled_images(sample, images)
 
-    return draw
+    return decode
 
 
-def titled(sample: Sample, images: Sequence[Image.Image]) -> list[TitledImage]:
-    """Of a sample's images, the target first: the controls, the target, and its edit mask where it has one."""
+def titled_images(sample: Sample, images: Sequence[Image.Image]) -> list[TitledImage]:
+    """JPEGs of the controls, the target and, where there is one, the edit mask; `images` starts with the target."""
     target, *controls = images
     shown = [(f"control {i}" if controls[1:] else "control", each) for i, each in enumerate(controls, 1)]
     shown.append(("target", target))
@@ -70,9 +70,9 @@ def titled(sample: Sample, images: Sequence[Image.Image]) -> list[TitledImage]:
 
 
 def overlaid(image: Image.Image, mask: npt.NDArray[np.float32]) -> Image.Image:
-    """The image without its colours, and a mask [h, w] in red over it, each cell a square as it is trained."""
+    """The image in grey with a mask [h, w] in red over it; each cell is the square that the loss masks."""
     opacity = Image.fromarray((255 * OPACITY * mask).astype(np.uint8)).resize(image.size, Image.Resampling.NEAREST)
-    shown = image.convert("L").convert("RGB")  # so that whatever is red is the mask
+    shown = image.convert("L").convert("RGB")  # so that only the mask is red
     shown.paste(RED, (0, 0), opacity)
     return shown
 

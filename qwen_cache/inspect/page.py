@@ -1,9 +1,9 @@
-"""The page of `qwen-cache inspect --html`: one file that needs no network, and says what `inspect --json` says.
+"""The page of `qwen-cache inspect --html`: one file that needs no network, with all that `inspect --json` reports.
 
 It contains two JSON documents: `overview`, the output of `inspect --json`, and `samples`, a row for each sample. A
 script searches, filters and shows the samples, a hundred at a time. A few images are stored in the page itself, many in
 a folder beside it. The template `cache.html.jinja` has the markup; this module collects its values. Text of a source,
-such as a prompt, stays text. Refused: a path that is not a plain file, and one inside a cache.
+such as a prompt, stays text. A path that is not a plain file, or is inside a cache, is an error.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from qwen_cache.format.sample import PIXELS_PER_TOKEN, token_count
 from qwen_cache.html.charts import Bar, bars
 from qwen_cache.html.page import render
 from qwen_cache.inspect.flags import FLAGS
-from qwen_cache.inspect.images import Draw
+from qwen_cache.inspect.images import ImageSource
 from qwen_cache.inspect.summary import (
-    BATCHES,
-    Opened,
-    about_batches,
-    about_partial,
-    against_source,
+    BATCH_COLUMNS,
+    OpenRecipes,
+    batch_note,
     batch_row,
-    binned,
-    imported,
-    savings,
+    import_origin,
+    labelled_bins,
+    partial_state,
+    savings_rows,
+    source_state,
 )
 from qwen_cache.storage.durable import write_durably
 from qwen_cache.storage.url import location
 
 COLUMNS = ("key", "name", "prompt", "sizes", "text_tokens", "image_tokens", "edit_mask_from", "recipe", "images")
-EMBEDDED_IMAGES = 200  # samples: some 10 MB; with more, a page would take long to open
-LONGEST_NAME = 240  # bytes, of the 255 of a file system: some are for the names beside it
+EMBEDDED_IMAGES = 200  # samples: some 10 MB; a larger page opens slowly
+MAX_NAME_BYTES = 240  # of the 255 of a file system: the folder beside the page has a longer name
 IMAGE_NAME = re.compile(r"[0-9a-f]{32}-[0-9]+\.jpg")
-LINKS = 12  # of a flag; the list below has all
+MAX_LINKS = 12  # per flag; the list below has all samples
 
 
-def check_place(path: Path, cache: str) -> None:
-    """ConfigError where a page cannot be written, or would replace something that is no page."""
+def check_page_path(path: Path, cache: str) -> None:
+    """Raise ConfigError where a page cannot be written, or would replace something other than a page."""
     try:
         fault = _fault(path, location(cache))
-    except OSError as error:  # of a folder with too long a name, or one that nobody may look into
+    except OSError as error:  # a folder with too long a name, or without permission to look into it
         fault = str(error.strerror)
     if fault:
         raise ConfigError(f"a page cannot be written here: {fault}", where=path, do="give --html another file")
@@ -60,35 +60,35 @@ def check_place(path: Path, cache: str) -> None:
 def _fault(path: Path, cache: object) -> str | None:
     if path.name in ("", "..", "-"):
         return "this names no file"
-    if len(os.fsencode(path.name)) > LONGEST_NAME:
+    if len(os.fsencode(path.name)) > MAX_NAME_BYTES:
         return "its name is too long"
     if path.is_symlink():
         return "this is a symbolic link"
     if path.exists() and not path.is_file():
         return "this is a folder" if path.is_dir() else "this is a device or a pipe"
     if not next(parent for parent in path.absolute().parents if parent.exists()).is_dir():
-        return "it would lie in a file"
+        return "it would be inside a file"
     if isinstance(cache, Path) and path.parent.resolve().is_relative_to(cache.resolve()):
-        return "it would lie in the cache"
-    return "a file of a cache has this name" if path.name in (MANIFEST_NAME, INDEX_NAME) else None
+        return "it would be inside the cache"
+    return "a cache has a file of this name" if path.name in (MANIFEST_NAME, INDEX_NAME) else None
 
 
 def write_page(
-    path: Path, overview: Mapping[str, Any], opened: Opened, draw: Draw | None = None, gallery: int = 0
+    path: Path, overview: Mapping[str, Any], opened: OpenRecipes, source: ImageSource | None = None, thumbnails: int = 0
 ) -> None:
-    """Replace `path` by the page about what `survey` said, with images of at most `gallery` samples."""
+    """Write the page of what `survey` returned, with images of at most `thumbnails` samples; replace an older one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [sample_row(row, recipe) for recipe, (_, of_recipe) in opened.items() for row in of_recipe]
+    rows = [sample_row(row, recipe) for recipe, (_, index) in opened.items() for row in index]
     folder = path.with_name(f"{path.stem}_files")
-    kept = add_images(rows, opened, draw, gallery, folder) if draw else set()
+    written = add_images(rows, opened, source, thumbnails, folder) if source else set()
     write_durably(path, page(overview, rows).encode("utf-8"))
     for old in folder.glob("*.jpg"):
-        if IMAGE_NAME.fullmatch(old.name) and old.name not in kept:
+        if IMAGE_NAME.fullmatch(old.name) and old.name not in written:
             old.unlink()
 
 
 def page(overview: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
-    """The whole document."""
+    """The page as HTML."""
     return render(
         "cache.html.jinja",
         title=Path(overview["cache"].rstrip("/")).name or overview["cache"],
@@ -103,36 +103,38 @@ def page(overview: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def sample_row(row: IndexRow, recipe: str) -> list[Any]:
-    """What the list shows of a sample, by `COLUMNS`; no images yet."""
+    """The values of `COLUMNS` for a sample; its images are added later."""
     meta = row.meta
     sizes = [[w * PIXELS_PER_TOKEN, h * PIXELS_PER_TOKEN] for _, h, w in meta.img_shapes]
     tokens = (meta.text_length, token_count(meta.img_shapes))
     return [meta.key, row.name, meta.prompt, sizes, *tokens, meta.edit_mask_from, recipe, []]
 
 
-def add_images(rows: Sequence[list[Any]], opened: Opened, draw: Draw, gallery: int, folder: Path) -> set[str]:
-    """Images of some of them, evenly chosen: pairs of a title and where it is, in the page or in `folder`.
+def add_images(
+    rows: Sequence[list[Any]], opened: OpenRecipes, source: ImageSource, count: int, folder: Path
+) -> set[str]:
+    """Give `count` evenly chosen rows their images: pairs of a title and a URL, into the page or into `folder`.
 
-    Returns the names of those in the folder.
+    Returns the names of the files in the folder.
     """
-    chosen = evenly(len(rows), gallery)
+    chosen = evenly(len(rows), count)
     names: set[str] = set()
     beside = len(chosen) > EMBEDDED_IMAGES
-    with counting("drawing", len(chosen)) as advance:
+    with counting("making images", len(chosen)) as advance:
         for i in chosen:
             key, recipe = rows[i][0], rows[i][COLUMNS.index("recipe")]
-            drawn = {f"{key}-{n}.jpg": each for n, each in enumerate(draw(opened[recipe][0][key]))}
+            images = {f"{key}-{n}.jpg": each for n, each in enumerate(source(opened[recipe][0][key]))}
             rows[i][-1] = [
                 [title, _beside(folder, name, jpeg) if beside else _within(jpeg)]
-                for name, (title, jpeg) in drawn.items()
+                for name, (title, jpeg) in images.items()
             ]
-            names |= drawn.keys() if beside else set()
+            names |= images.keys() if beside else set()
             advance(1)
     return names
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most `most` of `count` positions, the first and the last among them where there is room for two."""
+    """At most `most` of `count` positions, evenly spaced; with two or more, the first and the last are among them."""
     if count <= most:
         return list(range(count))
     return [i * (count - 1) // max(most - 1, 1) for i in range(most)]
@@ -154,15 +156,15 @@ def _beside(folder: Path, name: str, jpeg: bytes) -> str:
 def cache_facts(overview: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "cache", overview["cache"]
     if overview["state"] == "partial":
-        yield "state", f"partial: {about_partial(overview)}"
+        yield "state", f"partial: {partial_state(overview)}"
         return
     if "source" in overview:
-        yield "state", against_source(overview)
+        yield "state", source_state(overview)
     yield "format", f"v{overview['format_version']}"
     yield "size", f"{human_bytes(overview['bytes'])} in {plural(overview['shards'], 'shard')}"
     yield "written by", ", ".join(f"{name} {version}" for name, version in overview["written_by"].items())
     if overview.get("garbage_bytes"):
-        yield "garbage", f"{human_bytes(overview['garbage_bytes'])}, which `qwen-cache gc` removes"
+        yield "garbage", f"{human_bytes(overview['garbage_bytes'])}; `qwen-cache gc` removes it"
 
 
 def recipe_section(name: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,42 +180,42 @@ def recipe_section(name: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recipe_charts(recipe: Mapping[str, Any]) -> Iterator[tuple[str, list[Bar]]]:
-    """Titles and their bars; a chart may have none."""
+    """Titles and bars of the charts; a chart may have no bars."""
     histograms = recipe["histograms"]
     yield "target sizes", bars(recipe["resolutions"])
-    yield "width over height", bars(binned(histograms["width_over_height"]))
-    yield "text tokens", bars(binned(histograms["text_tokens"]))
-    yield "all tokens, of text, target and controls", bars(binned(histograms["all_tokens"]))
-    yield "controls of a sample", bars(recipe["controls"])
-    yield "edit masks, by where they come from", bars(recipe["edit_masks_from"])
+    yield "width over height", bars(labelled_bins(histograms["width_over_height"]))
+    yield "text tokens", bars(labelled_bins(histograms["text_tokens"]))
+    yield "all tokens: text, target and controls", bars(labelled_bins(histograms["all_tokens"]))
+    yield "controls per sample", bars(recipe["controls"])
+    yield "edit masks by origin", bars(recipe["edit_masks_from"])
 
 
 def batch_section(batches: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
-    """What batches would be like under a few budgets; nothing where there are no samples."""
+    """The table of batches under a few token budgets; None where there are no samples."""
     if not batches:
         return None
-    return {"titles": BATCHES, "lines": [batch_row(budget) for budget in batches], "about": about_batches(batches)}
+    return {"titles": BATCH_COLUMNS, "lines": [batch_row(budget) for budget in batches], "note": batch_note(batches)}
 
 
 def flag_section(flags: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """The samples of each flag, its first `LINKS` by their keys, and which flags were not looked for."""
+    """Description, count and the first `MAX_LINKS` keys of each flag, and whether tensors and images were checked."""
     return {
-        "found": [(FLAGS[flag], len(keys), keys[:LINKS]) for flag, keys in flags.items() if keys],
+        "flagged": [(FLAGS[flag], len(keys), keys[:MAX_LINKS]) for flag, keys in flags.items() if keys],
         "scanned": "extreme_numbers" in flags,
         "compared": "near_duplicate" in flags,
     }
 
 
 def recipe_facts(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    made = recipe["recipe"]
-    yield "pipeline", f"{made['pipeline']}, {made['dtype']}"
-    weights = [f"{part} {made[part]}" for part in ("vae", "text_encoder", "processor") if made.get(part)]
+    settings = recipe["recipe"]
+    yield "pipeline", f"{settings['pipeline']}, {settings['dtype']}"
+    weights = [f"{part} {settings[part]}" for part in ("vae", "text_encoder", "processor") if settings.get(part)]
     if weights:
         yield "fingerprints", ", ".join(weights)
-    if "imported_from" in made:
-        yield "imported", imported(made)
+    if "imported_from" in settings:
+        yield "imported", import_origin(settings)
     yield "samples", f"{recipe['samples']:,}, {recipe['edit_masks']:,} with an edit mask"
     yield "identity", recipe["identity"]
     sizes = (f"{tensor} {human_bytes(count)}" for tensor, count in recipe["tensor_bytes"].items())
     yield "tensors", ", ".join(sizes)
-    yield from savings(recipe["saved"])
+    yield from savings_rows(recipe["saved"])

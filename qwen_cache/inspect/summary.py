@@ -1,7 +1,7 @@
-"""What a cache holds, as numbers (`summarise`) and for people (`print_overview`); one sample whole (`describe`).
+"""The contents of a cache as one JSON value (`summarise`), and everything about one sample (`describe`).
 
-No shard is opened, but for what is asked of tensors: a scan for odd ones, or the numbers of one sample. Importing this
-imports no torch. Refused is a key that names no sample, or several.
+Shards are opened only to read tensors: in a scan for odd ones, or for the statistics of one sample. Importing this
+imports no torch. A key that names no sample, or several, is an error.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from qwen_cache.inspect.tensors import numbers, statistics
 from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.url import Url, location
 
-SHOWN = 12  # rows of a histogram
-MUCH_PADDING = 0.05  # of all tokens: more than that is worth another layout
-BATCHES = ("train.max_tokens", "samples per batch", "padding", "by chance")
+MAX_BINS = 12  # of a histogram
+HIGH_PADDING = 0.05  # of all tokens: above this, another layout is worth it
+BATCH_COLUMNS = ("train.max_tokens", "samples per batch", "padding", "at random")
 
 Bin = tuple[float, float, int]
-"""From, up to but not with, and how many."""
-Compare = Callable[[Path | Url, Manifest | None], Mapping[str, Any]]
-"""What a source says of a cache: its `state`, and as `source` why (`against_source`); no manifest: it is not done."""
-Opened = Mapping[str, tuple[Cache, Sequence[IndexRow]]]
-"""By the name of its recipe."""
+"""Lower edge, upper edge (excluded), count."""
+SourceComparison = Callable[[Path | Url, Manifest | None], Mapping[str, Any]]
+"""Compares a cache with its source: `state`, and the counts under `source`. No manifest: no build has finished."""
+OpenRecipes = Mapping[str, tuple[Cache, Sequence[IndexRow]]]
+"""Each recipe's cache and its index rows, by the name of the recipe."""
 
 
 def summarise(
-    path: str | Path, *, scan: bool = False, compare: Compare | None = None, copies: LocalCopies | None = None
+    path: str | Path, *, scan: bool = False, compare: SourceComparison | None = None, copies: LocalCopies | None = None
 ) -> dict[str, Any]:
-    """Everything that `inspect` says, as one JSON value; behind a URL, nothing of what is not part of the dataset.
+    """Everything that `inspect` reports, as one JSON value; of a remote cache, without `garbage_bytes`.
 
-    `scan` reads every tensor, for the flags that the index cannot tell; `compare` looks at a source; `copies` is where
-    remote samples are kept, in the user's cache folder by default.
+    `scan` reads every tensor, for the flags that the index alone cannot give. `compare` compares the cache with a
+    source. `copies` stores remote samples, by default in the user's cache folder.
     """
     return survey(path, scan=scan, compare=compare, copies=copies)[0]
 
 
 def survey(
-    path: str | Path, *, scan: bool = False, compare: Compare | None = None, copies: LocalCopies | None = None
-) -> tuple[dict[str, Any], Opened]:
-    """The same, and what it was told from, so that a page shows the very dataset that it counts."""
+    path: str | Path, *, scan: bool = False, compare: SourceComparison | None = None, copies: LocalCopies | None = None
+) -> tuple[dict[str, Any], OpenRecipes]:
+    """`summarise`, and the caches that it read, so that a page shows exactly the dataset that was counted."""
     folder = location(path)
     staged = sorted((folder / directory.STAGING).rglob("*.tar")) if isinstance(folder, Path) else []
     if isinstance(folder, Path) and staged and not (folder / MANIFEST_NAME).exists():
         size = sum(path.stat().st_size for path in staged)
-        against = compare(folder, None) if compare else {}
-        return {"cache": legible(folder), "state": "partial", **against, "staged_bytes": size, "recipes": {}}, {}
+        source = compare(folder, None) if compare else {}
+        return {"cache": printable(folder), "state": "partial", **source, "staged_bytes": size, "recipes": {}}, {}
     manifest, _ = directory.load(folder)
     caches = open_recipes(folder, copies or LocalCopies.of())
     opened = {name: (cache, list(cache.rows())) for name, cache in caches.items()}
     overview = {
-        "cache": legible(folder),
+        "cache": printable(folder),
         "state": "complete",
         **(compare(folder, manifest) if compare else {}),
         "format_version": manifest.format_version,
@@ -78,8 +78,8 @@ def survey(
     return overview, opened
 
 
-def legible(name: object) -> str:
-    """A name that can be printed and stand in JSON: with replacement characters for what is not UTF-8."""
+def printable(name: object) -> str:
+    """The name with replacement characters where it is not UTF-8, so that it can be printed and written as JSON."""
     return str(name).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
@@ -97,34 +97,34 @@ def _recipe(cache: Cache, rows: Sequence[IndexRow], scan: bool) -> dict[str, Any
         "text_tokens": _spread(texts),
         "image_tokens": _spread(images),
         "histograms": {
-            "width_over_height": bins([round(w / h, 2) for _, h, w in shapes], 0.01),
-            "text_tokens": bins(texts),
-            "all_tokens": bins([text + image for text, image in zip(texts, images, strict=True)]),
+            "width_over_height": histogram([round(w / h, 2) for _, h, w in shapes], 0.01),
+            "text_tokens": histogram(texts),
+            "all_tokens": histogram([text + image for text, image in zip(texts, images, strict=True)]),
         },
         "batches": _batches(cache),
         "tensor_bytes": _tensor_bytes(rows),
-        "saved": _saved(rows),
+        "saved": _savings(rows),
         "flags": index_flags(rows) | (scan_flags(cache, rows) if scan else {}),
     }
 
 
 def _batches(cache: Cache) -> list[dict[str, float]]:
-    """What batches would be like."""
+    """Samples per batch and padding under a few token budgets."""
     return [asdict(budget) for budget in budgets(index_token_counts(cache.table, cache.folder / INDEX_NAME))]
 
 
-def _saved(rows: Sequence[IndexRow]) -> dict[str, int]:
-    """What is there once instead of many times."""
-    pictures = [
+def _savings(rows: Sequence[IndexRow]) -> dict[str, int]:
+    """Work and bytes that the cache saves, because equal things are encoded and stored once."""
+    images = [
         (digest, shape)
         for row in rows
         for digest, shape in zip((row.meta.inputs.target, *row.meta.inputs.controls), row.meta.img_shapes, strict=False)
     ]
-    edited = [row.meta.inputs.controls for row in rows if row.meta.inputs.controls]
+    controls = [row.meta.inputs.controls for row in rows if row.meta.inputs.controls]
     return {
         "repeated_rows": sum(row.source_rows - 1 for row in rows),
-        "vae_passes": len(pictures) - len(set(pictures)),
-        "prefix_passes": len(edited) - len(set(edited)),
+        "vae_passes": len(images) - len(set(images)),
+        "prefix_passes": len(controls) - len(set(controls)),
         "prefix_bytes": sum(_prefix_bytes(row) for row in rows),
         "compression_bytes": sum(spec.nbytes - spec.stored_bytes for row in rows for spec in row.meta.tensors.values()),
     }
@@ -147,13 +147,13 @@ def _spread(values: Sequence[int]) -> dict[str, float]:
     return {"min": ordered[0], "median": middle, "max": ordered[-1], "total": sum(ordered)}
 
 
-def bins(values: Sequence[float], unit: float = 1) -> list[Bin]:
-    """How many of the values, multiples of `unit`, lie where: at most `SHOWN` bins, 1, 2 or 5 times a power of ten."""
+def histogram(values: Sequence[float], unit: float = 1) -> list[Bin]:
+    """At most `MAX_BINS` bins of values that are multiples of `unit`; a bin is 1, 2 or 5 times a power of ten wide."""
     if not values:
         return []
     steps = (factor * 10**power for power in range(20) for factor in (1, 2, 5))
     units = [round(value / unit) for value in values]
-    step = next(step for step in steps if max(units) // step - min(units) // step < SHOWN)
+    step = next(step for step in steps if max(units) // step - min(units) // step < MAX_BINS)
     counts = Counter(value // step for value in units)
     return [
         (round(i * step * unit, 6), round((i + 1) * step * unit, 6), counts[i])
@@ -161,9 +161,9 @@ def bins(values: Sequence[float], unit: float = 1) -> list[Bin]:
     ]
 
 
-def binned(histogram: Iterable[Sequence[Any]]) -> dict[str, int]:
-    """A histogram of bins with names: `20–40`, or the value where each bin is a single one."""
-    return {f"{low:,}" if high - low == 1 else f"{low:,}–{high:,}": count for low, high, count in histogram}
+def labelled_bins(bins: Iterable[Sequence[Any]]) -> dict[str, int]:
+    """Counts by label: `20–40`, or the value itself where a bin holds a single one."""
+    return {f"{low:,}" if high - low == 1 else f"{low:,}–{high:,}": count for low, high, count in bins}
 
 
 def _tensor_bytes(rows: Sequence[IndexRow]) -> dict[str, int]:
@@ -178,49 +178,49 @@ def _prefix_bytes(row: IndexRow) -> int:
     return row.meta.prefix_length * spec.shape[1] * BYTES_PER_ELEMENT[spec.dtype]
 
 
-def about_partial(overview: Mapping[str, Any]) -> str:
-    """What is to be said of a cache that no build has finished."""
-    said = f"{human_bytes(overview['staged_bytes'])} encoded; the same build command goes on"
-    return f"{said}, then it can be compared with {overview['source']['path']}" if "source" in overview else said
+def partial_state(overview: Mapping[str, Any]) -> str:
+    """The state of a cache that no build has finished, as one line."""
+    state = f"{human_bytes(overview['staged_bytes'])} encoded; run the same build command to continue"
+    return f"{state}, then compare it with {overview['source']['path']}" if "source" in overview else state
 
 
-def against_source(overview: Mapping[str, Any]) -> str:
-    """What the comparison with a source found, in words."""
+def source_state(overview: Mapping[str, Any]) -> str:
+    """The result of the comparison with a source, as one line."""
     source = overview["source"]
     which = f"{source['path']}, by recipe {source['recipe']}"
     if overview["state"] == "complete":
         return f"complete: it holds all of {which}"
     counts = [f"{source[what]} {what}" for what in ("new", "changed", "removed") if source[what]]
     counts += [plural(source["problems"], "problem")] if source["problems"] else []
-    return f"stale against {which}: {', '.join(counts)}; `qwen-cache build --dry-run` says which"
+    return f"stale against {which}: {', '.join(counts)}; `qwen-cache build --dry-run` lists them"
 
 
-def imported(recipe: Mapping[str, Any]) -> str:
-    """Where an imported recipe comes from, in words; what it claims can be anything."""
+def import_origin(recipe: Mapping[str, Any]) -> str:
+    """The trainer and the model of an imported recipe; `claimed` can be any JSON value."""
     claimed = recipe.get("claimed")
     model = claimed.get("model") if isinstance(claimed, dict) else None
-    return f"from {recipe['imported_from']}; claimed to be of {model or 'no model'}"
+    return f"from {recipe['imported_from']}; claimed model: {model or 'none'}"
 
 
 def batch_row(budget: Mapping[str, float]) -> tuple[str, str, str, str]:
-    """By `BATCHES`, in words."""
-    padding, by_chance = (f"{100 * budget[name]:.1f} %" for name in ("padding", "padding_by_chance"))
-    return f"{budget['max_tokens']:,}", f"{budget['samples_per_batch']:.1f}", padding, by_chance
+    """One row of the table of batches, in the order of `BATCH_COLUMNS`."""
+    padding, at_random = (f"{100 * budget[name]:.1f} %" for name in ("padding", "padding_by_chance"))
+    return f"{budget['max_tokens']:,}", f"{budget['samples_per_batch']:.1f}", padding, at_random
 
 
-def about_batches(batches: Sequence[Mapping[str, float]]) -> str:
-    """What is to be said below the table."""
-    much = max(budget["padding"] for budget in batches) > MUCH_PADDING
-    cure = "; train.layout=packed pads nothing" if much else ""
-    return f"padding is a share of all tokens; by chance: with train.bucketing_window=1{cure}"
+def batch_note(batches: Sequence[Mapping[str, float]]) -> str:
+    """The line below the table of batches."""
+    high = max(budget["padding"] for budget in batches) > HIGH_PADDING
+    advice = "; train.layout=packed pads nothing" if high else ""
+    return f"padding: its fraction of all tokens; at random: with train.bucketing_window=1{advice}"
 
 
-def savings(saved: dict[str, int]) -> list[tuple[str, str]]:
-    """What was saved, in words; nothing of what was not."""
+def savings_rows(saved: Mapping[str, int]) -> list[tuple[str, str]]:
+    """What the cache saves, as rows of two cells, without rows that would say 0."""
     runs = [plural(saved[f"{kind}_passes"], f"{kind} run") for kind in ("vae", "prefix") if saved[f"{kind}_passes"]]
     lines = [("not stored", f"{human_bytes(saved['prefix_bytes'])} of empty prompts: their prefix is the prompt's")]
     if saved["repeated_rows"]:
-        lines.append(("", f"{plural(saved['repeated_rows'], 'row')} of the source with the content of another"))
+        lines.append(("", f"{plural(saved['repeated_rows'], 'row')} of the source with the same content as another"))
     if saved["compression_bytes"]:
         lines.append(("", f"{human_bytes(saved['compression_bytes'])} by compression"))
     return lines + ([("not computed", f"{' and '.join(runs)} over images seen before")] if runs else [])
@@ -229,25 +229,25 @@ def savings(saved: dict[str, int]) -> list[tuple[str, str]]:
 # ---- one sample ------------------------------------------------------------------------------------------------------
 
 
-def find(path: str | Path, key: str, copies: LocalCopies) -> tuple[str, Sample]:
-    """The recipe and the sample that is called `key`, or whose key begins so, of all recipes."""
+def find_sample(path: str | Path, key: str, copies: LocalCopies) -> tuple[str, Sample]:
+    """The recipe and the sample with this name, this key, or a key that starts with `key`, among all recipes."""
     caches = open_recipes(path, copies)
     pairs = {name: [cache.table[column].to_pylist() for column in ("key", "name")] for name, cache in caches.items()}
-    every = [(recipe, k, called) for recipe, columns in pairs.items() for k, called in zip(*columns, strict=True)]
-    found = [(recipe, k) for recipe, k, called in every if key in (k, called)]
-    found = found or [(recipe, k) for recipe, k, _ in every if k.startswith(key)]
-    if len(found) != 1:
-        what = f"{plural(len(found), 'sample')} of this cache are called like this, or have a key that begins so"
+    samples = [(recipe, k, name) for recipe, columns in pairs.items() for k, name in zip(*columns, strict=True)]
+    matches = [(recipe, k) for recipe, k, name in samples if key in (k, name)]
+    matches = matches or [(recipe, k) for recipe, k, _ in samples if k.startswith(key)]
+    if len(matches) != 1:
+        what = f"{plural(len(matches), 'sample')} of this cache match this name, key or start of a key"
         raise ConfigError(
             what, where=location(path), found=key, do="name one: `qwen-cache inspect --html FILE` lists all"
         )
-    name, whole = found[0]
-    return name, caches[name][whole]
+    recipe, full_key = matches[0]
+    return recipe, caches[recipe][full_key]
 
 
 def describe(path: str | Path, key: str, copies: LocalCopies | None = None) -> dict[str, Any]:
-    """Everything about one sample, as a JSON value; its tensors are read, and checked."""
-    recipe, sample = find(path, key, copies or LocalCopies.of())
+    """Everything about one sample, as a JSON value. Reads its tensors and checks their hashes."""
+    recipe, sample = find_sample(path, key, copies or LocalCopies.of())
     row, meta, offsets = sample.row, sample.row.meta, sample.row.entry.tensor_offsets()
     return {
         "key": meta.key,
@@ -272,5 +272,5 @@ def describe(path: str | Path, key: str, copies: LocalCopies | None = None) -> d
 
 
 def _statistics(sample: Sample, name: str) -> dict[str, float]:
-    """Of numbers that mean something: those of a JPEG do not."""
+    """Of tensors with numbers: thumbnails are the bytes of a JPEG."""
     return {} if name == "thumbnails" else statistics(numbers(sample, name))

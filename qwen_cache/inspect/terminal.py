@@ -1,4 +1,4 @@
-"""What `inspect` says, as tables on the terminal."""
+"""The report of `inspect` as tables on the terminal."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from qwen_cache.console import human_bytes, plural
 if TYPE_CHECKING:
     from rich.console import Console
 from qwen_cache.inspect.summary import (
-    BATCHES,
-    SHOWN,
-    about_batches,
-    about_partial,
-    against_source,
+    BATCH_COLUMNS,
+    MAX_BINS,
+    batch_note,
     batch_row,
-    binned,
-    imported,
-    savings,
+    import_origin,
+    labelled_bins,
+    partial_state,
+    savings_rows,
+    source_state,
 )
 
 BAR_WIDTH = 24
@@ -32,13 +32,13 @@ def print_overview(overview: dict[str, Any], out: Console | None = None) -> None
     out = out or Console(highlight=False)
     cache = f"[bold]{escape(overview['cache'])}[/]"
     if overview["state"] == "partial":
-        out.print(f"{cache}  [yellow]partial[/]: {escape(about_partial(overview))}")
+        out.print(f"{cache}  [yellow]partial[/]: {escape(partial_state(overview))}")
         return
     size = human_bytes(overview["bytes"])
     shards = plural(overview["shards"], "shard")
     out.print(f"{cache}  format v{overview['format_version']}, {shards}, {size}")
     if "source" in overview:
-        out.print(against_source(overview), markup=False)
+        out.print(source_state(overview), markup=False)
     if overview.get("garbage_bytes"):
         out.print(f"{human_bytes(overview['garbage_bytes'])} are not part of the dataset; `qwen-cache gc` removes them")
     for name, recipe in overview["recipes"].items():
@@ -50,37 +50,37 @@ def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    made = recipe["recipe"]
+    settings = recipe["recipe"]
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
-    kind = f"{made['pipeline']}, {made['dtype']}"
+    kind = f"{settings['pipeline']}, {settings['dtype']}"
     facts.add_row("recipe", f"[bold]{escape(name)}[/]  {escape(kind)}")
-    if "imported_from" in made:
-        facts.add_row("imported", escape(imported(made)))
+    if "imported_from" in settings:
+        facts.add_row("imported", escape(import_origin(settings)))
     facts.add_row("samples", f"{recipe['samples']}, {recipe['edit_masks']} with an edit mask")
     for kind in ("image", "text"):
         spread = recipe[f"{kind}_tokens"]
         if spread:
             facts.add_row(f"{kind} tokens", f"{spread['min']} to {spread['max']}, median {spread['median']}")
     facts.add_row("identity", recipe["identity"])
-    for what, how_much in savings(recipe["saved"]):
+    for what, how_much in savings_rows(recipe["saved"]):
         facts.add_row(what, how_much)
     flagged = [f"{flag.replace('_', ' ')} {len(keys)}" for flag, keys in recipe["flags"].items() if keys]
     if flagged:
-        facts.add_row("flags", f"[yellow]{', '.join(flagged)}[/]; --html or --json names them")
+        facts.add_row("flags", f"[yellow]{', '.join(flagged)}[/]; --html or --json lists them")
     out.print(facts)
     sizes = {tensor: human_bytes(count) for tensor, count in recipe["tensor_bytes"].items()}
     tables = [
         _histogram("target", recipe["resolutions"]),
-        _histogram("text tokens", binned(recipe["histograms"]["text_tokens"])),
+        _histogram("text tokens", labelled_bins(recipe["histograms"]["text_tokens"])),
         _histogram("controls", recipe["controls"]),
         _two_columns("tensor", "size", sizes),
     ]
     out.print(Columns(tables, padding=(1, 3)))
     if recipe["batches"]:
         out.print()
-        out.print(_table(*BATCHES, rows=map(batch_row, recipe["batches"])))
-        out.print(f"[dim]{about_batches(recipe['batches'])}[/]")
+        out.print(_table(*BATCH_COLUMNS, rows=map(batch_row, recipe["batches"])))
+        out.print(f"[dim]{batch_note(recipe['batches'])}[/]")
 
 
 def _histogram(title: str, counts: dict[str, int]) -> Any:
@@ -88,10 +88,10 @@ def _histogram(title: str, counts: dict[str, int]) -> Any:
 
     table = Table(title=title, title_justify="left", box=None, show_header=False)
     largest = max(counts.values(), default=1)
-    for value, count in list(counts.items())[:SHOWN]:
+    for value, count in list(counts.items())[:MAX_BINS]:
         table.add_row(value, "█" * max(count > 0, round(BAR_WIDTH * count / largest)), str(count))
-    if len(counts) > SHOWN:
-        table.add_row(f"{len(counts) - SHOWN} others", "", str(sum(list(counts.values())[SHOWN:])))
+    if len(counts) > MAX_BINS:
+        table.add_row(f"{len(counts) - MAX_BINS} others", "", str(sum(list(counts.values())[MAX_BINS:])))
     return table
 
 
@@ -105,7 +105,7 @@ def _two_columns(title: str, second: str, values: dict[str, str]) -> Any:
 
 
 def print_sample(sample: Mapping[str, Any], out: Console | None = None) -> None:
-    """The same for people, on stdout."""
+    """One sample as tables, on stdout."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -125,14 +125,14 @@ def print_sample(sample: Mapping[str, Any], out: Console | None = None) -> None:
     if sample["edit_mask_from"]:
         facts.add_row("edit mask", escape(f"from {sample['edit_mask_from']}  {sample['inputs']['mask'] or ''}"))
     facts.add_row("prefix", f"{plural(sample['prefix_length'], 'token')} shared with the empty prompt")
-    facts.add_row("lies in", f"{sample['shard']}, {human_bytes(sample['length'])} from byte {sample['offset']}")
+    facts.add_row("stored in", f"{sample['shard']}, {human_bytes(sample['length'])} from byte {sample['offset']}")
     out.print(facts)
     tensors = sample["tensors"].items()
     out.print()
     out.print(_table("tensor", "dtype", "shape", "bytes", "min", "max", "mean", rows=map(_tensor_row, tensors)))
-    places = ((name, tensor["xxh3_128"], str(tensor["offset"]), tensor.get("codec", "")) for name, tensor in tensors)
+    locations = ((name, tensor["xxh3_128"], str(tensor["offset"]), tensor.get("codec", "")) for name, tensor in tensors)
     out.print()
-    out.print(_table("tensor", "xxh3-128", "from byte", "codec", rows=places))
+    out.print(_table("tensor", "xxh3-128", "from byte", "codec", rows=locations))
 
 
 def _tensor_row(item: tuple[str, Mapping[str, Any]]) -> tuple[str, ...]:

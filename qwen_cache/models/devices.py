@@ -1,4 +1,4 @@
-"""Which device a part runs on, from what the user typed."""
+"""Devices by the names that users give."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from qwen_cache.errors import DeviceError
 
 
 def available_devices() -> list[str]:
-    """Every device of this machine, as one would type it."""
+    """The names of all devices of this machine."""
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]  # there is one
         return [f"{kind}:{i}" for i in range(torch.accelerator.device_count())] + ["cpu"]
@@ -16,12 +16,15 @@ def available_devices() -> list[str]:
 
 
 def choose_devices(names: str, option: str, preferred: int = 0) -> list[torch.device]:
-    """The devices called `names`, separated by commas."""
+    """The devices in `names`, separated by commas; DeviceError names `option`."""
     return [choose_device(name.strip(), option, preferred) for name in names.split(",")]
 
 
 def choose_device(name: str, option: str, preferred: int = 0) -> torch.device:
-    """The device called `name`; `auto` is accelerator number `preferred`, else the last there is, else the CPU."""
+    """The device `name`; `auto` is accelerator number `preferred`, else the last accelerator, else the CPU.
+
+    DeviceError, with the name of the option, if this machine does not have it.
+    """
     devices = available_devices()
     if name == "auto":
         accelerators = devices[:-1]

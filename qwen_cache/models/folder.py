@@ -1,8 +1,7 @@
-"""A diffusers folder of Qwen-Image(-Edit), on disk or on the hub: which pipeline it is, and whether its parts are
-there.
+"""A diffusers folder of Qwen-Image(-Edit), on disk or on the hub: its pipeline, and a check of its components.
 
-Only the parts that are asked for are downloaded or looked at: a builder never touches the transformer, a trainer
-never the encoders. Imports neither torch nor diffusers.
+Only the requested components are downloaded and checked: `build` never touches the transformer, a training run never
+the encoders. Imports neither torch nor diffusers.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ PIPELINES: tuple[PipelineName, ...] = ("QwenImageEditPipeline", "QwenImageEditPl
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A local folder with `model_index.json`; `name` is what the user called it."""
+    """A local folder with `model_index.json`; `name` is what the user typed."""
 
     name: str
     path: Path
     pipeline: PipelineName
 
-    def part(self, name: str) -> Path:
-        """The folder of a part, such as `vae`."""
+    def component(self, name: str) -> Path:
+        """The folder of a component, such as `vae`."""
         return self.path / name
 
     @property
@@ -38,44 +37,44 @@ class ModelFolder:
     @property
     def text_width(self) -> int:
         """The width of the text encoder's embeddings."""
-        config = json.loads((self.part("text_encoder") / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((self.component("text_encoder") / "config.json").read_text(encoding="utf-8"))
         return int(config.get("text_config", config)["hidden_size"])
 
     @property
     def max_controls(self) -> int | None:
-        """How many control images the pipeline takes; None is any number."""
+        """The most control images that the pipeline takes; None: any number."""
         return {"QwenImagePipeline": 0, "QwenImageEditPipeline": 1}.get(self.pipeline)
 
 
-def open_model(name: str | None, parts: Sequence[str], revision: str | None = None) -> ModelFolder:
-    """Find the model, download the `parts` that are missing, and check that they are there."""
+def open_model(name: str | None, components: Sequence[str], revision: str | None = None) -> ModelFolder:
+    """Find a model, download missing `components`, and check that all of them exist; ModelError otherwise."""
     if name is None:
         raise ModelError("no model is named", do="give --model FOLDER_OR_REPOSITORY, or model.path in qwen.yaml")
-    path = Path(name) if Path(name).is_dir() else _download(name, parts, revision)
+    path = Path(name) if Path(name).is_dir() else _download(name, components, revision)
     index = path / "model_index.json"
     if not index.is_file():
-        do = "name the folder that has vae/, text_encoder/ and transformer/ in it, or a repository on the hub"
+        do = "name the folder that contains vae/, text_encoder/ and transformer/, or a repository on the hub"
         raise ModelError("not a diffusers model folder: it has no model_index.json", where=path, do=do)
     pipeline = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
     if pipeline not in PIPELINES:
         raise ModelError("not a Qwen-Image model", where=index, expected=" or ".join(PIPELINES), found=pipeline)
-    wanted = [part for part in parts if not (part == "processor" and pipeline == "QwenImagePipeline")]
-    if missing := [part for part in wanted if not (path / part).is_dir()]:
-        found = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "no folders"
+    needed = [each for each in components if not (each == "processor" and pipeline == "QwenImagePipeline")]
+    if missing := [each for each in needed if not (path / each).is_dir()]:
+        folders = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "no folders"
         raise ModelError(
             f"the model has no {' and no '.join(missing)}",
             where=path,
-            expected=", ".join(wanted),
-            found=found,
+            expected=", ".join(needed),
+            found=folders,
             do="download the whole model, or name another with --model",
         )
     return ModelFolder(name, path, pipeline)
 
 
-def _download(name: str, parts: Sequence[str], revision: str | None) -> Path:
+def _download(name: str, components: Sequence[str], revision: str | None) -> Path:
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or Path(name).is_file():
         raise ModelError(
-            "this is one file, and no folder" if Path(name).is_file() else "no such folder",
+            "this is a file, not a folder" if Path(name).is_file() else "no such folder",
             where=name,
             do="give a diffusers folder, or a repository such as Qwen/Qwen-Image-Edit-2509",
         )
@@ -87,7 +86,7 @@ def _download(name: str, parts: Sequence[str], revision: str | None) -> Path:
         RepositoryNotFoundError,
     )
 
-    patterns = ["model_index.json", *(f"{part}/*" for part in parts)]
+    patterns = ["model_index.json", *(f"{each}/*" for each in components)]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (RepositoryNotFoundError, HFValidationError) as error:

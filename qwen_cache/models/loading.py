@@ -1,6 +1,6 @@
-"""Loading a frozen part: from safetensors, and only when every weight of it is there.
+"""Load a frozen component from safetensors; a missing weight is an error.
 
-transformers and diffusers fill in what a file lacks with random numbers and a warning; here that is an error.
+transformers and diffusers initialise missing weights at random, with a warning.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from qwen_cache.errors import ModelError
 
 
 def load_whole(kind: type[Any], folder: Path, **options: Any) -> Any:
-    """A frozen `kind` in eval mode from `folder`; ModelError when weights are missing or are of another shape."""
+    """A frozen `kind` in eval mode from `folder`; ModelError for missing weights or other shapes."""
     transformers_logging.disable_progress_bar()
     try:
-        part, info = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
+        component, info = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
     except torch.OutOfMemoryError:
-        raise  # which says nothing of the files
+        raise  # the files are not the reason
     except (OSError, ValueError, RuntimeError) as error:
-        do = "set model.quantization=none" if "quantization_config" in options else "download this part again"
+        do = "set model.quantization=none" if "quantization_config" in options else "download this component again"
         raise ModelError(f"{kind.__name__} cannot be loaded: {error}", where=folder, do=do) from None
     for fault in ("missing_keys", "mismatched_keys"):
         if names := sorted(map(str, info.get(fault, []))):
@@ -30,6 +30,6 @@ def load_whole(kind: type[Any], folder: Path, **options: Any) -> Any:
                 f"{fault.replace('_', ' ')} in the weights of {kind.__name__}",
                 where=folder,
                 found=", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
-                do="download this part again",
+                do="download this component again",
             )
-    return part.requires_grad_(False).eval()
+    return component.requires_grad_(False).eval()

@@ -1,4 +1,4 @@
-"""The processor of Qwen2.5-VL for images alone: no video half, so no torchvision."""
+"""The processor of Qwen2.5-VL for images alone: without video, it does not need torchvision."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from qwen_cache.models.folder import ModelFolder
 
 
 class ImageOnlyQwen2VLProcessor(Qwen2VLProcessor):  # type: ignore[misc]  # transformers is not typed for mypy
-    """Qwen2VLProcessor without its video half, which needs torchvision.
+    """Qwen2VLProcessor without video, which needs torchvision.
 
-    transformers derives the parts of a processor from this signature. Images go through PIL, with torchvision or
-    without.
+    transformers derives the components of a processor from this signature. Images are processed by PIL, whether
+    torchvision is installed or not.
     """
 
     def __init__(
@@ -25,6 +25,6 @@ class ImageOnlyQwen2VLProcessor(Qwen2VLProcessor):  # type: ignore[misc]  # tran
 
 def load_processor(model: ModelFolder) -> ImageOnlyQwen2VLProcessor:
     """The processor of an Edit model, on PIL."""
-    folder = model.part("processor")
+    folder = model.component("processor")
     images = Qwen2VLImageProcessorPil.from_pretrained(folder)
     return ImageOnlyQwen2VLProcessor(images, AutoTokenizer.from_pretrained(folder))

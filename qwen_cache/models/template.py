@@ -1,7 +1,7 @@
-"""What the text encoder is asked, per pipeline: constants of diffusers' Qwen-Image pipelines.
+"""The text encoder's input per pipeline: constants of diffusers' Qwen-Image pipelines.
 
-`drop_idx` tokens, the system prompt and the opening of the user's turn, are encoded but not kept. A test compares all
-of it, as token ids, with the installed pipelines.
+The first `drop_idx` tokens (the system prompt and the beginning of the user's message) are encoded but not kept. A test
+compares everything, as token ids, with the installed pipelines.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _TEXT_TO_IMAGE = _FRAME.format(
 
 @dataclass(frozen=True)
 class Template:
-    """The text around the images and the instruction."""
+    """The text around images and instruction."""
 
     frame: str
     image: str
     drop_idx: int
     condition_image_size: int
-    """Pixels of an image for the text encoder; 0 where it sees none."""
+    """Pixels of an image for the text encoder; 0 if it gets no images."""
     max_length: int | None = None
-    """Tokens that the pipeline keeps after `drop_idx`; None keeps all."""
+    """Tokens kept after `drop_idx`; None keeps all."""
 
     def text(self, prompt: str, images: int) -> str:
-        """The whole input for `prompt` about that many images."""
+        """The whole input text for `prompt` and this number of images."""
         return self.frame.format("".join(self.image.format(i + 1) for i in range(images)) + prompt)
 
 
@@ -53,7 +53,7 @@ TEMPLATES: dict[PipelineName, Template] = {
 
 
 def estimate_tokens(prompt: str, images: int, condition_image_size: int) -> int:
-    """About how many tokens are kept of a prompt and its images, without a tokenizer."""
+    """An estimate of the tokens kept for a prompt and its images, without a tokenizer."""
     return images * math.ceil(condition_image_size / PIXELS_PER_TOKEN) + len(prompt.encode()) // BYTES_PER_TOKEN + 10
 
 

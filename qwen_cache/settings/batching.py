@@ -1,4 +1,4 @@
-"""The settings of `train` in qwen.yaml that decide which samples form a batch, and when it comes."""
+"""The settings of `train` in qwen.yaml that determine the batches and their order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from qwen_cache.settings.section import Positive, Section
 
 
 class BatchConfig(Section):
-    """What planning batches needs to know of `train` in qwen.yaml."""
+    """The part of `train` in qwen.yaml that planning batches needs."""
 
     batch_size: Positive | None = None
-    """Samples in one forward pass on one device; 1 where neither this nor max_tokens is given."""
+    """Samples in one forward pass on one device; 1 if neither this nor max_tokens is given."""
     max_tokens: Positive | None = None
-    """Tokens in one forward pass on one device: of text, target and controls, padding included. Both limits bind."""
+    """Tokens in one forward pass on one device: text, target and controls, padding included. With batch_size, both
+    limits apply."""
     bucketing_window: Positive = 4096
     """Samples are shuffled, then batched by length within windows of this many samples (at most half an epoch). 1 turns
     length bucketing off."""
@@ -23,10 +24,10 @@ class BatchConfig(Section):
     """Order batches of similar cost in runs of this length, so that this many ranks (or a divisor) finish together. 1
     turns it off."""
     drop_last: bool = False
-    """Drop the samples that do not fill the last batch of an epoch; otherwise that batch is smaller."""
+    """Drop the samples that do not fill the last batch of an epoch; otherwise this batch is smaller."""
     layout: Literal["padded", "packed"] = "padded"
     """padded: rows of equal length. packed: one row of valid tokens, no padding computed. Equal results."""
     validation_split: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the samples that is held out. The hash of the target decides, so a sample never changes sides."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of order, noise, timesteps and dropout."""
+    """Seed of sample order, noise, timesteps and dropout."""

@@ -10,14 +10,14 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.settings.section import Positive, Section
 
 LOCAL_COPIES_SIZE = 100_000_000_000
-"""Bytes of the disk that local copies of remote shards may take."""
+"""Disk space for local copies of remote shards, in bytes."""
 
 
 class CacheConfig(Section):
     path: str = "shards"
     """The folder of the cache; commands that only read it also take a URL such as s3://bucket/shards."""
     recipe: str | None = None
-    """The name of the recipe, where a cache holds more than one; `default` when building."""
+    """The name of the recipe, if the cache holds several; `default` when building."""
     format: Literal["v1", "v2"] = "v2"
     """The format that `build` writes."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -33,19 +33,19 @@ class CacheConfig(Section):
     thumbnails: bool = True
     """Store small images of each sample for `inspect --html`: 4 to 12 kB each. v2 only."""
     store_attention: bool = False
-    """Store where each prompt attends in its first image, for `qwen-train mask-head`: a fifth more bytes. v2 only.
+    """Store the attention of each prompt to its first image, for `qwen-train mask-head`: a fifth more bytes. v2 only.
     Experimental."""
     compression: Literal["none", "zstd"] = "none"
     """zstd: 0.7 of the bytes; worth it when reading is slower than 0.8 GB/s. v2 only."""
     shard_size: ByteSize = ByteSize(1_000_000_000)
-    """A shard is closed when it has reached this many bytes."""
+    """Start a new shard when one reaches this many bytes."""
     local_copies: str | None = None
     """The folder for local copies of remote caches; qwen-cache/shards in the user's cache folder by default."""
     local_copies_size: ByteSize = ByteSize(LOCAL_COPIES_SIZE)
-    """Bytes that local copies may take; the least recently used are removed first."""
+    """Disk space for local copies; the least recently used are removed first."""
 
 
 def check_compression(format_version: str, compression: str) -> None:
-    """ConfigError where the format has no place for it."""
+    """ConfigError if the format version does not support this compression."""
     if format_version == "v1" and compression != "none":
-        raise ConfigError("format v1 knows no compression", found=f"cache.compression={compression}")
+        raise ConfigError("format v1 has no compression", found=f"cache.compression={compression}")

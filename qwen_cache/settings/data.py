@@ -9,9 +9,9 @@ from qwen_cache.settings.section import Areas, Positive, Resolutions, Section
 
 class DataConfig(Section):
     source: str = "data"
-    """What `build` reads when no SOURCE is given: a folder, a table, tars, or a URL of them."""
+    """The source that `build` reads by default: a folder, a table or tars, local or by URL."""
     on_error: Literal["stop", "skip"] = "stop"
-    """What an unusable sample does to a build: stop it, or skip the sample."""
+    """What `build` does about an unusable sample: stop, or skip it."""
     slice: str | None = None
     """The rows of the source to build: 3/16 is the third of sixteen slices of equal length."""
     edit_mask: Literal["none", "file", "diff", "head", "auto"] = "file"

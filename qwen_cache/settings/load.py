@@ -1,8 +1,8 @@
 """qwen.yaml: one file for both programs.
 
-Names are diffusers' own where it has one. An unknown key is an error that names the nearest known one. `--set
-a.b=value` and options of the commands override the file; the result is saved beside every output. A setting that was
-renamed is still read by its old name, which is reported.
+Settings are named as in diffusers where it has them. An unknown key is an error that suggests the nearest known one.
+`--set a.b=value` and command options override the file; the result is saved beside every output. The old name of a
+renamed setting still works, and the new one is reported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONFIG_NAME = "qwen.yaml"
 
 
 class Config(Section):
-    """The whole of qwen.yaml."""
+    """All of qwen.yaml."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -54,9 +54,10 @@ class Config(Section):
 
 
 def load_config(path: Path | None, assignments: Sequence[str] = (), **options: Any) -> Config:
-    """The file (qwen.yaml of this folder when none is named and it exists), then `a.b=value`, then command options.
+    """The settings of the file, overridden by `a.b=value`, overridden by command options.
 
-    `options` are keyed by dotted name with `__` for the dot; None means not given.
+    Without `path` the file is qwen.yaml of the working directory, if it exists. `options` are dotted names with `__`
+    for the dot; None means not given. Raises ConfigError.
     """
     if path is None and Path(CONFIG_NAME).is_file():
         path = Path(CONFIG_NAME)
@@ -85,15 +86,15 @@ RENAMED = {
     "train.shuffle_window": "train.bucketing_window",
     "validation.every_steps": "validation.validation_steps",
     "validation.picture_steps": "validation.images_every_steps",
-    "validation.images": "validation.num_images",
+    "validation.pictures": "validation.num_images",
     "validation.samples": "validation.num_samples",
 }
-"""Settings by the name that they had."""
+"""Old names of settings, and the new ones."""
 RENAMED_VALUES = {"train.loss_mean": {"samples": "per_sample", "tokens": "per_token"}}
 
 
 def _with_new_names(value: dict[str, Any], where: str) -> dict[str, Any]:
-    """The settings by their present names; each that was renamed is reported. ConfigError for one under both names."""
+    """The settings with old names replaced and reported; ConfigError for a setting under both names."""
     value = {name: dict(section) if isinstance(section, dict) else section for name, section in value.items()}
     for old, new in RENAMED.items():
         (name, before), after = old.split("."), new.split(".")[1]
@@ -110,7 +111,7 @@ def _with_new_names(value: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def parse_config(text: str) -> Config:
-    """The settings as `qwen-train run --encode-on-the-fly` hands them on: JSON."""
+    """Settings from JSON, as `qwen-train run --encode-on-the-fly` passes them to `encode-worker`."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -166,20 +167,21 @@ OTHER_NAMES = {
     "model.quantization": ("fp8", "fp8_base", "quantize"),
     "train.offload_blocks": ("blocks_to_swap",),
 }
-"""What other trainers call a setting."""
+"""The names of settings in other trainers."""
 
 
 def _nearest(location: list[str]) -> str:
-    """The key that was probably meant: what others call so, a like name in the same section, or in another."""
+    """A suggestion for an unknown key: by its name in other trainers, else the most similar name in its section or
+    another."""
     *section, last = (part for part in location if not part.isdigit())
     if meant := next((key for key, names in OTHER_NAMES.items() if last in names and key != ".".join(location)), None):
         return f"did you mean {meant}?"
     known = [key.split(".") for key in known_keys()]
     here = {key[-1]: key for key in known if key[:-1] == section}
     anywhere = {key[-1]: key for key in reversed(known) if key[0] != "mask_head"}
-    for candidates, likeness in ((here, 0.6), (anywhere, 0.8)):
-        if found := difflib.get_close_matches(last, candidates, n=1, cutoff=likeness):
-            return f"did you mean {'.'.join(candidates[found[0]])}?"
+    for candidates, similarity in ((here, 0.6), (anywhere, 0.8)):
+        if nearest := difflib.get_close_matches(last, candidates, n=1, cutoff=similarity):
+            return f"did you mean {'.'.join(candidates[nearest[0]])}?"
     return "known here: " + ", ".join(sorted(here))
 
 

@@ -1,4 +1,4 @@
-"""What the sections of qwen.yaml have in common, and the types of their values."""
+"""The base class of the sections of qwen.yaml, and the types of their values."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Resolutions = Annotated[
 
 
 class Section(BaseModel):
-    """Part of qwen.yaml: frozen, and strict about names."""
+    """A section of qwen.yaml: frozen; unknown names are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     def flat(self, prefix: str = "") -> dict[str, Any]:
-        """Every setting by its dotted name, as JSON has it."""
-        found: dict[str, Any] = {}
+        """Every setting by its dotted name, with JSON values."""
+        settings: dict[str, Any] = {}
         for name, value in self.model_dump(mode="json").items():
             section = getattr(self, name)
-            found |= section.flat(f"{prefix}{name}.") if isinstance(section, Section) else {prefix + name: value}
-        return found
+            settings |= section.flat(f"{prefix}{name}.") if isinstance(section, Section) else {prefix + name: value}
+        return settings

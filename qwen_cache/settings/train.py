@@ -14,7 +14,7 @@ class LoraConfig(Section):
     rank: Positive = 16
     """The rank of the update matrices."""
     lora_alpha: float | None = None
-    """The update is scaled by lora_alpha / rank; equal to rank when not given."""
+    """The update is scaled by lora_alpha / rank; by default equal to rank."""
     lora_dropout: Fraction = 0.0
     """Dropout before the update."""
     target_modules: list[str] | str = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -33,7 +33,7 @@ class WeightedCache(Section):
     path: str
     """The folder of the cache, or a URL."""
     recipe: str | None = None
-    """The name of the recipe, where it holds more than one."""
+    """The name of the recipe, if the cache holds several."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """How often a sample is trained per epoch: 2 repeats each, 0.5 alternates between the two halves."""
 
@@ -85,7 +85,7 @@ class TrainConfig(BatchConfig):
     checkpointing_steps: Positive = 500
     """Save a checkpoint every this many steps, and after the last."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """A loss that is not finite stops the run, or the run skips its batch."""
+    """What a non-finite loss does: stop the run, or skip the batch."""
     checkpoints_total_limit: NotNegative = 3
     """Number of newest checkpoints to keep; 0 keeps all."""
     lora: LoraConfig = LoraConfig()
@@ -112,9 +112,9 @@ class OptimizerConfig(Section):
     name: str = "adamw"
     """adamw, adamw8bit (bitsandbytes), adafactor, prodigy (prodigyopt), or the import path of a class."""
     arguments: dict[str, Any] = {}
-    """More arguments of that class, such as {momentum: 0.9}."""
+    """Further arguments of this class, such as {momentum: 0.9}."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    """prodigy finds its own and scales it by this: set 1."""
+    """prodigy finds its own learning rate and multiplies it by this: set 1."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     weight_decay: Annotated[float, Field(ge=0)] = 1e-2
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -136,19 +136,19 @@ class LoggingConfig(Section):
     report_to: Literal[
         "tensorboard", "wandb", "trackio", "aim", "comet_ml", "mlflow", "clearml", "dvclive", "swanlab", "none"
     ] = "tensorboard"
-    """The tracker that gets the metrics, by accelerate: tensorboard writes to train.output_dir/logs; the others need
-    their own package."""
+    """The tracker for metrics, through accelerate. tensorboard writes to train.output_dir/logs; the others need their
+    own package."""
     project: str = "qwen-train"
     """The project in the tracker; tensorboard has none."""
     run_name: str | None = None
-    """The run in the tracker, the name of train.output_dir when not given; for tensorboard a folder in logs."""
+    """The run in the tracker, by default the name of train.output_dir; for tensorboard a folder in logs."""
     logging_steps: Positive = 1
     """Write metrics to metrics.jsonl and the tracker every this many steps."""
 
 
 class ValidationConfig(Section):
     validation_steps: Positive | None = None
-    """Measure the loss of held-out samples every this many steps; never when not given."""
+    """Measure the loss of held-out samples every this many steps; by default never."""
     num_samples: Positive = 16
     """Held-out samples whose loss is measured."""
     num_images: NotNegative = 0

@@ -1,1 +1,1 @@
-"""Sources of samples: one module for each kind, images, and the sizes they get. Importing this imports no torch."""
+"""Sources of samples: one module per kind, image decoding, and image sizes. Imports no torch."""

@@ -1,11 +1,10 @@
-"""Tables that hold the images themselves: Parquet files, and what `datasets` wrote with `save_to_disk`.
+"""Tables that hold the images themselves: Parquet files, and folders that `datasets` wrote with `save_to_disk`.
 
-An image is a struct of `bytes` and `path` (the bytes count; where there are none the path does, relative to the
-folder), plain bytes, or a path; a list of these where there are several controls. Arrow files are mapped. Parquet has
-no places to jump to within a row group: cells are streamed, some rows behind the newest are kept, and going further
-back begins the row group anew. A page is decoded as a whole, so that a file decides how much memory it takes at least;
-`datasets` makes row groups of about 100 MB. Plain bytes are read once more, to know which cells are empty. Refused:
-columns that differ between files.
+An image is a struct of `bytes` and `path` (without bytes, the path counts, relative to the folder), plain bytes, or a
+path; several controls are a list of these. Arrow files are mapped. Parquet has no random access within a row group:
+cells are streamed, the newest rows are kept, and going further back restarts the row group. A page is decoded as a
+whole, so the file sets the least memory; `datasets` makes row groups of about 100 MB. Plain bytes are read once more,
+to know which cells are empty. Refuses columns that differ between files.
 """
 
 from __future__ import annotations
@@ -28,29 +27,29 @@ import pyarrow.parquet as pq
 
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.sources.columns import Columns, Record, find_columns, read_rows, role_of
-from qwen_cache.sources.places import Place, RangeFile, base_name, name_in, parent, read_bytes, resolve
+from qwen_cache.sources.places import Location, RangeFile, base_name, name_in, parent, read_bytes, resolve
 from qwen_cache.sources.rows import Draft, Needs
 from qwen_cache.storage.url import Url
 
 IMAGES = ("target", "control", "mask")
-KEPT_ROWS = 40  # of a row group behind its newest: the plan reads with up to 32 threads, which come out of order
-OPEN_GROUPS = 2  # threads stand on both sides of a border
-LOCAL_BUFFER, REMOTE_BUFFER = 1 << 20, 8 << 20  # bytes of a column read at once; a request takes 0.1 s
-LIGHT_ROWS, HEAVY_ROWS = 1024, 16  # read at once where images are not, and where they are, among what is read
+KEPT_ROWS = 40  # of a row group, up to the newest: the plan reads with up to 32 threads, out of order
+OPEN_GROUPS = 2  # threads read on both sides of a border
+LOCAL_BUFFER, REMOTE_BUFFER = 1 << 20, 8 << 20  # bytes of a column per read; a request takes 0.1 s
+LIGHT_ROWS, HEAVY_ROWS = 1024, 16  # per read, without and with the bytes of images
 
 
 class Table(Protocol):
-    """Rows with images."""
+    """A table whose cells may hold images."""
 
-    path: Place
+    path: Location
     schema: Any
 
     def records(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """The values of some columns, row by row, as Arrow scalars that need not hold the bytes of images."""
+        """The values of some columns, row by row, as Arrow scalars; the bytes of images may be missing."""
         ...
 
     def value(self, row: int, column: str) -> Any:
-        """One of them, as an Arrow scalar that does."""
+        """One value as an Arrow scalar, with the bytes of its image."""
         ...
 
 
@@ -62,7 +61,7 @@ class Cell:
     row: int
     column: str
     item: int | None
-    """Its place in a list."""
+    """Its index in a list."""
     path: str | None
 
     def __str__(self) -> str:
@@ -89,7 +88,7 @@ class Cell:
 
 @contextmanager
 def _explained(where: object) -> Iterator[None]:
-    """Say of what Arrow raises which file it is about."""
+    """Raise Arrow's errors as SourceErrors that name the file."""
     try:
         yield
     except FileNotFoundError as error:
@@ -103,10 +102,10 @@ class ArrowTable:
     """An Arrow stream on a disk, mapped."""
 
     def __init__(self, path: Path) -> None:
-        self.path: Place = path
+        self.path: Location = path
         with _explained(path):
             self.table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-            self.table.validate(full=True)  # so that damaged offsets are an error and not a crash
+            self.table.validate(full=True)  # damaged offsets become an error instead of a crash
         self.schema = self.table.schema
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -121,9 +120,9 @@ class ArrowTable:
 
 
 class ParquetTable:
-    """A Parquet file; `groups` is shared by all files of a source."""
+    """A Parquet file; all files of a source share `groups`."""
 
-    def __init__(self, path: Place, groups: OpenGroups) -> None:
+    def __init__(self, path: Location, groups: OpenGroups) -> None:
         self.path, self.groups = path, groups
         with _explained(path):
             self.metadata = pq.read_metadata(_source(path))
@@ -146,10 +145,10 @@ class ParquetTable:
         wanted: list[str] = []
         heavy = False
         for name in names:
-            parts = [leaf for leaf in leaves if leaf == name or leaf.startswith(name + ".")]
-            paths = [leaf for leaf in parts if leaf.endswith(".path")] if name in self.images else parts
+            matching = [leaf for leaf in leaves if leaf == name or leaf.startswith(name + ".")]
+            paths = [leaf for leaf in matching if leaf.endswith(".path")] if name in self.images else matching
             heavy = heavy or not paths
-            wanted += paths or parts
+            wanted += paths or matching
         with _explained(self.path):
             for batch in self.open().iter_batches(HEAVY_ROWS if heavy else LIGHT_ROWS, columns=wanted):
                 for row in range(batch.num_rows):
@@ -162,7 +161,7 @@ class ParquetTable:
 
 @lru_cache(maxsize=64)
 def _opened_here(kind: type[Table], *arguments: Any) -> Table:
-    """A table that comes from another process, opened once for all its cells."""
+    """A table from another process, opened once for all its cells."""
     return kind(*arguments)
 
 
@@ -171,15 +170,15 @@ def _groups_here() -> OpenGroups:
     return OpenGroups()
 
 
-def _source(path: Place) -> Any:
+def _source(path: Location) -> Any:
     return RangeFile(path) if isinstance(path, Url) else str(path)
 
 
 class OpenGroups:
-    """The row groups of Parquet files that are being read."""
+    """The row groups of Parquet files that are open for reading."""
 
     def __init__(self) -> None:
-        self._open: OrderedDict[tuple[Place, int], _Group] = OrderedDict()
+        self._open: OrderedDict[tuple[Location, int], _Group] = OrderedDict()
         self._lock = Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -208,21 +207,21 @@ class _Group:
         while self.position <= row:
             batch = next(self.batches, None)
             if batch is None:
-                raise EOFError("it has fewer rows than it had")
+                raise EOFError("it has fewer rows than before")
             self.kept[self.position] = batch
             self.kept.pop(self.position - KEPT_ROWS, None)
             self.position += 1
         return self.kept[row]
 
 
-def read_parquet(paths: Sequence[Place], needs: Needs) -> Iterator[Problem | Draft]:
-    """The rows of Parquet files, in their order."""
+def read_parquet(paths: Sequence[Location], needs: Needs) -> Iterator[Problem | Draft]:
+    """The rows of Parquet files, in order."""
     groups = OpenGroups()
     return _read_tables((ParquetTable(path, groups) for path in paths), paths[0], needs)
 
 
 def read_saved(folder: Path, needs: Needs) -> Iterator[Problem | Draft]:
-    """The rows of what `datasets` saved."""
+    """The rows of a folder that `datasets` saved."""
     state = folder / "state.json"
     try:
         names = [each["filename"] for each in json.loads(read_bytes(state))["_data_files"]]
@@ -236,13 +235,13 @@ def read_saved(folder: Path, needs: Needs) -> Iterator[Problem | Draft]:
     return _read_tables((ArrowTable(folder / name) for name in names), folder, needs)
 
 
-def splits(paths: Iterable[Place]) -> set[str]:
-    """The splits among Parquet files, by the names that `datasets` gives them: `train-00000-of-00002.parquet`."""
-    found = (re.fullmatch(r"(.+)-\d+-of-\d+\.parquet", base_name(path)) for path in paths)
-    return {match[1] for match in found if match}
+def splits(paths: Iterable[Location]) -> set[str]:
+    """The splits of Parquet files, by the naming of `datasets`: `train-00000-of-00002.parquet`."""
+    matches = (re.fullmatch(r"(.+)-\d+-of-\d+\.parquet", base_name(path)) for path in paths)
+    return {match[1] for match in matches if match}
 
 
-def _read_tables(tables: Iterable[Table], where: Place, needs: Needs) -> Iterator[Problem | Draft]:
+def _read_tables(tables: Iterable[Table], where: Location, needs: Needs) -> Iterator[Problem | Draft]:
     columns: Columns = {}
     first: Table | None = None
     taken: dict[str, int] = {}
@@ -266,11 +265,11 @@ def _records(table: Table, columns: Columns, used: Sequence[str]) -> Iterator[Re
     images = [name for role in IMAGES for name in columns[role] if _is_image(table.schema.field(name).type)]
     for row, values in enumerate(table.records(used)):
         with _explained(f"{table.path}[{row}]"):
-            found = {
+            row_values = {
                 name: _cells(table, row, name, value) if name in images else value.as_py()
                 for name, value in values.items()
             }
-        yield f"{table.path}[{row}]", found
+        yield f"{table.path}[{row}]", row_values
 
 
 def _cells(table: Table, row: int, column: str, value: Any) -> Cell | list[Cell | None] | None:

@@ -1,4 +1,4 @@
-"""Turn what people have into rows, before anything is encoded: a folder or a file, on a disk or behind a URL.
+"""Turn a source into rows, before anything is encoded: a folder or a file, local or remote.
 
 Pairs, for editing. Names are compared whole, never by prefix; subfolders are part of a name:
 
@@ -8,31 +8,31 @@ Pairs, for editing. Names are compared whole, never by prefix; subfolders are pa
     control_images/NAME_control_1.*  further controls, counted from 1
     control_images/NAME_mask.*       the mask, white where the target was edited
 
-Every image in the target folder is a target. A file in the control folder goes to the target that has exactly its
-name, if there is one; only else are `_control_1` and `_mask` read as endings. So a target may be called `x_mask`, but
-then `control_images/x_mask.png` is the control of that one. For text-to-image there are no controls, and a folder of
-images with their prompts beside them will do. A folder with a metadata.csv or metadata.jsonl stands for that table.
+Every image in the target folder is a target. A file in the control folder belongs to the target with exactly its name;
+only if there is none, `_control_1` and `_mask` are read as endings. So a target may be called `x_mask`, but then
+`control_images/x_mask.png` is its control. For text-to-image there are no controls, and a folder of images with their
+prompts beside them is enough. A folder with a metadata.csv or metadata.jsonl stands for that table.
 
-A table (.csv, .jsonl, .json, .parquet, a folder of .parquet, or what `datasets` wrote with save_to_disk) has one row
-per sample. These are its columns or keys, in upper or lower case; others are ignored, unless the name reads like that
-of a control or a mask:
+A table (.csv, .jsonl, .json, .parquet, a folder of .parquet, or a folder that `datasets` wrote with save_to_disk) has
+one row per sample. These are its columns or keys, in upper or lower case; others are ignored, unless the name resembles
+that of a control or a mask:
 
     target   path_target, target, target_image, target_img, image, image_path, file_name, edited_image, edited_img,
              output_image
     control  path_control, control, control_image, control_images, control_path, edit_image, input_image, input_images,
              source_image, source_img, src_img, original_image
-             (several: one of these with _0, _1, _2, … behind it; a list will do where the table can hold one)
+             (several: one of these with the suffix _0, _1, _2, …, or a list if the table can hold one)
     mask     path_mask, mask, mask_image, mask_img, mask_path, control_mask, edit_mask
-    prompt   prompt, text, caption, instruction, edit_prompt; or, a list of which each makes a sample: prompts, captions
+    prompt   prompt, text, caption, instruction, edit_prompt; or a list, one sample per item: prompts, captions
     phrase   phrase, edit_phrase: words of the prompt that say where the edit is; `[[ ]]` around them in any prompt does
              the same (`grounding/phrase.py`)
 
 Paths are relative to the table's folder; Parquet and Arrow may hold the images themselves. Tars (.tar, or a folder of
-them) are those of `webdataset`; `sources/webdataset.py` says how members are called. `data/{000..009}.tar` means ten.
+them) are those of `webdataset`; `sources/webdataset.py` has the names of members. `data/{000..009}.tar` means ten.
 
-Text is UTF-8; white space around prompts is dropped. Refused at once, with a `SourceError`: what cannot be read, is
-empty, or can be read in two ways. All else that is wrong is a `Problem` of its row, so that one go shows all of them.
-No row is dropped in silence, and no files are paired by their position.
+Text is UTF-8; white space around prompts is dropped. Refuses a source that is unreadable, empty or ambiguous with a
+`SourceError`. Everything else is a `Problem` of its row, so that one run shows all of them. No row is dropped silently,
+and files are never paired by position.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.grounding.phrase import find, parse
 from qwen_cache.sources.arrow import read_parquet, read_saved, splits
 from qwen_cache.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS, read_pairs
-from qwen_cache.sources.places import File, Folder, Place, base_name, file_at, open_folder, read_bytes, suffix
-from qwen_cache.sources.rows import Draft, Faults, Needs, Readable, Row
+from qwen_cache.sources.places import File, Folder, Location, base_name, file_at, open_folder, read_bytes, suffix
+from qwen_cache.sources.rows import Draft, FieldProblems, Needs, Readable, Row
 from qwen_cache.sources.text_table import READERS, read_text_table
 from qwen_cache.sources.webdataset import read_tars
 from qwen_cache.storage.url import Url, location
@@ -58,7 +58,7 @@ __all__ = ["Problem", "Readable", "Row", "read_source"]
 
 METADATA_TABLES = ("metadata.csv", "metadata.jsonl")
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
-ARCHIVES: dict[str, Callable[[Sequence[Place], Needs], Iterator[Problem | Draft]]] = {
+ARCHIVES: dict[str, Callable[[Sequence[Location], Needs], Iterator[Problem | Draft]]] = {
     ".parquet": read_parquet,
     ".tar": read_tars,
 }
@@ -69,19 +69,19 @@ KINDS = (
 
 
 def read_source(
-    source: Place,
+    source: Location,
     *,
     needs_control: bool,
     needs_target: bool = True,
     needs_prompt: bool = True,
     allow_empty_prompt: bool = False,
 ) -> tuple[list[Row], list[Problem]]:
-    """The usable rows of `source`, and everything that is wrong with the others.
+    """The usable rows of `source`, and the problems of the others.
 
-    A folder's rows are sorted by name, those of tables and tars keep their order. `needs_control` says whether the
-    model edits (every target needs a control) or makes images from text (there must be none). Where images are to
-    be drawn, an editing model needs no target: then the first control of a row that has none stands in its place, and
-    the folder may be one of nothing but controls.
+    The rows of a folder are sorted by name; those of tables and tars keep their order. With `needs_control`, for an
+    editing model, every target needs a control; without it, for text-to-image, there must be none. Without
+    `needs_target`, to generate images, the first control of a row without target takes the target's place, and the
+    folder may hold only controls.
     """
     needs = Needs(needs_control, needs_target, needs_prompt)
     rows: list[Row] = []
@@ -91,18 +91,20 @@ def read_source(
             problems.append(draft)
             continue
         samples, unmarked = _phrases(draft)
-        faults = draft.faults | unmarked | _missing(draft, draft.faults, needs, allow_empty_prompt)
+        field_problems = (
+            draft.field_problems | unmarked | _missing(draft, draft.field_problems, needs, allow_empty_prompt)
+        )
         if not needs_prompt:
-            faults.pop("prompt", None)
-        problems += [Problem(draft.samples[0].where, what, do) for what, do in faults.values()]
-        if not faults:
+            field_problems.pop("prompt", None)
+        problems += [Problem(draft.samples[0].where, what, do) for what, do in field_problems.values()]
+        if not field_problems:
             rows += samples
     return rows, problems
 
 
-def _phrases(draft: Draft) -> tuple[list[Row], Faults]:
-    """The samples with prompts that have no marks, and the words that were marked or given as a phrase."""
-    samples, faults = [], Faults()
+def _phrases(draft: Draft) -> tuple[list[Row], FieldProblems]:
+    """The samples with their marks removed from the prompt, and the marked or given words as a phrase."""
+    samples, field_problems = [], FieldProblems()
     for sample in draft.samples:
         try:
             prompt, marked = stripped(*parse(sample.prompt))
@@ -111,37 +113,37 @@ def _phrases(draft: Draft) -> tuple[list[Row], Faults]:
             spans = [find(prompt, draft.phrase)] if draft.phrase and prompt else marked
             samples.append(replace(sample, prompt=prompt, phrase=tuple(spans)))
         except SourceError as error:
-            faults["phrase"] = f"{sample.name}: {error.fault}", error.do or "correct it"
-    return samples, faults
+            field_problems["phrase"] = f"{sample.name}: {error.fault}", error.do or "correct it"
+    return samples, field_problems
 
 
 def stripped(prompt: str, spans: list[tuple[int, int]]) -> tuple[str, list[tuple[int, int]]]:
-    """Without the white space around it that stood inside of marks."""
+    """The prompt without surrounding white space that was inside marks, and its spans moved accordingly."""
     text = prompt.strip()
     cut = len(prompt) - len(prompt.lstrip())
     return text, [(max(0, begin - cut), min(len(text), end - cut)) for begin, end in spans]
 
 
-def _missing(draft: Draft, known: Faults, needs: Needs, allow_empty_prompt: bool) -> Faults:
-    """Parts that are not there. Images behind a URL are asked for when they are read."""
-    faults: Faults = {}
+def _missing(draft: Draft, known: FieldProblems, needs: Needs, allow_empty_prompt: bool) -> FieldProblems:
+    """The missing parts of a row. Remote images are not checked before they are read."""
+    field_problems: FieldProblems = {}
     row = draft.samples[0]
     if needs.control and not row.controls and "control" not in known:
-        faults["control"] = f"the target {row.target} has no control", "add one, or remove the target"
+        field_problems["control"] = f"the target {row.target} has no control", "add one, or remove the target"
     empty = [number for number, sample in enumerate(draft.samples, 1) if not sample.prompt]
     if empty and not allow_empty_prompt and "prompt" not in known:
         which = "the prompt" if len(draft.samples) == 1 else f"prompt {empty[0]}"
         do = "write one, or allow empty prompts with data.allow_empty_prompt: true"
-        faults["prompt"] = f"{which} of {row.target} is empty", do
+        field_problems["prompt"] = f"{which} of {row.target} is empty", do
     for role, image in [("target", row.target), *(("control", it) for it in row.controls), ("mask", row.mask)]:
         if isinstance(image, File) and isinstance(image.path, Path) and not os.path.isfile(image.path):
             do = "put the file there, or correct the path (in a table it starts at the table's folder)"
-            faults[f"{role} {image}"] = f"the {role} {image} does not exist", do
-    return faults
+            field_problems[f"{role} {image}"] = f"the {role} {image} does not exist", do
+    return field_problems
 
 
-def _read(source: Place, needs: Needs) -> Iterator[Problem | Draft]:
-    """By what it is."""
+def _read(source: Location, needs: Needs) -> Iterator[Problem | Draft]:
+    """The drafts of a source by its kind."""
     kind = suffix(source)
     if isinstance(source, Path) and source.is_dir():
         return _read_folder(open_folder(source, METADATA_TABLES), needs)
@@ -156,20 +158,20 @@ def _read(source: Place, needs: Needs) -> Iterator[Problem | Draft]:
         return ARCHIVES[kind](paths, needs)
     if isinstance(source, Url):
         return _read_folder(open_folder(source, METADATA_TABLES), needs)
-    what = "this is no source that can be read" if source.exists() else "there is no such source"
+    what = "this is not a source that can be read" if source.exists() else "there is no such source"
     raise SourceError(what, where=source, expected=KINDS, do="correct the path")
 
 
 def expand(pattern: str) -> Iterator[str]:
-    """The names that braces stand for, as in a shell: `{000..009}` and `{a,b}`."""
+    """The names of a pattern with braces, as in a shell: `{000..009}` and `{a,b}`."""
     match = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", pattern)
     if match is None:
         yield pattern
         return
     first, last, listed = match.groups()
     count = range(int(first), int(last) + 1) if listed is None else ()
-    for part in listed.split(",") if listed is not None else (str(number).zfill(len(first)) for number in count):
-        yield from expand(pattern[: match.start()] + part + pattern[match.end() :])
+    for item in listed.split(",") if listed is not None else (str(number).zfill(len(first)) for number in count):
+        yield from expand(pattern[: match.start()] + item + pattern[match.end() :])
 
 
 def _read_folder(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
@@ -180,7 +182,9 @@ def _read_folder(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
     if SAVED in folder.files:
         if isinstance(folder.path, Url):
             do = "copy the folder to a disk, or save it as Parquet"
-            raise SourceError("what `datasets` saved is mapped, and so has to be local", where=folder.path, do=do)
+            raise SourceError(
+                "a folder that `datasets` saved is memory-mapped, so it must be local", where=folder.path, do=do
+            )
         return read_saved(folder.path, needs)
     for ending, paths in archives.items():
         if paths:
@@ -188,12 +192,12 @@ def _read_folder(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
     return read_text_table(tables[0], needs) if tables else read_pairs(folder, needs)
 
 
-def _refuse(folder: Folder, ways: list[list[Place]]) -> None:
-    """What is no source, or more than one."""
-    found = [way for way in ways if way]
+def _refuse(folder: Folder, ways: list[list[Location]]) -> None:
+    """SourceError if a folder is not a source, or more than one."""
+    readable = [way for way in ways if way]
     if MANIFEST_NAME in folder.files:
         do = "name the images that it was made from; `qwen-cache merge` joins caches"
-        raise SourceError("this is a cache, and no source of one", where=folder.path, expected=KINDS, do=do)
+        raise SourceError("this is a cache, not a source", where=folder.path, expected=KINDS, do=do)
     if SAVED_SPLITS in folder.files:
         raise SourceError(
             "the folder holds several splits",
@@ -202,15 +206,15 @@ def _refuse(folder: Folder, ways: list[list[Place]]) -> None:
             found=read_bytes(folder.path / SAVED_SPLITS).decode("utf-8", "replace")[:200],
             do=f"name one of its folders: {', '.join(str(folder.path / name) for name in folder.folders)}",
         )
-    if len(found) > 1:
+    if len(readable) > 1:
         raise SourceError(
             "the folder can be read in more than one way",
             where=folder.path,
             expected="one table, images in tars, or folders of images",
-            found=", ".join(base_name(path) for way in found for path in way[:3]),
-            do=f"name the file itself, {found[0][0]}, or move what is not meant elsewhere",
+            found=", ".join(base_name(path) for way in readable for path in way[:3]),
+            do=f"name the file itself, {readable[0][0]}, or move the others elsewhere",
         )
-    several = splits(path for way in found for path in way)
+    several = splits(path for way in readable for path in way)
     if len(several) > 1:
         raise SourceError(
             "the folder holds several splits",

@@ -1,12 +1,12 @@
-"""Turn the bytes of an image into the pixels that people see: 8-bit RGB, or 8-bit grey for a mask (white = edited).
+"""Decode an image to the pixels that people see: 8-bit RGB, or 8-bit grey for a mask (white = edited).
 
-EXIF orientation is applied; transparency is laid over white (over black for a mask, so that what is transparent is not
-edited); 16-bit grey, and floats from 0 to 1, are scaled to 8 bits, never clipped; palette, CMYK, LAB, YCbCr and 1-bit
-images are converted. ICC profiles are ignored: the stock pipelines work on the pixel values as stored, and so do we.
+EXIF orientation is applied; transparency is composited over white (over black for a mask, so that transparent pixels
+are not edited); 16-bit grey, and floats from 0 to 1, are scaled to 8 bits, never clipped; palette, CMYK, LAB, YCbCr and
+1-bit images are converted. ICC profiles are ignored, as the stock pipelines use the pixel values as stored.
 
-Refused with a `SourceError` that names the file: what is no image or is damaged, more pixels than Pillow's limit,
-sides beyond 1:200 (Qwen2.5-VL takes none), several frames or pages (which one was meant? an MPO, as phones write it, is
-a photo with extras and counts as one), numbers without an agreed white, and a mask whose white is 1 instead of 255.
+Refuses, with a `SourceError` that names the file: files that are damaged or not images, more pixels than Pillow's
+limit, sides beyond 1:200 (the limit of Qwen2.5-VL), several frames or pages (which one was meant? an MPO from a phone
+is a photo with extras and counts as one), values without an agreed white, and a mask whose white is 1 instead of 255.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ MAX_ASPECT_RATIO = 200
 """Beyond this, Qwen2.5-VL's image processor raises."""
 
 _DAMAGE = (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, RuntimeError, struct.error, zlib.error)
-"""What Pillow's decoders raise on bytes that are not what their header says."""
+"""Errors of Pillow's decoders on bytes that contradict their header."""
 
 _ON_ITS_SIDE = (5, 6, 7, 8)
 """EXIF orientations that swap width and height."""
 _EXIF_IN_PNG = (b"eXIf", b"Raw profile type", b"adobe.xmp")
-"""What a PNG contains that has an orientation."""
+"""Markers of a PNG that may have an orientation."""
 
 _opening = threading.Lock()
-"""Warning filters belong to the whole process: only one thread at a time may change them."""
+"""Warning filters are global to the process: only one thread at a time may change them."""
 
 
 def upright_size(data: bytes, where: str) -> tuple[int, int]:
     """Width and height as `open_rgb` gives them, from the header alone."""
     with _refusals(data, where), _open(data) as image:
-        if image.format == "TIFF":  # Pillow has turned it already
+        if image.format == "TIFF":  # Pillow has rotated it already
             return image.size
-        # a PNG may say it after its pixels: Pillow decodes them to look there, so only where there is something
+        # a PNG may have it after its pixels; Pillow decodes them to read it, so only ask if there is a marker
         end = data[data.rfind(b"IDAT") :] if image.format == "PNG" else b""
         all_ahead = image.format == "PNG" and not any(name in end for name in _EXIF_IN_PNG)
         exif = Image.Image.getexif(image) if all_ahead else image.getexif()
@@ -59,7 +59,7 @@ def open_rgb(data: bytes, where: str) -> Image.Image:
 
 
 def open_rgb_file(path: Path) -> Image.Image:
-    """The same of a file that was named on the command line."""
+    """`open_rgb` for a file from the command line."""
     try:
         return open_rgb(path.read_bytes(), str(path))
     except OSError as error:
@@ -85,13 +85,13 @@ def _decode(data: bytes, where: str) -> Image.Image:
     """Every pixel decoded, upright, at 8 bits per channel, in whatever mode the file has."""
     with _refusals(data, where):
         with _open(data) as image:
-            image.verify()  # checks a PNG's checksums; the file has to be opened anew afterwards
+            image.verify()  # checks a PNG's checksums; the file must be opened again afterwards
         with _open(data) as image:
             _check_shape(image, where)
             upright = ImageOps.exif_transpose(image)
     if upright.size != (header := upright_size(data, where)):
         raise SourceError(
-            "the file has other pixels than its header says",
+            "the pixels of the file contradict its header",
             where=where,
             expected=f"{header[0]}×{header[1]}",
             found=f"{upright.width}×{upright.height}",
@@ -102,7 +102,7 @@ def _decode(data: bytes, where: str) -> Image.Image:
 
 @contextmanager
 def _refusals(data: bytes, where: str) -> Iterator[None]:
-    """What Pillow raises, as a SourceError about the file."""
+    """Raise Pillow's errors as SourceErrors that name the file."""
     try:
         yield
     except Image.DecompressionBombError as error:
@@ -121,7 +121,7 @@ def _refusals(data: bytes, where: str) -> Iterator[None]:
 
 
 def _open(data: bytes) -> Image.Image:
-    """`Image.open` without its warning at half of Pillow's pixel limit; at the limit it raises as ever."""
+    """`Image.open` without its warning at half of Pillow's pixel limit; at the limit it raises as usual."""
     with _opening, warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         return Image.open(io.BytesIO(data))
@@ -144,7 +144,7 @@ def _check_shape(image: Image.Image, where: str) -> None:
             where=where,
             expected="one frame or page",
             found=frames,
-            do="save the one that is meant as a file of its own",
+            do="save the right one as a file of its own",
         )
 
 
@@ -162,13 +162,13 @@ def _eight_bits(image: Image.Image, where: str) -> Image.Image:
             do="save it with 8 or 16 bits per channel",
         )
     grey = Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
-    if "transparency" in image.info:  # a PNG can name one grey value that is transparent
+    if "transparency" in image.info:  # a PNG can declare one grey value transparent
         grey.putalpha(Image.fromarray(np.where(values == image.info["transparency"], 0, 255).astype(np.uint8)))
     return grey
 
 
 def _over(background: str, image: Image.Image) -> Image.Image:
-    """`image` without transparency: laid over `background` where it has any."""
+    """`image` without transparency: composited over `background` if it has any."""
     if not image.has_transparency_data:
         return image
     return Image.alpha_composite(Image.new("RGBA", image.size, background), image.convert("RGBA"))

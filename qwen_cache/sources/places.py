@@ -1,6 +1,6 @@
-"""Files and folders on a disk, or behind any URL that fsspec reads.
+"""Files and folders, local or at any URL that fsspec reads.
 
-Paths in a table are relative to its folder. One behind a URL may name other URLs, but no file of this machine.
+Paths in a table are relative to its folder. A remote table may name other URLs, but no file of this machine.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from qwen_cache.errors import QwenCacheError, SourceError
 from qwen_cache.storage.url import Url, location
 
-Place = Path | Url
+Location = Path | Url
 
 
 @dataclass(frozen=True)
 class File:
-    """An image that is a file of its own."""
+    """An image in a file of its own."""
 
-    path: Place
+    path: Location
 
     def __str__(self) -> str:
         return str(self.path)
@@ -33,8 +33,8 @@ class File:
         return read_bytes(self.path)
 
 
-def read_bytes(path: Place) -> bytes:
-    """A whole file. What hinders one file only is a SourceError; a server that does not answer stops everything."""
+def read_bytes(path: Location) -> bytes:
+    """The bytes of a file. SourceError if this file alone cannot be read; a server that does not answer stops all."""
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
@@ -43,14 +43,14 @@ def read_bytes(path: Place) -> bytes:
     except OSError as error:
         raise SourceError("the file cannot be read", where=path, found=error.strerror, do="restore it") from error
     except QwenCacheError as error:
-        if isinstance(error.__cause__, PermissionError):  # what S3 says of missing files to those who may not list
+        if isinstance(error.__cause__, PermissionError):  # S3 answers 403 for a missing file without the right to list
             what = "the file does not exist, or may not be read"
             raise SourceError(what, where=path, do="correct the path, or the rights") from error
         raise
 
 
-def read_range(path: Place, begin: int, end: int) -> bytes:
-    """Some bytes of a file; SourceError when it has become shorter than that."""
+def read_range(path: Location, begin: int, end: int) -> bytes:
+    """The bytes from `begin` to `end` of a file; SourceError if it has become shorter."""
     try:
         if isinstance(path, Url):
             return path.read_range(begin, end)
@@ -65,7 +65,7 @@ def read_range(path: Place, begin: int, end: int) -> bytes:
 
 
 class RangeFile(io.RawIOBase):
-    """A file behind a URL, read by byte ranges wherever it is asked."""
+    """A remote file with random access by byte ranges."""
 
     def __init__(self, url: Url) -> None:
         size = url.size()
@@ -94,35 +94,35 @@ class RangeFile(io.RawIOBase):
         return len(data)
 
 
-def file_at(place: Place) -> Place:
-    """A file as a name in its folder: of a URL that has no such name, file systems are asked with a slash behind it."""
-    return place if isinstance(place, Path) else parent(place) / base_name(place)
+def file_at(path: Location) -> Location:
+    """A file as a name in its folder: for any other URL, file systems are queried with a trailing slash."""
+    return path if isinstance(path, Path) else parent(path) / base_name(path)
 
 
-def parent(path: Place) -> Place:
+def parent(path: Location) -> Location:
     """The folder of a file."""
     return path.parent if isinstance(path, Path) else Url(str(path).rpartition("/")[0])
 
 
-def base_name(path: Place) -> str:
+def base_name(path: Location) -> str:
     return path.name if isinstance(path, Path) else str(path).rstrip("/").rpartition("/")[2]
 
 
-def suffix(path: Place) -> str:
+def suffix(path: Location) -> str:
     """`.csv`, in lower case."""
     return posixpath.splitext(base_name(path))[1].lower()
 
 
-def resolve(folder: Place, text: str) -> Place:
-    """The file that a table in `folder` means by `text`."""
+def resolve(folder: Location, text: str) -> Location:
+    """The file that `text` names in a table in `folder`."""
     if isinstance(folder, Path) and "://" not in text:
         return folder / text
-    place = location(text) if "://" in text else Path(text)
-    if isinstance(place, Url):
-        return file_at(place)
-    if place.is_absolute():
+    named = location(text) if "://" in text else Path(text)
+    if isinstance(named, Url):
+        return file_at(named)
+    if named.is_absolute():
         raise SourceError(
-            f"a table behind a URL names a file of this machine: {text}",
+            f"a remote table names a file of this machine: {text}",
             where=folder,
             do="name it relative to the table",
         )
@@ -130,8 +130,8 @@ def resolve(folder: Place, text: str) -> Place:
     return file_at(Url(f"{protocol}://{posixpath.normpath(posixpath.join(path, text))}"))
 
 
-def name_in(folder: Place, text: str) -> str:
-    """What a sample is called whose target a table in `folder` calls `text`."""
+def name_in(folder: Location, text: str) -> str:
+    """The name of a sample whose target is `text` in a table in `folder`."""
     stem = posixpath.splitext(text)[0]
     if "://" in text:
         return stem.partition("://")[2]
@@ -140,29 +140,29 @@ def name_in(folder: Place, text: str) -> str:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder, and what is in it. Hidden files are left out."""
+    """A folder and its contents, without hidden files."""
 
-    path: Place
+    path: Location
     files: list[str]
     folders: list[str]
     below: Callable[[str], list[str]]
-    """The files below one of its folders, or below itself (`.`), as sorted paths relative to that."""
+    """The files below one of its folders, or below itself (`.`), as sorted relative paths."""
 
-    def having(self, ending: str) -> list[Place]:
-        """The files directly in it that end so."""
+    def having(self, ending: str) -> list[Location]:
+        """The files directly in it with this ending."""
         return [self.path / name for name in self.files if name.lower().endswith(ending)]
 
 
-def open_folder(path: Place, probed: Iterable[str] = ()) -> Folder:
-    """SourceError when there is none. The files `probed` are asked for where a server lists nothing."""
+def open_folder(path: Location, probed: Iterable[str] = ()) -> Folder:
+    """The folder at `path`; SourceError if there is none. If a server lists nothing, the files `probed` are tried."""
     if isinstance(path, Url):
         return _remote_folder(path, probed)
     try:
-        found = sorted(name for name in os.listdir(path) if not name.startswith("."))
+        names = sorted(name for name in os.listdir(path) if not name.startswith("."))
     except OSError as error:
         raise SourceError("the folder cannot be read", where=path, found=error.strerror) from error
-    folders = [name for name in found if (path / name).is_dir()]
-    files = [name for name in found if name not in set(folders)]
+    folders = [name for name in names if (path / name).is_dir()]
+    files = [name for name in names if name not in set(folders)]
     return Folder(path, files, folders, lambda name: sorted(_walk(path / name)))
 
 
@@ -177,32 +177,32 @@ def _walk(folder: Path) -> Iterator[str]:
                 yield Path(root, name).relative_to(folder).as_posix()
 
 
-class _Listed(Url):
+class _ListingUrl(Url):
     """A URL whose server lists its files."""
 
     def find(self) -> list[str]:
         def ask(files: Any, path: str) -> list[str]:
             files.invalidate_cache()
             start = path.rstrip("/") + "/"
-            return [str(found).removeprefix(start) for found in files.find(path.rstrip("/"))]
+            return [str(name).removeprefix(start) for name in files.find(path.rstrip("/"))]
 
         return self._call(ask, "listing")
 
 
 def _remote_folder(url: Url, probed: Iterable[str]) -> Folder:
     try:
-        found = _Listed(str(url)).find()
+        paths = _ListingUrl(str(url)).find()
     except FileNotFoundError:
-        found = []
-    found = found or [name for name in probed if (url / name).is_file()]
-    if not found:
+        paths = []
+    paths = paths or [name for name in probed if (url / name).is_file()]
+    if not paths:
         do = "correct the address, or name a table (.csv, .jsonl, .json, .parquet): it needs no listing"
         raise SourceError("there is no such folder, or the server does not list it", where=url, do=do)
-    shown = sorted(path for path in found if not re.search(r"(^|/)\.", path))
+    visible = sorted(path for path in paths if not re.search(r"(^|/)\.", path))
 
     def below(name: str) -> list[str]:
         start = "" if name == "." else name + "/"
-        return [path.removeprefix(start) for path in shown if path.startswith(start)]
+        return [path.removeprefix(start) for path in visible if path.startswith(start)]
 
-    files = [path for path in shown if "/" not in path]
-    return Folder(url, files, sorted({path.partition("/")[0] for path in shown if "/" in path}), below)
+    files = [path for path in visible if "/" not in path]
+    return Folder(url, files, sorted({path.partition("/")[0] for path in visible if "/" in path}), below)

@@ -1,6 +1,6 @@
-"""What every kind of source gives: rows that name their images, and problems.
+"""The output of every kind of source: rows that refer to their images, and problems.
 
-An image is not held, it is named: `read` gives its bytes, as often as it is asked, and `str` says where they lie.
+A row holds no pixels: `read` of an image returns its bytes, as often as it is called, and `str` says where they are.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from qwen_cache.format.identity import Phrase
 
 
 class Readable(Protocol):
-    """Where the bytes of an image lie."""
+    """A reference to the bytes of an image."""
 
     def read(self) -> bytes:
-        """All of them; SourceError when that cannot be."""
+        """All bytes; SourceError if they cannot be read."""
         ...
 
 
 class Embedded(Readable, Protocol):
-    """An image inside a file that holds others as well."""
+    """An image inside a file with others."""
 
     @property
     def name(self) -> str:
-        """What the sample is called whose target this is."""
+        """The name of the sample whose target this is."""
         ...
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What every row of a source has to have."""
+    """What every row of a source must have."""
 
     control: bool
-    """An editing model's rows; one that makes images from text takes no controls."""
+    """A control: for an editing model; a text-to-image model takes none."""
     target: bool = True
-    """Else a row that has none is called like its first control, which stands in the target's place."""
+    """If False, a row without target takes its first control in place of the target, and its name."""
     prompt: bool = True
 
 
@@ -44,9 +44,9 @@ class Row:
     """One sample of the source."""
 
     name: str
-    """Unique in its source, and the same whatever other targets there are: the target's path without extension,
-    relative to the target folder or the table; a tar's key; for an image in a table that has no path the table's name
-    and the number of the row. A further row with the same one, and a further caption, gets `#2`, `#3`, …"""
+    """Unique in its source, and independent of other targets: the target's path without extension, relative to the
+    target folder or the table; the key in a tar; or the table's name and the row number for an embedded image without a
+    path. Further rows of the same name, and further captions, get `#2`, `#3`, …"""
     where: str
     """For messages: `data/metadata.csv:12`, `data/metadata.json[11]`, `data/0.tar:cat`, or the target's path."""
     target: Readable
@@ -54,28 +54,28 @@ class Row:
     mask: Readable | None
     prompt: str
     phrase: Phrase = ()
-    """Which words of the prompt say where the edit is; none are marked when empty."""
+    """The words of the prompt that say where the edit is; empty if none are marked."""
 
 
-Faults = dict[str, tuple[str, str]]
-"""By the part concerned, what is wrong with it and what to do about that."""
+FieldProblems = dict[str, tuple[str, str]]
+"""By field of a row, the problem and what to do."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A row in the making: a sample for each of its captions, and what is wrong with it."""
+    """A row before validation: one sample per caption, and the problems so far."""
 
     samples: tuple[Row, ...]
-    faults: Faults = field(default_factory=dict)
+    field_problems: FieldProblems = field(default_factory=dict)
     phrase: str = ""
-    """Words that each of the prompts contains."""
+    """Words that every prompt contains."""
 
 
 def unique(name: str, taken: dict[str, int]) -> str:
     """`name`, or `name#2` and so on when an earlier row has it; `taken` counts them."""
-    found = name
-    while found in taken:
+    free = name
+    while free in taken:
         taken[name] += 1
-        found = f"{name}#{taken[name]}"
-    taken[found] = 1
-    return found
+        free = f"{name}#{taken[name]}"
+    taken[free] = 1
+    return free

@@ -1,9 +1,9 @@
-"""How large each image becomes, from the sizes of the originals and what the user asked for; integers only.
+"""The size of each image, from the sizes of the originals and the user's policy; integers only.
 
 By default the pipelines' own rule: each image keeps its aspect ratio up to the rounding of its sides to 32 pixels.
 A first control of its target's shape gets exactly its target's size, so that the pair stays aligned under every policy.
-Nothing is cropped unless `data.resize_mode` says so; nothing is enlarged where `data.upscale` forbids it. Refused is
-what a fixed resolution would bend out of shape, and what cannot be made without enlarging it.
+Nothing is cropped unless `data.resize_mode` says so; nothing is enlarged if `data.upscale` is off. Refuses images that
+a fixed resolution would distort, and images that are too small without enlarging.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Size = tuple[int, int]
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom, as PIL takes it."""
 
-ROUNDING = 32  # the pipelines' own: twice the 16 pixels of a token, so that any of these sizes can be asked of them
+ROUNDING = 32  # the pipelines' own: twice the 16 pixels of a token, so that they accept all of these sizes
 MAX_ASPECT_RATIO = 200  # beyond it, Qwen2.5-VL's image processor raises
-SAME_SHAPE = 0.03  # how far rounding to 32 pixels moves a ratio at about a megapixel: what counts as the same one
+SAME_SHAPE = 0.03  # rounding to 32 pixels changes an aspect ratio by this much at about a megapixel
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Resolution:
     areas: tuple[int, ...] = (VAE_IMAGE_SIZE,)
     fixed: tuple[Size, ...] = ()
     all: bool = False
-    """A sample for each of them, and not only for the largest that an image fills."""
+    """One sample for each of them, instead of only for the largest that an image fills."""
     resize_mode: str | None = None
     upscale: bool = True
 
     @staticmethod
     def of(data: DataConfig) -> Resolution:
-        """The policy of `data`; ConfigError where its settings contradict each other."""
+        """The policy of `data`; ConfigError if its settings contradict each other."""
         _check_settings(data)
         fixed = tuple(sorted(set(data.resolution or ())))
         areas = () if fixed else tuple(sorted(set(data.vae_image_size or [VAE_IMAGE_SIZE])))
@@ -49,13 +49,13 @@ class Resolution:
         return Resolution(areas, fixed, every, data.resize_mode, data.upscale)
 
     def recipe(self) -> dict[str, Any]:
-        """What a recipe says of it: no more than what differs from one budget for all."""
+        """The recipe's entries: only what differs from one budget for all."""
         areas = list(self.areas) if len(self.areas) > 1 else self.areas[0] if self.areas else None
         value = {
             "vae_image_size": areas,
             "resolution": [list(size) for size in self.fixed] or None,
             "resolutions_per_sample": "all" if self.all else None,
-            "resize_mode": self.resize_mode if self.crop else None,  # stretching is what every resize does
+            "resize_mode": self.resize_mode if self.crop else None,  # every resize stretches
             "upscale": None if self.upscale else False,
         }
         return {name: each for name, each in value.items() if each is not None}
@@ -67,31 +67,31 @@ class Resolution:
 
 @dataclass(frozen=True)
 class SourceImage:
-    """An original: what errors call it, and its size."""
+    """An original: its name in errors, and its size."""
 
     where: str
     size: Size
 
 
 def sizes_of(images: Sequence[SourceImage], resolution: Resolution) -> list[tuple[Size, ...]]:
-    """The sizes of target and controls, in that order, once for each sample that they become.
+    """The sizes of target and controls, in that order, one tuple for each sample.
 
-    SourceError names the image that cannot be brought there.
+    SourceError names the image that cannot get such a size.
     """
     target, first = images[0], images[1:2]
     aligned = [target, *(control for control in first if same_shape(control.size, target.size))]
     filled = min(image.size[0] for image in aligned), min(image.size[1] for image in aligned)
     choose = _fixed if resolution.fixed else _budgets
-    found = []
+    choices = []
     for area, size in choose(target, filled, resolution):
         others = images[len(aligned) :]
         own = [_within(area, other, None if resolution.upscale else other.size) for other in others]
-        found.append((*[size] * len(aligned), *own))
-    return list(dict.fromkeys(found))
+        choices.append((*[size] * len(aligned), *own))
+    return list(dict.fromkeys(choices))
 
 
 def same_shape(one: Size, two: Size) -> bool:
-    """Whether the aspect ratios are the same up to what rounding does to them."""
+    """Whether the aspect ratios are equal up to rounding."""
     return abs(math.log(one[0] * two[1] / (one[1] * two[0]))) <= math.log1p(SAME_SHAPE)
 
 
@@ -99,7 +99,7 @@ def calculate_dimensions(area: int, size: Size, where: str | None = None) -> Siz
     """Width and height of about `area` pixels with the aspect ratio of `size`, both multiples of 32.
 
     The formula of diffusers' `calculate_dimensions` (pipelines/qwenimage/pipeline_qwenimage_edit_plus.py). SourceError
-    when the result is more elongated than Qwen2.5-VL takes.
+    if the result is too elongated for Qwen2.5-VL.
     """
     ratio = size[0] / size[1]
     exact_width = math.sqrt(area * ratio)
@@ -116,30 +116,30 @@ def calculate_dimensions(area: int, size: Size, where: str | None = None) -> Siz
 
 
 def crop_box(image: Size, size: Size) -> Box:
-    """The middle of an image, as large as it can be with exactly the aspect ratio of `size`."""
+    """The largest centred box of an image with exactly the aspect ratio of `size`."""
     left = max(0.0, (image[0] - image[1] * size[0] / size[1]) / 2)
     top = max(0.0, (image[1] - image[0] * size[1] / size[0]) / 2)
     return left, top, image[0] - left, image[1] - top
 
 
 def img_shapes(sizes: Sequence[Size]) -> ImgShapes:
-    """`(1, h, w)` in units of 16 pixels for images of these sizes in pixels."""
+    """`(1, h, w)` in tokens of 16 pixels, for images of these sizes in pixels."""
     return tuple((1, height // PIXELS_PER_TOKEN, width // PIXELS_PER_TOKEN) for width, height in sizes)
 
 
 def _budgets(target: SourceImage, filled: Size, resolution: Resolution) -> list[tuple[int, Size]]:
-    """Every budget, or the largest that `filled` fills, or the smallest; and the target's size under it."""
+    """Budgets, each with the target's size: all of them, or the largest that `filled` fills, else the smallest."""
     fills = [area for area in resolution.areas if area <= filled[0] * filled[1]]
     areas = resolution.areas if resolution.all else fills[-1:] or resolution.areas[:1]
     return [(area, _within(area, target, None if resolution.upscale else filled)) for area in areas]
 
 
 def _fixed(target: SourceImage, filled: Size, resolution: Resolution) -> list[tuple[int, Size]]:
-    """Of the fixed resolutions of the nearest shape every one, or the largest that `filled` fills, or the smallest."""
-    nearest = min(resolution.fixed, key=lambda size: _bend(size, target.size))
+    """Fixed resolutions of the nearest shape: all of them, or the largest that `filled` fills, else the smallest."""
+    nearest = min(resolution.fixed, key=lambda size: _distortion(size, target.size))
     if resolution.resize_mode is None and not same_shape(nearest, target.size):
         raise SourceError(
-            "data.resolution has none of the image's shape",
+            "data.resolution has no entry of the image's shape",
             where=target.where,
             expected=f"an aspect ratio within {SAME_SHAPE:.0%} of {_text(nearest)}, the nearest",
             found=_text(target.size),
@@ -176,8 +176,8 @@ def _within(area: int, image: SourceImage, limit: Size | None) -> Size:
     return width, height
 
 
-def _bend(size: Size, image: Size) -> float:
-    """How much an image is deformed at that size, stretched and shrunk alike."""
+def _distortion(size: Size, image: Size) -> float:
+    """The distortion of an image at that size, the same for stretching and shrinking."""
     return abs(math.log(size[0] * image[1] / (size[1] * image[0])))
 
 

@@ -1,4 +1,4 @@
-"""Tables of text: CSV, JSON Lines, JSON, all of them UTF-8."""
+"""Text tables in UTF-8: CSV, JSON Lines, JSON."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.sources.columns import Record, find_columns, read_rows
-from qwen_cache.sources.places import Place, parent, read_bytes, suffix
+from qwen_cache.sources.places import Location, parent, read_bytes, suffix
 from qwen_cache.sources.rows import Draft, Needs
 
 
-def read_text_table(path: Place, needs: Needs) -> Iterator[Problem | Draft]:
+def read_text_table(path: Location, needs: Needs) -> Iterator[Problem | Draft]:
     names, records = READERS[suffix(path)](path, _read_text(path))
     if not records:
         raise SourceError("the table has no rows", where=path, expected="one row per sample", do="name another source")
@@ -22,7 +22,7 @@ def read_text_table(path: Place, needs: Needs) -> Iterator[Problem | Draft]:
     yield from read_rows(records, columns, parent(path), {})
 
 
-def _read_text(path: Place) -> str:
+def _read_text(path: Location) -> str:
     data = read_bytes(path)
     try:
         return data.decode("utf-8-sig")
@@ -37,8 +37,8 @@ def _read_text(path: Place) -> str:
         ) from error
 
 
-def _csv_records(path: Place, text: str) -> tuple[list[str], list[Record | Problem]]:
-    # strict: without it, a quote that is never closed swallows the rest of the table in silence
+def _csv_records(path: Location, text: str) -> tuple[list[str], list[Record | Problem]]:
+    # strict: otherwise a quote that is never closed silently swallows the rest of the table
     reader = csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
     records: list[Record | Problem] = []
     line = 1
@@ -62,17 +62,17 @@ def _csv_records(path: Place, text: str) -> tuple[list[str], list[Record | Probl
     return names, [it for it in records if isinstance(it, Problem) or any(cell.strip() for cell in it[1].values())]
 
 
-def _json_records(path: Place, text: str) -> tuple[list[str], list[Record | Problem]]:
+def _json_records(path: Location, text: str) -> tuple[list[str], list[Record | Problem]]:
     try:
         items = json.loads(text)
     except json.JSONDecodeError as error:
         raise _not_json(f"{path}:{error.lineno}", error) from error
     if not isinstance(items, list):
-        raise SourceError("this is no table", where=path, expected="a list of objects", found=type(items).__name__)
+        raise SourceError("this is not a table", where=path, expected="a list of objects", found=type(items).__name__)
     return _objects((f"{path}[{index}]", item) for index, item in enumerate(items))
 
 
-def _jsonl_records(path: Place, text: str) -> tuple[list[str], list[Record | Problem]]:
+def _jsonl_records(path: Location, text: str) -> tuple[list[str], list[Record | Problem]]:
     items = []
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would also break at U+2028, which JSON may hold
         try:
@@ -94,14 +94,14 @@ def _objects(items: Iterable[tuple[str, Any]]) -> tuple[list[str], list[Record |
     for where, item in items:
         if not isinstance(item, dict):
             raise SourceError(
-                "this is no sample", where=where, expected='an object, {"image": …}', found=repr(item)[:60]
+                "this is not a sample", where=where, expected='an object, {"image": …}', found=repr(item)[:60]
             )
         names |= dict.fromkeys(item)
         records.append((where, item))
     return list(names), records
 
 
-READERS: dict[str, Callable[[Place, str], tuple[list[str], list[Record | Problem]]]] = {
+READERS: dict[str, Callable[[Location, str], tuple[list[str], list[Record | Problem]]]] = {
     ".csv": _csv_records,
     ".jsonl": _jsonl_records,
     ".json": _json_records,

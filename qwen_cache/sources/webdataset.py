@@ -3,9 +3,9 @@
     KEY.target.png or KEY.png    the target; KEY.control.png, KEY.control_1.png, KEY.mask.png the other images
     KEY.txt or KEY.json          the prompt; the .json is read only where there is no .txt, and only for its prompt
 
-For `target`, `control`, … the names of columns will do (KEY.edited_image.jpg). A tar is passed over once for its
-members' places; an image is read from there. Refused, as a problem that names tar and member: a name that leads out,
-a link or another thing that is no plain file, and two members for one part.
+Column names may stand for `target`, `control`, … (KEY.edited_image.jpg). A tar is scanned once for the offsets of its
+members, and images are read from there. Refuses, as a problem that names tar and member: a name that leads out of the
+tar, a link or another special file, and two members for one image or prompt.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 from qwen_cache.errors import Problem, SourceError
-from qwen_cache.sources.columns import COLUMNS, SEVERAL, Record, find_columns, read_rows, role_of
+from qwen_cache.sources.columns import COLUMNS, LIST_COLUMNS, Record, find_columns, read_rows, role_of
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
-from qwen_cache.sources.places import Place, RangeFile, parent, read_range
+from qwen_cache.sources.places import Location, RangeFile, parent, read_range
 from qwen_cache.sources.rows import Draft, Needs
 from qwen_cache.storage.url import BLOCK, Url
 
-MAX_TEXT = 1 << 20  # bytes of a prompt or its .json: far beyond what an encoder takes
+MAX_TEXT = 1 << 20  # bytes of a prompt or its .json: far more than an encoder takes
 
 
 @dataclass(frozen=True)
 class Member:
     """An image in a tar."""
 
-    tar: Place
+    tar: Location
     member: str
     begin: int
     size: int
@@ -48,12 +48,12 @@ class Member:
         return read_range(self.tar, self.begin, self.begin + self.size)
 
 
-def read_tars(paths: Iterable[Place], needs: Needs) -> Iterator[Problem | Draft]:
-    """The samples of tars, in their order."""
+def read_tars(paths: Iterable[Location], needs: Needs) -> Iterator[Problem | Draft]:
+    """The samples of tars, in order."""
     records: list[Record | Problem] = []
-    asked = {"target": needs.target, "prompts": needs.prompt, "control": needs.control}
-    names = dict.fromkeys(name for name, needed in asked.items() if needed)
-    first: Place | None = None
+    needed_columns = {"target": needs.target, "prompts": needs.prompt, "control": needs.control}
+    names = dict.fromkeys(name for name, needed in needed_columns.items() if needed)
+    first: Location | None = None
     for path in paths:
         first = first or path
         for record in _read_tar(path):
@@ -66,27 +66,27 @@ def read_tars(paths: Iterable[Place], needs: Needs) -> Iterator[Problem | Draft]
     return read_rows(records, columns, parent(first), {})
 
 
-def _read_tar(path: Place) -> Iterator[Record | Problem]:
+def _read_tar(path: Location) -> Iterator[Record | Problem]:
     samples: dict[str, dict[str, Any]] = {}
-    spoilt: set[str] = set()
+    invalid: set[str] = set()
     for info in _members(path):
         fault = _fault(info)
-        key, (column, kind) = _key(info.name), _part(info.name)
+        key, (column, kind) = _key(info.name), _column(info.name)
         if fault is None and column in samples.get(key, {}):
-            fault = f"there are two for the {column} of {key}", "remove the one that is not meant"
+            fault = f"there are two for the {column} of {key}", "remove the wrong one"
         if fault:
-            spoilt.add(key)
+            invalid.add(key)
             yield Problem(f"{path}:{info.name}", f"{path}:{info.name}: {fault[0]}", fault[1])
         elif column:
             member = Member(path, info.name, info.offset_data, info.size)
             samples.setdefault(key, {})[column] = member if kind == "image" else (member, kind)
     for key, values in samples.items():
-        if key not in spoilt:
+        if key not in invalid:
             yield _record(path, key, values)
 
 
 @contextmanager
-def _opened(path: Place) -> Iterator[BinaryIO]:
+def _opened(path: Location) -> Iterator[BinaryIO]:
     try:
         remote = isinstance(path, Url)
         file = io.BufferedReader(RangeFile(path), BLOCK) if isinstance(path, Url) else path.open("rb")
@@ -99,8 +99,8 @@ def _opened(path: Place) -> Iterator[BinaryIO]:
         raise SourceError("the tar is damaged or incomplete", where=path, found=error, do=do) from error
 
 
-def _members(path: Place) -> Iterator[tarfile.TarInfo]:
-    """Everything but folders and hidden files; what is no tar, or one of our own, is refused."""
+def _members(path: Location) -> Iterator[tarfile.TarInfo]:
+    """The members except folders and hidden files; SourceError for a damaged tar, or a shard of a cache."""
     with _opened(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
         for info in tar:
             if info.name.endswith(".safetensors"):
@@ -112,7 +112,7 @@ def _members(path: Place) -> Iterator[tarfile.TarInfo]:
             if not info.isdir() and not info.name.rpartition("/")[2].startswith("."):
                 yield info
         file.seek(tar.offset)
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes damage for the end
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile mistakes damage for the end
             raise EOFError(f"at byte {tar.offset} there is neither a member nor the end")
 
 
@@ -120,7 +120,7 @@ def _fault(info: tarfile.TarInfo) -> tuple[str, str] | None:
     if info.name.startswith("/") or ".." in info.name.split("/"):
         return "the name leads out of the tar", "pack it again with plain relative names"
     if not info.isreg() or info.issparse():
-        return "this is no plain file", "pack the file itself, not a link to it"
+        return "this is not a plain file", "pack the file itself, not a link to it"
     return None
 
 
@@ -129,20 +129,20 @@ def _key(name: str) -> str:
     return folder + slash + base.partition(".")[0]
 
 
-def _part(name: str) -> tuple[str, str]:
-    """The column that a member stands for, and whether it is a `image`, `text` or `json`; "" for what is neither."""
+def _column(name: str) -> tuple[str, str]:
+    """The column of a member, and its kind, `image`, `text` or `json`; "" for other members."""
     stem, _, extension = ("." + name.rpartition("/")[2].partition(".")[2].lower()).rpartition(".")
-    part = stem.removeprefix(".")
+    column = stem.removeprefix(".")
     if f".{extension}" in IMAGE_EXTENSIONS:
-        role, number = role_of(part or "target")
-        return (role + (f"_{number}" if number else "") if role else part), "image"
-    if extension in ("txt", "json") and role_of(part or "prompt")[0] == "prompt":
+        role, number = role_of(column or "target")
+        return (role + (f"_{number}" if number else "") if role else column), "image"
+    if extension in ("txt", "json") and role_of(column or "prompt")[0] == "prompt":
         return ("prompt", "text") if extension == "txt" else ("json", "json")
     return "", ""
 
 
-def _record(path: Place, key: str, values: dict[str, Any]) -> Record | Problem:
-    """A sample with its prompt read."""
+def _record(path: Location, key: str, values: dict[str, Any]) -> Record | Problem:
+    """A sample, with the text of its prompt."""
     where = f"{path}:{key}"
     described, written = values.pop("json", None), values.pop("prompt", None)
     if "target" not in values:
@@ -152,7 +152,7 @@ def _record(path: Place, key: str, values: dict[str, Any]) -> Record | Problem:
     member, kind = written or described
     try:
         if member.size > MAX_TEXT:
-            raise ValueError(f"{member.size} bytes are no prompt")
+            raise ValueError(f"{member.size} bytes are too long for a prompt")
         text = member.read().decode("utf-8-sig")
         prompt = [text] if kind == "text" else _prompts_in(json.loads(text))
     except (SourceError, ValueError) as error:
@@ -161,7 +161,7 @@ def _record(path: Place, key: str, values: dict[str, Any]) -> Record | Problem:
 
 
 def _prompts_in(fields: Any) -> Any:
-    found = [name for name in fields if name.lower() in COLUMNS["prompt"]] if isinstance(fields, dict) else []
-    if len(found) != 1:
-        raise ValueError(f"expected one of {', '.join(COLUMNS['prompt'])}, found {', '.join(found) or 'none'}")
-    return fields[found[0]] if found[0].lower() in SEVERAL else [fields[found[0]]]
+    names = [name for name in fields if name.lower() in COLUMNS["prompt"]] if isinstance(fields, dict) else []
+    if len(names) != 1:
+        raise ValueError(f"expected one of {', '.join(COLUMNS['prompt'])}, found {', '.join(names) or 'none'}")
+    return fields[names[0]] if names[0].lower() in LIST_COLUMNS else [fields[names[0]]]

@@ -1,1 +1,1 @@
-"""Files: written whole or not at all, locked, local or remote. Knows nothing of the format."""
+"""Files: written atomically, locked, local or remote. Independent of the format."""

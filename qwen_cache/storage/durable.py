@@ -1,9 +1,8 @@
-"""What is written durably, and what systems do differently about it: Linux, macOS and Windows.
+"""Durable writes and locks on Linux, macOS and Windows.
 
-A file or folder has its name when it is whole and on the disk, or not at all. A lock belongs to the kernel, so it ends
-with its process, however that ends; where there are no such locks, locking is an error: a lock file that a killed
-process leaves behind would keep everybody out. Windows refuses to rename or remove a file that some process has open or
-mapped, and syncs no folder.
+A file or folder gets its name only when it is complete and on the disk. Locks are the kernel's, so a lock ends with its
+process, however that ends. Without kernel locks, locking is an error: the lock file of a killed process would lock
+everybody out. Windows refuses to rename or remove a file that a process has open or mapped, and cannot sync folders.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
 WINDOWS = sys.platform == "win32"
-WAITS = (0.01, 0.05, 0.2, 0.5, 1.0)  # seconds: a virus scanner or a reader of the old file needs a fraction of one
-JUNCTION = 0xA0000003  # IO_REPARSE_TAG_MOUNT_POINT: a link to a folder on Windows, which is no symbolic link
+WAITS = (0.01, 0.05, 0.2, 0.5, 1.0)  # seconds; a virus scanner or a reader of the old file needs less than one
+JUNCTION = 0xA0000003  # IO_REPARSE_TAG_MOUNT_POINT: a link to a folder on Windows, not a symbolic link
 APP = "qwen-cache"
 BLOCK = 1 << 20
 
 
-# ---- whole or not there ----------------------------------------------------------------------------------------------
+# ---- all or nothing --------------------------------------------------------------------------------------------------
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`: on disk before it gets its name, never partial under it; nothing stays of a failure."""
+    """Write `data` to `path` atomically, on the disk before it gets its name; a failure leaves nothing behind."""
     with whole_file(path) as temporary, open(temporary, "wb") as file:
         file.write(data)
         file.flush()
@@ -44,10 +43,10 @@ def write_durably(path: Path, data: bytes) -> None:
 
 @contextmanager
 def whole_file(path: Path, *, shared: bool = False) -> Iterator[Path]:
-    """A place to write and sync a file, which then replaces `path`; nothing stays of a failure.
+    """A temporary path to write and sync a file, which then replaces `path`; a failure leaves nothing behind.
 
-    `shared`: other processes may write the same file at the same time, each at a place of its own. An OSError names
-    `path`.
+    With `shared`, each process has its own temporary path, so several may write the file at the same time. An OSError
+    names `path`.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp" if shared else f".{path.name}.tmp")
     try:
@@ -64,9 +63,9 @@ def whole_file(path: Path, *, shared: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A new folder to fill, which is then synced and replaces `path`; nothing stays of an error.
+    """A new folder to fill, which is then synced and replaces `path`; an error leaves nothing behind.
 
-    What a kill leaves is removed by the next one.
+    The next call removes what a killed process left.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -77,7 +76,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
             (sync_folder if each.is_dir() else sync_file)(each)
         sync_folder(temporary)
     except Exception:
-        shutil.rmtree(temporary, ignore_errors=True)  # what it took of the disk may be what others lack
+        shutil.rmtree(temporary, ignore_errors=True)  # other writers may need its disk space
         raise
     shutil.rmtree(path, ignore_errors=True)
     replace(temporary, path)
@@ -85,7 +84,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename, in place of what has the name; on Windows wait for whoever reads that, for about two seconds."""
+    """Rename `source` to `target`, replacing it; on Windows wait about two seconds for readers of the old file."""
     for wait in WAITS if WINDOWS else ():
         try:
             os.replace(source, target)
@@ -97,7 +96,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename a file whose name is its content; where Windows refuses that because it is in use, link or copy it."""
+    """Rename a file that is named by its content; where Windows refuses because it is in use, link or copy it."""
     with unless_in_use():
         os.replace(source, target)
         return
@@ -105,11 +104,11 @@ def move(source: Path, target: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make the immutable file `source` available as `target`: without a copy where the file system allows it."""
+    """Make the immutable file `source` available as `target`, without a copy if the file system allows it."""
     if target.exists():
         return
     try:
-        os.link(source, target)  # under its name at once: Windows renames no second name of a file in use either
+        os.link(source, target)  # no temporary name: Windows would not rename a link to a file in use
     except OSError:
         temporary = target.with_name(f".{target.name}.tmp")
         with open(source, "rb") as original, open(temporary, "wb") as copy:
@@ -121,7 +120,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 @contextmanager
 def unless_in_use() -> Iterator[None]:
-    """Leave a file as it is where Windows refuses to rename or remove it because a process has it open or mapped."""
+    """Ignore that Windows refuses to rename or remove a file that a process has open or mapped; it stays as it is."""
     try:
         yield
     except PermissionError:
@@ -130,7 +129,7 @@ def unless_in_use() -> Iterator[None]:
 
 
 def is_link(path: Path) -> bool:
-    """Whether a symbolic link, or a junction of Windows, has this name."""
+    """Whether the path is a symbolic link or a Windows junction."""
     try:
         return path.is_symlink() or getattr(path.lstat(), "st_reparse_tag", 0) == JUNCTION
     except OSError:
@@ -141,24 +140,24 @@ def is_link(path: Path) -> bool:
 
 
 def sync(file: IO[bytes] | int) -> None:
-    """Have what was written on the disk. On macOS fsync stops at the disk's own memory, and F_FULLFSYNC does not."""
+    """Flush a file to the disk. On macOS that takes F_FULLFSYNC: fsync stops at the disk's own cache."""
     descriptor = file if isinstance(file, int) else file.fileno()
     full = getattr(fcntl, "F_FULLFSYNC", None)
     if full is not None:
-        with suppress(OSError):  # a network disk knows fsync alone
+        with suppress(OSError):  # a network disk may support only fsync
             fcntl.fcntl(descriptor, full)
             return
     os.fsync(descriptor)
 
 
 def sync_file(path: Path) -> None:
-    """Have a file on the disk that other code has written."""
-    with open(path, "r+b") as file:  # Windows syncs what is open for writing
+    """Flush a closed file to the disk."""
+    with open(path, "r+b") as file:  # Windows syncs only files that are open for writing
         sync(file)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` durable; Windows cannot open a folder, and does it by itself."""
+    """Make renames in `folder` durable; Windows cannot open a folder, and does this itself."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:
@@ -172,9 +171,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def allocate(path: Path) -> None:
-    """Have the disk's room for a sparse file: to write through a mapping to a full disk kills the process (SIGBUS).
+    """Reserve disk space for a sparse file: a write through a mapping to a full disk kills the process (SIGBUS).
 
-    OSError where the disk is full. Where the system has no such call, the file is filled with zeros.
+    OSError if the disk is full. Systems without such a call get a file filled with zeros.
     """
     with open(path, "r+b") as file:
         size = os.fstat(file.fileno()).st_size
@@ -189,7 +188,7 @@ def allocate(path: Path) -> None:
 
 
 class LockHeldError(Exception):
-    """Another process has the lock; `holder` says which."""
+    """Another process, `holder`, has the lock."""
 
     def __init__(self, holder: str) -> None:
         self.holder = holder
@@ -202,12 +201,12 @@ class NoLocksError(OSError):
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lock the file `path`, which stays: until the end of the block, or of the process, however it ends.
+    """Hold a lock on the file `path` until the end of the block or of the process, however it ends; the file stays.
 
-    Raises LockHeldError at once when another process has the lock, NoLocksError where the kernel cannot lock this file,
-    and OSError where the path is a symbolic link.
+    Raises LockHeldError immediately when another process has the lock, NoLocksError if the kernel cannot lock this
+    file, and OSError if the path is a symbolic link.
     """
-    from filelock import lock_descriptor, unlock_descriptor  # the kernel's lock of an open file, and nothing else of it
+    from filelock import lock_descriptor, unlock_descriptor  # only its wrappers of the kernel's lock on an open file
 
     with open(path, "a+b", opener=_open_no_link) as file:
         try:
@@ -231,7 +230,7 @@ def _open_no_link(path: str, flags: int) -> int:
 
 
 def _holder(file: IO[bytes]) -> str:
-    """Who has the lock, as it says in the file: behind the first byte, which Windows lets nobody else read."""
+    """The holder of the lock, from the file: after the first byte, which Windows lets nobody else read."""
     file.seek(1)
     return file.read().decode("utf-8", "replace").strip() or "unknown"
 
@@ -240,9 +239,9 @@ def _holder(file: IO[bytes]) -> str:
 
 
 def cache_home() -> Path:
-    """The user's folder for what can be made again: in XDG_CACHE_HOME where that is set, else where the system has it.
+    """The user's folder for files that can be made again: in XDG_CACHE_HOME if set, else the folder of the system.
 
-    That is ~/.cache on Linux, ~/Library/Caches on macOS, %LOCALAPPDATA% on Windows.
+    The system's is ~/.cache on Linux, ~/Library/Caches on macOS, %LOCALAPPDATA% on Windows.
     """
     if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named) / APP
@@ -255,15 +254,15 @@ _SEEKING = Lock()
 
 
 def write_at(file: int, begin: int, data: bytes | memoryview) -> None:
-    """Write at `begin`, from any number of threads."""
-    left = memoryview(data)
-    while left:
-        written = os.pwrite(file, left, begin) if hasattr(os, "pwrite") else _seek_and_write(file, begin, left)
-        left, begin = left[written:], begin + written
+    """Write `data` at offset `begin`; safe from any number of threads."""
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(file, rest, begin) if hasattr(os, "pwrite") else _seek_and_write(file, begin, rest)
+        rest, begin = rest[written:], begin + written
 
 
 def _seek_and_write(file: int, begin: int, data: memoryview) -> int:
-    """As `pwrite`, which Windows lacks; a fork, which could leave the lock to nobody, it lacks as well."""
+    """Like `pwrite`, which Windows lacks. The lock is safe there: without fork, no child inherits it locked."""
     with _SEEKING:
         os.lseek(file, begin, os.SEEK_SET)
         return os.write(file, data)

@@ -1,8 +1,8 @@
-"""Local copies of remote shards, bounded in size; the least recently used go first.
+"""Local copies of remote shards, bounded in size; the least recently used are removed first.
 
-A local copy is a sparse file that fills sample by sample, as samples are asked for. It has no bookkeeping that could be
-wrong: bytes enter it only with the hashes of the index, and are hashed again whenever they are read, so a torn write, a
-killed process and two processes that fill one file are all harmless.
+A local copy is a sparse file that fills sample by sample, as samples are requested. There is no bookkeeping to get
+wrong: bytes are checked against the index before they are written and whenever they are read, so torn writes, killed
+processes and two processes that fill one file are harmless.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ from qwen_cache.settings.cache import LOCAL_COPIES_SIZE, CacheConfig
 from qwen_cache.storage.durable import LockHeldError, cache_home, locked, unless_in_use, write_at
 
 OPEN_COPIES = 64  # each holds two file descriptors; the usual limit is 1024
-TOUCH_AFTER = 60.0  # seconds: how exactly "least recently used" is known
+TOUCH_AFTER = 60.0  # seconds: the precision of "least recently used"
 SUFFIX = ".part"
 LOCK = ".lock"
 
 
 @dataclass(frozen=True)
 class LocalCopies:
-    """Where copies of remote shards lie, and how many bytes of the disk they may take."""
+    """The folder for copies of remote shards, and the bytes of disk space that they may take."""
 
     folder: Path
     size: int
 
     @classmethod
     def of(cls, folder: str | Path | None = None, size: int = LOCAL_COPIES_SIZE) -> LocalCopies:
-        """In `folder`; by default in the user's cache folder."""
+        """Copies in `folder`, by default in the user's cache folder."""
         return cls(Path(folder).expanduser() if folder else cache_home() / "shards", size)
 
     @classmethod
     def of_settings(cls, config: CacheConfig) -> LocalCopies:
-        """As `cache.local_copies` and `cache.local_copies_size` say."""
+        """From `cache.local_copies` and `cache.local_copies_size`."""
         return cls.of(config.local_copies, config.local_copies_size)
 
     def open(self, name: str, size: int) -> Copy:
-        """The copy of a shard; an empty one where there is none yet."""
+        """The copy of the shard `name` of `size` bytes; an empty one if there is none yet."""
         with _explained(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             return Copy(self.folder / (name + SUFFIX), size)
 
     def evict(self) -> None:
-        """Remove the least recently used copies, to a tenth below the bound; one process at a time does it.
+        """Remove the least recently used copies until they take 0.9 of the bound; one process at a time does this.
 
-        Who still reads a removed copy does so undisturbed; the disk gets its bytes back after that. Windows keeps the
-        copies that a process has open, so there they may take more.
+        Processes that read a removed copy are not disturbed; its disk space is freed when they close it. Windows keeps
+        copies that a process has open, so there the copies may exceed the bound.
         """
         with suppress(LockHeldError), _explained(self.folder), locked(self.folder / LOCK):
-            found = [(path.stat(), path) for path in self.folder.glob(f"*{SUFFIX}")]
-            total = sum(_disk_bytes(stat) for stat, _ in found)
-            for stat, path in sorted(found, key=lambda each: each[0].st_mtime_ns):
+            copies = [(path.stat(), path) for path in self.folder.glob(f"*{SUFFIX}")]
+            total = sum(_disk_bytes(stat) for stat, _ in copies)
+            for stat, path in sorted(copies, key=lambda each: each[0].st_mtime_ns):
                 if total <= 0.9 * self.size:
                     break
                 with unless_in_use():
@@ -67,7 +67,7 @@ class LocalCopies:
 
 
 class Copy:
-    """A sparse file with the bytes of a shard that have been asked for, and its mapping."""
+    """A sparse file with the requested samples of a shard, and its mapping."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
@@ -79,9 +79,9 @@ class Copy:
         self._touched = 0.0
 
     def has(self, offset: int) -> bool:
-        """Whether the first byte of the sample at `offset` is there: cheap, and only a hint.
+        """Whether the first byte of the sample at `offset` has been written: cheap, and only a hint.
 
-        A sample begins with the name of a file, so with no zero.
+        A sample begins with a file name, so its first byte is not zero.
         """
         return any(self.data[offset : offset + 1])
 
@@ -95,7 +95,7 @@ class Copy:
         return os.fstat(self._file).st_nlink == 0
 
     def touch(self) -> None:
-        """Note that the copy is in use."""
+        """Mark the copy as used."""
         if time.monotonic() - self._touched > TOUCH_AFTER:
             with suppress(FileNotFoundError):  # another process has removed it
                 os.utime(self.path)
@@ -103,19 +103,19 @@ class Copy:
 
 
 def _disk_bytes(stat: os.stat_result) -> int:
-    """What a file takes: on Windows all of its length."""
+    """The disk space of a file: on Windows its whole length."""
     return stat.st_blocks * 512 if hasattr(stat, "st_blocks") else stat.st_size
 
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Say of a disk's error which setting cures it."""
+    """Turn a disk error into one that names the settings to change."""
     try:
         yield
     except OSError as error:
         raise QwenCacheError(
-            "the local copy of a shard cannot be kept",
+            "the local copy of a shard cannot be stored",
             where=path,
             found=error.strerror,
-            do="set cache.local_copies to a folder on a disk with room, or cache.local_copies_size to less",
+            do="set cache.local_copies to a folder on a disk with space, or lower cache.local_copies_size",
         ) from error

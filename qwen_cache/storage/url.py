@@ -1,6 +1,6 @@
-"""Remote files: whatever fsspec reads (s3://, gs://, hf://, https://, …), by byte ranges, with retries.
+"""Remote files: any protocol of fsspec (s3://, gs://, hf://, https://, …), read by byte ranges, with retries.
 
-Nothing is ever written to a URL.
+Remote files are never written.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from qwen_cache.storage.durable import write_at
 
 URL = re.compile(r"([a-z][a-z0-9+.-]*)(://|::)")
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "https": "http", "hf": "hf"}
-"""What of `pip install 'qwen-cache[…]'` a protocol needs."""
-BLOCK = 8_000_000  # of one request: what a broken connection costs at most, and 0.1 s of a 1 Gbit/s line
+"""The extra of `pip install 'qwen-cache[…]'` that a protocol needs."""
+BLOCK = 8_000_000  # bytes per request: the most that a broken connection loses; under 0.1 s at 1 Gbit/s
 ATTEMPTS = 5
-FIRST_WAIT = 0.5  # seconds at most, doubled by every failure: four seconds in all on average
-FETCHERS = 16  # requests at once: at 100 ms each, 100 samples of 6 MB per 1 s
+FIRST_WAIT = 0.5  # the longest first wait in seconds; every failure doubles it: about four seconds in all
+FETCHERS = 16  # concurrent requests: at 100 ms each, 100 samples of 6 MB per second
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
 class Url:
-    """An address behind `root`. It has what reading a cache needs of `pathlib.Path`."""
+    """An address below `root`, with the methods of `pathlib.Path` that reading a cache needs."""
 
     root: str
     path: str = ""
@@ -51,13 +51,13 @@ class Url:
         return self.path.rpartition("/")[2]
 
     def read_bytes(self) -> bytes:
-        """The whole file; FileNotFoundError when there is none. Up to a block it is read at one moment."""
+        """The whole file; FileNotFoundError if it does not exist. A file of up to one block is read in one request."""
         first: bytes = self._call(lambda files, path: files.cat_file(path, start=0, end=BLOCK), "reading")
         rest = self.read_range(BLOCK, self.size() or BLOCK) if len(first) == BLOCK else b""
         return first + rest
 
     def read_range(self, begin: int, end: int) -> bytes:
-        """Bytes `begin` to `end`, by blocks: a connection that breaks loses one of them."""
+        """Bytes `begin` to `end`, by blocks: a broken connection loses only one of them."""
         return b"".join(self._read_block(start, min(start + BLOCK, end)) for start in range(begin, end, BLOCK))
 
     def _read_block(self, begin: int, end: int) -> bytes:
@@ -79,11 +79,11 @@ class Url:
         return data
 
     def require_ranges(self) -> None:
-        """QwenCacheError where the server ignores ranges."""
+        """QwenCacheError if the server ignores byte ranges."""
         self.read_range(0, 1)
 
     def size(self) -> int | None:
-        """The bytes of the file, where the server says it; FileNotFoundError when there is none."""
+        """The bytes of the file, None if the server does not report them; FileNotFoundError if it does not exist."""
 
         def ask(files: Any, path: str) -> int | None:
             files.invalidate_cache()
@@ -100,18 +100,18 @@ class Url:
         return True
 
     def glob(self, pattern: str) -> list[Url]:
-        """Files in this folder by name; none where the server does not list them."""
+        """The files in this folder that match `pattern`; none if the server does not list folders."""
 
         def ask(files: Any, path: str) -> list[str]:
             files.invalidate_cache()
-            return [str(found).rstrip("/").rpartition("/")[2] for found in files.ls(path, detail=False)]
+            return [str(each).rstrip("/").rpartition("/")[2] for each in files.ls(path, detail=False)]
 
         with suppress(FileNotFoundError, QwenCacheError):
             return [self / name for name in self._call(ask, "listing") if fnmatchcase(name, pattern)]
         return []
 
     def download(self, size: int) -> memoryview:
-        """The first `size` bytes, mapped out of a file without a name in the folder for temporary files (TMPDIR)."""
+        """The first `size` bytes, mapped from an unnamed file in the folder for temporary files (TMPDIR)."""
         with tempfile.TemporaryFile() as file, ThreadPoolExecutor(FETCHERS, "download") as pool:
             file.truncate(size)
 
@@ -123,16 +123,16 @@ class Url:
             return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
 
     def _call(self, operation: Callable[[Any, str], T], what: str) -> T:
-        """`operation(file system, path)`, repeated after errors that may pass; FileNotFoundError as it is.
+        """`operation(file system, path)`, retried after transient errors; FileNotFoundError is raised as it is.
 
-        The file system is looked up every time: fsspec keeps one for each process, so a fork gets its own connections.
+        The file system is looked up every time: fsspec caches one per process, so a fork gets its own connections.
         """
         from fsspec.core import url_to_fs
 
         retrying = Retrying(
             stop=stop_after_attempt(ATTEMPTS),
             wait=wait_random_exponential(FIRST_WAIT),
-            retry=retry_if_exception(_may_pass),
+            retry=retry_if_exception(_is_transient),
             reraise=True,
         )
 
@@ -160,33 +160,33 @@ class Url:
             do = f"pip install 'qwen-cache[{extra}]'" if extra else "install what is missing"
             return QwenCacheError(f"{protocol}:// needs a package that is missing", where=self, found=reason, do=do)
         if isinstance(error, PermissionError) or _status(error) in (401, 403) or _is_about_credentials(error):
-            do = "check the credentials, and that the address is right: many servers hide so what does not exist"
+            do = "check credentials and address: many servers answer 403 for files that do not exist"
             return QwenCacheError(f"{what} is refused", where=self, found=reason, do=do)
         if _is_final(error):
             return QwenCacheError(f"{what} is not possible", where=self, found=reason, do="check the address")
-        do = "check the connection; what has been fetched is kept, so the same command goes on from there"
+        do = "check the connection and run the same command again; it keeps what it has fetched"
         return QwenCacheError(f"{what} failed {attempts} times", where=self, found=reason, do=do)
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Whether the operation is worth another attempt."""
+def _is_transient(error: BaseException) -> bool:
+    """Whether another attempt may succeed."""
     return isinstance(error, Exception) and not isinstance(error, FileNotFoundError) and not _is_final(error)
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether trying again cannot help."""
+    """Whether another attempt cannot succeed."""
     kinds = (PermissionError, IsADirectoryError, NotADirectoryError, ImportError, ValueError, TypeError)
     status = _status(error)
     return (
         isinstance(error, (*kinds, NotImplementedError))
         or (status is not None and 400 <= status < 500 and status not in (408, 425, 429))
-        or (isinstance(error, OSError) and error.errno == EINVAL)  # as s3fs calls a request that S3 finds invalid
+        or (isinstance(error, OSError) and error.errno == EINVAL)  # s3fs, for a request that S3 finds invalid
         or _is_about_credentials(error)
     )
 
 
 def _true_cause(error: Exception) -> Exception:
-    """What is wrong when a file is said to be missing: fsspec's HTTP says so of a server that does not answer, too."""
+    """The error itself, or the cause of a FileNotFoundError: fsspec raises that for unreachable HTTP servers too."""
     cause = error.__cause__
     if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
         return error
@@ -195,19 +195,19 @@ def _true_cause(error: Exception) -> Exception:
 
 
 def _is_about_credentials(error: Exception) -> bool:
-    """Of botocore or google.auth, which may not be installed."""
+    """Whether botocore or google.auth raised it; recognised by name, because they may not be installed."""
     return "Credentials" in type(error).__name__
 
 
 def _status(error: Exception) -> int | None:
-    """The HTTP status, by the names that the clients under fsspec give it."""
+    """The HTTP status, from the attributes that fsspec's clients use."""
     named = ((error, "status"), (getattr(error, "response", None), "status_code"), (error, "code"))
-    found = (getattr(where, name, None) for where, name in named)  # one by one: aiohttp warns of its own `code`
-    return next((status for status in found if isinstance(status, int)), None)
+    values = (getattr(where, name, None) for where, name in named)  # lazily: aiohttp warns about its own `code`
+    return next((status for status in values if isinstance(status, int)), None)
 
 
 def location(address: str | Path | Url) -> Path | Url:
-    """Where an address leads: a local path (`file://` too), or a URL."""
+    """An address as a local path (also for `file://`) or a URL."""
     if not isinstance(address, str):
         return address
     match = URL.match(address)
@@ -217,12 +217,12 @@ def location(address: str | Path | Url) -> Path | Url:
 
 
 def local_folder(address: str) -> Path:
-    """A folder that can be written to; ConfigError when the address leads anywhere else."""
+    """The local folder at an address; ConfigError for a URL."""
     folder = location(address)
     if isinstance(folder, Url):
         raise ConfigError(
-            "a cache is built and changed on a local disk only",
+            "caches are written on a local disk only",
             where=folder,
-            do="do it in a local folder, and copy that: shards and index first, cache.json last",
+            do="write to a local folder and copy that: shards and index first, cache.json last",
         )
     return folder

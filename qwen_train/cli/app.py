@@ -1,4 +1,4 @@
-"""The command line of `qwen-train`. Every handler imports its work inside, so that `--help` answers at once."""
+"""The command line of `qwen-train`. Commands import their work inside, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from qwen_cache.console import run_app
 
 app = typer.Typer(
     name="qwen-train",
-    help="Train a LoRA for Qwen-Image-Edit from a cache, and draw with it.",
+    help="Train a LoRA for Qwen-Image-Edit from a cache, and generate images with it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
 RENAMED = {"predict": {"--num-images": "--num-images-per-prompt", "--steps": "--num-inference-steps"}}
-"""Options by the name that they had."""
+"""Old names of options."""
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="The settings.", show_default="qwen.yaml")]
-Assignments = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the settings.")]
+Assignments = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, overrides the settings.")]
 Model = Annotated[str | None, typer.Option(help="A diffusers folder, or a repository on the hub.")]
 
 
@@ -38,14 +38,14 @@ def run(
         ),
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint of train.output_dir, if there is one.")
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint of train.output_dir, if there is one.")
     ] = False,
 ) -> int:
     """Train on a cache. Only the transformer is loaded."""
     from qwen_cache.settings.load import load_config
 
     source = cache if encode_on_the_fly else None
-    named = {} if encode_on_the_fly else _in_place_of_all_caches(cache)
+    named = {} if encode_on_the_fly else _cache_settings(cache)
     settings = load_config(config, set_ or (), model__path=model, **named)
     encode_from = source or settings.data.source if encode_on_the_fly else None
     from qwen_train.cli.run import run_train
@@ -55,56 +55,60 @@ def run(
 
 @app.command()
 def predict(
-    prompt: Annotated[list[str] | None, typer.Option(help="The instruction; repeat it for an image of each.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="The instruction; repeat it for several images.")] = None,
     image: Annotated[list[Path] | None, typer.Option(help="A control image; repeat it for more.")] = None,
-    negative_prompt: Annotated[str | None, typer.Option(help="What to guide away from; may be empty.")] = None,
-    true_cfg_scale: Annotated[float | None, typer.Option(help="How far, in twice the time; 1: not at all.")] = None,
+    negative_prompt: Annotated[str | None, typer.Option(help="The prompt to guide away from; may be empty.")] = None,
+    true_cfg_scale: Annotated[
+        float | None, typer.Option(help="Classifier-free guidance, which doubles the time; 1 turns it off.")
+    ] = None,
     guidance_scale: Annotated[float | None, typer.Option(help="For guidance-distilled models.")] = None,
     num_inference_steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
-    sigmas: Annotated[str | None, typer.Option(help="In place of steps: noise levels such as 1,0.6,0.2.")] = None,
+    sigmas: Annotated[str | None, typer.Option(help="Noise levels such as 1,0.6,0.2, in place of steps.")] = None,
     num_images_per_prompt: Annotated[
         int | None, typer.Option(help="Images per prompt: out-1.png, out-2.png, …")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The seed of the noise.")] = None,
     height: Annotated[int | None, typer.Option(help="Pixels, in steps of 16.")] = None,
     width: Annotated[int | None, typer.Option(help="Pixels, in steps of 16.")] = None,
-    max_sequence_length: Annotated[int | None, typer.Option(help="Tokens kept of a prompt without images.")] = None,
+    max_sequence_length: Annotated[
+        int | None, typer.Option(help="The maximum number of tokens of a prompt without images.")
+    ] = None,
     lora: Annotated[
-        list[str] | None, typer.Option(help="PATH or PATH:weight, the file or the folder of a run; repeat it for more.")
+        list[str] | None, typer.Option(help="PATH or PATH:weight, a file or the folder of a run; repeat it for more.")
     ] = None,
     source: Annotated[
         str | None,
         typer.Option(
-            help="A folder of images, with prompts beside them (NAME.txt) or all with --prompt; or a source as "
-            "`qwen-cache build` reads it, targets or not: an image for each row, into --out."
+            help="An image per row, into --out: a folder of images with prompts (NAME.txt) or --prompt, or any source "
+            "of `qwen-cache build`, with or without targets."
         ),
     ] = None,
     from_cache: Annotated[
-        str | None, typer.Option(help="A cache, of which --key names samples; loads no text encoder.", metavar="CACHE")
+        str | None, typer.Option(help="A cache whose samples --key names; loads no text encoder.", metavar="CACHE")
     ] = None,
     key: Annotated[
-        list[str] | None, typer.Option(help="A sample's name, or its key's first digits; repeat it for more.")
+        list[str] | None, typer.Option(help="A sample's name, or the first digits of its key; repeat it for more.")
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Draw without the LoRAs too, and put all side by side on a page.")
+        bool, typer.Option("--compare", help="Also generate without the LoRAs, and write a page with all side by side.")
     ] = False,
-    merge: Annotated[bool, typer.Option("--merge", help="Add the LoRAs to the weights before drawing.")] = False,
-    out: Annotated[Path, typer.Option(help="Where the image goes; with --source, a folder.")] = Path("out.png"),
+    merge: Annotated[bool, typer.Option("--merge", help="Add the LoRAs to the weights before generating.")] = False,
+    out: Annotated[Path, typer.Option(help="The path of the image; with --source, a folder.")] = Path("out.png"),
     model: Model = None,
-    device: Annotated[str, typer.Option(help="Where all parts run.")] = "auto",
-    vae_device: Annotated[str | None, typer.Option(help="Where the VAE runs.")] = None,
-    text_device: Annotated[str | None, typer.Option(help="Where the text encoder runs.")] = None,
-    transformer_device: Annotated[str | None, typer.Option(help="Where the transformer runs.")] = None,
+    device: Annotated[str, typer.Option(help="The device of all components.")] = "auto",
+    vae_device: Annotated[str | None, typer.Option(help="The device of the VAE.")] = None,
+    text_device: Annotated[str | None, typer.Option(help="The device of the text encoder.")] = None,
+    transformer_device: Annotated[str | None, typer.Option(help="The device of the transformer.")] = None,
     offload: Annotated[
-        str | None, typer.Option(help="none, model or sequential: what waits in the host's memory.")
+        str | None, typer.Option(help="none, model or sequential: the weights that wait in host memory.")
     ] = None,
     save_interrupted: Annotated[
-        bool, typer.Option("--save-interrupted", help="When interrupted, save the image as it is then.")
+        bool, typer.Option("--save-interrupted", help="When interrupted, save the unfinished image.")
     ] = False,
     config: ConfigFile = None,
     set_: Assignments = None,
 ) -> int:
-    """Draw with the stock pipeline and LoRAs: what --prompt says, each row of --source, or samples --from-cache."""
+    """Generate images with the stock pipeline and LoRAs, from --prompt, rows of --source, or samples --from-cache."""
     from qwen_cache.settings.load import load_config
 
     settings = load_config(
@@ -124,15 +128,15 @@ def predict(
         predict__offload=offload,
     )
     from qwen_cache.errors import ConfigError
-    from qwen_train.cli.predict import Prediction, run_predict
+    from qwen_train.cli.predict import PredictOptions, run_predict
     from qwen_train.inference.devices import choose
     from qwen_train.inference.generator import check_guidance
     from qwen_train.inference.loras import parse_lora
 
     check_guidance(settings.predict, true_cfg_scale)
     if from_cache and (width or height):
-        raise ConfigError("a cached sample has its size", do="leave out --width and --height")
-    asked = Prediction(
+        raise ConfigError("a cached sample has a fixed size", do="leave out --width and --height")
+    options = PredictOptions(
         out=out,
         images=image or (),
         prompts=prompt or (),
@@ -144,7 +148,7 @@ def predict(
         compare=compare,
         save_interrupted=save_interrupted,
     )
-    return run_predict(settings, choose(device, vae_device, text_device, transformer_device), asked)
+    return run_predict(settings, choose(device, vae_device, text_device, transformer_device), options)
 
 
 @app.command()
@@ -153,11 +157,11 @@ def decode(
         Path | None, typer.Argument(help="The output folder of a run, or a folder of latents.", show_default="out")
     ] = None,
     model: Model = None,
-    vae_device: Annotated[str, typer.Option(help="Where the VAE runs.")] = "auto",
+    vae_device: Annotated[str, typer.Option(help="The device of the VAE.")] = "auto",
     config: ConfigFile = None,
     set_: Assignments = None,
 ) -> int:
-    """Make PNGs of the latents of validation images. Only the VAE is loaded."""
+    """Decode the latents of validation images to PNGs. Only the VAE is loaded."""
     from qwen_train.cli.decode import run_decode
 
     return run_decode(folder, model, vae_device, config, set_ or ())
@@ -167,7 +171,7 @@ def decode(
 def report(
     folder: Annotated[Path, typer.Argument(help="The output folder of a run.")] = Path("out"),
 ) -> int:
-    """Make report.html anew: curves, settings and images of a run on one page."""
+    """Write report.html again: curves, settings and images of a run on one page."""
     from qwen_train.cli.report import run_report
 
     return run_report(folder)
@@ -176,16 +180,16 @@ def report(
 @app.command()
 def plan(
     cache: Annotated[str | None, typer.Argument(help="The cache.", show_default="shards")] = None,
-    gpu_memory: Annotated[str | None, typer.Option(help="What the device has, such as 24GB.")] = None,
+    gpu_memory: Annotated[str | None, typer.Option(help="The memory of the GPU, such as 24GB.")] = None,
     model: Model = None,
     config: ConfigFile = None,
     set_: Assignments = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> int:
-    """Predict the memory of training by part, and say what fits. Loads no weights."""
+    """Predict the memory of training by part, and whether it fits. Loads no weights."""
     from qwen_cache.settings.load import load_config
 
-    settings = load_config(config, set_ or (), model__path=model, **_in_place_of_all_caches(cache))
+    settings = load_config(config, set_ or (), model__path=model, **_cache_settings(cache))
     from qwen_train.cli.plan import run_plan
 
     return run_plan(settings, gpu_memory, as_json=json_)
@@ -193,12 +197,12 @@ def plan(
 
 @app.command()
 def export(
-    source: Annotated[Path, typer.Argument(help="A LoRA: its file, or the folder that `run` wrote.")],
+    source: Annotated[Path, typer.Argument(help="A LoRA: its file, or the folder of a run.")],
     to: Annotated[str, typer.Option(help="diffusers, comfyui, or merged: the LoRA added to the model's weights.")],
-    out: Annotated[Path, typer.Option(help="Where it goes: a .safetensors file; with --to merged, a folder.")],
+    out: Annotated[Path, typer.Option(help="The output: a .safetensors file; with --to merged, a folder.")],
     model: Model = None,
 ) -> int:
-    """Write a LoRA as other programs take it."""
+    """Convert a LoRA for other programs."""
     from qwen_train.cli.export import run_export
 
     return run_export(source, to, out, model)
@@ -207,13 +211,13 @@ def export(
 @app.command("mask-head")
 def mask_head(
     cache: Annotated[str | None, typer.Argument(help="The cache.", show_default="shards")] = None,
-    out: Annotated[Path, typer.Option(help="Where the head goes.")] = Path("mask_head.safetensors"),
-    device: Annotated[str | None, typer.Option(help="Where it is trained.", show_default="auto")] = None,
+    out: Annotated[Path, typer.Option(help="The path of the head.")] = Path("mask_head.safetensors"),
+    device: Annotated[str | None, typer.Option(help="The device for training.", show_default="auto")] = None,
     config: ConfigFile = None,
     set_: Assignments = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> int:
-    """Learn where edits are from a cache with masks and attention. No part of the model is loaded."""
+    """Experimental: train a mask head on a cache with masks and attention. No part of the model is loaded."""
     from qwen_cache.settings.load import load_config
     from qwen_train.cli.mask_head import run_mask_head
 
@@ -221,8 +225,8 @@ def mask_head(
     return run_mask_head(settings, out, as_json=json_)
 
 
-def _in_place_of_all_caches(cache: str | None) -> dict[str, Any]:
-    """What is named on the command line is trained, whichever caches qwen.yaml names."""
+def _cache_settings(cache: str | None) -> dict[str, Any]:
+    """Settings for a cache on the command line, which replaces all caches of qwen.yaml."""
     return {"cache__path": cache, "train__caches": []} if cache else {}
 
 

@@ -9,6 +9,6 @@ from qwen_train.lora.export import export
 
 
 def run_export(source: Path, to: str, out: Path, model: str | None) -> int:
-    """Write a LoRA as other programs take it; the exit code."""
+    """Convert a LoRA for other programs; the exit code."""
     print_done(export(source, to, out, model))
     return 0

@@ -9,18 +9,18 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config
 from qwen_train.memory.plan import plan
 
-LEAST_MEMORY = 1 << 20  # bytes: with fewer, a unit was forgotten
+LEAST_MEMORY = 1 << 20  # bytes; less means a forgotten unit
 
 
 def run_plan(settings: Config, gpu_memory: str | None, *, as_json: bool) -> int:
-    """Report what training takes, and whether it fits; the exit code."""
+    """Report the memory of training, and whether it fits; the exit code."""
     report = plan(settings, capacity_of(gpu_memory) if gpu_memory else None)
     (print_json if as_json else print_plan)(report)
     return 0 if report.get("fits", True) else FAULTS
 
 
 def capacity_of(text: str) -> int:
-    """Bytes from `24GB` or `22.5 GiB`."""
+    """Bytes from `24GB` or `22.5 GiB`; ConfigError for other text."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:
@@ -43,25 +43,25 @@ PARTS = {
 }
 
 
-def print_plan(found: dict[str, Any]) -> None:
-    """The same for people, on stdout."""
+def print_plan(report: dict[str, Any]) -> None:
+    """Print the report as text on stdout."""
     from rich.console import Console
     from rich.table import Table
 
     out, table = Console(highlight=False, soft_wrap=True), Table(box=None, show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    for name, words in (PARTS | {"total": "[bold]together[/]"}).items():
-        if found["memory"][name]:
-            table.add_row(words, human_bytes(found["memory"][name]))
-    batch = found["largest_batch"]
+    for name, words in (PARTS | {"total": "[bold]total[/]"}).items():
+        if report["memory"][name]:
+            table.add_row(words, human_bytes(report["memory"][name]))
+    batch = report["largest_batch"]
     out.print(f"[bold]largest batch[/]  {plural(batch['samples'], 'sample')}, {batch['tokens']:,} tokens")
     out.print(table)
-    if "fits" not in found:
+    if "fits" not in report:
         return
-    verdict = "[bold green]fits[/]" if found["fits"] else "[bold red]does not fit[/]"
-    out.print(f"{verdict} in {human_bytes(found['gpu_memory'])}")
-    if found["max_tokens"]:
-        out.print(f"largest batches that fit: train.max_tokens={found['max_tokens']}")
-    for cure in found.get("do", []):
-        out.print(f"would fit with {cure}")
+    verdict = "[bold green]fits[/]" if report["fits"] else "[bold red]does not fit[/]"
+    out.print(f"{verdict} in {human_bytes(report['gpu_memory'])}")
+    if report["max_tokens"]:
+        out.print(f"largest batches that fit: train.max_tokens={report['max_tokens']}")
+    for settings in report.get("do", []):
+        out.print(f"would fit with {settings}")

@@ -20,7 +20,7 @@ from qwen_train.inference.devices import Devices
 from qwen_train.inference.generator import Generator
 from qwen_train.inference.grid import Row, compare_grid
 from qwen_train.inference.images import image_format, image_paths, open_images, save_images
-from qwen_train.inference.jobs import jobs_of, jobs_of_prompts
+from qwen_train.inference.jobs import prompt_jobs, source_jobs
 from qwen_train.inference.loras import WeightedLora
 from qwen_train.inference.many import (
     COMPONENTS,
@@ -32,11 +32,11 @@ from qwen_train.inference.many import (
 
 ROWS_ON_A_PAGE = 25
 WAYS = (("--prompt",), ("--image", "--prompt"), ("--source",), ("--prompt", "--source"), ("--from-cache",))
-"""The options that say together what to generate."""
+"""The valid combinations of options that select what to generate."""
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictOptions:
     """The options of the command besides settings and devices."""
 
     out: Path
@@ -52,58 +52,63 @@ class Prediction:
 
     @property
     def is_one(self) -> bool:
-        """Whether it is one call of the pipeline, and not a folder of images."""
+        """Whether to make one call of the pipeline, instead of a folder of images."""
         return len(self.prompts) == 1 and not (self.compare or self.source)
 
 
-def run_predict(settings: Config, devices: Devices, asked: Prediction) -> int:
+def run_predict(settings: Config, devices: Devices, options: PredictOptions) -> int:
     """Generate images; the exit code."""
-    check(settings, asked)
-    asked = replace(asked, prompts=[parse(prompt)[0] for prompt in asked.prompts])
-    components = COMPONENTS if asked.cache is None else COMPONENTS_FOR_A_CACHE
+    check(settings, options)
+    options = replace(options, prompts=[parse(prompt)[0] for prompt in options.prompts])
+    components = COMPONENTS if options.cache is None else COMPONENTS_FOR_A_CACHE
     generator = Generator(
         open_model(settings.model.path, components, settings.model.revision),
         settings.predict,
         devices,
-        loras=asked.loras,
-        merge=asked.merge,
+        loras=options.loras,
+        merge=options.merge,
         quantization=settings.model.quantization,
     )
-    if asked.cache is not None:
-        return _from_cache(settings, generator, asked, asked.cache)
-    return _one(generator, asked) if asked.is_one else _many(settings, generator, asked)
+    if options.cache is not None:
+        return _from_cache(settings, generator, options, options.cache)
+    return _one(generator, options) if options.is_one else _many(settings, generator, options)
 
 
-# ---- what does not go together ---------------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check(settings: Config, asked: Prediction) -> None:
-    """ConfigError for options that do not go together, before anything is read."""
-    given = {"--image": asked.images, "--prompt": asked.prompts, "--source": asked.source, "--from-cache": asked.cache}
+def check(settings: Config, options: PredictOptions) -> None:
+    """Raise ConfigError for options that exclude each other, before anything is read."""
+    given = {
+        "--image": options.images,
+        "--prompt": options.prompts,
+        "--source": options.source,
+        "--from-cache": options.cache,
+    }
     ways = tuple(name for name, value in given.items() if value)
     if ways not in WAYS:
         expected = "; or ".join(" and ".join(way) for way in WAYS)
         raise ConfigError("nothing to generate", expected=expected, found=" and ".join(ways) or "nothing")
-    if bool(asked.cache) != bool(asked.keys):
+    if bool(options.cache) != bool(options.keys):
         raise ConfigError(
             "--from-cache CACHE goes with --key KEY", do="name a sample; `qwen-cache inspect --html` lists them"
         )
-    if asked.compare and asked.merge:
+    if options.compare and options.merge:
         raise ConfigError("a merged LoRA cannot be turned off again", found="--compare and --merge", do="choose one")
     images = settings.predict.num_images_per_prompt
-    if images > 1 and not asked.is_one:
+    if images > 1 and not options.is_one:
         found = f"--num-images-per-prompt {images}"
-        raise ConfigError("several images per prompt are for one prompt", found=found)
-    if asked.save_interrupted and not asked.is_one:
+        raise ConfigError("several images per prompt need a single prompt", found=found)
+    if options.save_interrupted and not options.is_one:
         raise ConfigError("--save-interrupted is for one image", do="leave it out: finished images are kept")
-    if asked.source:
-        _check_folder(asked.out, asked.source)
+    if options.source:
+        _check_folder(options.out, options.source)
     else:
-        _check_files(asked, images)
+        _check_files(options, images)
 
 
 def _check_folder(out: Path, source: str) -> None:
-    """--out is a folder, and not inside the source."""
+    """Raise ConfigError unless --out is a folder outside the source."""
     if out.suffix:
         raise ConfigError("--source generates into a folder", where="--out", found=out, do="give --out FOLDER")
     if Path(source).is_dir() and out.resolve().is_relative_to(Path(source).resolve()):
@@ -111,83 +116,85 @@ def _check_folder(out: Path, source: str) -> None:
         raise ConfigError(what, where="--out", do="name another folder")
 
 
-def _check_files(asked: Prediction, images: int) -> None:
-    """--out can be written, and is none of the control images."""
-    image_format(asked.out)
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    given = {image.resolve() for image in asked.images}
-    for path in image_paths(asked.out, max(images, len(asked.keys))):
+def _check_files(options: PredictOptions, images: int) -> None:
+    """Raise ConfigError unless --out can be written, and is none of the control images."""
+    image_format(options.out)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    given = {image.resolve() for image in options.images}
+    for path in image_paths(options.out, max(images, len(options.keys))):
         if path.is_dir():
-            raise ConfigError("a folder has the name of the image", where=path, do="name another --out")
+            raise ConfigError("a folder has the name of the image", where=path, do="choose another --out")
         if path.resolve() in given:
             raise ConfigError("the image would replace its own control image", where=path)
-    if not asked.is_one and not asked.cache and asked.out.suffix.lower() != ".png":
-        raise ConfigError("resumable output must be .png", where="--out", found=asked.out)
+    if not options.is_one and not options.cache and options.out.suffix.lower() != ".png":
+        raise ConfigError("resumable output must be .png", where="--out", found=options.out)
 
 
-# ---- the three ways --------------------------------------------------------------------------------------------------
+# ---- one image, many images, cached samples --------------------------------------------------------------------------
 
 
-def _one(generator: Generator, asked: Prediction) -> int:
-    """The images of one prompt."""
-    images = open_images(asked.images)
-    generated = generator.generate(images, asked.prompts[0], save_interrupted=asked.save_interrupted)
-    paths, steps = save_images(generated.images, asked.out), generated.interrupted_after
+def _one(generator: Generator, options: PredictOptions) -> int:
+    """Generate the images of one prompt."""
+    images = open_images(options.images)
+    generated = generator.generate(images, options.prompts[0], save_interrupted=options.save_interrupted)
+    paths, steps = save_images(generated.images, options.out), generated.interrupted_after
     ended = "[bold green]done[/]" if steps is None else f"[yellow]interrupted after {plural(steps, 'step')}[/]"
     size = f"{generated.images[0].width}×{generated.images[0].height}"
-    console().print(f"{ended}: {_named(paths)}, {size}", highlight=False)
+    console().print(f"{ended}: {_joined(paths)}, {size}", highlight=False)
     return 0 if steps is None else INTERRUPTED
 
 
-def _many(settings: Config, generator: Generator, asked: Prediction) -> int:
-    """A PNG for each prompt, or for each row of the source; what is there already is not generated again."""
+def _many(settings: Config, generator: Generator, options: PredictOptions) -> int:
+    """Generate a PNG for each prompt, or for each row of the source; existing ones are skipped."""
     problems: list[Problem] = []
-    if asked.source is None:
-        open_images(asked.images)  # one that cannot be read is an error of the command, not of every prompt
-        jobs = jobs_of_prompts(asked.out.stem, asked.images, asked.prompts)
-        folder, grid = asked.out.parent, asked.out.with_stem(f"{asked.out.stem}-compare")
+    if options.source is None:
+        open_images(options.images)  # an unreadable image is one error of the command, not one per prompt
+        jobs = prompt_jobs(options.out.stem, options.images, options.prompts)
+        folder, grid = options.out.parent, options.out.with_stem(f"{options.out.stem}-compare")
     else:
         needs_control = generator.model.takes_controls
-        jobs, problems = jobs_of(asked.source, settings.data, needs_control=needs_control, prompts=asked.prompts)
-        folder, grid = asked.out, asked.out / "compare.png"
+        jobs, problems = source_jobs(
+            options.source, settings.data, needs_control=needs_control, prompts=options.prompts
+        )
+        folder, grid = options.out, options.out / "compare.png"
     print_problems(problems)
     if problems and settings.data.on_error == "stop":
         console().print("nothing was generated; fix these rows, or skip them with --set data.on_error=skip")
         return FAILED
-    pages = image_paths(grid, math.ceil(len(jobs) / ROWS_ON_A_PAGE)) if asked.compare else ()
-    done = generate_jobs(generator, jobs, folder, compare=asked.compare, pages=pages)
-    there = f", {len(done.skipped)} there already" if done.skipped else ""
+    pages = image_paths(grid, math.ceil(len(jobs) / ROWS_ON_A_PAGE)) if options.compare else ()
+    results = generate_jobs(generator, jobs, folder, compare=options.compare, pages=pages)
+    existing = f", {len(results.skipped)} already there" if results.skipped else ""
     console().print(
-        f"[bold green]done[/]: {plural(len(done.written), 'new image')} in {escape(str(folder))}{there}",
+        f"[bold green]done[/]: {plural(len(results.written), 'new image')} in {escape(str(folder))}{existing}",
         highlight=False,
     )
-    if asked.compare:
-        rows = compared(jobs, folder, with_lora=bool(asked.loras), failed=done.failed)
+    if options.compare:
+        rows = compared(jobs, folder, with_lora=bool(options.loras), failed=results.failed)
         _print_grid(_save_grid([row for _, row in rows], [job.prompt for job, _ in rows], grid))
-    print_problems(done.failed)
-    return FAULTS if problems or done.failed else 0
+    print_problems(results.failed)
+    return FAULTS if problems or results.failed else 0
 
 
-def _from_cache(settings: Config, generator: Generator, asked: Prediction, path: str) -> int:
-    """The samples of a cache that --key names."""
+def _from_cache(settings: Config, generator: Generator, options: PredictOptions, path: str) -> int:
+    """Generate the samples of a cache that --key names."""
     cache = open_configured(settings.cache, path)
-    samples = [find_sample(cache, key) for key in asked.keys]
+    samples = [find_sample(cache, key) for key in options.keys]
     rows, paths = [], []
-    generated = generate_samples(generator, cache, samples, compare=asked.compare)
-    for out, row in zip(image_paths(asked.out, len(samples)), generated, strict=True):
+    generated = generate_samples(generator, cache, samples, compare=options.compare)
+    for out, row in zip(image_paths(options.out, len(samples)), generated, strict=True):
         image = row.with_lora or row.without_lora
         assert image is not None
         paths += save_images([image], out)
         rows.append(row)
-    console().print(f"[bold green]done[/]: {_named(paths)}", highlight=False)
-    if asked.compare:
-        grid = asked.out.with_stem(f"{asked.out.stem}-compare")
+    console().print(f"[bold green]done[/]: {_joined(paths)}", highlight=False)
+    if options.compare:
+        grid = options.out.with_stem(f"{options.out.stem}-compare")
         _print_grid(_save_grid(rows, [sample.prompt for sample in samples], grid))
     return 0
 
 
 def _save_grid(rows: Sequence[Row], captions: Sequence[str], path: Path) -> list[Path]:
-    """The rows side by side, on as many pages as it takes."""
+    """Write the rows side by side, on one or more pages."""
     starts = range(0, len(rows), ROWS_ON_A_PAGE)
     pages = [compare_grid(rows[i : i + ROWS_ON_A_PAGE], captions[i : i + ROWS_ON_A_PAGE]) for i in starts]
     return save_images(pages, path)
@@ -195,9 +202,9 @@ def _save_grid(rows: Sequence[Row], captions: Sequence[str], path: Path) -> list
 
 def _print_grid(paths: Sequence[Path]) -> None:
     if paths:
-        console().print(f"side by side: {_named(paths)}", highlight=False)
+        console().print(f"side by side: {_joined(paths)}", highlight=False)
 
 
-def _named(paths: Sequence[Path]) -> str:
-    """The paths as rich prints them, brackets and all."""
+def _joined(paths: Sequence[Path]) -> str:
+    """The paths, escaped for rich."""
     return escape(", ".join(map(str, paths)))

@@ -1,7 +1,7 @@
-"""One or more caches as the samples of a run: those of each in turn, with the weight of its cache.
+"""One or more weighted caches as the samples of a run, concatenated.
 
-They may differ in resolution, format and compression. Refused are caches for different pipelines, of different
-encoders, or stored in different dtypes: which samples share a batch must not change what they are.
+The caches may differ in resolution, format and compression. Caches for different pipelines, of different encoders or
+in different dtypes are refused: sharing a batch must not change a sample.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from qwen_cache.batching.batch_plan import index_target_tokens, index_token_counts
-from qwen_cache.batching.epoch import IntArray, Part
+from qwen_cache.batching.epoch import IntArray, MixturePart
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Cache, Sample, open_configured
 from qwen_cache.format.identity import canonical_json, content_hash
@@ -26,23 +26,23 @@ from qwen_cache.settings.cache import CacheConfig
 from qwen_cache.settings.train import WeightedCache
 
 COLUMNS = ("key", "target", "text_length", "image_latents", "control_latents", "empty_prompt_embeds")
-"""Of the index, what all formats have alike and training asks of all samples at once."""
-SAME = ("pipeline", "vae", "text_encoder", "processor", "template", "picture_template", "positions")
-"""What recipes must agree in, where both have it: an imported cache says less of how it was made."""
+"""Index columns that all formats have, and that training reads of all samples at once."""
+MUST_MATCH = ("pipeline", "vae", "text_encoder", "processor", "template", "picture_template", "positions")
+"""Recipe entries that must be equal where both recipes have them; an imported cache records fewer."""
 
 
 class Mixture:
-    """The samples of `caches`, those of the first, then those of the second, and so on."""
+    """The samples of `caches`, one cache after the other; ConfigError if the caches do not fit together."""
 
     has_index = True
 
     def __init__(self, caches: Sequence[Cache], weights: Sequence[float]) -> None:
         for cache in caches:
             if not len(cache):
-                do = "run `qwen-cache build`" + (", or leave it out of train.caches" if len(caches) > 1 else "")
+                do = "run `qwen-cache build`" + (", or remove it from train.caches" if len(caches) > 1 else "")
                 raise ConfigError("the cache has no samples", where=cache.folder, do=do)
         for other in caches[1:]:
-            _check_alike(caches[0], other)
+            _check_compatible(caches[0], other)
         self.caches, self.weights = tuple(caches), tuple(weights)
         self.ends = list(accumulate(map(len, caches)))
         self.table = pa.concat_tables([cache.table.select(COLUMNS) for cache in caches])
@@ -53,12 +53,12 @@ class Mixture:
 
     @classmethod
     def of(cls, cache: Cache) -> Mixture:
-        """One cache alone; its identity is the cache's."""
+        """A single cache; the identity is the cache's."""
         return cls([cache], [1.0])
 
     @property
     def folder(self) -> str:
-        """Where all of it is, in words."""
+        """The folders of all caches, as text."""
         return " and ".join(str(cache.folder) for cache in self.caches)
 
     @property
@@ -74,12 +74,12 @@ class Mixture:
         return self.ends[-1]
 
     def __getitem__(self, position: int) -> Sample:
-        cache, place = self._locate(position)
-        return cache[place]
+        cache, local_position = self._locate(position)
+        return cache[local_position]
 
     def row(self, position: int) -> IndexRow:
-        cache, place = self._locate(position)
-        return cache.row(place)
+        cache, local_position = self._locate(position)
+        return cache.row(local_position)
 
     def column(self, name: str) -> pa.ChunkedArray:
         """`[N]`: one of `COLUMNS`."""
@@ -98,21 +98,21 @@ class Mixture:
         return np.concatenate([index_target_tokens(cache.table, cache.folder / INDEX_NAME) for cache in self.caches])
 
     def edit_masks(self) -> int:
-        """How many samples have an edit mask; v1 has none."""
+        """The number of samples with an edit mask; v1 has none."""
         tables = [cache.table for cache in self.caches]
         return sum(len(t) - t["edit_mask"].null_count for t in tables if "edit_mask" in t.column_names)
 
-    def parts(self, training: IntArray) -> list[Part]:
-        """The samples at the positions `training`, those of each cache with its weight."""
+    def parts(self, training: IntArray) -> list[MixturePart]:
+        """The samples at the positions `training`, by cache, with its weight."""
         each = np.split(training, np.searchsorted(training, self.ends[:-1]))
-        return [Part(samples, weight) for samples, weight in zip(each, self.weights, strict=True)]
+        return [MixturePart(samples, weight) for samples, weight in zip(each, self.weights, strict=True)]
 
     def prefetch(self, positions: Iterable[int]) -> None:
-        places = defaultdict(list)
-        for cache, place in map(self._locate, positions):
-            places[cache].append(place)
-        for cache, each in places.items():
-            cache.prefetch(each)
+        by_cache = defaultdict(list)
+        for cache, local_position in map(self._locate, positions):
+            by_cache[cache].append(local_position)
+        for cache, local_positions in by_cache.items():
+            cache.prefetch(local_positions)
 
     def stop_prefetch(self) -> None:
         for cache in self.caches:
@@ -126,26 +126,26 @@ class Mixture:
 
 
 def open_mixture(parts: Sequence[WeightedCache], config: CacheConfig) -> Mixture:
-    """The caches of train.caches; ConfigError where they do not go together."""
+    """The caches of train.caches; ConfigError if they do not fit together."""
     caches = [open_configured(config.model_copy(update={"recipe": part.recipe}), part.path) for part in parts]
     return Mixture(caches, [part.weight for part in parts])
 
 
-def _check_alike(first: Cache, other: Cache) -> None:
-    a, b = _about(first), _about(other)
+def _check_compatible(first: Cache, other: Cache) -> None:
+    a, b = _compared_properties(first), _compared_properties(other)
     for what in a:
         if what in b and a[what] != b[what]:
             raise ConfigError(
                 f"these caches cannot be trained together: they differ in {what}",
                 expected=f"{a[what]}, as in {first.folder}",
                 found=f"{b[what]} in {other.folder}",
-                do="build both with the same model and cache.dtype, or leave one out of train.caches",
+                do="build both with the same model and cache.dtype, or remove one from train.caches",
             )
 
 
-def _about(cache: Cache) -> dict[str, Any]:
+def _compared_properties(cache: Cache) -> dict[str, Any]:
     recipe, stored = cache.recipe.recipe, cache.row(0).meta.tensors
-    about = {name: recipe[name] for name in SAME if name in recipe}
+    properties = {name: recipe[name] for name in MUST_MATCH if name in recipe}
     for name in ("image_latents", "prompt_embeds"):
-        about |= {f"the dtype of {name}": stored[name].dtype, f"the width of {name}": stored[name].shape[1]}
-    return about
+        properties |= {f"the dtype of {name}": stored[name].dtype, f"the width of {name}": stored[name].shape[1]}
+    return properties

@@ -1,7 +1,7 @@
-"""Training without a cache: another process encodes each sample when it is about to be trained.
+"""Training without a cache: a worker process encodes each sample shortly before it is trained.
 
-The samples, their batches and their bytes are those of a cache of the same source, so the losses are, too, and a run
-can be resumed from one or the other. This process still loads nothing but the transformer.
+Samples, batches and bytes equal those of a cache of the same source, so the losses are equal too, and a run can be
+resumed with either. This process still loads only the transformer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from qwen_cache.batching.epoch import IntArray, Part
+from qwen_cache.batching.epoch import IntArray, MixturePart
 from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.index import IndexRow
@@ -33,7 +33,7 @@ COMMAND = "from qwen_cache.cli import main; main()"
 
 @dataclass(frozen=True)
 class OneSample:
-    """In place of the shards of a cache: the bytes of a single sample."""
+    """The bytes of a single sample, in place of a cache's shards."""
 
     folder: Path
     data: memoryview
@@ -46,7 +46,7 @@ class OneSample:
 
 
 class OnTheFlySamples:
-    """The samples of a source, from a process that encodes them."""
+    """The samples of a source, encoded by a worker process."""
 
     has_index = False
 
@@ -54,15 +54,15 @@ class OnTheFlySamples:
         self.folder = Path(source)
         self._process = _start(config, source)
         self._lock = Lock()
-        self._asked: deque[int] = deque()
+        self._requested: deque[int] = deque()
         self._ready: dict[int, deque[Sample]] = {}
-        self._promised: Counter[int] = Counter()
-        about = self._reply()
-        self.format_version: int = about["format_version"]
-        self.prompt_embeds_width: int = about["prompt_embeds_width"]
-        self.names: list[str] = about["names"]
-        self._token_counts = np.array([about["image_tokens"], about["text_tokens"]], dtype=np.int64)
-        self.recipe = Recipe(about["recipe"], about["samples"], about["identity"])
+        self._outstanding: Counter[int] = Counter()
+        header = self._reply()
+        self.format_version: int = header["format_version"]
+        self.prompt_embeds_width: int = header["prompt_embeds_width"]
+        self.names: list[str] = header["names"]
+        self._token_counts = np.array([header["image_tokens"], header["text_tokens"]], dtype=np.int64)
+        self.recipe = Recipe(header["recipe"], header["samples"], header["identity"])
 
     @property
     def identity(self) -> str:
@@ -87,30 +87,30 @@ class OnTheFlySamples:
         """`[2, N]`: image tokens (of target and controls) and text tokens."""
         return self._token_counts
 
-    def parts(self, training: IntArray) -> list[Part]:
-        return [Part(training)]
+    def parts(self, training: IntArray) -> list[MixturePart]:
+        return [MixturePart(training)]
 
     def __len__(self) -> int:
         return self.recipe.samples
 
     def __getitem__(self, position: int) -> Sample:
-        """A sample, when it is encoded; each time that it was asked for by `prefetch` it can be had once."""
+        """Wait for a sample; each `prefetch` of it is consumed by one read."""
         with self._lock:
-            if not self._promised[position]:
-                self._ask(position)
-            self._promised[position] -= 1
+            if not self._outstanding[position]:
+                self._request(position)
+            self._outstanding[position] -= 1
             while not self._ready.get(position):
-                self._ready.setdefault(self._asked.popleft(), deque()).append(self._receive())
+                self._ready.setdefault(self._requested.popleft(), deque()).append(self._receive())
             return self._ready[position].popleft()
 
     def prefetch(self, positions: Iterable[int]) -> None:
-        """Ask for samples that will be wanted."""
+        """Request samples from the worker, and return at once."""
         with self._lock:
             for position in positions:
-                self._ask(position)
+                self._request(position)
 
     def stop_prefetch(self) -> None:
-        """End the other process: it ends by itself with its input, once it is done with what it is at."""
+        """Stop the worker: it ends when its input is closed, after its current sample."""
         self._close_pipes()
         try:
             self._process.wait(timeout=60)
@@ -118,17 +118,17 @@ class OnTheFlySamples:
             self._process.kill()
 
     def _no_index(self) -> ConfigError:
-        what = "this goes by the index of a cache, which --encode-on-the-fly does not have"
+        what = "this needs the index of a cache, which --encode-on-the-fly does not have"
         return ConfigError(what, where=self.folder, do="build a cache: `qwen-cache build`")
 
-    def _ask(self, position: int) -> None:
+    def _request(self, position: int) -> None:
         assert self._process.stdin is not None
         try:
             print(position, file=self._process.stdin, flush=True)
         except OSError:
             raise self._ended() from None
-        self._asked.append(position)
-        self._promised[position] += 1
+        self._requested.append(position)
+        self._outstanding[position] += 1
 
     def _receive(self) -> Sample:
         path = Path(self._reply()["file"])
@@ -145,21 +145,21 @@ class OnTheFlySamples:
 
     def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):  # of what could not be written any more
+            with suppress(OSError):  # unwritten data of a worker that has ended
                 if pipe:
                     pipe.close()
 
     def _ended(self) -> TrainError:
         self._close_pipes()
         return TrainError(
-            "the process that encodes has ended; its message is above",
+            "the encoding process has ended; its message is above",
             where=self.folder,
             found=f"exit code {self._process.wait()}",
         )
 
 
 def _start(config: Config, source: str) -> subprocess.Popen[str]:
-    """`qwen-cache encode-worker` in its own session: Ctrl-C reaches the trainer alone, which ends it later."""
+    """Start `qwen-cache encode-worker` in its own session: Ctrl-C reaches only the trainer, which stops it later."""
     settings = json.dumps(config.model_dump(mode="json"))
     return subprocess.Popen(
         [sys.executable, "-c", COMMAND, "encode-worker", source, settings],
@@ -167,5 +167,5 @@ def _start(config: Config, source: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         encoding="utf-8",
         start_new_session=True,
-        creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # as Windows has it
+        creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # the same on Windows
     )

@@ -1,4 +1,4 @@
-"""What training needs of samples, whichever way they come: `Samples`; and where a run gets them from."""
+"""`Samples`, the interface of a run's data source, and `open_samples`, which opens the configured one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import pyarrow as pa
 
-from qwen_cache.batching.epoch import IntArray, Part
+from qwen_cache.batching.epoch import IntArray, MixturePart
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample, open_configured
 from qwen_cache.format.index import IndexRow
@@ -20,22 +20,22 @@ from qwen_train.data.on_the_fly import OnTheFlySamples
 
 @runtime_checkable
 class Samples(Protocol):
-    """`N` samples by position: of caches (`Mixture`), or encoded as they are needed (`OnTheFlySamples`).
+    """`N` samples by position: of caches (`Mixture`), or encoded on demand (`OnTheFlySamples`).
 
-    Another source of samples needs these members and no more.
+    A new data source needs exactly these members.
     """
 
     has_index: bool
-    """Whether `row` and `table` can be read before a sample is."""
+    """Whether `row` and `column` are available without reading samples."""
     recipe: Recipe
 
     @property
     def folder(self) -> object:
-        """Where they come from, for messages."""
+        """The origin of the samples, for messages."""
 
     @property
     def identity(self) -> str:
-        """The hash of all keys in order, and of their weights: a resumed run must share it."""
+        """The hash of all keys in order and of their weights; a resumed run must share it."""
 
     @property
     def prompt_embeds_width(self) -> int:
@@ -49,10 +49,10 @@ class Samples(Protocol):
     def __getitem__(self, position: int, /) -> Sample: ...
 
     def name(self, position: int) -> str:
-        """What the source calls the sample."""
+        """The sample's name in the source."""
 
     def row(self, position: int) -> IndexRow:
-        """What the index says of the sample; ConfigError without an index."""
+        """The sample's row in the index; ConfigError without an index."""
 
     def token_counts(self) -> IntArray:
         """`[2, N]`: image tokens (of target and controls) and text tokens."""
@@ -61,20 +61,20 @@ class Samples(Protocol):
         """`[N]`: image tokens of the target; ConfigError without an index."""
 
     def edit_masks(self) -> int:
-        """How many samples have an edit mask; ConfigError without an index."""
+        """The number of samples with an edit mask; ConfigError without an index."""
 
-    def parts(self, training: IntArray) -> Sequence[Part]:
-        """The samples at the positions `training`, by how often they come in an epoch."""
+    def parts(self, training: IntArray) -> Sequence[MixturePart]:
+        """The samples at the positions `training`, grouped by their frequency in an epoch."""
 
     def prefetch(self, positions: Iterable[int]) -> None:
         """Begin to fetch or to encode these samples, and return at once."""
 
     def stop_prefetch(self) -> None:
-        """Give up what `prefetch` has asked for."""
+        """Cancel the requests of `prefetch`."""
 
 
 def open_samples(config: Config, encode_from: str | None = None) -> Samples:
-    """The cache or caches; or the source `encode_from`, of which another process encodes samples as they are needed."""
+    """The cache or caches of `config`; or the source `encode_from`, encoded on demand by a worker process."""
     if encode_from is None:
         return (
             open_mixture(config.train.caches, config.cache)

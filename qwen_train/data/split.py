@@ -1,8 +1,8 @@
-"""Which samples are never trained: those of which the hash of the target image says so.
+"""The validation split: the hash of a sample's target image decides whether it is held out.
 
-It says the same when the dataset grows, in whatever order, and when it is built anew for another resolution or model.
-All samples of one target are on the same side: another size or instruction of an image that is trained shows nothing.
-Refused is a share that leaves nothing to validate, or nothing to train.
+The split is stable when the dataset grows, in any order, and when it is rebuilt for another resolution or model. All
+samples of one target are on the same side: validating on another size or instruction of a trained image shows nothing.
+A fraction that leaves nothing to validate or nothing to train is refused.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from qwen_cache.batching.epoch import IntArray
 from qwen_cache.errors import ConfigError
 
 
-def split(targets: Sequence[str], share: float, setting: str = "train.validation_split") -> tuple[IntArray, IntArray]:
-    """The positions of the samples to train and of those to validate, by the content hashes of their targets.
+def split(
+    targets: Sequence[str], fraction: float, setting: str = "train.validation_split"
+) -> tuple[IntArray, IntArray]:
+    """The positions of the trained and of the held-out samples, by the content hashes of their targets.
 
-    `setting` is the share's name in an error.
+    About `fraction` of the targets are held out; errors (ConfigError) call it `setting`.
     """
     hashes = (xxhash.xxh3_64_intdigest(target.encode("ascii")) for target in targets)
-    validated = np.fromiter((digest < share * 2**64 for digest in hashes), bool, len(targets))
-    training, validation = np.flatnonzero(~validated), np.flatnonzero(validated)
+    held_out = np.fromiter((digest < fraction * 2**64 for digest in hashes), bool, len(targets))
+    training, validation = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     for which, left in (("train", training), ("validate", validation)):
         if not len(left):
             raise ConfigError(
                 f"{setting} leaves nothing to {which}",
-                found=f"{share} of {len(set(targets))} different targets",
+                found=f"{fraction} of {len(set(targets))} different targets",
                 do=f"{'lower' if which == 'train' else 'raise'} {setting}",
             )
     return training, validation

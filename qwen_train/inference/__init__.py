@@ -1,1 +1,1 @@
-"""Images from a trained LoRA, with the stock pipelines. The only room that loads encoders and VAE."""
+"""Images from a trained LoRA, with the stock pipelines. The only folder of qwen_train that loads encoders and VAE."""

@@ -1,9 +1,8 @@
-"""Drawing out of a cache: a sample's embeddings and control latents take the place of its images and its prompt.
+"""Generation from a cache: a sample's embeddings and control latents replace its prompt and images.
 
-Only the transformer is needed. The loop is the stock pipelines', operation by operation, so that equal noise and equal
-inputs give an equal result; validation draws by it as well, and so neither a pipeline nor a VAE is imported here.
-Refused are guidance where a cache lacks the empty prompt, the only negative prompt that one holds, and a sample that is
-not named clearly.
+Only the transformer is needed. The loop repeats the stock pipelines' operations one by one, so equal noise and inputs
+give an equal result. Validation uses it too, so it imports neither a pipeline nor a VAE. Refused: guidance if the cache
+lacks the empty prompt, the only negative prompt that a cache has, and an ambiguous name of a sample.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_train.flow import NoiseSchedule
 
 FOLDER = "validation"
-"""The folder of a run for the latents of its validation images, which `qwen-train decode` decodes."""
+"""A run's folder for the latents of validation images, which `qwen-train decode` decodes."""
 LEAST_PREFIX = 6
-"""Digits of a key that name a sample, when no other has them; as in git, fewer are more likely a slip."""
+"""Digits of a key that may identify a sample, as in git; fewer are more likely a mistake."""
 SHOWN = 5
-"""Samples that a message names."""
+"""Samples listed in a message."""
 HEXADECIMAL = set("0123456789abcdef")
 
 
 @torch.no_grad()
-def draw_cached(
+def generate_cached(
     sample: Sample,
     transformer: Any,
     scheduler: Any,
@@ -45,10 +44,11 @@ def draw_cached(
     dtype: torch.dtype,
     on_step: Callable[[int], object] | None = None,
 ) -> Float[Tensor, "S 64"]:
-    """The latents of the target that the stock pipeline would end with, from the cached embeddings and controls.
+    """The target latents that the stock pipeline would generate from the cached embeddings and control latents.
 
-    `latents` is the noise to begin with. A `true_cfg_scale` above 1 guides away from the empty prompt. `on_step` is
-    told how many steps are done; the drawing ends there when it returns True.
+    `latents` is the initial noise. A `true_cfg_scale` above 1 guides away from the empty prompt. `on_step` gets the
+    number of finished steps and ends the generation by returning True. Raises TrainError for guidance without an empty
+    prompt.
     """
     tokens = token_count(sample.img_shapes[:1])
     levels = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps) if sigmas is None else sigmas
@@ -58,20 +58,20 @@ def draw_cached(
     latents = latents[None].to(device, dtype)
     controls = sample["control_latents"][None].to(latents) if len(sample.img_shapes) > 1 else latents[:, :0]
     prompts = [prompt[None].to(latents) for prompt in prompts_of(sample, true_cfg_scale)]
-    for done, t in enumerate(scheduler.timesteps, 1):
+    for step, t in enumerate(scheduler.timesteps, 1):
         image, sigma = torch.cat([latents, controls], dim=1), t.expand(1).to(dtype) / 1000
         velocity, *others = [velocity_of(transformer, image, prompt, sigma, sample.img_shapes) for prompt in prompts]
-        for away in others:
-            guided = away + true_cfg_scale * (velocity - away)
+        for negative in others:
+            guided = negative + true_cfg_scale * (velocity - negative)
             velocity = guided * (velocity.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
         latents = scheduler.step(velocity[:, :tokens], t, latents, return_dict=False)[0].to(dtype)
-        if on_step is not None and on_step(done) is True:
+        if on_step is not None and on_step(step) is True:
             break
     return latents[0]
 
 
 def prompts_of(sample: Sample, true_cfg_scale: float) -> Iterator[Float[Tensor, "L D"]]:
-    """The embeddings of the prompt and, where there is guidance, those of the empty prompt."""
+    """The embeddings of the prompt and, with guidance, of the empty prompt."""
     yield sample["prompt_embeds"]
     if true_cfg_scale > 1:
         if "empty_prompt_embeds" not in sample.row.meta.tensors:
@@ -87,7 +87,7 @@ def prompts_of(sample: Sample, true_cfg_scale: float) -> Iterator[Float[Tensor, 
 def velocity_of(
     transformer: Any, image: Float[Tensor, "1 S 64"], prompt: Float[Tensor, "1 L D"], sigma: Tensor, shapes: ImgShapes
 ) -> Float[Tensor, "1 S 64"]:
-    """What the transformer predicts for every token."""
+    """The transformer's prediction for every token."""
     velocity: Tensor = transformer(
         hidden_states=image,
         encoder_hidden_states=prompt,
@@ -99,20 +99,20 @@ def velocity_of(
 
 
 def guidance_from_cache(negative_prompt: str | None, true_cfg_scale: float) -> float:
-    """The `true_cfg_scale` to draw a cached sample with: 1 where no negative prompt is given, as in the pipelines."""
+    """The `true_cfg_scale` for a cached sample: 1 without a negative prompt, as in the pipelines."""
     if negative_prompt:
         raise ConfigError(
-            "a cache holds no negative prompt but the empty one",
+            "the empty prompt is the only negative prompt in a cache",
             found=f"predict.negative_prompt={negative_prompt!r}",
-            do='set predict.negative_prompt="", or draw from the images with --image',
+            do='set predict.negative_prompt="", or generate from the images with --image',
         )
     return 1.0 if negative_prompt is None else true_cfg_scale
 
 
 def initial_latents(sample: Sample, seed: int, dtype: torch.dtype) -> Float[Tensor, "S 64"]:
-    """The noise that the stock pipeline draws for the sample's target from `torch.Generator().manual_seed(seed)`.
+    """The noise that the stock pipeline samples for the target from `torch.Generator().manual_seed(seed)`.
 
-    Drawn in the pipeline's dtype, as there, and on the CPU, so that every device gets the same.
+    It is sampled in the pipeline's dtype, like there, and on the CPU, so that it is equal for every device.
     """
     _, h, w = sample.img_shapes[0]
     noise = torch.randn(1, 1, 16, 2 * h, 2 * w, generator=torch.Generator().manual_seed(seed), dtype=dtype)
@@ -120,23 +120,23 @@ def initial_latents(sample: Sample, seed: int, dtype: torch.dtype) -> Float[Tens
 
 
 def find_sample(cache: Cache, key: str) -> Sample:
-    """The sample of this key, of this name, or of the only key that begins so, in this order."""
+    """The sample with this key, this name, or the only key with this prefix, in this order; else ConfigError."""
     keys, names = (cache.table[column].to_pylist() for column in ("key", "name"))
     if key in keys:
         return cache[keys.index(key)]
-    found = [i for i, name in enumerate(names) if name == key]
-    if not found and len(key) >= LEAST_PREFIX and set(key.lower()) <= HEXADECIMAL:
-        found = [i for i, each in enumerate(keys) if each.startswith(key.lower())]
-    if len(found) == 1:
-        return cache[found[0]]
-    if found:
-        listed = [f"{keys[i]} ({names[i]})" for i in found]
-        raise ConfigError("several samples are meant", where=cache.folder, found=_some(listed), do="give a whole key")
+    matches = [i for i, name in enumerate(names) if name == key]
+    if not matches and len(key) >= LEAST_PREFIX and set(key.lower()) <= HEXADECIMAL:
+        matches = [i for i, each in enumerate(keys) if each.startswith(key.lower())]
+    if len(matches) == 1:
+        return cache[matches[0]]
+    if matches:
+        listed = [f"{keys[i]} ({names[i]})" for i in matches]
+        raise ConfigError("several samples match", where=cache.folder, found=_some(listed), do="give the full key")
     near = difflib.get_close_matches(key, dict.fromkeys(names), SHOWN) or list(dict.fromkeys(names))
     raise ConfigError(
         "no sample of this key or name",
         where=cache.folder,
-        expected=f"a name, a key, or {LEAST_PREFIX} or more digits that one begins with",
+        expected=f"a name, a key, or the first {LEAST_PREFIX} or more digits of a key",
         found=key,
         do=f"there are, for example: {_some(near)}; index.parquet lists all",
     )

@@ -1,7 +1,7 @@
-"""`qwen-train decode`: images of the latents that `run` left of its validation.
+"""`qwen-train decode`: decode the latents of a run's validation images.
 
-A PNG beside each file of latents, on any device and at any time: what is there already is not made again, and none is
-ever half written. Refused are files that do not say what images they hold.
+Each file of latents gets a PNG beside it, on any device and at any time. Existing PNGs are skipped, and each is written
+atomically. Files without metadata about their images are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from qwen_train.metrics import METRICS_NAME
 
 @dataclass(frozen=True)
 class Latents:
-    """An image that is still to be decoded: a part of a file of latents."""
+    """One image of a latents file."""
 
     file: Path
     tokens: slice
@@ -37,9 +37,9 @@ class Latents:
 
 
 def decode_folder(folder: Path, model: ModelFolder, device: torch.device, dtype: torch.dtype) -> list[Path]:
-    """Decode what the run in `folder` left, or `folder` itself, which may be a file; the PNGs that were made."""
-    found = [item for file in latents_files(folder) for item in latents_in(file)]
-    missing = [item for item in found if not item.png.exists()]
+    """Decode the latents of the run in `folder`, or of another folder or file; the new PNGs."""
+    images = [item for file in latents_files(folder) for item in latents_in(file)]
+    missing = [item for item in images if not item.png.exists()]
     if not missing:
         return []
     vae = load_vae(model, device, dtype)
@@ -55,24 +55,24 @@ def decode_folder(folder: Path, model: ModelFolder, device: torch.device, dtype:
 
 
 def latents_files(folder: Path) -> list[Path]:
-    """Those of a run, which has other tensors as well, or all of the folder and the folders in it; or the file."""
+    """The latents files: of a run, only its validation; of another folder, all; or the file itself."""
     if folder.is_file():
         return [folder]
     is_run = (folder / METRICS_NAME).is_file() or (folder / FOLDER).is_dir()
     files = sorted((folder / FOLDER if is_run else folder).rglob("*.safetensors"))
     if is_run and not files:
-        raise TrainError("this run drew no images", where=folder, do="set validation.num_images")
+        raise TrainError("this run generated no images", where=folder, do="set validation.num_images")
     if not files:
         raise TrainError(
             "no latents here",
             where=folder,
-            expected=f"the output folder of a run with validation.num_images, or one of the folders in its {FOLDER}/",
+            expected=f"the output folder of a run with validation.num_images, or a folder in its {FOLDER}/",
         )
     return files
 
 
 def latents_in(path: Path) -> Iterator[Latents]:
-    """Of each image in a file; the first has the name of the file, others a number as well."""
+    """The images in a file; the first PNG has the file's name, the others also a number."""
     try:
         with safe_open(path, framework="pt") as file:
             shapes = json.loads((file.metadata() or {})["img_shapes"])
@@ -80,12 +80,14 @@ def latents_in(path: Path) -> Iterator[Latents]:
             tokens = file.get_slice("latents").get_shape()[0]
     except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
         raise TrainError(
-            f"these are not latents that a run left: {error}",
+            f"these are not the latents of a run: {error}",
             where=path,
             do=f"name the output folder of a run, or a folder or file in its {FOLDER}/",
         ) from None
     if sum(map(prod, shapes)) != tokens:
-        raise TrainError("the latents do not fill their images", where=path, expected=f"{shapes}", found=f"{tokens}")
+        raise TrainError(
+            "the number of latents does not fit the images", where=path, expected=f"{shapes}", found=f"{tokens}"
+        )
     for number, (part, size) in enumerate(parts, 1):
         name = f"{path.stem}.png" if number == 1 else f"{path.stem}-{number}.png"
         yield Latents(path, part, size, path.with_name(name))

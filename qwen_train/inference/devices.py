@@ -1,6 +1,6 @@
-"""Where each part of a pipeline runs, and what to do about a device that has too little memory for it.
+"""The devices of a pipeline's components, and advice when a device has too little memory.
 
-Refused: offloading where there is nothing to offload from, or of parts that run on several devices.
+Refused: offloading without an accelerator, and offloading of components on several devices.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from qwen_cache.errors import ConfigError, DeviceError
 from qwen_cache.models.devices import choose_device
 
 Offload = Literal["none", "model", "sequential"]
-"""Which weights wait in the host's memory: none, those of the parts that do not compute, or all layers that do not."""
+"""Which weights wait in host memory: none, those of idle components, or those of idle layers."""
 
-CURES = {
-    "encoding the prompt": "run the text encoder elsewhere with --text-device, on the cpu for example, or with "
+FIXES = {
+    "encoding the prompt": "run the text encoder elsewhere with --text-device, for example on the cpu, or use "
     "--offload sequential",
-    "loading the transformer": "set model.quantization=int8, or draw with --offload sequential",
-    "denoising": "draw less with --height, --width and --num-images, set model.quantization=int8, or draw with "
+    "loading the transformer": "set model.quantization=int8, or use --offload sequential",
+    "denoising": "lower --height, --width or --num-images-per-prompt, set model.quantization=int8, or use "
     "--offload sequential",
-    "loading the VAE": "run it elsewhere with --vae-device, on the cpu for example",
-    "encoding an image": "run the VAE elsewhere with --vae-device, on the cpu for example, or with --offload model",
-    "decoding the image": "run the VAE elsewhere with --vae-device, on the cpu for example, or with --offload model, "
-    "or draw less with --height, --width and --num-images",
+    "loading the VAE": "run it elsewhere with --vae-device, for example on the cpu",
+    "encoding an image": "run the VAE elsewhere with --vae-device, for example on the cpu, or use --offload model",
+    "decoding the image": "run the VAE elsewhere with --vae-device, for example on the cpu, use --offload model, "
+    "or lower --height, --width or --num-images-per-prompt",
 }
-"""What would help, by what there was too little memory for."""
+"""What to do, by the operation that ran out of memory."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """Where each part runs."""
+    """The device of each component."""
 
     vae: torch.device
     text: torch.device
@@ -42,22 +42,22 @@ class Devices:
 
 
 def choose(device: str, vae: str | None, text: str | None, transformer: str | None) -> Devices:
-    """The devices called so on the command line; `device` is for all that is not named."""
+    """The devices named on the command line; `device` is the default."""
     named = {"--vae-device": vae, "--text-device": text, "--transformer-device": transformer}
     return Devices(*(choose_device(name or device, option if name else "--device") for option, name in named.items()))
 
 
 def check_offload(offload: Offload, devices: Devices) -> None:
-    """ConfigError where there is nothing to offload from; VAE and transformer have to take turns on one device."""
+    """Raise ConfigError unless VAE and transformer take turns on one accelerator."""
     if offload == "none":
         return
     name = f"predict.offload={offload}"
     if devices.transformer.type == "cpu":
-        do = "leave it out: on the CPU all weights are in the host's memory anyway"
+        do = "leave it out: on the CPU all weights are in host memory anyway"
         raise ConfigError(f"{name} is for an accelerator", found="the transformer on the cpu", do=do)
     if devices.vae != devices.transformer:
         raise ConfigError(
-            f"with {name} VAE and transformer take turns on one device",
+            f"with {name}, VAE and transformer take turns on one device",
             found=f"{devices.vae} and {devices.transformer}",
             do="name the same for --vae-device and --transformer-device, or leave --offload out",
         )
@@ -65,9 +65,9 @@ def check_offload(offload: Offload, devices: Devices) -> None:
 
 @contextmanager
 def memory_for(doing: str, device: torch.device) -> Iterator[None]:
-    """DeviceError says what there was too little memory for, one of CURES, and what would help."""
+    """Turn an out-of-memory error into a DeviceError with advice; `doing` is a key of FIXES."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
-        raise DeviceError(f"{device} has too little memory for {doing}", found=reason, do=CURES[doing]) from None
+        raise DeviceError(f"{device} has too little memory for {doing}", found=reason, do=FIXES[doing]) from None

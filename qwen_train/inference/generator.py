@@ -1,4 +1,4 @@
-"""Generate images: prompts first, then the stock pipeline, each component on the device that was named.
+"""Generate images: encode prompts, then run the stock pipeline, each component on its device.
 
 The text encoder is freed before the transformer is loaded, so no device holds both. Settings, LoRAs and the number of
 images are checked before anything large is loaded. A signal ends the generation after the current step.
@@ -31,12 +31,12 @@ ARGUMENTS = {
     *("num_inference_steps", "sigmas", "guidance_scale"),
     *("num_images_per_prompt", "max_sequence_length", "height", "width"),
 }
-"""The settings of `predict` that the pipelines take by the same name."""
+"""The settings of `predict` that the pipelines take under the same name."""
 
 
 @dataclass(frozen=True)
 class GeneratedImages:
-    """The images of one call, and after how many steps it was interrupted, if it was."""
+    """The images of one call, and the number of steps after which it was interrupted, None if it was not."""
 
     images: list[Image.Image]
     interrupted_after: int | None = None
@@ -79,7 +79,7 @@ class Generator:
 
     @cached_property
     def pipeline(self) -> Any:
-        """The stock pipeline with VAE, transformer and LoRAs; loaded when first asked for."""
+        """The stock pipeline with VAE, transformer and LoRAs; loaded on first access."""
         return load_pipeline(
             self.model,
             self.config,
@@ -92,7 +92,7 @@ class Generator:
     def generate(
         self, images: Sequence[Image.Image], prompt: str, *, save_interrupted: bool = False
     ) -> GeneratedImages:
-        """Generate from `prompt` and the control `images` (RGB)."""
+        """Generate from `prompt` and the control `images` (RGB); ConfigError for a wrong number of them."""
         check_count(self.model, len(images))
         embeds = encode_prompts(
             self.model, images, prompt, self.negative_prompt, self.devices, self.dtype, self.config.offload
@@ -109,16 +109,16 @@ class Generator:
     ) -> GeneratedImages:
         """Generate from encoded prompts.
 
-        The first signal ends it after the current step: with the images as they are then if `save_interrupted`, else
-        with KeyboardInterrupt.
+        The first signal ends the generation after the current step: with its unfinished images if `save_interrupted`,
+        else with KeyboardInterrupt.
         """
-        pipeline, config, done = self.pipeline, self.config, 0
+        pipeline, config, steps = self.pipeline, self.config, 0
         pipeline.set_progress_bar_config(disable=True)
         with Signals() as signals, counting("generating", self.steps, transient=one_of_many) as advance:
 
             def on_step_end(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-                nonlocal done
-                done += 1
+                nonlocal steps
+                steps += 1
                 advance(1)
                 if signals.stop and not save_interrupted:
                     raise KeyboardInterrupt
@@ -136,31 +136,31 @@ class Generator:
                 ).images
             if signals.stop and not save_interrupted:  # while the image was decoded
                 raise KeyboardInterrupt
-        return GeneratedImages(generated, done if pipeline.interrupt else None)
+        return GeneratedImages(generated, steps if pipeline.interrupt else None)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def check_count(model: ModelFolder, images: int) -> None:
-    """ConfigError unless the pipeline takes this many control images."""
+    """Raise ConfigError unless the pipeline takes this many control images."""
     most = model.max_controls
     if model.takes_controls and not images:
         raise ConfigError(f"{model.pipeline} edits an image", do="give one with --image")
     if most is not None and images > most:
-        raise ConfigError(f"{model.pipeline} takes {plural(most, 'image')}", found=images, do="leave some out")
+        raise ConfigError(f"{model.pipeline} takes {plural(most, 'image')}", found=images, do="give fewer")
 
 
 def check_settings(model: ModelFolder, config: PredictConfig, devices: Devices) -> None:
-    """ConfigError for what this model cannot do with these settings."""
+    """Raise ConfigError or ModelError for settings that this model cannot take."""
     check_offload(config.offload, devices)
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.part("scheduler"))
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.component("scheduler"))
     last = config.sigmas[-1] if config.sigmas else 1 / config.num_inference_steps
-    if last == 1 and scheduler.config.shift_terminal:  # the stock scheduler would divide 0 by 0 when it stretches that
+    if last == 1 and scheduler.config.shift_terminal:  # stretched by the stock scheduler, it would be 0 / 0
         found = f"--sigmas {last:g}" if config.sigmas else "--num-inference-steps 1"
         what = "the last sigma must be below 1" if config.sigmas else "one step is too few for this model's scheduler"
-        raise ConfigError(what, found=found, do="end with a smaller one" if config.sigmas else "use at least 2")
-    transformer = json.loads((model.part("transformer") / "config.json").read_text(encoding="utf-8"))
+        raise ConfigError(what, found=found, do="end with a smaller sigma" if config.sigmas else "use at least 2")
+    transformer = json.loads((model.component("transformer") / "config.json").read_text(encoding="utf-8"))
     if config.tabulated_modulation:
         check_model(transformer)
         if config.dtype != "bfloat16":
@@ -175,12 +175,12 @@ def check_settings(model: ModelFolder, config: PredictConfig, devices: Devices) 
         raise ConfigError(
             "this model is not guidance-distilled: the guidance scale would be ignored",
             found=f"predict.guidance_scale={given:g}",
-            do="leave it out; --true-cfg-scale guides it, with --negative-prompt",
+            do="leave it out; use --true-cfg-scale with --negative-prompt",
         )
 
 
 def check_guidance(config: PredictConfig, true_cfg_scale: float | None) -> None:
-    """ConfigError for a scale without a negative prompt, which the stock pipelines ignore."""
+    """Raise ConfigError for a guidance scale without a negative prompt, which the stock pipelines ignore."""
     if true_cfg_scale is not None and true_cfg_scale > 1 and config.negative_prompt is None:
         raise ConfigError(
             "without a negative prompt there is nothing to guide away from",

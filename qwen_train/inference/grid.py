@@ -1,4 +1,4 @@
-"""What a LoRA does, side by side: control, drawn without it, drawn with it, target; a row for each instruction."""
+"""A grid that compares images with and without a LoRA: controls, without, with, target; one row per prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qwen_cache.image_grid import HEIGHT, make_grid
 
 @dataclass(frozen=True)
 class Row:
-    """What belongs together; where an image is missing, its place is left empty."""
+    """The images of one row; a missing image leaves its cell empty."""
 
     controls: tuple[Image.Image, ...] = ()
     without_lora: Image.Image | None = None
@@ -21,7 +21,7 @@ class Row:
 
 
 def compare_grid(rows: Sequence[Row], captions: Sequence[str], height: int = HEIGHT) -> Image.Image:
-    """Titles, then each row with its caption below; see `picture_grid`."""
+    """A line of titles, then each row with its caption below; see `make_grid`."""
     controls = max((len(row.controls) for row in rows), default=0)
     titles = ["control"] if controls == 1 else [f"control {i}" for i in range(1, controls + 1)]
     table = [

@@ -1,7 +1,8 @@
-"""LoRAs of a pipeline: read by the stock loader, each with a weight; in front of the weights, or merged into them.
+"""LoRAs of a pipeline: read by the stock loader, each with a weight; as adapters, or merged into the base weights.
 
-Refused before anything large is loaded: a LoRA of another base, with the first key that does not fit, a matrix without
-its partner, and merging into quantised weights, which would round the LoRA away. Pickles are never opened.
+Refused before anything large is loaded: a LoRA of another base (the error names the first key that does not fit), a
+matrix without its partner, and merging into quantised weights, which would round the LoRA away. Pickles are never
+opened.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ UNREADABLE = (ValueError, RuntimeError, KeyError, OSError, SafetensorError)
 
 @dataclass(frozen=True)
 class WeightedLora:
-    """A LoRA's file, and how much of it."""
+    """A LoRA file and its weight."""
 
     file: Path
     weight: float = 1.0
 
 
 def parse_lora(text: str) -> WeightedLora:
-    """`PATH` or `PATH:weight`, of a file or of the folder that `run` wrote."""
+    """Parse `PATH` or `PATH:weight`, the path of a file or of a run's folder."""
     path, _, number = text.rpartition(":")
     try:
         weight = float(number)
@@ -52,14 +53,14 @@ def parse_lora(text: str) -> WeightedLora:
 def check_loras(
     model: ModelFolder, loras: Sequence[WeightedLora], merge: bool, quantization: str, *, tabulated: bool = False
 ) -> None:
-    """Every one is for the transformer of this model, of which only the configuration is read."""
+    """Raise an error unless every LoRA fits this model's transformer, of which only config.json is read."""
     if not loras:
         if merge:
             raise ConfigError("there is nothing to merge", found="--merge", do="name a LoRA with --lora")
         return
-    config = json.loads((model.part("transformer") / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((model.component("transformer") / "config.json").read_text(encoding="utf-8"))
     if merge and (quantization != "none" or "quantization_config" in config):
-        do = "draw without --merge, or merge into the weights that they were made from: `qwen-train export --to merged`"
+        do = "generate without --merge, or merge into the unquantised model: `qwen-train export --to merged`"
         raise ConfigError("a LoRA merged into quantised weights would be rounded away", found="--merge", do=do)
     kind = TabulatedTransformer2DModel if tabulated else QwenImageTransformer2DModel
     with torch.device("meta"):
@@ -69,17 +70,17 @@ def check_loras(
         _check_fit(lora.file, layers)
         origin = origin_of(lora.file)
         if origin.get("pipeline", model.pipeline) != model.pipeline:
-            made_of = f"{origin.get('model')} ({origin['pipeline']})"
-            console().print(f"{lora.file}: trained on {made_of}, and drawn with {model.pipeline}", markup=False)
+            base = f"{origin.get('model')} ({origin['pipeline']})"
+            console().print(f"{lora.file}: trained on {base}, but used with {model.pipeline}", markup=False)
 
 
 def load_loras(pipeline: Any, loras: Sequence[WeightedLora], merge: bool = False) -> None:
-    """By the stock loader, with the stock names for weights and merging."""
+    """Load the LoRAs with the stock loader, and merge them if `merge`."""
     names = [f"lora_{number}" for number in range(1, len(loras) + 1)]
     for name, lora in zip(names, loras, strict=True):
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Already found a `peft_config`")  # there are to be several
+                warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several are intended
                 pipeline.load_lora_weights(str(lora.file.parent), weight_name=lora.file.name, adapter_name=name)
         except UNREADABLE as error:
             raise TrainError(f"the LoRA cannot be loaded: {_first_line(error)}", where=lora.file) from None
@@ -91,7 +92,7 @@ def load_loras(pipeline: Any, loras: Sequence[WeightedLora], merge: bool = False
 
 
 def _check_fit(file: Path, layers: dict[str, Any]) -> None:
-    """TrainError names the first key that is of no layer, or of one with other sides."""
+    """Raise TrainError with the first key that fits no layer, by name or shape."""
     try:
         state: dict[str, Tensor] = QwenImagePipeline.lora_state_dict(str(file.parent), weight_name=file.name)
     except UNREADABLE as error:
@@ -103,7 +104,9 @@ def _check_fit(file: Path, layers: dict[str, Any]) -> None:
         layer, where = layers.get(module), f"{file}: {key}"
         what = "the LoRA does not fit this model"
         if layer is None or name == key or not rest:
-            raise TrainError(what, where=where, expected=f"{PREFIX}.<linear layer>.lora_A or lora_B", found="no such")
+            raise TrainError(
+                what, where=where, expected=f"{PREFIX}.<linear layer>.lora_A or lora_B", found="no such layer"
+            )
         down = rest.startswith("A.")
         if tensor.shape[-1 if down else 0] != (layer.in_features if down else layer.out_features):
             expected = f"({'r' if down else layer.out_features}, {layer.in_features if down else 'r'})"

@@ -1,7 +1,7 @@
-"""Many images with one loading of the model: jobs, with and without the LoRAs; and samples of a cache.
+"""Many images with the model loaded once: jobs, with and without the LoRAs, and samples of a cache.
 
-All prompts are encoded before the transformer is loaded, and only those of images that are not there yet. Refused: a
-source with a row called like a file that is made beside its images, and a cache of another model.
+The prompts of all missing images are encoded before the transformer is loaded. Refused: a source whose row has the name
+of the comparison page, and a cache of another model.
 """
 
 from __future__ import annotations
@@ -25,11 +25,19 @@ from qwen_cache.format.identity import content_hash
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.inference import PredictConfig
 from qwen_cache.sources.places import File
-from qwen_train.inference.cached import draw_cached, guidance_from_cache, initial_latents
+from qwen_train.inference.cached import generate_cached, guidance_from_cache, initial_latents
 from qwen_train.inference.devices import memory_for
 from qwen_train.inference.generator import Generator, check_count
 from qwen_train.inference.grid import Row
-from qwen_train.inference.jobs import Done, Job, hash_in, images_of, paths_of, run_jobs, waiting
+from qwen_train.inference.jobs import (
+    GenerateJob,
+    JobResults,
+    control_images,
+    output_paths,
+    pending_jobs,
+    recorded_hash,
+    run_jobs,
+)
 from qwen_train.inference.prompts import PromptEncoder
 from qwen_train.signals import Signals
 from qwen_train.weights import check_cache
@@ -40,37 +48,40 @@ COMPONENTS = (*COMPONENTS_FOR_A_CACHE, "text_encoder", "tokenizer", "processor")
 
 
 def generate_jobs(
-    generator: Generator, jobs: Sequence[Job], folder: Path, *, compare: bool, pages: Sequence[Path] = ()
-) -> Done:
-    """Write a PNG for each job to `folder`; to compare, one without the LoRAs too, called -without-lora.
+    generator: Generator, jobs: Sequence[GenerateJob], folder: Path, *, compare: bool, pages: Sequence[Path] = ()
+) -> JobResults:
+    """Write a PNG for each job to `folder`; with `compare`, also one without the LoRAs, named -without-lora.
 
-    `pages` are the files that the caller writes afterwards.
+    `pages` are the files that the caller writes afterwards. Raises ConfigError or SourceError before loading the model
+    if an output would overwrite something else.
     """
     for job in jobs:
         check_count(generator.model, len(job.controls))
     passes = _passes(generator, jobs, compare)
     check_paths([job for each, _ in passes for job in each], folder, pages)
-    todo = [job for each, inputs in passes for job in waiting(each, folder, inputs)]
+    todo = [job for each, inputs in passes for job in pending_jobs(each, folder, inputs)]
     embeds = encode(generator, todo)
 
-    def generated(job: Job) -> Image.Image:
+    def generated(job: GenerateJob) -> Image.Image:
         if job.name not in embeds:
-            what = "the image was there and is missing now"
+            what = "the image existed before and is missing now"
             raise SourceError(what, where=job.name, do="run the same command again")
-        there = {name: tensor.to(generator.devices.transformer) for name, tensor in embeds[job.name].items()}
-        return generator.call_pipeline(images_of(job), there, one_of_many=True).images[0]
+        on_device = {name: tensor.to(generator.devices.transformer) for name, tensor in embeds[job.name].items()}
+        return generator.call_pipeline(control_images(job), on_device, one_of_many=True).images[0]
 
-    made = Done([], [], [])
+    results = JobResults([], [], [])
     for number, (each, inputs) in enumerate(passes):
         if number and todo:
             generator.pipeline.disable_lora()
-        done = run_jobs(each, generated, folder, inputs)
-        made = Done(made.written + done.written, made.skipped + done.skipped, made.failed + done.failed)
-    return made
+        new = run_jobs(each, generated, folder, inputs)
+        results = JobResults(results.written + new.written, results.skipped + new.skipped, results.failed + new.failed)
+    return results
 
 
-def _passes(generator: Generator, jobs: Sequence[Job], compare: bool) -> list[tuple[list[Job], dict[str, Any]]]:
-    """The jobs, and again without the LoRAs where both are compared; each with what decides its images."""
+def _passes(
+    generator: Generator, jobs: Sequence[GenerateJob], compare: bool
+) -> list[tuple[list[GenerateJob], dict[str, Any]]]:
+    """The jobs, and with `compare` again without the LoRAs; each pass with the inputs of its images."""
     plain: dict[str, Any] = {
         "model": fingerprint(generator.model),
         "quantization": generator.quantization,
@@ -84,30 +95,30 @@ def _passes(generator: Generator, jobs: Sequence[Job], compare: bool) -> list[tu
     return passes
 
 
-def check_paths(jobs: Sequence[Job], folder: Path, pages: Sequence[Path]) -> None:
-    """Refuse to write over another image, or over a control or target."""
+def check_paths(jobs: Sequence[GenerateJob], folder: Path, pages: Sequence[Path]) -> None:
+    """Raise an error if a page or image would overwrite another one, a control or a target."""
     for page in filter(os.path.lexists, pages):
-        hash_in(page)  # it was generated here
-    paths = {path.resolve() for path in paths_of(jobs, folder)}
+        recorded_hash(page)  # it was generated here
+    paths = {path.resolve() for path in output_paths(jobs, folder)}
     if taken := paths & {page.resolve() for page in pages}:
-        raise SourceError("a row is called like the page beside its image", where=min(taken), do="rename the row")
+        raise SourceError("a row has the name of the comparison page", where=min(taken), do="rename the row")
     for job in jobs:
         for image in (*job.controls, *([job.target] if job.target else [])):
             if isinstance(image, File) and Path(str(image)).resolve() in paths:
                 raise ConfigError("the result would replace a source image", where=image, do="name another --out")
 
 
-def encode(generator: Generator, jobs: Sequence[Job]) -> dict[str, dict[str, torch.Tensor]]:
-    """What the pipeline takes in place of each job's prompts, on the CPU; the encoder is freed.
+def encode(generator: Generator, jobs: Sequence[GenerateJob]) -> dict[str, dict[str, torch.Tensor]]:
+    """The pipeline's arguments in place of each job's prompts, on the CPU; the encoder is freed.
 
-    A job whose images cannot be read has none: it will fail when it is generated.
+    They are empty for a job whose images cannot be read, which fails later.
     """
     encoder = PromptEncoder(generator.model, generator.devices.text, generator.dtype, generator.config.offload)
     embeds = {}
     with counting("encoding prompts", len(jobs)) as advance:
         for job in jobs:
             try:
-                embeds[job.name] = encoder.arguments(images_of(job), job.prompt, generator.negative_prompt)
+                embeds[job.name] = encoder.arguments(control_images(job), job.prompt, generator.negative_prompt)
             except SourceError:
                 embeds[job.name] = {}
             advance(1)
@@ -115,18 +126,22 @@ def encode(generator: Generator, jobs: Sequence[Job]) -> dict[str, dict[str, tor
     return embeds
 
 
-def compared(jobs: Sequence[Job], folder: Path, *, with_lora: bool, failed: Sequence[Problem]) -> list[tuple[Job, Row]]:
-    """The generated images of each job, beside its controls and its target."""
+def compared(
+    jobs: Sequence[GenerateJob], folder: Path, *, with_lora: bool, failed: Sequence[Problem]
+) -> list[tuple[GenerateJob, Row]]:
+    """The generated images of each job that has all of them, with its controls and target."""
     rows = []
-    lost = {name for job in jobs for name in (job.name, job.name + WITHOUT) if any(_is_of(p, name) for p in failed)}
+    failed_names = {
+        name for job in jobs for name in (job.name, job.name + WITHOUT) if any(_is_of(p, name) for p in failed)
+    }
     for job in jobs:
         paths = [folder / f"{job.name}{suffix}.png" for suffix in (("", WITHOUT) if with_lora else ("",))]
-        if not all(path.is_file() for path in paths) or lost & {job.name, job.name + WITHOUT}:
+        if not all(path.is_file() for path in paths) or failed_names & {job.name, job.name + WITHOUT}:
             continue
         images = [Image.open(path).convert("RGB") for path in paths]
         new, old = (images[0], images[1]) if with_lora else (None, images[0])
-        target = images_of(replace(job, controls=(job.target,)))[0] if job.target else None
-        rows.append((job, Row(tuple(images_of(job)), old, new, target)))
+        target = control_images(replace(job, controls=(job.target,)))[0] if job.target else None
+        rows.append((job, Row(tuple(control_images(job)), old, new, target)))
     return rows
 
 
@@ -135,27 +150,29 @@ def _is_of(problem: Problem, name: str) -> bool:
 
 
 def settings_that_matter(config: PredictConfig) -> dict[str, Any]:
-    """The settings without those that change no image."""
-    idle = {"offload"} | ({"true_cfg_scale"} if config.negative_prompt is None else set())
-    return config.model_dump(mode="json", exclude=idle | ({"num_inference_steps"} if config.sigmas else set()))
+    """The settings that affect an image."""
+    unused = {"offload"} | ({"true_cfg_scale"} if config.negative_prompt is None else set())
+    return config.model_dump(mode="json", exclude=unused | ({"num_inference_steps"} if config.sigmas else set()))
 
 
 def fingerprint(model: ModelFolder) -> str:
-    """The hash of a model's file names, sizes and times: reading the files would take longer than generating."""
-    folders = [model.part(name) for name in COMPONENTS if (model.path / name).is_dir()]
+    """The hash of a model's file names, sizes and times; reading the files would take longer than generating."""
+    folders = [model.component(name) for name in COMPONENTS if (model.path / name).is_dir()]
     files = [(folder.name, path) for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
     stats = [(component, path.name, path.stat()) for component, path in files]
-    return content_hash(json.dumps([[part, name, s.st_size, s.st_mtime_ns] for part, name, s in stats]).encode())
+    return content_hash(
+        json.dumps([[component, name, s.st_size, s.st_mtime_ns] for component, name, s in stats]).encode()
+    )
 
 
 # ---- from a cache ----------------------------------------------------------------------------------------------------
 
 
 def generate_samples(generator: Generator, cache: Cache, samples: Sequence[Sample], *, compare: bool) -> Iterator[Row]:
-    """Each sample generated from its embeddings; to compare, without the LoRAs too, and its own images decoded."""
+    """Generate each sample; with `compare`, also without the LoRAs, and decode its own images."""
     model, config, devices = generator.model, generator.config, generator.devices
     guidance = guidance_from_cache(config.negative_prompt, config.true_cfg_scale)
-    check_cache(cache, model, json.loads((model.part("transformer") / "config.json").read_text(encoding="utf-8")))
+    check_cache(cache, model, json.loads((model.component("transformer") / "config.json").read_text(encoding="utf-8")))
     pipeline = generator.pipeline
     passes = 2 if compare and generator.loras else 1
     with Signals() as signals, counting("generating", len(samples) * passes * generator.steps) as advance:
@@ -167,7 +184,7 @@ def generate_samples(generator: Generator, cache: Cache, samples: Sequence[Sampl
 
         def generated(sample: Sample) -> Image.Image:
             with memory_for("denoising", devices.transformer):
-                latents = draw_cached(
+                latents = generate_cached(
                     sample,
                     pipeline.transformer,
                     FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config),
@@ -187,12 +204,12 @@ def generate_samples(generator: Generator, cache: Cache, samples: Sequence[Sampl
                 pipeline.disable_lora()
                 row = replace(row, without_lora=generated(sample))
                 pipeline.enable_lora()
-            yield with_its_own_images(row, sample, pipeline.vae) if compare else row
+            yield with_cached_images(row, sample, pipeline.vae) if compare else row
     pipeline.maybe_free_model_hooks()
 
 
-def with_its_own_images(row: Row, sample: Sample, vae: Any) -> Row:
-    """The row with the controls and the target of its sample, decoded."""
+def with_cached_images(row: Row, sample: Sample, vae: Any) -> Row:
+    """The row with its sample's decoded controls and target."""
     target, controls = sample.img_shapes[:1], sample.img_shapes[1:]
     decoded = decode_images(vae, sample["control_latents"], controls) if controls else []
     return replace(row, controls=tuple(decoded), target=decode_images(vae, sample["image_latents"], target)[0])

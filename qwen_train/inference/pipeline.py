@@ -1,9 +1,8 @@
-"""The stock pipelines of diffusers, each part on the device that was named.
+"""The stock pipelines of diffusers, each component on its own device.
 
-What they are called with and what they generate is theirs, bit for bit on the same devices: overridden are only the
-places where tensors go from one part to another, and the text encoder, for which see prompts.py. It is loaded when a
-prompt is first given; with `prompt_embeds` it never is. An image for which the VAE's device has too little memory goes
-in tiles.
+Arguments and results are the stock pipelines', bit for bit on the same devices. Only two things are overridden: the
+moves of tensors between components, and the text encoder (prompts.py), which is loaded for the first prompt, never with
+`prompt_embeds`. An image too large for the memory of the VAE's device is processed in tiles.
 """
 
 from __future__ import annotations
@@ -46,18 +45,19 @@ def load_pipeline(
     loras: Sequence[WeightedLora] = (),
     merge: bool = False,
 ) -> Any:
-    """The model's pipeline, to be called as the stock one; no text encoder is loaded yet.
+    """The model's pipeline, called like the stock one; the text encoder is not loaded yet.
 
-    Of the settings, `dtype`, `offload` and `tabulated_modulation` count; the rest is for the call.
+    Only the settings `dtype`, `offload` and `tabulated_modulation` are used here; the others apply to the call.
     """
     offload, tabulated, dtype = config.offload, config.tabulated_modulation, getattr(torch, config.dtype)
     check_offload(offload, devices)
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.part("scheduler"))
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.component("scheduler"))
     with memory_for("loading the VAE", devices.vae):
-        vae = PlacedVae(load_whole(AutoencoderKLQwenImage, model.part("vae"), torch_dtype=dtype), devices.vae)
+        vae = PlacedVae(load_whole(AutoencoderKLQwenImage, model.component("vae"), torch_dtype=dtype), devices.vae)
         if offload == "none":
             vae.to(devices.vae)
-    folder, kind = model.part("transformer"), TabulatedTransformer2DModel if tabulated else QwenImageTransformer2DModel
+    folder = model.component("transformer")
+    kind = TabulatedTransformer2DModel if tabulated else QwenImageTransformer2DModel
     options = quantization_options(folder, quantization, dtype)
     with memory_for("loading the transformer", devices.transformer):
         transformer = load_whole(kind, folder, torch_dtype=dtype, **options)
@@ -78,11 +78,11 @@ def load_pipeline(
 
 
 class PlacedVae(nn.Module):
-    """The stock VAE; what it is given is moved to its device, and an image too large for that goes in tiles."""
+    """The stock VAE: moves its inputs to its device, and processes an image too large for it in tiles."""
 
-    def __init__(self, vae: Any, place: torch.device) -> None:
+    def __init__(self, vae: Any, vae_device: torch.device) -> None:
         super().__init__()
-        self.vae, self.place = vae, place
+        self.vae, self.vae_device = vae, vae_device
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -92,21 +92,21 @@ class PlacedVae(nn.Module):
 
     @apply_forward_hook  # type: ignore[untyped-decorator]
     def encode(self, pixels: Tensor) -> Any:
-        with memory_for("encoding an image", self.place):
-            return VaeThatFits(self.vae).encode(pixels.to(self.place))
+        with memory_for("encoding an image", self.vae_device):
+            return VaeThatFits(self.vae).encode(pixels.to(self.vae_device))
 
     @apply_forward_hook  # type: ignore[untyped-decorator]
     def decode(self, latents: Tensor, return_dict: bool = True) -> Any:
-        with memory_for("decoding the image", self.place):
-            return VaeThatFits(self.vae).decode(latents.to(self.place), return_dict)
+        with memory_for("decoding the image", self.vae_device):
+            return VaeThatFits(self.vae).decode(latents.to(self.vae_device), return_dict)
 
 
 class Placed:
-    """What all three have in common, in front of a stock pipeline."""
+    """A mixin for the stock pipelines: devices and the prompt encoder."""
 
     devices: Devices
     prompt_encoder: PromptEncoder
-    # Of offloading layer by layer: the VAE is small, and needs its weights in place to go in tiles.
+    # Not offloaded layer by layer: the VAE is small, and tiling needs its weights on the device.
     _exclude_from_cpu_offload: ClassVar[list[str]] = ["vae"]
 
     @property
@@ -114,11 +114,11 @@ class Placed:
         return self.devices.transformer
 
     def free_encoder(self) -> None:
-        """Give the text encoder's memory back, until the next prompt."""
+        """Free the text encoder's memory until the next prompt."""
         self.prompt_encoder.free()
 
     def _embed(self, prompt: Prompt, image: Any, device: Any, dtype: Any) -> tuple[Tensor, Tensor]:
-        """In place of the stock text encoder."""
+        """Encode prompts in place of the stock text encoder."""
         prompts = prompt if isinstance(prompt, list) else [prompt or ""]
         images = [] if image is None else image if isinstance(image, list) else [image]
         embeds, mask = self.prompt_encoder.embed(prompts, images)
@@ -127,7 +127,7 @@ class Placed:
 
 
 class PlacedEdit(Placed):
-    """What the Edit pipelines have in common."""
+    """A mixin for the Edit pipelines."""
 
     def _get_qwen_prompt_embeds(
         self, prompt: Prompt = None, image: Any = None, device: Any = None, dtype: Any = None

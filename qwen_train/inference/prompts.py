@@ -1,8 +1,8 @@
-"""Prompts for the stock pipelines, encoded by the encoder of the cache: so training and inference agree.
+"""Prompts for the stock pipelines, encoded by the cache's text encoder, so that training and inference agree.
 
-diffusers 0.42's Edit pipelines give Qwen2.5-VL one-dimensional positions under transformers 5; here it gets those that
-it was trained with. Everything else is as the pipelines have it: the same modules on the same shapes. The encoder is
-loaded when it is first asked, and can be given back, so that one device never has to hold it beside the transformer.
+Under transformers 5, diffusers 0.42's Edit pipelines give Qwen2.5-VL one-dimensional positions; here it gets the
+positions that it was trained with. Everything else equals the pipelines: the same modules on the same shapes. The
+encoder is loaded on first use and can be freed, so that no device holds it together with the transformer.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def encode_prompts(
     dtype: torch.dtype,
     offload: Offload = "none",
 ) -> dict[str, Tensor]:
-    """`prompt_embeds` and, where one is given, `negative_prompt_embeds`, with their masks, for the pipeline.
+    """`prompt_embeds` and, with a negative prompt, `negative_prompt_embeds`, each with its mask, for the pipeline.
 
-    No encoder is left behind.
+    The encoder is freed.
     """
     encoder = PromptEncoder(model, devices.text, dtype, offload)
-    found = encoder.arguments(images, prompt, negative_prompt)
+    embeds = encoder.arguments(images, prompt, negative_prompt)
     encoder.free()
-    return {name: tensor.to(devices.transformer) for name, tensor in found.items()}
+    return {name: tensor.to(devices.transformer) for name, tensor in embeds.items()}
 
 
 @dataclass
 class PromptEncoder:
-    """Qwen2.5-VL, from when it is first asked to when it is freed."""
+    """Qwen2.5-VL, loaded on first use, until it is freed."""
 
     model: ModelFolder
     device: torch.device
@@ -56,19 +56,22 @@ class PromptEncoder:
     _encoder: TextEncoder | None = None
 
     def arguments(self, images: Sequence[Image.Image], prompt: str, negative_prompt: str | None) -> dict[str, Tensor]:
-        """What a pipeline takes in place of the prompts about `images` (RGB, as they are)."""
+        """A pipeline's arguments in place of the prompts for `images` (RGB, any size)."""
         area = TEMPLATES[self.model.pipeline].condition_image_size
-        seen = [p.resize(calculate_dimensions(area, p.size), Image.Resampling.LANCZOS) for p in images]
+        resized = [p.resize(calculate_dimensions(area, p.size), Image.Resampling.LANCZOS) for p in images]
         arguments = {}
         for name, text in (("prompt_embeds", prompt), ("negative_prompt_embeds", negative_prompt)):
             if text is not None:
-                arguments[name], arguments[f"{name}_mask"] = self.embed([text], seen)
+                arguments[name], arguments[f"{name}_mask"] = self.embed([text], resized)
         return arguments
 
     def embed(self, prompts: Sequence[str], images: Sequence[Image.Image]) -> tuple[Tensor, Tensor]:
-        """Embeddings `[B, L, D]` and mask `[B, L]`, padded as the pipelines do; images (resized) are dealt out."""
-        per_prompt, left_over = divmod(len(images), len(prompts))
-        if left_over or per_prompt > (self.model.max_controls or len(images)):
+        """Embeddings `[B, L, D]` and mask `[B, L]`, padded like in the pipelines.
+
+        The resized `images` are split evenly over the prompts; ValueError if that is impossible.
+        """
+        per_prompt, remainder = divmod(len(images), len(prompts))
+        if remainder or per_prompt > (self.model.max_controls or len(images)):
             raise ValueError(f"{len(images)} images for {len(prompts)} prompts of a {self.model.pipeline}")
         with memory_for("encoding the prompt", self.device):
             encoder = self._load()
@@ -76,27 +79,27 @@ class PromptEncoder:
                 encoder.encode_whole(images[i * per_prompt : (i + 1) * per_prompt], prompt)
                 for i, prompt in enumerate(prompts)
             ]
-            if self._moves and self.offload == "model":
+            if self._offloads and self.offload == "model":
                 encoder.model.to("cpu")
         masks = [row.new_ones(len(row), dtype=torch.long) for row in rows]
         return pad_sequence(rows, batch_first=True), pad_sequence(masks, batch_first=True)
 
     def free(self) -> None:
-        """Give its memory back."""
+        """Free the encoder's memory."""
         self._encoder = None
         gc.collect()
         empty_device_cache(self.device.type)
 
     @property
-    def _moves(self) -> bool:
+    def _offloads(self) -> bool:
         return self.offload != "none" and self.device.type != "cpu"
 
     def _load(self) -> TextEncoder:
         if self._encoder is None:
-            encoder = TextEncoder(self.model, torch.device("cpu") if self._moves else self.device, self.dtype)
-            if self._moves:
-                encoder.device = self.device  # where its inputs go; its weights follow
-                follow: dict[str, Any] = {"model": cpu_offload_with_hook, "sequential": cpu_offload}
-                follow[self.offload](encoder.model, self.device)
+            encoder = TextEncoder(self.model, torch.device("cpu") if self._offloads else self.device, self.dtype)
+            if self._offloads:
+                encoder.device = self.device  # its inputs go here, its weights follow
+                hooks: dict[str, Any] = {"model": cpu_offload_with_hook, "sequential": cpu_offload}
+                hooks[self.offload](encoder.model, self.device)
             self._encoder = encoder
         return self._encoder

@@ -1,8 +1,8 @@
 """LoRA by peft on the transformer, and its file: `pytorch_lora_weights.safetensors` as diffusers' pipelines load it.
 
-Rank, alpha, rsLoRA and DoRA stand in the file's metadata, without which a loader would have to guess them. Refused: an
-adapter of another shape or scale than the settings say. Initialisations that change the base weights (PiSSA, OLoRA)
-are not offered: the file would then fit no base that anybody has.
+Rank, alpha, rsLoRA and DoRA are in the file's metadata; without it a loader would have to guess them. An adapter whose
+shape or scale differs from the settings is refused. Initialisations that change the base weights (PiSSA, OLoRA) are not
+offered: the file would fit no published base.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from qwen_train.model.sharding import assign
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer"
-METADATA_KEY = "lora_adapter_metadata"  # where diffusers' loader looks for rank and alpha
+METADATA_KEY = "lora_adapter_metadata"  # where diffusers' loader reads rank and alpha
 ORIGIN = "trained_on"
-"""In that text: the model, its pipeline and the identity of the cache. No entry of its own: safetensors writes several
-in any order, and equal weights shall be equal files."""
+"""Key in that JSON text: the model, its pipeline and the identity of the cache. It is not a metadata entry of its own,
+because safetensors writes several entries in any order, and equal weights must give equal files."""
 SCALE = ("r", "lora_alpha", "use_rslora", "use_dora")
-"""Of the metadata: what an adapter's weights mean nothing without."""
+"""The metadata that an adapter's weights are meaningless without."""
 
 
 def add_lora(transformer: Any, config: LoraConfig) -> None:
-    """Freeze the transformer and add the adapter, in float32."""
+    """Freeze the transformer and add the adapter, in float32; ConfigError for settings that do not fit."""
     if config.use_dora and getattr(transformer, "hf_quantizer", None) is not None:
         raise ConfigError("train.lora.use_dora is for unquantised weights", do="set train.lora.use_dora=false")
     transformer.requires_grad_(False)
@@ -62,7 +62,7 @@ def add_lora(transformer: Any, config: LoraConfig) -> None:
 
 
 def check_targets(transformer: Any, targets: list[str] | str) -> None:
-    """Every listed name is a module; peft is content when one of them is."""
+    """Raise ConfigError unless every listed name is a module; peft accepts a list if one of them is."""
     names = [name for name, _ in transformer.named_modules()]
     for target in targets if isinstance(targets, list) else []:
         if not any(name == target or name.endswith(f".{target}") for name in names):
@@ -78,13 +78,13 @@ def has_lora(transformer: Any) -> bool:
 
 
 def lora_weights(transformer: Any) -> dict[str, Tensor]:
-    """The adapter's weights by name: those that are trained, not copies."""
+    """The adapter's weights by name; not copies."""
     weights: dict[str, Tensor] = get_peft_model_state_dict(transformer)
     return weights
 
 
 def write_lora(transformer: Any, weights: Mapping[str, Tensor], path: Path, origin: Mapping[str, Any]) -> None:
-    """Write the adapter with these weights, atomically; `origin` says of what it was trained."""
+    """Write the adapter with these weights, atomically; `origin` names the model and cache it was trained on."""
     settings = transformer.peft_config["default"].to_dict()
     metadata = {f"{PREFIX}.{name}": sorted(v) if isinstance(v, set) else v for name, v in settings.items()}
     text = json.dumps(metadata | ({ORIGIN: dict(origin)} if origin else {}), indent=2, sort_keys=True)
@@ -92,17 +92,17 @@ def write_lora(transformer: Any, weights: Mapping[str, Tensor], path: Path, orig
 
 
 def origin_of(path: Path) -> dict[str, Any]:
-    """What a LoRA was trained of, as its file says; nothing where that is of another trainer."""
+    """The model and cache recorded in a LoRA file; {} for a file of another trainer."""
     with safe_open(path, framework="np") as file:
         try:
-            found = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}")).get(ORIGIN)
+            origin = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}")).get(ORIGIN)
         except (ValueError, AttributeError):
             return {}
-    return found if isinstance(found, dict) else {}
+    return origin if isinstance(origin, dict) else {}
 
 
 def start_from(transformer: Any, path: Path) -> None:
-    """Begin with the weights of an existing LoRA, a file or the folder of one."""
+    """Start from an existing LoRA, a file or its folder; ConfigError or TrainError if it cannot be read."""
     file = path / WEIGHTS_NAME if path.is_dir() else path
     if not file.is_file():
         raise ConfigError("train.lora.weights: no LoRA here", where=path, expected=f"{WEIGHTS_NAME}, or another file")
@@ -113,7 +113,7 @@ def start_from(transformer: Any, path: Path) -> None:
 
 
 def load_lora(transformer: Any, path: Path) -> None:
-    """Read an adapter of the same shape and scale into the one that `add_lora` made."""
+    """Load an adapter into the one added by `add_lora`; TrainError unless shape and scale are equal."""
     with safe_open(path, framework="pt") as file:
         metadata = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
         weights = {name.removeprefix(f"{PREFIX}."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -126,7 +126,7 @@ def load_lora(transformer: Any, path: Path) -> None:
     )
     if wrong:
         raise TrainError(
-            "the LoRA is not of these target modules and this rank",
+            "the LoRA has other target modules or another rank",
             where=path,
             found=wrong[0],
             do="use the same train.lora",
@@ -136,7 +136,7 @@ def load_lora(transformer: Any, path: Path) -> None:
 
 
 def _check_scale(metadata: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> None:
-    """Other weights would be told by their shapes; another scale trains on from another function, in silence."""
+    """Raise TrainError for another scale: unlike wrong shapes, it would silently train another function."""
     for name in SCALE:
         saved = metadata.get(f"{PREFIX}.{name}", settings[name])
         if saved != settings[name]:

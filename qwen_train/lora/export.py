@@ -1,12 +1,12 @@
-"""What was trained, as other programs take it: `qwen-train export`.
+"""`qwen-train export`: convert a trained LoRA for other programs.
 
-    diffusers   <name>.safetensors: the names of peft, rank and alpha in its header
+    diffusers   <name>.safetensors: peft's names, rank and alpha in its header
     comfyui     <name>.safetensors: diffusion_model.<module>.lora_down.weight, .lora_up.weight and .alpha
     merged      a folder: the base model's transformer with the LoRA added to its weights, for from_pretrained
 
-Promises: either file can be made from the other, with the same bits and settings; `merged` needs the memory of the
-model, not twice that. Refuses a file that is no LoRA of this transformer, DoRA where it has no counterpart, and to
-merge into quantised weights, which would round the LoRA away.
+Either file can be converted to the other with the same bits and settings; `merged` needs the memory of the model once.
+Refused: a file that is not a LoRA of this transformer, DoRA for ComfyUI, and merging into quantised weights, which
+would round the LoRA away.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from qwen_train.lora.adapter import METADATA_KEY, ORIGIN, PREFIX, WEIGHTS_NAME
 Form = Literal["diffusers", "comfyui", "merged"]
 
 COMFYUI_PREFIX = "diffusion_model"
-# Not under diffusers' key: its loader would apply the alpha of the header on top of the alpha of each module.
+# Not diffusers' key: its loader would apply the header's alpha on top of each module's alpha.
 COMFYUI_METADATA_KEY = "peft_config"
 DOWN, UP = "lora_A.weight", "lora_B.weight"
 COMFYUI_NAMES = {"lora_down.weight": DOWN, "lora_up.weight": UP, DOWN: DOWN, UP: UP}
@@ -44,8 +44,8 @@ COMFYUI_NAMES = {"lora_down.weight": DOWN, "lora_up.weight": UP, DOWN: DOWN, UP:
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA under peft's names: `weights` without a prefix, `settings` as of `peft.LoraConfig`, and what its file says
-    of its origin (`model/lora.py`), nothing if it is of another trainer."""
+    """A LoRA under peft's names: `weights` without a prefix, `settings` as in `peft.LoraConfig`, and `origin`, the
+    model and cache recorded in its file (`lora/adapter.py`), empty for a file of another trainer."""
 
     weights: Mapping[str, Tensor]
     settings: Mapping[str, Any]
@@ -56,7 +56,7 @@ class Lora:
         return [name.removesuffix(f".{DOWN}") for name in self.weights if name.endswith(DOWN)]
 
     def alpha(self, module: str) -> float:
-        """What the product of the module's two matrices is multiplied by, times their rank."""
+        """The module's alpha: the scale of the product of its two matrices, times their rank."""
         patterns = self.settings.get("alpha_pattern") or {}
         alpha = float(patterns.get(get_pattern_key(patterns, module), self.settings["lora_alpha"]))
         rank = len(self.weights[f"{module}.{DOWN}"])
@@ -64,7 +64,7 @@ class Lora:
 
 
 def export(source: Path, form: str, out: Path, model: str | None = None) -> Path:
-    """Write the LoRA of `source`, its file or the folder of a run, to `out` in another form; the path of that."""
+    """Write the LoRA of `source`, a file or the folder of a run, to `out` in another form, and return its path."""
     if form not in get_args(Form):
         raise ConfigError("no such form", where="--to", expected=" or ".join(get_args(Form)), found=form)
     lora = read_lora(find_lora(source))
@@ -83,7 +83,7 @@ def export(source: Path, form: str, out: Path, model: str | None = None) -> Path
 
 
 def find_lora(source: Path) -> Path:
-    """The file of a LoRA: `source`, or the one in the folder that `run` wrote."""
+    """The LoRA file: `source`, or the one in a run's folder; TrainError if there is none."""
     file = source / WEIGHTS_NAME if source.is_dir() else source
     if (source / "transformer").is_dir() and not file.is_file():
         do = f"they are in {source / 'transformer'}, as from_pretrained and other programs take them"
@@ -94,7 +94,7 @@ def find_lora(source: Path) -> Path:
 
 
 def read_lora(file: Path) -> Lora:
-    """A LoRA in the names of diffusers or of ComfyUI; without settings in its header they follow from its tensors."""
+    """Read a LoRA with diffusers' or ComfyUI's names; settings missing in its header follow from its tensors."""
     try:
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in sorted(opened.keys())}
@@ -113,7 +113,7 @@ def read_lora(file: Path) -> Lora:
 
 
 def peft_names(tensors: Mapping[str, Tensor], file: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The weights under peft's names, and the alpha of each module where the file has one."""
+    """The weights under peft's names, and each module's alpha if the file has one."""
     weights, alphas = {}, {}
     for name, tensor in tensors.items():
         bare = name.removeprefix(f"{PREFIX}.").removeprefix(f"{COMFYUI_PREFIX}.")
@@ -133,7 +133,7 @@ def peft_names(tensors: Mapping[str, Tensor], file: Path) -> tuple[dict[str, Ten
 
 
 def check_pairs(weights: Mapping[str, Tensor], file: Path) -> None:
-    """TrainError where a module has one of its two matrices only, or they are of two ranks."""
+    """Raise TrainError if a module lacks one of its two matrices, or their ranks differ."""
     for name, tensor in weights.items():
         for one, other, axis in ((DOWN, UP, 0), (UP, DOWN, 1)):
             partner = weights.get(f"{name.removesuffix(one)}{other}")
@@ -145,7 +145,7 @@ def check_pairs(weights: Mapping[str, Tensor], file: Path) -> None:
 
 
 def settings_of(weights: Mapping[str, Tensor], alphas: Mapping[str, float]) -> dict[str, Any]:
-    """What peft has to be told of a file without settings; a module without an alpha is not scaled."""
+    """peft's settings for a file without them; a module without an alpha is not scaled."""
     ranks = {name.removesuffix(f".{DOWN}"): len(tensor) for name, tensor in weights.items() if name.endswith(DOWN)}
     alphas = {module: alphas.get(module, float(rank)) for module, rank in ranks.items()}
     rank, alpha = (Counter(values).most_common(1)[0][0] for values in (ranks.values(), alphas.values()))
@@ -163,7 +163,7 @@ def settings_of(weights: Mapping[str, Tensor], alphas: Mapping[str, float]) -> d
 
 
 def diffusers_file(lora: Lora) -> bytes:
-    """As diffusers' pipelines load it, and as training writes it."""
+    """The file that diffusers' pipelines load, and that training writes."""
     weights = {f"{PREFIX}.{name}": tensor.contiguous() for name, tensor in lora.weights.items()}
     metadata = {f"{PREFIX}.{name}": value for name, value in lora.settings.items()} | _origin(lora)
     data: bytes = save(weights, {METADATA_KEY: json.dumps(metadata, indent=2, sort_keys=True)})
@@ -175,9 +175,10 @@ def _origin(lora: Lora) -> dict[str, Any]:
 
 
 def comfyui_file(lora: Lora) -> bytes:
-    """As ComfyUI loads it, which scales each module by alpha / rank; rank and alpha in the header as tools show them.
+    """The file that ComfyUI loads; the header's rank and alpha are for tools that show them.
 
-    rsLoRA scales by alpha / sqrt(rank): its alpha is written times sqrt(rank).
+    ComfyUI scales each module by alpha / rank, and rsLoRA by alpha / sqrt(rank), so rsLoRA's alpha is multiplied by
+    sqrt(rank).
     """
     names = {peft: comfyui for comfyui, peft in COMFYUI_NAMES.items() if comfyui != peft}
     tensors = {}
@@ -205,25 +206,25 @@ def comfyui_file(lora: Lora) -> bytes:
 
 
 def transformer_folder(source: Path, model: str | None) -> Path:
-    """The base model's transformer: of `model`, or of the qwen.yaml beside the LoRA."""
+    """The base model's transformer: that of `model`, or of the qwen.yaml beside the LoRA."""
     folder = source if source.is_dir() else source.parent
     candidates = [path for path in (folder / CONFIG_NAME, folder.parent / CONFIG_NAME) if path.is_file()]
     settings = load_config(candidates[0]).model if model is None and candidates else None
     name, revision = (settings.path, settings.revision) if settings else (model, None)
-    path = open_model(name, ("transformer",), revision).part("transformer")
+    path = open_model(name, ("transformer",), revision).component("transformer")
     if "quantization_config" in json.loads((path / "config.json").read_text(encoding="utf-8")):
         raise ModelError(
-            "these weights are quantised: the sum with the LoRA would be rounded to them",
+            "these weights are quantised: merging would round the LoRA away",
             where=path,
-            do="merge into the model that they were made from, with --model",
+            do="merge into the unquantised model, with --model",
         )
     return path
 
 
 def merge(lora: Lora, out: Path, base: Path) -> Path:
-    """`out`: the transformer of `base` with the LoRA in its weights, in their precision, complete or not there.
+    """Write to `out` the transformer of `base` with the LoRA added to its weights, in their dtype, atomically.
 
-    Each module is added to in place; the folder is written next to `out` and then renamed.
+    Modules are changed in place; the folder is written next to `out` and then renamed.
     """
     from diffusers import QwenImageTransformer2DModel
 
@@ -239,12 +240,12 @@ def merge(lora: Lora, out: Path, base: Path) -> Path:
     with whole_folder(out) as temporary:
         transformer.save_pretrained(temporary)
         if out.exists():
-            out.rmdir()  # which fails when something has come into it since
+            out.rmdir()  # fails if it is no longer empty
     return out
 
 
 def add_to_weights(lora: Lora, transformer: Any) -> None:
-    """Add the LoRA to the weights of the stock transformer, by peft's own arithmetic; no adapter is left."""
+    """Add the LoRA to the stock transformer's weights, by peft's own arithmetic; no adapter remains."""
     shapes = {name.removesuffix(".weight"): weight.shape for name, weight in transformer.named_parameters()}
     for module in lora.modules:
         down, up = lora.weights[f"{module}.{DOWN}"], lora.weights[f"{module}.{UP}"]
@@ -259,21 +260,21 @@ def add_to_weights(lora: Lora, transformer: Any) -> None:
     settings = {f"{PREFIX}.{name}": value for name, value in lora.settings.items()}
     transformer.load_lora_adapter(prefixed, prefix=PREFIX, metadata=settings, adapter_name="default")
     for name, parameter in transformer.named_parameters():
-        if ".lora_" in name:  # the loader has rounded it to the precision of the model
+        if ".lora_" in name:  # the loader has rounded it to the model's dtype
             parameter.data = parameter.data.float()
     set_peft_model_state_dict(transformer, dict(lora.weights))
     for layer in [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]:
         stored = layer.get_base_layer().weight.dtype
         try:
             layer.float().merge(safe_merge=True)  # in bfloat16 peft would round the update before the sum
-        except ValueError as error:  # it would not be finite
+        except ValueError as error:  # the sum is not finite
             raise TrainError(f"the LoRA cannot be merged: {error}") from None
         layer.to(stored)
     transformer.unload_lora()
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """What the weights are stored in: of the output projection, which nothing quantises or keeps in other precision."""
+    """The dtype of the stored weights, by the output projection, which is never quantised or kept in another dtype."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())

@@ -1,1 +1,1 @@
-"""How much memory a run takes, by part, before it begins."""
+"""The memory of a run, predicted by part before it begins."""

@@ -1,6 +1,6 @@
 """The memory of the largest batch by part, whether it fits, and which settings would make it fit.
 
-Of the model its configuration alone is read, also from the hub. What a setting saves is predicted as all else is.
+Only the model's config.json is read, locally or from the hub. The saving of a setting is predicted like the rest.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from qwen_cache.settings.model import ModelConfig
 from qwen_train.data.batches import Batches
 from qwen_train.data.samples import open_samples
 from qwen_train.flow import NoiseSchedule
-from qwen_train.memory.predict import FRAGMENTATION, Shape, block_bytes, largest_batch, predict_memory, tokens_of
+from qwen_train.memory.predict import FRAGMENTATION, SampleSize, block_bytes, largest_batch, predict_memory, tokens_of
 
 FEWEST = -1
-"""Stands for as few blocks as it takes."""
-CURES: tuple[dict[str, Any], ...] = (
+"""Placeholder for the smallest number of blocks that fits."""
+SAVINGS: tuple[dict[str, Any], ...] = (
     {"train.gradient_checkpointing": True},
     {"train.gradient_checkpointing": True, "train.tabulated_modulation": True},
     {"train.gradient_checkpointing": True, "model.quantization": "fp8"},
     {"train.gradient_checkpointing": True, "train.offload_blocks": FEWEST},
     {"train.gradient_checkpointing": True, "model.quantization": "nf4"},
 )
-"""What makes training smaller, the cheapest in time and precision first."""
-LINEAR_FROM = 2048  # tokens: from here on a batch takes more than any optimizer does with a LoRA's gradients
+"""Settings that save memory, those that cost the least time and precision first."""
+LINEAR_FROM = 2048  # tokens: from here on a batch takes more memory than any optimizer's update of a LoRA
 
 
 def plan(settings: Config, capacity: int | None) -> dict[str, Any]:
-    """What `qwen-train plan` says, as one JSON value: the largest batch, its memory by part, and what fits."""
+    """The report of `qwen-train plan` as a JSON value: the largest batch, its memory by part, and what fits."""
     transformer = transformer_config(settings.model)
     batches = Batches(open_samples(settings), settings.train, NoiseSchedule())
     batch, largest = largest_batch(batches, settings.train.layout)
     memory = predict_memory(transformer, settings, batch)
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "largest_batch": {"samples": len(batch), "tokens": tokens_of(batch, settings.train.layout)},
         "largest_sample": tokens_of([largest], settings.train.layout),
         "memory": {**asdict(memory), "total": memory.total},
     }
     if capacity is None:
-        return found
+        return report
     most = most_tokens(transformer, settings, largest, capacity)
-    found |= {"gpu_memory": capacity, "fits": memory.total <= capacity, "max_tokens": most}
-    return found if found["fits"] else {**found, "do": cures(transformer, settings, batch, most, capacity)}
+    report |= {"gpu_memory": capacity, "fits": memory.total <= capacity, "max_tokens": most}
+    return report if report["fits"] else {**report, "do": savings(transformer, settings, batch, most, capacity)}
 
 
-def most_tokens(transformer: dict[str, Any], settings: Config, largest: Shape, capacity: int) -> int | None:
-    """The largest train.max_tokens that fits, of samples like the largest; None if that one alone does not.
+def most_tokens(transformer: dict[str, Any], settings: Config, largest: SampleSize, capacity: int) -> int | None:
+    """The largest train.max_tokens that fits, for copies of the largest sample; None if that sample alone does not fit.
 
-    Memory is linear in tokens, but for the smallest batches, in which the optimizer's own work takes more.
+    Memory is linear in tokens, except in the smallest batches, where the optimizer's update takes more.
     """
     if predict_memory(transformer, settings, [largest]).total > capacity:
         return None
@@ -66,16 +66,16 @@ def most_tokens(transformer: dict[str, Any], settings: Config, largest: Shape, c
     return max(tokens, math.floor(count * tokens * (1 + (capacity - one) / (two - one))))
 
 
-def cures(
-    transformer: dict[str, Any], settings: Config, batch: Sequence[Shape], most: int | None, capacity: int
+def savings(
+    transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], most: int | None, capacity: int
 ) -> list[str]:
-    """The settings, each alone, under which the batch fits; a smaller batch if there is one."""
-    found = [f"train.max_tokens={most}"] if most and len(batch) > 1 else []
-    for changes in CURES:
+    """Settings under which the batch fits, each on its own, after a smaller batch if possible; as text."""
+    fitting = [f"train.max_tokens={most}"] if most and len(batch) > 1 else []
+    for changes in SAVINGS:
         lossy = "model.quantization" in changes
         if lossy and (settings.train.method == "full" or "quantization_config" in transformer):
             continue
-        with suppress(ConfigError, ModelError):  # what these settings or this model cannot have
+        with suppress(ConfigError, ModelError):  # not possible with these settings or this model
             if changes.get("train.offload_blocks") == FEWEST:
                 changes = {**changes, "train.offload_blocks": fewest_blocks(transformer, settings, batch, capacity)}
             changed = _changed(settings, changes)
@@ -83,12 +83,12 @@ def cures(
             if changed == settings or total > capacity:
                 continue
             words = " ".join(f"{name}={json.dumps(value)}" for name, value in changes.items())
-            found.append(f"{words} ({human_bytes(total)})".replace('"', ""))
-    return found
+            fitting.append(f"{words} ({human_bytes(total)})".replace('"', ""))
+    return fitting
 
 
-def fewest_blocks(transformer: dict[str, Any], settings: Config, batch: Sequence[Shape], capacity: int) -> int:
-    """The smallest train.offload_blocks under which the batch fits; that of all blocks if it never does."""
+def fewest_blocks(transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], capacity: int) -> int:
+    """The smallest train.offload_blocks under which the batch fits; all blocks if it never does."""
     changes = {"train.gradient_checkpointing": True, "train.offload_blocks": transformer["num_layers"]}
     every = _changed(settings, changes)
     left = capacity - predict_memory(transformer, every, batch).total
@@ -104,7 +104,7 @@ def _changed(settings: Config, changes: dict[str, Any]) -> Config:
 
 
 def transformer_config(model: ModelConfig) -> dict[str, Any]:
-    """config.json of the model's transformer; from the hub, that file alone."""
+    """config.json of the model's transformer; from the hub, only that file is downloaded."""
     if model.path is None:
         raise ModelError("no model is named", do="give --model FOLDER_OR_REPOSITORY, or model.path in qwen.yaml")
     path = Path(model.path) / "transformer" / "config.json"
@@ -114,8 +114,8 @@ def transformer_config(model: ModelConfig) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"the transformer's configuration cannot be read: {error}", where=path) from None
-    if (found := config.get("_class_name")) != "QwenImageTransformer2DModel":
-        raise ModelError("not a Qwen-Image transformer", where=path, found=found)
+    if (class_name := config.get("_class_name")) != "QwenImageTransformer2DModel":
+        raise ModelError("not a Qwen-Image transformer", where=path, found=class_name)
     return config
 
 

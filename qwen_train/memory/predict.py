@@ -1,9 +1,9 @@
-"""How much memory training takes, by part, without training.
+"""The memory of training, predicted by part without training.
 
-A training step of the real configuration runs on tensors that have sizes but no data (torch's device "meta"), and what
-is alive is counted: parameters, what autograd keeps, recomputed blocks, gradients. Blocks are alike, so a few are run
-and the rest follows. What cannot run so is computed: quantised weights, the optimizer's state, the device's own share.
-Not predicted: `train.compile`, which keeps less, and the parts of several processes (DDP's buckets, FSDP2).
+A training step of the real configuration runs on tensors without data (torch's device "meta"), and the live bytes are
+counted: parameters, activations saved by autograd, recomputed blocks, gradients. Blocks are equal, so only a few are
+run and the rest is extrapolated. Quantised weights, the optimizer's state and the device's own memory are computed.
+Not predicted: `train.compile`, which saves fewer activations, and several processes (DDP's buckets, FSDP2).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel, pr
 from qwen_train.weights import compute_dtype, prepare_for_training
 
 Device = Literal["cuda", "cpu"]
-Shape = tuple[ImgShapes, int]
-"""Of a sample: its images in tokens, the target first, and the tokens of its text."""
+SampleSize = tuple[ImgShapes, int]
+"""The size of a sample: its img_shapes, and its number of text tokens."""
 
-RESERVED = 800_000_000  # of CUDA: context and libraries, 0.4 to 0.8 GB as published for recent cards; not measured here
-FRAGMENTATION = 0.03  # of the rest: what the caching allocator cannot hand out; a guess on the safe side
-BYTES_PER_WEIGHT = {"int8": 1.0, "fp8": 1.0, "nf4": 0.5 + 4 / 64}  # nf4 has a float32 scale for every 64 weights
-BYTES_PER_ROW = {"int8": 2, "fp8": 4, "nf4": 0}  # a scale for each output channel
+RESERVED = 800_000_000  # CUDA context and libraries: 0.4 to 0.8 GB as published for recent GPUs; not measured here
+FRAGMENTATION = 0.03  # of the rest, unusable in the caching allocator; a conservative guess
+BYTES_PER_WEIGHT = {"int8": 1.0, "fp8": 1.0, "nf4": 0.5 + 4 / 64}  # nf4: a float32 scale per 64 weights
+BYTES_PER_ROW = {"int8": 2, "fp8": 4, "nf4": 0}  # the scale of each output channel
 OPTIMIZER_STATE: dict[str, Callable[[Tensor], float]] = {
     "adamw": lambda p: 8 * p.numel(),
-    # two bytes and two float32 scales for every 256 elements; small tensors stay in float32
+    # two bytes per element and two float32 scales per 256; small tensors stay in float32
     "adamw8bit": lambda p: (2 + 8 / 256) * p.numel() if p.numel() >= 4096 else 8 * p.numel(),
     "adafactor": lambda p: 4 * (p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.ndim > 1 else p.numel()),
     "prodigy": lambda p: 16 * p.numel(),
@@ -53,21 +53,21 @@ OPTIMIZER_STATE: dict[str, Callable[[Tensor], float]] = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device at the fullest moment of a training step."""
+    """Bytes on the device at the peak of a training step."""
 
     weights: int
-    """Frozen ones."""
+    """Frozen weights."""
     trained: int
-    """Weights that are trained: a LoRA, or all."""
+    """Trained weights: a LoRA, or all."""
     gradients: int
     optimizer: int
-    """Its state; as AdamW's for one by import path."""
+    """The optimizer's state; for one by import path, that of AdamW."""
     average: int
-    """The EMA of what is trained."""
+    """The EMA of the trained weights."""
     activations: int
-    """What a batch takes: its tensors, what the backward pass needs of the forward pass, what both use meanwhile."""
+    """A batch's tensors, the activations saved for the backward pass, and temporary tensors."""
     reserved: int = 0
-    """What the device takes for itself, an estimate; no part of torch.cuda.max_memory_allocated."""
+    """The device's own memory, estimated; not part of torch.cuda.max_memory_allocated."""
 
     @property
     def total(self) -> int:
@@ -75,14 +75,14 @@ class Memory:
 
 
 def predict_memory(
-    transformer: dict[str, Any], settings: Config, batch: Sequence[Shape], device: Device = "cuda"
+    transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], device: Device = "cuda"
 ) -> Memory:
-    """What a step on `batch` takes, for a transformer of that config.json and the sections `model`, `train`,
-    `optimizer` of the settings."""
+    """The memory of a training step on `batch`, for a transformer with this config.json and the settings `model`,
+    `train` and `optimizer`. Raises ConfigError or ModelError for settings that cannot be combined."""
     layers = int(transformer["num_layers"])
     every = int(settings.train.gradient_checkpointing) or 1
     few, more = layers % every + 2 * every, layers % every + 3 * every
-    with torch.random.fork_rng(devices=[]):  # a LoRA without data draws its first weights like any other
+    with torch.random.fork_rng(devices=[]):  # a LoRA on meta samples its first weights too
         if more >= layers or _names_blocks(settings.train.lora.target_modules):
             memory = _of_layers(layers, transformer, settings, batch, device)
         else:
@@ -90,30 +90,30 @@ def predict_memory(
             memory = Memory(*(y + (y - x) * (layers - more) // every for x, y in zip(a, b, strict=True)))
     if settings.train.offload_blocks:
         check_offload(settings, transformer)
-        absent = max(0, settings.train.offload_blocks - ON_DEVICE)
-        memory = replace(memory, weights=memory.weights - absent * block_bytes(transformer, settings))
+        on_host = max(0, settings.train.offload_blocks - ON_DEVICE)
+        memory = replace(memory, weights=memory.weights - on_host * block_bytes(transformer, settings))
     if device == "cpu":
         return memory
     return replace(memory, reserved=RESERVED + int(FRAGMENTATION * memory.total))
 
 
 def _names_blocks(targets: list[str] | str) -> bool:
-    """Whether the LoRA may be in some blocks only."""
+    """Whether the LoRA may be on some blocks only."""
     return isinstance(targets, str) or any("transformer_blocks" in target for target in targets)
 
 
 def _of_layers(
-    layers: int, transformer: dict[str, Any], settings: Config, batch: Sequence[Shape], device: Device
+    layers: int, transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], device: Device
 ) -> Memory:
-    model = prepared(without_data({**transformer, "num_layers": layers}, settings), settings, device)
+    model = training_model(on_meta({**transformer, "num_layers": layers}, settings), settings, device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen, unpacked = frozen_bytes(model, _quantization(transformer, settings))
     gradients = sum(map(_bytes, trained))
     state = OPTIMIZER_STATE.get(settings.optimizer.name, OPTIMIZER_STATE["adamw"])
-    # of all trained weights at once on CUDA (foreach), one after the other on the CPU
+    # the update of all trained weights at once on CUDA (foreach), one after the other on the CPU
     update = gradients if device == "cuda" else max(map(_bytes, trained), default=0)
     accumulated = settings.train.gradient_accumulation_steps > 1
-    if accumulated:  # into gradients that are there all the time: a new one lasts until it is added
+    if accumulated:  # gradients persist, so a new one is freed as soon as it is added
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
     step = peak_of_step(model, batch, compute_dtype(settings.train)) + unpacked
@@ -136,20 +136,22 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _quantization(transformer: dict[str, Any], settings: Config) -> str:
-    """The kind of the frozen weights: of the settings, or of a folder that was saved quantised."""
+    """The quantisation of the frozen weights: by the settings, or by the config.json of a quantised folder."""
     saved = transformer.get("quantization_config")
     if saved is None:
         return settings.model.quantization
     text = json.dumps(saved).lower()
     kinds = {'"load_in_4bit": true': "nf4", '"load_in_8bit": true': "int8", "int8": "int8", "float8": "fp8"}
-    for mark, kind in kinds.items():
-        if mark in text:
+    for pattern, kind in kinds.items():
+        if pattern in text:
             return kind
-    raise ModelError("this quantisation is not known here", where="config.json", found=saved.get("quant_method"))
+    raise ModelError(
+        "unknown quantisation: its memory cannot be predicted", where="config.json", found=saved.get("quant_method")
+    )
 
 
 def frozen_bytes(model: nn.Module, kind: str) -> tuple[int, int]:
-    """What frozen weights take, and the largest quantised one, as it is unpacked to be multiplied."""
+    """The bytes of the frozen weights, and of the largest quantised one when unpacked for its product."""
     frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     total, unpacked = float(sum(map(_bytes, frozen))), 0
     blocks: Any = model.transformer_blocks if kind != "none" else nn.Module()
@@ -162,19 +164,19 @@ def frozen_bytes(model: nn.Module, kind: str) -> tuple[int, int]:
 
 
 def block_bytes(transformer: dict[str, Any], settings: Config) -> int:
-    """The frozen weights of one block."""
-    models = (without_data({**transformer, "num_layers": n}, settings).requires_grad_(False) for n in (1, 2))
+    """The bytes of one block's frozen weights."""
+    models = (on_meta({**transformer, "num_layers": n}, settings).requires_grad_(False) for n in (1, 2))
     one, two = (frozen_bytes(model, _quantization(transformer, settings))[0] for model in models)
     return two - one
 
 
-# ---- a step without data ---------------------------------------------------------------------------------------------
+# ---- a step on the meta device ---------------------------------------------------------------------------------------
 
 
-class Kernels(TorchFunctionMode):
-    """Lets "meta" keep what the device's kernels keep: attention without its logits, and autocast's casts.
+class KernelMemory(TorchFunctionMode):
+    """Makes "meta" save the tensors that the device's kernels save: attention without its logits, and autocast's casts.
 
-    Autocast keeps the copy of a trained weight until the outermost of its contexts ends.
+    Autocast keeps the cast of a trained weight until its outermost context ends.
     """
 
     def __init__(self, device: Device, autocast: torch.dtype | None) -> None:
@@ -220,26 +222,26 @@ class Kernels(TorchFunctionMode):
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
 ) -> Tensor:
-    """Keeps queries, keys, values, the output and a number per row, as every kernel does that SDPA chooses for these
-    sizes; on "meta" it would choose none."""
+    """Attention that saves queries, keys, values, the output and one number per row, like every kernel that SDPA
+    chooses for these sizes; on "meta" SDPA would choose none of them."""
     mask = None if attn_mask is None else torch.zeros_like(attn_mask, dtype=query.dtype)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     output: Tensor = kernel(query, key, value, attn_mask=mask)[0]
     return output
 
 
-class WithoutData(QwenImageMultiResTransformerBlock):
-    """The block under `Kernels` in the backward pass too, which torch runs outside of every mode."""
+class MetaBlock(QwenImageMultiResTransformerBlock):
+    """The block under `KernelMemory`, also in the backward pass, which torch runs outside every mode."""
 
-    kernels: Kernels
+    kernels: KernelMemory
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         with self.kernels:
             return super().forward(*args, **kwargs)
 
 
-class Alive(TorchDispatchMode):
-    """Counts the bytes of tensors on "meta" that are made while it is entered and not yet freed, and their peak."""
+class LiveBytes(TorchDispatchMode):
+    """Counts the live bytes of tensors created on "meta" while entered, and their peak."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -265,13 +267,13 @@ class Alive(TorchDispatchMode):
         self.now -= self.sizes.pop(storage)
 
 
-class RowsWithoutData(TimestepRows):
+class MetaRows(TimestepRows):
     def forward(self, timestep: Tensor, hidden_states: Tensor, addition_t_cond: None = None) -> Tensor:
         return hidden_states.new_empty(len(timestep), self.width)
 
 
-def without_data(transformer: dict[str, Any], settings: Config) -> Any:
-    """The transformer as it is loaded, on "meta"."""
+def on_meta(transformer: dict[str, Any], settings: Config) -> Any:
+    """The transformer as loaded, on "meta"."""
     train, model_class = settings.train, QwenImageMultiResTransformer2DModel
     if train.tabulated_modulation:
         check_settings(train, transformer)
@@ -279,29 +281,29 @@ def without_data(transformer: dict[str, Any], settings: Config) -> Any:
     with torch.device("meta"):
         model = model_class.from_config(transformer)
     if train.tabulated_modulation:
-        model.time_text_embed.__class__ = RowsWithoutData
+        model.time_text_embed.__class__ = MetaRows
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.float32 if train.method == "full" else compute_dtype(train))
     return model
 
 
-def prepared(model: Any, settings: Config, device: Device) -> Any:
-    """The same as it is trained."""
+def training_model(model: Any, settings: Config, device: Device) -> Any:
+    """The transformer of `on_meta`, prepared for training."""
     prepare_for_training(model, settings.train)
-    model.kernels = Kernels(device, torch.bfloat16 if settings.train.mixed_precision == "bf16" else None)
+    model.kernels = KernelMemory(device, torch.bfloat16 if settings.train.mixed_precision == "bf16" else None)
     for block in model.transformer_blocks:
-        block.__class__ = WithoutData
+        block.__class__ = MetaBlock
         block.kernels = model.kernels
     return model
 
 
-def peak_of_step(model: Any, batch: Sequence[Shape], dtype: torch.dtype) -> int:
-    """The most that a forward and a backward pass take beyond the parameters."""
-    images = [list(shapes) for shapes, _ in batch]
+def peak_of_step(model: Any, batch: Sequence[SampleSize], dtype: torch.dtype) -> int:
+    """The peak bytes of a forward and a backward pass, without the parameters."""
+    images = [shapes for shapes, _ in batch]
     texts = [text for _, text in batch]
     rows = len(batch), max(map(token_count, images))
     config = model.config
-    with Alive(list(model.parameters())) as alive:
+    with LiveBytes(list(model.parameters())) as live:
         clean, noise = (torch.empty(*rows, config.in_channels, device="meta") for _ in range(2))
         sigma, weight = torch.empty(len(batch), device="meta"), torch.empty(rows, device="meta")
         prompt = torch.empty(len(batch), max(texts), config.joint_attention_dim, device="meta", dtype=dtype)
@@ -310,34 +312,34 @@ def peak_of_step(model: Any, batch: Sequence[Shape], dtype: torch.dtype) -> int:
         with model.kernels:
             velocity = model(noisy.to(dtype), prompt, mask, sigma, images, return_dict=False)[0]
         torch.autograd.backward(flow_loss(velocity, clean, noise, weight, torch.ones(len(batch), device="meta")))
-    peak: int = alive.peak
+    peak: int = live.peak
     return peak
 
 
 # ---- the batches of a run -------------------------------------------------------------------------------------------
 
 
-def largest_batch(batches: Batches, layout: str) -> tuple[list[Shape], Shape]:
-    """Of the first epoch, the batch with the most tokens, and the sample with the most."""
+def largest_batch(batches: Batches, layout: str) -> tuple[list[SampleSize], SampleSize]:
+    """The batch and the sample with the most tokens in the first epoch."""
     cache = batches.cache
     if not len(cache):
         raise TrainError("the cache has no samples", where=cache.folder, do="run `qwen-cache build`")
 
-    def shapes(positions: Sequence[int]) -> list[Shape]:
+    def shapes(positions: Sequence[int]) -> list[SampleSize]:
         rows = [cache.row(batches.plan.sample(position)).meta for position in positions]
         return [(row.img_shapes, row.text_length) for row in rows]
 
-    done, most, largest = 0, shapes([0]), shapes([0])[0]
-    while done < min(batches.plan.in_epoch, SUMMARISED):
-        positions = batches.plan.batch(done)
-        done += len(positions)
+    consumed, most, largest = 0, shapes([0]), shapes([0])[0]
+    while consumed < min(batches.plan.in_epoch, SUMMARISED):
+        positions = batches.plan.batch(consumed)
+        consumed += len(positions)
         batch = shapes(positions)
         most = max(most, batch, key=lambda it: tokens_of(it, layout))
         largest = max(largest, *batch, key=lambda it: tokens_of([it], layout))
     return most, largest
 
 
-def tokens_of(batch: Sequence[Shape], layout: str) -> int:
-    """As `train.max_tokens` counts them."""
+def tokens_of(batch: Sequence[SampleSize], layout: str) -> int:
+    """The tokens of a batch, as `train.max_tokens` counts them."""
     images, texts = [token_count(shapes) for shapes, _ in batch], [text for _, text in batch]
     return len(batch) * (max(images) + max(texts)) if layout == "padded" else sum(images) + sum(texts)

@@ -1,9 +1,9 @@
-"""The exponential moving average of the trained weights, whose samples are often better than those of the last step.
+"""The exponential moving average (EMA) of the trained weights; it often generates better images than the last step.
 
     average <- decay · average + (1 - decay) · weights        after each optimizer step n = 1, 2, …
 
-with decay = min(train.ema_decay, n / (9 + n)), and 0 for n = 1, so that what the first steps left behind is soon
-forgotten: the values of diffusers' EMAModel, which is not used itself since its module imports the pipelines.
+with decay = min(train.ema_decay, n / (9 + n)), and 0 for n = 1, so that the first steps are soon forgotten. These are
+the values of diffusers' EMAModel, which is not used itself because its module imports the pipelines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class Ema:
-    """The average of `parameters`, which `swapped` puts in their place."""
+    """The average of `parameters`; `swapped` puts it in their place."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], decay: float) -> None:
         self.parameters, self.decay = parameters, decay
@@ -24,7 +24,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights after an optimizer step."""
+        """Add the weights after an optimizer step to the average."""
         self.updates += 1
         decay = min(self.decay, self.updates / (9 + self.updates)) if self.updates > 1 else 0.0
         for average, parameter in zip(self.average, self.parameters, strict=True):
@@ -32,7 +32,7 @@ class Ema:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """While entered, the parameters have the average's values, and the average theirs."""
+        """Swap parameters and average while entered."""
         self._swap()
         try:
             yield

@@ -1,8 +1,8 @@
 """Joint attention over text and image, each sample within itself: padded rows with a mask, or packed rows without one.
 
-Promises: the stock projections, norms and rotation, with one RoPE table per sample. Refuses attention backends that
-misread a mask. Packed rows run one call per sample without a mask, so that flash kernels may be used; on CUDA in half
-precision one call of torch's variable-length kernel, unless another backend is chosen.
+Projections, norms and rotation are the stock model's, with one RoPE table per sample. Attention backends that misread a
+mask are refused. Packed rows take one call per sample without a mask, which allows flash kernels; on CUDA in half
+precision they take one call of torch's variable-length kernel, unless another backend is chosen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from qwen_cache.errors import ModelError, TrainError
 from qwen_train.model.packed import Packing
 
-# Of a row with n valid keys these keep the first n, which is wrong when padding lies between text and image.
+# In a row with n valid keys these keep the first n, which is wrong when padding is between text and image.
 BACKENDS_THAT_MISREAD_MASKS = frozenset(
     {AttentionBackendName.FLASH_VARLEN, AttentionBackendName._FLASH_VARLEN_3, AttentionBackendName.SAGE_VARLEN}
 )
@@ -28,12 +28,12 @@ QueryKeyValue = Sequence[Float[Tensor, "B _ heads dim"]]
 
 
 def active_backend(processor: QwenMultiResAttnProcessor) -> AttentionBackendName:
-    """The backend that `set_attention_backend` chose for the model, else diffusers' own."""
+    """The backend chosen by `set_attention_backend`, else diffusers' active one."""
     return AttentionBackendName(processor._attention_backend or _AttentionBackendRegistry.get_active_backend()[0])
 
 
 def refuse_backend_for_mask(backend: AttentionBackendName) -> None:
-    """A mask over padding between text and image is not what every backend takes it for."""
+    """Raise TrainError for a backend that misreads a mask over padding between text and image."""
     if backend in BACKENDS_THAT_MISREAD_MASKS:
         raise TrainError(
             "this attention backend misreads padding between text and image",
@@ -47,7 +47,7 @@ def refuse_backend_for_mask(backend: AttentionBackendName) -> None:
 def apply_rotary_embedding(
     x: Float[Tensor, "B N heads dim"], freqs: Complex[Tensor, "B N dim//2"]
 ) -> Float[Tensor, "B N heads dim"]:
-    """Rotate `x`, in float32 as the stock model does; its own function takes one table for the whole batch."""
+    """Rotate `x` in float32, like the stock model, whose function takes only one table for the whole batch."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * freqs[:, :, None]).flatten(-2).type_as(x)
 
@@ -58,7 +58,7 @@ def apply_rotary_embedding(
 def padded_attention(
     text: QueryKeyValue, image: QueryKeyValue, attention_mask: Tensor | None, attend: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Text and image of each row attend to one another, as far as the mask over their keys allows."""
+    """Text and image of each row attend to each other, under the mask over their keys."""
     joint = attend(*(torch.cat(pair, dim=1) for pair in zip(text, image, strict=True)), attn_mask=attention_mask)
     text_length = text[0].shape[1]
     return joint[:, :text_length], joint[:, text_length:]
@@ -71,7 +71,7 @@ def padded_attention(
 def packed_attention(
     text: QueryKeyValue, image: QueryKeyValue, packing: Packing, attend: Callable[..., Tensor], use_varlen: bool
 ) -> tuple[Tensor, Tensor]:
-    """Text and image of each sample attend to one another and to nothing else."""
+    """Text and image of each sample attend to each other and to nothing else."""
     query, key, value = (joint_row(*pair, packing) for pair in zip(text, image, strict=True))
     kernel = varlen_kernel() if use_varlen and flash_takes(query, key, value) else None
     if kernel is not None:
@@ -87,13 +87,13 @@ def packed_attention(
 
 
 def joint_row(text: Tensor, image: Tensor, packing: Packing) -> Tensor:
-    """`[text 0 | image 0 | text 1 | image 1 | ...]` of two packed rows."""
+    """Interleave two packed rows: `[text 0 | image 0 | text 1 | image 1 | ...]`."""
     texts, images = torch.split(text, packing.text_lengths, dim=1), torch.split(image, packing.image_lengths, dim=1)
     return torch.cat([piece for sample in zip(texts, images, strict=True) for piece in sample], dim=1)
 
 
 def flash_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Flash attention's terms: half precision, an Ampere GPU or newer, heads of a multiple of 8 and at most 256."""
+    """Whether flash attention can run: half precision, Ampere or newer, head size a multiple of 8 and at most 256."""
     head_dim = query.shape[-1]
     return (
         query.is_cuda
@@ -108,7 +108,7 @@ def flash_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 @functools.cache
 def varlen_kernel() -> Callable[..., Tensor] | None:
-    """torch's variable-length attention, where this torch has it; imported late, since it brings the compiler along."""
+    """torch's variable-length attention, None if this torch lacks it; imported late, since it imports the compiler."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -123,10 +123,10 @@ class QwenMultiResAttnProcessor:
     """Joint attention with one RoPE table per row: `image_rotary_emb` is `[B, S, dim/2]` for the image, `[B, L, dim/2]`
     for the text.
 
-    Padded rows come with a mask `[B, 1, 1, L + S]` over the keys of [text | image], packed rows with their packing.
+    Padded rows need a mask `[B, 1, 1, L + S]` over the keys of [text | image]; packed rows need their packing.
     """
 
-    # `set_attention_backend` and the parallel hooks of diffusers write to these names.
+    # diffusers' `set_attention_backend` and parallel hooks write to these names.
     _attention_backend: AttentionBackendName | None = None
     _parallel_config: Any = None
 
@@ -142,7 +142,7 @@ class QwenMultiResAttnProcessor:
     ) -> tuple[Tensor, Tensor]:
         if image_rotary_emb is None or encoder_hidden_states_mask is not None:
             raise ModelError(
-                "this attention processor works inside QwenImageMultiResTransformer2DModel only",
+                "this attention processor works only inside QwenImageMultiResTransformer2DModel",
                 expected="`image_rotary_emb` per sample, and one `attention_mask` over [text | image]",
             )
         head_dim = attn.inner_dim // attn.heads  # a tensor-parallel rank holds fewer heads, of the same size
@@ -166,7 +166,7 @@ class QwenMultiResAttnProcessor:
         if packing is None:
             text_output, image_output = padded_attention(text_qkv, image_qkv, attention_mask, attend)
         else:
-            use_varlen = active_backend(self) is AttentionBackendName.NATIVE  # another one was chosen on purpose
+            use_varlen = active_backend(self) is AttentionBackendName.NATIVE  # any other backend was chosen explicitly
             text_output, image_output = packed_attention(text_qkv, image_qkv, packing, attend, use_varlen)
 
         text_output = attn.to_add_out(text_output.flatten(2, 3).to(image_query.dtype).contiguous())

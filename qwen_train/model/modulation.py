@@ -1,10 +1,10 @@
-"""The modulation of a frozen transformer from a table: a third of its weights is never loaded.
+"""Tabulated modulation of a frozen transformer: a third of its weights is never loaded.
 
-What `img_mod` and `txt_mod` of every block and `norm_out.linear` give depends on the timestep alone, and bfloat16 has
-733 timesteps from 0.02 to 1. So it is computed once, block by block from the checkpoint's files, for all that can
-occur; each step then reads its rows from a file that is mapped, not loaded. The sums are in float32 and rounded once:
-a row may be one rounding away from what a device computes. A quantised base has the rows of the weights before that.
-Refused: float32, whose timesteps have no end; a LoRA on these layers; folders saved quantised; unknown timesteps.
+The outputs of `img_mod` and `txt_mod` of every block and of `norm_out.linear` depend only on the timestep, and bfloat16
+has 733 timesteps from 0.02 to 1. They are computed once for all timesteps, layer by layer from the checkpoint's files;
+each step then reads its rows from a memory-mapped file. Sums are in float32 and rounded once, so a row may differ by
+one rounding from a device's result. With quantisation on loading, the rows are those of the unquantised weights.
+Refused: float32, which has too many timesteps; a LoRA on these layers; folders saved quantised; unknown timesteps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from qwen_cache.storage.durable import allocate, cache_home, sync, whole_file
 from qwen_train.flow import NoiseSchedule
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
-VERSION = 1  # goes up with any change that changes a row
+VERSION = 1  # increase it with every change that affects a row
 EMBEDDER = tuple(f"time_text_embed.timestep_embedder.linear_{i}" for i in (1, 2))
 OFF = "set train.tabulated_modulation=false"
 DIGEST = 16  # bytes of xxh3-128
@@ -47,7 +47,7 @@ DIGEST = 16  # bytes of xxh3-128
 
 
 def columns(config: Mapping[str, Any]) -> dict[str, slice]:
-    """The linear layers whose outputs make up a row, in their order, and which part of it each of them is."""
+    """The linear layers whose outputs form a row, in order, each with its columns."""
     width = config["num_attention_heads"] * config["attention_head_dim"]
     layers = [f"transformer_blocks.{i}.{kind}_mod.1" for i in range(config["num_layers"]) for kind in ("img", "txt")]
     parts = {name: slice(6 * width * i, 6 * width * (i + 1)) for i, name in enumerate(layers)}
@@ -56,14 +56,14 @@ def columns(config: Mapping[str, Any]) -> dict[str, slice]:
 
 
 def timesteps_from(lowest: float) -> BFloat16[Tensor, " T"]:
-    """Every bfloat16 from `lowest`, rounded, to 1; and zero, by which `zero_cond_t` modulates control images."""
+    """`[T]`: every bfloat16 from `lowest` (rounded) to 1, and 0, with which `zero_cond_t` modulates control images."""
     up_to_one = torch.arange(0x3F80 + 1, dtype=torch.int16).view(torch.bfloat16)
     rounded = torch.tensor(lowest, dtype=torch.float32).bfloat16()
     return up_to_one[(up_to_one >= rounded) | (up_to_one == 0)]
 
 
 def check_settings(settings: TrainConfig, config: Mapping[str, Any]) -> None:
-    """Refuse what a table cannot do, for a transformer of that config.json."""
+    """Raise ConfigError or ModelError if a table cannot serve these settings and this config.json."""
     if settings.method == "full":
         raise ConfigError("train.tabulated_modulation is for frozen weights", found="train.method=full", do=OFF)
     if settings.mixed_precision != "bf16":
@@ -75,7 +75,7 @@ def check_settings(settings: TrainConfig, config: Mapping[str, Any]) -> None:
     targets = settings.lora.target_modules
     if trained := [name for name in (*columns(config), *EMBEDDER) if _targeted(name, targets)]:
         raise ConfigError(
-            "train.tabulated_modulation is for frozen weights, and the LoRA is on some of them",
+            "train.tabulated_modulation is for frozen weights, and the LoRA trains some of them",
             where="train.lora.target_modules",
             found=trained[0],
             do=f"name other modules, or {OFF}",
@@ -84,17 +84,17 @@ def check_settings(settings: TrainConfig, config: Mapping[str, Any]) -> None:
 
 
 def check_model(config: Mapping[str, Any]) -> None:
-    """ModelError where a table cannot be made of a transformer of that config.json."""
+    """Raise ModelError if no table can be computed for a transformer with this config.json."""
     if "quantization_config" in config:
-        do = "name the unquantised model, with model.quantization; or set tabulated_modulation=false"
-        raise ModelError("a table is made of unquantised weights, and this transformer was saved quantised", do=do)
+        do = "use the unquantised model, with model.quantization; or set tabulated_modulation=false"
+        raise ModelError("the table needs unquantised weights, and this transformer was saved quantised", do=do)
     if config.get("use_additional_t_cond"):
         do = "set tabulated_modulation=false"
         raise ModelError("this transformer's modulation depends on more than the timestep", do=do)
 
 
 def _targeted(name: str, targets: list[str] | str) -> bool:
-    """As peft reads them; what is no regular expression it refuses itself."""
+    """Whether peft would target this layer; peft itself refuses an invalid regular expression."""
     if not isinstance(targets, str):
         return any(name == target or name.endswith(f".{target}") for target in targets)
     with suppress(re.error):
@@ -107,16 +107,16 @@ def _targeted(name: str, targets: list[str] | str) -> bool:
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of some timesteps, mapped."""
+    """Memory-mapped rows of some timesteps."""
 
     rows: Any
-    """`[T, W]`, the bits of bfloat16 as uint16."""
-    place: dict[int, int]
-    """The row of each timestep, by its bits."""
+    """`[T, W]`: the bits of bfloat16 as uint16."""
+    row_of: dict[int, int]
+    """The row of each timestep, by the timestep's bits."""
 
 
 class Checkpoint:
-    """The tensors of a transformer's folder, each read when it is asked for."""
+    """The tensors of a transformer's folder, each read on access."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, index = folder, folder / SAFE_WEIGHTS_INDEX_NAME
@@ -131,11 +131,11 @@ class Checkpoint:
                 return file.get_tensor(name)  # type: ignore[no-any-return]
         except (OSError, SafetensorError) as error:
             raise ModelError(
-                f"weights cannot be read: {error}", where=path, found=name, do="download this part again"
+                f"weights cannot be read: {error}", where=path, found=name, do="download this component again"
             ) from None
 
     def fingerprint(self, layers: Iterable[str]) -> str:
-        """One hash over the contents of these layers."""
+        """One hash over the weights and biases of these layers."""
         digest = xxhash.xxh3_128(f"modulation {VERSION}".encode())
         for name in (f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")):
             tensor = self[name]
@@ -146,22 +146,22 @@ class Checkpoint:
 
 
 def open_table(checkpoint: Checkpoint, fingerprint: str, config: Mapping[str, Any], timesteps: Tensor) -> Table:
-    """The table of these weights and timesteps; it is made where there is none, or a damaged one."""
+    """The table of these weights and timesteps; written first if it is missing or damaged."""
     bits = timesteps.view(torch.int16).tolist()
     name = xxhash.xxh3_128_hexdigest(f"{fingerprint} {bits}".encode())
     path = cache_home() / "modulation" / f"{name}.npy"
-    if not _is_whole(path):
+    if not _is_intact(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _make(path, checkpoint, columns(config), timesteps)
         except OSError as error:
-            do = f"make room there, or let XDG_CACHE_HOME name another folder; or {OFF}"
-            raise TrainError("the table cannot be kept", where=path, found=error.strerror, do=do) from None
+            do = f"free disk space, or set XDG_CACHE_HOME to another folder; or {OFF}"
+            raise TrainError("the table cannot be written", where=path, found=error.strerror, do=do) from None
     return Table(np.load(path, mmap_mode="r"), {value: i for i, value in enumerate(bits)})
 
 
 def _make(path: Path, checkpoint: Checkpoint, parts: Mapping[str, slice], timesteps: Tensor) -> None:
-    """Write it: on disk before it gets its name, with its digest behind the array. Two that do so do no harm."""
+    """Write the table atomically, with its digest after the array; two processes may do so at once."""
     shape = len(timesteps), max(part.stop for part in parts.values())
     console().print(f"tabulating the modulation of {shape[0]} timesteps, once for these weights")
     with whole_file(path, shared=True) as temporary:
@@ -171,7 +171,7 @@ def _make(path: Path, checkpoint: Checkpoint, parts: Mapping[str, slice], timest
         for layer, part in parts.items():
             rows[:, part] = _outputs(checkpoint, layer, embedding).view(torch.uint16).numpy()
         rows.flush()
-        del rows  # Windows renames no mapped file
+        del rows  # Windows cannot rename a mapped file
         with open(temporary, "ab") as file:
             file.write(_digest(path, np.memmap(temporary, mode="r")))
             file.flush()
@@ -180,7 +180,7 @@ def _make(path: Path, checkpoint: Checkpoint, parts: Mapping[str, slice], timest
 
 @torch.no_grad()
 def embed(checkpoint: Checkpoint, timesteps: Tensor) -> BFloat16[Tensor, "T D"]:
-    """What all the layers take: the timesteps' embedding, by the stock module, and SiLU of it."""
+    """The input of all the layers: SiLU of the timesteps' embedding, by the stock module."""
     names = [f"{layer}.{kind}" for layer in EMBEDDER for kind in ("weight", "bias")]
     weights = {name.removeprefix("time_text_embed."): checkpoint[name] for name in names}
     with torch.device("meta"):
@@ -190,19 +190,19 @@ def embed(checkpoint: Checkpoint, timesteps: Tensor) -> BFloat16[Tensor, "T D"]:
 
 
 def _outputs(checkpoint: Checkpoint, layer: str, embedding: Tensor) -> BFloat16[Tensor, "T W"]:
-    """Of one linear layer in bfloat16, summed in float32, which every CPU does well."""
+    """The outputs of one linear layer in bfloat16, summed in float32, which every CPU does fast."""
     weight, bias = (checkpoint[f"{layer}.{kind}"].bfloat16().float() for kind in ("weight", "bias"))
     return F.linear(embedding.float(), weight, bias).bfloat16()
 
 
 def _digest(path: Path, data: Any) -> bytes:
-    """Of the content and the name, so that no other table passes under it."""
+    """The digest of content and name, so that no other table passes under this name."""
     digest = xxhash.xxh3_128(path.name.encode())
     digest.update(data)
     return digest.digest()
 
 
-def _is_whole(path: Path) -> bool:
+def _is_intact(path: Path) -> bool:
     try:
         with open(path, "rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -215,20 +215,20 @@ def _is_whole(path: Path) -> bool:
 
 
 class Columns(nn.Module):
-    """In place of a layer: its part of the rows."""
+    """Replaces a layer by its columns of the rows."""
 
-    def __init__(self, part: slice) -> None:
+    def __init__(self, columns: slice) -> None:
         super().__init__()
-        self.part = part
+        self.columns = columns
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, rows: Tensor) -> Tensor:
-        """Not compiled: the part is another in each block, which would each be compiled for itself."""
-        return rows[:, self.part]
+        """Not compiled: each block has its own columns, so each would be compiled separately."""
+        return rows[:, self.columns]
 
 
 class TimestepRows(nn.Module):
-    """In place of the timestep's embedding: for each timestep its row, on the device of the hidden states."""
+    """Replaces the timestep's embedding by its row, on the device of the hidden states."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -238,23 +238,21 @@ class TimestepRows(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, timestep: Tensor, hidden_states: Tensor, addition_t_cond: None = None) -> BFloat16[Tensor, "B W"]:
         if timestep.dtype != torch.bfloat16:
-            raise TrainError(
-                "the table of the modulation is for bfloat16", where="timestep", found=timestep.dtype, do=OFF
-            )
+            raise TrainError("the modulation table is for bfloat16", where="timestep", found=timestep.dtype, do=OFF)
         rows = [self._row(bits, t) for bits, t in zip(timestep.view(torch.int16).tolist(), timestep, strict=True)]
         return torch.from_numpy(np.stack(rows)).view(torch.bfloat16).to(hidden_states.device)
 
     def _row(self, bits: int, timestep: Tensor) -> Any:
         for table in self.tables:
-            if bits in table.place:
-                return table.rows[table.place[bits]]
+            if bits in table.row_of:
+                return table.rows[table.row_of[bits]]
         raise TrainError(
-            "the table of the modulation has no such timestep", where="timestep", found=f"{float(timestep):.6g}", do=OFF
+            "the modulation table does not have this timestep", where="timestep", found=f"{float(timestep):.6g}", do=OFF
         )
 
 
 class TabulatedTransformer2DModel(QwenImageMultiResTransformer2DModel):
-    """The transformer with `Columns` and `TimestepRows` for its modulation; `tabulate` gives it the rows."""
+    """The transformer with `Columns` and `TimestepRows` in place of its modulation layers; `tabulate` sets the rows."""
 
     _keys_to_ignore_on_load_unexpected: ClassVar = [
         r"^time_text_embed\.",
@@ -273,13 +271,13 @@ class TabulatedTransformer2DModel(QwenImageMultiResTransformer2DModel):
         self.time_text_embed = TimestepRows(parts["norm_out.linear"].stop)
 
     def save_pretrained(self, *_: Any, **__: Any) -> None:
-        raise ModelError("this transformer lacks the weights of its modulation, and is not saved as a whole", do=OFF)
+        raise ModelError("this transformer lacks its modulation weights, so it cannot be saved whole", do=OFF)
 
 
 def tabulate(transformer: Any, folder: Path, schedule: NoiseSchedule, sigmas: Sequence[float] = ()) -> None:
-    """Give a transformer that was loaded from `folder` the rows of the schedule's noise levels, and of these others.
+    """Set the rows for the schedule's noise levels and for `sigmas`, in a transformer loaded from `folder`.
 
-    Of the processes of a machine, one makes what is missing while the others wait.
+    On each machine one process writes missing tables while the others wait.
     """
     if not schedule.shift_terminal:
         raise ModelError(

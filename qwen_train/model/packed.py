@@ -1,7 +1,7 @@
-"""The packed layout: a batch as one row of the tokens that exist, and the transformer block that runs on such a row.
+"""The packed layout: a batch as one row of its valid tokens, and the transformer block that runs on such a row.
 
-Promises: linear layers, norms and modulation see valid tokens only, each sample's tokens follow one another, and a
-token is modulated by its own sample's noise level. A row is `[1, N, C]`, N the valid tokens of the whole batch.
+Linear layers, norms and modulation see valid tokens only, each sample's tokens are consecutive, and a token is
+modulated by its own sample's noise level. A row is `[1, N, C]`, with N the valid tokens of the whole batch.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Runs = list[tuple[int, int]]
-"""Of a row, from its start: how many tokens follow one another that row i of the embedding modulates, and i."""
+"""The consecutive runs of a row: the number of tokens, and the row i of the embedding that modulates them."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of a batch lie in its two rows."""
+    """The positions of a batch's tokens in its two packed rows."""
 
-    image_index: Int[Tensor, " N"]  # of each valid token in the flattened `[B * S]`
-    text_index: Int[Tensor, " M"]  # in the flattened `[B * L]`
+    image_index: Int[Tensor, " N"]  # valid tokens in the flattened `[B * S]`
+    text_index: Int[Tensor, " M"]  # valid tokens in the flattened `[B * L]`
     image_runs: Runs
     text_runs: Runs
     image_lengths: list[int]
@@ -39,7 +39,7 @@ class Packing:
         target_lengths: Sequence[int] | None,
         device: torch.device,
     ) -> Packing:
-        """From masks on the CPU; with `target_lengths` (`zero_cond_t`), rows B.. modulate what follows the target."""
+        """From masks on the CPU; with `target_lengths` (`zero_cond_t`), rows B.. modulate tokens after the target."""
         image_lengths, text_lengths = image_valid.sum(dim=1).tolist(), text_valid.sum(dim=1).tolist()
         image_runs = [(length, row) for row, length in enumerate(image_lengths)]
         if target_lengths is not None:
@@ -67,7 +67,7 @@ class Packing:
 
 
 def gather(x: Tensor, index: Int[Tensor, " N"]) -> Tensor:
-    """`[1, N, C]`, the tokens at `index` of the padded `[B, S, C]`."""
+    """The tokens at `index` of the padded `[B, S, C]`, as `[1, N, C]`."""
     return x.flatten(0, 1).index_select(0, index)[None]
 
 
@@ -79,9 +79,9 @@ def scatter(
     return rows.reshape(batch_size, length, -1)
 
 
-# Run by run, not by a row of modulation per token: those would be kept for the backward pass, and their gradients
-# summed up in the precision of the weights. Every mixture of lengths is another graph to torch.compile, so it stops
-# here and compiles what lies between.
+# Modulation is applied run by run, not as one row per token: autograd would keep those rows for the backward pass and
+# sum their gradients in the precision of the weights. Every mixture of lengths is another graph to torch.compile, so
+# these functions are not compiled, only the code between them.
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -108,13 +108,13 @@ def add_gated(
 def norm_out(
     module: Any, x: Float[Tensor, "1 N D"], temb: Float[Tensor, "B E"], lengths: Sequence[int]
 ) -> Float[Tensor, "1 N D"]:
-    """The last, modulated norm, sample by sample."""
+    """The final modulated norm, sample by sample."""
     samples = zip(torch.split(x, list(lengths), dim=1), temb[:, None], strict=True)
     return torch.cat([module(sample, embedding) for sample, embedding in samples], dim=1)
 
 
 class QwenImageMultiResTransformerBlock(QwenImageTransformerBlock):  # type: ignore[misc]
-    """The stock block, which also takes packed rows: then `joint_attention_kwargs` holds their `packing`."""
+    """The stock block, which also accepts packed rows if `joint_attention_kwargs` has their `packing`."""
 
     def forward(
         self,

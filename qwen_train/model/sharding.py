@@ -1,7 +1,7 @@
-"""Tensors that several processes hold in parts (FSDP2): wrap the model, gather what it holds, deal it out again.
+"""Sharded tensors (FSDP2): wrap the model, gather its tensors, and distribute full tensors.
 
-Without FSDP2 every process has the whole model, and nothing is gathered. `fully_shard` is called here and not by
-accelerate, which knows FSDP2 on accelerators only: so the same code runs in tests on CPUs.
+Without FSDP2 every process has the full model, and nothing is gathered. `fully_shard` is called here, not by
+accelerate, which supports FSDP2 on accelerators only; so the same code runs in tests on CPUs.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ T = TypeVar("T")
 
 
 def wrap(accelerator: Any, transformer: Any, settings: TrainConfig) -> Any:
-    """The transformer on this process's device and under autocast; in DDP or FSDP2 if there are more processes.
+    """The transformer on this process's device under autocast; in DDP or FSDP2 with several processes.
 
-    Weights that are trained whole become float32.
+    Full training converts the weights to float32. Raises ConfigError for FSDP2 with quantised weights.
     """
 
-    def as_trained(module: Any) -> Any:
+    def in_trained_dtype(module: Any) -> Any:
         return module.to(torch.float32) if settings.method == "full" else module
 
     if not settings.fsdp or accelerator.num_processes == 1:
-        as_trained(transformer)
+        in_trained_dtype(transformer)
         frozen = [name for name, parameter in transformer.named_parameters() if not parameter.requires_grad]
-        transformer._ddp_params_and_buffers_to_ignore = frozen  # not sent to processes that have read them
+        transformer._ddp_params_and_buffers_to_ignore = frozen  # every process has read them itself
         return accelerator.prepare_model(transformer, device_placement=not settings.offload_blocks)
     if getattr(transformer, "hf_quantizer", None) is not None:
-        raise ConfigError("train.fsdp cannot share out quantised weights", do="set one of them back to its default")
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # nothing here changes an output in place
+        raise ConfigError("train.fsdp cannot shard quantised weights", do="set one of them back to its default")
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # no output is changed in place here
     transformer = accelerator.prepare_model(transformer, device_placement=False, evaluation_mode=True)
     compute = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    for block in transformer.transformer_blocks:  # each moves to the device alone: the whole may not fit there
-        fully_shard(as_trained(block), mesh=mesh, mp_policy=precision)
-    return fully_shard(as_trained(transformer), mesh=mesh, mp_policy=precision)
+    for block in transformer.transformer_blocks:  # block by block: the full model may not fit on the device
+        fully_shard(in_trained_dtype(block), mesh=mesh, mp_policy=precision)
+    return fully_shard(in_trained_dtype(transformer), mesh=mesh, mp_policy=precision)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, of which this process may hold a part; every process has to ask for it."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor of a DTensor, or the tensor itself; every process takes part."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def of_all(value: T) -> list[T]:
-    """What each process has, by rank; every process has to take part."""
+def all_gather_object(value: T) -> list[T]:
+    """The values of all processes, by rank; every process takes part."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -62,16 +62,17 @@ def of_all(value: T) -> list[T]:
     return values
 
 
-def alike(value: Tensor, target: Tensor) -> Tensor:
-    """`value`, which is whole, in the parts in which `target` is held; on every process if it is of another shape."""
+def distribute_like(value: Tensor, target: Tensor) -> Tensor:
+    """The full tensor `value`, sharded like `target`; replicated if the shapes differ."""
     if not isinstance(target, DTensor):
         return value
     mesh = target.device_mesh
     placements = target.placements if value.shape == target.shape else [Replicate()] * mesh.ndim
-    return distribute_tensor(value.to(target.device), mesh, placements, src_data_rank=None)  # each has the whole
+    # no source rank: every process has the full value
+    return distribute_tensor(value.to(target.device), mesh, placements, src_data_rank=None)
 
 
 @torch.no_grad()
 def assign(target: Tensor, value: Tensor) -> None:
-    """Overwrite `target` by `value`, which is whole."""
-    target.copy_(alike(value.to(target.dtype), target))
+    """Copy the full tensor `value` into `target`."""
+    target.copy_(distribute_like(value.to(target.dtype), target))

@@ -1,15 +1,15 @@
 """The stock Qwen-Image transformer on batches of mixed sizes, exactly.
 
-Promises: every sample of a batch gets the output and the gradients that it would get alone, unpadded, in the stock
-model, whatever its neighbours' sizes and number of images are and whatever fills the padding; padded outputs are zero.
-Takes and returns padded batches; with `layout = "packed"` it computes on the valid tokens alone, with equal results.
-Refuses: a batch that contradicts its `img_shapes`, text beyond the RoPE table, layered checkpoints, ControlNet
-residuals, and attention backends that misread the mask. The stock model's own modules are called.
+Every sample of a batch gets the output and gradients that it would get alone, unpadded, in the stock model, for any
+sizes and numbers of images of the others and any values in the padding; padded outputs are zero. It takes and returns
+padded batches; with `layout = "packed"` it computes on the valid tokens only, with equal results. Refused: a batch that
+contradicts its `img_shapes`, text beyond the RoPE table, layered checkpoints, ControlNet residuals, and attention
+backends that misread the mask. It calls the stock model's own modules.
 
 >>> model = QwenImageMultiResTransformer2DModel(  # or .from_pretrained(folder, subfolder="transformer")
 ...     num_layers=1, num_attention_heads=2, attention_head_dim=32, joint_attention_dim=48, axes_dims_rope=(4, 14, 14)
 ... )
->>> img_shapes = [[(1, 4, 6)], [(1, 6, 4), (1, 2, 3)]]  # a target alone beside a target with one control image
+>>> img_shapes = [[(1, 4, 6)], [(1, 6, 4), (1, 2, 3)]]  # a target, and a target with one control image
 >>> image, text = torch.randn(2, 30, 64), torch.randn(2, 7, 48)  # 24 and 24 + 6 image tokens, padded to 30
 >>> text_mask = torch.arange(7) < torch.tensor([[7], [5]])  # 7 and 5 text tokens, padded to 7
 >>> sigma = torch.tensor([0.3, 0.9])
@@ -39,26 +39,25 @@ from jaxtyping import Bool, Complex, Int, Shaped
 from torch import Tensor, nn
 
 from qwen_cache.errors import ModelError, TrainError
+from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_train.model.joint_attention import QwenMultiResAttnProcessor, active_backend, refuse_backend_for_mask
 from qwen_train.model.packed import Packing, QwenImageMultiResTransformerBlock, gather, norm_out, scatter
 
 Layout = Literal["padded", "packed"]
-ImageShape = tuple[int, int, int]  # frames, height and width in tokens
-ImageShapes = list[ImageShape]  # of one sample: the target, then each control image
 
 
-# ---- what a batch consists of ----------------------------------------------------------------------------------------
+# ---- the contents of a batch -----------------------------------------------------------------------------------------
 
 
 def refuse_unsupported(**arguments: object) -> None:
-    """Arguments of the stock model that nothing here has made right under padding."""
+    """Raise TrainError for arguments of the stock model that are not implemented under padding."""
     for name, value in arguments.items():
         if value is not None:
             raise TrainError(f"{name} is not supported", where="forward", expected="None", found=type(value).__name__)
 
 
 def refuse_other_batch_size(batch_size: int, **arguments: Tensor) -> None:
-    """One row would be broadcast over the batch without a word."""
+    """Raise TrainError for another batch size; a single row would be broadcast silently."""
     for name, rows in arguments.items():
         if len(rows) != batch_size:
             raise TrainError(
@@ -69,8 +68,8 @@ def refuse_other_batch_size(batch_size: int, **arguments: Tensor) -> None:
             )
 
 
-def image_shapes_per_sample(img_shapes: Sequence[Any], batch_size: int) -> list[ImageShapes]:
-    """One list of images per sample, from either form: `[(1, h, w), ...]` for all or `[[(1, h, w), ...], ...]`."""
+def image_shapes_per_sample(img_shapes: Sequence[Any], batch_size: int) -> list[ImgShapes]:
+    """The images of each sample, from either form: `[(1, h, w), ...]` for all or `[[(1, h, w), ...], ...]`."""
     shared = bool(img_shapes) and all(_is_image_shape(entry) for entry in img_shapes)
     samples = [img_shapes] * batch_size if shared else img_shapes
     for sample in samples:
@@ -88,20 +87,20 @@ def image_shapes_per_sample(img_shapes: Sequence[Any], batch_size: int) -> list[
             expected=f"{batch_size} samples, as in hidden_states",
             found=f"{len(samples)}",
         )
-    return [[(t, h, w) for t, h, w in sample] for sample in samples]
+    return [tuple((t, h, w) for t, h, w in sample) for sample in samples]
 
 
 def _is_image_shape(entry: object) -> bool:
     return isinstance(entry, list | tuple) and len(entry) == 3 and all(isinstance(n, int) and n > 0 for n in entry)
 
 
-def image_token_counts(samples: Sequence[ImageShapes], image_length: int) -> list[int]:
+def image_token_counts(samples: Sequence[ImgShapes], image_length: int) -> list[int]:
     """The image tokens of each sample; the longest must fill the row, or an image is missing from `img_shapes`."""
-    counts = [sum(math.prod(image) for image in images) for images in samples]
+    counts = [token_count(images) for images in samples]
     if max(counts) != image_length:
         longest = counts.index(max(counts))
         raise TrainError(
-            f"img_shapes and hidden_states disagree: the longest sample has the images {samples[longest]}",
+            f"img_shapes and hidden_states disagree: the longest sample has the images {list(samples[longest])}",
             where="hidden_states",
             expected=f"{max(counts)} image tokens",
             found=f"{image_length}",
@@ -111,7 +110,7 @@ def image_token_counts(samples: Sequence[ImageShapes], image_length: int) -> lis
 
 
 def text_validity(encoder_hidden_states_mask: Tensor | None, batch_size: int, text_length: int) -> Bool[Tensor, "B L"]:
-    """The text mask as booleans on the CPU: the one wait for the device, and none if the mask is there already."""
+    """The text mask as booleans on the CPU: the only wait for the device, avoided if the mask is already there."""
     if encoder_hidden_states_mask is None:
         return torch.ones(batch_size, text_length, dtype=torch.bool)
     if encoder_hidden_states_mask.shape != (batch_size, text_length):
@@ -130,45 +129,45 @@ def prefix_mask(lengths: Sequence[int], row_length: int) -> Bool[Tensor, "B N"]:
 
 
 def extents(valid: Bool[Tensor, "B N"]) -> list[int]:
-    """For each row the position behind its last valid token (its length, when the padding is on the right)."""
+    """For each row the position after its last valid token: its length, if padding is on the right."""
     positions = torch.arange(1, valid.shape[1] + 1)
     return [int(length) for length in (valid * positions).amax(dim=1)]
 
 
 def zero_padding(x: Shaped[Tensor, "B N C"], valid: Bool[Tensor, "B N"]) -> Shaped[Tensor, "B N C"]:
-    """`x` with zeros for padding, NaN included, which a product would keep."""
+    """`x` with padding set to zero, by a fill because a product would keep NaN."""
     return x if valid.all() else x.masked_fill(~valid.to(x.device)[..., None], 0)
 
 
-# ---- what the blocks need to know of it ------------------------------------------------------------------------------
+# ---- the inputs of the blocks ----------------------------------------------------------------------------------------
 
 
 def joint_attention_mask(
     text_valid: Bool[Tensor, "B L"], image_valid: Bool[Tensor, "B S"], device: torch.device
 ) -> Bool[Tensor, "B 1 1 L+S"] | None:
-    """The keys that may be attended to, text first; None if all may, since any mask keeps SDPA off its flash kernel."""
+    """The valid keys, text first; None if all are valid, since any mask rules out SDPA's flash kernel."""
     valid = torch.cat([text_valid, image_valid], dim=1)
     return None if valid.all() else valid[:, None, None, :].to(device)
 
 
 def rotary_embeddings(
     pos_embed: nn.Module,
-    samples: Sequence[ImageShapes],
+    samples: Sequence[ImgShapes],
     text_lengths: Sequence[int],
     image_length: int,
     text_length: int,
     device: torch.device,
 ) -> tuple[Complex[Tensor, "B S half"], Complex[Tensor, "B L half"]]:
-    """RoPE of image and text, each row as the stock `pos_embed` gives it for that sample alone, padded with zeros."""
+    """RoPE of image and text: each row from the stock `pos_embed` for that sample alone, padded with zeros."""
     image_rows, text_rows = [], []
-    for images, wanted in zip(samples, text_lengths, strict=True):
-        image_row, text_row = pos_embed([images], device=device, max_txt_seq_len=wanted)
-        if len(text_row) < wanted:  # the stock model cuts the table and goes on
+    for images, length in zip(samples, text_lengths, strict=True):
+        image_row, text_row = pos_embed([list(images)], device=device, max_txt_seq_len=length)
+        if len(text_row) < length:  # the stock model silently uses a shorter table
             raise TrainError(
-                f"the text is longer than the RoPE table beside images of {images}",
+                f"the text is longer than the RoPE table beside images of {list(images)}",
                 where="encoder_hidden_states",
                 expected=f"at most {len(text_row)} text tokens",
-                found=f"{wanted}",
+                found=f"{length}",
                 do="shorten the text or the images",
             )
         image_rows.append(F.pad(image_row, (0, 0, 0, image_length - len(image_row))))
@@ -176,27 +175,27 @@ def rotary_embeddings(
     return torch.stack(image_rows), torch.stack(text_rows)
 
 
-def modulation_index(samples: Sequence[ImageShapes], image_length: int, device: torch.device) -> Int[Tensor, "B S"]:
-    """For `zero_cond_t`: 0 where the timestep modulates (the target), 1 where zero does (control images, padding)."""
+def modulation_index(samples: Sequence[ImgShapes], image_length: int, device: torch.device) -> Int[Tensor, "B S"]:
+    """For `zero_cond_t`: 0 where the timestep modulates (target), 1 where timestep 0 does (controls, padding)."""
     target = prefix_mask([math.prod(images[0]) for images in samples], image_length)
     return (~target).to(device, torch.int)
 
 
 def refuse_other_rotary(given: tuple[Tensor, Tensor], *shapes: tuple[int, ...]) -> None:
-    """Precomputed RoPE has to be complex, one table per sample, of the batch's own lengths."""
-    found = [(tuple(table.shape), table.dtype) for table in given]
-    if found != [(shape, torch.complex64) for shape in shapes]:
+    """Raise TrainError unless precomputed RoPE is complex, per sample, and of the batch's lengths."""
+    tables = [(tuple(table.shape), table.dtype) for table in given]
+    if tables != [(shape, torch.complex64) for shape in shapes]:
         raise TrainError(
             "the precomputed RoPE does not fit the batch",
             where="image_rotary_emb",
             expected=f"(image, text) of shapes {shapes[0]} and {shapes[1]} in complex64",
-            found=", ".join(f"{shape} in {str(dtype).removeprefix('torch.')}" for shape, dtype in found),
+            found=", ".join(f"{shape} in {str(dtype).removeprefix('torch.')}" for shape, dtype in tables),
         )
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Which tokens exist, their RoPE, and what else blocks need: mask and index if padded, the packing if packed."""
+    """The valid tokens, their RoPE, and the blocks' other inputs: mask and index if padded, the packing if packed."""
 
     image_valid: Bool[Tensor, "B S"]
     text_valid: Bool[Tensor, "B L"]
@@ -206,13 +205,13 @@ class BatchLayout:
     packing: Packing | None = None
 
     def rows(self, image: Shaped[Tensor, "B S C"], text: Shaped[Tensor, "B L D"]) -> tuple[Tensor, Tensor]:
-        """Image and text as the blocks take them: padding is zero, or left out."""
+        """Image and text as the blocks take them: with zeros for padding, or packed."""
         if self.packing is None:
             return zero_padding(image, self.image_valid), zero_padding(text, self.text_valid)
         return gather(image, self.packing.image_index), gather(text, self.packing.text_index)
 
     def padded(self, image: Tensor) -> Shaped[Tensor, "B S C"]:
-        """The image's row, or rows, as `[B, S, C]` with zeros for padding."""
+        """The image's packed row or padded rows as `[B, S, C]`, with zeros for padding."""
         if self.packing is None:
             return zero_padding(image, self.image_valid)
         batch_size, image_length = self.image_valid.shape
@@ -225,18 +224,18 @@ class BatchLayout:
 class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type: ignore[misc]
     """`QwenImageTransformer2DModel` for batches of mixed sizes: same parameters, same checkpoints, same arguments.
 
-    `layout` says how it computes: "padded" (the default) on rows of equal length with a mask, "packed" on one row of
-    valid tokens. It is no part of the configuration and may change between calls.
+    `layout` is "padded" (the default: rows of equal length with a mask) or "packed" (one row of valid tokens). It is
+    not part of the configuration and may change between calls.
     """
 
-    # Context parallelism splits the rows that `pos_embed` returns, before they could be padded here.
+    # Context parallelism splits the rows that `pos_embed` returns before they are padded here.
     _cp_plan = None
-    # What device maps keep whole, what FSDP wraps, and what `compile_repeated_blocks` compiles.
+    # The modules that device maps keep whole, FSDP wraps, and `compile_repeated_blocks` compiles.
     _no_split_modules: ClassVar = [QwenImageMultiResTransformerBlock.__name__]
     _repeated_blocks: ClassVar = [QwenImageMultiResTransformerBlock.__name__]
     _layout: Layout = "padded"
 
-    # diffusers reads the names that it expects in config.json off this signature.
+    # diffusers reads the expected keys of config.json from this signature.
     @functools.wraps(QwenImageTransformer2DModel.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -244,10 +243,10 @@ class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type:
 
     @classmethod
     def from_stock(cls, model: Any) -> QwenImageMultiResTransformer2DModel:
-        """`model` itself, which is of this class from now on: the same parameters, adapters and quantised weights.
+        """Change the class of `model` in place and return it: same parameters, adapters and quantised weights.
 
-        Optimizers and wrappers that hold it or its parameters go on to do so. What replaces `forward` of the instance
-        (offloading hooks, context parallelism, FSDP) has to come after.
+        Optimizers and wrappers keep their references. Hooks that replace the instance's `forward` (offloading, context
+        parallelism, FSDP) must be added afterwards; ModelError if one is there, or the model is another class.
         """
         replaced = [name or "the model" for name, module in model.named_modules() if "forward" in vars(module)]
         if type(model) is not QwenImageTransformer2DModel or replaced or model._parallel_config is not None:
@@ -263,7 +262,7 @@ class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type:
         return cast(QwenImageMultiResTransformer2DModel, model)
 
     def _adopt_blocks(self) -> None:
-        """Give the stock blocks a second way to run; their modules and parameters stay as they are."""
+        """Let the stock blocks take packed rows too; their modules and parameters stay the same."""
         refuse_layered(self.config)
         for block in self.transformer_blocks:
             block.__class__ = QwenImageMultiResTransformerBlock
@@ -282,7 +281,7 @@ class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type:
         self._layout = cast(Layout, layout)
 
     def to_json_string(self) -> str:
-        """The configuration under the stock class's name, so that pipelines and other trainers load what is saved."""
+        """The configuration under the stock class's name, so that pipelines and other trainers load saved models."""
         config = {**json.loads(super().to_json_string()), "_class_name": QwenImageTransformer2DModel.__name__}
         return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
@@ -302,17 +301,17 @@ class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type:
         *,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Transformer2DModelOutput | tuple[Tensor]:
-        """Predict the velocity of every image token; of control images and padding too, where it means nothing.
+        """Predict the velocity of every image token; it is meaningless for control images, and zero for padding.
 
         Args:
             hidden_states: `[B, S, in_channels]`, packed latents: target, then each control image, then padding.
             encoder_hidden_states: `[B, L, joint_attention_dim]`, prompt embeddings, then padding.
-            encoder_hidden_states_mask: `[B, L]`, true for text; None if all is. On the CPU it costs no wait.
+            encoder_hidden_states_mask: `[B, L]`, true for text; None if all is text. On the CPU it avoids a wait.
             timestep: `[B]`, the noise level sigma in 0..1.
             img_shapes: `[(1, h, w), ...]` in tokens for the whole batch, or one such list per sample.
             attention_kwargs: `scale` sets the strength of LoRA layers.
-            image_rotary_emb: RoPE of image `[B, S, dim/2]` and text `[B, L, dim/2]`, complex, `dim` the width of a
-                head; None makes it from `img_shapes`, which are needed in any case: they say which tokens exist.
+            image_rotary_emb: complex RoPE of image `[B, S, dim/2]` and text `[B, L, dim/2]`, `dim` the size of a
+                head; None computes it from `img_shapes`, which are required in any case: they define the valid tokens.
         """
         if encoder_hidden_states is None or timestep is None or img_shapes is None:
             raise TrainError("forward needs encoder_hidden_states, timestep and img_shapes", found="None")
@@ -354,7 +353,7 @@ class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type:
         img_shapes: Sequence[Any],
         rotary: tuple[Tensor, Tensor] | None,
     ) -> BatchLayout:
-        """Check the batch against its shapes and masks, and prepare what every block needs to know of it."""
+        """Check the batch against its shapes and masks, and prepare the inputs of the blocks."""
         (batch_size, image_length), device = hidden_states.shape[:2], hidden_states.device
         text_length = encoder_hidden_states.shape[1]
         samples = image_shapes_per_sample(img_shapes, batch_size)
@@ -378,7 +377,7 @@ class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type:
         return replace(batch, rotary=batch.rows(*rotary))
 
     def _attention_arguments(self, given: dict[str, Any] | None, batch: BatchLayout) -> dict[str, Any]:
-        """What every block hands to its attention processor."""
+        """The arguments that every block passes to its attention processor."""
         if reserved := {"attention_mask", "packing"} & set(given or {}):
             raise TrainError(
                 "the attention mask follows from img_shapes and encoder_hidden_states_mask",
@@ -393,7 +392,7 @@ class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type:
 def refuse_layered(config: Any) -> None:
     if config.use_layer3d_rope:
         raise ModelError(
-            "layered checkpoints place their images on other positions",
+            "layered checkpoints use other image positions",
             where="config.json",
             expected="use_layer3d_rope false",
             found="true",

@@ -33,15 +33,15 @@ from tests.support.judge import (
     Case,
     Size,
     TinyModel,
-    assert_is_what_stock_computes,
+    assert_matches_stock,
     assert_same,
     build_cache,
     by_name,
     case,
-    feed,
     relative,
     small_options,
     stock_pipeline,
+    transformer_inputs,
     write_source,
 )
 from tests.support.sources import write_pairs
@@ -63,7 +63,7 @@ def test_at_stock_sizes_a_cache_holds_what_the_pipeline_feeds_its_transformer(
 ) -> None:
     it = case(sizes, "Make it look like late autumn, 像一幅水彩画")
     opened = build_cache(tmp_path, {"it": it}, tiny_model(variant), "--dtype", dtype)
-    assert_is_what_stock_computes(opened[0], it, tiny_model(variant), variant)
+    assert_matches_stock(opened[0], it, tiny_model(variant), variant)
 
 
 @cache
@@ -98,7 +98,7 @@ def test_whatever_the_sample_a_cache_holds_what_the_pipeline_feeds_its_transform
     samples = by_name(build_cache(tmp_path, cases, tiny_model(variant), *options))
     for name, it in cases.items():
         try:
-            assert_is_what_stock_computes(samples[name], it, tiny_model(variant), variant)
+            assert_matches_stock(samples[name], it, tiny_model(variant), variant)
         except AssertionError as error:
             error.add_note(f"sample {name}")
             raise
@@ -112,12 +112,14 @@ def test_a_prompt_that_text_to_image_would_cut_is_refused(tokens: int, tiny_mode
     source = write_source(tmp_path / "source", {"it": case([(100, 100)], prompt)})
     options = ["--model", tiny_model("t2i"), "--dtype", "float32", *small_options("t2i")]
     result = run("qwen-cache", "build", source, "--out", tmp_path / "shards", *options)
-    assert len(feed(pipeline, [], prompt).prompt_embeds) == 512
+    assert len(transformer_inputs(pipeline, [], prompt).prompt_embeds) == 512
     if tokens > 512:
         assert result.code == 2
         assert "metadata.jsonl:1: it: the prompt has 513 tokens, the pipeline uses 512" in result.stderr
     else:
-        assert_same(open_cache(tmp_path / "shards")[0]["prompt_embeds"], feed(pipeline, [], prompt).prompt_embeds)
+        assert_same(
+            open_cache(tmp_path / "shards")[0]["prompt_embeds"], transformer_inputs(pipeline, [], prompt).prompt_embeds
+        )
 
 
 # ---- one trap each ---------------------------------------------------------------------------------------------------
@@ -134,7 +136,7 @@ def test_values_beyond_float16_are_kept(tiny_model: TinyModel, tmp_path: Path) -
     sample = build_cache(tmp_path, {"it": it}, folder, *small_options("edit-plus"))[0]
     assert sample["prompt_embeds"].dtype == torch.bfloat16
     assert float(sample["prompt_embeds"].abs().max()) > 65504
-    assert_is_what_stock_computes(sample, it, folder, "edit-plus")
+    assert_matches_stock(sample, it, folder, "edit-plus")
 
 
 def test_the_same_work_is_done_once_and_changes_nothing(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -239,8 +241,8 @@ def test_a_missing_control_of_a_table_stops_the_build_and_names_its_row(
     (source / f"second-control{index}.png").unlink()
     result = build(source, tmp_path / "shards", tiny_model("edit-plus"))
     assert result.code == 2
-    gone = source / f"second-control{index}.png"
-    assert f"{source / 'metadata.jsonl'}:2: the control {gone} does not exist" in result.stderr
+    missing = source / f"second-control{index}.png"
+    assert f"{source / 'metadata.jsonl'}:2: the control {missing} does not exist" in result.stderr
     assert not (tmp_path / "shards" / "cache.json").exists()
 
 

@@ -12,7 +12,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextMod
 
 from qwen_cache.encode.builder import ENCODER_PARTS
 from qwen_cache.encode.micro_batches import Batcher
-from qwen_cache.encode.text import TextEncoder
+from qwen_cache.encode.text import TextEncoder, TextRequest
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.models.folder import open_model
 from tests.support.judge import (
@@ -21,7 +21,7 @@ from tests.support.judge import (
     Case,
     Size,
     TinyModel,
-    assert_is_what_stock_computes,
+    assert_matches_stock,
     assert_same,
     build_cache,
     by_name,
@@ -67,7 +67,7 @@ def test_a_build_in_batches_is_what_the_pipelines_compute(variant: str, tiny_mod
     assert max(rows) > 2
     samples = by_name(built)
     for name, it in cases.items():
-        assert_is_what_stock_computes(samples[name], it, model, variant)
+        assert_matches_stock(samples[name], it, model, variant)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,12 +78,12 @@ def test_texts_about_different_numbers_of_images_can_go_together(dtype: torch.dt
     alone, together = (TextEncoder(model, cpu, dtype, tokens) for tokens in (1, 10_000))
     exact = TextEncoder(model, cpu, dtype)
     exact.model.double()
-    seen = [alone.inputs(images(count)) for count in (2, 1, 4, 3)]
-    asked = [(seen[i % 4], prompt[:200], ()) for i, prompt in enumerate(PROMPTS.values())]
+    inputs = [alone.inputs(images(count)) for count in (2, 1, 4, 3)]
+    requests = [TextRequest(inputs[i % 4], prompt[:200], ()) for i, prompt in enumerate(PROMPTS.values())]
     with recording(Qwen2_5_VLTextModel) as passes:
-        batch = together.encode(asked)
-    assert [len(call["inputs_embeds"]) for call in passes] == [4, 4 + len(asked)]
-    for each, ours in zip(asked, batch, strict=True):
+        batch = together.encode(requests)
+    assert [len(call["inputs_embeds"]) for call in passes] == [4, 4 + len(requests)]
+    for each, ours in zip(requests, batch, strict=True):
         (one,), (truth,) = alone.encode([each]), exact.encode([each])
         for name in ("prefix", "prompt", "empty"):
             assert_same(getattr(ours, name), getattr(one, name), getattr(truth, name))
@@ -94,9 +94,9 @@ def test_images_that_were_just_read_are_not_read_again(tiny_model: TinyModel) ->
     encoder = TextEncoder(model, torch.device("cpu"), torch.float32, 10_000)
     first, second = encoder.inputs(images(1)), encoder.inputs(images(2))
     with recording(Qwen2_5_VLTextModel) as passes:
-        one, other = encoder.encode([(first, "make it blue", ()), (second, "make it blue", ())])
-        (again,) = encoder.encode([(second, "make it red", ())])
-        (back,) = encoder.encode([(first, "make it blue", ())])
+        one, other = encoder.encode([TextRequest(each, "make it blue", ()) for each in (first, second)])
+        (again,) = encoder.encode([TextRequest(second, "make it red", ())])
+        (back,) = encoder.encode([TextRequest(first, "make it blue", ())])
     assert [len(call["inputs_embeds"]) for call in passes] == [2, 4, 1, 1, 2]
     assert torch.equal(again.prefix, other.prefix)
     assert torch.equal(again.empty, other.empty)
@@ -123,9 +123,9 @@ def test_a_batch_is_of_eight_samples_at_most(tiny_model: TinyModel, tmp_path: Pa
     sizes: list[int] = []
     encode = TextEncoder.encode
 
-    def count(self: TextEncoder, asked: Any) -> Any:
-        sizes.append(len(asked))
-        return encode(self, asked)
+    def count(self: TextEncoder, requests: Any) -> Any:
+        sizes.append(len(requests))
+        return encode(self, requests)
 
     much = ["--set", "cache.text_batch_tokens=1000000"]
     with patch.object(TextEncoder, "encode", count):

@@ -38,19 +38,19 @@ from tests.support.judge import (
     Case,
     Size,
     TinyModel,
-    assert_is_what_stock_computes,
+    assert_matches_stock,
     assert_same,
     build_cache,
     by_name,
     case,
     exact_pipeline,
-    feed,
     image,
     relative,
     small_options,
     stock_pipeline,
+    transformer_inputs,
 )
-from tests.support.text_encoder import pictures, recording, stock_embeds
+from tests.support.text_encoder import images, recording, stock_embeds
 
 TextEncoders = Callable[..., TextEncoder]
 NUMBERS = [("t2i", 0), ("edit", 1), ("edit-plus", 1), ("edit-plus", 2), ("edit-plus", 4), ("edit-2511", 3)]
@@ -90,14 +90,16 @@ def test_the_tokens_are_the_pipelines_and_so_is_what_is_dropped(
     pipeline = stock_pipeline(tiny_model(variant), variant)
     for prompt in (prompt[:400] for prompt in PROMPTS.values()):
         with recording(Qwen2_5_VLModel) as calls:
-            (encoded,) = our_embeds(text_encoder(variant), pictures(count), prompt)
-            stock_embeds(pipeline, pictures(count), prompt)
+            (encoded,) = our_embeds(text_encoder(variant), images(count), prompt)
+            stock_embeds(pipeline, images(count), prompt)
         *pieces, stock = (call["input_ids"] for call in calls)
         ours = torch.cat(pieces, dim=1)
         assert torch.equal(ours, stock)
         assert len(encoded) == ours.shape[1] - pipeline.prompt_template_encode_start_idx
     decoded = pipeline.tokenizer.decode(ours[0])
-    assert decoded.count("Image ") == (count if variant in ("edit-plus", "edit-2511") else 0)
+    assert sum(decoded.count(f"Picture {i}: ") for i in range(1, 9)) == (
+        count if variant in ("edit-plus", "edit-2511") else 0
+    )
     assert decoded.count("<|vision_end|>") == count
 
 
@@ -121,8 +123,8 @@ def test_special_tokens_in_a_prompt_do_not_move_the_prefix(
 ) -> None:
     prompts = [f"write {word} on the wall", "", f"paint {word} twice: {word}"]
     pipeline = stock_pipeline(tiny_model("edit-plus"), "edit-plus")
-    for prompt, ours in zip(prompts, our_embeds(text_encoder("edit-plus"), pictures(2), *prompts), strict=True):
-        assert_same(ours, stock_embeds(pipeline, pictures(2), prompt))
+    for prompt, ours in zip(prompts, our_embeds(text_encoder("edit-plus"), images(2), *prompts), strict=True):
+        assert_same(ours, stock_embeds(pipeline, images(2), prompt))
 
 
 def test_the_end_of_a_long_instruction_about_three_images_is_there(
@@ -130,12 +132,12 @@ def test_the_end_of_a_long_instruction_about_three_images_is_there(
 ) -> None:
     """Trap 12: no limit counts the images' tokens first and then has no room for the words."""
     encoder, pipeline = text_encoder("edit-plus"), stock_pipeline(tiny_model("edit-plus"), "edit-plus")
-    three, seven = our_embeds(encoder, pictures(3), f"{LONG} Number 3", f"{LONG} Number 7")
+    three, seven = our_embeds(encoder, images(3), f"{LONG} Number 3", f"{LONG} Number 7")
     after = len(pipeline.tokenizer("3<|im_end|>\n<|im_start|>assistant\n").input_ids)
     assert len(three) == len(seven) > 1024
     assert_same(three[:-after], seven[:-after])
     assert float((three - seven)[-after:].norm(dim=-1).min()) > 0
-    assert_same(three, stock_embeds(pipeline, pictures(3), f"{LONG} Number 3"))
+    assert_same(three, stock_embeds(pipeline, images(3), f"{LONG} Number 3"))
 
 
 @pytest.mark.parametrize("variant", ["t2i", "edit"])
@@ -144,15 +146,15 @@ def test_a_prompt_alone_equals_its_row_of_a_padded_batch(
 ) -> None:
     """Trap 8: the mask is None where all is valid, and there only; what is stored has no padding."""
     pipeline, prompts = stock_pipeline(tiny_model(variant), variant), [PROMPTS["chinese"], "make it blue"]
-    images = {"image": [pictures(1)[0]] * 2} if variant == "edit" else {}
+    arguments = {"image": images(1) * 2} if variant == "edit" else {}
     with torch.no_grad():
-        embeds, mask = pipeline.encode_prompt(prompts, **images)
+        embeds, mask = pipeline.encode_prompt(prompts, **arguments)
     assert mask[0].all()
     assert not mask[1].all()
     for i, prompt in enumerate(prompts):
-        (ours,) = our_embeds(text_encoder(variant), pictures(len(images)), prompt)
+        (ours,) = our_embeds(text_encoder(variant), images(len(arguments)), prompt)
         assert_same(ours, embeds[i][mask[i].bool()])
-        assert_same(ours, stock_embeds(pipeline, pictures(len(images)), prompt))
+        assert_same(ours, stock_embeds(pipeline, images(len(arguments)), prompt))
 
 
 # ---- pixels ----------------------------------------------------------------------------------------------------------
@@ -169,7 +171,7 @@ def test_the_vision_tower_sees_the_pixels_that_the_pipeline_shows_it(
     it = case(sizes, "make it blue")
     with recording(Qwen2_5_VisionTransformerPretrainedModel) as calls:
         build_cache(tmp_path, {"it": it}, tiny_model(variant), "--dtype", "float32", *small_options(variant))
-        feed(stock_pipeline(tiny_model(variant), variant), it.controls, it.prompt)
+        transformer_inputs(stock_pipeline(tiny_model(variant), variant), it.controls, it.prompt)
     ours, *stock = (call["hidden_states"] for call in calls)
     assert len(stock) == 2  # it encodes the images for the empty prompt once more
     assert torch.equal(ours, stock[0])
@@ -195,11 +197,11 @@ def counted_positions(token_is_image: list[bool], grids: list[tuple[int, int]]) 
 
 @pytest.mark.parametrize(("variant", "count"), [("edit", 1), ("edit-plus", 1), ("edit-plus", 4)])
 def test_positions_are_three_dimensional(variant: str, count: int, text_encoder: TextEncoders) -> None:
-    """Trap 23: for the prompt, and for the empty one that goes on behind the images."""
+    """Trap 23: for the prompt, and for the empty prompt, which continues behind the images."""
     encoder = text_encoder(variant)
     image_token = encoder.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     with recording(Qwen2_5_VLTextModel) as model_calls, recording(Qwen2_5_VLModel) as calls:
-        our_embeds(encoder, pictures(count), "make it blue", "")
+        our_embeds(encoder, images(count), "make it blue", "")
     positions, ids = [call["position_ids"] for call in model_calls], [call["input_ids"] for call in calls]
     merged = [(h // 2, w // 2) for _, h, w in calls[0]["image_grid_thw"].tolist()]
     for i in (1, 2):
@@ -223,7 +225,7 @@ def test_a_processor_without_token_types_is_refused(text_encoder: TextEncoders) 
         patch.object(ImageOnlyQwen2VLProcessor, "__call__", forget),
         pytest.raises(ModelError, match="no mm_token_type_ids: positions would silently be one-dimensional"),
     ):
-        text_encoder("edit-plus").inputs(pictures(1))
+        text_encoder("edit-plus").inputs(images(1))
 
 
 @pytest.mark.parametrize("variant", ["edit", "edit-plus", "edit-2511"])
@@ -231,9 +233,9 @@ def test_the_uncorrected_pipeline_says_something_else(
     variant: str, text_encoder: TextEncoders, tiny_model: TinyModel
 ) -> None:
     """Trap 23: why the judge corrects it, and why `predict` has to pass embeddings of ours."""
-    (ours,) = our_embeds(text_encoder(variant), pictures(1), "make it blue")
+    (ours,) = our_embeds(text_encoder(variant), images(1), "make it blue")
     right, uncorrected = (
-        stock_embeds(stock_pipeline(tiny_model(variant), variant, corrected=corrected), pictures(1), "make it blue")
+        stock_embeds(stock_pipeline(tiny_model(variant), variant, corrected=corrected), images(1), "make it blue")
         for corrected in (True, False)
     )
     assert_same(ours, right)
@@ -252,13 +254,13 @@ def test_every_prompt_equals_a_full_pass_of_its_own(
     """In bfloat16 as near to the exact result; and bit for bit the same whatever was embedded before it."""
     prompts = ["make it blue", *(prompt[:200] for prompt in PROMPTS.values()), "make it blue"]
     encoder, folder = text_encoder(variant, dtype), tiny_model(variant)
-    together = our_embeds(encoder, pictures(count), *prompts)
+    together = our_embeds(encoder, images(count), *prompts)
     for prompt, ours in zip(prompts, together, strict=True):
-        stock = stock_embeds(stock_pipeline(folder, variant, dtype), pictures(count), prompt)
+        stock = stock_embeds(stock_pipeline(folder, variant, dtype), images(count), prompt)
         in_bfloat16 = dtype == torch.bfloat16
-        exact = stock_embeds(exact_pipeline(folder, variant), pictures(count), prompt) if in_bfloat16 else None
+        exact = stock_embeds(exact_pipeline(folder, variant), images(count), prompt) if in_bfloat16 else None
         assert_same(ours, stock, exact)
-        (alone,) = our_embeds(encoder, pictures(count), prompt)
+        (alone,) = our_embeds(encoder, images(count), prompt)
         assert torch.equal(ours, alone)  # in passes of one prompt: the same shapes
 
 
@@ -269,8 +271,8 @@ def test_in_one_pass_the_embeddings_are_the_pipelines_bit_for_bit(
     variant: str, count: int, dtype: torch.dtype, text_encoder: TextEncoders, tiny_model: TinyModel
 ) -> None:
     """What `predict` generates with: the same modules on the same shapes."""
-    ours = text_encoder(variant, dtype).encode_whole(pictures(count), PROMPTS["chinese"])
-    stock = stock_embeds(stock_pipeline(tiny_model(variant), variant, dtype), pictures(count), PROMPTS["chinese"])
+    ours = text_encoder(variant, dtype).encode_whole(images(count), PROMPTS["chinese"])
+    stock = stock_embeds(stock_pipeline(tiny_model(variant), variant, dtype), images(count), PROMPTS["chinese"])
     assert torch.equal(ours, stock)
 
 
@@ -305,7 +307,7 @@ def test_lm_head_is_never_run(tiny_model: TinyModel, tmp_path: Path) -> None:
         cases = {"it": case([(150, 100), (100, 150)], "make it blue")}
         build_cache(tmp_path, cases, tiny_model("edit-plus"), *small_options("edit-plus"))
         assert not runs
-        stock_embeds(pipeline, pictures(1), "make it blue")
+        stock_embeds(pipeline, images(1), "make it blue")
         assert len(runs) == 1
     finally:
         handle.remove()
@@ -326,7 +328,7 @@ def test_the_empty_prompt_is_about_the_images_in_both_formats(
         for form in ("v1", "v2")
     )
     for name, it in cases.items():
-        fed = feed(stock_pipeline(tiny_model(variant), variant), it.controls, it.prompt)
+        fed = transformer_inputs(stock_pipeline(tiny_model(variant), variant), it.controls, it.prompt)
         stock = fed.empty_prompt_embeds
         assert_same(v1[name].stored("empty_prompt_embeds"), stock)
         assert_same(v2[name]["empty_prompt_embeds"], stock)
@@ -349,4 +351,4 @@ def test_samples_with_the_same_instruction_keep_their_own_embeddings(tiny_model:
     for tensor in ("prompt_embeds", "empty_prompt_embeds", "control_latents"):
         assert relative(samples["china"][tensor], samples["flower"][tensor]) > 0.1
     for name, it in cases.items():
-        assert_is_what_stock_computes(samples[name], it, model, "edit-plus")
+        assert_matches_stock(samples[name], it, model, "edit-plus")

@@ -199,14 +199,14 @@ def test_the_largest_tensor_is_one_of_a_tile(ours: Any) -> None:
 
 def test_a_vae_that_sees_everything_early_is_refused() -> None:
     vae = random_vae(base_dim=4, attn_scales=[0.5])
-    with pytest.raises(ModelError, match="cannot be run in tiles: a QwenImageAttentionBlock in it may see further"):
+    with pytest.raises(ModelError, match="cannot be run in tiles: a QwenImageAttentionBlock in it may reach further"):
         encode_in_tiles(vae, image(64, 64), 32)
 
 
 def test_a_module_that_nobody_knows_is_refused(stock: Any) -> None:
     vae = copy.deepcopy(stock)
     vae.decoder.norm_out = nn.InstanceNorm3d(8)
-    with pytest.raises(ModelError, match="a InstanceNorm3d in it may see further than a tile\n  → use a smaller"):
+    with pytest.raises(ModelError, match="a InstanceNorm3d in it may reach further than a tile\n  → use a smaller"):
         decode_in_tiles(vae, noise(64, 64), 32)
 
 

@@ -40,13 +40,13 @@ from tests.support.judge import (
     by_name,
     case,
     exact_pipeline,
-    feed,
     image,
     plain_latents,
     plain_tokens,
     relative,
     small_options,
     stock_pipeline,
+    transformer_inputs,
     without_float32,
 )
 from tests.support.photographs import photograph
@@ -312,7 +312,7 @@ def test_the_vae_sees_the_pixels_that_the_pipeline_shows_it(
     with patch.object(AutoencoderKLQwenImage, "encode", record):
         build_cache(tmp_path, {"it": it}, tiny_model(variant), "--dtype", "float32", *small_options(variant))
         for original in originals:
-            feed(pipeline, [original], it.prompt)
+            transformer_inputs(pipeline, [original], it.prompt)
     ours, stock = seen[:2], seen[2:]
     assert len(stock) == 2
     for original, mine, theirs in zip(originals, ours, stock, strict=True):

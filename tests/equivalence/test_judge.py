@@ -28,12 +28,12 @@ from tests.support.judge import (
     TinyModel,
     assert_same,
     exact_pipeline,
-    feed,
     image,
     plain_latents,
     plain_tokens,
     relative,
     stock_pipeline,
+    transformer_inputs,
 )
 from tests.support.text_encoder import stock_embeds
 from tests.support.transformer_judge import (
@@ -97,8 +97,8 @@ def test_a_wrong_empty_prompt_is_caught(folder: Path, small_areas: None) -> None
     """Trap 19: of another image; and zeros."""
     pipelines = stock_pipeline(folder, VARIANT, BFLOAT16), exact_pipeline(folder, VARIANT)
     china, flower = image("china.jpg", (150, 100)), image("flower.jpg", (150, 100))
-    right, exact = (feed(each, [china], "make it blue").empty_prompt_embeds for each in pipelines)
-    other = feed(pipelines[0], [flower], "make it blue").empty_prompt_embeds
+    right, exact = (transformer_inputs(each, [china], "make it blue").empty_prompt_embeds for each in pipelines)
+    other = transformer_inputs(pipelines[0], [flower], "make it blue").empty_prompt_embeds
     assert_caught({"of another image": other, "zeros": torch.zeros_like(right)}, right, exact)
 
 

@@ -27,7 +27,7 @@ from torch._dynamo.utils import counters
 from qwen_cache.errors import ModelError, QwenCacheError, TrainError
 from qwen_cache.settings.load import load_config
 from qwen_train import weights
-from qwen_train.flow import NoiseSchedule, draw_u
+from qwen_train.flow import NoiseSchedule, sample_u
 from qwen_train.lora.adapter import add_lora
 from qwen_train.memory.predict import predict_memory
 from qwen_train.model import modulation
@@ -58,8 +58,8 @@ from tests.support.transformer_judge import (
 OTHERS = 1e-3  # how many values of a table may be the neighbours of the layers' own
 LOSS = 1e-2  # relative; a loss is a mean over thousands of values that err by 2^-8 or so
 SCHEDULE = NoiseSchedule()
-DRAWN = {"train.validation_split": 0.7, "validation.validation_steps": 1, "validation.num_images": 1}
-BF16 = {**SMALL, "train.mixed_precision": "bf16", "optimizer.learning_rate": 0.01, "train.batch_size": 2, **DRAWN}
+VALIDATED = {"train.validation_split": 0.7, "validation.validation_steps": 1, "validation.num_images": 1}
+BF16 = {**SMALL, "train.mixed_precision": "bf16", "optimizer.learning_rate": 0.01, "train.batch_size": 2, **VALIDATED}
 BF16 |= {"validation.images_every_steps": 2, "validation.num_inference_steps": 3}
 
 
@@ -174,8 +174,8 @@ def test_timesteps_are_all_that_can_occur() -> None:
     assert timesteps.tolist() == [0.0, *rounded.tolist()]
     assert len(rounded) == 733
     generator = torch.Generator().manual_seed(0)
-    drawn = [SCHEDULE.sigma(draw_u(generator, "logit_normal", logit_std=9.0), 4096) for _ in range(10_000)]
-    assert set(torch.tensor(drawn).bfloat16().tolist()) <= set(timesteps.tolist())
+    sigmas = [SCHEDULE.sigma(sample_u(generator, "logit_normal", logit_std=9.0), 4096) for _ in range(10_000)]
+    assert set(torch.tensor(sigmas).bfloat16().tolist()) <= set(timesteps.tolist())
 
 
 def test_other_timesteps_get_a_table_of_their_own(tmp_path: Path, cache_folder: Path) -> None:
@@ -288,7 +288,7 @@ def test_a_table_that_cannot_be_kept_is_refused(tmp_path: Path, cache_folder: Pa
     folder = saved(tmp_path / "model")
     cache_folder.parent.mkdir(parents=True)
     cache_folder.write_text("a file")
-    with pytest.raises(TrainError, match=r"the table cannot be kept \(found File exists\)\n.*XDG_CACHE_HOME"):
+    with pytest.raises(TrainError, match=r"the table cannot be written \(found File exists\)\n.*XDG_CACHE_HOME"):
         without_weights(folder)
 
 
@@ -299,7 +299,7 @@ def test_nothing_is_left_of_a_table_for_which_there_is_no_room(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(TrainError, match=r"the table cannot be kept \(found No space left on device\)"):
+    with pytest.raises(TrainError, match=r"the table cannot be written \(found No space left on device\)"):
         without_weights(saved(tmp_path / "model"))
     assert not list(cache_folder.iterdir())
 
@@ -362,7 +362,7 @@ def test_a_schedule_without_end_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("timestep", "message"),
     [
-        (torch.tensor([0.5, 0.001]).bfloat16(), r"no such timestep \(found 0.000999451\)"),
+        (torch.tensor([0.5, 0.001]).bfloat16(), r"does not have this timestep \(found 0.000999451\)"),
         (torch.tensor([0.5]), r"is for bfloat16 \(found torch.float32\)"),
     ],
 )
@@ -373,7 +373,7 @@ def test_a_timestep_that_is_not_in_the_table_is_named(tmp_path: Path, timestep: 
 
 
 def test_it_is_not_saved_as_a_whole(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="lacks the weights of its modulation"):
+    with pytest.raises(ModelError, match="lacks its modulation weights"):
         without_weights(saved(tmp_path / "model")).save_pretrained(tmp_path / "saved")
 
 
@@ -389,9 +389,9 @@ def test_a_run_learns_and_measures_the_same(train: Trainer, layout: str) -> None
     out = train(settings=settings, train__tabulated_modulation=True)
     for name in ("loss", "validation_loss", "validation_loss_q1"):
         assert column(out, name) == pytest.approx(column(whole, name), rel=LOSS)
-    (picture,) = (load_file(path) for path in (out / "validation" / "step-2").iterdir())
+    (generated,) = (load_file(path) for path in (out / "validation" / "step-2").iterdir())
     (expected,) = (load_file(path) for path in (whole / "validation" / "step-2").iterdir())
-    assert (picture["latents"] - expected["latents"]).norm() < 0.02 * expected["latents"].norm()
+    assert (generated["latents"] - expected["latents"]).norm() < 0.02 * expected["latents"].norm()
     found, wanted = load_file(out / LORA), load_file(whole / LORA)
     assert {name: tensor.shape for name, tensor in found.items()} == {n: t.shape for n, t in wanted.items()}
 

@@ -31,7 +31,7 @@ from qwen_train.inference import pipeline as drawing
 from qwen_train.inference.devices import Devices
 from qwen_train.inference.pipeline import load_pipeline
 from qwen_train.inference.prompts import PromptEncoder
-from tests.support.judge import TOLERANCE, picture, relative, stock_pipeline
+from tests.support.judge import TOLERANCE, image, relative, stock_pipeline
 
 TinyModel = Callable[[str], Path]
 CPU = Devices(*[torch.device("cpu")] * 3)
@@ -148,7 +148,7 @@ def both(tiny_model: TinyModel, small_areas: None) -> Callable[..., Both]:
 
     def make(variant: str, count: int, dtype: torch.dtype = torch.float32) -> Both:
         folder = tiny_model(variant)
-        images = [picture(name, size) for name, size in IMAGES[:count]]
+        images = [image(name, size) for name, size in IMAGES[:count]]
         return Both(our_pipeline(folder, dtype), stock_pipeline(folder, variant, dtype), images)
 
     return make
@@ -210,7 +210,7 @@ def test_a_sliver_of_32_pixels_at_the_pipelines_own_sizes(variant: str, tiny_mod
     """1:20, which becomes 224×4608."""
     folder = tiny_model(variant)
     pipelines = Both(our_pipeline(folder, torch.float32), stock_pipeline(folder, variant))
-    assert_equal(*pipelines.trace(**PROMPT, image=picture("china.jpg", (32, 640)), num_inference_steps=2))
+    assert_equal(*pipelines.trace(**PROMPT, image=image("china.jpg", (32, 640)), num_inference_steps=2))
 
 
 @pytest.mark.parametrize("output_type", ["pil", "np", "pt", "latent"])
@@ -247,9 +247,9 @@ def test_two_prompts_at_once(variant: str, both: Callable[..., Both]) -> None:
     """Edit takes an image for each. With stock's own embeddings all is equal to the bit, padding and mask included."""
     pipelines = both(variant, 0)
     prompts = ["a cat", "make the second one 黑白, and keep all of its reflections where they are"]
-    two = [picture("china.jpg", (96, 96)), picture("chelsea.png", (96, 96))]
-    pictures = {"image": two} if variant == "edit" else {}
-    ours, stock = pipelines.trace(**pictures, prompt=prompts)
+    two = [image("china.jpg", (96, 96)), image("chelsea.png", (96, 96))]
+    controls = {"image": two} if variant == "edit" else {}
+    ours, stock = pipelines.trace(**controls, prompt=prompts)
     calls = [next(call[1] for call in trace[:-1] if call[0] == "forward") for trace in (ours, stock)]
     embeds, masks = ([call[name] for call in calls] for name in ("encoder_hidden_states", "encoder_hidden_states_mask"))
     assert_equal(masks[0], masks[1])
@@ -258,13 +258,13 @@ def test_two_prompts_at_once(variant: str, both: Callable[..., Both]) -> None:
     assert relative(embeds[0][valid], embeds[1][valid]) < TOLERANCE
     assert not embeds[0][~valid].any()
     given = {"prompt_embeds": embeds[1], "prompt_embeds_mask": masks[1]}
-    assert_equal(*pipelines.trace(**pictures, **given))
+    assert_equal(*pipelines.trace(**controls, **given))
 
 
 def test_given_embeddings_load_no_encoder(tiny_model: TinyModel, small_areas: None) -> None:
     folder = tiny_model("edit")
     fresh = our_pipeline.__wrapped__(folder, torch.float32)
-    pipelines = Both(fresh, stock_pipeline(folder, "edit"), [picture("china.jpg", (96, 96))])
+    pipelines = Both(fresh, stock_pipeline(folder, "edit"), [image("china.jpg", (96, 96))])
     embeds = torch.randn(1, 7, 64, generator=torch.Generator().manual_seed(1))
     names = ("prompt_embeds", "negative_prompt_embeds")
     with patch("qwen_train.inference.prompts.TextEncoder", side_effect=AssertionError("loaded")):
@@ -335,14 +335,14 @@ def test_offloaded_all_is_equal(
 def test_tensors_go_to_the_device_of_the_part_that_takes_them(tiny_model: TinyModel) -> None:
     """Another device, as far as a machine without one has it: `meta`, where nothing can be mixed with the CPU."""
     cpu, meta = torch.device("cpu"), torch.device("meta")
-    picture = Image.new("RGB", (56, 56))
+    image = Image.new("RGB", (56, 56))
     for variant, pixels in (("t2i", torch.zeros(1, 3, 1, 32, 32)), ("edit", torch.zeros(1, 3, 1, 32, 32))):
         pipeline = load_pipeline(open_model(str(tiny_model(variant)), PARTS), FLOAT32, Devices(meta, cpu, cpu))
         assert pipeline.vae.encode(pixels).latent_dist.mode().device == meta
         assert pipeline.vae.decode(torch.zeros(1, 16, 1, 4, 4)).sample.device == meta
     pipeline = load_pipeline(open_model(str(tiny_model("edit")), PARTS), FLOAT32, Devices(cpu, cpu, meta))
     assert pipeline._encode_vae_image(pixels, None).device == meta
-    assert [tensor.device for tensor in pipeline._get_qwen_prompt_embeds("a fox", picture)] == [meta, meta]
+    assert [tensor.device for tensor in pipeline._get_qwen_prompt_embeds("a fox", image)] == [meta, meta]
 
 
 @pytest.mark.slow

@@ -183,7 +183,7 @@ def test_from_stock_keeps_the_parameters(layout: str) -> None:
 
 
 def test_from_stock_below_a_peft_model(layout: str) -> None:
-    """An adapter that is there before goes on to be trained, by an optimizer that is there before."""
+    """An existing adapter continues to be trained by an existing optimizer."""
     wrapped, samples = get_peft_model(stock_model(), LORA), random_samples(*MIXED)
     expected = run_singly(wrapped.base_model.model, samples)
     optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=1.0)

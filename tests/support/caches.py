@@ -1,4 +1,4 @@
-"""Caches that are built with small settings."""
+"""Caches built with small settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from .commands import Result, run
 
 SMALL = ["--set", "data.vae_image_size=16384", "--set", "data.condition_image_size=12544", "--dtype", "float32"]
-"""Settings under which a build takes seconds: images of about 128² pixels for the VAE, 112² for the text encoder."""
+"""A build with these settings takes seconds: images of about 128² pixels for the VAE, 112² for the text encoder."""
 
 
 def build(source: Path, out: Path, model: Path, *options: str) -> Result:
@@ -18,13 +18,13 @@ def build(source: Path, out: Path, model: Path, *options: str) -> Result:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a dataset by name, but for the lock and the folders of ours that are not part of it."""
+    """Every file of a dataset by name, without the lock and the folders that are not part of it."""
     files = (p for p in folder.rglob("*") if p.is_file() and not p.relative_to(folder).parts[0].startswith("."))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != "qwen.yaml"}
 
 
 def plan(source: Path, out: Path, model: Path, *options: str) -> dict[str, Any]:
-    """What `--dry-run --json` says."""
+    """The output of `build --dry-run --json`."""
     result = build(source, out, model, "--dry-run", "--json", *options)
     assert result.code == 0, result.stderr
     return dict(json.loads(result.stdout))

@@ -1,4 +1,4 @@
-"""The two programs as a user runs them, and what they did."""
+"""The two programs as a user runs them, and their results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 from .waiting import HANG
 
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft")
-"""What neither a command line nor a reader imports."""
+"""Packages that neither a command line nor a reader imports."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a command did."""
+    """The exit code and output of a command."""
 
     code: int
     stdout: str
@@ -27,7 +27,7 @@ class Result:
 
 def command(program: str, *arguments: str | Path, cwd: Path | None = None, timeout: float = HANG) -> Result:
     """Run `qwen-cache` or `qwen-train` as a user does, in a process of its own."""
-    done = subprocess.run(
+    process = subprocess.run(
         [Path(sys.executable).parent / program, *map(str, arguments)],
         cwd=cwd,
         capture_output=True,
@@ -35,11 +35,11 @@ def command(program: str, *arguments: str | Path, cwd: Path | None = None, timeo
         timeout=timeout,
         env={**os.environ, "COLUMNS": "200"},
     )
-    return Result(done.returncode, done.stdout, done.stderr)
+    return Result(process.returncode, process.stdout, process.stderr)
 
 
 def run(program: str, *arguments: str | Path) -> Result:
-    """The same as `command`, in this process: the heavy imports are paid once for the whole suite."""
+    """`command` in this process, so that the suite pays for heavy imports once."""
     from contextlib import redirect_stderr, redirect_stdout
     from io import StringIO
 
@@ -59,10 +59,10 @@ def run(program: str, *arguments: str | Path) -> Result:
 
 
 def imported_by(statement: str) -> set[str]:
-    """Every word that `statement` prints in a fresh process, and every module that is loaded then."""
+    """Every word that `statement` prints in a fresh process, and every module that it loads."""
     code = f"import sys; {statement}; print(' '.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(process.stdout.split())
 
 
 def refused(result: Result, *parts: str) -> None:

@@ -1,4 +1,4 @@
-"""A process that dies at a moment of our choice, without a process of its own."""
+"""A crash at a chosen moment, without a process of its own."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 
 class Crash(BaseException):
-    """Raised where a process might die; nothing in the program may catch it."""
+    """Raised where a process might die; the program must not catch it."""
 
 
 def crash_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Die at the `count`-th of the operations that change what is on disk."""
+    """Crash at the `count`-th operation that changes files."""
     from qwen_cache.format.shard import ShardWriter
 
     left = count

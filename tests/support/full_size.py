@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from qwen_train.memory.predict import Shape
+from qwen_train.memory.predict import SampleSize
 
 from .paths import load_tool
 
 bench: Any = load_tool("bench_memory")
 REAL = bench.transformer_config(layers=60, heads=24, head_dim=128, width=3584, out_channels=16)
-EDIT: list[Shape] = [([(1, 64, 64), (1, 64, 64)], 1500)]
+EDIT: list[SampleSize] = [([(1, 64, 64), (1, 64, 64)], 1500)]

@@ -1,4 +1,4 @@
-"""The caches of other trainers: each written as that trainer's published code does, and imported."""
+"""Caches of other trainers, written as their published code writes them, and their import."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MODEL = "Qwen/Qwen-Image-Edit-2509"
 
 
 @dataclass(frozen=True)
-class Made:
-    """A sample as a trainer holds it before it writes: latents `[16, 1, H, W]` of the target and each control."""
+class TrainerSample:
+    """A sample before a trainer writes it: latents `[16, 1, H, W]` of the target and of each control."""
 
     name: str
     prompt: str
@@ -37,20 +37,20 @@ class Made:
 
     @property
     def packed(self) -> list[torch.Tensor]:
-        """As diffusers packs them."""
+        """The latents as diffusers packs them."""
         return [QwenImagePipeline._pack_latents(z[None], 1, 16, *z.shape[2:])[0] for z in self.latents]
 
 
-def make(name: str, prompt: str, sizes: Sequence[tuple[int, int]], length: int, seed: int) -> Made:
-    """Sizes are (h, w) in tokens; the first 3 rows of the empty prompt are those of the prompt."""
+def make(name: str, prompt: str, sizes: Sequence[tuple[int, int]], length: int, seed: int) -> TrainerSample:
+    """A random sample. Sizes are (h, w) in tokens; the first 3 rows of the empty prompt equal those of the prompt."""
     generator = torch.Generator().manual_seed(seed)
     latents = tuple(torch.randn(16, 1, 2 * h, 2 * w, generator=generator).bfloat16() for h, w in sizes)
     embeds = torch.randn(length, WIDTH, generator=generator).bfloat16()
     empty = torch.cat([embeds[:3], torch.randn(4, WIDTH, generator=generator).bfloat16()])
-    return Made(name, prompt, latents, embeds, empty)
+    return TrainerSample(name, prompt, latents, embeds, empty)
 
 
-def write_musubi(folder: Path, samples: Sequence[Made], arch: str = "qie") -> Path:
+def write_musubi(folder: Path, samples: Sequence[TrainerSample], arch: str = "qie") -> Path:
     folder.mkdir(exist_ok=True)
     for sample in samples:
         latents = {}
@@ -71,9 +71,9 @@ def md5(text: str) -> str:
 
 
 def write_qflux(
-    folder: Path, samples: Sequence[Made], version: str | None = "2.0", shapes: str = "json", padding: int = 2
+    folder: Path, samples: Sequence[TrainerSample], version: str | None = "2.0", shapes: str = "json", padding: int = 2
 ) -> Path:
-    """`shapes` are stored as `json` (pixels), as `tensor`, or not at all (`none`)."""
+    """Write the cache; `shapes` are stored as `json` (in pixels), as `tensor`, or not at all (`none`)."""
     for sample in samples:
         image, prompt = md5(f"{sample.name}.png"), md5(sample.prompt)
         controls = [md5(f"{sample.name}-{i}.png") for i in range(len(sample.latents) - 1)]
@@ -119,7 +119,7 @@ def write_pieces(folder: Path, items: Sequence[dict[str, Any]], per_shard: int =
     database.close()
 
 
-def write_diffusion_pipe(folder: Path, samples: Sequence[Made], mask: torch.Tensor | None = None) -> Path:
+def write_diffusion_pipe(folder: Path, samples: Sequence[TrainerSample], mask: torch.Tensor | None = None) -> Path:
     for size in {tuple(sample.shapes[0]) for sample in samples}:
         bucket = folder / f"cache_{size[2] / size[1]:.3f}x{16 * size[2]}x{16 * size[1]}x1"
         latents, text = [], []

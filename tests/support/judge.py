@@ -1,12 +1,12 @@
-"""The judge of what a cache holds: a stock diffusers pipeline that gets the original images and runs for one step.
+"""The reference for the contents of a cache: a stock diffusers pipeline that runs one step on the original images.
 
-What reaches its transformer is recorded. It is corrected in one place, from outside: diffusers 0.42 does not pass
-`mm_token_type_ids` to the text encoder (huggingface/diffusers issue 14194). Targets, which no pipeline encodes, are
-judged by plain arithmetic around the stock VAE.
+The inputs of its transformer are recorded. One correction from outside: diffusers 0.42 does not pass
+`mm_token_type_ids` to the text encoder (huggingface/diffusers issue 14194). The reference for targets, which no
+pipeline encodes, is plain arithmetic around the stock VAE.
 
-How close is close enough is said here, once (`assert_same`). The processor chooses the kernel, and the kernel the order
+`assert_same` has the tolerances. The processor chooses the kernel, and the kernel the order
 of a sum: by instruction set, number of threads, shape of the operands. Two computations of one function on one machine
-therefore differ in their last digits as soon as their shapes differ: a prompt on a kept prefix and the whole prompt,
+therefore differ in their last digits as soon as their shapes differ: a prompt on a cached prefix and the whole prompt,
 two- and three-dimensional convolutions, a batch and its samples. `torch.equal` is for the same kernels on the same
 shapes, and for what is only moved or cast.
 """
@@ -48,23 +48,23 @@ PIPELINES = {
     "t2i": QwenImagePipeline,
 }
 EXACT = 1e-12
-"""Relative, float64. Ten thousand units of 2^-53: nothing but another function is further away."""
+"""Relative, float64. Ten thousand units of 2^-53: only another function is further away."""
 TOLERANCE = 2**-15
 """Relative, float32, 3e-5. A sum of k products, rounded to u = 2^-24 in any order, is off by about u·sqrt(k), because
 roundings are independent; n such layers are off by u·sqrt(k·n), and two computations by twice that. Here k is at most
 1176 (a patch of the vision tower) and n about 60: 2·u·sqrt(70000) = 2^-15. Measured with AVX-512 and AVX2: 1e-6."""
 AS_FAR = 2.0
-"""bfloat16: how far from the exact result ours may be, where stock's own distance is 1. Both round as often and as
-coarsely, but not at the same places. Lengths of two random errors of 64 independent values have a ratio that varies by
+"""bfloat16: the limit of our distance from the exact result, relative to stock's. Both round as often and as coarsely,
+but in different operations. Lengths of two random errors of 64 independent values have a ratio that varies by
 1/sqrt(64) = 12 %, so 2 is five deviations away; of the longest of many rows it varies by less still. Measured with
-AVX-512 and with AVX2: 0.99 to 1.01. With kernels that go by shape, imitated as in `tests.other_kernels`: 0.8 to 1.2;
-with every product off by a digit of bfloat16 as well: 0.8 to 1.5. With AMX it was not measured."""
+AVX-512 and with AVX2: 0.99 to 1.01. With shape-dependent kernels (`tests.other_kernels`): 0.8 to 1.2; with every
+product off by a digit of bfloat16 as well: 0.8 to 1.5. AMX was not measured."""
 VAE_AREA, CONDITION_AREA = 1024 * 1024, 384 * 384
 SMALL_AREA = {VAE_AREA: 128 * 128, CONDITION_AREA: 112 * 112}
 PHOTOGRAPHS = ("china.jpg", "flower.jpg", "chelsea.png", "coffee.png", "astronaut.png")
 
 
-# ---- the judge -------------------------------------------------------------------------------------------------------
+# ---- the reference ---------------------------------------------------------------------------------------------------
 
 
 class StockProcessor(Qwen2VLProcessor):
@@ -89,7 +89,7 @@ def stock_pipeline(folder: Path, variant: str, dtype: torch.dtype = torch.float3
 
 @cache
 def exact_pipeline(folder: Path, variant: str) -> Any:
-    """The stock pipeline in float64, on the weights that bfloat16 leaves: what a bfloat16 model would say unrounded."""
+    """The stock pipeline in float64 on weights rounded to bfloat16: bfloat16 without rounding of activations."""
     pipeline = stock_pipeline.__wrapped__(folder, variant, torch.bfloat16)
     for part in (pipeline.text_encoder, pipeline.vae):
         torch.nn.Module.to(part, torch.float64)
@@ -98,19 +98,19 @@ def exact_pipeline(folder: Path, variant: str) -> Any:
 
 @contextmanager
 def without_float32() -> Iterator[None]:
-    """The VAE's upsampling, which copies values and does it in float32, keeps float64."""
+    """Keep float64 in the VAE's upsampling, which copies values through float32."""
     with patch.object(QwenImageUpsample, "forward", torch.nn.Upsample.forward):
         yield
 
 
 def pass_token_types(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Say which tokens are an image's, as the pipeline should: without it, positions are 1-D."""
+    """Pass which tokens are an image's, as the pipeline should; without it, positions are 1-D."""
     return args, kwargs | {"mm_token_type_ids": (kwargs["input_ids"] == encoder.config.image_token_id).int()}
 
 
 @dataclass(frozen=True)
-class Fed:
-    """What a pipeline fed its transformer about one sample: `[Sc, 64]`, twice `[L, D]`, and `(1, h, w)` each."""
+class TransformerInputs:
+    """Inputs of a pipeline's transformer for one sample: `[Sc, 64]`, twice `[L, D]`, and `(1, h, w)` per control."""
 
     control_latents: Tensor
     prompt_embeds: Tensor
@@ -119,7 +119,7 @@ class Fed:
 
 
 @torch.no_grad()
-def feed(pipeline: Any, controls: Sequence[Image.Image], prompt: str) -> Fed:
+def transformer_inputs(pipeline: Any, controls: Sequence[Image.Image], prompt: str) -> TransformerInputs:
     """Run the pipeline for one step, with and without the prompt."""
     calls: list[dict[str, Any]] = []
 
@@ -127,21 +127,21 @@ def feed(pipeline: Any, controls: Sequence[Image.Image], prompt: str) -> Fed:
         calls.append(inputs)
         return (torch.zeros_like(inputs["hidden_states"]),)
 
-    one_image = isinstance(pipeline, QwenImageEditPipeline)  # given a list, it would not resize for the text encoder
+    one_image = isinstance(pipeline, QwenImageEditPipeline)  # with a list it would not resize for the text encoder
     images = {"image": controls[0] if one_image else list(controls)} if controls else {}
     with patch.object(pipeline.transformer, "forward", record):
         pipeline(
             prompt=prompt,
             negative_prompt="",
             num_inference_steps=1,
-            sigmas=[0.5],  # its own choice for one step divides by zero
+            sigmas=[0.5],  # the default for one step divides by zero
             output_type="latent",
             **images,
         )
     with_prompt, without = calls
     assert with_prompt["encoder_hidden_states_mask"] is None
     target, *shapes = with_prompt["img_shapes"][0]
-    return Fed(
+    return TransformerInputs(
         with_prompt["hidden_states"][0, target[1] * target[2] :],
         with_prompt["encoder_hidden_states"][0],
         without["encoder_hidden_states"][0],
@@ -151,7 +151,7 @@ def feed(pipeline: Any, controls: Sequence[Image.Image], prompt: str) -> Fed:
 
 @torch.no_grad()
 def plain_latents(vae: Any, image: Image.Image, size: Size) -> Tensor:
-    """`[1, 16, H/8, W/8]`: what the latents of `image` at `size` are by definition, not yet packed."""
+    """`[1, 16, H/8, W/8]`: the unpacked latents of `image` at `size`, by definition."""
     values = np.asarray(image.resize(size, Image.Resampling.LANCZOS), dtype=np.float32) / 255
     pixels = (2 * torch.from_numpy(values) - 1).permute(2, 0, 1)[None, :, None]
     latents = vae.encode(pixels.to(vae.dtype)).latent_dist.mode()[:, :, 0]
@@ -166,10 +166,10 @@ def plain_tokens(latents: Tensor) -> Tensor:
 
 
 def assert_same(ours: Tensor, stock: Tensor, exact: Tensor | None = None) -> None:
-    """The same function of the same inputs, as far as rounding lets one see; in bfloat16 by the distance to `exact`."""
+    """Equal up to rounding; in bfloat16, by the distance to `exact`."""
     assert (ours.shape, ours.dtype) == (stock.shape, stock.dtype)
     if ours.dtype == torch.bfloat16:
-        assert exact is not None, "bfloat16 is judged by a more exact result"
+        assert exact is not None, "bfloat16 needs a more exact reference"
         assert relative(ours, exact) <= AS_FAR * relative(stock, exact)
     else:
         assert relative(ours, stock) <= (EXACT if ours.dtype == torch.float64 else TOLERANCE)
@@ -188,7 +188,7 @@ def small_options(variant: str) -> list[str]:
     return [word for name, area in sizes.items() for word in ("--set", f"data.{name}={area}")]
 
 
-# ---- what is built ---------------------------------------------------------------------------------------------------
+# ---- building --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -235,23 +235,23 @@ def by_name(opened: Cache) -> dict[str, Sample]:
     return {sample.name: sample for sample in opened}
 
 
-def what_stock_computes(pipeline: Any, it: Case, img_shapes: Sequence[tuple[int, int, int]]) -> dict[str, Tensor]:
+def stock_tensors(pipeline: Any, it: Case, img_shapes: Sequence[tuple[int, int, int]]) -> dict[str, Tensor]:
     """Every tensor of a sample of these shapes, by name."""
-    fed = feed(pipeline, [control.convert("RGB") for control in it.controls], it.prompt)
+    inputs = transformer_inputs(pipeline, [control.convert("RGB") for control in it.controls], it.prompt)
     (_, h, w), *control_shapes = img_shapes
-    assert control_shapes == fed.control_shapes
+    assert control_shapes == inputs.control_shapes
     target = plain_tokens(plain_latents(pipeline.vae, it.target.convert("RGB"), (16 * w, 16 * h)))
-    tensors = {"prompt_embeds": fed.prompt_embeds, "empty_prompt_embeds": fed.empty_prompt_embeds}
-    return tensors | {"image_latents": target} | ({"control_latents": fed.control_latents} if it.controls else {})
+    tensors = {"prompt_embeds": inputs.prompt_embeds, "empty_prompt_embeds": inputs.empty_prompt_embeds}
+    return tensors | {"image_latents": target} | ({"control_latents": inputs.control_latents} if it.controls else {})
 
 
-def assert_is_what_stock_computes(sample: Sample, it: Case, folder: Path, variant: str) -> None:
-    """Every tensor of `sample`, which was built from `it` by the model in `folder`."""
+def assert_matches_stock(sample: Sample, it: Case, folder: Path, variant: str) -> None:
+    """Compare every tensor of `sample`, built from `it` by the model in `folder`, with stock's."""
     dtype = sample["prompt_embeds"].dtype
-    stock = what_stock_computes(stock_pipeline(folder, variant, dtype), it, sample.img_shapes)
+    stock = stock_tensors(stock_pipeline(folder, variant, dtype), it, sample.img_shapes)
     exact = {}
     if dtype == torch.bfloat16:
-        exact = what_stock_computes(exact_pipeline(folder, variant), it, sample.img_shapes)
+        exact = stock_tensors(exact_pipeline(folder, variant), it, sample.img_shapes)
     assert stock.keys() <= sample.tensors().keys()
     for name, expected in stock.items():
         assert_same(sample[name], expected, exact.get(name))

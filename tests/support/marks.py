@@ -1,4 +1,4 @@
-"""Which cases of a test are slow."""
+"""The mark for slow cases of a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a transformer makes of a sample of a cache, and how far that is from what it should be."""
+"""The output of a transformer for a cached sample, and its relative error."""
 
 from __future__ import annotations
 

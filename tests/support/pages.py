@@ -1,4 +1,4 @@
-"""The page of `inspect --html` as a parser reads it, and small caches of random numbers to draw one of."""
+"""The page of `inspect --html` as a parser reads it, and small caches of random numbers to write one from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qwen_cache.format.identity import Inputs, content_hash, recipe_id
 from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.tensor import TensorSpec
-from qwen_cache.format.update import Existing, Listed, commit_update, open_staging, plan_update
+from qwen_cache.format.update import Existing, ListedSample, commit_update, open_staging, plan_update
 
 from .commands import run
 
@@ -26,8 +26,8 @@ CELLS = (4, 6)
 
 
 @dataclass(frozen=True)
-class Made:
-    """A sample to be."""
+class CacheSample:
+    """A sample to write."""
 
     name: str
     prompt: str = "edit it"
@@ -37,9 +37,11 @@ class Made:
     scale: float = 1.0
 
 
-def write(folder: Path, samples: Sequence[Made], recipe: dict[str, Any] = RECIPE, named: str = "default") -> Path:
-    """A cache of such samples, with tensors of random numbers."""
-    random, made = torch.Generator().manual_seed(0), {}
+def write(
+    folder: Path, samples: Sequence[CacheSample], recipe: dict[str, Any] = RECIPE, named: str = "default"
+) -> Path:
+    """A cache of these samples, with tensors of random numbers."""
+    random, written = torch.Generator().manual_seed(0), {}
     for each in samples:
         tokens = CELLS[0] * CELLS[1]
         latents = torch.randn(tokens * (1 + len(each.controls)), 64, generator=random)
@@ -55,17 +57,19 @@ def write(folder: Path, samples: Sequence[Made], recipe: dict[str, Any] = RECIPE
         inputs = Inputs(content_hash((each.target or each.name).encode()), controls, None)
         shapes, origin = ((1, *CELLS),) * (1 + len(controls)), None if each.mask is None else "difference"
         meta = SampleMeta(recipe_id(recipe), inputs, each.prompt, shapes, 0, specs, (), origin)
-        made[meta.key] = each.name, meta, data
-    update = plan_update(folder, Existing(Manifest.empty(2), []), 2, [Listed(made[key][0], key) for key in made])
+        written[meta.key] = each.name, meta, data
+    update = plan_update(
+        folder, Existing(Manifest.empty(2), []), 2, [ListedSample(written[key][0], key) for key in written]
+    )
     staging = open_staging(update, "page", 1 << 24)
-    for _, meta, data in made.values():
+    for _, meta, data in written.values():
         staging.add(meta, {name: memoryview(data[name]) for name in meta.tensors})
     commit_update(update, staging, {named: recipe}, {"qwen-cache": "0.1.0"})
     return folder
 
 
 class Page(HTMLParser):
-    """The tags, those that stay open, all that is referred to, the documents in it, and the rows of its charts."""
+    """The tags, references, ids, JSON documents and chart rows of a page; checks that every tag is closed."""
 
     VOID = ("meta", "input", "img")
 

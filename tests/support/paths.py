@@ -1,4 +1,4 @@
-"""Where the project is, and its scripts of tools/ as modules."""
+"""The root of the project, and scripts of tools/ as modules."""
 
 from __future__ import annotations
 

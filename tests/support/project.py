@@ -10,16 +10,16 @@ from .paths import ROOT
 
 
 def tracked() -> set[str]:
-    """What git knows of; a test that compares with it is skipped where the sources are no repository."""
-    asked = ["git", "-C", str(ROOT), "ls-files", "-z"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    if done.returncode or not (ROOT / ".git").exists():
+    """The files that git tracks; skips the test outside of a repository."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode or not (ROOT / ".git").exists():
         pytest.skip("not a git repository: unpacked from an sdist")
-    return {name for name in done.stdout.split("\0") if (ROOT / name).is_file()}
+    return {name for name in process.stdout.split("\0") if (ROOT / name).is_file()}
 
 
 def project_files() -> list[str]:
-    """The files that make this project: what git tracks, or, unpacked from an sdist, what was in it."""
+    """The files of this project: those that git tracks, or those of an unpacked sdist."""
     if (ROOT / ".git").exists():
         return sorted(tracked())
     (sources,) = ROOT.glob("*.egg-info/SOURCES.txt")

@@ -1,4 +1,4 @@
-"""A training run on the small cache, and what it leaves."""
+"""A training run on the small cache, and its results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EVERYTHING_RANDOM = {
     "lr_scheduler.name": "cosine",
     "lr_scheduler.warmup_steps": 1,
 }
-"""A run in which chance and the past decide as much as they can: three steps of two batches."""
+"""A run that depends as much as possible on random numbers and state: three steps of two batches."""
 IMAGES = {
     **SMALL,
     "train.max_steps": 2,
@@ -62,7 +62,7 @@ class Trainer:
         return ["run", self.cache, "--model", self.model, *itertools.chain(*assignments)]
 
     def try_(self, *options: str, **changes: Any) -> Result:
-        """Without the plan of its memory, which takes as long as a short run and has a test of its own."""
+        """Run without predicting memory, which takes as long as a short run and has its own test."""
         AcceleratorState._reset_state(reset_partial_state=True)
         with patch.object(training, "print_memory"):
             return run("qwen-train", *self.arguments(**changes), *options)
@@ -93,7 +93,7 @@ def column(out: Path, name: str) -> list[float]:
 
 
 def outcome(out: Path) -> dict[str, object]:
-    """Everything of a finished run that does not tell the time."""
+    """The weights, checkpoint and metrics of a finished run, without times."""
     newest = checkpoint.checkpoints(out)[-1][1]
     files = [out / LORA, *sorted(newest.iterdir())]
     curves = {name: column(out, name) for name in ("step", "loss", "learning_rate", "grad_norm")}
@@ -101,7 +101,7 @@ def outcome(out: Path) -> dict[str, object]:
 
 
 def written(out: Path) -> dict[str, object]:
-    """All that a run leaves but its settings, which name the folder, and how long it took."""
+    """All output of a run without its settings, which name the folder, and times."""
     files = [path for path in out.rglob("*") if path.is_file() and path.name not in ("qwen.yaml", "metrics.jsonl")]
     curves = {name: column(out, name) for name in ("step", "loss", "learning_rate", "grad_norm")}
     return {str(path.relative_to(out)): path.read_bytes() for path in files if path.suffix != ".html"} | curves
@@ -119,7 +119,7 @@ def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 
 
 def send(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, in_batch: int, times: int = 1) -> None:
-    """Let the process get a signal while it works on that batch, counted from 0."""
+    """Send the process a signal during this batch, counted from 0."""
     batches, compute_loss = itertools.count(), training.compute_loss
 
     def interrupted(*arguments: Any) -> torch.Tensor:

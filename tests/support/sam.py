@@ -31,7 +31,7 @@ def tiny_sam() -> Any:
 
 
 def shaken(model: Any) -> Any:
-    """Weights that no initialisation has left at zero, so that everything that is said to the model matters."""
+    """Replace initial zeros by random weights, so that every input matters."""
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.5 * torch.randn_like(weight))

@@ -1,4 +1,4 @@
-"""Caches for a mask head, with attention of which it is known where it looks."""
+"""Caches for a mask head, with attention on known boxes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qwen_cache.format.identity import Inputs, content_hash, recipe_id
 from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.tensor import TensorSpec
-from qwen_cache.format.update import Existing, Listed, commit_update, open_staging, plan_update
+from qwen_cache.format.update import Existing, ListedSample, commit_update, open_staging, plan_update
 
 RECIPE = {"encoder_version": 2, "pipeline": "QwenImageEditPlusPipeline", "dtype": "float32", "text_encoder": "ab12"}
 QUICK = {"steps": 60, "base_channels": 4, "mask_size": 16, "learning_rate": 0.02, "validation_split": 0.3}
@@ -23,7 +23,7 @@ CHANNELS = 6
 
 @dataclass(frozen=True)
 class Scene:
-    """A sample to be: what its attention and its mask are, each where there is one."""
+    """A sample to write, with or without attention and mask."""
 
     name: str
     attention: torch.Tensor | None
@@ -39,12 +39,12 @@ class Scene:
 
 
 def scene(seed: int, *, looks_elsewhere: bool = False, origin: str = "difference") -> Scene:
-    """A box, at which two channels look; the others look anywhere. Or they look at another box."""
+    """A masked box on which two channels attend, or another box with `looks_elsewhere`; other channels are random."""
     random = torch.Generator().manual_seed(seed)
     mask, other = (torch.zeros(CELLS) for _ in range(2))
-    for drawn, left in ((mask, 0), (other, 6)):
+    for box, left in ((mask, 0), (other, 6)):
         row, column = torch.randint(0, 10, (), generator=random), torch.randint(left, left + 3, (), generator=random)
-        drawn[row : row + 5, column : column + 3] = 1
+        box[row : row + 5, column : column + 3] = 1
     if seed % 2:
         mask, other = other, mask
     attention = 0.1 * torch.rand(CHANNELS, *CELLS, generator=random)
@@ -53,8 +53,8 @@ def scene(seed: int, *, looks_elsewhere: bool = False, origin: str = "difference
 
 
 def write_scenes(folder: Path, scenes: Mapping[str, Sequence[Scene]], recipes: Mapping[str, Any]) -> Path:
-    """A cache of such samples, for each name of a recipe."""
-    made = {}
+    """A cache of these samples under each recipe."""
+    written = {}
     for name, recipe in recipes.items():
         for each in scenes[name]:
             data = {tensor: value.numpy().tobytes() for tensor, value in each.tensors().items()}
@@ -68,11 +68,11 @@ def write_scenes(folder: Path, scenes: Mapping[str, Sequence[Scene]], recipes: M
             shapes = ((1, *CELLS), (1, *CELLS))
             origin = None if each.mask is None else each.origin
             meta = SampleMeta(recipe_id(recipe), inputs, "edit it", shapes, 0, specs, (), origin)
-            made[meta.key] = (each.name, meta, data)
-    listed = [Listed(name, key) for key, (name, _, _) in made.items()]
+            written[meta.key] = (each.name, meta, data)
+    listed = [ListedSample(name, key) for key, (name, _, _) in written.items()]
     update = plan_update(folder, Existing(Manifest.empty(2), []), 2, listed)
     staging = open_staging(update, "scenes", 1 << 20)
-    for _, meta, data in made.values():
+    for _, meta, data in written.values():
         staging.add(meta, {name: memoryview(data[name]) for name in meta.tensors})
     commit_update(update, staging, dict(recipes), {"qwen-cache": "0.1.0"})
     return folder

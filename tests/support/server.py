@@ -1,4 +1,4 @@
-"""Servers of caches: HTTP that counts what it is asked and fails as told, and the bucket of an S3 server."""
+"""Servers for caches: HTTP that records requests and fails on demand, and the bucket of an S3 server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BUCKET = "bucket"
 
 
 class Server(ThreadingHTTPServer):
-    """HTTP with ranges out of a folder; notes every request for a shard, and fails as it is told."""
+    """Serves a folder over HTTP with ranges; records every request for a shard, and fails on demand."""
 
     daemon_threads = True
     block_on_close = False
@@ -23,7 +23,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder = folder
-        self.asked: list[tuple[str, int, int]] = []
+        self.requests: list[tuple[str, int, int]] = []
         self.failures: Iterator[str | int] = iter(())
         self.before_answer: Callable[[], object] = lambda: None
         self.ranges = True
@@ -34,7 +34,7 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def fail(self, *failures: str | int) -> None:
-        """How the next requests for a shard fail: `cut` in the middle, `short` without a word, or by a status."""
+        """How the next requests for a shard fail: `cut` in the middle, `short` without a length, or with a status."""
         self.failures = iter(failures)
 
 
@@ -60,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
         data = data[begin:end]
         failure = None
         if body and path.suffix == ".tar":
-            self.server.asked.append((path.name, begin, end))
+            self.server.requests.append((path.name, begin, end))
             self.server.before_answer()
             failure = next(self.server.failures, None)
         if isinstance(failure, int):
@@ -78,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class serving:  # noqa: N801 (used as a function is)
-    """Run a server while in the block."""
+    """Run a server inside the block."""
 
     def __init__(self, server: Any) -> None:
         self.server = server
@@ -93,5 +93,5 @@ class serving:  # noqa: N801 (used as a function is)
 
 
 def fresh_clients() -> None:
-    """Let go of clients that were made under other settings."""
+    """Drop clients that were created under other settings."""
     fsspec.get_filesystem_class("s3").clear_instance_cache()

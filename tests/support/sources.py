@@ -1,4 +1,4 @@
-"""The edit pairs that builds read, and one change of them for each reason to encode again."""
+"""Edit pairs for builds, and a change for each reason to encode again."""
 
 from __future__ import annotations
 

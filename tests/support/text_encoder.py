@@ -1,4 +1,4 @@
-"""What text encoders get, and what the stock one makes of it."""
+"""Inputs of text encoders, and the outputs of the stock one."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .judge import PHOTOGRAPHS, Size, image
 SIZES: list[Size] = [(128, 96), (84, 140), (112, 112), (160, 64)]
 
 
-def pictures(count: int) -> list[Image.Image]:
-    """At sizes for the text encoder, all different."""
+def images(count: int) -> list[Image.Image]:
+    """Photographs at sizes for the text encoder, all different."""
     return [image(name, size) for name, size in zip(PHOTOGRAPHS, SIZES[:count], strict=False)]
 
 
 @torch.no_grad()
 def stock_embeds(pipeline: Any, controls: list[Image.Image], prompt: str) -> Tensor:
     """`[L, D]`: one prompt by itself, from the first token on."""
-    images = {"image": controls if len(controls) > 1 else controls[0]} if controls else {}
-    embeds, mask = pipeline.encode_prompt(prompt, **images)
+    arguments = {"image": controls if len(controls) > 1 else controls[0]} if controls else {}
+    embeds, mask = pipeline.encode_prompt(prompt, **arguments)
     assert mask is None
     return embeds[0]
 

@@ -28,7 +28,7 @@ TINY = {
     "joint_attention_dim": 48,
     "axes_dims_rope": (4, 14, 14),
 }
-CAUGHT = 1e-3  # a mutant has to err by this much at least in float32, thirty times what passes
+MIN_MUTANT_ERROR = 1e-3  # the least error of a mutant in float32, thirty times the tolerance
 LORA = LoraConfig(
     r=4,
     lora_alpha=4,
@@ -41,7 +41,7 @@ LORA = LoraConfig(
 
 
 def stock_model(**config: Any) -> QwenImageTransformer2DModel:
-    """Random weights, with queries and keys long enough for sharp attention: errors in it shall show in the output."""
+    """Random weights, with queries and keys long enough for sharp attention: so that its errors change the output."""
     torch.manual_seed(0)
     model = QwenImageTransformer2DModel(**{**TINY, **config})
     for name, parameter in model.named_parameters():
@@ -116,7 +116,7 @@ def batch_of(samples: list[Sample], fill: float = 1e3) -> dict[str, Any]:
 
 
 def trainable_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Float64, and zero where the loss does not reach: the last block's text stream leads nowhere."""
+    """Gradients in float64, zero where the loss has none: the output ignores the last block's text stream."""
     return {
         name: torch.zeros_like(parameter, dtype=torch.float64) if parameter.grad is None else parameter.grad.double()
         for name, parameter in model.named_parameters()
@@ -144,7 +144,7 @@ def run_singly(stock: QwenImageTransformer2DModel, samples: list[Sample], **argu
 
 
 def run_in_float32(stock: QwenImageTransformer2DModel, samples: list[Sample], **arguments: Any) -> Run:
-    """What a stock bfloat16 model would say if nothing but its weights and inputs were rounded. It becomes float32."""
+    """The output of a bfloat16 model if only weights and inputs were rounded. `stock` becomes float32."""
     inputs = [
         Sample(s.images, s.image.float(), s.text.float(), s.sigma.bfloat16().float(), s.loss_weight.float())
         for s in samples
@@ -172,12 +172,12 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def output_error(found: Run, expected: Run) -> float:
-    """Of the worst sample."""
+    """The largest error of a sample."""
     return max(distance(a, b) for a, b in zip(found.outputs, expected.outputs, strict=True))
 
 
 def gradient_error(found: Run, expected: Run) -> float:
-    """Of the worst parameter."""
+    """The largest error of a parameter."""
     assert found.gradients.keys() == expected.gradients.keys()
     reached = [name for name, gradient in expected.gradients.items() if gradient.any()]
     unreached = expected.gradients.keys() - set(reached)
@@ -186,7 +186,7 @@ def gradient_error(found: Run, expected: Run) -> float:
 
 
 def assert_equal(found: Run, expected: Run) -> None:
-    """In float32."""
+    """Equal within the tolerance of float32."""
     assert output_error(found, expected) < TOLERANCE
     assert gradient_error(found, expected) < TOLERANCE
 

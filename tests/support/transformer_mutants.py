@@ -1,4 +1,4 @@
-"""Mistakes in the positions and masks of the transformer, each with a batch on which it shows."""
+"""Mistakes in the positions and masks of the transformer, each with a batch that reveals it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def text_start_shared(pos_embed: Any, samples: Any, text_lengths: Any, *rest: An
     widest = max(samples, key=lambda images: max(max(height, width) for _, height, width in images))
     image_freqs, _ = ROTARY(pos_embed, samples, text_lengths, *rest)
     _, text_length, device = rest
-    text = pos_embed([widest], device=device, max_txt_seq_len=text_length)[1]
+    text = pos_embed([list(widest)], device=device, max_txt_seq_len=text_length)[1]
     return image_freqs, text.expand(len(samples), -1, -1)
 
 
@@ -37,7 +37,7 @@ def no_frame_index(pos_embed: Any, samples: Any, text_lengths: Any, image_length
 
 
 def sides_swapped(pos_embed: Any, samples: Any, *rest: Any) -> Any:
-    return ROTARY(pos_embed, [[(t, w, h) for t, h, w in images] for images in samples], *rest)
+    return ROTARY(pos_embed, [tuple((t, w, h) for t, h, w in images) for images in samples], *rest)
 
 
 def first_sample_for_all(pos_embed: Any, samples: Any, *rest: Any) -> Any:
@@ -45,7 +45,7 @@ def first_sample_for_all(pos_embed: Any, samples: Any, *rest: Any) -> Any:
 
 
 def real_text_offset(pos_embed: Any, samples: Any, text_lengths: Any, *rest: Any) -> Any:
-    """Image RoPE laid behind the real text, while the image tokens lie behind the padded text."""
+    """Image RoPE after the real text, while the image tokens come after the padded text."""
     image_freqs, text_freqs = ROTARY(pos_embed, samples, text_lengths, *rest)
     rows = zip(text_freqs, image_freqs, text_lengths, strict=True)
     joint = torch.stack([torch.cat([text[:n], image, text[n:]]) for text, image, n in rows])

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def random_vae(**config: Any) -> Any:
-    """The structure of the trained one, with random weights."""
+    """The structure of the trained VAE with random weights."""
     torch.manual_seed(0)
     vae = AutoencoderKLQwenImage(**config).eval().requires_grad_(False)
-    vae.decoder.conv_out.weight *= 4  # so that pixels have to be clamped
+    vae.decoder.conv_out.weight *= 4  # so that pixels exceed the range and are clamped
     return vae
 
 

@@ -1,4 +1,4 @@
-"""Waiting for what comes, however busy the machine is."""
+"""Waiting on a busy machine."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 
 HANG = 1800.0
-"""Seconds after which a test that waits for something has hung, however busy the machine is."""
+"""Seconds after which a waiting test counts as hung, even on a busy machine."""
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    """Wait, however busy the machine is, but not for ever."""
+    """Wait until the condition holds, at most `HANG` seconds."""
     last = time.monotonic() + HANG
     while not condition():
-        assert time.monotonic() < last, "this never comes"
+        assert time.monotonic() < last, "the condition never holds"
         time.sleep(0.02)

@@ -1,7 +1,7 @@
-"""Make the images of the README out of the folder that `make demo` leaves, in docs: inspect.svg, page.jpg (with a
-Chromium from PATH) and prediction.jpg.
+"""Make the images of the README from the folder of `make demo`: docs/inspect.svg, docs/page.jpg (with a Chromium from
+PATH) and docs/prediction.jpg.
 
-make demo && .venv/bin/python tools/make_readme_pictures.py
+    make demo && .venv/bin/python tools/make_readme_images.py
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def inspect_image() -> None:
 
 
 def page_image() -> None:
-    """What a desk shows of `inspect --html`: the list of samples, searched for a word."""
+    """A screenshot of `inspect --html` on a desk: the list of samples, searched for a word."""
     from playwright.sync_api import sync_playwright
 
     browser = next(path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name)))
@@ -55,7 +55,7 @@ def predict(out: str, *options: str) -> Image.Image:
 
 
 def strip() -> None:
-    """Control, drawn without the LoRA, drawn with it, target."""
+    """The control, the image without the LoRA, the image with it, and the target, side by side."""
     images = [
         Image.open(DEMO / "data" / "control_images" / f"{NAME}.jpg"),
         predict("without.png"),

@@ -1,8 +1,8 @@
-"""An image drawn out of the cache is the one that the stock pipeline draws of the images and the prompt.
+"""An image generated from the cache is the one that the stock pipeline generates from images and prompt.
 
 The judge is the stock pipeline from the original images, at the sizes of the cache. The cache's encoders differ from
 the pipeline's within the rounding (one frame of the VAE in two dimensions, the prompt on a kept prefix); where exactly
-the cached rows are put in their place, what is drawn is the same bit for bit.
+the cached rows replace them, the generated image is the same bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qwen_cache.encode.decode import decode_images, load_vae
 from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.models.folder import open_model
-from qwen_train.inference.cached import draw_cached, find_sample, guidance_from_cache, initial_latents
+from qwen_train.inference.cached import find_sample, generate_cached, guidance_from_cache, initial_latents
 
 from .support.judge import (
     SMALL_AREA,
@@ -77,11 +77,11 @@ def cached(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> C
 def stock(pipeline: Any, sample: Sample, it: Case, **arguments: Any) -> Any:
     """What the pipeline ends with, of the images, at the target's size."""
     one_image = len(it.controls) == 1
-    pictures = {"image": it.controls[0] if one_image else list(it.controls)} if it.controls else {}
+    image_argument = {"image": it.controls[0] if one_image else list(it.controls)} if it.controls else {}
     given = {"prompt": it.prompt} if "prompt_embeds" not in arguments else {}
     _, h, w = sample.img_shapes[0]
     return pipeline(
-        **pictures,
+        **image_argument,
         **{**given, "num_inference_steps": STEPS, "true_cfg_scale": 1.0, "output_type": "latent", **arguments},
         height=16 * h,
         width=16 * w,
@@ -90,7 +90,7 @@ def stock(pipeline: Any, sample: Sample, it: Case, **arguments: Any) -> Any:
 
 
 def ours(pipeline: Any, sample: Sample, dtype: torch.dtype = torch.float32, **arguments: Any) -> Tensor:
-    return draw_cached(
+    return generate_cached(
         sample,
         pipeline.transformer,
         FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config),
@@ -180,13 +180,13 @@ def test_each_step_is_told_and_may_be_the_last(cached: Callable[..., tuple[Sampl
     assert torch.equal(stopped, after[1][0])
 
 
-def test_a_transformer_that_draws_a_second_image_begins_anew(cached: Callable[..., tuple[Sample, Any]]) -> None:
+def test_a_transformer_that_generates_a_second_image_begins_again(cached: Callable[..., tuple[Sample, Any]]) -> None:
     """With one scheduler for all of them."""
     sample, pipeline = cached("edit")
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)
     settings = {"num_inference_steps": 2, "latents": initial_latents(sample, 1, torch.float32)}
     one, two = (
-        draw_cached(sample, pipeline.transformer, scheduler, **settings, device=CPU, dtype=torch.float32)
+        generate_cached(sample, pipeline.transformer, scheduler, **settings, device=CPU, dtype=torch.float32)
         for _ in range(2)
     )
     assert torch.equal(one, two)
@@ -205,7 +205,9 @@ def test_guidance_without_the_empty_prompt_is_refused(
 def test_the_negative_prompt_decides_about_guidance_as_in_the_pipelines() -> None:
     assert guidance_from_cache(None, 4.0) == 1.0
     assert guidance_from_cache("", 4.0) == 4.0
-    with pytest.raises(ConfigError, match=r"but the empty one \(found predict.negative_prompt='blurry'\)"):
+    with pytest.raises(
+        ConfigError, match=r"the only negative prompt in a cache \(found predict.negative_prompt='blurry'\)"
+    ):
         guidance_from_cache("blurry", 4.0)
 
 
@@ -224,7 +226,7 @@ def test_the_image_is_the_stock_pipelines(
 def test_cached_latents_of_several_images_are_decoded_each_by_itself(
     cached: Callable[..., tuple[Sample, Any]], tiny_model: TinyModel
 ) -> None:
-    """To show the controls beside what was drawn; the tiny VAE keeps a coarse image."""
+    """To show the controls beside the generated image; the tiny VAE keeps a coarse image."""
     sample, _ = cached("edit-plus")
     vae = load_vae(open_model(str(tiny_model("edit-plus")), ("vae",)), CPU, torch.float32)
     decoded = decode_images(vae, sample["control_latents"], sample.img_shapes[1:])
@@ -257,7 +259,7 @@ def test_a_sample_is_found_by_key_the_beginning_of_it_or_name(opened: Cache) -> 
     ("which", "message"),
     [
         ("chinna", "for example: china;"),
-        ("12345", "(expected a name, a key, or 6 or more digits that one begins with, found 12345)"),
+        ("12345", "(expected a name, a key, or the first 6 or more digits of a key, found 12345)"),
         ("000000", "no sample of this key or name"),
         ("", "no sample of this key or name"),
     ],
@@ -278,4 +280,4 @@ def test_what_names_several_samples_is_refused_with_their_keys(opened: Cache) ->
     for which in ("cat", "abcdef"):
         with pytest.raises(QwenCacheError) as error:
             find_sample(two, which)
-        assert f"several samples are meant (found {keys[0]} (cat), {keys[1]} (cat))" in str(error.value)
+        assert f"several samples match (found {keys[0]} (cat), {keys[1]} (cat))" in str(error.value)

@@ -100,7 +100,7 @@ def test_images_of_any_mode_are_shown() -> None:
 
 def test_a_grid_of_nothing_is_still_an_image() -> None:
     assert compare_grid([], []).width > 0
-    assert compare_grid([Row()], ["nothing was drawn"]).height > compare_grid([], []).height
+    assert compare_grid([Row()], ["nothing was generated"]).height > compare_grid([], []).height
 
 
 # ---- captions --------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_all_of_a_caption_is_in_its_lines_and_none_is_too_long(text: str, width:
         assert " ".join(lines) == text.strip()
 
 
-def test_the_lines_are_drawn_one_below_the_other() -> None:
+def test_the_lines_are_one_below_the_other() -> None:
     font = grid.font_for(LONG, 24)
     lines = list(grid.wrapped(LONG, font, 600))
     strip = grid.written(LONG, 600, 24, "black")

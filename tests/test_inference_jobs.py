@@ -1,0 +1,305 @@
+"""Many images in one run: none is generated twice, no other file is overwritten, and a kill costs one image."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from qwen_cache.errors import QwenCacheError
+from qwen_cache.settings.data import DataConfig
+from qwen_cache.sources.places import File
+from qwen_train.inference.jobs import GenerateJob, JobResults, control_images, prompt_jobs, run_jobs, source_jobs
+
+from .support.caches import contents
+from .support.crash import Crash, crash_after
+from .support.photographs import photograph
+
+ABOUT = {"model": "tiny", "seed": 3, "true_cfg_scale": 4.0, "lora": None}
+
+
+@dataclass
+class Generation:
+    """Stands for the model: what it draws follows from prompt and images, and it counts what it was asked."""
+
+    out: Path
+    generated: list[str] = field(default_factory=list)
+    dies_at: str | None = None
+
+    def __call__(self, job: GenerateJob) -> Image.Image:
+        if job.name == self.dies_at:
+            raise Crash
+        self.generated.append(job.name)
+        image = control_images(job)[0] if job.controls else Image.new("RGB", (16, 16))
+        return image.rotate(len(job.prompt))
+
+    def run(self, jobs: list[GenerateJob], inputs: Mapping[str, Any] = ABOUT) -> tuple[JobResults, list[str]]:
+        """The results of the jobs, and the names of those generated."""
+        self.generated = []
+        return run_jobs(jobs, self, self.out, inputs), self.generated
+
+
+@pytest.fixture
+def generation(tmp_path: Path) -> Generation:
+    return Generation(tmp_path / "out")
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / name for name in ("china.jpg", "flower.jpg")]
+    for path in paths:
+        photograph(path.name).resize((40, 30)).save(path, quality=95)
+    return paths
+
+
+@pytest.fixture
+def jobs(images: list[Path]) -> list[GenerateJob]:
+    return [GenerateJob(name, (File(images[0]),), f"turn it {name}") for name in ("a", "b", "folder/c", "folder/d#2")]
+
+
+def refusal(action: Callable[[], object]) -> str:
+    with pytest.raises(QwenCacheError) as error:
+        action()
+    return str(error.value)
+
+
+# ---- what is written, and what is not again --------------------------------------------------------------------------
+
+
+def test_each_image_is_written_as_it_was_generated(generation: Generation, jobs: list[GenerateJob]) -> None:
+    done, generated = generation.run(jobs)
+    names = ["a", "b", "folder/c", "folder/d#2"]
+    assert generated == names
+    assert done == JobResults([generation.out / f"{name}.png" for name in names], [], [])
+    for job, path in zip(jobs, done.written, strict=True):
+        with Image.open(path) as found:
+            assert found.format == "PNG"
+            assert np.array_equal(np.asarray(found), np.asarray(generation(job)))
+
+
+def test_nothing_is_generated_again(generation: Generation, jobs: list[GenerateJob]) -> None:
+    first, _ = generation.run(jobs)
+    before = contents(generation.out)
+    again, generated = generation.run(jobs)
+    assert generated == []
+    assert again == JobResults([], first.written, [])
+    assert contents(generation.out) == before
+
+
+def test_a_killed_run_continues_where_it_stopped(
+    generation: Generation, jobs: list[GenerateJob], tmp_path: Path
+) -> None:
+    expected = Generation(tmp_path / "whole")
+    expected.run(jobs)
+    generation.dies_at = "folder/c"
+    with pytest.raises(Crash):
+        generation.run(jobs)
+    generation.dies_at = None
+    done, generated = generation.run(jobs)
+    assert generated == ["folder/c", "folder/d#2"]
+    assert done.skipped == [generation.out / "a.png", generation.out / "b.png"]
+    assert contents(generation.out) == contents(expected.out)
+
+
+def test_a_kill_while_writing_leaves_no_half_image(
+    generation: Generation, jobs: list[GenerateJob], tmp_path: Path
+) -> None:
+    """At each of the operations that change what is on disk."""
+    expected = Generation(tmp_path / "whole")
+    expected.run(jobs)
+    for count in range(1, 3 * len(jobs)):
+        generation.out = tmp_path / f"killed at {count}"
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            crash_after(count, monkeypatch)
+            with pytest.raises(Crash):
+                generation.run(jobs)
+        for path in generation.out.rglob("*.png"):
+            assert path.read_bytes() == (expected.out / path.relative_to(generation.out)).read_bytes()
+        generation.run(jobs)
+        assert contents(generation.out) == contents(expected.out)
+
+
+@pytest.mark.parametrize("change", ["prompt", "image", "order", "setting", "settings"])
+def test_a_changed_input_generates_its_image_again_and_no_other(
+    change: str, generation: Generation, images: list[Path]
+) -> None:
+    one, two = (File(path) for path in images)
+    jobs = [GenerateJob("a", (one, two), "x"), GenerateJob("b", (two,), "x"), GenerateJob("c", (), "y")]
+    generation.run(jobs)
+    inputs = dict(ABOUT)
+    if change == "prompt":
+        jobs[0] = replace(jobs[0], prompt="x.")
+    elif change == "image":
+        photograph("chelsea.png").resize((40, 30)).save(images[0])
+    elif change == "order":
+        jobs[0] = replace(jobs[0], controls=(two, one))
+    else:
+        inputs |= {"seed": 4} if change == "setting" else {"sigmas": [1.0, 0.5]}
+    done, generated = generation.run(jobs, inputs)
+    assert generated == (["a"] if "setting" not in change else ["a", "b", "c"])
+    assert [path.stem for path in done.written] == generated
+    assert generation.run(jobs, inputs)[1] == []
+
+
+def test_neither_the_target_nor_the_order_of_settings_decides(generation: Generation, jobs: list[GenerateJob]) -> None:
+    generation.run(jobs)
+    others = [replace(job, target=job.controls[0]) for job in jobs]
+    assert generation.run(others, dict(reversed(ABOUT.items())))[1] == []
+
+
+@pytest.mark.parametrize("damage", ["cut off", "nearly whole", "another byte"])
+def test_a_damaged_image_is_generated_again(damage: str, generation: Generation, jobs: list[GenerateJob]) -> None:
+    generation.run(jobs)
+    path = generation.out / "b.png"
+    whole = path.read_bytes()
+    half = len(whole) // 2
+    parts = {
+        "cut off": whole[:half],
+        "nearly whole": whole[:-16],
+        "another byte": whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :],
+    }
+    path.write_bytes(parts[damage])
+    assert generation.run(jobs)[1] == ["b"]
+    assert path.read_bytes() == whole
+
+
+# ---- what is in the way ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("foreign", ["png", "jpeg", "text", "empty", "folder", "link"])
+def test_what_was_not_made_here_is_refused_before_anything_is_generated(
+    foreign: str, generation: Generation, jobs: list[GenerateJob], images: list[Path]
+) -> None:
+    path = generation.out / "folder" / "c.png"
+    path.parent.mkdir(parents=True)
+    if foreign in ("png", "jpeg"):
+        photograph("china.jpg").save(path, foreign)
+    elif foreign == "folder":
+        path.mkdir()
+    elif foreign == "link":
+        path.symlink_to("nowhere")
+    else:
+        path.write_bytes(b"mine" if foreign == "text" else b"")
+    before = contents(generation.out)
+    message = refusal(lambda: generation.run(jobs))
+    assert message.startswith(f"{path}: this file was not generated by `qwen-train`")
+    assert "move it, or name another --out" in message
+    assert generation.generated == []
+    assert contents(generation.out) == before
+    assert os.path.lexists(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "a/../../x", "/etc/x", "..", ".", "", "a//b", "a/", "./a", "a\\..\\b", "a\0b"]
+)
+def test_a_name_that_leads_elsewhere_is_refused(name: str, generation: Generation, jobs: list[GenerateJob]) -> None:
+    message = refusal(lambda: generation.run([*jobs, replace(jobs[0], name=name)]))
+    assert message.startswith(f"{name!r}: this name leads out of the output folder")
+    assert generation.generated == []
+    assert not generation.out.exists()
+
+
+def test_a_name_too_long_for_a_file_is_refused(generation: Generation, jobs: list[GenerateJob]) -> None:
+    generation.run([replace(jobs[0], name="x" * 240)])
+    assert "too long for a file" in refusal(lambda: generation.run([replace(jobs[0], name="é" * 121)]))
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("Folder/a", "folder/A")])
+def test_names_of_one_file_are_refused(names: tuple[str, str], generation: Generation, jobs: list[GenerateJob]) -> None:
+    message = refusal(lambda: generation.run([replace(jobs[0], name=name) for name in names]))
+    assert f"two images would have the same path (found {names[0]} and {names[1]})" in message
+    assert generation.generated == []
+
+
+def test_a_file_in_the_way_of_a_folder_is_refused(generation: Generation, jobs: list[GenerateJob]) -> None:
+    clash = [replace(jobs[0], name="a"), replace(jobs[0], name="a.png/b")]
+    assert f"{generation.out / 'a.png'}: a file is in the way of a folder" in refusal(lambda: generation.run(clash))
+    generation.out.mkdir()
+    (generation.out / "folder").write_bytes(b"mine")
+    assert f"{generation.out / 'folder'}: a file is in the way of a folder" in refusal(lambda: generation.run(jobs))
+    generation.out = generation.out / "folder"
+    assert f"{generation.out}: a file is in the way of a folder" in refusal(lambda: generation.run(jobs))
+    assert generation.generated == []
+
+
+# ---- images that cannot be read ------------------------------------------------------------------------------------
+
+
+def test_images_that_cannot_be_read_are_reported_and_the_others_generated(
+    generation: Generation, jobs: list[GenerateJob], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no image")
+    missing = replace(jobs[1], controls=(File(tmp_path / "missing.png"),))
+    done, _ = generation.run([jobs[0], missing, replace(jobs[2], controls=(File(broken),)), jobs[3]])
+    assert [path.stem for path in done.written] == ["a", "d#2"]
+    assert [(problem.where, problem.what.split(" (")[0]) for problem in done.failed] == [
+        (f"b: {tmp_path / 'missing.png'}", "the file does not exist"),
+        (f"folder/c: {broken}", "this is not an image that Pillow can read"),
+    ]
+    assert generation.run(jobs)[1] == ["b", "folder/c"]
+
+
+def test_other_errors_stop_everything(generation: Generation, jobs: list[GenerateJob]) -> None:
+    """Such as too little memory, which the next image would not have either."""
+    with pytest.raises(MemoryError):
+        run_jobs(jobs, lambda job: (_ for _ in ()).throw(MemoryError), generation.out, ABOUT)
+
+
+# ---- where jobs come from --------------------------------------------------------------------------------------------
+
+
+def test_jobs_of_a_folder_of_pairs(pairs: Path) -> None:
+    jobs, problems = source_jobs(str(pairs), DataConfig(), needs_control=True)
+    assert problems == []
+    assert [(job.name, len(job.controls)) for job in jobs] == [("cat", 2), ("china", 1), ("cup", 1), ("flower", 1)]
+    cat = jobs[0]
+    assert cat.prompt == "mirror the cat, 然后 keep the second image's light"
+    assert cat.controls[1].read() == (pairs / "control_images" / "cat_control_1.png").read_bytes()
+    assert cat.target is not None
+    assert cat.target.read() == (pairs / "target_images" / "cat.png").read_bytes()
+    assert [image.size for image in control_images(cat)] == [(120, 120), (160, 107)]
+
+
+def test_without_a_target_there_is_none_to_compare_with(pairs: Path) -> None:
+    shutil.rmtree(pairs / "target_images")
+    jobs, problems = source_jobs(str(pairs), DataConfig(), needs_control=True, prompts=["x"])
+    assert [(job.name, len(job.controls), job.target) for job in jobs] == [
+        ("cat", 2, None),
+        ("china", 1, None),
+        ("cup", 1, None),
+        ("flower", 1, None),
+    ]
+    assert problems == []
+
+
+def test_jobs_of_a_table_name_the_rows_that_cannot_be_used(pairs: Path, generation: Generation) -> None:
+    rows = [
+        {"target": f"target_images/{name}.png", "control": f"control_images/{name}.png", "prompt": prompt}
+        for name, prompt in (("cat", "x"), ("cat", "y"), ("nowhere", "z"), ("cup", ""))
+    ]
+    table = pairs / "rows.jsonl"
+    table.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    jobs, problems = source_jobs(str(table), DataConfig(), needs_control=True)
+    assert [job.name for job in jobs] == ["target_images/cat", "target_images/cat#2"]
+    assert {problem.where.rpartition(":")[2] for problem in problems} == {"3", "4"}
+    allowed, _ = source_jobs(str(table), DataConfig(allow_empty_prompt=True), needs_control=True)
+    assert len(allowed) == 3
+    assert [path.name for path in generation.run(jobs)[0].written] == ["cat.png", "cat#2.png"]
+
+
+def test_several_prompts_about_the_same_images(images: list[Path], generation: Generation) -> None:
+    jobs = prompt_jobs("out", images, ["one", "two", "one"])
+    assert [job.name for job in jobs] == ["out-1", "out-2", "out-3"]
+    assert [job.prompt for job in jobs] == ["one", "two", "one"]
+    assert all([image.read() for image in job.controls] == [p.read_bytes() for p in images] for job in jobs)
+    assert len(generation.run(jobs)[0].written) == 3
+    assert [job.name for job in prompt_jobs("out", images, ["one"])] == ["out"]
