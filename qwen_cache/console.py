@@ -101,7 +101,7 @@ def _missing(error: ModuleNotFoundError, program: str) -> str | None:
 
 
 def fail(message: str) -> int:
-    """Print an error message; the exit code."""
+    """Print an error message; return the exit code."""
     console().print("[bold red]error:[/]", end=" ")
     console().print(message, markup=False)
     return FAILED

@@ -32,7 +32,11 @@ class Problem:
 
 
 class QwenCacheError(Exception):
-    """Base class: what is wrong (`what`) and, when they apply, where, expected, found and the fix (`do`)."""
+    """The base class of every error that a user can cause; `str(error)` is the whole message.
+
+    `what` says what is wrong. `where` (the location), `expected`, `found` and `do` (the fix) are None where they do not
+    apply.
+    """
 
     def __init__(
         self,
@@ -79,7 +83,10 @@ class TrainError(QwenCacheError):
 
 
 class FormatError(QwenCacheError):
-    """A cache breaks a rule of schemas/FORMAT.md. Each rule has a class, with its number and the usual fix."""
+    """A cache breaks a rule of schemas/FORMAT.md.
+
+    Each rule has a subclass, with its number (`rule`, such as "F14") and the usual fix (`fix`), which `do` defaults to.
+    """
 
     rule: ClassVar[str]
     fix: ClassVar[str] = RESTORE

@@ -1,8 +1,8 @@
 """The extras of this package: their purpose and requirements, from package metadata. Nothing heavy is imported.
 
 `pyproject.toml` alone defines the requirements. `advice` names the extra that installs a missing module; `require`
-checks for a module before a command starts its work. A source tree that was never installed has no metadata, so there
-nothing is known.
+checks for a module before a command starts its work. A source tree that was never installed has no metadata; its
+extras are unknown.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints: the whole state of a run, so that resumed equals uninterrupted, bit for bit on one CPU.
+"""Checkpoints: the whole state of a run, so that a resumed run equals an uninterrupted one, bit for bit on one CPU.
 
     checkpoint-500/
       pytorch_lora_weights.safetensors   the adapter, as the stock pipeline loads it; or all weights, in transformer/
@@ -50,7 +50,7 @@ class Run:
     """Written into the LoRA file: the model and the cache that it was trained on."""
     step: int = 0
     consumed_samples: int = 0
-    """Samples that all processes have trained; the next batch is a function of it (`batch_plan`)."""
+    """Samples that all processes have trained; this number determines the next batch (`batch_plan`)."""
     ema: Ema | None = None
 
 
@@ -80,7 +80,7 @@ def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
 
 
 def save_result(folder: Path, run: Run, dtype: torch.dtype) -> Path:
-    """Write the trained weights and their EMA, floating-point ones in `dtype`; the path of the trained weights."""
+    """Write the trained weights and their EMA, floating-point tensors in `dtype`; the path of the trained weights."""
     weights = _all_weights(run, PartialState().is_main_process)
     with _raised_everywhere("the result", folder):
         for suffix, values in weights.items():
@@ -128,7 +128,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 @contextmanager
 def _raised_everywhere(what: str, folder: Path) -> Iterator[None]:
-    """Turn a failed write of the main process into a TrainError in every process, so none waits."""
+    """Turn a failed write of the main process into a TrainError in every process, so that none waits for another."""
     problem = None
     try:
         yield
@@ -153,7 +153,7 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def load_checkpoint(path: Path, run: Run) -> None:
-    """Restore the run from the checkpoint; TrainError for one that is damaged or of other settings."""
+    """Restore the run from the checkpoint; TrainError if it is damaged, or belongs to other settings."""
     with _reading(path / "state.json") as file:
         state = json.loads(file.read_text(encoding="utf-8"))
         _check_fixed(path, state["fixed"], run.fixed)
@@ -214,7 +214,7 @@ def _distributed(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
 
 
 def _random_state() -> dict[str, Any]:
-    """The state of torch's generators, used by dropout; all else is sampled from the position (`batches`)."""
+    """The state of torch's generators, used by dropout; everything else is seeded by the position (`batches`)."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

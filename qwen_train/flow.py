@@ -40,7 +40,12 @@ Weighting = Literal["none", "sigma_sqrt", "cosmap"]
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """Maps a random number u to a noise level, with the model's scheduler configuration."""
+    """Maps a random number u to a noise level, with the model's scheduler configuration.
+
+    The fields are those of scheduler_config.json (diffusers' FlowMatchEulerDiscreteScheduler), the defaults are
+    Qwen-Image's: two lengths of the target in tokens (16×16 pixels each), the shift mu at each of them, and the lowest
+    noise level (None for 0).
+    """
 
     base_image_seq_len: int = 256
     max_image_seq_len: int = 8192
@@ -52,7 +57,8 @@ class NoiseSchedule:
     def of_config(cls, config: dict[str, Any]) -> NoiseSchedule:
         """From scheduler_config.json; missing keys take FlowMatchEulerDiscreteScheduler's defaults.
 
-        Raises ModelError for a setting that is not supported.
+        Raises:
+            ModelError: a setting under which inference would visit other noise levels, such as `use_karras_sigmas`.
         """
         for name, supported in _SUPPORTED.items():
             if (value := config.get(name, supported)) != supported:
@@ -64,14 +70,20 @@ class NoiseSchedule:
         return cls(**values, shift_terminal=config.get("shift_terminal"))
 
     def mu(self, target_tokens: int) -> float:
-        """The shift for a target of this many tokens: linear between two anchors (diffusers' `calculate_shift`)."""
+        """The shift for a target of this many tokens: `base_shift` at `base_image_seq_len`, `max_shift` at
+        `max_image_seq_len`, and linear in between and beyond (diffusers' `calculate_shift`).
+        """
         slope = (self.max_shift - self.base_shift) / (self.max_image_seq_len - self.base_image_seq_len)
         return slope * (target_tokens - self.base_image_seq_len) + self.base_shift
 
     def sigma(self, u: float, target_tokens: int) -> float:
-        """The noise level for `u` in (0, 1), in [shift_terminal, 1]; larger for larger images.
+        """The noise level for `u` in [0, 1], in [shift_terminal, 1]; larger for larger images.
 
-        `time_shift_type="exponential"`, then `stretch_shift_to_terminal` in the limit of many steps.
+            shifted = e^mu / (e^mu + 1 / u - 1)
+            sigma   = 1 - (1 - shifted) · (1 - shift_terminal)
+
+        These are FlowMatchEulerDiscreteScheduler's `time_shift_type="exponential"`, then its
+        `stretch_shift_to_terminal` in the limit of many steps.
         """
         shift = math.exp(self.mu(target_tokens))
         sigma = shift / (shift + (1 / u - 1)) if u > 0 else 0.0
@@ -117,7 +129,11 @@ def interpolate(
     sigma: Float[Tensor, " B"],
     is_target: Bool[Tensor, "B S"],
 ) -> Float[Tensor, "B S C"]:
-    """x_sigma at the target's tokens; controls stay clean."""
+    """The transformer's noisy input `[B, S, C]`: `(1 - sigma) · clean + sigma · noise` at the target's tokens.
+
+    That is x_sigma of rectified flow (arXiv 2209.03003). Controls and padding stay as in `clean`. `sigma` is in 0..1,
+    one per sample; `clean` and `noise` are normalised latents, packed 2×2 (C = 64).
+    """
     level = sigma[:, None, None]
     return torch.where(is_target[..., None], (1 - level) * clean + level * noise, clean)
 
@@ -129,11 +145,15 @@ def flow_loss(
     weight: Float[Tensor, "B S"],
     sample_weight: Float[Tensor, " B"],
 ) -> Float[Tensor, ""]:
-    """The mean over samples of `sample_weight` times a sample's weighted mean squared error over tokens.
+    """The mean over samples of `sample_weight` times a sample's weighted mean squared error over tokens, in float32.
 
-    `weight` is 0 for controls and padding. Dividing by its sum keeps the effective learning rate independent of the
-    size of an edit mask and of padding. `sample_weight` is 1 for equal samples; otherwise the noise level's
-    `weighting`, the sample's target tokens relative to the batch's mean, or their product.
+        error[b, s] = mean over channels of (velocity - (noise - clean))²
+        loss        = mean over b of sample_weight[b] · (sum over s of weight[b, s] · error[b, s]) / (sum of weight[b])
+
+    The target `noise - clean` is that of rectified flow (arXiv 2209.03003). `weight` is 0 for controls and padding; its
+    sum must be positive in every sample. Dividing by this sum keeps the effective learning rate independent of the size
+    of an edit mask and of padding. `sample_weight` is 1 for equal samples; otherwise the noise level's `weighting`, the
+    sample's target tokens relative to the batch's mean, or their product.
     """
     error = (velocity.float() - (noise - clean)).square().mean(dim=-1)
     return (sample_weight * ((error * weight).sum(dim=1) / weight.sum(dim=1))).mean()

@@ -1,8 +1,8 @@
 """`qwen-train mask-head` (experimental): train a head that predicts edit masks from stored attention, without encoders.
 
-The cache must have both: `build --edit-mask diff --set cache.store_attention=true`. Samples of the same target are all
-trained or all held out, in any order. A cache without attention or masks, or with too few targets to hold any out, and
-a loss that is not finite are refused; then nothing is written.
+The cache needs masks and attention: `build --edit-mask diff --set cache.store_attention=true`. Samples of the same
+target are all trained or all held out, in any order. A cache without attention or masks, or with too few targets to
+hold any out, and a loss that is not finite are refused; then nothing is written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qwen_cache.settings.train import MaskHeadConfig
 from qwen_train.data.split import split
 
 AVERAGED = 1000
-"""Masks averaged for the best constant mask, at most; more would not change it."""
+"""The most masks averaged for the best constant mask; more would not change it."""
 LEVELS = 16
 """Thresholds tried on the mean mask."""
 
@@ -52,7 +52,7 @@ class HeadResult:
 
 
 def train_mask_head(cache: Cache, settings: MaskHeadConfig, device: torch.device, out: Path) -> HeadResult:
-    """Train a head, and save it to `out`; ConfigError or TrainError as the module says."""
+    """Train a head, and save it to `out`; ConfigError or TrainError in the cases that the module's docstring lists."""
     if out.is_dir():
         raise ConfigError("a folder has this name", where=out, do="give another name with --out")
     if not (positions := masked_positions(cache)):

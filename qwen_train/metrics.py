@@ -70,6 +70,7 @@ class Throughput:
     """The speed of the run since its start, without the time for saving and validation."""
 
     in_epoch: int
+    """Samples in an epoch."""
     samples: int = 0
     seconds: float = 0.0
 

@@ -90,7 +90,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         raise ConfigError(
             "optimizer.name: not an optimizer",
             where=path,
-            expected="a class of torch.optim.Optimizer",
+            expected="a subclass of torch.optim.Optimizer",
             found=type(cls).__name__ if cls is not None else f"no {attribute} in {module}",
         )
     return cls

@@ -118,7 +118,7 @@ def overview(folder: Path, metrics: Metrics, facts: Mapping[str, Any], per_step:
     yield from losses(metrics)
     sizes = [f"{path}, {human_bytes(size)}" for path, size in outcome(folder)]
     if sizes:
-        yield "came out", "; ".join(sizes)
+        yield "output files", "; ".join(sizes)
     if config:
         lora = f"a LoRA of rank {config.train.lora.rank}"
         yield "model", str(config.model.path)
@@ -138,7 +138,7 @@ def samples_per_step(folder: Path) -> float | None:
 
 
 def losses(metrics: Metrics) -> Facts:
-    """The last losses, and their development."""
+    """The last losses, and how they have changed."""
     loss, measured = series(metrics, "loss"), series(metrics, LOSS)
     if loss:
         window = _window(loss)
@@ -253,7 +253,7 @@ def _name_and_prompt(latents: Path) -> tuple[str, str]:
 
 
 def _image(path: Path, caption: str) -> tuple[str, str]:
-    """The caption and a thumbnail as data URL; an image that cannot be read only changes the caption."""
+    """The caption, and a thumbnail as a data URL; an image that cannot be read only changes the caption."""
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(path, formats=["PNG"]) as image:
             small = image.convert("RGB")

@@ -164,7 +164,7 @@ def save(p: Prepared, keep: int) -> int:
 
 
 def validate(p: Prepared) -> dict[str, float]:
-    """Validation losses, and images, where qwen.yaml schedules them after this step; {} without losses."""
+    """Validation losses, and images, if qwen.yaml schedules them after this step; {} without losses."""
     v, losses = p.validation, dict[str, float]()
     if v is None or not (v.measures_loss(p.run.step) or v.generates_images(p.run.step)):
         return losses

@@ -31,7 +31,7 @@ from qwen_train.data.batches import Batch, Batches, NoisedSample, collate
 from qwen_train.inference.cached import FOLDER, generate_cached
 
 LEVELS = 4
-"""Noise levels per sample: one in each quarter of 0..1, at a place in the quarter that depends on the key."""
+"""Noise levels per sample: one in each quarter of 0..1, at an offset within the quarter that depends on the key."""
 LOSS = "validation_loss"
 LOSSES = tuple(f"{LOSS}_q{i + 1}" for i in range(LEVELS))
 """The loss in each quarter, from little noise to much."""
@@ -120,7 +120,7 @@ def make_validation(config: Config, batches: Batches, scheduler: dict[str, Any])
 
 
 def held_out_by_key(batches: Batches) -> list[int]:
-    """The held-out samples by key, an order that does not depend on that of the cache."""
+    """The held-out samples in the order of their keys, which does not depend on the order of the cache."""
     keys = batches.cache.column("key").take(batches.validation).to_pylist()
     return [int(i) for _, i in sorted(zip(keys, batches.validation, strict=True))]
 

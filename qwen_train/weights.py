@@ -118,7 +118,7 @@ def check_cache(cache: Any, model: ModelFolder, config: Mapping[str, Any]) -> No
 
 
 def prepare_for_training(transformer: Any, settings: TrainConfig) -> Any:
-    """Set the layout, checkpointing, LoRA and frozen weights of the settings; the transformer in training mode."""
+    """Apply the settings: layout, checkpointing, LoRA, frozen weights; the transformer in training mode."""
     transformer.layout = settings.layout
     if settings.gradient_checkpointing:
         checkpoint_blocks(transformer, int(settings.gradient_checkpointing))
@@ -213,7 +213,7 @@ def trained_weights(transformer: Any) -> dict[str, Tensor]:
 
 
 def gather_weights(transformer: Any, *, keep: bool) -> dict[str, Tensor]:
-    """A copy of `trained_weights`, unsharded and on the CPU, in processes that `keep` it; every process takes part."""
+    """A copy of `trained_weights`, unsharded and on the CPU; {} without `keep`. Every process takes part."""
     gathered = {}
     for name, tensor in trained_weights(transformer).items():
         value = full_tensor(tensor)
@@ -229,7 +229,7 @@ def weights_path(transformer: Any, folder: Path, suffix: str = "") -> Path:
 
 
 def write_weights(transformer: Any, weights: Mapping[str, Tensor], path: Path, origin: Mapping[str, Any]) -> None:
-    """Write gathered weights: a file atomically, while the caller syncs and renames a folder."""
+    """Write gathered weights: a LoRA file atomically; a folder must be synced and renamed by the caller."""
     if has_lora(transformer):
         write_lora(transformer, weights, path, origin)
         return

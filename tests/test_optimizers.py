@@ -80,8 +80,8 @@ def test_a_library_that_is_missing_is_said_with_what_brings_it(
     ("name", "settings", "message"),
     [
         ("adam", {}, "no such optimizer (expected adamw, adamw8bit, adafactor, prodigy or an import path, found adam)"),
-        ("torch.optim.Adamm", {}, "expected a class of torch.optim.Optimizer, found no Adamm in torch.optim"),
-        ("collections.OrderedDict", {}, "(expected a class of torch.optim.Optimizer, found type)"),
+        ("torch.optim.Adamm", {}, "expected a subclass of torch.optim.Optimizer, found no Adamm in torch.optim"),
+        ("collections.OrderedDict", {}, "(expected a subclass of torch.optim.Optimizer, found type)"),
         ("no_such_library.Lion", {}, "the optimizer no_such_library.Lion cannot be imported: No module named"),
         ("adamw", {"arguments": {"momentum": 1}}, "unexpected keyword argument 'momentum'"),
         ("torch.optim.SGD", {"arguments": {"momentum": -1}}, "Invalid momentum value: -1"),

@@ -133,7 +133,7 @@ def test_the_overview_says_how_the_run_went(train: Trainer) -> None:
     speed = sorted(line["samples_per_second"] for line in lines)[2]
     taken, unit = re.match(r"([\d.]+) (m?s) for a step, at ", facts["time"]).groups()  # type: ignore[union-attr]
     assert float(taken) * (0.001 if unit == "ms" else 1) == pytest.approx(len(keys) / 5 / speed, rel=0.1, abs=0.0006)
-    sizes = dict(part.rsplit(", ", 1) for part in facts["came out"].split("; "))
+    sizes = dict(part.rsplit(", ", 1) for part in facts["output files"].split("; "))
     assert sizes.keys() == {LORA, "checkpoint-3", "checkpoint-5"}
     assert sizes[LORA] == human_bytes((out / LORA).stat().st_size)
     trained = sum(tensor.numel() for tensor in load_file(out / LORA).values())
@@ -343,7 +343,7 @@ def test_names_of_files_need_not_be_unicode(tmp_path: Path) -> None:
     (folder / os.fsdecode(b"\xfe.safetensors")).write_bytes(b"12")
     page = Page(write_report(folder))
     assert "run \ufffd" in page.words
-    assert page.facts()["came out"] == "\ufffd.safetensors, 2 B"
+    assert page.facts()["output files"] == "\ufffd.safetensors, 2 B"
 
 
 def png(colour: str = "red", size: tuple[int, int] = (8, 8)) -> bytes:

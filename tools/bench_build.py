@@ -62,7 +62,7 @@ from qwen_cache.sources.detect import Row
 from qwen_cache.sources.sizes import calculate_dimensions
 
 VARIANTS = {"edit": QwenImageEditPipeline, "edit-plus": QwenImageEditPlusPipeline}
-TOLERANCE = 0.05  # relative; the noise of bfloat16 over the real depth is below it, other mistakes are above
+TOLERANCE = 0.05  # relative; the noise of bfloat16 over the real depth is below it, mistakes are above
 PROMPT = (  # 33 tokens, the length of real instructions
     "Generate a new image that meets the user's requirements while maintaining consistency with the original input "
     "where appropriate, then explain how the user's text instruction should alter the objects"
@@ -155,7 +155,7 @@ def make_modules(scale: Scale, model: ModelFolder, device: torch.device, dtype: 
 
 @contextmanager
 def loaded_from(modules: Modules, *, single_frame: bool = True) -> Iterator[None]:
-    """Encoders that are created inside use copies of `modules`, whatever their folder holds."""
+    """While entered, new encoders use copies of `modules`, whatever their folder holds."""
 
     def load(kind: type[Any], _: Path, **__: Any) -> Any:
         return copy.deepcopy(modules[kind]) if kind is AutoencoderKLQwenImage else modules[kind]

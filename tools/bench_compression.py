@@ -4,8 +4,8 @@
 
 Latents come from the photographs of scikit-image and scikit-learn by a fixed transform with the statistics of a VAE's:
 16 normalised, spatially correlated channels (the first frequencies of 8×8 blocks) and a little noise, packed 2×2.
-Embeddings are heavy-tailed, with a scale for each channel and a few outlier channels, as hidden states of a language
-model are. Speeds are bytes of the tensor per second of CPU time on one core, medians; every result is decoded and
+Embeddings are heavy-tailed, with a scale for each channel and a few outlier channels, like the hidden states of a
+language model. Speeds are bytes of the tensor per second of CPU time on one core, medians; every result is decoded and
 compared.
 
 Serial reading with zstd is faster than without if the disk is slower than `decoding speed × (1 - 1 / ratio)`.

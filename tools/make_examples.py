@@ -1,9 +1,9 @@
-"""Write schemas/examples: valid datasets, and for each rule of FORMAT.md datasets that break it and no other rule.
+"""Write schemas/examples: valid datasets, and for each rule of FORMAT.md datasets that break it.
 
     python tools/make_examples.py
 
 `valid` and `invalid` hold manifests and sample metadata as JSON, and whole caches of a few kilobytes. Names of
-invalid examples start with the rules that they break (`F2-version-3.cache.v2.json`, `F6+F16-swapped-shards/`); all
+invalid examples start with all rules that they break (`F2-version-3.cache.v2.json`, `F6+F16-swapped-shards/`); all
 other hashes and counts are recomputed and correct. The test suite checks parser, schemas, `verify` and readers with all
 of them. Equal code gives equal bytes, except index.parquet, which contains pyarrow's version.
 """
@@ -331,7 +331,7 @@ def forge(
     index: Callable[[pa.Table], pa.Table] = lambda table: table,
     manifest: Callable[[dict[str, Any]], Any] = lambda _: None,
 ) -> None:
-    """Change the first shard, the rows of the index, its table, the manifest; after each, update the hashes of it.
+    """Change the first shard, the rows of the index, its table, the manifest; update the hashes after each change.
 
     The index is written without optional parts of Parquet, which halves its size.
     """

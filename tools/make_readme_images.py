@@ -31,7 +31,7 @@ def inspect_image() -> None:
 
 
 def page_image() -> None:
-    """A screenshot of `inspect --html` on a desk: the list of samples, searched for a word."""
+    """A screenshot of `inspect --html` at the width of a desktop: the list of samples, searched for a word."""
     from playwright.sync_api import sync_playwright
 
     browser = next(path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name)))

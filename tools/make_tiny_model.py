@@ -124,7 +124,7 @@ def make_text_encoder(tokenizer: Qwen2Tokenizer, generator: torch.Generator) -> 
         "num_key_value_heads": 2,
         "max_position_embeddings": 128000,
         "rms_norm_eps": 1e-6,
-        # The real 1e6 is for heads of 128; with it, heads of 16 could not tell height and width.
+        # The real 1e6 is for heads of 128; with it, heads of 16 could not tell height from width.
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]},
         "bos_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,

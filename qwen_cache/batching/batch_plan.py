@@ -7,8 +7,8 @@ runs of batches of similar cost, so that processes hardly wait for one another. 
 one number: its consumed samples. Each window has a known number of samples, so the next batch costs the planning of one
 window, in any epoch and for any number of processes.
 
-A padded batch of B samples costs B · (its longest image + its longest text) tokens; a packed batch the tokens of its
-samples. Each sample is counted with its own prompt; a dropped caption makes it shorter. A sample that exceeds
+A padded batch of B samples costs B · (its longest image + its longest text) tokens; a packed batch costs the tokens of
+its samples. Each sample is counted with its own prompt; a dropped caption makes it shorter. A sample that exceeds
 `max_tokens` is refused.
 """
 
@@ -38,7 +38,7 @@ class Window:
     """Consecutive samples of an epoch as batches: batch i is `indices[cuts[i] : cuts[i + 1]]`."""
 
     indices: IntArray
-    """Into the order of the epoch."""
+    """Indices into the order of the epoch."""
     cuts: IntArray
 
 
@@ -102,7 +102,7 @@ class BatchPlan:
     ) -> None:
         """Plan the samples whose token counts are `tokens` ([2, N]: row 0 target and controls, row 1 text).
 
-        `name` gives a sample's name for error messages. `parts` says which samples come how often in an epoch; by
+        `name` gives a sample's name for error messages. `parts` sets how often samples come in an epoch; by
         default every sample comes once. `loss_tokens` ([N]) is the weight of each sample in the mean loss of an
         optimizer step; by default all weigh the same. Raises TrainError for a sample that exceeds `max_tokens`,
         ConfigError where `drop_last` cannot apply.

@@ -30,7 +30,7 @@ class Budget:
 
 
 def budgets(tokens: IntArray) -> list[Budget]:
-    """Budgets for samples with `tokens` ([2, N], as for `BatchPlan`); none that changes nothing but the limit."""
+    """Budgets for samples with `tokens` ([2, N], as for `BatchPlan`), without those that give equal batches."""
     largest = int(tokens.sum(0).max(initial=0))
     candidates = [_budget(tokens, round_budget(largest, samples)) for samples in LARGEST_SAMPLES if largest]
     changes = (replace(later, max_tokens=earlier.max_tokens) != earlier for earlier, later in pairwise(candidates))

@@ -1,6 +1,6 @@
 """The samples of an epoch and their order: a pure function of the seed and the number of the epoch.
 
-Each part of a mixture comes as often as its weight says: weight 1 is once, weight 2.5 is twice and half of the part a
+Each part of a mixture comes as often as its weight says: weight 1 is once, weight 2.5 is twice, and half of the part a
 third time. That half moves on with every epoch, so after any number of epochs the samples of a part have come equally
 often, to within one. Weights are rounded to whole samples, at least one per part.
 """
@@ -26,7 +26,7 @@ class MixturePart:
     """Samples of equal weight."""
 
     samples: IntArray
-    """Their indices."""
+    """The indices of the samples."""
     weight: float = 1.0
 
     @property

@@ -160,7 +160,7 @@ def inspect(
     vae_device: Annotated[str, typer.Option(help="Device of the VAE and the mask head.")] = "auto",
     config: Annotated[
         Path | None,
-        typer.Option(help="The settings file.", show_default="qwen.yaml; with --source, those of the build"),
+        typer.Option(help="The settings file.", show_default="qwen.yaml; with --source, that of the build"),
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")] = None,
     json: Json = False,

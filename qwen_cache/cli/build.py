@@ -61,7 +61,7 @@ class Estimate:
 def run_build(
     config: Config, source: str | None, *, ray: str | None, dry_run: bool, check: bool, measure: bool, as_json: bool
 ) -> int:
-    """Plan, print the plan, encode, print a summary; the exit code. `ray` is the address of a cluster."""
+    """Plan, print the plan, encode, print a summary; return the exit code. `ray` is the address of a cluster."""
     _check_options(ray=ray, dry_run=dry_run, check=check, measure=measure)
     if not dry_run:
         require("torch")
@@ -101,7 +101,7 @@ def _dry_run(job: BuildJob, *, check: bool, measure: bool, as_json: bool) -> int
 
 
 def _build(job: BuildJob, encoders: Encoders, as_json: bool) -> int:
-    """Plan, print the plan, encode unless there are problems; the exit code."""
+    """Plan, print the plan, encode unless there are problems; return the exit code."""
     existing = builder.load_existing(job)
     plan = _plan(job, existing)
     _print_plan(job, plan)
@@ -117,7 +117,7 @@ def _plan(job: BuildJob, existing: Existing) -> BuildPlan:
 
 
 def _encode(job: BuildJob, existing: Existing, plan: BuildPlan, encoders: Encoders, as_json: bool) -> int:
-    """Encode what the plan says; the exit code."""
+    """Encode what the plan says; return the exit code."""
     if job.slice and not plan.samples and not existing.rows:
         return _nothing_to_do(f"slice {job.slice} of this source has no rows", 0, as_json)
     if not plan.samples:

@@ -15,7 +15,7 @@ from qwen_cache.settings.load import Config
 
 
 def run_encode_worker(config: Config, source: str) -> int:
-    """Plan as `build` does into an empty folder, then encode samples on request; the exit code."""
+    """Plan as `build` does into an empty folder, then encode samples on request; return the exit code."""
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # other output must not be read as a reply
     config = config.model_copy(update={"cache": config.cache.model_copy(update={"thumbnails": False})})

@@ -8,7 +8,7 @@ from qwen_cache.storage.url import local_folder
 
 
 def run_gc(cache: str, *, dry_run: bool, as_json: bool) -> int:
-    """Remove the files that the dataset does not name, or with `dry_run` list them; the exit code."""
+    """Remove the files that the dataset does not name, or with `dry_run` list them; return the exit code."""
     sizes = collect_garbage(local_folder(cache), dry_run=dry_run)
     total = sum(sizes.values())
     if as_json:

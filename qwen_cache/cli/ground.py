@@ -67,7 +67,7 @@ def run_ground(
     head: Path | None = None,
     sam: Path | None = None,
 ) -> int:
-    """Write the mask of the first image, and the image with the mask as overlay; the exit code."""
+    """Write the mask of the first image, and the image with the mask as overlay; return the exit code."""
     overlaid = out.with_stem(f"{out.stem}-overlay")
     _check_out(out, overlaid, paths)
     if sam is not None and head is None:

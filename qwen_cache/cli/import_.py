@@ -42,7 +42,7 @@ def run_import(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Read, print the plan, write, print a summary; the exit code."""
+    """Read, print the plan, write, print a summary; return the exit code."""
     options = Options(tuple(parse_size(text) for text in image_sizes), captions)
     job = prepare(config, tool, source, claimed_model(model, pipeline), options, dtype)
     with counting("reading", in_bytes=True) as on_bytes:

@@ -45,7 +45,7 @@ class Inspection:
 
 
 def run_inspect(options: Inspection) -> int:
-    """Report what a cache holds; the exit code."""
+    """Report what a cache holds; return the exit code."""
     check_options(options)
     settings = load_config(options.config, options.assignments, model__path=options.model)
     copies = LocalCopies.of_settings(settings.cache)

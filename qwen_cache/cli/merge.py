@@ -16,7 +16,10 @@ from qwen_cache.version import __version__
 
 
 def run_merge(config: Config, caches: list[str], select: list[str], *, as_json: bool) -> int:
-    """Merge `caches` into `config.cache.path`; the exit code. Samples keep their compression unless one is set."""
+    """Merge `caches` into `config.cache.path`; return the exit code.
+
+    Samples keep their compression unless `cache.compression` is set.
+    """
     sources, target = [location(cache) for cache in caches], local_folder(config.cache.path)
     if any(isinstance(source, Path) and source.resolve() == target.resolve() for source in sources):
         raise ConfigError("a cache cannot be merged into itself", where=target, do="choose another folder with --out")

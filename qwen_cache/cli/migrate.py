@@ -19,7 +19,7 @@ OnSample = Callable[[int], None]
 
 
 def run_migrate(config: Config, cache: str, old: int, new: int, *, as_json: bool) -> int:
-    """Migrate `cache` into `config.cache.path`; the exit code."""
+    """Migrate `cache` into `config.cache.path`; return the exit code."""
     source, target = location(cache), local_folder(config.cache.path)
     copies = LocalCopies.of_settings(config.cache)
     check_compression(f"v{new}", config.cache.compression)
@@ -36,7 +36,7 @@ def run_migrate(config: Config, cache: str, old: int, new: int, *, as_json: bool
 
 
 def write_update(update: Update, write: Callable[[OnSample], Manifest], what: str, as_json: bool) -> int:
-    """Write the update and print what the folder holds; the exit code."""
+    """Write the update and print what the folder holds; return the exit code."""
     if not update.is_nothing:
         with counting(what, total=len(update.order)) as on_sample:
             manifest = write(on_sample)

@@ -7,7 +7,7 @@ from qwen_cache.format.verify import verify_cache
 
 
 def run_verify(cache: str, *, as_json: bool) -> int:
-    """Print every fault of a cache; the exit code."""
+    """Print every fault of a cache; return the exit code."""
     with counting("verifying", in_bytes=True) as on_bytes:
         findings = verify_cache(cache, on_bytes)
     if as_json:

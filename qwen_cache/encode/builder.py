@@ -68,7 +68,7 @@ class BuildJob:
     masks_left_out: int = 0
     """Masks of the source that the format version cannot store."""
     slice: SourceSlice | None = None
-    """The slice of the source that `rows` are."""
+    """The slice of the source that `rows` come from; None for the whole source."""
     other_names: frozenset[str] = frozenset()
     """The names of the rows in the other slices."""
 
@@ -118,7 +118,7 @@ class Encoders:
 
 @dataclass(frozen=True)
 class Report:
-    """What a build did."""
+    """The result of a build."""
 
     encoded: int
     samples: int
@@ -160,7 +160,7 @@ class SourceRows:
 
     rows: list[Row]
     problems: list[Problem]
-    """Those of the unusable rows."""
+    """The problems of the unusable rows."""
     slice: SourceSlice | None
     other_names: frozenset[str]
     """The names of the rows of the other slices."""
@@ -169,7 +169,7 @@ class SourceRows:
 def read_rows(
     config: Config, source: str, model: ModelFolder, check: Callable[[list[Row]], list[Problem]]
 ) -> SourceRows:
-    """Read `source` by the settings `config.data`; rows in which `check` finds a problem are left out."""
+    """Read `source` with the settings `config.data`; rows in which `check` finds a problem are left out."""
     every, problems = read_source(
         location(source), needs_control=model.takes_controls, allow_empty_prompt=config.data.allow_empty_prompt
     )

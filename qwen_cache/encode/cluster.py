@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     import ray
 
 LOCAL = "local"
-WINDOW = 4096  # samples that the builder submits before the first result; only their names wait
-AHEAD = 2  # a worker may finish this many times what its lanes hold before the writer needs it, so that none idles
+WINDOW = 4096  # samples that the builder submits before the first result; they wait without pixels
+AHEAD = 2  # workers may be this many times the content of all lanes ahead of the writer, so that none idles
 DECODE_CPUS = 4  # of a worker on a GPU: the threads that decode
 
 Encoded = tuple[SampleMeta, dict[str, memoryview]]
@@ -46,7 +46,7 @@ Encoded = tuple[SampleMeta, dict[str, memoryview]]
 
 @dataclass(frozen=True)
 class WorkerResources:
-    """The GPUs that one worker takes of a node, and the names of its devices there: Ray shows it only its own."""
+    """The GPUs that one worker takes, and its own names for its devices: Ray shows a worker no other GPUs."""
 
     gpus: int
     vae_device: str
@@ -63,7 +63,7 @@ class Node:
 
 
 def choose_resources(cache: CacheConfig, *, has_gpus: bool) -> WorkerResources:
-    """As many GPUs as the options name. `auto` is one GPU for both encoders, so that neither idles."""
+    """A worker's resources: as many GPUs as the options name. `auto` is one GPU for both encoders, so neither idles."""
     vae, text = ([name.strip() for name in names.split(",")] for names in (cache.vae_device, cache.text_device))
     auto = next((name for name in (*vae, *text) if name not in ("auto", "cpu")), "cuda:0" if has_gpus else "cpu")
     in_worker: dict[str, str] = {}  # the name of each GPU here, and its name in the worker

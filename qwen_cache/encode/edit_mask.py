@@ -1,7 +1,7 @@
 """Where edit masks come from (`data.edit_mask`), and how they become coverage of the target's tokens.
 
 The source's own mask always wins. Else `diff` compares target and first control, `head` predicts the edit from the
-prompt's attention, and `auto` uses `head` where `diff` finds no place. Without a result a sample has no mask. Refuses
+prompt's attention, and `auto` uses `head` where `diff` locates no edit. Without a result a sample has no mask. Refuses
 comparison and attention for models without controls.
 """
 
@@ -103,7 +103,7 @@ class ReusableSamples:
     """Cached samples that agree with a recipe in everything but their masks."""
 
     rows: dict[str, IndexRow]
-    """By `bare_key`."""
+    """The rows of the samples, by `bare_key`."""
     masks: EditMasks
     attention_is_readable: bool
     """Whether cached attention equals what this version would make."""

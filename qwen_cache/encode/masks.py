@@ -65,7 +65,7 @@ class MaskMaker:
         return sample.row.mask is not None or self.masks.differ
 
     def of_images(self, sample: PlannedSample, pair: Callable[[], Sequence[Image.Image]]) -> Mask | None:
-        """The source's mask; else the difference of `pair`, target and first control, if it points at a place."""
+        """The source's mask; else the difference of `pair`, target and first control, if it locates an edit."""
         path, digest = sample.row.mask, sample.inputs.mask
         if path is not None and digest is not None:
             mask = open_mask(read_again(path, digest), str(path))

@@ -26,7 +26,7 @@ MEMORY_FRACTION = 0.8  # of the free memory, for the predicted peak of a batch: 
 
 
 class Encoder(Protocol[Takes, Gives]):
-    """What a lane needs of an encoder."""
+    """The interface of an encoder that a lane uses."""
 
     device: torch.device
 
@@ -94,7 +94,7 @@ class Lane(Generic[Item, Result]):
 
     @property
     def load(self) -> int:
-        """How many work items it has."""
+        """The number of its work items that are not finished."""
         return self._sent - self._done
 
     def send(self, batch: Batch[Item, Result]) -> None:

@@ -48,7 +48,7 @@ class PlannedSample:
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """The samples of a build, in the order of the source and each content once, and what it drops."""
+    """The samples of a build, each content once, in the order of the source; and the names that the build drops."""
 
     samples: tuple[PlannedSample, ...]
     problems: tuple[Problem, ...]
@@ -215,8 +215,8 @@ def as_problem(row: Row, path: object, error: SourceError) -> Problem:
 def read_again(file: Readable, expected: str) -> bytes:
     """The bytes that the plan hashed; SourceError if the file has changed since.
 
-    Files are read twice, because the plan needs every image: the last one may be damaged or a duplicate. To read the
-    first only once would mean to keep the whole source in memory.
+    Files are read twice, because the plan needs every image: the last one may be damaged or a duplicate. To read
+    each only once, the build would have to keep the whole source in memory.
     """
     data = file.read()
     if content_hash(data) != expected:

@@ -40,7 +40,7 @@ from qwen_cache.sources.sizes import Size
 KEPT_TOKENS = 8  # keys and values of this many times batch_tokens fit a pass: 1 GB of a 7B model for 2048
 
 Inputs = dict[str, torch.Tensor]
-"""What the model takes for some images before any prompt."""
+"""The model's inputs for a set of images, before any prompt."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Prefixes:
 
     images: list[int]
     lengths: list[int]
-    """In tokens. In `past` every row is as long as the longest."""
+    """The lengths in tokens. In `past` every row is as long as the longest."""
     embeds: list[Float[torch.Tensor, "_ D"]]
     next_positions: list[int]
     past: DynamicCache | None
@@ -92,7 +92,7 @@ class LastRead:
     """The prefixes of the last `read` for requests, and the empty prompt's suffix for each of their rows."""
 
     inputs: Inputs
-    """Those of the last row."""
+    """The inputs of the last row."""
     prefixes: Prefixes
     empties: list[Float[torch.Tensor, "_ D"]]
 
@@ -162,7 +162,7 @@ class TextEncoder:
     def inputs(self, images: Sequence[Image.Image]) -> Inputs:
         """The model's inputs for `images` (RGB, already resized for the encoder) before any prompt, on the CPU.
 
-        For any thread, one at a time. Empty without images: then prompts share nothing.
+        Any one thread at a time may call it. Empty without images: then prompts share nothing.
         """
         return self._process(self._split("", len(images))[0], images) if images else {}
 
@@ -223,7 +223,7 @@ class TextEncoder:
 
     @torch.inference_mode()
     def embed(self, prefixes: Prefixes, prompts: Sequence[tuple[int, str, Phrase | None]]) -> list[Suffix]:
-        """What follows `prefixes.embeds[row]` for each prompt, on the CPU.
+        """The suffix that follows `prefixes.embeds[row]` for each prompt, on the CPU.
 
         `prompts` are rows, prompts and the phrases whose attention is wanted; None gives no attention.
         """
@@ -287,7 +287,7 @@ class TextEncoder:
             return token_positions(self.tokenizer, text, phrase or ((0, len(prompt)),))
 
     def _split(self, prompt: str, images: int) -> tuple[str, str]:
-        """The whole input, cut into prefix and suffix behind the last image; without images it is all suffix.
+        """The whole input, cut into prefix and suffix after the last image; without images it is all suffix.
 
         A special token ends the prefix, so both parts become the same tokens as in the whole.
         """
@@ -301,7 +301,7 @@ class TextEncoder:
 
 
 def _distinct(inputs: Sequence[Inputs]) -> tuple[list[Inputs], list[int]]:
-    """The different objects among `inputs`, and for each of `inputs` which of them it is."""
+    """The distinct objects among `inputs`, and for each of `inputs` the index of its object."""
     numbers: dict[int, int] = {}
     rows = [numbers.setdefault(id(each), len(numbers)) for each in inputs]
     return [inputs[rows.index(number)] for number in range(len(numbers))], rows
@@ -323,7 +323,7 @@ def _select_rows(past: DynamicCache, rows: Sequence[int]) -> DynamicCache:
 
 
 def _runs(costs: Sequence[int], limit: int) -> Iterator[slice]:
-    """Cut `costs` into runs of one item, or whose length times their highest cost is at most `limit`."""
+    """Cut `costs` into runs whose length times their highest cost is at most `limit`; a run has at least one item."""
     begin = 0
     for end in range(1, len(costs) + 1):
         if end == len(costs) or (end + 1 - begin) * max(costs[begin : end + 1]) > limit:

@@ -34,7 +34,7 @@ class VaeEncoder:
         self.device, self.dtype, self.batch_pixels = device, dtype, batch_pixels
 
     def pixels(self, image: Image.Image, size: Size) -> Float[torch.Tensor, "1 3 1 H W"]:
-        """The VAE's input for an RGB image at `size` (width, height) pixels, on the CPU. For any thread."""
+        """The VAE's input for an RGB image at `size` (width, height) pixels, on the CPU. Any thread may call it."""
         width, height = size
         pixels: torch.Tensor = self.pipeline.image_processor.preprocess(image, height, width).unsqueeze(2)
         pixels = pixels.to(self.dtype)

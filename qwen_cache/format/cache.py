@@ -51,7 +51,7 @@ def open_cache(
     If a cache holds several recipes of one source (other models, other resolutions), `recipe` must name one. Samples of
     a remote cache are stored in the folder `local_copies` (by default in the user's cache folder), up to
     `local_copies_size` bytes. Raises FormatError if there is no cache, its version is unknown, or it contradicts
-    itself; QwenCacheError if the recipe is ambiguous or unknown.
+    itself; QwenCacheError if the recipe is ambiguous or unknown, or a remote file cannot be read.
     """
     return _open(path, recipe, LocalCopies.of(local_copies, local_copies_size))
 
@@ -85,7 +85,11 @@ def _open(path: str | Path | Url, recipe: str | None, copies: LocalCopies) -> Ca
 
 
 class Cache:
-    """An opened cache: a sequence of samples in the order of the source. It can be pickled, without its open files."""
+    """An opened cache, as `open_cache` returns it: the samples of one recipe, in the order of the source.
+
+    `len(cache)` is their number; `cache[0]`, `cache[-1]` and `cache[key]` are samples, read when used.
+    It can be pickled, without its open files.
+    """
 
     def __init__(
         self, folder: Path | Url, manifest: Manifest, recipe_name: str, table: pa.Table, copies: LocalCopies
@@ -98,10 +102,12 @@ class Cache:
 
     @property
     def format_version(self) -> int:
+        """1 or 2."""
         return self.manifest.format_version
 
     @property
     def recipe(self) -> Recipe:
+        """How the samples were made, their number, and the hash of their keys."""
         return self.manifest.recipes[self.recipe_name]
 
     @property
@@ -111,7 +117,7 @@ class Cache:
 
     @property
     def prompt_embeds_width(self) -> int:
-        """`D`, the width of the text encoder."""
+        """`D`, the width of the text encoder, from the first sample."""
         return self.row(0).meta.tensors["prompt_embeds"].shape[1]
 
     def __len__(self) -> int:
@@ -121,11 +127,14 @@ class Cache:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, which: int | str) -> Sample:
-        """A sample by position (negative from the end) or key; IndexError or KeyError if it does not exist."""
+        """A sample by position (negative from the end) or key.
+
+        Raises IndexError or KeyError if it does not exist, FormatError if its index row contradicts itself.
+        """
         return Sample(self.row(self._position(which)), self.shards)
 
     def prefetch(self, positions: Iterable[int]) -> None:
-        """Start to fetch these samples in the background; does nothing for a local cache."""
+        """Start to fetch the samples at `positions` (from 0) in the background; does nothing for a local cache."""
         self.shards.prefetch(self.row(position) for position in positions)
 
     def stop_prefetch(self) -> None:
@@ -133,7 +142,7 @@ class Cache:
         self.shards.stop_prefetch()
 
     def row(self, position: int) -> IndexRow:
-        """The index row of the sample at `position`, checked for consistency; FormatError."""
+        """The index row of the sample at `position`, from 0; FormatError if it contradicts itself."""
         if (row := self._rows.get(position)) is None:
             row = index_row(self._record(position), self.format_version, str(self.folder / INDEX_NAME))
             if len(self._rows) < ROWS_KEPT:
@@ -141,7 +150,7 @@ class Cache:
         return row
 
     def rows(self) -> Iterator[IndexRow]:
-        """The index rows of all samples."""
+        """The index rows of all samples, in order; FormatError for a row that contradicts itself."""
         where = str(self.folder / INDEX_NAME)
         for batch in self.table.to_batches(max_chunksize=1024):
             for record in batch.to_pylist():
@@ -176,38 +185,57 @@ class Cache:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample. `sample["image_latents"]` is a torch tensor, `sample.numpy("image_latents")` a NumPy array."""
+    """One sample. `sample["image_latents"]` is a torch tensor, `sample.numpy("image_latents")` a NumPy array.
+
+    With S image tokens of the target, Sc of all controls, L and L0 tokens of the prompt and of the empty prompt (those
+    of the controls included), and D the width of the text encoder, the tensors are:
+
+        image_latents        [S, 64]    normalised and packed (2×2 patches), in raster order
+        control_latents      [Sc, 64]   the same for all controls, one after another; with controls only
+        prompt_embeds        [L, D]     unpadded
+        empty_prompt_embeds  [L0, D]    for caption dropout; optional
+        edit_mask            [S]        the edited fraction of each token, float32 in 0..1; optional
+        attention            [C, h, w]  experimental: of the phrase on the first control, float16 in 0..1; optional
+        thumbnails           [n]        the bytes of a JPEG, uint8; optional
+
+    C is layers × heads; h×w is the text encoder's grid. Latents and embeddings are bfloat16 or float32.
+
+    A tensor is checked whenever it is read. Raises KeyError if the sample does not have it, ChecksumError or CodecError
+    (both FormatErrors) if its bytes are damaged, QwenCacheError for a torch tensor if torch is not installed.
+    """
 
     row: IndexRow
     _shards: SampleBytes
 
     @property
     def key(self) -> str:
+        """The xxh3-128 of content and recipe, as 32 hexadecimal digits."""
         return self.row.meta.key
 
     @property
     def name(self) -> str:
-        """Its name in the source."""
+        """The name in the source."""
         return self.row.name
 
     @property
     def prompt(self) -> str:
+        """The instruction, without marks of a phrase."""
         return self.row.meta.prompt
 
     @property
     def img_shapes(self) -> ImgShapes:
-        """`(1, h, w)` in units of 16 pixels: the target, then each control."""
+        """`(1, h, w)` in tokens of 16×16 pixels: the target, then each control."""
         return self.row.meta.img_shapes
 
     def buffer(self, name: str) -> memoryview:
-        """The bytes of a tensor, checked against their hash; a view of the shard unless the tensor is compressed."""
+        """The checked bytes of a tensor, as in `stored`; a view of the shard unless the tensor is compressed."""
         return self._read(name)
 
     def copy_into(self, name: str, out: torch.Tensor) -> None:
         """Copy a tensor to `out` and check it; `out` is contiguous, on the CPU, of the same shape and of any dtype.
 
-        For the stored dtype the check is almost free: copy and hash read memory once. ValueError for another shape;
-        KeyError and ChecksumError as in `numpy`.
+        For the stored dtype the check is almost free: copy and hash read memory once. Raises ValueError for another
+        shape, and the errors of any read.
         """
         _require_torch(name)
         import torch
@@ -277,8 +305,8 @@ class Sample:
     def numpy(self, name: str) -> npt.NDArray[Any]:
         """`sample[name]` as a read-only NumPy array, without torch; copied where `sample[name]` is.
 
-        BF16 is `ml_dtypes.bfloat16`. Raises KeyError if the sample has no such tensor, ChecksumError if its bytes do
-        not match their hash.
+        bfloat16 is `ml_dtypes.bfloat16`. Raises KeyError if the sample has no such tensor, ChecksumError or CodecError
+        if its bytes are damaged.
         """
         if prefix := self._shared_rows(name):
             whole = np.concatenate([self.stored_numpy("prompt_embeds")[:prefix], self.stored_numpy(name)])
@@ -287,7 +315,7 @@ class Sample:
         return self.stored_numpy(name)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name."""
+        """All tensors by name, each as `sample[name]`."""
         return {name: self[name] for name in self.row.meta.tensors}
 
     def _shared_rows(self, name: str) -> int:

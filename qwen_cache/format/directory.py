@@ -77,7 +77,7 @@ def shard_path(folder: Folder, name: str) -> Folder:
 
 
 def shards_here(folder: Path | Url, manifest: Manifest) -> set[str]:
-    """The names of the shards that exist; for a remote cache, which is not asked, all shards of its manifest."""
+    """The names of the shards that exist; for a remote cache, all shards of its manifest, without a request."""
     names = {shard.name for shard in manifest.shards}
     if not isinstance(folder, Path):
         return names

@@ -98,7 +98,7 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest at `path`; FormatError."""
+    """The manifest at `path`; FormatError if it is missing or invalid."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def parse_manifest(data: bytes, where: str = MANIFEST_NAME) -> Manifest:
-    """Parse and check the bytes of a manifest; FormatError."""
+    """Parse and check the bytes of a manifest; FormatError if they are invalid."""
     fields = Fields.of_json(data, where, error=ManifestError)
     if fields.take("format", str) != FORMAT:
         raise ManifestError("not a qwen-cache manifest", where=where, expected=f'"format": "{FORMAT}"')

@@ -44,7 +44,7 @@ class Selection:
 
     @classmethod
     def of(cls, values: Sequence[str]) -> Selection:
-        """From the values of `--select`: patterns, and `@file` with one exact name per line. ConfigError."""
+        """The selection of `--select`: patterns, and `@file` with a name per line. ConfigError if it cannot be read."""
         files = [Path(value[1:]) for value in values if value.startswith("@")]
         try:
             lines = [line for path in files for line in path.read_text(encoding="utf-8").splitlines()]

@@ -120,7 +120,7 @@ def v1_suffix(i: int) -> str:
 
 
 def parse_sample(data: bytes | memoryview, where: str, format_version: int | None = None) -> SampleMeta:
-    """Parse and check the JSON member; FormatError. It must be of `format_version` (None: of any known version)."""
+    """The metadata in a JSON member; FormatError if it is invalid, or not of `format_version` (None: any known one)."""
     fields = Fields.of_json(data, where, error=MemberError)
     version = check_version(fields.take("format_version", int), where)
     if format_version not in (None, version):

@@ -37,7 +37,7 @@ MAX_HEADER = 1 << 20  # ours are below 1 kB; a header that claims more is forged
 
 @dataclass(frozen=True)
 class Entry:
-    """A sample and its position in a shard: `offset` and `length` of both members; `data`: begin of tensors."""
+    """A sample and its position in a shard: `offset` and `length` of both members; `data`: offset of its tensors."""
 
     meta: SampleMeta
     offset: int
@@ -203,7 +203,7 @@ def is_end(data: memoryview, position: int) -> bool:
 
 
 def _member(data: memoryview, position: int, where: str) -> tuple[str, str, int, int]:
-    """Key, kind, begin and size of the member with its header at `position`."""
+    """Key, kind, start and size of the member with its header at `position`."""
     try:
         info = tarfile.TarInfo.frombuf(bytes(data[position : position + BLOCK]), "ascii", "strict")
     except (tarfile.HeaderError, UnicodeError) as error:
@@ -224,7 +224,7 @@ def _member(data: memoryview, position: int, where: str) -> tuple[str, str, int,
 
 
 def _tensor_data(member: memoryview, meta: SampleMeta, where: str) -> int:
-    """The begin of tensor data in a .safetensors member; MemberError unless its header agrees with the metadata."""
+    """The start of the tensor data in a .safetensors member; MemberError unless its header agrees with the metadata."""
     length = int.from_bytes(member[:8], "little") if member.nbytes >= 8 else MAX_HEADER + 1
     if length > min(MAX_HEADER, member.nbytes - 8):
         raise MemberError(

@@ -38,7 +38,7 @@ class TensorSpec:
 
     @property
     def stored_bytes(self) -> int:
-        """Its bytes in a shard."""
+        """The number of its bytes in a shard."""
         return self.nbytes if self.compressed_bytes is None else self.compressed_bytes
 
     def to_json(self) -> dict[str, Any]:

@@ -45,7 +45,8 @@ REMOTE_SHARDS = 2  # on the disk at a time: one is downloaded while the other is
 def verify_cache(path: str | Path, on_bytes: Callable[[int], None] = lambda _: None) -> list[FormatError]:
     """Every fault of the cache at `path`, a folder or a URL; an empty list if it is valid.
 
-    `on_bytes` is called with the number of bytes of each checked shard. Raises ManifestError if there is no cache.
+    `on_bytes` is called with the number of bytes of each checked shard. Faults are returned, not raised. Raises
+    ManifestError (a FormatError) if there is no cache, QwenCacheError if a server cannot be read.
     """
     folder = location(path)
     if not (folder / MANIFEST_NAME).is_file():

@@ -170,7 +170,7 @@ class AttentionRows:
         return tensor[torch.arange(len(positions), device=tensor.device)[:, None], positions]
 
     def _by_phrase(self, tensor: Float[Tensor, "_ P _"], row: int) -> list[Tensor]:
-        """The values of the chosen tokens of `row`, split by phrase and without the padding behind them."""
+        """The values of the chosen tokens of `row`, split by phrase, without the padding after them."""
         return list(tensor.tensor_split(self._ends[row], 1))[: len(self._ends[row])]
 
     def _visible_columns(self, length: int, columns: int) -> Bool[Tensor, "B P columns"]:

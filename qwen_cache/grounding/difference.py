@@ -33,7 +33,7 @@ TONE_CHANGED = 8 / 255
 """The mean change of colour from which a pair that differs only in tone is global instead of identical."""
 
 BLOCK = 8  # pixels of a side; tones are fitted to the mean colours of blocks, so that a shift by one matters little
-EDIT_LIKE = 10 / 255  # a block with this error has a quarter of the weight in the fit, with thrice the error 1/100
+EDIT_LIKE = 10 / 255  # a block with this error has 1/4 of the weight in the fit; with three times the error, 1/100
 STIFF, LOOSE = torch.full((3, 10), 1e-3), torch.full((3, 10), 1e-6)
 """Ridges towards "no change" on the curves of each channel: STIFF keeps unseen colours, LOOSE fits any change."""
 GAIN_AND_OFFSET = torch.where(torch.eye(3, 10).roll(1, 1) + torch.eye(1, 10) > 0, 1e-6, 1e6)
@@ -42,14 +42,20 @@ GAIN_AND_OFFSET = torch.where(torch.eye(3, 10).roll(1, 1) + torch.eye(1, 10) > 0
 
 @dataclass(frozen=True)
 class Difference:
-    """The edited fraction of each cell, `[H / cell, W / cell]` in 0..1; None and why: "identical", "global"."""
+    """The result of a comparison: a mask, or the reason why there is none."""
 
     mask: np.ndarray | None
+    """The edited fraction of each cell, `[H / cell, W / cell]`, float32 in 0..1."""
     reason: str | None
+    """None with a mask; else "identical" (no difference) or "global" (the whole image differs)."""
 
 
 def difference_mask(target: Image.Image, control: Image.Image, cell: int = 16) -> Difference:
-    """Where `target` is edited. `control`, the image before, is scaled to the target's size."""
+    """Where `target` (H×W pixels) differs from `control`, the image before the edit.
+
+    Images of any mode are compared in RGB, the control scaled to the target's size. `cell` is the side of a mask cell
+    in pixels. Raises ValueError unless H and W are multiples of `cell`.
+    """
     if target.width % cell or target.height % cell:
         raise ValueError(f"the target's sides must be multiples of {cell}, found {target.width}×{target.height}")
     after, before = _pixels(target), _pixels(control.resize(target.size, Image.Resampling.LANCZOS))

@@ -3,7 +3,7 @@
     qwen = FrozenQwen.from_pretrained("Qwen/Qwen2.5-VL-7B-Instruct", device="cuda", dtype=torch.bfloat16)
     qwen.ground(image, "make [[the red car]] blue").attention[0]  # [1, 784, h, w] of the first image
 
-It answers where in the images some words look, in one pass without `lm_head` and without eager attention. The weights
+It shows where in the images some words attend, in one pass without `lm_head` and without eager attention. The weights
 take no gradient and the model stays in eval mode, whatever mode its owner is set to. Positions are always
 three-dimensional: `mm_token_type_ids` is made here.
 """
@@ -44,16 +44,17 @@ class Grounding:
     """The attention of K phrases on each image."""
 
     attention: list[Float[Tensor, "K C _h _w"]]
-    """For each image; C is layers × heads."""
+    """One per image, float32; C is layers × heads, h×w the grid of the image's tokens."""
     hidden_states: list[Float[Tensor, "layers _P D"]]
-    """For each phrase, the output of each layer at its tokens."""
+    """One per phrase: the output of each layer at its P tokens, the last one after the final norm."""
     image_grid: list[tuple[int, int]]
-    """For each image, its height and width in tokens."""
+    """The height and width of each image in tokens."""
 
 
 class FrozenQwen(nn.Module):
-    """A Qwen2.5-VL with or without its `lm_head`, a processor, and the `template` around the instruction.
+    """Experimental. A frozen Qwen2.5-VL with or without its `lm_head`, a processor, and the instruction's `template`.
 
+    `merge` reduces the attention of a phrase's tokens to one map: "mean" or "max".
     With a template of `qwen_cache.models.template.TEMPLATES`, and images resized as for that pipeline, the attention
     is that of a cache's `prompt_embeds`.
     """
@@ -74,14 +75,17 @@ class FrozenQwen(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         merge: Merge = "mean",
     ) -> FrozenQwen:
-        """Load a folder or repository of Qwen2.5-VL."""
+        """Load `name`, a folder or repository of Qwen2.5-VL, onto `device` in `dtype`.
+
+        Raises ModelError if the weights cannot be loaded, or some are missing.
+        """
         model = load_whole(Qwen2_5_VLForConditionalGeneration, Path(name), dtype=dtype)
         image_processor = Qwen2VLImageProcessorPil.from_pretrained(name)
         processor = ImageOnlyQwen2VLProcessor(image_processor, AutoTokenizer.from_pretrained(name))
         return cls(model.to(device), processor, merge)
 
     def train(self, mode: bool = True) -> FrozenQwen:
-        """Stay in eval mode."""
+        """Stay in eval mode, whatever `mode` is."""
         super().train(False)
         return self
 
@@ -93,6 +97,7 @@ class FrozenQwen(nn.Module):
 
     @property
     def patch_size(self) -> int:
+        """Pixels per side of a patch."""
         return int(self.model.config.vision_config.patch_size)
 
     @property
@@ -104,7 +109,14 @@ class FrozenQwen(nn.Module):
     def ground(
         self, images: ImageLike | Sequence[ImageLike], text: str, phrase: str | Sequence[str] | None = None
     ) -> Grounding:
-        """The attention of the phrases of `text`: `phrase`, else the words marked with `[[ ]]`, else the whole text."""
+        """The attention of the phrases of `text`: `phrase`, else the words marked with `[[ ]]`, else the whole text.
+
+        Images are PIL images or uint8 arrays `[H, W, 3]`. With K phrases the result has attention `[K, C, h, w]` for
+        each image: C is `in_channels`; h and w are in tokens of `patch_size` · `merge_size` pixels per side.
+        Raises SourceError without images, for an array of another kind, for a token of pixels in `text`, for invalid
+        marks, for marks beside `phrase`, and for a phrase that does not occur exactly once; ModelError if the model is
+        not a Qwen2.5-VL.
+        """
         pil_images = to_pil(images)
         if not pil_images:
             raise SourceError("there is no image to look at")
@@ -119,14 +131,14 @@ class FrozenQwen(nn.Module):
         return Grounding(rows.attention[0], rows.hidden_states[0], [image.grid for image in placed[0]])
 
     def inputs(self, images: Sequence[Any], prompt: str) -> dict[str, Tensor]:
-        """The model's inputs for `prompt` about `images`."""
+        """The model's inputs for `prompt` about `images`, on its device, with `mm_token_type_ids` `[1, L]`."""
         text = self.template.text(prompt, len(images))
         inputs = dict(self.processor(text=[text], images=list(images), return_tensors="pt"))
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == self.model.config.image_token_id).int()
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 
     def _positions(self, input_ids: Tensor, prompt: str, spans: Sequence[Span], images: int) -> list[int]:
-        """The positions of the tokens of `spans`, found in the text behind the images: it begins with the prompt, and
+        """The positions of the tokens of `spans`, found in the text after the images: it begins with the prompt, and
         the special token before it ensures the same tokens as in the whole."""
         tail = self.template.text(prompt, images).split(VISION_END, images)[-1]
         before = input_ids.shape[1] - len(self.processor.tokenizer(tail)["input_ids"])

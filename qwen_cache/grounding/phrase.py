@@ -74,7 +74,7 @@ def token_positions(tokenizer: Any, text: str, spans: Sequence[Span], where: obj
     chosen = [any(start <= i < end for start, end in spans) and not text[i].isspace() for i in range(len(text))]
     offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
     positions = [position for position, (start, end) in enumerate(offsets) if any(chosen[start:end])]
-    if not positions:  # an accent that the tokenizer merged with its letter is behind the token's offsets
+    if not positions:  # an accent that the tokenizer merged with its letter is outside the token's offsets
         before = (
             [position for position, (_, end) in enumerate(offsets) if 0 < end <= spans[0][0]] if any(chosen) else []
         )

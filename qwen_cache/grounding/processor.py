@@ -1,7 +1,7 @@
 """Images as inputs of Qwen2.5-VL, with or without torchvision, and the transformation of each.
 
-For code with its own image processor: the values are those of `Qwen2VLImageProcessorPil`, and `meta_data` has what maps
-a mask back to the original. Each side is scaled separately to a multiple of 28, without padding. Refuses arrays other
+For code with its own image processor: the values are those of `Qwen2VLImageProcessorPil`, and `meta_data` maps a mask
+back to the original. Each side is scaled separately to a multiple of 28, without padding. Refuses arrays other
 than H×W×3 of uint8.
 """
 
@@ -29,7 +29,7 @@ class QwenImageProcessor:
 
     @classmethod
     def from_pretrained(cls, name: str | PathLike[str]) -> QwenImageProcessor:
-        """With the size limits in the `preprocessor_config.json` of a folder or repository."""
+        """A processor with the size limits in the `preprocessor_config.json` of a folder or repository."""
         return cls(Qwen2VLImageProcessorPil.from_pretrained(name))
 
     def preprocess(self, image: ImageLike | Sequence[ImageLike]) -> dict[str, Any]:

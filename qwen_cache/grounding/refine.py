@@ -1,4 +1,4 @@
-"""Experimental: never run on the real encoder's attention. Sharpens a mask with SAM or SAM 2.
+"""Experimental: never run on the real encoder's attention. Sharpen a mask with SAM or SAM 2.
 
 Segment Anything gets the coarse mask of a mask head twice, as a box and as a mask prompt, but not the words. Loads only
 safetensors; refuses a folder of any other model.
@@ -23,7 +23,7 @@ from qwen_cache.models.loading import load_whole
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet statistics in RGB, with which SAM and SAM 2 were trained."""
 KINDS: dict[str, type[Any]] = {"sam": SamModel, "sam2": Sam2Model, "sam2_video": Sam2Model}
-"""Model classes by `model_type`; published SAM 2 are sam2_video, of which an image needs only the image half."""
+"""Model classes by `model_type`; published SAM 2 models are sam2_video; an image needs only their image half."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What `qwen-cache inspect` reports: counts, flags, duplicates, doubtful masks, a page. No torch at import."""
+"""The report of `qwen-cache inspect`: counts, flags, duplicates, doubtful masks, a page. No torch at import."""

@@ -34,7 +34,8 @@ BATCH_COLUMNS = ("train.max_tokens", "samples per batch", "padding", "at random"
 Bin = tuple[float, float, int]
 """Lower edge, upper edge (excluded), count."""
 SourceComparison = Callable[[Path | Url, Manifest | None], Mapping[str, Any]]
-"""Compares a cache with its source: `state`, and the counts under `source`. No manifest: no build has finished."""
+"""Compares a cache with its source: `state`, and the counts under `source`. The manifest is None while no build has
+finished."""
 OpenRecipes = Mapping[str, tuple[Cache, Sequence[IndexRow]]]
 """Each recipe's cache and its index rows, by the name of the recipe."""
 
@@ -272,5 +273,5 @@ def describe(path: str | Path, key: str, copies: LocalCopies | None = None) -> d
 
 
 def _statistics(sample: Sample, name: str) -> dict[str, float]:
-    """Of tensors with numbers: thumbnails are the bytes of a JPEG."""
+    """The statistics of a tensor; none of thumbnails, which are the bytes of a JPEG."""
     return {} if name == "thumbnails" else statistics(numbers(sample, name))

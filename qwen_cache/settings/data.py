@@ -11,7 +11,7 @@ class DataConfig(Section):
     source: str = "data"
     """The source that `build` reads by default: a folder, a table or tars, local or by URL."""
     on_error: Literal["stop", "skip"] = "stop"
-    """What `build` does about an unusable sample: stop, or skip it."""
+    """How `build` handles an unusable sample: stop, or skip it."""
     slice: str | None = None
     """The rows of the source to build: 3/16 is the third of sixteen slices of equal length."""
     edit_mask: Literal["none", "file", "diff", "head", "auto"] = "file"

@@ -85,7 +85,7 @@ class TrainConfig(BatchConfig):
     checkpointing_steps: Positive = 500
     """Save a checkpoint every this many steps, and after the last."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """What a non-finite loss does: stop the run, or skip the batch."""
+    """How to handle a non-finite loss: stop the run, or skip the batch."""
     checkpoints_total_limit: NotNegative = 3
     """Number of newest checkpoints to keep; 0 keeps all."""
     lora: LoraConfig = LoraConfig()

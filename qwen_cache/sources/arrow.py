@@ -1,10 +1,10 @@
 """Tables that hold the images themselves: Parquet files, and folders that `datasets` wrote with `save_to_disk`.
 
-An image is a struct of `bytes` and `path` (without bytes, the path counts, relative to the folder), plain bytes, or a
-path; several controls are a list of these. Arrow files are mapped. Parquet has no random access within a row group:
+An image is a struct of `bytes` and `path` (without bytes, the file at `path`, relative to the folder), plain bytes, or
+a path; several controls are a list of these. Arrow files are mapped. Parquet has no random access within a row group:
 cells are streamed, the newest rows are kept, and going further back restarts the row group. A page is decoded as a
 whole, so the file sets the least memory; `datasets` makes row groups of about 100 MB. Plain bytes are read once more,
-to know which cells are empty. Refuses columns that differ between files.
+to find the empty cells. Refuses columns that differ between files.
 """
 
 from __future__ import annotations

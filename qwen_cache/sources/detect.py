@@ -109,7 +109,7 @@ def _phrases(draft: Draft) -> tuple[list[Row], FieldProblems]:
         try:
             prompt, marked = stripped(*parse(sample.prompt))
             if marked and draft.phrase:
-                raise SourceError("words are marked and a phrase is given too", do="leave out one of both")
+                raise SourceError("words are marked and a phrase is given too", do="leave out one of them")
             spans = [find(prompt, draft.phrase)] if draft.phrase and prompt else marked
             samples.append(replace(sample, prompt=prompt, phrase=tuple(spans)))
         except SourceError as error:

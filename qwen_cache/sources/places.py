@@ -95,7 +95,7 @@ class RangeFile(io.RawIOBase):
 
 
 def file_at(path: Location) -> Location:
-    """A file as a name in its folder: for any other URL, file systems are queried with a trailing slash."""
+    """A file as a name in its folder; a URL without a name would be queried with a trailing slash."""
     return path if isinstance(path, Path) else parent(path) / base_name(path)
 
 

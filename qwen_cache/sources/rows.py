@@ -30,7 +30,7 @@ class Embedded(Readable, Protocol):
 
 @dataclass(frozen=True)
 class Needs:
-    """What every row of a source must have."""
+    """The parts that every row of a source must have."""
 
     control: bool
     """A control: for an editing model; a text-to-image model takes none."""

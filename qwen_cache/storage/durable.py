@@ -34,7 +34,7 @@ BLOCK = 1 << 20
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write `data` to `path` atomically, on the disk before it gets its name; a failure leaves nothing behind."""
+    """Write `data` to `path` atomically, synced before it gets its name; a failure leaves nothing behind."""
     with whole_file(path) as temporary, open(temporary, "wb") as file:
         file.write(data)
         file.flush()

@@ -40,7 +40,7 @@ class LocalCopies:
 
     @classmethod
     def of_settings(cls, config: CacheConfig) -> LocalCopies:
-        """From `cache.local_copies` and `cache.local_copies_size`."""
+        """Copies as `cache.local_copies` and `cache.local_copies_size` say."""
         return cls.of(config.local_copies, config.local_copies_size)
 
     def open(self, name: str, size: int) -> Copy:

@@ -83,7 +83,7 @@ class Url:
         self.read_range(0, 1)
 
     def size(self) -> int | None:
-        """The bytes of the file, None if the server does not report them; FileNotFoundError if it does not exist."""
+        """The file's size in bytes, None if the server does not report it; FileNotFoundError if it does not exist."""
 
         def ask(files: Any, path: str) -> int | None:
             files.invalidate_cache()

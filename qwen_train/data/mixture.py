@@ -103,7 +103,7 @@ class Mixture:
         return sum(len(t) - t["edit_mask"].null_count for t in tables if "edit_mask" in t.column_names)
 
     def parts(self, training: IntArray) -> list[MixturePart]:
-        """The samples at the positions `training`, by cache, with its weight."""
+        """The samples at the positions `training`, by cache, each part with the weight of its cache."""
         each = np.split(training, np.searchsorted(training, self.ends[:-1]))
         return [MixturePart(samples, weight) for samples, weight in zip(each, self.weights, strict=True)]
 

@@ -132,7 +132,7 @@ class OnTheFlySamples:
 
     def _receive(self) -> Sample:
         path = Path(self._reply()["file"])
-        data = memoryview(bytearray(path.read_bytes()))  # not mapped: Windows removes no mapped file
+        data = memoryview(bytearray(path.read_bytes()))  # not mapped: Windows cannot remove a mapped file
         path.unlink()
         (entry,) = recover(data, self.format_version)
         return Sample(IndexRow(entry.meta.key, path.name, entry), OneSample(self.folder, data))

@@ -1,8 +1,8 @@
 """Generation from a cache: a sample's embeddings and control latents replace its prompt and images.
 
 Only the transformer is needed. The loop repeats the stock pipelines' operations one by one, so equal noise and inputs
-give an equal result. Validation uses it too, so it imports neither a pipeline nor a VAE. Refused: guidance if the cache
-lacks the empty prompt, the only negative prompt that a cache has, and an ambiguous name of a sample.
+give an equal result. Validation uses it too, so it imports neither a pipeline nor a VAE. Refused: an ambiguous sample
+name; and guidance, if the cache lacks the empty prompt, which is the only negative prompt that it can have.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qwen_train.flow import NoiseSchedule
 FOLDER = "validation"
 """A run's folder for the latents of validation images, which `qwen-train decode` decodes."""
 LEAST_PREFIX = 6
-"""Digits of a key that may identify a sample, as in git; fewer are more likely a mistake."""
+"""The fewest digits of a key that may identify a sample, as in git; fewer are more likely a mistake."""
 SHOWN = 5
 """Samples listed in a message."""
 HEXADECIMAL = set("0123456789abcdef")
@@ -112,7 +112,7 @@ def guidance_from_cache(negative_prompt: str | None, true_cfg_scale: float) -> f
 def initial_latents(sample: Sample, seed: int, dtype: torch.dtype) -> Float[Tensor, "S 64"]:
     """The noise that the stock pipeline samples for the target from `torch.Generator().manual_seed(seed)`.
 
-    It is sampled in the pipeline's dtype, like there, and on the CPU, so that it is equal for every device.
+    It is sampled in the pipeline's dtype, as there, and on the CPU, so that it is equal for every device.
     """
     _, h, w = sample.img_shapes[0]
     noise = torch.randn(1, 1, 16, 2 * h, 2 * w, generator=torch.Generator().manual_seed(seed), dtype=dtype)
@@ -138,7 +138,7 @@ def find_sample(cache: Cache, key: str) -> Sample:
         where=cache.folder,
         expected=f"a name, a key, or the first {LEAST_PREFIX} or more digits of a key",
         found=key,
-        do=f"there are, for example: {_some(near)}; index.parquet lists all",
+        do=f"name one of its samples, for example: {_some(near)}; index.parquet lists all",
     )
 
 

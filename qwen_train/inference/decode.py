@@ -1,7 +1,7 @@
 """`qwen-train decode`: decode the latents of a run's validation images.
 
-Each file of latents gets a PNG beside it, on any device and at any time. Existing PNGs are skipped, and each is written
-atomically. Files without metadata about their images are refused.
+Each image in a file of latents gets a PNG beside the file. Any device will do, at any time. Existing PNGs are skipped,
+and new ones are written atomically. Files without metadata about their images are refused.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def check_offload(offload: Offload, devices: Devices) -> None:
         raise ConfigError(
             f"with {name}, VAE and transformer take turns on one device",
             found=f"{devices.vae} and {devices.transformer}",
-            do="name the same for --vae-device and --transformer-device, or leave --offload out",
+            do="name the same device for --vae-device and --transformer-device, or leave --offload out",
         )
 
 

@@ -36,26 +36,33 @@ ARGUMENTS = {
 
 @dataclass(frozen=True)
 class GeneratedImages:
-    """The images of one call, and the number of steps after which it was interrupted, None if it was not."""
+    """The result of one call."""
 
     images: list[Image.Image]
+    """`predict.num_images_per_prompt` RGB images; unfinished ones after an interruption."""
     interrupted_after: int | None = None
+    """The number of denoising steps before an interruption; None if all steps were made."""
 
 
 @dataclass(frozen=True)
 class Generator:
     """A model with its LoRAs, settings and devices. Nothing large is loaded before the first image.
 
-    Raises ConfigError for settings that this model cannot take, TrainError for a LoRA of another base.
+    Raises:
+        ConfigError: settings that exclude each other or that this model cannot take.
+        ModelError: `tabulated_modulation` with a model that cannot use it.
+        TrainError: a file that is not a LoRA, or a LoRA of another base.
     """
 
     model: ModelFolder
     config: PredictConfig
+    """The section `predict` of qwen.yaml."""
     devices: Devices
     loras: Sequence[WeightedLora] = ()
     merge: bool = False
     """Add the LoRAs to the weights before generating."""
     quantization: str = "none"
+    """The transformer's, on loading: none, int8, fp8 or nf4."""
 
     def __post_init__(self) -> None:
         check_settings(self.model, self.config, self.devices)
@@ -64,6 +71,7 @@ class Generator:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype in which all components compute."""
         dtype: torch.dtype = getattr(torch, self.config.dtype)
         return dtype
 
@@ -74,12 +82,12 @@ class Generator:
 
     @property
     def negative_prompt(self) -> str | None:
-        """None where guidance is off."""
+        """The negative prompt of the settings; None if guidance is off (`true_cfg_scale` of 1 or less)."""
         return self.config.negative_prompt if self.config.true_cfg_scale > 1 else None
 
     @cached_property
     def pipeline(self) -> Any:
-        """The stock pipeline with VAE, transformer and LoRAs; loaded on first access."""
+        """The stock pipeline with VAE, transformer and LoRAs; loaded on first access (ModelError, DeviceError)."""
         return load_pipeline(
             self.model,
             self.config,
@@ -92,7 +100,16 @@ class Generator:
     def generate(
         self, images: Sequence[Image.Image], prompt: str, *, save_interrupted: bool = False
     ) -> GeneratedImages:
-        """Generate from `prompt` and the control `images` (RGB); ConfigError for a wrong number of them."""
+        """Generate from `prompt` and the control `images` (RGB, any size), with the seed of the settings.
+
+        The first signal (SIGINT or SIGTERM) ends the generation after the current step: with unfinished images if
+        `save_interrupted`, else with KeyboardInterrupt.
+
+        Raises:
+            ConfigError: more or fewer images than the pipeline takes.
+            DeviceError: too little memory on a device.
+            ModelError: weights that are missing or cannot be loaded.
+        """
         check_count(self.model, len(images))
         embeds = encode_prompts(
             self.model, images, prompt, self.negative_prompt, self.devices, self.dtype, self.config.offload
@@ -107,10 +124,14 @@ class Generator:
         save_interrupted: bool = False,
         one_of_many: bool = False,
     ) -> GeneratedImages:
-        """Generate from encoded prompts.
+        """Generate like `generate`, from encoded prompts; the number of images is not checked.
 
-        The first signal ends the generation after the current step: with its unfinished images if `save_interrupted`,
-        else with KeyboardInterrupt.
+        Args:
+            images: the control images (RGB).
+            embeds: the pipeline's arguments `prompt_embeds` `[1, L, D]` and `prompt_embeds_mask` `[1, L]`, and with
+                guidance also `negative_prompt_embeds` and `negative_prompt_embeds_mask`, on the transformer's device.
+            save_interrupted: return unfinished images after a signal, instead of raising KeyboardInterrupt.
+            one_of_many: remove the progress line at the end.
         """
         pipeline, config, steps = self.pipeline, self.config, 0
         pipeline.set_progress_bar_config(disable=True)

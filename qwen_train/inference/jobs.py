@@ -142,7 +142,7 @@ def pending_jobs(jobs: Sequence[GenerateJob], out_folder: Path, inputs: Mapping[
 
 
 def inputs_hash(job: GenerateJob, inputs: Mapping[str, Any]) -> str:
-    """The hash of all inputs of the image; its name is none."""
+    """The hash of all inputs of the image; its name is not among them."""
     controls = [content_hash(image.read()) for image in job.controls]
     return content_hash(canonical_json({"prompt": job.prompt, "controls": controls, "about": dict(inputs)}))
 

@@ -53,7 +53,7 @@ def parse_lora(text: str) -> WeightedLora:
 def check_loras(
     model: ModelFolder, loras: Sequence[WeightedLora], merge: bool, quantization: str, *, tabulated: bool = False
 ) -> None:
-    """Raise an error unless every LoRA fits this model's transformer, of which only config.json is read."""
+    """Raise an error unless every LoRA fits this model's transformer; of the model, only config.json is read."""
     if not loras:
         if merge:
             raise ConfigError("there is nothing to merge", found="--merge", do="name a LoRA with --lora")

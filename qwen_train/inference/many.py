@@ -1,7 +1,7 @@
 """Many images with the model loaded once: jobs, with and without the LoRAs, and samples of a cache.
 
-The prompts of all missing images are encoded before the transformer is loaded. Refused: a source whose row has the name
-of the comparison page, and a cache of another model.
+The prompts of all missing images are encoded before the transformer is loaded. Refused: a row with the name of the
+comparison page, and a cache of another model.
 """
 
 from __future__ import annotations

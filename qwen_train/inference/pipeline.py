@@ -1,7 +1,7 @@
 """The stock pipelines of diffusers, each component on its own device.
 
 Arguments and results are the stock pipelines', bit for bit on the same devices. Only two things are overridden: the
-moves of tensors between components, and the text encoder (prompts.py), which is loaded for the first prompt, never with
+moves of tensors between components, and the text encoder (prompts.py), which is loaded for the first prompt, never for
 `prompt_embeds`. An image too large for the memory of the VAE's device is processed in tiles.
 """
 

@@ -47,7 +47,7 @@ def encode_prompts(
 
 @dataclass
 class PromptEncoder:
-    """Qwen2.5-VL, loaded on first use, until it is freed."""
+    """The Qwen2.5-VL text encoder: loaded on first use, kept until it is freed."""
 
     model: ModelFolder
     device: torch.device
@@ -66,7 +66,7 @@ class PromptEncoder:
         return arguments
 
     def embed(self, prompts: Sequence[str], images: Sequence[Image.Image]) -> tuple[Tensor, Tensor]:
-        """Embeddings `[B, L, D]` and mask `[B, L]`, padded like in the pipelines.
+        """Embeddings `[B, L, D]` and mask `[B, L]`, padded as in the pipelines.
 
         The resized `images` are split evenly over the prompts; ValueError if that is impossible.
         """

@@ -31,7 +31,7 @@ ORIGIN = "trained_on"
 """Key in that JSON text: the model, its pipeline and the identity of the cache. It is not a metadata entry of its own,
 because safetensors writes several entries in any order, and equal weights must give equal files."""
 SCALE = ("r", "lora_alpha", "use_rslora", "use_dora")
-"""The metadata that an adapter's weights are meaningless without."""
+"""The metadata without which an adapter's weights are meaningless."""
 
 
 def add_lora(transformer: Any, config: LoraConfig) -> None:

@@ -4,7 +4,7 @@
     comfyui     <name>.safetensors: diffusion_model.<module>.lora_down.weight, .lora_up.weight and .alpha
     merged      a folder: the base model's transformer with the LoRA added to its weights, for from_pretrained
 
-Either file can be converted to the other with the same bits and settings; `merged` needs the memory of the model once.
+Either file can be converted to the other without any loss; `merged` needs as much memory as the model once.
 Refused: a file that is not a LoRA of this transformer, DoRA for ComfyUI, and merging into quantised weights, which
 would round the LoRA away.
 """

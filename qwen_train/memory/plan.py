@@ -1,6 +1,6 @@
 """The memory of the largest batch by part, whether it fits, and which settings would make it fit.
 
-Only the model's config.json is read, locally or from the hub. The saving of a setting is predicted like the rest.
+Only the model's config.json is read, locally or from the hub. What a setting saves is predicted in the same way.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def most_tokens(transformer: dict[str, Any], settings: Config, largest: SampleSi
 def savings(
     transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], most: int | None, capacity: int
 ) -> list[str]:
-    """Settings under which the batch fits, each on its own, after a smaller batch if possible; as text."""
+    """Alternative settings under which the batch fits, as text; a smaller batch comes first, if that is possible."""
     fitting = [f"train.max_tokens={most}"] if most and len(batch) > 1 else []
     for changes in SAVINGS:
         lossy = "model.quantization" in changes

@@ -39,7 +39,7 @@ SampleSize = tuple[ImgShapes, int]
 """The size of a sample: its img_shapes, and its number of text tokens."""
 
 RESERVED = 800_000_000  # CUDA context and libraries: 0.4 to 0.8 GB as published for recent GPUs; not measured here
-FRAGMENTATION = 0.03  # of the rest, unusable in the caching allocator; a conservative guess
+FRAGMENTATION = 0.03  # of the rest is unusable in the caching allocator; a conservative guess
 BYTES_PER_WEIGHT = {"int8": 1.0, "fp8": 1.0, "nf4": 0.5 + 4 / 64}  # nf4: a float32 scale per 64 weights
 BYTES_PER_ROW = {"int8": 2, "fp8": 4, "nf4": 0}  # the scale of each output channel
 OPTIMIZER_STATE: dict[str, Callable[[Tensor], float]] = {
@@ -82,7 +82,7 @@ def predict_memory(
     layers = int(transformer["num_layers"])
     every = int(settings.train.gradient_checkpointing) or 1
     few, more = layers % every + 2 * every, layers % every + 3 * every
-    with torch.random.fork_rng(devices=[]):  # a LoRA on meta samples its first weights too
+    with torch.random.fork_rng(devices=[]):  # a LoRA samples its initial weights on meta too
         if more >= layers or _names_blocks(settings.train.lora.target_modules):
             memory = _of_layers(layers, transformer, settings, batch, device)
         else:
@@ -268,6 +268,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 class MetaRows(TimestepRows):
+    """Rows without data."""
+
     def forward(self, timestep: Tensor, hidden_states: Tensor, addition_t_cond: None = None) -> Tensor:
         return hidden_states.new_empty(len(timestep), self.width)
 

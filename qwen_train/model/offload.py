@@ -85,7 +85,7 @@ def frozen_slots(block: nn.Module) -> Iterator[ParameterSlot]:
 
 
 def set_parameters(slots: Sequence[ParameterSlot], weights: Sequence[Any]) -> None:
-    """Replace the parameters themselves, not their data: autograd keeps those that computed."""
+    """Replace the parameters themselves, not their data: autograd keeps those of the forward pass."""
     for (module, name), weight in zip(slots, weights, strict=True):
         module._parameters[name] = weight
 

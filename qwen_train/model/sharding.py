@@ -37,7 +37,8 @@ def wrap(accelerator: Any, transformer: Any, settings: TrainConfig) -> Any:
         transformer._ddp_params_and_buffers_to_ignore = frozen  # every process has read them itself
         return accelerator.prepare_model(transformer, device_placement=not settings.offload_blocks)
     if getattr(transformer, "hf_quantizer", None) is not None:
-        raise ConfigError("train.fsdp cannot shard quantised weights", do="set one of them back to its default")
+        do = "set train.fsdp=false, or train unquantised weights"
+        raise ConfigError("train.fsdp cannot shard quantised weights", do=do)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # no output is changed in place here
     transformer = accelerator.prepare_model(transformer, device_placement=False, evaluation_mode=True)
     compute = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None

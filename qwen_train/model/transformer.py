@@ -1,10 +1,10 @@
 """The stock Qwen-Image transformer on batches of mixed sizes, exactly.
 
-Every sample of a batch gets the output and gradients that it would get alone, unpadded, in the stock model, for any
-sizes and numbers of images of the others and any values in the padding; padded outputs are zero. It takes and returns
-padded batches; with `layout = "packed"` it computes on the valid tokens only, with equal results. Refused: a batch that
-contradicts its `img_shapes`, text beyond the RoPE table, layered checkpoints, ControlNet residuals, and attention
-backends that misread the mask. It calls the stock model's own modules.
+Every sample of a batch gets the output and gradients that it would get alone, unpadded, in the stock model, whatever
+the other samples and the padding contain; padded outputs are zero. The model takes and returns padded batches; with
+`layout = "packed"` it computes on the valid tokens only, with equal results. It calls the stock model's own modules.
+Refused: a batch that contradicts its `img_shapes`, text beyond the RoPE table, layered checkpoints, ControlNet
+residuals, and attention backends that misread the mask.
 
 >>> model = QwenImageMultiResTransformer2DModel(  # or .from_pretrained(folder, subfolder="transformer")
 ...     num_layers=1, num_attention_heads=2, attention_head_dim=32, joint_attention_dim=48, axes_dims_rope=(4, 14, 14)
@@ -50,7 +50,7 @@ Layout = Literal["padded", "packed"]
 
 
 def refuse_unsupported(**arguments: object) -> None:
-    """Raise TrainError for arguments of the stock model that are not implemented under padding."""
+    """Raise TrainError for arguments of the stock model that this one does not implement."""
     for name, value in arguments.items():
         if value is not None:
             raise TrainError(f"{name} is not supported", where="forward", expected="None", found=type(value).__name__)
@@ -69,7 +69,7 @@ def refuse_other_batch_size(batch_size: int, **arguments: Tensor) -> None:
 
 
 def image_shapes_per_sample(img_shapes: Sequence[Any], batch_size: int) -> list[ImgShapes]:
-    """The images of each sample, from either form: `[(1, h, w), ...]` for all or `[[(1, h, w), ...], ...]`."""
+    """The image shapes of each sample, from either form: `[(1, h, w), ...]` for all, or one such list per sample."""
     shared = bool(img_shapes) and all(_is_image_shape(entry) for entry in img_shapes)
     samples = [img_shapes] * batch_size if shared else img_shapes
     for sample in samples:
@@ -110,7 +110,7 @@ def image_token_counts(samples: Sequence[ImgShapes], image_length: int) -> list[
 
 
 def text_validity(encoder_hidden_states_mask: Tensor | None, batch_size: int, text_length: int) -> Bool[Tensor, "B L"]:
-    """The text mask as booleans on the CPU: the only wait for the device, avoided if the mask is already there."""
+    """The text mask as booleans on the CPU. Copying it there, if necessary, is the only wait for the device."""
     if encoder_hidden_states_mask is None:
         return torch.ones(batch_size, text_length, dtype=torch.bool)
     if encoder_hidden_states_mask.shape != (batch_size, text_length):
@@ -224,8 +224,7 @@ class BatchLayout:
 class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type: ignore[misc]
     """`QwenImageTransformer2DModel` for batches of mixed sizes: same parameters, same checkpoints, same arguments.
 
-    `layout` is "padded" (the default: rows of equal length with a mask) or "packed" (one row of valid tokens). It is
-    not part of the configuration and may change between calls.
+    Raises ModelError for a layered checkpoint (`use_layer3d_rope`), whose images have other positions.
     """
 
     # Context parallelism splits the rows that `pos_embed` returns before they are padded here.
@@ -246,7 +245,10 @@ class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type:
         """Change the class of `model` in place and return it: same parameters, adapters and quantised weights.
 
         Optimizers and wrappers keep their references. Hooks that replace the instance's `forward` (offloading, context
-        parallelism, FSDP) must be added afterwards; ModelError if one is there, or the model is another class.
+        parallelism, FSDP) must be added afterwards.
+
+        Raises:
+            ModelError: a model with such a hook, of another class, or layered.
         """
         replaced = [name or "the model" for name, module in model.named_modules() if "forward" in vars(module)]
         if type(model) is not QwenImageTransformer2DModel or replaced or model._parallel_config is not None:
@@ -272,6 +274,10 @@ class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type:
 
     @property
     def layout(self) -> Layout:
+        """The layout: "padded" (the default: rows of equal length with a mask) or "packed" (one row of valid tokens).
+
+        It is not part of the configuration and may change between calls; ModelError for another value.
+        """
         return self._layout
 
     @layout.setter
@@ -306,12 +312,24 @@ class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type:
         Args:
             hidden_states: `[B, S, in_channels]`, packed latents: target, then each control image, then padding.
             encoder_hidden_states: `[B, L, joint_attention_dim]`, prompt embeddings, then padding.
-            encoder_hidden_states_mask: `[B, L]`, true for text; None if all is text. On the CPU it avoids a wait.
+            encoder_hidden_states_mask: `[B, L]`, true for text; None if all is text. A mask on the CPU is faster: one
+                on the device must be copied to the CPU first.
             timestep: `[B]`, the noise level sigma in 0..1.
-            img_shapes: `[(1, h, w), ...]` in tokens for the whole batch, or one such list per sample.
+            img_shapes: `[(1, h, w), ...]` in tokens for the whole batch, or one such list per sample: the target, then
+                each control image. Required, since it defines the valid tokens.
+            guidance: not supported, must be None; the same for `controlnet_block_samples`.
             attention_kwargs: `scale` sets the strength of LoRA layers.
-            image_rotary_emb: complex RoPE of image `[B, S, dim/2]` and text `[B, L, dim/2]`, `dim` the size of a
-                head; None computes it from `img_shapes`, which are required in any case: they define the valid tokens.
+            additional_t_cond: as in the stock model.
+            return_dict: False returns a tuple with the tensor.
+            image_rotary_emb: complex64 RoPE of image `[B, S, dim/2]` and text `[B, L, dim/2]`, `dim` the size of a
+                head; None computes it from `img_shapes`.
+
+        Returns:
+            The velocity `noise - x_0` as `sample`, of shape `[B, S, patch_size² · out_channels]` (64 channels).
+
+        Raises:
+            TrainError: arguments that contradict each other, are missing or not supported; text longer than the RoPE
+                table; an attention backend that misreads the mask.
         """
         if encoder_hidden_states is None or timestep is None or img_shapes is None:
             raise TrainError("forward needs encoder_hidden_states, timestep and img_shapes", found="None")
