@@ -5,21 +5,15 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
-import logging
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from qwen_cache.errors import Problem, QwenCacheError
+from qwen_cache.errors import Problem
 
 if TYPE_CHECKING:
-    import typer
     from rich.console import Console
     from rich.progress import Progress
 
@@ -27,84 +21,6 @@ FAULTS = 1
 FAILED = 2
 INTERRUPTED = 130
 PROBLEMS_SHOWN = 20
-IN_BUG_REPORTS = ("torch", "diffusers", "transformers", "peft", "accelerate")
-USERS_ERRNO = (
-    errno.ENOSPC,
-    errno.EEXIST,
-    errno.EFBIG,
-    errno.EDQUOT,
-    errno.EACCES,
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.EISDIR,
-)
-
-
-def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoReturn:
-    """Run a command line; errors that a user can cause become a message and an exit code.
-
-    `renamed` maps each command to its renamed options: old name to new name.
-    """
-    import typer
-
-    write_utf8()
-    quiet_libraries()
-    try:
-        code = app(_with_new_names(sys.argv[1:], renamed), standalone_mode=False)
-    except QwenCacheError as error:
-        code = fail(str(error))
-    except (KeyboardInterrupt, typer.Abort):
-        code = INTERRUPTED
-    except SystemExit as leaving:  # typer's exit when the reader closes the pipe, as in `inspect | head`
-        if not isinstance(leaving.__context__, BrokenPipeError):
-            raise
-        code = 0
-    except ModuleNotFoundError as error:
-        if (message := _missing(error, str(app.info.name))) is None:
-            raise
-        code = fail(message)
-    except OSError as error:
-        if error.errno not in USERS_ERRNO:
-            raise
-        code = fail(f"{error.filename or 'writing'}: {error.strerror}")
-    except Exception as error:
-        show = getattr(error, "show", None)  # a usage error of click; typer has its own copy of click
-        if show is None:
-            raise
-        show()
-        code = int(getattr(error, "exit_code", FAILED))
-    if code == INTERRUPTED:  # typer turns a KeyboardInterrupt into this code
-        console().print("[yellow]interrupted[/]")
-    sys.exit(code if isinstance(code, int) else 0)
-
-
-def _with_new_names(arguments: list[str], renamed: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """The arguments with old option names replaced by new ones; each replacement is reported."""
-    options = renamed.get(arguments[0], {}) if arguments else {}
-    updated = []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if new := options.get(name):
-            console().print(f"{name} is called {new} now", markup=False)
-        updated.append((new or name) + equals + value)
-    return updated
-
-
-def _missing(error: ModuleNotFoundError, program: str) -> str | None:
-    """The message for a missing module that an extra installs; None for any other module: that is our bug."""
-    from qwen_cache.extras import advice
-
-    module = error.name or ""
-    do = advice(module, program)
-    command = " ".join([program, *sys.argv[1:2]])
-    return do and f"{command} needs {module}, which is not installed\n  → {do}"
-
-
-def fail(message: str) -> int:
-    """Print an error message; return the exit code."""
-    console().print("[bold red]error:[/]", end=" ")
-    console().print(message, markup=False)
-    return FAILED
 
 
 def console() -> Console:
@@ -161,26 +77,6 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1, ensure_ascii=False))
 
 
-def write_utf8() -> None:
-    """Write UTF-8 to files and pipes: Windows would use its code page, which lacks the letters of most prompts."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and not stream.isatty():
-            stream.reconfigure(encoding="utf-8", errors=stream.errors)
-
-
-def quiet_libraries() -> None:
-    """Turn off the libraries' progress bars and advice; we report their errors ourselves."""
-    for name, value in {
-        "DIFFUSERS_VERBOSITY": "error",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-    }.items():
-        os.environ.setdefault(name, value)
-    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # they warn of kernels that this machine lacks
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 def plural(count: float, noun: str) -> str:
     """`1 shard`, `2 shards`, `1.5 shards`."""
     number = f"{count:,g}" if isinstance(count, float) else f"{count}"
@@ -204,17 +100,6 @@ def human_time(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def version_lines(program: str) -> str:
-    """The output of `--version`: the program, then the other versions that a bug report needs."""
-    import platform
-
-    from qwen_cache.extras import installed
-    from qwen_cache.version import __version__
-
-    versions = [f"{name} {installed(name) or 'missing'}" for name in IN_BUG_REPORTS]
-    return f"{program} {__version__}\n" + ", ".join([f"python {platform.python_version()}", *versions])
 
 
 def print_done(what: object) -> None:

@@ -31,7 +31,7 @@ import qwen_cache
 from qwen_cache import extras
 from qwen_cache.cli import doctor
 from qwen_cache.cli.doctor import Device, Torch
-from qwen_cache.console import version_lines
+from qwen_cache.command_line import version_lines
 from qwen_cache.settings.train import LoggingConfig
 
 from .support.commands import HEAVY, command, imported_by, run
@@ -382,7 +382,10 @@ def test_the_version_has_what_a_bug_report_needs(program: str) -> None:
 
 
 def test_versions_are_read_without_imports_and_gaps_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not imported_by("from qwen_cache.console import version_lines; version_lines('x')") & {*HEAVY, "pyarrow"}
+    assert not imported_by("from qwen_cache.command_line import version_lines; version_lines('x')") & {
+        *HEAVY,
+        "pyarrow",
+    }
     packages(monkeypatch, {"torch": "2.13.0"})
     assert "torch 2.13.0, diffusers missing, " in version_lines("qwen-cache")
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from qwen_cache.console import run_app
+from qwen_cache.command_line import run_app, version_option
 
 app = typer.Typer(
     name="qwen-cache",
@@ -328,21 +328,7 @@ def doctor(
     return run_doctor(path, as_json=json)
 
 
-def _version(value: bool) -> None:
-    if value:
-        from qwen_cache.console import version_lines
-
-        print(version_lines("qwen-cache"))
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
-    ] = False,
-) -> None:
-    pass
+app.callback()(version_option)
 
 
 def main() -> Any:

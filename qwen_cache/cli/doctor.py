@@ -20,7 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from qwen_cache.console import FAULTS, IN_BUG_REPORTS, human_bytes, plural, print_json
+from qwen_cache.command_line import IN_BUG_REPORTS
+from qwen_cache.console import FAULTS, human_bytes, plural, print_json
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import EXTRAS, PACKAGE, installed, requirements
 from qwen_cache.storage.durable import cache_home

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qwen_cache.console import run_app
+from qwen_cache.command_line import run_app, version_option
 
 app = typer.Typer(
     name="qwen-train",
@@ -230,21 +230,7 @@ def _cache_settings(cache: str | None) -> dict[str, Any]:
     return {"cache__path": cache, "train__caches": []} if cache else {}
 
 
-def _version(value: bool) -> None:
-    if value:
-        from qwen_cache.console import version_lines
-
-        print(version_lines("qwen-train"))
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
-    ] = False,
-) -> None:
-    pass
+app.callback()(version_option)
 
 
 def main() -> Any:
