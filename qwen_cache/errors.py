@@ -243,3 +243,8 @@ class CodecError(FormatError):
 
 
 RULES: dict[str, type[FormatError]] = {error.rule: error for error in FormatError.__subclasses__()}
+
+
+def first_line(error: object) -> str:
+    """The first line of another library's message, at most 200 characters; the name of its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

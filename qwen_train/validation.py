@@ -108,7 +108,7 @@ def make_validation(config: Config, batches: Batches, scheduler: dict[str, Any])
         )
     count = max(settings.num_samples if settings.validation_steps else 0, settings.num_images)
     samples = tuple(batches.cache[i] for i in held_out_by_key(batches)[:count])
-    without = [sample.name for sample in samples if "empty_prompt_embeds" not in sample.row.meta.tensors]
+    without = [sample.name for sample in samples if "empty_prompt_embeds" not in sample]
     if settings.num_images and settings.true_cfg_scale > 1 and without:
         raise TrainError(
             "guidance needs the embeddings of the empty prompt, which this cache lacks",
@@ -151,7 +151,7 @@ def generator_of(sample: Sample, use: str) -> torch.Generator:
 
 
 def noise(sample: Sample, generator: torch.Generator) -> Float[Tensor, "S 64"]:
-    return torch.randn(sample.row.meta.tensors["image_latents"].shape, generator=generator)
+    return torch.randn(sample.shape("image_latents"), generator=generator)
 
 
 def noised_samples(sample: Sample) -> Iterator[NoisedSample]:

@@ -22,7 +22,7 @@ from PIL import Image
 
 from qwen_cache import open_cache
 from qwen_cache.encode import builder, lanes
-from qwen_cache.encode.builder import BuildJob
+from qwen_cache.encode.builder import BuildJob, Encoders
 from qwen_cache.encode.lanes import Lanes
 from qwen_cache.encode.text import EncodedText
 from qwen_cache.errors import SourceError
@@ -90,7 +90,7 @@ class Build:
             plan = builder.plan_build(self.job, existing)
             assert not plan.problems
             update = builder.make_update(self.job, existing, plan)
-            return builder.run(self.job, update, plan.to_encode, self.load_lanes, in_flight=IN_FLIGHT).encoded
+            return builder.run(self.job, update, plan.to_encode, Encoders(self.load_lanes, IN_FLIGHT)).encoded
 
     def load_lanes(self, job: BuildJob) -> Lanes:
         vae: Any = self.encoders["vae"]

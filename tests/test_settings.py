@@ -46,6 +46,11 @@ def test_settings_by_their_old_names(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert load_config(None, ["train.shuffle_window=7"]).train.bucketing_window == 7
 
 
+def test_a_misspelt_old_name_leads_to_the_new_one() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key train.shufle_window\n.*did you mean train.bucketing_window\?"):
+        load_config(None, ["train.shufle_window=7"])
+
+
 def test_a_setting_under_both_names_is_refused() -> None:
     both = ["train.shuffle_window=7", "train.bucketing_window=8"]
     with pytest.raises(ConfigError, match=r"train.shuffle_window is the old name of train.bucketing_window"):

@@ -46,7 +46,7 @@ from transformers.utils import logging
 
 from qwen_cache import open_cache
 from qwen_cache.encode import builder
-from qwen_cache.encode.builder import BuildJob
+from qwen_cache.encode.builder import BuildJob, Encoders
 from qwen_cache.encode.lanes import Lanes
 from qwen_cache.encode.load import TEXT_BATCH_TOKENS, VAE_BATCH_PIXELS
 from qwen_cache.encode.text import EncodedText, TextEncoder, TextRequest
@@ -250,7 +250,7 @@ def build_ours(vae: Any, text: Any, job: BuildJob, out: Path) -> None:
         plan = builder.plan_build(job, existing)
         assert not plan.problems, plan.problems
         update = builder.make_update(job, existing, plan)
-        builder.run(job, update, plan.to_encode, lambda job: make_lanes(vae, text, job))
+        builder.run(job, update, plan.to_encode, Encoders(lambda job: make_lanes(vae, text, job)))
 
 
 def make_lanes(vae: Any, text: Any, job: BuildJob) -> Lanes:

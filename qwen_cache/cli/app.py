@@ -73,6 +73,7 @@ def build(
 ) -> int:
     """Encode the samples of SOURCE that the cache lacks."""
     from qwen_cache.cli.build import run_build
+    from qwen_cache.console import console
     from qwen_cache.errors import ConfigError
     from qwen_cache.settings.load import load_config
     from qwen_cache.storage.url import local_folder
@@ -81,6 +82,8 @@ def build(
     if head and edit_mask not in ("head", "auto"):
         found = f"--edit-mask {edit_mask}={head}"
         raise ConfigError(f"--edit-mask {edit_mask} takes no mask head", found=found, do="give --edit-mask head")
+    if head:
+        console().print(f"--edit-mask {edit_mask}=PATH is called --edit-mask {edit_mask} --mask-head PATH now")
     settings = load_config(
         config,
         set_ or (),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qwen_cache.console import (
@@ -127,7 +127,8 @@ def _encode(job: BuildJob, existing: Existing, plan: BuildPlan, encoders: Encode
     if update.is_nothing:
         return _nothing_to_do(f"{job.folder} already holds this source", len(plan.samples), as_json)
     begin = time.monotonic()
-    report = _run(job, update, plan, _loader(job, plan, _cached(job, existing), encoders), encoders)
+    encoders = replace(encoders, load=_loader(job, plan, _cached(job, existing), encoders))
+    report = _run(job, update, plan, encoders)
     seconds = time.monotonic() - begin
     write_durably(job.folder / CONFIG_NAME, job.config.to_yaml().encode("utf-8"))
     _print_report(job, report, seconds)
@@ -143,9 +144,7 @@ def _nothing_to_do(why: str, samples: int, as_json: bool) -> int:
     return 0
 
 
-def _run(
-    job: BuildJob, update: Update, plan: BuildPlan, load: Callable[[BuildJob], Encoding], encoders: Encoders
-) -> builder.Report:
+def _run(job: BuildJob, update: Update, plan: BuildPlan, encoders: Encoders) -> builder.Report:
     """Encode with a progress line; when interrupted, print how many samples are kept."""
     encoded = 0
     try:
@@ -156,7 +155,7 @@ def _run(
                 encoded += samples
                 advance(samples)
 
-            return builder.run(job, update, plan.to_encode, load, count, encoders.in_flight)
+            return builder.run(job, update, plan.to_encode, encoders, count)
     except BaseException:
         if encoded:
             total = plural(len(plan.to_encode), "sample")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from qwen_cache.command_line import IN_BUG_REPORTS
 from qwen_cache.console import FAULTS, human_bytes, plural, print_json
-from qwen_cache.errors import ConfigError
+from qwen_cache.errors import ConfigError, first_line
 from qwen_cache.extras import EXTRAS, PACKAGE, installed, requirements
 from qwen_cache.storage.durable import cache_home
 from qwen_cache.version import __version__
@@ -204,11 +204,11 @@ def probe_torch() -> Torch:
             kind = torch.accelerator.current_accelerator().type if available else ""  # type: ignore[union-attr]
             devices = tuple(_device(kind, i) for i in range(torch.accelerator.device_count() if available else 0))
         except (ImportError, OSError, RuntimeError, AttributeError) as error:
-            return Torch(complaint=_first_line(error), broken=True)
+            return Torch(complaint=first_line(error), broken=True)
     builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
     built_for = next((f"{name} {version}" for name, version in builds.items() if version), None)
     built_for = built_for or (kind.upper() if devices else CPU_ALONE)  # Apple's has no version
-    return Torch(str(torch.__version__), built_for, devices, "; ".join(_first_line(it.message) for it in caught))
+    return Torch(str(torch.__version__), built_for, devices, "; ".join(first_line(it.message) for it in caught))
 
 
 def _device(kind: str, number: int) -> Device:
@@ -346,7 +346,7 @@ def check_hub() -> Iterator[Check]:
 
         token = get_token() is not None
     except (ImportError, OSError) as error:
-        yield Check("hub", "warning", f"unknown: {_first_line(error)}", "fix that, or give a folder as --model")
+        yield Check("hub", "warning", f"unknown: {first_line(error)}", "fix that, or give a folder as --model")
         return
     folder = Path(constants.HF_HUB_CACHE)
     models = [path.name.split("--")[-1] for path in sorted(folder.glob("models--Qwen--Qwen-Image*"))]
@@ -392,10 +392,6 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-
-
-def _first_line(error: object) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _existing(path: Path) -> Path:

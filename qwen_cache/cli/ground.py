@@ -26,7 +26,7 @@ from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.grounding.frozen_qwen import FrozenQwen, spans_of_phrases
 from qwen_cache.grounding.head import load_head, predict_mask
 from qwen_cache.grounding.refine import load_sam, refine
-from qwen_cache.models.devices import choose_device
+from qwen_cache.models.devices import choose_device, torch_dtype
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.models.loading import load_whole
 from qwen_cache.models.processor import load_processor
@@ -100,7 +100,7 @@ def phrase_attention(
     template = TEMPLATES[model.pipeline]
     area = config.data.condition_image_size or template.condition_image_size
     resized = [image.resize(calculate_dimensions(area, image.size), Image.Resampling.LANCZOS) for image in images]
-    dtype = getattr(torch, config.cache.dtype)
+    dtype = torch_dtype(config.cache.dtype)
     weights = load_whole(Qwen2_5_VLForConditionalGeneration, model.component("text_encoder"), dtype=dtype)
     encoder = FrozenQwen(weights, load_processor(model), template=template).to(device)
     return encoder.ground(resized, query.prompt, query.phrase).attention[0][0].cpu()

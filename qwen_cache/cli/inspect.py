@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from qwen_cache.console import console, print_json
 from qwen_cache.errors import ConfigError
-from qwen_cache.inspect.compare import compare, settings_of_build
+from qwen_cache.inspect.compare import compare
 from qwen_cache.inspect.images import ImageSource, decoded_images, stored_images
 from qwen_cache.inspect.page import check_page_path, write_page
 from qwen_cache.inspect.summary import SourceComparison, describe, survey
 from qwen_cache.inspect.terminal import print_overview, print_sample
-from qwen_cache.settings.load import Config, load_config
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.url import location
 
@@ -98,7 +99,7 @@ def _compare(options: Inspection) -> SourceComparison | None:
     """The comparison with the source of --source; None without it."""
     if options.source is None:
         return None
-    settings = settings_of_build(options.cache, options.config, options.assignments)
+    settings = _settings_of_build(options.cache, options.config, options.assignments)
     return partial(compare, source=options.source, settings=settings)
 
 
@@ -111,3 +112,10 @@ def _thumbnails(options: Inspection) -> int:
     if options.thumbnails is not None:
         return options.thumbnails
     return THUMBNAILS if options.decode or isinstance(location(options.cache), Path) else 0
+
+
+def _settings_of_build(cache: str, config: Path | None, assignments: Sequence[str]) -> Config:
+    """Settings of `config`, else of the build's qwen.yaml in the cache, else of ./qwen.yaml; `assignments` override."""
+    folder = location(cache)
+    own = folder / CONFIG_NAME if isinstance(folder, Path) else None
+    return load_config(config or (own if own and own.is_file() else None), assignments)

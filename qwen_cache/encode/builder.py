@@ -278,9 +278,8 @@ def run(
     job: BuildJob,
     update: Update,
     to_encode: Sequence[PlannedSample],
-    load_lanes: Callable[[BuildJob], Encoding],
+    encoders: Encoders,
     on_sample: Callable[[int], None] = lambda _: None,
-    in_flight: int = IN_FLIGHT,
 ) -> Report:
     """Encode and commit; the caller holds `directory.writing(job.folder)`.
 
@@ -291,7 +290,7 @@ def run(
     staging = open_staging(update, recipe_id(job.recipe), int(job.config.cache.shard_size), reusable)
     try:
         on_sample(sum(key in encoded for key in update.order[: staging.position]))
-        _write(job, update, encoded, staging, Encoders(load_lanes, in_flight), on_sample)
+        _write(job, update, encoded, staging, encoders, on_sample)
         libraries = {name: version(name) for name in ("diffusers", "torch", "transformers")}
         written_by = {"qwen-cache": __version__, **libraries}
         manifest = commit_update(update, staging, {**update.existing.recipes, job.recipe_name: job.recipe}, written_by)

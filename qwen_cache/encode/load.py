@@ -33,19 +33,18 @@ def load_lanes(job: BuildJob) -> Lanes:
     The batches of a GPU are large enough to hide launch overhead: 2048 tokens are 30 TFLOP of a 7B model. A CPU gains
     nothing from batches.
     """
-    import torch
 
     from qwen_cache.encode.edit_mask import EditMasks
     from qwen_cache.encode.lanes import Lanes
     from qwen_cache.encode.text import TextEncoder
     from qwen_cache.encode.vae import VaeEncoder
     from qwen_cache.format.identity import recipe_id
-    from qwen_cache.models.devices import choose_devices
+    from qwen_cache.models.devices import choose_devices, torch_dtype
 
     cache = job.config.cache
     vae_devices = choose_devices(cache.vae_device, "--vae-device", preferred=0)
     text_devices = choose_devices(cache.text_device, "--text-device", preferred=1)
-    dtype = getattr(torch, cache.dtype)
+    dtype = torch_dtype(cache.dtype)
     pixels = cache.vae_batch_pixels or (VAE_BATCH_PIXELS if vae_devices[0].type == "cuda" else 1)
     tokens = cache.text_batch_tokens or (TEXT_BATCH_TOKENS if text_devices[0].type == "cuda" else 1)
     vae = [VaeEncoder(job.model, device, dtype, pixels) for device in vae_devices]

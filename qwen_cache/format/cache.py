@@ -222,6 +222,18 @@ class Sample:
         """The instruction, without marks of a phrase."""
         return self.row.meta.prompt
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the sample has this tensor."""
+        return name in self.row.meta.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor as it is stored, without reading it: `empty_prompt_embeds` without its shared rows."""
+        return self.row.meta.tensors[name].shape
+
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor by safetensors' name, such as BF16, without reading it."""
+        return self.row.meta.tensors[name].dtype
+
     @property
     def img_shapes(self) -> ImgShapes:
         """`(1, h, w)` in tokens of 16×16 pixels: the target, then each control."""

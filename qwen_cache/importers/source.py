@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from qwen_cache.errors import SourceError
+from qwen_cache.errors import SourceError, first_line
 from qwen_cache.format.sample import ImgShapes
 
 LATENT_CHANNELS = 16
@@ -70,9 +70,9 @@ def load_pickled(file: Path | BinaryIO, where: str) -> Any:
         raise SourceError("a file of this sample is missing", where=where, do=again) from None
     except pickle.UnpicklingError as error:
         what = "the file contains more than tensors, and code in a pickle is never run"
-        raise SourceError(what, where=where, found=_first_line(error), do=again) from None
+        raise SourceError(what, where=where, found=first_line(error), do=again) from None
     except UNREADABLE as error:
-        raise SourceError("cannot be read", where=where, found=_first_line(error), do=again) from None
+        raise SourceError("cannot be read", where=where, found=first_line(error), do=again) from None
 
 
 def check_tensor(value: Any, shape: str, where: str) -> torch.Tensor:
@@ -132,7 +132,3 @@ def pack_latents(latents: torch.Tensor, where: str) -> tuple[torch.Tensor, tuple
     h, w = height // 2, width // 2
     patches = latents.reshape(channels, h, 2, w, 2).permute(1, 3, 0, 2, 4)
     return patches.reshape(h * w, channels * 4), (1, h, w)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

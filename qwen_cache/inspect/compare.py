@@ -9,7 +9,6 @@ that give other sizes than the recipe are errors. A cache that no build has fini
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from qwen_cache.format.directory import shards_here
 from qwen_cache.format.manifest import DEFAULT_RECIPE, Manifest
 from qwen_cache.inspect.summary import printable
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.settings.load import Config
 from qwen_cache.sources.sizes import Resolution
 from qwen_cache.storage.url import Url, location
 
@@ -33,7 +32,7 @@ SIZES = ("vae_image_size", "resolution", "resolutions_per_sample", "resize_mode"
 def compare(folder: Path | Url, manifest: Manifest | None, source: str, settings: Config) -> dict[str, Any]:
     """`state` and `source` of the report; the state is `stale` where `build --dry-run --check` would fail.
 
-    `settings` are those of the build (`settings_of_build`).
+    `settings` are those of the build.
     """
     path = location(source)
     if manifest is None:
@@ -54,13 +53,6 @@ def compare(folder: Path | Url, manifest: Manifest | None, source: str, settings
     }
     state = "stale" if any(counts.values()) else "complete"
     return {"state": state, "source": {"path": printable(source), "recipe": cache.recipe_name, **counts}}
-
-
-def settings_of_build(cache: str, config: Path | None, assignments: Sequence[str]) -> Config:
-    """Settings of `config`, else of the build's qwen.yaml in the cache, else of ./qwen.yaml; `assignments` override."""
-    folder = location(cache)
-    own = folder / CONFIG_NAME if isinstance(folder, Path) else None
-    return load_config(config or (own if own and own.is_file() else None), assignments)
 
 
 def _check(cache: Cache, settings: Config) -> None:

@@ -35,7 +35,7 @@ from qwen_cache.grounding.cached import (
 from qwen_cache.grounding.head import MaskHead, encoder_of, load_head
 from qwen_cache.image_grid import make_grid
 from qwen_cache.inspect.images import overlaid
-from qwen_cache.models.devices import choose_device
+from qwen_cache.models.devices import choose_device, torch_dtype
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.durable import write_durably
@@ -76,7 +76,7 @@ def review_masks(path: str, head: Path, top: int, device: str, image: Path | Non
     image.parent.mkdir(parents=True, exist_ok=True)
     vae = open_model(settings.model.path, ("vae",), settings.model.revision)
     doubtful = find_doubtful(path, head, torch_device, top, LocalCopies.of_settings(settings.cache))
-    save_images(doubtful, image, vae, torch_device, getattr(torch, settings.predict.dtype))
+    save_images(doubtful, image, vae, torch_device, torch_dtype(settings.predict.dtype))
     return doubtful
 
 

@@ -84,9 +84,9 @@ def _tensor_flags(
     peaks: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for sample in cache:
         target = sample.row.meta.inputs.target
-        if "thumbnails" in sample.row.meta.tensors and target not in signatures:
+        if "thumbnails" in sample and target not in signatures:
             signatures[target] = thumbnail_signature(stored_thumbnails(sample)[0])
-        if "edit_mask" in sample.row.meta.tensors:
+        if "edit_mask" in sample:
             mask = numbers(sample, "edit_mask")
             flags["empty_mask"] += [] if mask.any() else [sample.key]
             flags["full_mask"] += [sample.key] if mask.mean() > FULL else []

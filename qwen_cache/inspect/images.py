@@ -29,7 +29,7 @@ ImageSource = Callable[[Sample], Sequence[TitledImage]]
 
 def stored_images(sample: Sample) -> list[TitledImage]:
     """The images of a sample from its thumbnails."""
-    return titled_images(sample, stored_thumbnails(sample)) if "thumbnails" in sample.row.meta.tensors else []
+    return titled_images(sample, stored_thumbnails(sample)) if "thumbnails" in sample else []
 
 
 def stored_thumbnails(sample: Sample) -> list[Image.Image]:
@@ -39,15 +39,14 @@ def stored_thumbnails(sample: Sample) -> list[Image.Image]:
 
 def decoded_images(settings: Config, device: str) -> ImageSource:
     """An image source that decodes latents with the VAE of `settings.model`."""
-    import torch
 
     from qwen_cache.encode.decode import decode_images, load_vae
-    from qwen_cache.models.devices import choose_device
+    from qwen_cache.models.devices import choose_device, torch_dtype
     from qwen_cache.models.folder import open_model
 
     vae_device = choose_device(device, "--vae-device")
     folder = open_model(settings.model.path, ("vae",), settings.model.revision)
-    vae = load_vae(folder, vae_device, getattr(torch, settings.predict.dtype))
+    vae = load_vae(folder, vae_device, torch_dtype(settings.predict.dtype))
 
     def decode(sample: Sample) -> list[TitledImage]:
         shapes = sample.img_shapes
@@ -63,7 +62,7 @@ def titled_images(sample: Sample, images: Sequence[Image.Image]) -> list[TitledI
     target, *controls = images
     shown = [(f"control {i}" if controls[1:] else "control", each) for i, each in enumerate(controls, 1)]
     shown.append(("target", target))
-    if "edit_mask" in sample.row.meta.tensors:
+    if "edit_mask" in sample:
         mask = numbers(sample, "edit_mask").reshape(sample.img_shapes[0][1:])
         shown.append(("edit mask", overlaid(target, mask)))
     return [(title, _jpeg(image)) for title, image in shown]

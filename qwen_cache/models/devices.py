@@ -1,4 +1,4 @@
-"""Devices by the names that users give."""
+"""Devices and dtypes by the names that users give."""
 
 from __future__ import annotations
 
@@ -34,3 +34,8 @@ def choose_device(name: str, option: str, preferred: int = 0) -> torch.device:
     if f"{name}:0" in devices:
         return torch.device(f"{name}:0")
     raise DeviceError(f"{option}: no such device on this machine", expected=" or ".join(devices), found=name)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a setting: `bfloat16` or `float32`."""
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]

@@ -177,11 +177,12 @@ def _nearest(location: list[str]) -> str:
     if meant := next((key for key, names in OTHER_NAMES.items() if last in names and key != ".".join(location)), None):
         return f"did you mean {meant}?"
     known = [key.split(".") for key in known_keys()]
-    here = {key[-1]: key for key in known if key[:-1] == section}
-    anywhere = {key[-1]: key for key in reversed(known) if key[0] != "mask_head"}
-    for candidates, similarity in ((here, 0.6), (anywhere, 0.8)):
+    here = {key[-1]: ".".join(key) for key in known if key[:-1] == section}
+    renamed = {old.split(".")[-1]: new for old, new in RENAMED.items() if old.split(".")[:-1] == section}
+    anywhere = {key[-1]: ".".join(key) for key in reversed(known) if key[0] != "mask_head"}
+    for candidates, similarity in (({**renamed, **here}, 0.6), (anywhere, 0.8)):
         if nearest := difflib.get_close_matches(last, candidates, n=1, cutoff=similarity):
-            return f"did you mean {'.'.join(candidates[nearest[0]])}?"
+            return f"did you mean {candidates[nearest[0]]}?"
     return "known here: " + ", ".join(sorted(here))
 
 

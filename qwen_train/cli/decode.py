@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from qwen_cache.console import plural, print_done
-from qwen_cache.models.devices import choose_device
+from qwen_cache.models.devices import choose_device, torch_dtype
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.load import CONFIG_NAME, load_config
 from qwen_train.inference.decode import decode_folder, latents_files
@@ -25,7 +23,7 @@ def run_decode(
     folder = folder or Path(settings.train.output_dir)
     latents_files(folder)
     vae = open_model(settings.model.path, ("vae",), settings.model.revision)
-    device, dtype = choose_device(vae_device, "--vae-device"), getattr(torch, settings.predict.dtype)
+    device, dtype = choose_device(vae_device, "--vae-device"), torch_dtype(settings.predict.dtype)
     made = decode_folder(folder, vae, device, dtype)
     if (folder / METRICS_NAME).is_file():
         write_report(folder)

@@ -157,7 +157,7 @@ class Batches:
         )
         without_caption = float(torch.rand((), generator=generator)) < config.caption_dropout
         tokens = token_count(sample.img_shapes[:1])
-        noise = torch.randn(tokens, sample.row.meta.tensors["image_latents"].shape[1], generator=generator)
+        noise = torch.randn(tokens, sample.shape("image_latents")[1], generator=generator)
         sigma = self.schedule.sigma(u, tokens)
         return NoisedSample(sample, sigma, noise, without_caption, weighting(config.weighting, sigma))
 

@@ -74,7 +74,7 @@ def prompts_of(sample: Sample, true_cfg_scale: float) -> Iterator[Float[Tensor, 
     """The embeddings of the prompt and, with guidance, of the empty prompt."""
     yield sample["prompt_embeds"]
     if true_cfg_scale > 1:
-        if "empty_prompt_embeds" not in sample.row.meta.tensors:
+        if "empty_prompt_embeds" not in sample:
             raise TrainError(
                 "guidance needs the embeddings of the empty prompt, which this cache lacks",
                 where=f"sample {sample.name}",

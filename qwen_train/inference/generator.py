@@ -18,6 +18,7 @@ from PIL import Image
 
 from qwen_cache.console import counting, plural
 from qwen_cache.errors import ConfigError
+from qwen_cache.models.devices import torch_dtype
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.inference import PredictConfig
 from qwen_train.inference.devices import Devices, check_offload, memory_for
@@ -72,8 +73,7 @@ class Generator:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which all components compute."""
-        dtype: torch.dtype = getattr(torch, self.config.dtype)
-        return dtype
+        return torch_dtype(self.config.dtype)
 
     @property
     def steps(self) -> int:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from qwen_cache.console import console
-from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.errors import ConfigError, TrainError, first_line
 from qwen_cache.models.folder import ModelFolder
 from qwen_train.lora.adapter import PREFIX, origin_of
 from qwen_train.lora.export import check_pairs, find_lora
@@ -83,7 +83,7 @@ def load_loras(pipeline: Any, loras: Sequence[WeightedLora], merge: bool = False
                 warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several are intended
                 pipeline.load_lora_weights(str(lora.file.parent), weight_name=lora.file.name, adapter_name=name)
         except UNREADABLE as error:
-            raise TrainError(f"the LoRA cannot be loaded: {_first_line(error)}", where=lora.file) from None
+            raise TrainError(f"the LoRA cannot be loaded: {first_line(error)}", where=lora.file) from None
     if loras:
         pipeline.set_adapters(names, [lora.weight for lora in loras])
     if merge:
@@ -96,7 +96,7 @@ def _check_fit(file: Path, layers: dict[str, Any]) -> None:
     try:
         state: dict[str, Tensor] = QwenImagePipeline.lora_state_dict(str(file.parent), weight_name=file.name)
     except UNREADABLE as error:
-        raise TrainError(f"this is not a LoRA file: {_first_line(error)}", where=file) from None
+        raise TrainError(f"this is not a LoRA file: {first_line(error)}", where=file) from None
     weights = {}
     for key, tensor in state.items():
         name = key.removeprefix(f"{PREFIX}.")
@@ -113,7 +113,3 @@ def _check_fit(file: Path, layers: dict[str, Any]) -> None:
             raise TrainError(what, where=where, expected=expected, found=tuple(tensor.shape))
         weights[name] = tensor
     check_pairs(weights, file)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

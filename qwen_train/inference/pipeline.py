@@ -23,6 +23,7 @@ from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import Tensor, nn
 
 from qwen_cache.encode.tiles import VaeThatFits
+from qwen_cache.models.devices import torch_dtype
 from qwen_cache.models.folder import ModelFolder, PipelineName
 from qwen_cache.models.loading import load_whole
 from qwen_cache.settings.inference import PredictConfig
@@ -49,7 +50,7 @@ def load_pipeline(
 
     Only the settings `dtype`, `offload` and `tabulated_modulation` are used here; the others apply to the call.
     """
-    offload, tabulated, dtype = config.offload, config.tabulated_modulation, getattr(torch, config.dtype)
+    offload, tabulated, dtype = config.offload, config.tabulated_modulation, torch_dtype(config.dtype)
     check_offload(offload, devices)
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.component("scheduler"))
     with memory_for("loading the VAE", devices.vae):

@@ -304,7 +304,7 @@ def test_offloaded_all_is_equal(
 ) -> None:
     """The CPU takes the accelerator's place: the hooks are the same, and what is not where it should be raises."""
     monkeypatch.setattr(drawing, "check_offload", lambda *arguments: None)
-    monkeypatch.setattr(PromptEncoder, "_moves", True)
+    monkeypatch.setattr(PromptEncoder, "_offloads", True)
     for name in (
         "cpu_offload",
         "cpu_offload_with_hook",
