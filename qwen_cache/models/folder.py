@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qwen_cache.errors import ModelError
+from qwen_cache.errors import ModelError, first_line
 
 PipelineName = Literal["QwenImageEditPipeline", "QwenImageEditPlusPipeline", "QwenImagePipeline"]
 PIPELINES: tuple[PipelineName, ...] = ("QwenImageEditPipeline", "QwenImageEditPlusPipeline", "QwenImagePipeline")
+NOT_YET = {"QwenImage21Pipeline": "Qwen-Image-2.1", "QwenImageLayeredPipeline": "Qwen-Image-Layered"}
+"""Models of the same family that nothing here can encode or train."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,10 @@ def open_model(name: str | None, components: Sequence[str], revision: str | None
         raise ModelError("not a diffusers model folder: it has no model_index.json", where=path, do=do)
     pipeline = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
     if pipeline not in PIPELINES:
-        raise ModelError("not a Qwen-Image model", where=index, expected=" or ".join(PIPELINES), found=pipeline)
+        model = NOT_YET.get(str(pipeline))
+        what = f"{model} is not supported yet" if model else "this pipeline is not supported"
+        do = "use Qwen-Image, Qwen-Image-Edit, Qwen-Image-Edit-2509 or Qwen-Image-Edit-2511"
+        raise ModelError(what, where=index, expected=" or ".join(PIPELINES), found=pipeline, do=do)
     needed = [each for each in components if not (each == "processor" and pipeline == "QwenImagePipeline")]
     if missing := [each for each in needed if not (path / each).is_dir()]:
         folders = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "no folders"
@@ -92,5 +97,5 @@ def _download(name: str, components: Sequence[str], revision: str | None) -> Pat
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelError("neither a folder here nor a repository on the hub", where=name, do=str(error)) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"no such folder here, and the hub could not be reached: {first_line}", where=name) from None
+        what = f"no such folder here, and the hub could not be reached: {first_line(error)}"
+        raise ModelError(what, where=name) from None
