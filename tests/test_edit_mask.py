@@ -27,9 +27,9 @@ from qwen_cache.format.identity import Inputs
 from qwen_cache.grounding.difference import difference_mask
 from qwen_cache.grounding.frozen_qwen import FrozenQwen
 from qwen_cache.grounding.head import HeadMetadata, MaskHead, encoder_of, load_head, predict_mask, save_head
+from qwen_cache.models.family import PIPELINES
 from qwen_cache.models.folder import open_model
 from qwen_cache.models.processor import load_processor
-from qwen_cache.models.template import TEMPLATES
 from qwen_cache.sources.places import File
 from qwen_cache.sources.rows import Row
 from qwen_cache.sources.sizes import calculate_dimensions
@@ -182,7 +182,7 @@ def looked(model: Path, source: Path, name: str, text: str) -> torch.Tensor:
     """One pass over image and prompt."""
     folder = open_model(str(model), ("text_encoder", "tokenizer", "processor"))
     whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder.component("text_encoder"), dtype=torch.float32)
-    qwen = FrozenQwen(whole, load_processor(folder), template=TEMPLATES[folder.pipeline])
+    qwen = FrozenQwen(whole, load_processor(folder), template=PIPELINES[folder.pipeline].template)
     control = Image.open(source / "before" / f"{name}.png")
     control = control.resize(calculate_dimensions(12544, control.size), Image.Resampling.LANCZOS)
     return qwen.ground(control, text).attention[0][0]

@@ -19,10 +19,10 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from qwen_cache.grounding.frozen_qwen import FrozenQwen
 from qwen_cache.grounding.head import HeadMetadata, MaskHead, load_head, predict_mask, save_head
 from qwen_cache.grounding.refine import load_sam, refine
+from qwen_cache.models.family import PIPELINES
 from qwen_cache.models.folder import open_model
 from qwen_cache.models.loading import load_whole
 from qwen_cache.models.processor import load_processor
-from qwen_cache.models.template import TEMPLATES
 
 from .support.commands import Result, run
 from .support.photographs import photograph
@@ -72,7 +72,7 @@ def by_hand(model: Path, images: list[Image.Image], text: str, phrase: str | Non
     """The attention on the first image."""
     folder = open_model(str(model), ("text_encoder", "processor"))
     whole = load_whole(Qwen2_5_VLForConditionalGeneration, folder.component("text_encoder"), dtype=torch.float32)
-    encoder = FrozenQwen(whole, load_processor(folder), template=TEMPLATES[folder.pipeline])
+    encoder = FrozenQwen(whole, load_processor(folder), template=PIPELINES[folder.pipeline].template)
     return encoder.ground(images, text, phrase).attention[0][0]
 
 

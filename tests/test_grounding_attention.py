@@ -25,13 +25,13 @@ from qwen_cache.grounding.attention import AttentionRows, ImageTokens, attention
 from qwen_cache.grounding.frozen_qwen import CHAT, FrozenQwen
 from qwen_cache.grounding.phrase import find, token_positions
 from qwen_cache.grounding.processor import QwenImageProcessor
+from qwen_cache.models.family import PIPELINES
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.models.processor import load_processor
-from qwen_cache.models.template import TEMPLATES
 
 from .support.photographs import photograph
 
-TEMPLATE = TEMPLATES["QwenImageEditPlusPipeline"]
+TEMPLATE = PIPELINES["QwenImageEditPlusPipeline"].template
 PROMPT = "make the red car blue, 然后 keep the sky"
 NAMES = ("china.jpg", "flower.jpg")
 WIDE, TALL, SQUARE = (168, 112), (84, 140), (112, 112)
@@ -363,7 +363,7 @@ def test_frozen_qwen_with_the_encoders_template_sees_what_a_cache_is_made_from(
     images = [image(SQUARE), image(TALL, "flower.jpg")]
     qwen = FrozenQwen(deepcopy(encoder.model), load_processor(folder), merge="max", template=TEMPLATE)
     hidden = qwen.ground(images, PROMPT).hidden_states[0][-1]
-    kept = encoder.encode_whole(images, PROMPT)
+    kept, _ = encoder.encode_whole(images, PROMPT)
     after = len(encoder.tokenizer(TEMPLATE.text("", 0).rpartition("user\n")[2])["input_ids"])  # what closes the turn
     begin = len(kept) - after - len(encoder.tokenizer(PROMPT)["input_ids"])
     torch.testing.assert_close(hidden, kept[[begin + i for i in letters(encoder.tokenizer)]])

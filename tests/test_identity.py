@@ -19,7 +19,7 @@ from qwen_cache.encode import builder, recipe
 from qwen_cache.encode.plan import BuildPlan
 from qwen_cache.format.identity import Inputs, canonical_json, dataset_identity, recipe_id, sample_key
 from qwen_cache.format.update import read_existing
-from qwen_cache.models.template import TEMPLATES
+from qwen_cache.models.family import PIPELINES
 from qwen_cache.settings.load import load_config
 
 # ---- the functions ---------------------------------------------------------------------------------------------------
@@ -250,12 +250,13 @@ def test_settings_that_change_tensors_change_every_key(setting: str, pairs: Path
     assert not set(keys_of(pairs, model).values()) & set(keys_of(pairs, model, setting).values())
 
 
-@pytest.mark.parametrize("part", ["frame", "image", "drop_idx"])
+@pytest.mark.parametrize("part", ["system", "image", "drop_idx"])
 def test_the_template_changes_every_key(part: str, pairs: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = keys_of(pairs, model)
-    template = TEMPLATES["QwenImageEditPlusPipeline"]
+    template = PIPELINES["QwenImageEditPlusPipeline"].template
     other = replace(template, **{part: template.drop_idx + 1 if part == "drop_idx" else getattr(template, part) + " "})
-    monkeypatch.setitem(TEMPLATES, "QwenImageEditPlusPipeline", other)
+    pipeline = PIPELINES["QwenImageEditPlusPipeline"]
+    monkeypatch.setitem(PIPELINES, pipeline.name, replace(pipeline, template=other))
     assert not set(before.values()) & set(keys_of(pairs, model).values())
 
 

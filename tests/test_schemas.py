@@ -35,7 +35,9 @@ from .support.schemas import SCHEMAS, schema_of
 examples: Any = load_tool("make_examples")
 VALID = sorted((SCHEMAS / "examples" / "valid").glob("*.json"))
 INVALID = sorted((SCHEMAS / "examples" / "invalid").glob("*.json"))
-ONLY_THE_PARSER = {"F4", "F5", "F6-name", "F10", "F11-no-control", "F12-sides", "F12-prefix", "F13-mixed", "F19"}
+ONLY_THE_PARSER = {
+    *("F4", "F5", "F6-name", "F10", "F11-no-control", "F12-sides", "F12-prefix", "F12-position", "F13-mixed", "F19")
+}
 """JSON Schema cannot relate two places of a document, or a hash to its content."""
 VALID_CACHES = sorted(path for path in (SCHEMAS / "examples" / "valid").iterdir() if path.is_dir())
 INVALID_CACHES = sorted(path for path in (SCHEMAS / "examples" / "invalid").iterdir() if path.is_dir())
@@ -191,7 +193,8 @@ def test_the_valid_caches_hold_every_kind_of_sample() -> None:
         rows = pq.read_table(path / "index.parquet").to_pylist()
         assert {len(row["controls"]) for row in rows} >= {1, 3}
         assert any(row["empty_prompt_embeds"] is None for row in rows)
-    assert {len(row["controls"]) for row in rows} == {0, 1, 3}  # of v2, the last
+    assert {len(row["controls"]) for row in rows} == {0, 1, 2, 3}  # of v2, the last
+    assert any(row["image_positions"] for row in rows)
     assert any(row["edit_mask"] for row in rows)
     assert any(row["image_latents"]["codec"] for row in rows)
     assert any(row["prefix_length"] for row in rows)

@@ -63,6 +63,7 @@ def sample(
     mask: str | None = None,
     attention: bool = False,
     thumbnails: bool = False,
+    positions: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     shapes = ((1, 4, 6), *((1, 2, 3 + i) for i in range(controls)))
     tensors = {"image_latents": (24, 64), "control_latents": (sum(h * w for _, h, w in shapes[1:]), 64)}
@@ -80,7 +81,7 @@ def sample(
     inputs = Inputs(digest("target"), tuple(digest(f"control {i}") for i in range(controls)), file)
     prefix = 22 if format_version == 2 and controls else 0
     phrase = ((8, 10),) if attention else ()
-    meta = SampleMeta(digest("recipe"), inputs, "make it 黑白", shapes, prefix, specs, phrase, mask)
+    meta = SampleMeta(digest("recipe"), inputs, "make it 黑白", shapes, prefix, specs, phrase, mask, positions)
     return json.loads(meta.to_bytes(format_version))
 
 
@@ -97,6 +98,7 @@ def rename_shard(value: dict[str, Any]) -> None:
 CACHE, SAMPLE = manifest(2, 3), sample(2, 1, mask="file")
 ATTENTION = sample(2, 1, mask="file", attention=True)
 THUMBNAILS = sample(2, 1, thumbnails=True)
+TEXT_ALONE = sample(2, 2, positions=(7, 15))
 VALID = {
     "empty.cache.v1.json": manifest(1, 0),
     "small.cache.v1.json": manifest(1, 3),
@@ -111,6 +113,7 @@ VALID = {
     "thumbnails.sample.v2.json": THUMBNAILS,
     "three-controls.sample.v2.json": sample(2, 3),
     "text-to-image.sample.v2.json": sample(2, 0),
+    "text-alone.sample.v2.json": TEXT_ALONE,
 }
 INVALID = {
     "F1-another-format.cache.v2.json": broken(CACHE, lambda v: v.update(format="webdataset")),
@@ -138,6 +141,10 @@ INVALID = {
     "F13-thumbnails-in-f16.sample.v2.json": broken(
         THUMBNAILS, lambda v: v["tensors"]["thumbnails"].update(dtype="F16")
     ),
+    "F9-position-is-text.sample.v2.json": broken(TEXT_ALONE, lambda v: v.update(image_positions=[7, "15"])),
+    "F12-position-beyond-the-prefix.sample.v2.json": broken(TEXT_ALONE, lambda v: v.update(image_positions=[7, 23])),
+    "F12-positions-backwards.sample.v2.json": broken(TEXT_ALONE, lambda v: v.update(image_positions=[15, 7])),
+    "F12-position-of-one-control.sample.v2.json": broken(TEXT_ALONE, lambda v: v.update(image_positions=[7])),
     "F3-unknown-key.sample.v2.json": {**SAMPLE, "caption_language": "en"},
     "F4-counts-disagree.cache.v2.json": broken(CACHE, lambda v: v["index"].update(samples=4)),
     "F4-shard-twice.cache.v2.json": broken(
@@ -209,6 +216,7 @@ def make(
     mask: bool = False,
     attention: tuple[int, int, int] | None = None,
     thumbnails: bool = False,
+    positions: tuple[int, ...] = (),
 ) -> ExampleSample:
     """A sample with images of these sizes (h, w), the target first; `rows` of the prompt and the empty prompt."""
     shapes = tuple((1, h, w) for h, w in sizes)
@@ -226,7 +234,8 @@ def make(
         arrays["thumbnails"] = np.frombuffer(grey_jpeg(width, height), np.uint8)
     controls = tuple(digest(f"{name} control {i}") for i in range(len(sizes) - 1))
     inputs = Inputs(digest(f"{name} target"), controls, digest(f"{name} mask") if mask else None)
-    meta = SampleMeta(recipe_id(RECIPE), inputs, prompt, shapes, prefix, {}, edit_mask_from="file" if mask else None)
+    origin = "file" if mask else None
+    meta = SampleMeta(recipe_id(RECIPE), inputs, prompt, shapes, prefix, {}, (), origin, positions)
     return with_arrays(ExampleSample(name, meta, {}, {}), arrays)
 
 
@@ -309,6 +318,7 @@ CACHE_V2 = [
     make("three controls", TOGETHER, (2, 2), (1, 2), (2, 1), (1, 1), prefix=7, attention=(4, 2, 1)),
     make("no control", "a cat", (1, 3), thumbnails=True),
     make("imported", "no empty prompt is known", (1, 2), (1, 1), rows=(5, None), thumbnails=True),
+    make("text alone", "the cat of the first on the second", (2, 2), (1, 2), (2, 1), prefix=5, positions=(2, 4)),
 ]
 VALID_CACHES = {"cache.v1": (1, CACHE_V1), "cache.v2": (2, CACHE_V2)}
 SHARD_SIZE = 8000  # two samples

@@ -30,7 +30,7 @@ from qwen_cache.extras import require
 from qwen_cache.format import directory
 from qwen_cache.format.sample import LATENT_CHANNELS, token_count
 from qwen_cache.format.update import Existing, Update
-from qwen_cache.models.template import estimate_tokens
+from qwen_cache.models.family import estimate_tokens
 from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_cache.storage.durable import write_durably
 
@@ -265,8 +265,7 @@ def _plan_json(job: BuildJob, plan: BuildPlan, seconds: float | None) -> dict[st
 def _estimate(samples: Sequence[PlannedSample], job: BuildJob) -> Estimate:
     """An estimate of the size of the encoded samples."""
     image = sum(token_count(sample.img_shapes) for sample in samples)
-    text = sum(
-        estimate_tokens(sample.row.prompt, len(sample.row.controls), job.condition_image_size) for sample in samples
-    )
+    family = job.model.family
+    text = sum(estimate_tokens(family, s.row.prompt, job.encoder_pixels(s))[1] for s in samples)
     elements = image * LATENT_CHANNELS + text * job.model.text_width
     return Estimate(image, text, elements * (2 if job.recipe["dtype"] == "bfloat16" else 4))

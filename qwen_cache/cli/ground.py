@@ -27,10 +27,10 @@ from qwen_cache.grounding.frozen_qwen import FrozenQwen, spans_of_phrases
 from qwen_cache.grounding.head import load_head, predict_mask
 from qwen_cache.grounding.refine import load_sam, refine
 from qwen_cache.models.devices import choose_device, torch_dtype
+from qwen_cache.models.family import VAE_IMAGE_SIZE
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.models.loading import load_whole
 from qwen_cache.models.processor import load_processor
-from qwen_cache.models.template import TEMPLATES, VAE_IMAGE_SIZE
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.images import open_rgb_file
 from qwen_cache.sources.sizes import Size, calculate_dimensions
@@ -97,7 +97,7 @@ def phrase_attention(
     model: ModelFolder, device: torch.device, config: Config, images: Sequence[Image.Image], query: GroundingQuery
 ) -> torch.Tensor:
     """The attention of the phrase on the first image, `[C, h, w]`, as a cache stores it."""
-    template = TEMPLATES[model.pipeline]
+    template = model.template
     area = config.data.condition_image_size or template.condition_image_size
     resized = [image.resize(calculate_dimensions(area, image.size), Image.Resampling.LANCZOS) for image in images]
     dtype = torch_dtype(config.cache.dtype)

@@ -42,8 +42,8 @@ from qwen_cache.format.update import (
     read_existing,
     replaced_shards,
 )
-from qwen_cache.models.folder import ModelFolder, open_model
-from qwen_cache.models.template import PIXEL_TOKENS, TEMPLATES
+from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, open_model
+from qwen_cache.models.template import PIXEL_TOKENS
 from qwen_cache.settings.cache import check_compression
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.detect import Row, read_source
@@ -51,7 +51,6 @@ from qwen_cache.sources.sizes import Resolution
 from qwen_cache.storage.url import location
 from qwen_cache.version import __version__
 
-ENCODER_PARTS = ("vae", "text_encoder", "tokenizer", "processor")
 IN_FLIGHT = 16  # samples ahead of the writer: enough for uneven lanes; about 300 MB of pixels at a megapixel
 
 
@@ -82,8 +81,14 @@ class BuildJob:
 
     @property
     def condition_image_size(self) -> int:
-        """Pixels of an image for the text encoder; 0 if it sees no images."""
+        """Pixels of an image for the text encoder; 0 if it sees no images, or those of the VAE."""
         return int(self.recipe.get("condition_image_size", 0))
+
+    def encoder_pixels(self, sample: PlannedSample) -> list[int]:
+        """Pixels of each image of a sample for the text encoder."""
+        if self.model.family.one_condition_image:
+            return [width * height for width, height in sample.sizes[1:]]
+        return [self.condition_image_size] * (len(sample.sizes) - 1)
 
     @property
     def keeps_thumbnails(self) -> bool:
@@ -134,6 +139,7 @@ def prepare_build(config: Config, source: str | None, on_bytes: Callable[[int], 
     check_compression(config.cache.format, config.cache.compression)
     masks = EditMasks.of(config)
     model = open_model(config.model.path, ENCODER_PARTS, config.model.revision)
+    check_family(model, config)
     masks.check(model, config.cache.format)
     source_rows = read_rows(config, source or config.data.source, model, lambda rows: check_prompts(model, rows))
     left_out = sum(row.mask is not None for row in source_rows.rows) if config.cache.format == "v1" else 0
@@ -154,6 +160,19 @@ def prepare_build(config: Config, source: str | None, on_bytes: Callable[[int], 
     )
 
 
+def check_family(model: ModelFolder, config: Config) -> None:
+    """ConfigError for settings that the model's family does not have."""
+    family = model.family
+    if family.one_condition_image and config.data.condition_image_size is not None:
+        raise ConfigError(
+            f"{family.name} has no data.condition_image_size: its text encoder sees the image that the VAE gets",
+            found=f"data.condition_image_size={config.data.condition_image_size}",
+            do="leave it out; data.vae_image_size sets the size of both",
+        )
+    if family.text_rows_only and config.cache.format == "v1":
+        raise ConfigError(f"format v1 cannot hold a cache of {family.name}", do="build with --format v2")
+
+
 @dataclass(frozen=True)
 class SourceRows:
     """The usable rows of a source, or of a slice of it."""
@@ -171,7 +190,10 @@ def read_rows(
 ) -> SourceRows:
     """Read `source` with the settings `config.data`; rows in which `check` finds a problem are left out."""
     every, problems = read_source(
-        location(source), needs_control=model.takes_controls, allow_empty_prompt=config.data.allow_empty_prompt
+        location(source),
+        needs_control=model.needs_controls,
+        takes_control=model.takes_controls,
+        allow_empty_prompt=config.data.allow_empty_prompt,
     )
     source_slice = SourceSlice.parse(config.data.slice) if config.data.slice else None
     rows, problems = (source_slice.take(every), source_slice.take(problems)) if source_slice else (every, problems)
@@ -199,7 +221,7 @@ def check_tokens(rows: list[Row]) -> list[Problem]:
 def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:
     """Problems of prompts that the encoder cannot take, or that the pipeline would truncate silently."""
     problems = check_tokens(rows)
-    limit = TEMPLATES[model.pipeline].max_length
+    limit = model.template.max_length
     long = [row for row in rows if limit and len(row.prompt.encode()) > limit // 2]  # a token is at least one byte
     if limit and long:
         from qwen_cache.encode.text import kept_tokens

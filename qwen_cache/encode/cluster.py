@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from qwen_cache.encode.builder import ENCODER_PARTS, IN_FLIGHT, BuildJob, Encoders, Encoding, changed_settings
+from qwen_cache.encode.builder import IN_FLIGHT, BuildJob, Encoders, Encoding, changed_settings
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.encode.recipe import make_recipe
 from qwen_cache.errors import ConfigError, DeviceError, ModelError, QwenCacheError, SourceError
 from qwen_cache.format.sample import SampleMeta
-from qwen_cache.models.folder import open_model
+from qwen_cache.models.folder import ENCODER_PARTS, open_model
 from qwen_cache.settings.cache import CacheConfig
 
 if TYPE_CHECKING:

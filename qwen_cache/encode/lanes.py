@@ -30,8 +30,8 @@ from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.tensor import TensorSpec
-from qwen_cache.models.template import estimate_tokens
-from qwen_cache.sources.images import open_rgb
+from qwen_cache.models.family import QWEN_IMAGE, Family, estimate_tokens
+from qwen_cache.sources.images import open_rgb, open_rgba, over_white
 from qwen_cache.sources.sizes import Size, calculate_dimensions, img_shapes
 
 DECODE_THREADS = min(32, max(4, os.cpu_count() or 1))
@@ -65,8 +65,9 @@ class InFlight:
 class Originals:
     """The images of one sample, target first; each file is decoded once, when it is first needed."""
 
-    def __init__(self, sample: PlannedSample, decoders: ThreadPoolExecutor) -> None:
+    def __init__(self, sample: PlannedSample, decoders: ThreadPoolExecutor, family: Family) -> None:
         files, inputs = (sample.row.target, *sample.row.controls), sample.inputs
+        self._open = {"RGB": open_rgb, "RGBA": open_rgba}[family.image_mode]
         self.digests = (inputs.target, *inputs.controls)
         self._files, self._decoders = dict(zip(reversed(self.digests), reversed(files), strict=True)), decoders
         self._decoded: dict[str, Future[Image.Image]] = {}
@@ -74,7 +75,7 @@ class Originals:
     def decoded(self, digest: str) -> Future[Image.Image]:
         if digest not in self._decoded:
             file = self._files[digest]
-            self._decoded[digest] = self._decoders.submit(lambda: open_rgb(read_again(file, digest), str(file)))
+            self._decoded[digest] = self._decoders.submit(lambda: self._open(read_again(file, digest), str(file)))
         return self._decoded[digest]
 
 
@@ -91,7 +92,9 @@ class Lanes:
         crop: bool = False,
         masks: EditMasks = FROM_SOURCE,
         thumbnails: bool = False,
+        family: Family = QWEN_IMAGE,
     ) -> None:
+        self.family = family
         self.keeps_thumbnails = thumbnails
         self.crop, self.masks = crop, MaskMaker(masks, crop, text[0].device)
         self.recipe_id, self.condition_image_size, self.format_version = recipe_id, condition_image_size, format_version
@@ -105,7 +108,7 @@ class Lanes:
         self._pixels, self._text_inputs = vae[0].pixels, text[0].inputs
         self._submitted = 0
         self._recent: OrderedDict[tuple[str, Size], EncodedImage] = OrderedDict()
-        self._controls: tuple[str, ...] | None = None
+        self._controls: tuple[tuple[str, Size | None], ...] | None = None
         self._control_inputs: Future[Inputs] = Future()
         """The text encoder's inputs for `_controls`, those of the newest sample."""
 
@@ -121,7 +124,7 @@ class Lanes:
 
     def submit(self, sample: PlannedSample) -> InFlight:
         number, self._submitted = self._submitted, self._submitted + 1
-        originals = Originals(sample, self.decoders)
+        originals = Originals(sample, self.decoders, self.family)
         images = self._encode_images(number, originals, sample.sizes)
         text = self._encode_text(number, originals, sample)
         mask = self._make_mask(originals, sample)
@@ -159,6 +162,7 @@ class Lanes:
             specs,
             work.sample.row.phrase,
             mask.origin if mask else None,
+            text.image_positions,
         )
         return meta, data
 
@@ -187,30 +191,35 @@ class Lanes:
 
     def _encode_text(self, number: int, originals: Originals, sample: PlannedSample) -> Future[EncodedText]:
         """Embeddings of the prompt about the controls, whose inputs consecutive samples share."""
-        row, controls = sample.row, sample.inputs.controls
+        row, one_image = sample.row, self.family.one_condition_image
+        sizes = sample.sizes[1:] if one_image else [None] * len(row.controls)
+        controls = tuple(zip(sample.inputs.controls, sizes, strict=True))
         if self._controls != controls:
-            images = [originals.decoded(digest) for digest in controls]
+            images = [(originals.decoded(digest), size) for digest, size in controls]
             self._controls, self._control_inputs = controls, self.decoders.submit(self._inputs_for, images)
-        tokens = estimate_tokens(row.prompt, len(controls), self.condition_image_size)
+        pixels = [size[0] * size[1] if size else self.condition_image_size for size in sizes]
+        tokens, _ = estimate_tokens(self.family, row.prompt, pixels)
 
         def request(inputs: Inputs) -> TextRequest:
             return TextRequest(inputs, row.prompt, row.phrase)
 
         return self.text.submit(number, self._control_inputs, request, cost=tokens, kind=len(controls))
 
-    def _inputs_for(self, images: Sequence[Future[Image.Image]]) -> Inputs:
-        return self._text_inputs([self._for_text(image.result()) for image in images])
+    def _inputs_for(self, images: Sequence[tuple[Future[Image.Image], Size | None]]) -> Inputs:
+        return self._text_inputs([self._for_text(image.result(), size) for image, size in images])
 
-    def _for_text(self, image: Image.Image) -> Image.Image:
-        size = calculate_dimensions(self.condition_image_size, image.size)
-        return image.resize(size, Image.Resampling.LANCZOS)
+    def _for_text(self, image: Image.Image, size: Size | None) -> Image.Image:
+        """The text encoder's image: the VAE's if its size is given, else one of the encoder's own size."""
+        if size:
+            return over_white(cut(image, size, self.crop).resize(size, Image.Resampling.LANCZOS))
+        return image.resize(calculate_dimensions(self.condition_image_size, image.size), Image.Resampling.LANCZOS)
 
     def _make_mask(self, originals: Originals, sample: PlannedSample) -> Future[Mask | None] | None:
         """The mask of the source, or the difference of target and first control; None if neither is wanted."""
         if not self.masks.uses_images(sample):
             return None
         pair = [] if sample.row.mask else [originals.decoded(digest) for digest in originals.digests[:2]]
-        return self.decoders.submit(self.masks.of_images, sample, lambda: [image.result() for image in pair])
+        return self.decoders.submit(self.masks.of_images, sample, lambda: [over_white(it.result()) for it in pair])
 
 
 def _thumbnails_tensor(images: Sequence[EncodedImage]) -> torch.Tensor | None:

@@ -51,4 +51,14 @@ def load_lanes(job: BuildJob) -> Lanes:
     masks = EditMasks.of(job.config)
     text = [TextEncoder(job.model, device, dtype, tokens, attend=masks.attend) for device in text_devices]
     recipe, crop = recipe_id(job.recipe), job.resolution.crop
-    return Lanes(vae, text, recipe, job.condition_image_size, job.format_version, crop, masks, job.keeps_thumbnails)
+    return Lanes(
+        vae,
+        text,
+        recipe,
+        job.condition_image_size,
+        job.format_version,
+        crop,
+        masks,
+        job.keeps_thumbnails,
+        job.model.family,
+    )

@@ -188,7 +188,7 @@ def _decode(row: Row, contents: Sequence[bytes], rules: Rules) -> list[Problem]:
         try:
             size = open_rgb(content, str(path)).size
             target = target or size
-            if path != row.target:
+            if path != row.target and rules.condition_image_size:
                 calculate_dimensions(rules.condition_image_size, size)
         except SourceError as error:
             problems.append(as_problem(row, path, error))

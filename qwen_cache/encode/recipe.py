@@ -14,8 +14,8 @@ import xxhash
 
 from qwen_cache.encode.edit_mask import EditMasks
 from qwen_cache.format.identity import canonical_json, content_hash
+from qwen_cache.models.family import QWEN_IMAGE, Family
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.models.template import TEMPLATES
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.sizes import Resolution
 
@@ -26,8 +26,8 @@ _CONFIGURATION = (".json", ".txt", ".jinja")
 
 def make_recipe(model: ModelFolder, config: Config, on_bytes: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
     """The recipe of a build; `on_bytes` gets the number of bytes of weights just hashed."""
-    template = TEMPLATES[model.pipeline]
-    processor = [model.component("tokenizer")] + ([model.component("processor")] if model.takes_controls else [])
+    family, template = model.family, model.template
+    processor = [model.component(each) for each in model.facts.encoder_parts if each in ("tokenizer", "processor")]
     recipe: dict[str, Any] = {
         "encoder_version": ENCODER_VERSION,
         "pipeline": model.pipeline,
@@ -38,15 +38,32 @@ def make_recipe(model: ModelFolder, config: Config, on_bytes: Callable[[int], No
         "processor": _fingerprint(processor, _CONFIGURATION, on_bytes),
         "template": template.frame,
         "picture_template": template.image,
-        "drop_idx": template.drop_idx,
     }
+    recipe |= {"drop_idx": template.drop_idx} if template.drop_idx is not None else {}
+    if not family.one_condition_image and model.takes_controls:
+        recipe["condition_image_size"] = config.data.condition_image_size or template.condition_image_size
     if model.takes_controls:
         recipe |= {
-            "condition_image_size": config.data.condition_image_size or template.condition_image_size,
             "image_backend": "pil",  # torchvision's resize gives slightly other pixels
             "positions": "mrope-3d",  # transformers 5 falls back to 1-D positions without mm_token_type_ids
         }
-    return recipe | EditMasks.of(config).recipe(recipe)
+    return recipe | _family(family) | EditMasks.of(config).recipe(recipe)
+
+
+def _family(family: Family) -> dict[str, Any]:
+    """What a recipe says of the family. The first family's recipes are older than these entries, and stay as they are.
+
+    The licence is no input of the encoders; it is here because it holds for everything that they return.
+    """
+    if family is QWEN_IMAGE:
+        return {}
+    return {
+        "family": family.name,
+        "license": family.licence,
+        "image_mode": family.image_mode,
+        "final_norm": family.final_norm,
+        "text_rows_only": family.text_rows_only,
+    }
 
 
 def _fingerprint(folders: list[Path], endings: tuple[str, ...], on_bytes: Callable[[int], None]) -> str:

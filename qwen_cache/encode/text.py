@@ -1,4 +1,4 @@
-"""The text lane: images and prompts in, prompt embeddings out, through the stock Qwen2.5-VL.
+"""The text lane: images and prompts in, prompt embeddings out, through the stock Qwen2.5-VL or Qwen3-VL.
 
 The model is causal and the images come before the instruction, so all prompts about the same images share everything
 up to the last image. This prefix runs once (`read`); of each prompt only the suffix runs, on the kept keys and values
@@ -8,8 +8,9 @@ matrix products of other shapes are added up in another order.
 
 Refuses to run with 1-D positions: transformers 5 silently falls back to them if `mm_token_type_ids` is missing, and
 diffusers 0.42's Edit pipelines do not pass it (huggingface/diffusers issue 14194). The pipelines' `lm_head` does not
-run: they use the last hidden state after the final norm. With `attend`, the same pass also gives the attention of the
-prompt on the first image.
+run: they use the last hidden state, after the final norm in the 20B family and before it in Qwen-Image-2.1. There the
+rows of image tokens are left out, since the transformer never reads them. With `attend`, the same pass also gives the
+attention of the prompt on the first image.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+import transformers
+from jaxtyping import Bool, Float, Int
 from PIL import Image
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer, DynamicCache, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoTokenizer, DynamicCache
 
 from qwen_cache.errors import ModelError
 from qwen_cache.format.identity import Phrase
@@ -34,7 +37,7 @@ from qwen_cache.grounding.phrase import token_positions
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.models.loading import load_whole
 from qwen_cache.models.processor import load_processor
-from qwen_cache.models.template import TEMPLATES, VISION_END
+from qwen_cache.models.template import VISION_END, Template
 from qwen_cache.sources.sizes import Size
 
 KEPT_TOKENS = 8  # keys and values of this many times batch_tokens fit a pass: 1 GB of a 7B model for 2048
@@ -52,6 +55,8 @@ class EncodedText:
     empty: Float[torch.Tensor, "L0 D"]
     attention: Float[torch.Tensor, "C h w"] | None = None
     """Attention of the prompt's phrase on the first image, in float16; C is layers × heads."""
+    image_positions: tuple[int, ...] = ()
+    """Where rows of image tokens are left out: for each image the number of rows before it."""
 
 
 class TextRequest(NamedTuple):
@@ -85,6 +90,7 @@ class Prefixes:
     next_positions: list[int]
     past: DynamicCache | None
     first_images: list[ImageTokens]
+    image_positions: list[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -97,37 +103,77 @@ class LastRead:
     empties: list[Float[torch.Tensor, "_ D"]]
 
     def encoded(self, rows: Sequence[int], suffixes: Sequence[Suffix]) -> list[EncodedText]:
+        prefixes = self.prefixes
         return [
-            EncodedText(self.prefixes.embeds[row], suffix.embeds, self.empties[row], suffix.attention)
+            EncodedText(
+                prefixes.embeds[row], suffix.embeds, self.empties[row], suffix.attention, prefixes.image_positions[row]
+            )
             for row, suffix in zip(rows, suffixes, strict=True)
         ]
 
 
 def kept_tokens(model: ModelFolder, prompts: Sequence[tuple[str, Sequence[Size]]]) -> list[int]:
-    """The length L, after `drop_idx`, of the embeddings of each prompt with images of those sizes, without encoding it.
+    """The length L of the stored embeddings of each prompt with images of those sizes, without encoding it.
 
     Sizes are those for the text encoder: the placeholder of an image, one token in the text, becomes its image tokens.
     """
-    template = TEMPLATES[model.pipeline]
+    template = model.template
     processor = load_processor(model) if model.takes_controls else None
-    tokenizer = processor.tokenizer if processor else AutoTokenizer.from_pretrained(model.component("tokenizer"))
+    tokenizer = processor.tokenizer if processor else AutoTokenizer.from_pretrained(model.tokenizer)
+    dropped = dropped_tokens(template, processor)
 
     @cache
     def added_tokens(size: Size) -> int:
+        if model.family.text_rows_only:
+            return -1
         assert processor is not None
         patches = processor.image_processor.get_number_of_image_patches(size[1], size[0], {})
         return int(patches // processor.image_processor.merge_size**2) - 1
 
     return [
-        len(tokenizer(template.text(prompt, len(sizes)))["input_ids"])
-        - template.drop_idx
-        + sum(map(added_tokens, sizes))
+        len(tokenizer(template.text(prompt, len(sizes)))["input_ids"]) - dropped + sum(map(added_tokens, sizes))
         for prompt, sizes in prompts
     ]
 
 
+def dropped_tokens(template: Template, processor: Any) -> int:
+    """The number of first tokens that are encoded but not kept, as the pipelines have it."""
+    if template.drop_idx is not None:
+        return template.drop_idx
+    if not processor.chat_template:
+        do = "download the component again, with chat_template.jinja"
+        raise ModelError("the processor has no chat template, so its system message cannot be counted", do=do)
+    message = {"role": "system", "content": [{"type": "text", "text": template.system}]}
+    return len(processor.apply_chat_template([message], tokenize=True, return_dict=False)[0])
+
+
+def skip_final_norm(model: Any) -> None:
+    """Let `last_hidden_state` be the output of the last decoder layer; ModelError if this transformers does otherwise.
+
+    Qwen-Image-2.1's transformer was trained on it. From transformers 5.0 on, `hidden_states[-1]` is the normalised
+    state too, and the pipeline takes the norm out in the same way, for each call.
+    """
+    decoder = model.language_model
+    decoder.norm = nn.Identity()
+    outputs: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    handle = decoder.layers[-1].register_forward_hook(keep)
+    with torch.inference_mode():
+        state = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device)).last_hidden_state
+    handle.remove()
+    if len(outputs) != 1 or not torch.equal(state, outputs[0]):
+        raise ModelError(
+            "the hidden state before the final norm cannot be taken from this version of transformers",
+            found=f"transformers {transformers.__version__}",
+            do="install a version that qwen-cache was tested with, such as 5.23",
+        )
+
+
 class TextEncoder:
-    """Qwen2.5-VL without its `lm_head`, on its own device. `batch_tokens` bounds a pass with several requests."""
+    """The text encoder without its `lm_head`, on its own device. `batch_tokens` bounds a pass with several requests."""
 
     def __init__(
         self,
@@ -138,26 +184,33 @@ class TextEncoder:
         *,
         attend: bool = False,
     ) -> None:
-        self.template = TEMPLATES[model.pipeline]
+        family, self.template = model.family, model.template
         self.processor = load_processor(model) if model.takes_controls else None
-        self.tokenizer = (
-            self.processor.tokenizer if self.processor else AutoTokenizer.from_pretrained(model.component("tokenizer"))
-        )
-        whole = load_whole(Qwen2_5_VLForConditionalGeneration, model.component("text_encoder"), dtype=dtype)
+        self.tokenizer = self.processor.tokenizer if self.processor else AutoTokenizer.from_pretrained(model.tokenizer)
+        self.drop_idx, self.text_rows_only = dropped_tokens(self.template, self.processor), family.text_rows_only
+        whole = load_whole(getattr(transformers, family.text_encoder), model.component("text_encoder"), dtype=dtype)
         self.model = whole.model.to(device)
+        if not family.final_norm:
+            skip_final_norm(self.model)
         self.device, self.batch_tokens, self.attend = device, batch_tokens, attend
         self._tokenizing = Lock()  # fast tokenizers may not be used by two threads at once
         self._last: LastRead | None = None
 
     @torch.inference_mode()
-    def encode_whole(self, images: Sequence[Image.Image], prompt: str) -> Float[torch.Tensor, "L D"]:
-        """The embeddings of `prompt` about `images` in one pass: the modules and shapes of the pipelines."""
+    def encode_whole(
+        self, images: Sequence[Image.Image], prompt: str
+    ) -> tuple[Float[torch.Tensor, "L D"], Bool[torch.Tensor, " L"]]:
+        """The embeddings of `prompt` about `images` in one pass, and which rows are image tokens.
+
+        The modules and shapes are those of the pipelines; no row is left out.
+        """
         if not images:
-            return self.embed(self.read([{}]), [(0, prompt, None)])[0].embeds
+            embeds = self.embed(self.read([{}]), [(0, prompt, None)])[0].embeds
+            return embeds, torch.zeros(len(embeds), dtype=torch.bool)
         inputs = self._process(self.template.text(prompt, len(images)), images)
         output = self.model(**{name: tensor.to(self.device) for name, tensor in inputs.items()})
-        embeds: torch.Tensor = output.last_hidden_state[0, self.template.drop_idx :].cpu()
-        return embeds
+        is_image = inputs["input_ids"][0, self.drop_idx :] == self.model.config.image_token_id
+        return output.last_hidden_state[0, self.drop_idx :].cpu(), is_image
 
     def inputs(self, images: Sequence[Image.Image]) -> Inputs:
         """The model's inputs for `images` (RGB, already resized for the encoder) before any prompt, on the CPU.
@@ -200,7 +253,7 @@ class TextEncoder:
         if not inputs[0]:
             nothing = torch.empty(0, self.model.config.text_config.hidden_size, dtype=self.model.dtype)
             count = len(inputs)
-            return Prefixes([0] * count, [0] * count, [nothing] * count, [0] * count, None, [])
+            return Prefixes([0] * count, [0] * count, [nothing] * count, [0] * count, None, [], [()] * count)
         ids, types = ([each[name][0] for each in inputs] for name in ("input_ids", "mm_token_type_ids"))
         lengths = [len(row) for row in ids]
         grids = torch.cat([each["image_grid_thw"] for each in inputs])
@@ -211,15 +264,29 @@ class TextEncoder:
         tokens |= {"pixel_values": torch.cat([each["pixel_values"] for each in inputs]), "position_ids": positions}
         tokens = {name: tensor.to(self.device, non_blocking=True) for name, tensor in tokens.items()}
         output = self.model(**tokens, use_cache=True)  # the padding is on the right, where no token looks
-        hidden = output.last_hidden_state.cpu()
+        kept = [self._kept_rows(each) for each in ids]
         return Prefixes(
             images=[len(each["image_grid_thw"]) for each in inputs],
             lengths=lengths,
-            embeds=[row[self.template.drop_idx : n].clone() for row, n in zip(hidden, lengths, strict=True)],
+            embeds=[row[rows] for row, rows in zip(output.last_hidden_state.cpu(), kept, strict=True)],
             next_positions=[n + int(delta) for n, delta in zip(lengths, deltas, strict=True)],
             past=output.past_key_values,
             first_images=[images[0] for images in row_images],
+            image_positions=[self._image_positions(*each) for each in zip(ids, kept, strict=True)],
         )
+
+    def _kept_rows(self, ids: Int[torch.Tensor, " N"]) -> Int[torch.Tensor, " P"]:
+        """The positions of the tokens whose embeddings are stored."""
+        positions = torch.arange(self.drop_idx, len(ids))
+        return positions[ids[self.drop_idx :] != self.model.config.image_token_id] if self.text_rows_only else positions
+
+    def _image_positions(self, ids: Int[torch.Tensor, " N"], kept: Int[torch.Tensor, " P"]) -> tuple[int, ...]:
+        """For each image the number of stored rows before it; empty if its own rows are stored."""
+        if not self.text_rows_only:
+            return ()
+        is_image = ids == self.model.config.image_token_id
+        begins = (is_image & ~is_image.roll(1)).nonzero()[:, 0]
+        return tuple(int((kept < begin).sum()) for begin in begins)
 
     @torch.inference_mode()
     def embed(self, prefixes: Prefixes, prompts: Sequence[tuple[int, str, Phrase | None]]) -> list[Suffix]:
@@ -245,7 +312,7 @@ class TextEncoder:
     ) -> list[Suffix]:
         """The suffixes of these rows of `prefixes`, in one pass."""
         tokens = {"input_ids": _padded(ids)}
-        drop_idx = self.template.drop_idx
+        drop_idx = self.drop_idx
         past = None
         if prefixes.past is not None:
             drop_idx = 0

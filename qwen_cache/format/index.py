@@ -17,7 +17,15 @@ import pyarrow.parquet as pq
 
 from qwen_cache.errors import IndexFileError, SampleKeyError
 from qwen_cache.format.identity import HASH_PATTERN, Inputs
-from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS, ImgShapes, SampleMeta, check_shapes, parse_phrase
+from qwen_cache.format.sample import (
+    PIXELS_PER_TOKEN,
+    TENSORS,
+    ImgShapes,
+    SampleMeta,
+    check_shapes,
+    parse_phrase,
+    parse_positions,
+)
 from qwen_cache.format.shard import Entry
 from qwen_cache.format.tensor import TensorSpec
 
@@ -46,6 +54,7 @@ _OF_VERSION = {
         ("prefix_length", pa.int32()),
         ("phrase", pa.list_(pa.list_(pa.int32()))),
         ("edit_mask_from", pa.string()),
+        ("image_positions", pa.list_(pa.int32())),
     ],
 }
 
@@ -170,7 +179,9 @@ def _index_row(record: dict[str, Any], format_version: int, where: str) -> Index
     inputs = Inputs(record["target"], tuple(record["controls"]), record["mask"])
     shapes, prefix = _img_shapes(record, format_version), record.get("prefix_length", 0)
     phrase, mask_from = parse_phrase(record.get("phrase", []), where), record.get("edit_mask_from")
-    meta = SampleMeta(record["recipe"], inputs, record["prompt"], shapes, prefix, tensors, phrase, mask_from)
+    positions = parse_positions(record.get("image_positions", []), where)
+    recipe, prompt = record["recipe"], record["prompt"]
+    meta = SampleMeta(recipe, inputs, prompt, shapes, prefix, tensors, phrase, mask_from, positions)
     hashes = [meta.recipe, inputs.target, *inputs.controls, *(spec.xxh3_128 for spec in tensors.values())]
     if not all(HASH_PATTERN.fullmatch(value) for value in (*hashes, inputs.mask or inputs.target)):
         raise IndexFileError("a hash is not an xxh3-128", where=where)
@@ -217,6 +228,7 @@ def _to_record(row: IndexRow, format_version: int) -> dict[str, Any]:
     else:
         record |= {"img_shapes": [list(shape) for shape in meta.img_shapes], "prefix_length": meta.prefix_length}
         record |= {"phrase": [list(span) for span in meta.phrase], "edit_mask_from": meta.edit_mask_from}
+        record |= {"image_positions": list(meta.image_positions)}
     for name, offset in entry.tensor_offsets().items():
         spec = meta.tensors[name]
         record[name] = {**spec.to_json(), "offset": offset, "length": spec.stored_bytes}

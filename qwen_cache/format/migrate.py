@@ -37,6 +37,9 @@ def plan_migration(source: Path | Url, target: Path, old: int, new: int) -> Upda
     if given.manifest.format_version not in (old, new):
         version = f"v{given.manifest.format_version}"
         raise ConfigError("this cache has another format version", where=source, expected=f"v{old}", found=version)
+    if new == 1 and (other := [name for name, it in given.manifest.recipes.items() if "family" in it.recipe]):
+        family = given.manifest.recipes[other[0]].recipe["family"]
+        raise ConfigError(f"format v1 cannot hold a cache of {family}", where=source, do="stay with v2")
     unfit = [row.name for row in given.rows if not _fits(row.meta, new)]
     if unfit:
         more = f" and {len(unfit) - SHOWN} more" if len(unfit) > SHOWN else ""

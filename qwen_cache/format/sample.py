@@ -54,6 +54,8 @@ class SampleMeta:
 
     The empty prompt's embeddings begin with the first `prefix_length` rows of `prompt_embeds`; only the rows after them
     are stored as `empty_prompt_embeds`. It is 0 in v1, which stores the empty prompt whole.
+
+    `image_positions` is given where the embeddings hold text alone: for each control the number of rows before it.
     """
 
     recipe: str
@@ -64,6 +66,7 @@ class SampleMeta:
     tensors: dict[str, TensorSpec]
     phrase: Phrase = ()
     edit_mask_from: str | None = None
+    image_positions: tuple[int, ...] = ()
 
     @cached_property
     def key(self) -> str:
@@ -89,6 +92,7 @@ class SampleMeta:
             value |= {"img_shapes": [list(shape) for shape in self.img_shapes], "prefix_length": self.prefix_length}
             value |= {"phrase": [list(span) for span in self.phrase]} if self.phrase else {}
             value |= {"edit_mask_from": self.edit_mask_from} if self.edit_mask_from else {}
+            value |= {"image_positions": list(self.image_positions)} if self.image_positions else {}
         return canonical_json(value)
 
 
@@ -130,6 +134,7 @@ def parse_sample(data: bytes | memoryview, where: str, format_version: int | Non
     inputs = _parse_inputs(Fields(fields.take("inputs", dict), f"{where}: inputs", MemberError))
     tensors = _parse_tensors(fields.take("tensors", dict), version, f"{where}: tensors")
     prefix_length, phrase, mask_from = 0, Phrase(), None
+    positions: tuple[int, ...] = ()
     if version == 1:
         img_shapes = _parse_pixel_sizes(fields)
     else:
@@ -137,8 +142,10 @@ def parse_sample(data: bytes | memoryview, where: str, format_version: int | Non
         prefix_length = fields.count("prefix_length")
         phrase = parse_phrase(fields.take("phrase", list), where) if "phrase" in fields.left else ()
         mask_from = fields.take("edit_mask_from", str) if "edit_mask_from" in fields.left else None
+        if "image_positions" in fields.left:
+            positions = parse_positions(fields.take("image_positions", list), where)
     fields.finish()
-    meta = SampleMeta(recipe, inputs, prompt, img_shapes, prefix_length, tensors, phrase, mask_from)
+    meta = SampleMeta(recipe, inputs, prompt, img_shapes, prefix_length, tensors, phrase, mask_from, positions)
     check_shapes(meta, where)
     if meta.key != key:
         raise SampleKeyError("the key is not the hash of content and recipe", where=where, expected=meta.key, found=key)
@@ -189,11 +196,32 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
             expected=f"at most {text}",
             found=meta.prefix_length,
         )
+    check_positions(meta, where)
     check_phrase(meta.phrase, meta.prompt, where)
     if meta.edit_mask_from not in (MASK_FROM if "edit_mask" in tensors else (None,)):
         allowed = f"one of {', '.join(MASK_FROM)} with an edit_mask, else none"
         raise TensorSetError("edit_mask_from", where=where, expected=allowed, found=meta.edit_mask_from)
     _check_storage(tensors, where)
+
+
+def parse_positions(value: list[Any], where: str) -> tuple[int, ...]:
+    """`image_positions` from JSON; MemberError for anything but a list of numbers."""
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in value):
+        raise MemberError("image_positions is a list of numbers", where=where, expected="[n, …]", found=value)
+    return tuple(value)
+
+
+def check_positions(meta: SampleMeta, where: str) -> None:
+    """ShapeError unless there are no positions, or one for each control, in order and within the shared prefix."""
+    positions, controls = meta.image_positions, len(meta.img_shapes) - 1
+    in_order = all(a <= b for a, b in zip((0, *positions), (*positions, meta.prefix_length), strict=True))
+    if positions and not (len(positions) == controls and in_order):
+        raise ShapeError(
+            "image_positions does not fit the controls and the text",
+            where=where,
+            expected=f"{controls} numbers in order, from 0 to prefix_length {meta.prefix_length}",
+            found=list(positions),
+        )
 
 
 def parse_phrase(value: list[Any], where: str) -> Phrase:

@@ -27,7 +27,8 @@ from qwen_cache.format.tensor import TensorSpec
 from qwen_cache.format.update import Existing, ListedSample, Update, carry_out, open_staging, plan_update
 from qwen_cache.importers import diffusion_pipe, musubi, qflux
 from qwen_cache.importers.source import EXACT_IN, FoundSample, ImportedSample, Options
-from qwen_cache.models.folder import PIPELINES, ModelFolder, PipelineName, open_model
+from qwen_cache.models.family import PIPELINES, QWEN_IMAGE
+from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.url import local_folder
 from qwen_cache.version import __version__
@@ -37,12 +38,7 @@ Dtype = Literal["bfloat16", "float32"]
 FIND = {"qflux": qflux.find, "musubi": musubi.find, "diffusion-pipe": diffusion_pipe.find}
 IMPORTER_VERSION = 1
 FORMAT_VERSION = 2
-PUBLISHED: dict[str, PipelineName] = {
-    "Qwen/Qwen-Image": "QwenImagePipeline",
-    "Qwen/Qwen-Image-Edit": "QwenImageEditPipeline",
-    "Qwen/Qwen-Image-Edit-2509": "QwenImageEditPlusPipeline",
-    "Qwen/Qwen-Image-Edit-2511": "QwenImageEditPlusPipeline",
-}
+PUBLISHED = {repository: pipeline.name for pipeline in PIPELINES.values() for repository in pipeline.models}
 
 
 @dataclass(frozen=True)
@@ -125,16 +121,25 @@ def prepare(
 def claimed_model(name: str, pipeline: str | None) -> ModelFolder:
     """The model that made the cache, according to the user; a published name or a local folder gives its pipeline."""
     known = open_model(name, ()).pipeline if Path(name).is_dir() else PUBLISHED.get(name)
-    claimed = next((each for each in PIPELINES if each == pipeline), None)
+    names = [each.name for each in QWEN_IMAGE.pipelines]
+    claimed = next((each for each in names if each == pipeline), None)
     if pipeline is not None and claimed is None:
-        raise ModelError("no such pipeline", expected=" or ".join(PIPELINES), found=pipeline)
+        raise ModelError("no such pipeline", expected=" or ".join(names), found=pipeline)
+    if known and known not in names:
+        raise ModelError(
+            "caches of this model cannot be imported: they have other tensors than a build of it",
+            where=name,
+            expected=" or ".join(names),
+            found=known,
+            do="run `qwen-cache build` on the images",
+        )
     if known and claimed and known != claimed:
         raise ModelError("--model and --pipeline contradict each other", where=name, expected=known, found=claimed)
     if not (chosen := known or claimed):
         raise ModelError(
             "the pipeline of this model is unknown",
             where=name,
-            do=f"add --pipeline with one of {', '.join(PIPELINES)}",
+            do=f"add --pipeline with one of {', '.join(names)}",
         )
     return ModelFolder(name, Path(name), chosen)
 

@@ -10,14 +10,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from qwen_cache.errors import ModelError, first_line
+from qwen_cache.models.family import NOT_YET, PIPELINES, SUPPORTED, Family, Pipeline, PipelineName, family_of
+from qwen_cache.models.template import Template
 
-PipelineName = Literal["QwenImageEditPipeline", "QwenImageEditPlusPipeline", "QwenImagePipeline"]
-PIPELINES: tuple[PipelineName, ...] = ("QwenImageEditPipeline", "QwenImageEditPlusPipeline", "QwenImagePipeline")
-NOT_YET = {"QwenImage21Pipeline": "Qwen-Image-2.1", "QwenImageLayeredPipeline": "Qwen-Image-Layered"}
-"""Models of the same family that nothing here can encode or train."""
+ENCODER_PARTS = ("vae", "text_encoder", "tokenizer", "processor")
+"""The folders of the frozen encoders; a model has those of its pipeline."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,30 @@ class ModelFolder:
         return self.path / name
 
     @property
+    def family(self) -> Family:
+        return family_of(self.pipeline)
+
+    @property
+    def facts(self) -> Pipeline:
+        """What is known of the pipeline."""
+        return PIPELINES[self.pipeline]
+
+    @property
+    def template(self) -> Template:
+        return self.facts.template
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder of the tokenizer."""
+        return self.component(self.facts.tokenizer)
+
+    @property
+    def needs_controls(self) -> bool:
+        return self.facts.min_controls > 0
+
+    @property
     def takes_controls(self) -> bool:
-        return self.pipeline != "QwenImagePipeline"
+        return self.facts.max_controls != 0
 
     @property
     def text_width(self) -> int:
@@ -45,7 +66,7 @@ class ModelFolder:
     @property
     def max_controls(self) -> int | None:
         """The most control images that the pipeline takes; None: any number."""
-        return {"QwenImagePipeline": 0, "QwenImageEditPipeline": 1}.get(self.pipeline)
+        return self.facts.max_controls
 
 
 def open_model(name: str | None, components: Sequence[str], revision: str | None = None) -> ModelFolder:
@@ -61,9 +82,10 @@ def open_model(name: str | None, components: Sequence[str], revision: str | None
     if pipeline not in PIPELINES:
         model = NOT_YET.get(str(pipeline))
         what = f"{model} is not supported yet" if model else "this pipeline is not supported"
-        do = "use Qwen-Image, Qwen-Image-Edit, Qwen-Image-Edit-2509 or Qwen-Image-Edit-2511"
+        do = f"use one of {SUPPORTED}"
         raise ModelError(what, where=index, expected=" or ".join(PIPELINES), found=pipeline, do=do)
-    needed = [each for each in components if not (each == "processor" and pipeline == "QwenImagePipeline")]
+    encoders = PIPELINES[pipeline].encoder_parts
+    needed = [each for each in components if each not in ENCODER_PARTS or each in encoders]
     if missing := [each for each in needed if not (path / each).is_dir()]:
         folders = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "no folders"
         raise ModelError(

@@ -1,10 +1,10 @@
-"""The processor of Qwen2.5-VL for images alone: without video, it does not need torchvision."""
+"""The processors of Qwen2.5-VL and Qwen3-VL for images alone: without video, they do not need torchvision."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoTokenizer, Qwen2VLProcessor
+from transformers import AutoTokenizer, Qwen2VLProcessor, Qwen3VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from qwen_cache.models.folder import ModelFolder
@@ -23,8 +23,24 @@ class ImageOnlyQwen2VLProcessor(Qwen2VLProcessor):  # type: ignore[misc]  # tran
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **kwargs)
 
 
-def load_processor(model: ModelFolder) -> ImageOnlyQwen2VLProcessor:
-    """The processor of an Edit model, on PIL."""
-    folder = model.component("processor")
-    images = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    return ImageOnlyQwen2VLProcessor(images, AutoTokenizer.from_pretrained(folder))
+class ImageOnlyQwen3VLProcessor(Qwen3VLProcessor):  # type: ignore[misc]
+    """Qwen3VLProcessor without video, as above."""
+
+    def __init__(
+        self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **kwargs: Any
+    ) -> None:
+        super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **kwargs)
+
+
+PROCESSORS: dict[str, type[Any]] = {
+    "Qwen2_5_VLForConditionalGeneration": ImageOnlyQwen2VLProcessor,
+    "Qwen3VLForConditionalGeneration": ImageOnlyQwen3VLProcessor,
+}
+"""The processor of each text encoder."""
+
+
+def load_processor(model: ModelFolder) -> Any:
+    """The processor of a model that takes images, on PIL."""
+    folder, kind = model.component("processor"), PROCESSORS[model.family.text_encoder]
+    images, tokenizer = Qwen2VLImageProcessorPil.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    return kind(images, tokenizer, chat_template=kind.get_processor_dict(folder)[0].get("chat_template"))

@@ -68,7 +68,7 @@ def find_columns(names: Iterable[str], where: Location, needs: Needs) -> Columns
         if getattr(needs, role) and not columns[role]:
             raise _no_column(role, names, unknown, where)
     _check_unknown(unknown, where)
-    _check_controls(columns["control"], where, needs.control)
+    _check_controls(columns["control"], where, needs.takes_control)
     return {role: [by_number[number] for number in sorted(by_number)] for role, by_number in columns.items()}
 
 
@@ -108,9 +108,9 @@ def _check_unknown(unknown: dict[str, str], where: Location) -> None:
             )
 
 
-def _check_controls(controls: dict[int, str], where: Location, needs_control: bool) -> None:
+def _check_controls(controls: dict[int, str], where: Location, takes_control: bool) -> None:
     listed = ", ".join(repr(controls[number]) for number in sorted(controls))
-    if controls and not needs_control:
+    if controls and not takes_control:
         raise SourceError(
             "there is a control column, but a text-to-image model takes no controls",
             where=where,

@@ -72,6 +72,7 @@ def read_source(
     source: Location,
     *,
     needs_control: bool,
+    takes_control: bool | None = None,
     needs_target: bool = True,
     needs_prompt: bool = True,
     allow_empty_prompt: bool = False,
@@ -79,11 +80,12 @@ def read_source(
     """The usable rows of `source`, and the problems of the others.
 
     The rows of a folder are sorted by name; those of tables and tars keep their order. With `needs_control`, for an
-    editing model, every target needs a control; without it, for text-to-image, there must be none. Without
+    editing model, every target needs a control; without `takes_control`, for text-to-image, there must be none (by
+    default `needs_control` decides both). Without
     `needs_target`, to generate images, the first control of a row without target takes the target's place, and the
     folder may hold only controls.
     """
-    needs = Needs(needs_control, needs_target, needs_prompt)
+    needs = Needs(needs_control, needs_target, needs_prompt, needs_control if takes_control is None else takes_control)
     rows: list[Row] = []
     problems: list[Problem] = []
     for draft in _read(source, needs):

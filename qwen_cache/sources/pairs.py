@@ -26,7 +26,7 @@ def read_pairs(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
     if needs.control and not needs.target and not any(name in folder.folders for name in TARGET_FOLDERS):
         yield from _read_controls(folder)
         return
-    target_folder, control_folder = _layout(folder, needs.control)
+    target_folder, control_folder = _layout(folder, needs)
     targets = _scan(folder, target_folder, IMAGE_EXTENSIONS)
     prompts = _scan(folder, target_folder, [".txt"])
     if not targets:
@@ -71,8 +71,12 @@ def _read_controls(folder: Folder) -> Iterator[Draft]:
         yield replace(draft, samples=tuple(replace(row, mask=None) for row in draft.samples))
 
 
-def _layout(folder: Folder, needs_control: bool) -> tuple[str, str | None]:
-    """The names of the folders with targets and with controls; `.` is the folder itself."""
+def _layout(folder: Folder, needs: Needs) -> tuple[str, str | None]:
+    """The names of the folders with targets and with controls; `.` is the folder itself.
+
+    If there is a folder of controls, every target needs one there, also for a model that takes images without a
+    control: a missing file must not turn an edit into text to image. A table can have both.
+    """
     known = {"target": TARGET_FOLDERS, "control": CONTROL_FOLDERS}
     folders = {role: [name for name in names if name in folder.folders] for role, names in known.items()}
     for role, names in known.items():
@@ -84,7 +88,7 @@ def _layout(folder: Folder, needs_control: bool) -> tuple[str, str | None]:
                 found=", ".join(folders[role]),
                 do="rename or move the wrong one",
             )
-        if needs_control and not folders[role]:
+        if needs.control and not folders[role]:
             raise SourceError(
                 f"the folder has no {role} folder, which an editing model needs",
                 where=folder.path,
@@ -92,7 +96,7 @@ def _layout(folder: Folder, needs_control: bool) -> tuple[str, str | None]:
                 found=", ".join(sorted(folder.files + folder.folders)[:10]) or "nothing",
                 do=f"put the {role} images into {folder.path / names[0]}, or name a source of another kind",
             )
-    if folders["control"] and not needs_control:
+    if folders["control"] and not needs.takes_control:
         raise SourceError(
             "there is a control folder, but a text-to-image model takes no controls",
             where=folder.path,

@@ -33,10 +33,12 @@ class Needs:
     """The parts that every row of a source must have."""
 
     control: bool
-    """A control: for an editing model; a text-to-image model takes none."""
+    """A control: for an editing model."""
     target: bool = True
     """If False, a row without target takes its first control in place of the target, and its name."""
     prompt: bool = True
+    takes_control: bool = True
+    """If False, for a text-to-image model, there must be no control."""
 
 
 @dataclass(frozen=True)

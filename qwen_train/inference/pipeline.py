@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from qwen_cache.encode.tiles import VaeThatFits
 from qwen_cache.models.devices import torch_dtype
-from qwen_cache.models.folder import ModelFolder, PipelineName
+from qwen_cache.models.family import PipelineName
+from qwen_cache.models.folder import ModelFolder
 from qwen_cache.models.loading import load_whole
 from qwen_cache.settings.inference import PredictConfig
 from qwen_train.flow import NoiseSchedule

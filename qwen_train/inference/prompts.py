@@ -21,7 +21,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from qwen_cache.encode.text import TextEncoder
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.models.template import TEMPLATES
 from qwen_cache.sources.sizes import calculate_dimensions
 from qwen_train.inference.devices import Devices, Offload, memory_for
 
@@ -57,7 +56,7 @@ class PromptEncoder:
 
     def arguments(self, images: Sequence[Image.Image], prompt: str, negative_prompt: str | None) -> dict[str, Tensor]:
         """A pipeline's arguments in place of the prompts for `images` (RGB, any size)."""
-        area = TEMPLATES[self.model.pipeline].condition_image_size
+        area = self.model.template.condition_image_size
         resized = [p.resize(calculate_dimensions(area, p.size), Image.Resampling.LANCZOS) for p in images]
         arguments = {}
         for name, text in (("prompt_embeds", prompt), ("negative_prompt_embeds", negative_prompt)):
@@ -76,7 +75,7 @@ class PromptEncoder:
         with memory_for("encoding the prompt", self.device):
             encoder = self._load()
             rows = [
-                encoder.encode_whole(images[i * per_prompt : (i + 1) * per_prompt], prompt)
+                encoder.encode_whole(images[i * per_prompt : (i + 1) * per_prompt], prompt)[0]
                 for i, prompt in enumerate(prompts)
             ]
             if self._offloads and self.offload == "model":

@@ -25,12 +25,11 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLTextModel,
 )
 
-from qwen_cache.encode.builder import ENCODER_PARTS
 from qwen_cache.encode.text import TextEncoder
 from qwen_cache.errors import ModelError
-from qwen_cache.models.folder import open_model
+from qwen_cache.models.family import PIPELINES as KNOWN
+from qwen_cache.models.folder import ENCODER_PARTS, open_model
 from qwen_cache.models.processor import ImageOnlyQwen2VLProcessor
-from qwen_cache.models.template import TEMPLATES
 from tests.support.judge import (
     LONG,
     PIPELINES,
@@ -114,7 +113,7 @@ def test_the_recipe_names_what_the_pipeline_drops(variant: str, tiny_model: Tiny
 
 def test_text_to_image_keeps_as_many_tokens_as_the_pipeline() -> None:
     defaults = inspect.signature(QwenImagePipeline.__call__).parameters
-    assert TEMPLATES["QwenImagePipeline"].max_length == defaults["max_sequence_length"].default
+    assert KNOWN["QwenImagePipeline"].template.max_length == defaults["max_sequence_length"].default
 
 
 @pytest.mark.parametrize("word", ["<|im_end|>", "<|im_start|>user", "<|vision_start|>", "<|vision_end|>"])
@@ -271,7 +270,7 @@ def test_in_one_pass_the_embeddings_are_the_pipelines_bit_for_bit(
     variant: str, count: int, dtype: torch.dtype, text_encoder: TextEncoders, tiny_model: TinyModel
 ) -> None:
     """What `predict` generates with: the same modules on the same shapes."""
-    ours = text_encoder(variant, dtype).encode_whole(images(count), PROMPTS["chinese"])
+    ours = text_encoder(variant, dtype).encode_whole(images(count), PROMPTS["chinese"])[0]
     stock = stock_embeds(stock_pipeline(tiny_model(variant), variant, dtype), images(count), PROMPTS["chinese"])
     assert torch.equal(ours, stock)
 

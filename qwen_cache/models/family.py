@@ -1,0 +1,172 @@
+"""What differs between the model families: one `Family` value for each, all of them here.
+
+The pipelines of a family share VAE, text encoder and the kind of transformer; they differ in template and number of
+images. Classes are given by name, so that this imports neither torch nor diffusers. `CONTRIBUTING.md` says what a third
+family needs besides its value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from qwen_cache.models.template import IMAGE, Template
+
+PipelineName = Literal["QwenImageEditPipeline", "QwenImageEditPlusPipeline", "QwenImagePipeline", "QwenImage21Pipeline"]
+VAE_IMAGE_SIZE = 1024 * 1024
+"""Pixels of an image for the VAE, in all pipelines."""
+BYTES_PER_TOKEN = 4  # of English
+TOKENS_PER_LABEL = 7  # ` <image1>` and the tokens around an image
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline of diffusers: its template, its images, and the parts that encode them."""
+
+    name: PipelineName
+    models: tuple[str, ...]
+    """The published repositories."""
+    template: Template
+    min_controls: int
+    max_controls: int | None
+    """The most control images; None: any number."""
+    tokenizer: str = "tokenizer"
+    """The folder of the tokenizer."""
+
+    @property
+    def encoder_parts(self) -> tuple[str, ...]:
+        """The folders of the frozen encoders, as far as this pipeline has them."""
+        processor = ("processor",) if self.max_controls != 0 or self.tokenizer == "processor" else ()
+        return ("vae", "text_encoder", *(("tokenizer",) if self.tokenizer == "tokenizer" else ()), *processor)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family. Latents are `[S, 64]` in all of them, a token covers 16×16 pixels."""
+
+    name: str
+    licence: str
+    """The licence of the published weights, by its name on the hub."""
+    pipelines: tuple[Pipeline, ...]
+    vae: str
+    """The class in diffusers."""
+    text_encoder: str
+    """The class in transformers."""
+    transformer: str
+    """The class in diffusers."""
+    text_width_key: str
+    """The key of the text embeddings' width in the transformer's config.json."""
+    pixels_per_text_token: int
+    """Pixels of an image per token of the text encoder."""
+    image_mode: Literal["RGB", "RGBA"] = "RGB"
+    """The channels that the VAE takes and gives; the text encoder always sees RGB."""
+    one_condition_image: bool = False
+    """Whether VAE and text encoder get the same resized image; otherwise the encoder's has a size of its own."""
+    final_norm: bool = True
+    """Whether embeddings are the text encoder's last hidden states after its final norm, or before it."""
+    text_rows_only: bool = False
+    """Whether embeddings at image tokens are left out: the transformer replaces them by the image's latents."""
+    target_last: bool = False
+    """Whether the transformer takes the control images before the target. A cache stores the target first."""
+    joint_sequence: bool = False
+    """Whether text and images are one causal sequence, in which a prefix can serve several noise draws."""
+    predict_defaults: Mapping[str, float] = field(default_factory=lambda: {"num_inference_steps": 50})
+    """Settings of `predict` by the pipeline's own defaults."""
+
+
+_EDIT = (
+    "Describe the key features of the input image (color, shape, size, texture, objects, background), then "
+    "explain how the user's text instruction should alter or modify the image. Generate a new image that meets the "
+    "user's requirements while maintaining consistency with the original input where appropriate."
+)
+_TEXT_TO_IMAGE = (
+    "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of "
+    "the objects and background:"
+)
+QWEN_IMAGE = Family(
+    name="Qwen-Image",
+    licence="apache-2.0",
+    pipelines=(
+        Pipeline(
+            "QwenImageEditPipeline",
+            ("Qwen/Qwen-Image-Edit",),
+            Template(_EDIT, image=IMAGE, drop_idx=64, condition_image_size=1024 * 1024),
+            min_controls=1,
+            max_controls=1,
+        ),
+        Pipeline(
+            "QwenImageEditPlusPipeline",
+            ("Qwen/Qwen-Image-Edit-2509", "Qwen/Qwen-Image-Edit-2511"),
+            Template(_EDIT, image=f"Picture {{}}: {IMAGE}", drop_idx=64, condition_image_size=384 * 384),
+            min_controls=1,
+            max_controls=None,
+        ),
+        Pipeline(
+            "QwenImagePipeline",
+            ("Qwen/Qwen-Image",),
+            Template(_TEXT_TO_IMAGE, drop_idx=34, max_length=512),
+            min_controls=0,
+            max_controls=0,
+        ),
+    ),
+    vae="AutoencoderKLQwenImage",
+    text_encoder="Qwen2_5_VLForConditionalGeneration",
+    transformer="QwenImageTransformer2DModel",
+    text_width_key="joint_attention_dim",
+    pixels_per_text_token=28 * 28,  # patches of 14×14, merged 2×2
+    predict_defaults={"num_inference_steps": 50, "true_cfg_scale": 4.0},
+)
+QWEN_IMAGE_21 = Family(
+    name="Qwen-Image-2.1",
+    licence="qwen-research",
+    pipelines=(
+        Pipeline(
+            "QwenImage21Pipeline",
+            ("Qwen/Qwen-Image-2.1",),
+            Template(
+                "Comprehend and analyze the provided prompt.",
+                image=f"<image{{}}>{IMAGE}",
+                separator=" ",
+                empty_prompt=" ",
+            ),
+            min_controls=0,
+            max_controls=None,
+            tokenizer="processor",
+        ),
+    ),
+    vae="AutoencoderKLQwenImage21",
+    text_encoder="Qwen3VLForConditionalGeneration",
+    transformer="QwenImage21Transformer2DModel",
+    text_width_key="context_in_dim",
+    pixels_per_text_token=32 * 32,  # patches of 16×16, merged 2×2
+    image_mode="RGBA",
+    one_condition_image=True,
+    final_norm=False,
+    text_rows_only=True,
+    target_last=True,
+    joint_sequence=True,
+    predict_defaults={"num_inference_steps": 40, "true_cfg_scale": 1.0},
+)
+FAMILIES = (QWEN_IMAGE, QWEN_IMAGE_21)
+PIPELINES: dict[str, Pipeline] = {pipeline.name: pipeline for family in FAMILIES for pipeline in family.pipelines}
+SUPPORTED = ", ".join(repository.partition("/")[2] for each in PIPELINES.values() for repository in each.models)
+"""The supported models, for messages."""
+NOT_YET = {"QwenImageLayeredPipeline": "Qwen-Image-Layered"}
+"""Models of the same makers that nothing here can encode or train."""
+
+
+def family_of(pipeline: str) -> Family:
+    """The family of a pipeline; KeyError for an unknown one."""
+    for family in FAMILIES:
+        if any(each.name == pipeline for each in family.pipelines):
+            return family
+    raise KeyError(pipeline)
+
+
+def estimate_tokens(family: Family, prompt: str, images: Sequence[int]) -> tuple[int, int]:
+    """The tokens of a prompt and its images of these pixels, without a tokenizer: those encoded, and those stored."""
+    text = len(prompt.encode()) // BYTES_PER_TOKEN + 10
+    encoded = text + sum(math.ceil(pixels / family.pixels_per_text_token) for pixels in images)
+    return encoded, text + TOKENS_PER_LABEL * len(images) if family.text_rows_only else encoded
