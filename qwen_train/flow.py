@@ -126,15 +126,15 @@ def weighting(scheme: Weighting, sigma: float) -> float:
 def interpolate(
     clean: Float[Tensor, "B S C"],
     noise: Float[Tensor, "B S C"],
-    sigma: Float[Tensor, " B"],
+    sigma: Float[Tensor, " B"] | Float[Tensor, "B S"],
     is_target: Bool[Tensor, "B S"],
 ) -> Float[Tensor, "B S C"]:
     """The transformer's noisy input `[B, S, C]`: `(1 - sigma) · clean + sigma · noise` at the target's tokens.
 
     That is x_sigma of rectified flow (arXiv 2209.03003). Controls and padding stay as in `clean`. `sigma` is in 0..1,
-    one per sample; `clean` and `noise` are normalised latents, packed 2×2 (C = 64).
+    one per sample, or one per token; `clean` and `noise` are normalised latents (C = 64).
     """
-    level = sigma[:, None, None]
+    level = sigma.reshape(len(sigma), -1, 1)
     return torch.where(is_target[..., None], (1 - level) * clean + level * noise, clean)
 
 

@@ -190,7 +190,9 @@ def scale_gradients(parameters: list[torch.nn.Parameter], factor: float) -> None
 
 def compute_loss(transformer: Any, batch: Batch) -> torch.Tensor:
     """The flow-matching loss of a batch, which is on the transformer's device."""
-    noisy = interpolate(batch.clean, batch.noise, batch.sigma, batch.is_target)
+    sigma = batch.sigma if batch.token_sigma is None else batch.token_sigma
+    noisy = interpolate(batch.clean, batch.noise, sigma, batch.is_target)
+    layout = {} if batch.image_positions is None else {"image_positions": batch.image_positions}
     velocity = transformer(
         hidden_states=noisy.to(batch.prompt_embeds.dtype),
         encoder_hidden_states=batch.prompt_embeds,
@@ -198,6 +200,7 @@ def compute_loss(transformer: Any, batch: Batch) -> torch.Tensor:
         timestep=batch.sigma,
         img_shapes=batch.img_shapes,
         return_dict=False,
+        **layout,
     )[0]
     return flow_loss(velocity, batch.clean, batch.noise, batch.weight, batch.sample_weight)
 
@@ -242,7 +245,7 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
     transformer = load_for_training(config, model, cache, is_new=not earlier)
     if settings.tabulated_modulation:
         held_out = validation.samples if validation else ()
-        sigmas = [noised.sigma for sample in held_out for noised in noised_samples(sample)]
+        sigmas = [noised.draws[0].sigma for sample in held_out for noised in noised_samples(sample)]
         tabulate(transformer, model.component("transformer"), schedule, sigmas)
     if settings.offload_blocks:
         offload_blocks(transformer, settings.offload_blocks, accelerator.device)

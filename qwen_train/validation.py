@@ -24,10 +24,11 @@ from torch import Tensor
 from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import ImgShapes
+from qwen_cache.models.family import Family
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import ValidationConfig
 from qwen_cache.storage.durable import write_durably
-from qwen_train.data.batches import Batch, Batches, NoisedSample, collate
+from qwen_train.data.batches import Batch, Batches, NoiseDraw, NoisedSample, collate
 from qwen_train.inference.cached import FOLDER, generate_cached
 
 LEVELS = 4
@@ -46,6 +47,7 @@ class Validation:
     edit_mask_weight: float
     scheduler: dict[str, Any]
     """The model's scheduler_config.json."""
+    family: Family
 
     def measures_loss(self, step: int) -> bool:
         return self.config.validation_steps is not None and step % self.config.validation_steps == 0
@@ -61,7 +63,7 @@ class Validation:
         sums = torch.zeros(LEVELS, dtype=torch.float64)
         for sample, is_filler in rank_samples(self.samples[: self.config.num_samples], accelerator):
             for level, noised in enumerate(noised_samples(sample)):
-                loss = float(loss_of(collate([noised], self.edit_mask_weight)))
+                loss = float(loss_of(collate([noised], self.edit_mask_weight, family=self.family)))
                 sums[level] += 0.0 if is_filler else loss
         sums = accelerator.reduce(sums.to(accelerator.device)) if accelerator.num_processes > 1 else sums
         means = (sums / min(len(self.samples), self.config.num_samples)).tolist()
@@ -116,7 +118,7 @@ def make_validation(config: Config, batches: Batches, scheduler: dict[str, Any])
             found=f"sample {without[0]}, validation.true_cfg_scale={settings.true_cfg_scale}",
             do="set validation.true_cfg_scale=1, or run `qwen-cache build` on the images",
         )
-    return Validation(samples, settings, config.train.edit_mask_weight, scheduler)
+    return Validation(samples, settings, config.train.edit_mask_weight, scheduler, batches.family)
 
 
 def held_out_by_key(batches: Batches) -> list[int]:
@@ -159,7 +161,8 @@ def noised_samples(sample: Sample) -> Iterator[NoisedSample]:
     generator = generator_of(sample, "loss")
     offset = float(torch.rand((), generator=generator))
     for level in range(LEVELS):
-        yield NoisedSample(sample, (level + offset) / LEVELS, noise(sample, generator), without_caption=False)
+        draw = NoiseDraw((level + offset) / LEVELS, noise(sample, generator))
+        yield NoisedSample(sample, (draw,), without_caption=False)
 
 
 def save_latents(folder: Path, sample: Sample, latents: Float[Tensor, "S 64"], img_shapes: ImgShapes) -> None:

@@ -162,7 +162,7 @@ def test_equals_a_plain_loop_over_the_stock_transformer(train: Trainer, batch_si
 
 def single_loss(stock: QwenImageTransformer2DModel, draws: Batches, position: int) -> torch.Tensor:
     noised = draws.sample_noise(position)
-    sample, noise, sigma = noised.sample, noised.noise, noised.sigma
+    sample, noise, sigma = noised.sample, noised.draws[0].noise, noised.draws[0].sigma
     clean = sample["image_latents"]
     velocity = stock(
         hidden_states=torch.cat([(1 - sigma) * clean + sigma * noise, sample["control_latents"]])[None],

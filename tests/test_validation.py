@@ -41,16 +41,16 @@ def held_out_keys(train: Trainer, **changes: Any) -> list[str]:
 
 @torch.no_grad()
 def stock_loss(stock: QwenImageTransformer2DModel, noised: NoisedSample) -> float:
-    sample, sigma = noised.sample, noised.sigma
+    sample, sigma = noised.sample, noised.draws[0].sigma
     clean = sample["image_latents"]
     velocity = stock(
-        hidden_states=torch.cat([(1 - sigma) * clean + sigma * noised.noise, sample["control_latents"]])[None],
+        hidden_states=torch.cat([(1 - sigma) * clean + sigma * noised.draws[0].noise, sample["control_latents"]])[None],
         encoder_hidden_states=sample["prompt_embeds"][None],
         timestep=torch.tensor([sigma]),
         img_shapes=[list(sample.img_shapes)],
         return_dict=False,
     )[0][0, : len(clean)]
-    return float(torch.nn.functional.mse_loss(velocity, noised.noise - clean))
+    return float(torch.nn.functional.mse_loss(velocity, noised.draws[0].noise - clean))
 
 
 # ---- the loss --------------------------------------------------------------------------------------------------------
@@ -84,11 +84,11 @@ def test_noise_and_levels_belong_to_the_sample_alone(train: Trainer) -> None:
 def test_each_sample_has_a_level_in_each_quarter_and_noise_of_its_own(train: Trainer) -> None:
     noised = [list(validation.noised_samples(sample)) for sample in open_cache(train.cache)]
     for levels in noised:
-        assert [int(4 * item.sigma) for item in levels] == [0, 1, 2, 3]
-    assert len({item.sigma for levels in noised for item in levels}) == 4 * len(noised)
-    noises = [item.noise[:4] for levels in noised for item in levels]
+        assert [int(4 * item.draws[0].sigma) for item in levels] == [0, 1, 2, 3]
+    assert len({item.draws[0].sigma for levels in noised for item in levels}) == 4 * len(noised)
+    noises = [item.draws[0].noise[:4] for levels in noised for item in levels]
     assert all(not torch.equal(a, b) for i, a in enumerate(noises) for b in noises[:i])
-    assert 0.9 < float(torch.cat([item.noise for levels in noised for item in levels]).std()) < 1.1
+    assert 0.9 < float(torch.cat([item.draws[0].noise for levels in noised for item in levels]).std()) < 1.1
 
 
 def test_training_is_the_same_with_and_without(train: Trainer) -> None:

@@ -255,6 +255,18 @@ def _rows(table: pa.Table, tensor: str, where: object) -> IntArray:
     return rows
 
 
+def row_tokens(
+    tokens: IntArray, *, joint: bool, noise_draws: int = 1, target_tokens: IntArray | None = None
+) -> IntArray:
+    """Token counts `[2, N]` as a batch computes them: of images and text, or with `joint` of both in one row and 0.
+
+    `tokens` are those of the cache. With several noise draws the `target_tokens` `[N]` count once for each.
+    """
+    if target_tokens is not None and noise_draws > 1:
+        tokens = tokens + np.stack([(noise_draws - 1) * target_tokens, np.zeros_like(target_tokens)])
+    return np.stack([tokens.sum(0), np.zeros_like(tokens[0])]) if joint else tokens
+
+
 def sequence_settings(config: BatchConfig) -> dict[str, Any]:
     """The settings that determine the sequence of batches, None for those without effect: a resumed run needs them."""
     return {
@@ -265,7 +277,7 @@ def sequence_settings(config: BatchConfig) -> dict[str, Any]:
         "train.bucketing_window": config.bucketing_window if _bucketed(config) else None,
         "train.balance_window": config.balance_window if config.balance_window > 1 else None,
         "train.validation_split": config.validation_split or None,
-    }
+    } | ({"train.noise_draws": config.noise_draws} if config.noise_draws > 1 else {})
 
 
 def padded_tokens(tokens: IntArray, cuts: IntArray) -> IntArray:
@@ -298,11 +310,12 @@ def _check_budget(tokens: IntArray, config: BatchConfig, name: Callable[[int], s
         return
     largest = int(total.argmax())
     image, text = tokens[:, largest].tolist()
+    parts = f": {image:,} of its images, {text:,} of its text" if text else ""
     more = int((total > config.max_tokens).sum()) - 1
     raise TrainError(
         f"sample {name(largest)} alone exceeds train.max_tokens" + (f", and so do {more} more" if more else ""),
         expected=f"at most {config.max_tokens:,} tokens",
-        found=f"{image + text:,}: {image:,} of its images, {text:,} of its text",
+        found=f"{image + text:,}{parts}",
         do=f"set train.max_tokens={image + text} or more, or build the cache at a smaller data.vae_image_size",
     )
 

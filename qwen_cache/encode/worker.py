@@ -70,6 +70,7 @@ def _description(job: BuildJob, samples: Sequence[PlannedSample]) -> dict[str, A
         "prompt_embeds_width": job.model.text_width,
         "names": [sample.row.name for sample in samples],
         "image_tokens": [token_count(sample.img_shapes) for sample in samples],
+        "target_tokens": [token_count(sample.img_shapes[:1]) for sample in samples],
         "text_tokens": text_tokens(job, samples),
     }
 

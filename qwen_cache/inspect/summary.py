@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.batching.batch_plan import index_token_counts
+from qwen_cache.batching.batch_plan import index_token_counts, row_tokens
 from qwen_cache.batching.budgets import budgets
 from qwen_cache.console import human_bytes, plural
 from qwen_cache.errors import ConfigError
@@ -24,6 +24,7 @@ from qwen_cache.format.sample import PIXELS_PER_TOKEN, token_count
 from qwen_cache.format.tensor import BYTES_PER_ELEMENT
 from qwen_cache.inspect.flags import index_flags, scan_flags
 from qwen_cache.inspect.tensors import numbers, statistics
+from qwen_cache.models.family import family_of_recipe
 from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.url import Url, location
 
@@ -86,8 +87,10 @@ def printable(name: object) -> str:
 
 def _recipe(cache: Cache, rows: Sequence[IndexRow], scan: bool) -> dict[str, Any]:
     texts, images = [row.meta.text_length for row in rows], [token_count(row.meta.img_shapes) for row in rows]
-    shapes = [row.meta.img_shapes[0] for row in rows]
+    shapes, family = [row.meta.img_shapes[0] for row in rows], family_of_recipe(cache.recipe.recipe)
     return {
+        "family": family.name,
+        "license": family.licence,
         "samples": len(rows),
         "identity": cache.identity,
         "recipe": cache.recipe.recipe,
@@ -111,7 +114,9 @@ def _recipe(cache: Cache, rows: Sequence[IndexRow], scan: bool) -> dict[str, Any
 
 def _batches(cache: Cache) -> list[dict[str, float]]:
     """Samples per batch and padding under a few token budgets."""
-    return [asdict(budget) for budget in budgets(index_token_counts(cache.table, cache.folder / INDEX_NAME))]
+    tokens = index_token_counts(cache.table, cache.folder / INDEX_NAME)
+    joint = family_of_recipe(cache.recipe.recipe).joint_sequence
+    return [asdict(budget) for budget in budgets(row_tokens(tokens, joint=joint))]
 
 
 def _savings(rows: Sequence[IndexRow]) -> dict[str, int]:
@@ -259,6 +264,7 @@ def describe(path: str | Path, key: str, copies: LocalCopies | None = None) -> d
         "images": [_resolution(row, i) for i in range(len(meta.img_shapes))],
         "img_shapes": [list(shape) for shape in meta.img_shapes],
         "prefix_length": meta.prefix_length,
+        "image_positions": list(meta.image_positions),
         "edit_mask_from": meta.edit_mask_from,
         "inputs": meta.inputs.to_json(),
         "source_rows": row.source_rows,

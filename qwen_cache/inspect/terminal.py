@@ -53,7 +53,7 @@ def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
     settings = recipe["recipe"]
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
-    kind = f"{settings['pipeline']}, {settings['dtype']}"
+    kind = f"{recipe['family']}: {settings['pipeline']}, {settings['dtype']}, weights under {recipe['license']}"
     facts.add_row("recipe", f"[bold]{escape(name)}[/]  {escape(kind)}")
     if "imported_from" in settings:
         facts.add_row("imported", escape(import_origin(settings)))

@@ -165,6 +165,12 @@ def family_of(pipeline: str) -> Family:
     raise KeyError(pipeline)
 
 
+def family_of_recipe(recipe: Mapping[str, object]) -> Family:
+    """The family of a cache's recipe; the 20B family if it names no known pipeline."""
+    pipeline = recipe.get("pipeline")
+    return family_of(pipeline) if isinstance(pipeline, str) and pipeline in PIPELINES else QWEN_IMAGE
+
+
 def estimate_tokens(family: Family, prompt: str, images: Sequence[int]) -> tuple[int, int]:
     """The tokens of a prompt and its images of these pixels, without a tokenizer: those encoded, and those stored."""
     text = len(prompt.encode()) // BYTES_PER_TOKEN + 10

@@ -27,6 +27,9 @@ class BatchConfig(Section):
     """Drop the samples that do not fill the last batch of an epoch; otherwise this batch is smaller."""
     layout: Literal["padded", "packed"] = "padded"
     """padded: rows of equal length. packed: one row of valid tokens, no padding computed. Equal results."""
+    noise_draws: Positive = 1
+    """Timesteps and noises of a sample in one pass: text and control images are computed once, and each draw attends to
+    them and to itself. Qwen-Image-2.1 only."""
     validation_split: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the samples that is held out. The hash of the target decides, so a sample never changes sides."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0

@@ -24,11 +24,12 @@ import xxhash
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qwen_cache.batching.batch_plan import BatchPlan, RankBatch
+from qwen_cache.batching.batch_plan import BatchPlan, RankBatch, row_tokens
 from qwen_cache.batching.epoch import IntArray
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import ImgShapes, token_count
+from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21, Family, family_of_recipe
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.data.samples import Samples
 from qwen_train.data.split import split
@@ -40,21 +41,31 @@ FETCHED_AHEAD = 8  # further batches whose samples are being fetched, for a remo
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded samples: B of them, S image tokens (target, then each control, then padding), L text tokens of width D."""
+    """Padded samples: B of them, S image tokens (then padding), L text tokens of width D, K noise draws.
+
+    The images of a sample are in the order of its family's transformer: the target and then each control, or each
+    control and then the target, once for each noise draw.
+    """
 
     keys: tuple[str, ...]
     img_shapes: tuple[ImgShapes, ...]
+    """The images of each sample in that order, the target once."""
     clean: Float[Tensor, "B S 64"]
     noise: Float[Tensor, "B S 64"]
     is_target: Bool[Tensor, "B S"]
     weight: Float[Tensor, "B S"]
     """The weight of each token in the loss: 0 for controls and padding."""
-    sigma: Float[Tensor, " B"]
+    sigma: Float[Tensor, " B"] | Float[Tensor, "B K"]
+    """The noise level of each sample; with several draws, of each draw."""
     sample_weight: Float[Tensor, " B"]
     """The weight of each sample in the mean loss (`flow_loss`)."""
     prompt_embeds: Float[Tensor, "B L D"]
     prompt_embeds_mask: Bool[Tensor, "B L"] | None
     """True for valid tokens; None if no text is padded."""
+    token_sigma: Float[Tensor, "B S"] | None = None
+    """The noise level of each token; only with several draws."""
+    image_positions: tuple[tuple[int, ...], ...] | None = None
+    """For each control of a sample the text tokens before it; None for the 20B family, whose text has image tokens."""
     loss_scale: float = 1.0
     """The factor of its loss in that of its optimizer step, 1 on average (`RankBatch.loss_scale`)."""
     consumed_samples: int = 0
@@ -72,7 +83,10 @@ class Batch:
 
     @property
     def image_tokens(self) -> int:
-        return sum(token_count(shapes) for shapes in self.img_shapes)
+        """The image tokens that are computed: the target counts once for each noise draw."""
+        further = 0 if self.token_sigma is None else self.sigma.shape[1] - 1
+        targets = sum(token_count(shapes[-1:]) for shapes in self.img_shapes) if further else 0
+        return sum(token_count(shapes) for shapes in self.img_shapes) + further * targets
 
 
 class Buffers:
@@ -102,15 +116,27 @@ class Buffers:
 
 
 @dataclass(frozen=True)
-class NoisedSample:
-    """A sample with the noise, noise level and caption dropout sampled for it."""
+class NoiseDraw:
+    """A noise level and noise sampled for a target of S tokens."""
 
-    sample: Sample
     sigma: float
     noise: Float[Tensor, "S 64"]
-    without_caption: bool
     weighting: float = 1.0
-    """The loss weight of its noise level."""
+    """The loss weight of the noise level."""
+
+
+@dataclass(frozen=True)
+class NoisedSample:
+    """A sample with the noise draws and the caption dropout sampled for it."""
+
+    sample: Sample
+    draws: tuple[NoiseDraw, ...]
+    without_caption: bool
+
+    @property
+    def weighting(self) -> float:
+        """The loss weight of the sample: the mean over its draws."""
+        return sum(draw.weighting for draw in self.draws) / len(self.draws)
 
 
 class Batches:
@@ -122,8 +148,16 @@ class Batches:
         self.cache, self.config, self.schedule, self.rank, self.world_size = cache, config, schedule, rank, world_size
         self.training, self.validation = training_and_validation(cache, config)
         """The trained and the held-out samples, as positions in the cache."""
-        loss_tokens = target_tokens(cache) if config.loss_reduction == "per_token" else None
-        self.plan = BatchPlan(cache.token_counts(), config, cache.name, cache.parts(self.training), loss_tokens)
+        self.family = family_of_recipe(cache.recipe.recipe)
+        check_noise_draws(self.family, config.noise_draws)
+        loss_tokens = cache.target_tokens() if config.loss_reduction == "per_token" else None
+        tokens = row_tokens(
+            cache.token_counts(),
+            joint=self.family.joint_sequence,
+            noise_draws=config.noise_draws,
+            target_tokens=cache.target_tokens() if config.noise_draws > 1 else None,
+        )
+        self.plan = BatchPlan(tokens, config, cache.name, cache.parts(self.training), loss_tokens)
 
     def batch(self, consumed_samples: int) -> Batch:
         """This rank's batch when an optimizer step begins after `consumed_samples`."""
@@ -136,7 +170,8 @@ class Batches:
 
     def _make(self, rank_batch: RankBatch, buffers: Buffers | None = None) -> Batch:
         samples = [self.sample_noise(position) for position in rank_batch.positions]
-        batch = collate(samples, self.config.edit_mask_weight, self.config.loss_reduction, buffers)
+        config = self.config
+        batch = collate(samples, config.edit_mask_weight, config.loss_reduction, buffers, family=self.family)
         return replace(batch, loss_scale=rank_batch.loss_scale, consumed_samples=rank_batch.consumed_samples)
 
     def _prefetch(self, rank_batch: RankBatch) -> None:
@@ -144,22 +179,36 @@ class Batches:
         self.cache.prefetch(self.plan.sample(position) for position in rank_batch.positions)
 
     def sample_noise(self, position: int) -> NoisedSample:
-        """The sample at `position`, with its noise, noise level and caption dropout."""
+        """The sample at `position`, with its noise draws and caption dropout.
+
+        The first draw is the same for any number of draws.
+        """
         config = self.config
         sample = self.cache[self.plan.sample(position)]
         generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{config.seed} {position}".encode()) >> 1)
-        u = sample_u(
+        u = self._sample_u(generator)
+        without_caption = float(torch.rand((), generator=generator)) < config.caption_dropout
+        draws = [self._draw(sample, u, generator)]
+        while len(draws) < config.noise_draws:
+            draws.append(self._draw(sample, self._sample_u(generator), generator))
+        return NoisedSample(sample, tuple(draws), without_caption)
+
+    def _sample_u(self, generator: torch.Generator) -> float:
+        config = self.config
+        return sample_u(
             generator,
             config.timestep_sampling,
             logit_mean=config.logit_mean,
             logit_std=config.logit_std,
             mode_scale=config.mode_scale,
         )
-        without_caption = float(torch.rand((), generator=generator)) < config.caption_dropout
+
+    def _draw(self, sample: Sample, u: float, generator: torch.Generator) -> NoiseDraw:
+        """The noise level for `u`, and noise."""
         tokens = token_count(sample.img_shapes[:1])
         noise = torch.randn(tokens, sample.shape("image_latents")[1], generator=generator)
         sigma = self.schedule.sigma(u, tokens)
-        return NoisedSample(sample, sigma, noise, without_caption, weighting(config.weighting, sigma))
+        return NoiseDraw(sigma, noise, weighting(self.config.weighting, sigma))
 
     def starting_at(self, consumed_samples: int) -> Generator[Batch]:
         """The endless batches after `consumed_samples`, where an optimizer step begins, prepared ahead by one thread.
@@ -200,14 +249,38 @@ def training_and_validation(samples: Samples, config: TrainConfig) -> tuple[IntA
     return split(samples.column("target").to_pylist(), config.validation_split)
 
 
-def target_tokens(samples: Samples) -> IntArray:
-    """`[N]`: image tokens of each target; ConfigError without an index."""
-    if not samples.has_index:
+def check_noise_draws(family: Family, noise_draws: int) -> None:
+    """ConfigError for several draws where nothing can be computed once for all of them."""
+    if noise_draws > 1 and not family.joint_sequence:
         raise ConfigError(
-            "train.loss_reduction=per_token needs the index of a cache, which --encode-on-the-fly does not have",
-            do="build a cache: `qwen-cache build`, or set train.loss_reduction=per_sample",
+            f"train.noise_draws is for {QWEN_IMAGE_21.name}: in {family.name} text and control images attend to the "
+            "noisy target, so nothing can be computed once for several draws",
+            found=f"train.noise_draws={noise_draws}",
+            do="set train.noise_draws=1",
         )
-    return samples.target_tokens()
+
+
+@dataclass(frozen=True)
+class TokenPlaces:
+    """Where the tokens of a sample's images are in its row of a batch."""
+
+    controls: slice
+    draws: tuple[slice, ...]
+    """The target, once for each noise draw."""
+    length: int
+
+    @classmethod
+    def of(cls, img_shapes: ImgShapes, draws: int, *, target_last: bool) -> TokenPlaces:
+        target, controls = token_count(img_shapes[:1]), token_count(img_shapes[1:])
+        first = controls if target_last else 0
+        ends = [first + (i + 1) * target for i in range(draws)]
+        at = slice(0, controls) if target_last else slice(draws * target, draws * target + controls)
+        return cls(at, tuple(slice(end - target, end) for end in ends), controls + draws * target)
+
+    @property
+    def targets(self) -> slice:
+        """All draws together."""
+        return slice(self.draws[0].start, self.draws[-1].stop)
 
 
 def collate(
@@ -215,42 +288,59 @@ def collate(
     edit_mask_weight: float = 1.0,
     loss_reduction: Literal["per_sample", "per_token"] = "per_sample",
     buffers: Buffers | None = None,
+    *,
+    family: Family = QWEN_IMAGE,
 ) -> Batch:
-    """Pad samples of any sizes into one batch, in `buffers` if given; every tensor is copied once."""
+    """Pad samples of any sizes into one batch, in `buffers` if given; the large tensors are written once per draw."""
     buffers = buffers or Buffers()
-    samples = [item.sample for item in noised]
-    targets = [token_count(sample.img_shapes[:1]) for sample in samples]
-    images = [token_count(sample.img_shapes) for sample in samples]
-    texts = [_text_tokens(item) for item in noised]
+    samples, count = [item.sample for item in noised], len(noised[0].draws)
+    places = [TokenPlaces.of(sample.img_shapes, count, target_last=family.target_last) for sample in samples]
+    texts, longest = [_text_tokens(item) for item in noised], max(place.length for place in places)
     first = samples[0].row.meta.tensors
     embeds_dtype = {"BF16": torch.bfloat16, "F32": torch.float32}[first["prompt_embeds"].dtype]
-    size = len(noised), max(images), first["image_latents"].shape[1]
-    clean = _padded(images, buffers.empty("clean", size, torch.float32))
-    noise = _padded(targets, buffers.empty("noise", size, torch.float32))
-    weight = torch.zeros(len(noised), max(images))
+    size = len(noised), longest, first["image_latents"].shape[1]
+    clean, noise = (buffers.empty(name, size, torch.float32) for name in ("clean", "noise"))
+    weight, is_target = torch.zeros(size[:2]), torch.zeros(size[:2], dtype=torch.bool)
+    token_sigma = torch.zeros(size[:2]) if count > 1 else None
     size = len(noised), max(texts), first["prompt_embeds"].shape[1]
     prompt_embeds = _padded(texts, buffers.empty("prompt_embeds", size, embeds_dtype))
-    for i, (item, sample) in enumerate(zip(noised, samples, strict=True)):
-        target, tensors = targets[i], sample.row.meta.tensors
-        sample.copy_into("image_latents", clean[i, :target])
-        if "control_latents" in tensors:
-            sample.copy_into("control_latents", clean[i, target : images[i]])
-        noise[i, :target] = item.noise
-        mask = sample["edit_mask"] if "edit_mask" in tensors else torch.ones(target)
-        weight[i, :target] = 1 + (edit_mask_weight - 1) * mask
+    for i, (item, sample, place) in enumerate(zip(noised, samples, places, strict=True)):
+        mask = sample["edit_mask"] if "edit_mask" in sample else torch.ones(len(item.draws[0].noise))
+        target = clean[i, place.draws[0]]
+        sample.copy_into("image_latents", target)
+        if "control_latents" in sample:
+            sample.copy_into("control_latents", clean[i, place.controls])
+        noise[i, : place.targets.start], noise[i, place.targets.stop :], clean[i, place.length :] = 0, 0, 0
+        for draw, at in zip(item.draws, place.draws, strict=True):
+            if at != place.draws[0]:
+                clean[i, at] = target
+            noise[i, at] = draw.noise
+            weight[i, at] = (1 + (edit_mask_weight - 1) * mask) * (draw.weighting / item.weighting)
+            if token_sigma is not None:
+                token_sigma[i, at] = draw.sigma
+        is_target[i, place.targets] = True
         sample.copy_into(_text_name(item), prompt_embeds[i, : texts[i]])
+    sigma = torch.tensor([[draw.sigma for draw in item.draws] for item in noised], dtype=torch.float32)
+    loss_tokens = [len(item.draws[0].noise) for item in noised] if loss_reduction == "per_token" else [1] * len(noised)
     return Batch(
         keys=tuple(sample.key for sample in samples),
-        img_shapes=tuple(sample.img_shapes for sample in samples),
+        img_shapes=tuple(_in_order(sample.img_shapes, family) for sample in samples),
         clean=clean,
         noise=noise,
-        is_target=_valid_mask(targets, max(images)),
+        is_target=is_target,
         weight=weight,
-        sigma=torch.tensor([item.sigma for item in noised], dtype=torch.float32),
-        sample_weight=_sample_weights(noised, targets if loss_reduction == "per_token" else [1] * len(noised)),
+        sigma=sigma if count > 1 else sigma[:, 0],
+        sample_weight=_sample_weights(noised, loss_tokens),
         prompt_embeds=prompt_embeds,
         prompt_embeds_mask=None if min(texts) == max(texts) else _valid_mask(texts, max(texts)),
+        token_sigma=token_sigma,
+        image_positions=tuple(s.row.meta.image_positions for s in samples) if family.text_rows_only else None,
     )
+
+
+def _in_order(img_shapes: ImgShapes, family: Family) -> ImgShapes:
+    """The images as the family's transformer takes them."""
+    return (*img_shapes[1:], img_shapes[0]) if family.target_last else img_shapes
 
 
 def _sample_weights(noised: Sequence[NoisedSample], loss_tokens: Sequence[int]) -> Float[Tensor, " B"]:

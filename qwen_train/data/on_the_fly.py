@@ -62,6 +62,7 @@ class OnTheFlySamples:
         self.prompt_embeds_width: int = header["prompt_embeds_width"]
         self.names: list[str] = header["names"]
         self._token_counts = np.array([header["image_tokens"], header["text_tokens"]], dtype=np.int64)
+        self._target_tokens = np.array(header["target_tokens"], dtype=np.int64)
         self.recipe = Recipe(header["recipe"], header["samples"], header["identity"])
 
     @property
@@ -75,7 +76,8 @@ class OnTheFlySamples:
         raise self._no_index()
 
     def target_tokens(self) -> IntArray:
-        raise self._no_index()
+        """`[N]`: image tokens of the target."""
+        return self._target_tokens
 
     def edit_masks(self) -> int:
         raise self._no_index()

@@ -58,7 +58,7 @@ class Samples(Protocol):
         """`[2, N]`: image tokens (of target and controls) and text tokens."""
 
     def target_tokens(self) -> IntArray:
-        """`[N]`: image tokens of the target; ConfigError without an index."""
+        """`[N]`: image tokens of the target."""
 
     def edit_masks(self) -> int:
         """The number of samples with an edit mask; ConfigError without an index."""
