@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
-from diffusers.image_processor import VaeImageProcessor
 from jaxtyping import Float
 from PIL import Image
 
+from qwen_cache.encode.latents import latent_space, vae_class
 from qwen_cache.encode.tiles import VaeThatFits
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.models.folder import ModelFolder
@@ -29,7 +28,7 @@ def parts_of(img_shapes: Iterable[Sequence[int]]) -> Iterator[tuple[slice, Size]
 
 def load_vae(model: ModelFolder, device: torch.device, dtype: torch.dtype) -> VaeThatFits:
     """The VAE alone, for `decode_latents`."""
-    return VaeThatFits(load_whole(AutoencoderKLQwenImage, model.component("vae"), torch_dtype=dtype).to(device))
+    return VaeThatFits(load_whole(vae_class(model), model.component("vae"), torch_dtype=dtype).to(device))
 
 
 def decode_images(
@@ -41,13 +40,5 @@ def decode_images(
 
 @torch.inference_mode()
 def decode_latents(vae: Any, latents: Float[torch.Tensor, "1 S 64"], size: Size) -> Image.Image:
-    """The image of packed latents, decoded on the VAE's device as in the pipelines."""
-    width, height = size
-    scale = vae.spatial_compression_ratio
-    z = QwenImagePipeline._unpack_latents(latents, height, width, scale).to(vae.device, vae.dtype)
-    mean, std = (
-        torch.tensor(values).view(1, -1, 1, 1, 1).to(z) for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    image = vae.decode(z / (1.0 / std) + mean, return_dict=False)[0][:, :, 0]
-    decoded: Image.Image = VaeImageProcessor(vae_scale_factor=2 * scale).postprocess(image, output_type="pil")[0]
-    return decoded
+    """The image of packed latents, decoded on the VAE's device as in the pipelines; RGBA where the VAE has it."""
+    return latent_space(vae).decode(vae, latents, size)
