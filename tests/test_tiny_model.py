@@ -1,8 +1,10 @@
-"""The tiny model of the other tests: real structure, stock loading, weights that react to every input."""
+"""The tiny models of the other tests: real structure, stock loading, weights that react to every input.
+
+What only Qwen-Image-2.1 has is in test_tiny_qwen_image_21.py.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import subprocess
 import sys
@@ -11,15 +13,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import AutoencoderKLQwenImage, DiffusionPipeline, QwenImageTransformer2DModel
+from diffusers import (
+    AutoencoderKLQwenImage,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImageTransformer2DModel,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer, Qwen2VLProcessor
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
+from .support.paths import load_tool
+
 TOOL = Path(__file__).parent.parent / "tools" / "make_tiny_model.py"
 PREFIX_LENGTHS = {"edit": 64, "edit-plus": 64, "edit-2511": 64, "t2i": 34}
+VARIANTS = [*PREFIX_LENGTHS, "qwen-image-21"]
 
 
 class ImageOnlyProcessor(Qwen2VLProcessor):
@@ -31,16 +41,13 @@ class ImageOnlyProcessor(Qwen2VLProcessor):
 
 @pytest.fixture(scope="module")
 def make_tiny_model():
-    spec = importlib.util.spec_from_file_location("make_tiny_model", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.make_tiny_model
+    return load_tool("make_tiny_model").make_tiny_model
 
 
 @pytest.fixture(scope="module")
 def models(make_tiny_model, tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {variant: make_tiny_model(root / variant, variant) for variant in PREFIX_LENGTHS}
+    return {variant: make_tiny_model(root / variant, variant) for variant in VARIANTS}
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +92,12 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_equal_seeds_give_equal_bytes_in_another_process_too(models, make_tiny_model, tmp_path):
-    command = [sys.executable, TOOL, tmp_path / "again", "--variant", "edit-2511", "--seed", "0"]
+@pytest.mark.parametrize("variant", ["edit-2511", "qwen-image-21"])
+def test_equal_seeds_give_equal_bytes_in_another_process_too(models, make_tiny_model, tmp_path, variant):
+    command = [sys.executable, TOOL, tmp_path / "again", "--variant", variant, "--seed", "0"]
     subprocess.run(command, check=True, capture_output=True)
-    assert files(tmp_path / "again") == files(models["edit-2511"])
-    other = files(make_tiny_model(tmp_path / "other", "edit-2511", seed=1))
+    assert files(tmp_path / "again") == files(models[variant])
+    other = files(make_tiny_model(tmp_path / "other", variant, seed=1))
     assert {name for name, content in files(tmp_path / "again").items() if content != other[name]} == {
         "text_encoder/model.safetensors",
         "transformer/diffusion_pytorch_model.safetensors",
@@ -97,7 +105,7 @@ def test_equal_seeds_give_equal_bytes_in_another_process_too(models, make_tiny_m
     }
 
 
-@pytest.mark.parametrize("variant", PREFIX_LENGTHS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_model_is_a_few_megabytes(models, variant):
     assert sum(map(len, files(models[variant]).values())) < 8e6
 
@@ -114,9 +122,10 @@ def test_the_pipeline_drops_exactly_the_template_before_the_user(models, variant
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("folder", ["edit/tokenizer", "qwen-image-21/processor"])
 @given(text=st.text())
-def test_the_tokenizer_takes_any_text(models, text):
-    tokenizer = Qwen2Tokenizer.from_pretrained(models["edit"] / "tokenizer")
+def test_the_tokenizer_takes_any_text(models, folder, text):
+    tokenizer = Qwen2Tokenizer.from_pretrained(models["edit"].parent / folder)
     assert tokenizer.decode(tokenizer(text).input_ids) == unicodedata.normalize("NFC", text)
 
 
@@ -164,8 +173,9 @@ def test_structure_and_ids_are_those_of_qwen2_5_vl(models, text_encoder):
     assert tokenizer.padding_side == "right"
 
 
-def test_the_scheduler_ends_where_qwen_image_ends(models):
-    scheduler = load_pipeline(models["edit"]).scheduler
+@pytest.mark.parametrize("variant", ["edit", "qwen-image-21"])
+def test_the_scheduler_ends_where_qwen_image_ends(models, variant):
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(models[variant] / "scheduler")
     # At 1024², 4096 tokens: the shift is on the line from 0.5 at 256 tokens to 0.9 at 8192.
     mu = 0.5 + (0.9 - 0.5) * (4096 - 256) / (8192 - 256)
     settings = scheduler.config

@@ -1,33 +1,48 @@
-"""Write a tiny Qwen-Image(-Edit) model: the real classes and structure, a few megabytes, random weights.
+"""Write a tiny Qwen-Image, Qwen-Image-Edit or Qwen-Image-2.1: the real classes, a few megabytes, random weights.
 
-    python tools/make_tiny_model.py OUT [--variant edit|edit-plus|edit-2511|t2i] [--seed N]
+    python tools/make_tiny_model.py OUT [--variant edit|edit-plus|edit-2511|t2i|qwen-image-21] [--seed N]
 
 OUT becomes a diffusers folder that stock `from_pretrained` loads (without torchvision the caller passes `processor=`,
-because transformers' Qwen2VLProcessor requires it). Everything that code around a model relies on is real: special
-tokens, template lengths, M-RoPE, windowed vision, mean and standard deviation of latents, pixel limits, scheduler. The
-weights are random, but every output depends on every input at the scale of the trained networks, and the VAE returns a
-coarse version of its input image. Equal seeds give equal bytes.
+because transformers' Qwen2VLProcessor and Qwen3VLProcessor require it). Everything that code around a model relies on
+is real: special tokens, template lengths, M-RoPE, windowed vision, mean and standard deviation of latents, pixel
+limits, scheduler. The weights are random, but every output depends on every input at the scale of the trained networks,
+and the VAE returns a coarse version of its input image. Equal seeds give equal bytes.
+
+The parts of Qwen-Image-2.1 are in tiny_qwen_image_21.py, which says where they differ. `--sample-sigmas` writes the
+noise levels of a distilled one.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
-import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import diffusers
+import tiny_qwen_image_21
 import torch
 from diffusers import (
     AutoencoderKLQwenImage,
     DiffusionPipeline,
-    FlowMatchEulerDiscreteScheduler,
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageRMS_norm
+from tiny_model_parts import (
+    CONSTANT,
+    TEXT_WIDTH,
+    TRACE,
+    fill,
+    make_scheduler,
+    set_diagonal,
+    train_tokenizer,
+    vision_token_ids,
+    write_json,
+)
+from tiny_model_parts import SPECIAL_TOKENS as SPECIAL_TOKENS
 from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -39,54 +54,60 @@ PIPELINES: dict[str, type[DiffusionPipeline]] = {
     "t2i": QwenImagePipeline,
 }
 
-# In Qwen2.5-VL's order, which is the order of their ids.
-SPECIAL_TOKENS = [
-    *("<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"),
-    *("<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>"),
-    *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
-]
+VARIANTS = [*PIPELINES, "qwen-image-21"]
 
-TEXT_WIDTH = 64  # 4 heads of 16, the smallest with M-RoPE's real ratio of time, height and width, 2 : 3 : 3
-
-# The channels that carry the image through the VAE: red, green, blue and a constant. The constant, far larger than the
-# colours, keeps the length that RMS norms divide by nearly equal; otherwise they would remove each pixel's brightness.
-CARRIED, CONSTANT = 4, 32.0
-TRACE = 0.02  # the fraction of all other channels that each layer adds to them, so that every weight matters
+CARRIED = 4  # channels that carry the image through the VAE: red, green, blue and CONSTANT
 
 
-def make_tiny_model(out: Path, variant: str = "edit", seed: int = 0) -> Path:
-    """Write the model of `variant` to the folder `out`, overwrite existing files, and return `out`."""
+def make_tiny_model(
+    out: Path, variant: str = "edit", seed: int = 0, sample_sigmas: Sequence[float] | None = None
+) -> Path:
+    """Write the model of `variant` to the folder `out`, overwrite existing files, and return `out`.
+
+    `sample_sigmas` are the noise levels of a distilled Qwen-Image-2.1, without the last, 0; no other variant has them.
+    """
+    if sample_sigmas is not None and variant != "qwen-image-21":
+        raise ValueError(f"sample_sigmas: {variant} has none, only qwen-image-21")
     out = Path(out)
     generator = torch.Generator().manual_seed(seed)
-    tokenizer = make_tokenizer()
-    parts = {
-        "scheduler": make_scheduler(),
-        "text_encoder": make_text_encoder(tokenizer, generator),
-        "tokenizer": tokenizer,
-        "transformer": make_transformer(generator, zero_cond_t=variant == "edit-2511"),
-        "vae": make_vae(generator),
-    }
+    if variant == "qwen-image-21":
+        tokenizer = tiny_qwen_image_21.make_tokenizer()
+        parts = {
+            "scheduler": make_scheduler(),
+            "text_encoder": tiny_qwen_image_21.make_text_encoder(tokenizer, generator),
+            "transformer": tiny_qwen_image_21.make_transformer(generator),
+            "vae": tiny_qwen_image_21.make_vae(generator),
+        }
+    else:
+        tokenizer = make_tokenizer()
+        parts = {
+            "scheduler": make_scheduler(),
+            "text_encoder": make_text_encoder(tokenizer, generator),
+            "tokenizer": tokenizer,
+            "transformer": make_transformer(generator, zero_cond_t=variant == "edit-2511"),
+            "vae": make_vae(generator),
+        }
     for name, part in parts.items():
         part.save_pretrained(out / name)
-    index = {name: [type(part).__module__.split(".")[0], type(part).__name__] for name, part in parts.items()}
-    if variant != "t2i":
-        save_processor(out / "processor", tokenizer)
-        index["processor"] = ["transformers", "Qwen2VLProcessor"]
-    index |= {"_class_name": PIPELINES[variant].__name__, "_diffusers_version": diffusers.__version__}
-    write_json(out / "model_index.json", index)
+    index: dict[str, object] = {
+        name: [type(part).__module__.split(".")[0], type(part).__name__] for name, part in parts.items()
+    }
+    if variant == "qwen-image-21":
+        tiny_qwen_image_21.save_processor(out / "processor", tokenizer)
+        index |= tiny_qwen_image_21.index_entries(sample_sigmas)
+    else:
+        index["_class_name"] = PIPELINES[variant].__name__
+        if variant != "t2i":
+            save_processor(out / "processor", tokenizer)
+            index["processor"] = ["transformers", "Qwen2VLProcessor"]
+    write_json(out / "model_index.json", index | {"_diffusers_version": diffusers.__version__})
     return out
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
     """A byte-level BPE with one token for each word of the pipelines' templates, as in the trained tokenizer."""
     pipelines = [empty_pipeline(pipeline) for pipeline in dict.fromkeys(PIPELINES.values())]
-    tokenizer = Qwen2Tokenizer(
-        eos_token="<|im_end|>", padding_side="right", model_max_length=131072, extra_special_tokens=SPECIAL_TOKENS
-    ).train_new_from_iterator(
-        [pipeline.prompt_template_encode for pipeline in pipelines],
-        vocab_size=2000,  # more than the templates have merges: training ends when every word is one token
-        show_progress=False,
-    )
+    tokenizer = train_tokenizer([pipeline.prompt_template_encode for pipeline in pipelines])
     for pipeline in pipelines:
         # The pipelines drop the template before the user's images and prompt, by its length.
         prefix = pipeline.prompt_template_encode.split("{}")[0].split("<|vision_start|>")[0]
@@ -100,27 +121,13 @@ def empty_pipeline(pipeline: type[DiffusionPipeline]) -> DiffusionPipeline:
     return pipeline(**dict.fromkeys(inspect.signature(pipeline).parameters))
 
 
-def make_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    return FlowMatchEulerDiscreteScheduler(
-        num_train_timesteps=1000,
-        shift=1.0,
-        use_dynamic_shifting=True,
-        base_shift=0.5,
-        max_shift=0.9,
-        base_image_seq_len=256,
-        max_image_seq_len=8192,
-        shift_terminal=0.02,
-        time_shift_type="exponential",
-    )
-
-
 def make_text_encoder(tokenizer: Qwen2Tokenizer, generator: torch.Generator) -> Qwen2_5_VLForConditionalGeneration:
     text_config = {
         "vocab_size": len(tokenizer),
         "hidden_size": TEXT_WIDTH,
         "intermediate_size": 2 * TEXT_WIDTH,
         "num_hidden_layers": 4,
-        "num_attention_heads": 4,
+        "num_attention_heads": 4,  # of 16, the smallest with M-RoPE's real ratio of time, height and width, 2 : 3 : 3
         "num_key_value_heads": 2,
         "max_position_embeddings": 128000,
         "rms_norm_eps": 1e-6,
@@ -140,17 +147,10 @@ def make_text_encoder(tokenizer: Qwen2Tokenizer, generator: torch.Generator) -> 
         "window_size": 112,
         "fullatt_block_indexes": [1, 3],
     }
-    ids = {
-        f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
-        for name, token in (
-            ("image", "<|image_pad|>"),
-            ("video", "<|video_pad|>"),
-            ("vision_start", "<|vision_start|>"),
-            ("vision_end", "<|vision_end|>"),
-        )
-    }
     model = Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(text_config=text_config, vision_config=vision_config, dtype="float32", **ids)
+        Qwen2_5_VLConfig(
+            text_config=text_config, vision_config=vision_config, dtype="float32", **vision_token_ids(tokenizer)
+        )
     )
     return fill(model, generator)
 
@@ -223,27 +223,6 @@ def carry_colours(name: str, conv: nn.Conv2d | nn.Conv3d) -> None:
             weight[channel, channel, height // 2, width // 2] += 1
 
 
-def set_diagonal(conv: nn.Conv3d, diagonal: torch.Tensor, bias: torch.Tensor) -> None:
-    conv.weight.data = torch.diag(diagonal)[:, :, None, None, None]
-    conv.bias.data = bias
-
-
-def fill(model: nn.Module, generator: torch.Generator) -> nn.Module:
-    """Random weights that preserve the scale of a signal from layer to layer, so that nothing fades or saturates."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            noise = torch.randn(parameter.shape, generator=generator)
-            if isinstance(module, nn.Embedding):
-                parameter.data = noise
-            elif name == "bias":
-                parameter.data = 0.1 * noise
-            elif isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
-                parameter.data = noise * parameter[0].numel() ** -0.5
-            else:  # the gain of a norm
-                parameter.data = 1 + 0.05 * noise
-    return model
-
-
 def save_processor(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
     """Files for images and videos that name the torchvision backends, as in the published checkpoints."""
     tokenizer.save_pretrained(folder)
@@ -255,17 +234,18 @@ def save_processor(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
     write_json(folder / "video_preprocessor_config.json", video)
 
 
-def write_json(path: Path, content: dict[str, object]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a tiny Qwen-Image(-Edit) model with random weights.")
+    parser = argparse.ArgumentParser(description="Write a tiny Qwen-Image model with random weights.")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
-    parser.add_argument("--variant", choices=list(PIPELINES), default="edit")
+    parser.add_argument("--variant", choices=VARIANTS, default="edit")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--sample-sigmas", type=float, nargs="+", metavar="S", help="noise levels of a distilled qwen-image-21"
+    )
     arguments = parser.parse_args()
-    print(make_tiny_model(arguments.out, arguments.variant, arguments.seed))
+    if arguments.sample_sigmas and arguments.variant != "qwen-image-21":
+        parser.error(f"--sample-sigmas: {arguments.variant} has none, only qwen-image-21")
+    print(make_tiny_model(arguments.out, arguments.variant, arguments.seed, arguments.sample_sigmas))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,5 +17,6 @@ def load_tool(name: str) -> object:
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    with patch.object(sys, "path", [str(ROOT / "tools"), *sys.path]):  # as when it runs: scripts import each other
+        spec.loader.exec_module(module)
     return module
