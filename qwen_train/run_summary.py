@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from qwen_cache.batching.batch_plan import Summary
 from qwen_cache.console import console, human_bytes, plural
 from qwen_cache.errors import ConfigError
+from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config, load_config
 from qwen_train.data.batches import Batches
 from qwen_train.memory.predict import largest_batch, predict_memory
@@ -49,6 +50,17 @@ def print_plan(
     if step:
         left = "" if step < t.max_steps else ": nothing is left to train; raise train.max_steps to continue"
         out.print(f"[bold]resume[/]   after step {step}{left}")
+
+
+def distilled_warning(model: ModelFolder) -> str | None:
+    """What training would do to a distilled model, in one line; None for another. ModelError as `sample_sigmas`."""
+    sigmas = model.sample_sigmas
+    if sigmas is None:
+        return None
+    return (
+        f"warning: {model.name} is distilled (a schedule of {plural(len(sigmas), 'sigma')}), and plain flow-matching "
+        "training undoes the distillation: train a LoRA on the undistilled model, and use it with this one"
+    )
 
 
 def settings_changed(earlier: Path, config: Config) -> list[str]:

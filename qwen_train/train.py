@@ -38,7 +38,7 @@ from qwen_train.model.sharding import full_tensor, wrap
 from qwen_train.nonfinite import NonFiniteGuard
 from qwen_train.optimizers import apply_settings, make_optimizer
 from qwen_train.report import RUN_FACTS_NAME, renew_report
-from qwen_train.run_summary import print_memory, print_plan, run_facts, settings_changed
+from qwen_train.run_summary import distilled_warning, print_memory, print_plan, run_facts, settings_changed
 from qwen_train.signals import Signals, any_process
 from qwen_train.validation import Validation, evaluating, make_validation, noised_samples
 from qwen_train.weights import check_cache, compute_dtype, load_transformer, prepare_for_training, trainable
@@ -230,6 +230,7 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
     check_tracker(config.logging.report_to)
     cache = open_samples(config, encode_from)
     model = open_model(config.model.path, TRANSFORMER_PARTS, config.model.revision)
+    distilled = distilled_warning(model)
     accelerator = Accelerator(
         mixed_precision=settings.mixed_precision,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
@@ -263,6 +264,8 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
         write_durably(out / CONFIG_NAME, config.to_yaml().encode("utf-8"))
         write_durably(out / RUN_FACTS_NAME, run_facts(batches, plan, parameters, accelerator))
         print_plan(config, batches, plan, parameters, accelerator, run.step)
+        if distilled:
+            console().print(distilled, markup=False)
         if changed:
             console().print(f"[bold]changed[/] from here on: {', '.join(changed)}", highlight=False)
         print_memory(config, batches, json.loads(transformer_config), accelerator.device.type)

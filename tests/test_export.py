@@ -11,13 +11,20 @@ import diffusers
 import peft
 import pytest
 import torch
-from diffusers import QwenImageTransformer2DModel
+from diffusers import QwenImage21Pipeline, QwenImage21Transformer2DModel, QwenImageTransformer2DModel
 from diffusers.loaders.lora_conversion_utils import _convert_non_diffusers_qwen_lora_to_diffusers
+from diffusers.loaders.single_file_utils import convert_qwen_image21_transformer_checkpoint_to_diffusers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from qwen_cache.errors import ModelError, TrainError
+from qwen_cache.models.folder import ModelFolder
+from qwen_train.inference.loras import WeightedLora, check_loras
 from qwen_train.lora.adapter import lora_weights, write_lora
+from qwen_train.lora.export import merge, read_lora
+from qwen_train.lora.names import dotted
+from qwen_train.model.stock import stock_class
 
 from .support.commands import run
 from .support.judge import TOLERANCE
@@ -200,6 +207,204 @@ def test_the_model_of_a_run_is_that_of_its_settings(model: Path, tmp_path: Path)
     for source in (tmp_path / "run", tmp_path / "run" / "checkpoint-1"):
         out = export(source, "merged", tmp_path / f"merged-{source.name}")
         assert relative_error(output(QwenImageTransformer2DModel.from_pretrained(out)), expected) < TOLERANCE
+
+
+# ---- Qwen-Image-2.1 --------------------------------------------------------------------------------------------------
+
+MLP_21 = ["img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out"]
+OUTSIDE_21 = ["modulation.1", "txt_in.in_layer", "txt_in.out_layer", "img_in", "norm_out.linear", "proj_out"]
+SETTINGS_21 = {
+    "attention": {},
+    "one half of the fused layer": {"target_modules": ["to_q", "img_mlp.proj"], "lora_alpha": 10},
+    "every layer": {"target_modules": [*ATTENTION, *MLP_21, *OUTSIDE_21], "lora_alpha": 3, "use_rslora": True},
+    "ranks of their own": {"target_modules": MLP_21, "rank_pattern": {"proj": 2}, "alpha_pattern": {"gate_layer": 9}},
+}
+AS_21 = pytest.mark.parametrize("settings", SETTINGS_21.values(), ids=SETTINGS_21)
+
+
+@pytest.fixture(scope="module")
+def base_21(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The transformer's folder of a tiny Qwen-Image-2.1."""
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32, "context_in_dim": 48}
+    transformer = QwenImage21Transformer2DModel(in_channels=16, out_channels=16, axes_dims_rope=(4, 14, 14), **sizes)
+    folder = tmp_path_factory.mktemp("qwen-image-21") / "transformer"
+    transformer.save_pretrained(folder)
+    return folder
+
+
+def stock_21(base: Path) -> QwenImage21Transformer2DModel:
+    return QwenImage21Transformer2DModel.from_pretrained(base).eval()
+
+
+def random_lora_21(base: Path, folder: Path, **settings: Any) -> tuple[Path, Tensor]:
+    transformer = stock_21(base)
+    torch.manual_seed(1)
+    defaults = {"r": 4, "lora_alpha": 4, "target_modules": ATTENTION, "init_lora_weights": False}
+    transformer.add_adapter(peft.LoraConfig(**{**defaults, **settings}))
+    folder.mkdir(exist_ok=True)
+    write_lora(transformer, lora_weights(transformer), folder / "pytorch_lora_weights.safetensors", {})
+    return folder / "pytorch_lora_weights.safetensors", output_21(transformer)
+
+
+@torch.no_grad()
+def output_21(transformer: Any) -> Tensor:
+    """What a transformer computes for a prompt with one condition image, which stands at the third text row."""
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.zeros(1, 5 + 6, dtype=torch.bool)
+    slots[0, [2, *range(5, 11)]] = True
+    velocity: Tensor = transformer(
+        hidden_states=torch.randn(1, 4 + 24, 16, generator=generator),
+        encoder_hidden_states=torch.randn(1, 5, 48, generator=generator),
+        timestep=torch.tensor([0.6]),
+        img_shapes=[[(1, 2, 2), (1, 4, 6)]],
+        img_mask=slots,
+        return_dict=False,
+    )[0]
+    return velocity
+
+
+def loaded_by_diffusers_21(file: Path, base: Path) -> Tensor:
+    """What the stock transformer computes with the adapter as the stock pipeline loads it."""
+    transformer = stock_21(base)
+    options = {"weight_name": file.name, "return_lora_metadata": True}
+    state, metadata = QwenImage21Pipeline.lora_state_dict(str(file.parent), **options)
+    QwenImage21Pipeline.load_lora_into_transformer(state, transformer, metadata=metadata)
+    return output_21(transformer)
+
+
+def loaded_by_comfyui_21(file: Path, base: Path, *, fused: bool) -> Tensor:
+    """What the model computes with the LoRA added as ComfyUI's loader does, by the facts that `names.py` cites.
+
+    It looks up every name that it knows, and leaves out tensors with other names; here those are an error.
+    """
+    weights = stock_21(base).state_dict()
+    if fused:
+        for name in [name for name in weights if name.endswith("gate_layer.weight")]:
+            pair = (weights.pop(name), weights.pop(name.replace("gate_layer", "proj")))
+            weights[name.replace("gate_layer", "gate_up")] = torch.cat(pair)
+    places: dict[str, tuple[str, slice]] = {}
+    for name in weights:
+        module = name.removesuffix(".weight")
+        places[f"diffusion_model.{module}"] = (name, slice(None))
+        half = len(weights[name]) // 2
+        targets = {module: slice(None)}
+        if module.endswith("gate_up"):
+            targets = {module.replace("gate_up", "gate_layer"): slice(0, half)}
+            targets[module.replace("gate_up", "proj")] = slice(half, None)
+        places |= {f"{prefix}{each}": (name, rows) for each, rows in targets.items() for prefix in ("", "transformer.")}
+    tensors = load_file(file)
+    for place, (name, rows) in places.items():
+        if f"{place}.lora_up.weight" in tensors:
+            up, down = tensors.pop(f"{place}.lora_up.weight"), tensors.pop(f"{place}.lora_down.weight")
+            weights[name][rows] += tensors.pop(f"{place}.alpha") / len(down) * up @ down
+    assert not tensors, "ComfyUI leaves these out"
+    transformer = stock_21(base)
+    transformer.load_state_dict(convert_qwen_image21_transformer_checkpoint_to_diffusers(weights))
+    return output_21(transformer)
+
+
+@AS_21
+def test_21_loads_in_diffusers_and_in_comfyui_and_comes_back_to_the_byte(
+    settings: dict[str, Any], base_21: Path, tmp_path: Path
+) -> None:
+    file, expected = random_lora_21(base_21, tmp_path / "run", **settings)
+    assert relative_error(output_21(stock_21(base_21)), expected) > 0.01, "the LoRA changes nothing"
+    converted = export(file, "comfyui", tmp_path / "comfyui.safetensors")
+    for found in (
+        loaded_by_diffusers_21(file, base_21),
+        loaded_by_diffusers_21(converted, base_21),
+        loaded_by_comfyui_21(converted, base_21, fused=True),
+        loaded_by_comfyui_21(converted, base_21, fused=False),
+    ):
+        assert relative_error(found, expected) < TOLERANCE
+    assert export(converted, "diffusers", tmp_path / "back.safetensors").read_bytes() == file.read_bytes()
+    check_loras(folder_21(base_21), [WeightedLora(file), WeightedLora(converted)], False, "none")
+
+
+def test_21_has_a_prefix_only_where_comfyui_finds_it(base_21: Path, tmp_path: Path) -> None:
+    for modules, prefix in ((ATTENTION, "diffusion_model."), ([*ATTENTION, *MLP_21], "")):
+        file, _ = random_lora_21(base_21, tmp_path / "run", target_modules=modules)
+        tensors = load_file(export(file, "comfyui", tmp_path / "comfyui.safetensors"))
+        assert all(name.startswith(f"{prefix}transformer_blocks.") for name in tensors)
+
+
+@AS_21
+def test_21_merged_weights_compute_what_the_model_computes_with_the_lora(
+    settings: dict[str, Any], base_21: Path, tmp_path: Path
+) -> None:
+    file, expected = random_lora_21(base_21, tmp_path / "run", **settings)
+    out = merge(read_lora(file), tmp_path / "merged", base_21)
+    assert relative_error(output_21(stock_21(out)), expected) < TOLERANCE
+    assert json.loads((out / "config.json").read_text())["_class_name"] == "QwenImage21Transformer2DModel"
+
+
+def test_21_of_ai_toolkit_has_the_fused_layer(base_21: Path, tmp_path: Path) -> None:
+    """Read as the two layers of diffusers; its expected effect is that on the fused weights, the gate first."""
+    generator = torch.Generator().manual_seed(0)
+    name, weights = "transformer_blocks.1.img_mlp", stock_21(base_21)
+    hidden = weights.transformer_blocks[1].img_mlp.proj.out_features
+    down, up = torch.randn(3, 64, generator=generator), torch.randn(2 * hidden, 3, generator=generator)
+    tensors = {f"diffusion_model.{name}.gate_up.lora_{side}.weight": each for side, each in (("A", down), ("B", up))}
+    save_file(tensors, tmp_path / "theirs.safetensors")
+    with torch.no_grad():
+        for layer, rows in (("gate_layer", slice(0, hidden)), ("proj", slice(hidden, None))):
+            weights.get_submodule(f"{name}.{layer}").weight += up[rows] @ down
+    expected = output_21(weights)
+    for form in ("diffusers", "comfyui"):
+        (tmp_path / form).mkdir()
+        converted = export(tmp_path / "theirs.safetensors", form, tmp_path / form / "ours.safetensors")
+        assert relative_error(loaded_by_diffusers_21(converted, base_21), expected) < TOLERANCE
+    with pytest.raises(TrainError, match=r"no such layer\)\n.*qwen-train export FILE --to diffusers"):
+        check_loras(folder_21(base_21), [WeightedLora(tmp_path / "theirs.safetensors")], False, "none")
+    save_file(
+        {name: each[:-1] if "B" in name else each for name, each in tensors.items()}, tmp_path / "odd.safetensors"
+    )
+    with pytest.raises(TrainError, match=r"gate_up.lora_B.weight: a fused layer has 2 halves of equal height \(found"):
+        read_lora(tmp_path / "odd.safetensors")
+
+
+def test_names_of_musubi_tuner_get_the_dots_of_their_modules(model: Path, base_21: Path, tmp_path: Path) -> None:
+    for transformer in (stock(model), stock_21(base_21)):
+        layers = [name for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)]
+        flat = [f"lora_unet_{name.replace('.', '_')}.lora_down.weight" for name in layers]
+        assert list(map(dotted, flat)) == [f"{name}.lora_down.weight" for name in layers]
+    file, expected = random_lora_21(base_21, tmp_path / "run", target_modules=MLP_21, lora_alpha=7)
+    theirs = {
+        f"lora_unet_{module.replace('.', '_')}.{rest}": tensor
+        for name, tensor in load_file(export(file, "comfyui", tmp_path / "comfyui.safetensors")).items()
+        for module, _, rest in [name.partition(".alpha") if name.endswith(".alpha") else name.partition(".lora_")]
+        for rest in ["alpha" if name.endswith(".alpha") else f"lora_{rest}"]
+    }
+    save_file(theirs, tmp_path / "theirs.safetensors")
+    (tmp_path / "ours").mkdir()
+    converted = export(tmp_path / "theirs.safetensors", "diffusers", tmp_path / "ours" / "ours.safetensors")
+    assert relative_error(loaded_by_diffusers_21(converted, base_21), expected) < TOLERANCE
+
+
+def folder_21(base: Path) -> ModelFolder:
+    return ModelFolder("tiny", base.parent, "QwenImage21Pipeline")  # type: ignore[arg-type]
+
+
+def test_a_lora_of_the_other_model_is_refused(model: Path, base_21: Path, tmp_path: Path) -> None:
+    file, _ = random_lora(model, tmp_path / "20b", target_modules=["to_q", "img_mlp.net.2"])
+    with pytest.raises(TrainError, match=r"img_mlp.net.2.lora_A.weight: the LoRA does not fit this model"):
+        check_loras(folder_21(base_21), [WeightedLora(file)], False, "none")
+    with pytest.raises(TrainError, match="the LoRA does not fit this model"):
+        merge(read_lora(file), tmp_path / "merged", base_21)
+    file, _ = random_lora_21(base_21, tmp_path / "21", target_modules=["img_mlp.out"])
+    with pytest.raises(TrainError, match="no such layer"):
+        check_loras(ModelFolder("tiny", model, "QwenImageEditPlusPipeline"), [WeightedLora(file)], False, "none")
+
+
+def test_another_transformer_is_refused_with_those_that_are_supported(base_21: Path, tmp_path: Path) -> None:
+    assert stock_class(base_21) is QwenImage21Transformer2DModel
+    config = tmp_path / "config.json"
+    expected = r"expected QwenImageTransformer2DModel or QwenImage21Transformer2DModel, found FluxTransformer2DModel"
+    for text, message in (('{"_class_name": "FluxTransformer2DModel"}', expected), ("[", "cannot be read")):
+        config.write_text(text)
+        with pytest.raises(ModelError, match=message):
+            stock_class(tmp_path)
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------

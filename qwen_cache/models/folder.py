@@ -64,9 +64,33 @@ class ModelFolder:
         return int(config.get("text_config", config)["hidden_size"])
 
     @property
+    def sample_sigmas(self) -> tuple[float, ...] | None:
+        """The noise levels that a distilled model samples with, from model_index.json; None for other models.
+
+        Raises ModelError unless they are numbers above 0 and up to 1.
+        """
+        index = self.path / "model_index.json"
+        sigmas = json.loads(index.read_text(encoding="utf-8")).get("sample_sigmas")
+        if sigmas is None:
+            return None
+        if not isinstance(sigmas, list) or not sigmas or not all(map(_is_sigma, sigmas)):
+            raise ModelError(
+                "sample_sigmas are no noise levels",
+                where=index,
+                expected="a list of numbers above 0 and up to 1, or null",
+                found=json.dumps(sigmas),
+                do="restore the file from the model's repository",
+            )
+        return tuple(map(float, sigmas))
+
+    @property
     def max_controls(self) -> int | None:
         """The most control images that the pipeline takes; None: any number."""
         return self.facts.max_controls
+
+
+def _is_sigma(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
 
 
 def open_model(name: str | None, components: Sequence[str], revision: str | None = None) -> ModelFolder:

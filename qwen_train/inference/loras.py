@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
-from safetensors import SafetensorError
+from diffusers import QwenImagePipeline
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from qwen_cache.console import console
@@ -25,8 +25,11 @@ from qwen_cache.errors import ConfigError, TrainError, first_line
 from qwen_cache.models.folder import ModelFolder
 from qwen_train.lora.adapter import PREFIX, origin_of
 from qwen_train.lora.export import check_pairs, find_lora
+from qwen_train.lora.names import only_export_reads
 from qwen_train.model.modulation import TabulatedTransformer2DModel
+from qwen_train.model.stock import stock_class
 
+CONVERT = "convert it with `qwen-train export FILE --to diffusers`"
 UNREADABLE = (ValueError, RuntimeError, KeyError, OSError, SafetensorError)
 
 
@@ -58,11 +61,12 @@ def check_loras(
         if merge:
             raise ConfigError("there is nothing to merge", found="--merge", do="name a LoRA with --lora")
         return
-    config = json.loads((model.component("transformer") / "config.json").read_text(encoding="utf-8"))
+    folder = model.component("transformer")
+    kind = TabulatedTransformer2DModel if tabulated else stock_class(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if merge and (quantization != "none" or "quantization_config" in config):
         do = "generate without --merge, or merge into the unquantised model: `qwen-train export --to merged`"
         raise ConfigError("a LoRA merged into quantised weights would be rounded away", found="--merge", do=do)
-    kind = TabulatedTransformer2DModel if tabulated else QwenImageTransformer2DModel
     with torch.device("meta"):
         transformer = kind.from_config(config)
     layers = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
@@ -94,9 +98,11 @@ def load_loras(pipeline: Any, loras: Sequence[WeightedLora], merge: bool = False
 def _check_fit(file: Path, layers: dict[str, Any]) -> None:
     """Raise TrainError with the first key that fits no layer, by name or shape."""
     try:
+        # of the mixin that the pipelines of all models share
         state: dict[str, Tensor] = QwenImagePipeline.lora_state_dict(str(file.parent), weight_name=file.name)
     except UNREADABLE as error:
         raise TrainError(f"this is not a LoRA file: {first_line(error)}", where=file) from None
+    do = CONVERT if only_export_reads(_names(file)) else None
     weights = {}
     for key, tensor in state.items():
         name = key.removeprefix(f"{PREFIX}.")
@@ -104,12 +110,16 @@ def _check_fit(file: Path, layers: dict[str, Any]) -> None:
         layer, where = layers.get(module), f"{file}: {key}"
         what = "the LoRA does not fit this model"
         if layer is None or name == key or not rest:
-            raise TrainError(
-                what, where=where, expected=f"{PREFIX}.<linear layer>.lora_A or lora_B", found="no such layer"
-            )
+            expected = f"{PREFIX}.<linear layer>.lora_A or lora_B"
+            raise TrainError(what, where=where, expected=expected, found="no such layer", do=do)
         down = rest.startswith("A.")
         if tensor.shape[-1 if down else 0] != (layer.in_features if down else layer.out_features):
             expected = f"({'r' if down else layer.out_features}, {layer.in_features if down else 'r'})"
             raise TrainError(what, where=where, expected=expected, found=tuple(tensor.shape))
         weights[name] = tensor
     check_pairs(weights, file)
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, framework="np") as opened:
+        return list(opened.keys())

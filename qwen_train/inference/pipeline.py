@@ -17,7 +17,6 @@ from diffusers import (
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
-    QwenImageTransformer2DModel,
 )
 from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import Tensor, nn
@@ -33,6 +32,7 @@ from qwen_train.inference.devices import Devices, check_offload, memory_for
 from qwen_train.inference.loras import WeightedLora, load_loras
 from qwen_train.inference.prompts import PromptEncoder
 from qwen_train.model.modulation import TabulatedTransformer2DModel, tabulate
+from qwen_train.model.stock import stock_class
 from qwen_train.weights import quantization_options
 
 Prompt = str | list[str] | None
@@ -59,7 +59,7 @@ def load_pipeline(
         if offload == "none":
             vae.to(devices.vae)
     folder = model.component("transformer")
-    kind = TabulatedTransformer2DModel if tabulated else QwenImageTransformer2DModel
+    kind = TabulatedTransformer2DModel if tabulated else stock_class(folder)
     options = quantization_options(folder, quantization, dtype)
     with memory_for("loading the transformer", devices.transformer):
         transformer = load_whole(kind, folder, torch_dtype=dtype, **options)

@@ -54,7 +54,7 @@ def add_lora(transformer: Any, config: LoraConfig) -> None:
     except (ValueError, re.error) as error:
         raise ConfigError(
             f"train.lora.target_modules: {error}",
-            do="name linear layers of the transformer, such as to_q or img_mlp.net.2",
+            do="name linear layers of the transformer, such as to_q",
         ) from None
     for parameter in transformer.parameters():
         if parameter.requires_grad:
@@ -69,7 +69,7 @@ def check_targets(transformer: Any, targets: list[str] | str) -> None:
             raise ConfigError(
                 "train.lora.target_modules: no such module",
                 found=target,
-                do="name linear layers of the transformer, such as to_q or img_mlp.net.2",
+                do="name linear layers of the transformer, such as to_q",
             )
 
 

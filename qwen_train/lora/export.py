@@ -1,10 +1,11 @@
 """`qwen-train export`: convert a trained LoRA for other programs.
 
     diffusers   <name>.safetensors: peft's names, rank and alpha in its header
-    comfyui     <name>.safetensors: diffusion_model.<module>.lora_down.weight, .lora_up.weight and .alpha
+    comfyui     <name>.safetensors: ComfyUI's names, rank and alpha in its tensors (`names.py` says which)
     merged      a folder: the base model's transformer with the LoRA added to its weights, for from_pretrained
 
-Either file can be converted to the other without any loss; `merged` needs as much memory as the model once.
+Either file can be converted to the other without any loss; `merged` needs as much memory as the model once. Files of
+musubi-tuner, ai-toolkit and diffusion-pipe are read, too.
 Refused: a file that is not a LoRA of this transformer, DoRA for ComfyUI, and merging into quantised weights, which
 would round the LoRA away.
 """
@@ -32,14 +33,13 @@ from qwen_cache.models.folder import open_model
 from qwen_cache.settings.load import CONFIG_NAME, load_config
 from qwen_cache.storage.durable import whole_folder, write_durably
 from qwen_train.lora.adapter import METADATA_KEY, ORIGIN, PREFIX, WEIGHTS_NAME
+from qwen_train.lora.names import COMFYUI_NAMES, DOWN, UP, comfyui_prefix, peft_names
+from qwen_train.model.stock import stock_class
 
 Form = Literal["diffusers", "comfyui", "merged"]
 
-COMFYUI_PREFIX = "diffusion_model"
 # Not diffusers' key: its loader would apply the header's alpha on top of each module's alpha.
 COMFYUI_METADATA_KEY = "peft_config"
-DOWN, UP = "lora_A.weight", "lora_B.weight"
-COMFYUI_NAMES = {"lora_down.weight": DOWN, "lora_up.weight": UP, DOWN: DOWN, UP: UP}
 
 
 @dataclass(frozen=True)
@@ -112,26 +112,6 @@ def read_lora(file: Path) -> Lora:
     return Lora(weights, given or settings_of(weights, alphas), origin)
 
 
-def peft_names(tensors: Mapping[str, Tensor], file: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The weights under peft's names, and each module's alpha if the file has one."""
-    weights, alphas = {}, {}
-    for name, tensor in tensors.items():
-        bare = name.removeprefix(f"{PREFIX}.").removeprefix(f"{COMFYUI_PREFIX}.")
-        module, _, rest = bare.partition(".lora_")
-        if bare.endswith(".alpha") and tensor.numel() == 1:
-            alphas[bare.removesuffix(".alpha")] = float(tensor)
-        elif rest:
-            weights[f"{module}.{COMFYUI_NAMES.get(f'lora_{rest}', f'lora_{rest}')}"] = tensor
-        else:
-            raise TrainError(
-                "not a LoRA of a Qwen-Image transformer",
-                where=file,
-                expected=f"{PREFIX}.… or {COMFYUI_PREFIX}.… with lora_A and lora_B, or lora_down and lora_up",
-                found=name,
-            )
-    return weights, alphas
-
-
 def check_pairs(weights: Mapping[str, Tensor], file: Path) -> None:
     """Raise TrainError if a module lacks one of its two matrices, or their ranks differ."""
     for name, tensor in weights.items():
@@ -181,7 +161,7 @@ def comfyui_file(lora: Lora) -> bytes:
     sqrt(rank).
     """
     names = {peft: comfyui for comfyui, peft in COMFYUI_NAMES.items() if comfyui != peft}
-    tensors = {}
+    tensors, prefix = {}, comfyui_prefix(lora.modules)
     for name, tensor in lora.weights.items():
         module, _, rest = name.partition(".lora_")
         if f"lora_{rest}" not in names:
@@ -190,9 +170,9 @@ def comfyui_file(lora: Lora) -> bytes:
                 where=name,
                 do="export it with --to merged" if "magnitude" in rest else None,
             )
-        tensors[f"{COMFYUI_PREFIX}.{module}.{names[f'lora_{rest}']}"] = tensor.contiguous()
+        tensors[f"{prefix}{module}.{names[f'lora_{rest}']}"] = tensor.contiguous()
     for module in lora.modules:
-        tensors[f"{COMFYUI_PREFIX}.{module}.alpha"] = torch.tensor(lora.alpha(module))
+        tensors[f"{prefix}{module}.alpha"] = torch.tensor(lora.alpha(module))
     header = {
         "ss_network_dim": str(lora.settings["r"]),
         "ss_network_alpha": str(lora.settings["lora_alpha"]),
@@ -226,14 +206,11 @@ def merge(lora: Lora, out: Path, base: Path) -> Path:
 
     Modules are changed in place; the folder is written next to `out` and then renamed.
     """
-    from diffusers import QwenImageTransformer2DModel
-
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError("merged weights go into a new folder", where="--out", found=f"{out}, which is not empty")
+    kind = stock_class(base)
     try:
-        transformer = QwenImageTransformer2DModel.from_pretrained(
-            base, torch_dtype=stored_dtype(base), use_safetensors=True
-        )
+        transformer = kind.from_pretrained(base, torch_dtype=stored_dtype(base), use_safetensors=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"the transformer cannot be loaded: {error}", where=base) from None
     add_to_weights(lora, transformer)

@@ -1,0 +1,108 @@
+"""The names that a LoRA's tensors have in files. In memory they are peft's, with the modules of diffusers.
+
+    diffusers   transformer.<module>.lora_A.weight, .lora_B.weight
+    ComfyUI     diffusion_model.<module>.lora_down.weight, .lora_up.weight, .alpha
+    musubi      lora_unet_<module, with _ for .>.lora_down.weight, .lora_up.weight, .alpha
+
+ComfyUI's modules are diffusers', except in Qwen-Image-2.1: there it keeps `img_mlp.gate_layer` and `img_mlp.proj` as
+one layer, `img_mlp.gate_up`, the rows of the gate first. It finds the halves under names without a prefix or with
+`transformer.`, but not with `diffusion_model.`, so a LoRA that has such a half is written without a prefix. That is
+exact at its own rank, and diffusers' loader takes it, too. ai-toolkit and diffusion-pipe train the fused layer; it is
+read as its two halves, which is exact, since both have its `lora_A`.
+
+Read in sources, not run in ComfyUI: Comfy-Org/ComfyUI 17358c8f (comfy/lora.py, `model_lora_keys_unet`), 08f68f09
+(comfy/ldm/qwen_image21/model.py) and 6f98b150 (comfy/weight_adapter/lora.py); ostris/ai-toolkit 07abdbed
+(…/qwen_image_2/qwen_image_2.py); tdrussell/diffusion-pipe 334106c2 (models/qwen_image21.py); kohya-ss/musubi-tuner
+960b2011 (networks/lora_qwen_image_21.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from qwen_cache.errors import TrainError
+from qwen_train.lora.adapter import PREFIX
+
+COMFYUI_PREFIX = "diffusion_model"
+MUSUBI_PREFIX = "lora_unet_"
+DOWN, UP = "lora_A.weight", "lora_B.weight"
+COMFYUI_NAMES = {"lora_down.weight": DOWN, "lora_up.weight": UP, DOWN: DOWN, UP: UP}
+FUSED = {".img_mlp.gate_up": (".img_mlp.gate_layer", ".img_mlp.proj")}
+"""ComfyUI's fused layers of Qwen-Image-2.1: diffusers' layers, in the order of their rows."""
+HALVES = tuple(half for halves in FUSED.values() for half in halves)
+UNDERSCORED = (
+    *("to_q", "to_k", "to_v", "to_out", "to_add_out", "add_q_proj", "add_k_proj", "add_v_proj"),
+    *("img_mlp", "txt_mlp", "img_mod", "txt_mod", "gate_layer", "gate_up", "transformer_blocks"),
+    *("img_in", "txt_in", "in_layer", "out_layer", "norm_out", "proj_out"),
+    *("time_text_embed", "timestep_embedder", "linear_1", "linear_2"),
+)
+"""The parts of module names that have an underscore of their own, in both models."""
+PART = re.compile("|".join(sorted(UNDERSCORED, key=len, reverse=True)) + r"|[^_]+")
+
+
+def comfyui_prefix(modules: Iterable[str]) -> str:
+    """What stands before the modules of a LoRA in ComfyUI's form; see above."""
+    return "" if any(module.endswith(HALVES) for module in modules) else f"{COMFYUI_PREFIX}."
+
+
+def peft_names(tensors: Mapping[str, Tensor], file: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The weights under peft's names, and each module's alpha if the file has one; TrainError for other names."""
+    weights, alphas = dict[str, Tensor](), dict[str, float]()
+    for name, tensor in tensors.items():
+        bare = dotted(name.removeprefix(f"{PREFIX}.").removeprefix(f"{COMFYUI_PREFIX}."))
+        module, _, rest = bare.partition(".lora_")
+        if bare.endswith(".alpha") and tensor.numel() == 1:
+            module = bare.removesuffix(".alpha")
+            alphas |= dict.fromkeys(halves(module), float(tensor))
+        elif rest:
+            kind = COMFYUI_NAMES.get(f"lora_{rest}", f"lora_{rest}")
+            weights |= {f"{half}.{kind}": part for half, part in split(module, kind, tensor, file).items()}
+        else:
+            raise TrainError(
+                "not a LoRA of a Qwen-Image transformer",
+                where=file,
+                expected=f"{PREFIX}.… or {COMFYUI_PREFIX}.… with lora_A and lora_B, or lora_down and lora_up",
+                found=name,
+            )
+    return weights, alphas
+
+
+def dotted(name: str) -> str:
+    """A name of musubi-tuner with the dots of its module; other names as they are."""
+    if not name.startswith(MUSUBI_PREFIX):
+        return name
+    module, dot, rest = name.removeprefix(MUSUBI_PREFIX).partition(".")
+    return ".".join(PART.findall(module)) + dot + rest
+
+
+def halves(module: str) -> tuple[str, ...]:
+    """diffusers' layers of a fused layer, in the order of its rows; any other module is its own."""
+    for fused, parts in FUSED.items():
+        if module.endswith(fused):
+            return tuple(module.removesuffix(fused) + part for part in parts)
+    return (module,)
+
+
+def split(module: str, kind: str, tensor: Tensor, file: Path) -> dict[str, Tensor]:
+    """A tensor by module: `lora_A` of a fused layer belongs to each half, its other tensors are cut by rows."""
+    layers = halves(module)
+    if len(layers) == 1:
+        return {module: tensor}
+    if kind == DOWN:
+        return {layer: tensor.clone() for layer in layers}  # safetensors stores no memory twice
+    if len(tensor) % len(layers):
+        raise TrainError(
+            f"a fused layer has {len(layers)} halves of equal height",
+            where=f"{file}: {module}.{kind}",
+            found=f"{len(tensor)} rows",
+        )
+    return {layer: part.clone() for layer, part in zip(layers, tensor.chunk(len(layers)), strict=True)}
+
+
+def only_export_reads(names: Iterable[str]) -> bool:
+    """Whether diffusers' loader cannot place these names in Qwen-Image-2.1, while `qwen-train export` can."""
+    return any(name.startswith(MUSUBI_PREFIX) or any(f"{fused}." in name for fused in FUSED) for name in names)
