@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, DynamicCache
 
-from qwen_cache.errors import ModelError
+from qwen_cache.errors import ModelError, SourceError
 from qwen_cache.format.identity import Phrase
 from qwen_cache.grounding.attention import AttentionRows, ImageTokens, attention_rows, image_tokens
 from qwen_cache.grounding.phrase import token_positions
@@ -228,8 +228,23 @@ class TextEncoder:
                 "the processor returned no mm_token_type_ids: positions would silently be one-dimensional",
                 do="install the version of transformers that qwen-cache asks for",
             )
+        if self.text_rows_only:
+            self._check_grids(inputs["image_grid_thw"], images)
         pin = self.device.type == "cuda"
         return {name: tensor.pin_memory() if pin else tensor for name, tensor in inputs.items()}
+
+    def _check_grids(self, grids: Int[torch.Tensor, "images 3"], images: Sequence[Image.Image]) -> None:
+        """SourceError where the processor resized an image: its tokens would no longer fit those of the VAE."""
+        assert self.processor is not None
+        patch = self.processor.image_processor.patch_size
+        for (_, h, w), image in zip(grids.tolist(), images, strict=True):
+            if (w * patch, h * patch) != image.size:
+                raise SourceError(
+                    "the text encoder's processor would resize the image, so its tokens would not fit the latents",
+                    expected=f"{image.width}×{image.height}",
+                    found=f"{w * patch}×{h * patch}",
+                    do=f"{'raise' if h * w * patch**2 > image.width * image.height else 'lower'} data.vae_image_size",
+                )
 
     def encode(self, requests: Sequence[TextRequest]) -> list[EncodedText]:
         """The embeddings of each prompt about its images, and of the empty prompt about the same images.

@@ -214,6 +214,7 @@ def recipe_facts(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "fingerprints", ", ".join(weights)
     if "imported_from" in settings:
         yield "imported", import_origin(settings)
+    yield "model", f"{recipe['family']}, licence {recipe['license']}"
     yield "samples", f"{recipe['samples']:,}, {recipe['edit_masks']:,} with an edit mask"
     yield "identity", recipe["identity"]
     sizes = (f"{tensor} {human_bytes(count)}" for tensor, count in recipe["tensor_bytes"].items())

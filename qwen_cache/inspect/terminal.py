@@ -53,8 +53,9 @@ def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
     settings = recipe["recipe"]
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
-    kind = f"{recipe['family']}: {settings['pipeline']}, {settings['dtype']}, weights under {recipe['license']}"
+    kind = f"{settings['pipeline']}, {settings['dtype']}"
     facts.add_row("recipe", f"[bold]{escape(name)}[/]  {escape(kind)}")
+    facts.add_row("model", f"{recipe['family']}, licence {recipe['license']}")
     if "imported_from" in settings:
         facts.add_row("imported", escape(import_origin(settings)))
     facts.add_row("samples", f"{recipe['samples']}, {recipe['edit_masks']} with an edit mask")
