@@ -33,10 +33,6 @@ from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 FOLDER = "transformer"  # of a full training's result, as in a pipeline's folder
 FILE_PATTERN = "diffusion_pytorch_model{suffix}.safetensors"
 MAX_SHARD_SIZE = "10GB"  # as save_pretrained
-NOT_QUANTISED = ["img_in", "txt_in", "time_text_embed", "norm_out", "proj_out"]
-"""Never quantised: half a percent of the weights, through which every token passes."""
-UNREACHED = ("attn.add_q_proj.", "attn.norm_added_q.", "attn.to_add_out.", "txt_mlp.")
-"""Parameters of the last block that get no gradient: nothing uses the text that they compute."""
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -56,11 +52,11 @@ def load_transformer(model: ModelFolder, config: Config) -> Any:
         check_offload(config, json.loads((folder / "config.json").read_text(encoding="utf-8")))
     trained = _stored_dtype(folder) if settings.fsdp else torch.float32
     dtype = trained if settings.method == "full" else compute_dtype(settings)
-    options = quantization_options(folder, kind, dtype)
     model_class = QwenImageMultiResTransformer2DModel
     if settings.tabulated_modulation:
         check_settings(settings, json.loads((folder / "config.json").read_text(encoding="utf-8")))
         model_class = TabulatedTransformer2DModel
+    options = quantization_options(folder, kind, dtype, model_class.NOT_QUANTISED)
     try:
         transformer, info = model_class.from_pretrained(
             folder, torch_dtype=dtype, use_safetensors=True, output_loading_info=True, **options
@@ -146,7 +142,7 @@ def checkpoint_blocks(transformer: Any, every: int) -> None:
 def freeze_unreached(transformer: Any) -> None:
     """Freeze parameters that get no gradient: DDP would wait for it, and weight decay would shrink them."""
     for name, parameter in transformer.transformer_blocks[-1].named_parameters():
-        if name.startswith(UNREACHED):
+        if name.startswith(transformer.UNREACHED):
             parameter.requires_grad_(False)
 
 
@@ -154,8 +150,11 @@ def trainable(transformer: Any) -> list[torch.nn.Parameter]:
     return [parameter for parameter in transformer.parameters() if parameter.requires_grad]
 
 
-def quantization_options(folder: Path, kind: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for `model.quantization`; ConfigError if the folder is already quantised."""
+def quantization_options(folder: Path, kind: str, dtype: torch.dtype, skipped: list[str]) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for `model.quantization`, which leaves the modules `skipped` as they are.
+
+    Raises ConfigError if the folder is already quantised.
+    """
     if kind == "none":
         return {}
     if saved := _saved_quantization(folder):
@@ -165,7 +164,7 @@ def quantization_options(folder: Path, kind: str, dtype: torch.dtype) -> dict[st
             found=f"quant_method {saved.get('quant_method')} in config.json",
             do="set model.quantization=none: the folder is loaded as it was saved",
         )
-    return {"quantization_config": _quantization_config(kind, dtype)}
+    return {"quantization_config": _quantization_config(kind, dtype, skipped)}
 
 
 def _saved_quantization(folder: Path) -> dict[str, Any] | None:
@@ -173,7 +172,7 @@ def _saved_quantization(folder: Path) -> dict[str, Any] | None:
     return config.get("quantization_config")
 
 
-def _quantization_config(kind: str, dtype: torch.dtype) -> Any:
+def _quantization_config(kind: str, dtype: torch.dtype, skipped: list[str]) -> Any:
     """diffusers' quantisation config for that kind of weights."""
     import diffusers
 
@@ -183,11 +182,11 @@ def _quantization_config(kind: str, dtype: torch.dtype) -> Any:
                 load_in_4bit=True,
                 bnb_4bit_quant_type="nf4",
                 bnb_4bit_compute_dtype=dtype,
-                llm_int8_skip_modules=NOT_QUANTISED,
+                llm_int8_skip_modules=skipped,
             )
         name = {"int8": "Int8WeightOnlyConfig", "fp8": "Float8WeightOnlyConfig"}[kind]
         weights = getattr(importlib.import_module("torchao.quantization"), name)()
-        return diffusers.TorchAoConfig(weights, modules_to_not_convert=NOT_QUANTISED)
+        return diffusers.TorchAoConfig(weights, modules_to_not_convert=skipped)
     except ImportError as error:
         raise ConfigError(f"model.quantization={kind}: {error}", do="pip install 'qwen-cache[quantization]'") from None
 

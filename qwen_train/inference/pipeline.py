@@ -60,7 +60,7 @@ def load_pipeline(
             vae.to(devices.vae)
     folder = model.component("transformer")
     kind = TabulatedTransformer2DModel if tabulated else stock_class(folder)
-    options = quantization_options(folder, quantization, dtype)
+    options = quantization_options(folder, quantization, dtype, TabulatedTransformer2DModel.NOT_QUANTISED)
     with memory_for("loading the transformer", devices.transformer):
         transformer = load_whole(kind, folder, torch_dtype=dtype, **options)
         if tabulated:

@@ -27,11 +27,12 @@ from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_cache.settings.load import Config
 from qwen_train.data.batches import Batches
 from qwen_train.flow import flow_loss, interpolate
+from qwen_train.model.mixed_sizes import prefix_mask
 from qwen_train.model.modulation import TabulatedTransformer2DModel, TimestepRows, check_settings
 from qwen_train.model.offload import ON_DEVICE
 from qwen_train.model.offload import check_settings as check_offload
 from qwen_train.model.packed import QwenImageMultiResTransformerBlock
-from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel, prefix_mask
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.weights import compute_dtype, prepare_for_training
 
 Device = Literal["cuda", "cpu"]

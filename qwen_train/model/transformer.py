@@ -24,11 +24,10 @@ True
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -41,57 +40,17 @@ from torch import Tensor, nn
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_train.model.joint_attention import QwenMultiResAttnProcessor, active_backend, refuse_backend_for_mask
+from qwen_train.model.mixed_sizes import (
+    MixedSizes,
+    image_shapes_per_sample,
+    prefix_mask,
+    refuse_other_batch_size,
+    refuse_unsupported,
+    text_validity,
+)
 from qwen_train.model.packed import Packing, QwenImageMultiResTransformerBlock, gather, norm_out, scatter
 
-Layout = Literal["padded", "packed"]
-
-
 # ---- the contents of a batch -----------------------------------------------------------------------------------------
-
-
-def refuse_unsupported(**arguments: object) -> None:
-    """Raise TrainError for arguments of the stock model that this one does not implement."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise TrainError(f"{name} is not supported", where="forward", expected="None", found=type(value).__name__)
-
-
-def refuse_other_batch_size(batch_size: int, **arguments: Tensor) -> None:
-    """Raise TrainError for another batch size; a single row would be broadcast silently."""
-    for name, rows in arguments.items():
-        if len(rows) != batch_size:
-            raise TrainError(
-                "one row per sample is needed",
-                where=name,
-                expected=f"{batch_size} samples, as in hidden_states",
-                found=f"{len(rows)}",
-            )
-
-
-def image_shapes_per_sample(img_shapes: Sequence[Any], batch_size: int) -> list[ImgShapes]:
-    """The image shapes of each sample, from either form: `[(1, h, w), ...]` for all, or one such list per sample."""
-    shared = bool(img_shapes) and all(_is_image_shape(entry) for entry in img_shapes)
-    samples = [img_shapes] * batch_size if shared else img_shapes
-    for sample in samples:
-        if not isinstance(sample, list | tuple) or not sample or not all(_is_image_shape(image) for image in sample):
-            raise TrainError(
-                "a sample's images cannot be read",
-                where="img_shapes",
-                expected="[(1, h, w), ...] for the whole batch, or one such list per sample",
-                found=repr(sample),
-            )
-    if len(samples) != batch_size:
-        raise TrainError(
-            "one list of images per sample is needed",
-            where="img_shapes",
-            expected=f"{batch_size} samples, as in hidden_states",
-            found=f"{len(samples)}",
-        )
-    return [tuple((t, h, w) for t, h, w in sample) for sample in samples]
-
-
-def _is_image_shape(entry: object) -> bool:
-    return isinstance(entry, list | tuple) and len(entry) == 3 and all(isinstance(n, int) and n > 0 for n in entry)
 
 
 def image_token_counts(samples: Sequence[ImgShapes], image_length: int) -> list[int]:
@@ -107,25 +66,6 @@ def image_token_counts(samples: Sequence[ImgShapes], image_length: int) -> list[
             do="give the target and every control image of each sample: img_shapes=[[(1, h, w), ...], ...]",
         )
     return counts
-
-
-def text_validity(encoder_hidden_states_mask: Tensor | None, batch_size: int, text_length: int) -> Bool[Tensor, "B L"]:
-    """The text mask as booleans on the CPU. Copying it there, if necessary, is the only wait for the device."""
-    if encoder_hidden_states_mask is None:
-        return torch.ones(batch_size, text_length, dtype=torch.bool)
-    if encoder_hidden_states_mask.shape != (batch_size, text_length):
-        raise TrainError(
-            "the text mask does not fit the text",
-            where="encoder_hidden_states_mask",
-            expected=f"shape {(batch_size, text_length)}",
-            found=f"{tuple(encoder_hidden_states_mask.shape)}",
-        )
-    return encoder_hidden_states_mask.to("cpu", torch.bool)
-
-
-def prefix_mask(lengths: Sequence[int], row_length: int) -> Bool[Tensor, "B N"]:
-    """True for the first `lengths[i]` tokens of row i."""
-    return torch.arange(row_length) < torch.tensor(lengths)[:, None]
 
 
 def extents(valid: Bool[Tensor, "B N"]) -> list[int]:
@@ -221,7 +161,7 @@ class BatchLayout:
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
-class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type: ignore[misc]
+class QwenImageMultiResTransformer2DModel(MixedSizes, QwenImageTransformer2DModel):  # type: ignore[misc]
     """`QwenImageTransformer2DModel` for batches of mixed sizes: same parameters, same checkpoints, same arguments.
 
     Raises ModelError for a layered checkpoint (`use_layer3d_rope`), whose images have other positions.
@@ -232,7 +172,10 @@ class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type:
     # The modules that device maps keep whole, FSDP wraps, and `compile_repeated_blocks` compiles.
     _no_split_modules: ClassVar = [QwenImageMultiResTransformerBlock.__name__]
     _repeated_blocks: ClassVar = [QwenImageMultiResTransformerBlock.__name__]
-    _layout: Layout = "padded"
+    _stock_class = QwenImageTransformer2DModel
+    NOT_QUANTISED: ClassVar = ["img_in", "txt_in", "time_text_embed", "norm_out", "proj_out"]
+    # Nothing uses the text that the last block computes.
+    UNREACHED: ClassVar = ("attn.add_q_proj.", "attn.norm_added_q.", "attn.to_add_out.", "txt_mlp.")
 
     # diffusers reads the expected keys of config.json from this signature.
     @functools.wraps(QwenImageTransformer2DModel.__init__)  # type: ignore[misc]
@@ -241,55 +184,17 @@ class QwenImageMultiResTransformer2DModel(QwenImageTransformer2DModel):  # type:
         self._adopt_blocks()
 
     @classmethod
-    def from_stock(cls, model: Any) -> QwenImageMultiResTransformer2DModel:
-        """Change the class of `model` in place and return it: same parameters, adapters and quantised weights.
-
-        Optimizers and wrappers keep their references. Hooks that replace the instance's `forward` (offloading, context
-        parallelism, FSDP) must be added afterwards.
-
-        Raises:
-            ModelError: a model with such a hook, of another class, or layered.
-        """
-        replaced = [name or "the model" for name, module in model.named_modules() if "forward" in vars(module)]
-        if type(model) is not QwenImageTransformer2DModel or replaced or model._parallel_config is not None:
-            raise ModelError(
-                "only a plain QwenImageTransformer2DModel can become one for mixed sizes",
-                expected="no offloading hooks, context parallelism or FSDP on it yet",
-                found=f"a hook on {replaced[0]}" if replaced else type(model).__name__,
-                do="call from_stock right after from_pretrained",
-            )
-        refuse_layered(model.config)
-        model.__class__ = cls
-        model._adopt_blocks()
-        return cast(QwenImageMultiResTransformer2DModel, model)
+    def _refuse_checkpoint(cls, config: Any) -> None:
+        refuse_layered(config)
 
     def _adopt_blocks(self) -> None:
         """Let the stock blocks take packed rows too; their modules and parameters stay the same."""
-        refuse_layered(self.config)
+        self._refuse_checkpoint(self.config)
         for block in self.transformer_blocks:
             block.__class__ = QwenImageMultiResTransformerBlock
             processor = QwenMultiResAttnProcessor()
             processor._attention_backend = block.attn.processor._attention_backend
             block.attn.set_processor(processor)
-
-    @property
-    def layout(self) -> Layout:
-        """The layout: "padded" (the default: rows of equal length with a mask) or "packed" (one row of valid tokens).
-
-        It is not part of the configuration and may change between calls; ModelError for another value.
-        """
-        return self._layout
-
-    @layout.setter
-    def layout(self, layout: str) -> None:
-        if layout not in get_args(Layout):
-            raise ModelError("no such layout", where="layout", expected=" or ".join(get_args(Layout)), found=layout)
-        self._layout = cast(Layout, layout)
-
-    def to_json_string(self) -> str:
-        """The configuration under the stock class's name, so that pipelines and other trainers load saved models."""
-        config = {**json.loads(super().to_json_string()), "_class_name": QwenImageTransformer2DModel.__name__}
-        return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
     @apply_lora_scale("attention_kwargs")  # type: ignore[untyped-decorator]
     def forward(

@@ -1,0 +1,153 @@
+"""What the transformers for batches of mixed sizes share: reading a batch, and being a stock model in place.
+
+The readers run on the CPU and refuse, by TrainError, whatever contradicts itself. `MixedSizes` comes before the stock
+class among a model's bases: it adds the `layout`, changes a stock model in place, and saves under the stock class's
+name. It refuses, by ModelError, models that are hooked, sharded or not supported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, Self, cast, get_args
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from qwen_cache.errors import ModelError, TrainError
+from qwen_cache.format.sample import ImgShapes
+
+Layout = Literal["padded", "packed"]
+
+
+# ---- the contents of a batch -----------------------------------------------------------------------------------------
+
+
+def refuse_unsupported(**arguments: object) -> None:
+    """Raise TrainError for arguments of the stock model that this one does not implement."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise TrainError(f"{name} is not supported", where="forward", expected="None", found=type(value).__name__)
+
+
+def refuse_other_batch_size(batch_size: int, **arguments: Tensor) -> None:
+    """Raise TrainError for another batch size; a single row would be broadcast silently."""
+    for name, rows in arguments.items():
+        if len(rows) != batch_size:
+            raise TrainError(
+                "one row per sample is needed",
+                where=name,
+                expected=f"{batch_size} samples, as in hidden_states",
+                found=f"{len(rows)}",
+            )
+
+
+def image_shapes_per_sample(img_shapes: Sequence[Any], batch_size: int) -> list[ImgShapes]:
+    """The image shapes of each sample, from either form: `[(1, h, w), ...]` for all, or one such list per sample."""
+    shared = bool(img_shapes) and all(_is_image_shape(entry) for entry in img_shapes)
+    samples = [img_shapes] * batch_size if shared else img_shapes
+    for sample in samples:
+        if not isinstance(sample, list | tuple) or not sample or not all(_is_image_shape(image) for image in sample):
+            raise TrainError(
+                "a sample's images cannot be read",
+                where="img_shapes",
+                expected="[(1, h, w), ...] for the whole batch, or one such list per sample",
+                found=repr(sample),
+            )
+    if len(samples) != batch_size:
+        raise TrainError(
+            "one list of images per sample is needed",
+            where="img_shapes",
+            expected=f"{batch_size} samples, as in hidden_states",
+            found=f"{len(samples)}",
+        )
+    return [tuple((t, h, w) for t, h, w in sample) for sample in samples]
+
+
+def _is_image_shape(entry: object) -> bool:
+    return isinstance(entry, list | tuple) and len(entry) == 3 and all(isinstance(n, int) and n > 0 for n in entry)
+
+
+def text_validity(encoder_hidden_states_mask: Tensor | None, batch_size: int, text_length: int) -> Bool[Tensor, "B L"]:
+    """The text mask as booleans on the CPU. Copying it there, if necessary, is the only wait for the device."""
+    if encoder_hidden_states_mask is None:
+        return torch.ones(batch_size, text_length, dtype=torch.bool)
+    if encoder_hidden_states_mask.shape != (batch_size, text_length):
+        raise TrainError(
+            "the text mask does not fit the text",
+            where="encoder_hidden_states_mask",
+            expected=f"shape {(batch_size, text_length)}",
+            found=f"{tuple(encoder_hidden_states_mask.shape)}",
+        )
+    return encoder_hidden_states_mask.to("cpu", torch.bool)
+
+
+def prefix_mask(lengths: Sequence[int], row_length: int) -> Bool[Tensor, "B N"]:
+    """True for the first `lengths[i]` tokens of row i."""
+    return torch.arange(row_length) < torch.tensor(lengths)[:, None]
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+class MixedSizes:
+    """The part of a transformer for mixed sizes that does not depend on the family of models."""
+
+    _stock_class: ClassVar[Any]
+    NOT_QUANTISED: ClassVar[list[str]]
+    """Modules that are never quantised: about a percent of the weights, through which every token passes."""
+    UNREACHED: ClassVar[tuple[str, ...]]
+    """Parameters of the last block that get no gradient."""
+    _layout: Layout = "padded"
+
+    @classmethod
+    def from_stock(cls, model: Any) -> Self:
+        """Change the class of `model` in place and return it: same parameters, adapters and quantised weights.
+
+        Optimizers and wrappers keep their references. Hooks that replace the instance's `forward` (offloading, context
+        parallelism, FSDP) must be added afterwards.
+
+        Raises:
+            ModelError: a model with such a hook, of another class, or not supported.
+        """
+        replaced = [name or "the model" for name, module in model.named_modules() if "forward" in vars(module)]
+        if type(model) is not cls._stock_class or replaced or model._parallel_config is not None:
+            raise ModelError(
+                f"only a plain {cls._stock_class.__name__} can become one for mixed sizes",
+                expected="no offloading hooks, context parallelism or FSDP on it yet",
+                found=f"a hook on {replaced[0]}" if replaced else type(model).__name__,
+                do="call from_stock right after from_pretrained",
+            )
+        cls._refuse_checkpoint(model.config)
+        model.__class__ = cls
+        model._adopt_blocks()
+        return cast(Self, model)
+
+    @classmethod
+    def _refuse_checkpoint(cls, config: Any) -> None:
+        """Raise ModelError for a configuration that is not supported."""
+
+    def _adopt_blocks(self) -> None:
+        """Change the class of the stock blocks, and their attention processors."""
+        raise NotImplementedError
+
+    @property
+    def layout(self) -> Layout:
+        """The layout: "padded" (the default: rows of equal length with a mask) or "packed" (one row of valid tokens).
+
+        It is not part of the configuration and may change between calls; ModelError for another value.
+        """
+        return self._layout
+
+    @layout.setter
+    def layout(self, layout: str) -> None:
+        if layout not in get_args(Layout):
+            raise ModelError("no such layout", where="layout", expected=" or ".join(get_args(Layout)), found=layout)
+        self._layout = cast(Layout, layout)
+
+    def to_json_string(self) -> str:
+        """The configuration under the stock class's name, so that pipelines and other trainers load saved models."""
+        stock = json.loads(super().to_json_string())  # type: ignore[misc]
+        config = {**stock, "_class_name": self._stock_class.__name__}
+        return json.dumps(config, indent=2, sort_keys=True) + "\n"
