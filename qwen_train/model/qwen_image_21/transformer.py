@@ -1,0 +1,326 @@
+"""The stock transformer of Qwen-Image-2.1 on batches of mixed sizes, exactly, and on several noise draws at once.
+
+Every sample of a batch gets the outputs and gradients that it would get alone in the stock model, whatever the other
+samples and the padding contain. K noise draws of a target stand behind one prefix of text and condition images, which
+does not depend on the timestep: they give the outputs and gradients of K passes. With `img_mask` a call is a stock
+call, so that a model in training also generates. Refused: checkpoints whose prefix depends on the timestep
+(`causal_condition` false), a batch that contradicts its shapes or positions, positions beyond the RoPE table.
+
+>>> model = QwenImage21MultiResTransformer2DModel(  # or .from_pretrained(folder, subfolder="transformer")
+...     num_layers=1, num_attention_heads=2, attention_head_dim=32, context_in_dim=48, axes_dims_rope=(4, 14, 14)
+... )
+>>> img_shapes = [[(1, 4, 6)], [(1, 2, 3), (1, 3, 4)]]  # a target, and a condition image with a target
+>>> image_positions = [[], [4]]  # that image is after 4 text rows
+>>> image, text = torch.randn(2, 48, 64), torch.randn(2, 7, 48)  # two draws: 2 * 24 and 6 + 2 * 12 tokens
+>>> text_mask = torch.arange(7) < torch.tensor([[7], [5]])
+>>> sigma = torch.tensor([[0.3, 0.9], [0.1, 0.4]])  # a timestep per draw
+>>> batch = (image, text, text_mask, sigma, img_shapes, image_positions)
+>>> velocity = model(*batch, return_dict=False)[0]
+>>> velocity.shape, velocity[1, :6].any().item(), velocity[1, 30:].any().item()
+(torch.Size([2, 48, 64]), False, False)
+>>> model.layout = "packed"
+>>> torch.allclose(model(*batch, return_dict=False)[0], velocity, atol=1e-5)
+True
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.transformers.transformer_qwenimage21 import (
+    QwenImage21KVCache,
+    QwenImage21Transformer2DModel,
+    QwenImage21TransformerBlock,
+)
+from diffusers.utils import apply_lora_scale
+from jaxtyping import Complex, Float
+from torch import Tensor, nn
+
+from qwen_cache.errors import ModelError, TrainError
+from qwen_cache.format.sample import ImgShapes
+from qwen_train.model.joint_attention import active_backend
+from qwen_train.model.mixed_sizes import (
+    MixedSizes,
+    image_shapes_per_sample,
+    refuse_other_batch_size,
+    text_validity,
+)
+from qwen_train.model.packed import add_gated, gather, modulate, scatter
+from qwen_train.model.qwen_image_21.attention import (
+    QwenImage21MultiResAttnProcessor,
+    block_masks,
+    refuse_backend_for_text,
+)
+from qwen_train.model.qwen_image_21.joint_row import (
+    JointRow,
+    JointSample,
+    interleaved,
+    positions_per_sample,
+    refuse_other_tokens,
+)
+
+ROPE_POSITIONS = 8192
+"""The rows of the stock table for positions from 0; behind them are the negative ones, which it would read silently."""
+
+
+# ---- the inputs of the blocks ----------------------------------------------------------------------------------------
+
+
+def refuse_far_positions(samples: Sequence[ImgShapes], text_lengths: Sequence[int]) -> None:
+    """Raise TrainError if a target's position, the last of its sample, is beyond the RoPE table."""
+    for images, text in zip(samples, text_lengths, strict=True):
+        before = sum(max(height, width) for _, height, width in images[:-1])
+        if text + before >= ROPE_POSITIONS:
+            raise TrainError(
+                f"the text is longer than the RoPE table beside condition images of {list(images[:-1])}",
+                where="encoder_hidden_states",
+                expected=f"at most {max(0, ROPE_POSITIONS - 1 - before)} text rows",
+                found=f"{text}",
+                do="shorten the text or the images",
+            )
+
+
+def rotary_embedding(
+    pos_embed: nn.Module, images: ImgShapes, sample: JointSample, device: torch.device
+) -> Complex[Tensor, "N half"]:
+    """RoPE of a sample's part of the row: stock's for it alone, the target's for every draw, zero for padding."""
+    runs = (*sample.prefix, (sample.target, False))
+    is_image = torch.cat([torch.full((length,), not is_text) for length, is_text in runs])
+    alone = pos_embed(list(images), is_image, device=device)
+    prefix, target = alone[: sample.prefix_length], alone[sample.prefix_length :]
+    return F.pad(torch.cat([prefix, target.repeat(sample.draws, 1)]), (0, 0, 0, sample.padding))
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def norm_out(
+    module: Any, x: Float[Tensor, "1 Q D"], temb: Float[Tensor, "R E"], row: JointRow
+) -> Float[Tensor, "1 Q D"]:
+    """The final modulated norm, draw by draw."""
+    pieces = zip(torch.split(x, [length for length, _ in row.draw_runs], dim=1), row.draw_runs, strict=True)
+    return torch.cat([module(piece, temb[i : i + 1]) for piece, (_, i) in pieces], dim=1)
+
+
+class QwenImage21MultiResTransformerBlock(QwenImage21TransformerBlock):  # type: ignore[misc]
+    """The stock block, which also takes the row of a batch: a `JointRow` as the attention mask."""
+
+    def _modulate(
+        self, hidden_states: Tensor, mod_params: Tensor, target_token_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return super()._modulate(hidden_states, mod_params, target_token_mask)  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        modulation: Tensor,
+        rotary_emb: Tensor | None = None,
+        attention_mask: Any = None,
+        *stock: Any,
+        **stock_options: Any,
+    ) -> Tensor:
+        if not isinstance(attention_mask, JointRow):
+            output: Tensor = super().forward(
+                hidden_states, modulation, rotary_emb, attention_mask, *stock, **stock_options
+            )
+            return output
+        row, x = attention_mask, hidden_states
+        mod1, mod2 = modulation.chunk(2, dim=-1)
+        modulated, gates = modulate(self, self.img_norm1(x), mod1, row.runs)
+        update = self.attn(hidden_states=modulated, attention_mask=row, rotary_emb=rotary_emb)
+        runs = row.runs
+        if row.only_draws:
+            gates = [gate for gate, run in zip(gates, runs, strict=True) if run in row.draw_runs]
+            x, runs = x.index_select(1, row.draws_to), row.draw_runs
+        x = add_gated(x, [gate.tanh() for gate in gates], update, runs)
+        modulated, gates = modulate(self, self.img_norm2(x), mod2, runs)
+        x = add_gated(x, [gate.tanh() for gate in gates], self.img_mlp(modulated), runs)
+        return x.clip(-65504, 65504) if x.dtype == torch.float16 else x  # as the stock block does  # type: ignore[no-any-return]
+
+
+class QwenImage21MultiResTransformer2DModel(MixedSizes, QwenImage21Transformer2DModel):  # type: ignore[misc]
+    """`QwenImage21Transformer2DModel` for batches of mixed sizes: same parameters, same checkpoints.
+
+    Raises ModelError for a checkpoint with `causal_condition` false, whose prefix depends on the timestep.
+    """
+
+    # The modules that device maps keep whole, FSDP wraps, and `compile_repeated_blocks` compiles.
+    _no_split_modules: ClassVar = [QwenImage21MultiResTransformerBlock.__name__]
+    _repeated_blocks: ClassVar = [QwenImage21MultiResTransformerBlock.__name__]
+    _stock_class = QwenImage21Transformer2DModel
+    NOT_QUANTISED: ClassVar = ["img_in", "txt_in", "time_text_embed", "modulation", "norm_out", "proj_out"]
+    UNREACHED: ClassVar = ()
+
+    # diffusers reads the expected keys of config.json from this signature.
+    @functools.wraps(QwenImage21Transformer2DModel.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._adopt_blocks()
+
+    @classmethod
+    def _refuse_checkpoint(cls, config: Any) -> None:
+        if not config.causal_condition:
+            raise ModelError(
+                "the prefix of this checkpoint depends on the timestep, so noise draws cannot share it",
+                where="config.json",
+                expected="causal_condition true",
+                found="false",
+                do="load a Qwen-Image-2.1 transformer",
+            )
+
+    def _adopt_blocks(self) -> None:
+        """Let the stock blocks take the row of a batch too; their modules and parameters stay the same."""
+        self._refuse_checkpoint(self.config)
+        for block in self.transformer_blocks:
+            block.__class__ = QwenImage21MultiResTransformerBlock
+            processor = QwenImage21MultiResAttnProcessor()
+            processor._attention_backend = block.attn.processor._attention_backend
+            block.attn.set_processor(processor)
+
+    @apply_lora_scale("attention_kwargs")  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_mask: Tensor | None = None,
+        timestep: Tensor | None = None,
+        img_shapes: Sequence[Any] | None = None,
+        image_positions: Sequence[Sequence[int]] | None = None,
+        attention_kwargs: dict[str, Any] | None = None,
+        return_dict: bool = True,
+        *,
+        img_mask: Tensor | None = None,
+        kv_cache: QwenImage21KVCache | None = None,
+        kv_cache_mode: str | None = None,
+    ) -> Transformer2DModelOutput | tuple[Tensor]:
+        """Predict the velocity of every token of the draws; zero for condition images and padding.
+
+        Args:
+            hidden_states: `[B, S, in_channels]`: the condition images in order, then the target's K noise draws one
+                after another, then padding.
+            encoder_hidden_states: `[B, L, context_in_dim]`: the text rows without the rows at image slots, then
+                padding.
+            encoder_hidden_states_mask: `[B, L]`, true for text; None if all is text. A mask on the CPU is faster.
+            timestep: `[B]`, or `[B, K]` for K noise draws: the noise level sigma in 0..1.
+            img_shapes: `[(1, h, w), ...]` in tokens for the whole batch, or one such list per sample: each condition
+                image, then the target.
+            image_positions: per sample, for each condition image the number of text rows before it; None if there
+                are no condition images.
+            attention_kwargs: `scale` sets the strength of LoRA layers.
+            return_dict: False returns a tuple with the tensor.
+            img_mask: with it this is a call of the stock model, with that model's arguments and results.
+            kv_cache: of a stock call, and `kv_cache_mode` too.
+
+        Returns:
+            The velocity `noise - x_0` as `sample`, of shape `[B, S, out_channels]`.
+
+        Raises:
+            TrainError: arguments that contradict each other or are missing; positions beyond the RoPE table; an
+                attention backend that misreads the mask of text.
+        """
+        if timestep is None or img_shapes is None:
+            raise TrainError("forward needs timestep and img_shapes", found="None")
+        if img_mask is not None:
+            return super().forward(
+                hidden_states,
+                encoder_hidden_states,
+                timestep,
+                img_shapes,
+                img_mask,
+                encoder_hidden_states_mask=encoder_hidden_states_mask,
+                attention_kwargs=attention_kwargs,
+                kv_cache=kv_cache,
+                kv_cache_mode=kv_cache_mode,
+                return_dict=return_dict,
+            )
+        refuse_without_img_mask(kv_cache=kv_cache, kv_cache_mode=kv_cache_mode)
+        row, rotary = self._read_batch(
+            hidden_states, encoder_hidden_states, encoder_hidden_states_mask, timestep, img_shapes, image_positions
+        )
+        sample = self._velocity(hidden_states, encoder_hidden_states, timestep, row, rotary)
+        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+    def _velocity(
+        self, hidden_states: Tensor, encoder_hidden_states: Tensor, timestep: Tensor, row: JointRow, rotary: Tensor
+    ) -> Float[Tensor, "B S out"]:
+        """The stock model's modules on the row; the last block, norm and projection on the draws alone."""
+        image, text = gather(hidden_states, row.image_from), gather(encoder_hidden_states, row.text_from)
+        image, text = self.img_in(image), self.txt_in(text)
+        x = image.new_zeros(1, row.length, image.shape[-1])
+        x = x.index_copy(1, row.text_to, text.to(x.dtype)).index_copy(1, row.image_to, image)
+
+        timestep = timestep.flatten().to(x.dtype)
+        temb = self.time_text_embed(torch.cat([timestep, timestep.new_zeros(1)]), x)
+        modulation = self.modulation(temb)
+
+        checkpointing = torch.is_grad_enabled() and self.gradient_checkpointing
+        last = replace(row, only_draws=True, block_mask=row.draws_block_mask)
+        for block in self.transformer_blocks:
+            run = functools.partial(self._gradient_checkpointing_func, block) if checkpointing else block
+            x = run(x, modulation, rotary, last if block is self.transformer_blocks[-1] else row)
+
+        velocity = self.proj_out(norm_out(self.norm_out, x, temb, row))
+        return scatter(velocity, row.draws_from, *hidden_states.shape[:2])
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _read_batch(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_mask: Tensor | None,
+        timestep: Tensor,
+        img_shapes: Sequence[Any],
+        image_positions: Sequence[Sequence[int]] | None,
+    ) -> tuple[JointRow, Complex[Tensor, "M half"]]:
+        """Check the batch against its shapes and masks; its row, and the RoPE of every token."""
+        (batch_size, image_length), device = hidden_states.shape[:2], hidden_states.device
+        draws = draws_of(timestep)
+        refuse_other_batch_size(batch_size, encoder_hidden_states=encoder_hidden_states, timestep=timestep)
+        images = image_shapes_per_sample(img_shapes, batch_size)
+        refuse_other_tokens(images, draws, image_length)
+        text_valid = text_validity(encoder_hidden_states_mask, batch_size, encoder_hidden_states.shape[1])
+        texts: list[int] = text_valid.sum(dim=1).tolist()
+        positions = positions_per_sample(image_positions, images, texts)
+        refuse_far_positions(images, texts)
+
+        prefixes = [interleaved(*sample) for sample in zip(images, positions, texts, strict=True)]
+        targets = [math.prod(sample[-1]) for sample in images]
+        padded = self.layout == "padded"
+        row = JointRow.of(prefixes, targets, draws, text_valid, image_length, device, padded=padded)
+        backend = active_backend(self.transformer_blocks[0].attn.processor)
+        refuse_backend_for_text(backend, row)
+        if backend is AttentionBackendName.FLEX:
+            whole, of_draws = block_masks(row, device)
+            row = replace(row, block_mask=whole, draws_block_mask=of_draws)
+        pairs = zip(images, row.samples, strict=True)
+        return row, torch.cat([rotary_embedding(self.pos_embed, *pair, device) for pair in pairs])
+
+
+def refuse_without_img_mask(**stock_arguments: object) -> None:
+    """Raise TrainError for arguments that only a stock call takes."""
+    for name, value in stock_arguments.items():
+        if value is not None:
+            raise TrainError(
+                f"{name} is for calls with img_mask", where="forward", expected="None", found=type(value).__name__
+            )
+
+
+def draws_of(timestep: Tensor) -> int:
+    """The noise draws of each sample: the columns of `timestep`, one if it has none."""
+    if timestep.ndim not in (1, 2) or not timestep.numel():
+        raise TrainError(
+            "the timesteps cannot be read",
+            where="timestep",
+            expected="[B], or [B, K] for K noise draws",
+            found=f"shape {tuple(timestep.shape)}",
+        )
+    return 1 if timestep.ndim == 1 else timestep.shape[1]
