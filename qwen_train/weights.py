@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.format.sample import LATENT_CHANNELS
+from qwen_cache.models.family import SUPPORTED
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import TrainConfig
@@ -28,7 +29,7 @@ from qwen_train.lora.adapter import WEIGHTS_NAME, add_lora, has_lora, load_lora,
 from qwen_train.model.modulation import TabulatedTransformer2DModel, check_settings
 from qwen_train.model.offload import check_settings as check_offload
 from qwen_train.model.sharding import assign, full_tensor
-from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.model.stock import trained_class
 
 FOLDER = "transformer"  # of a full training's result, as in a pipeline's folder
 FILE_PATTERN = "diffusion_pytorch_model{suffix}.safetensors"
@@ -46,15 +47,16 @@ def load_transformer(model: ModelFolder, config: Config) -> Any:
     float32 block by block.
     """
     folder, settings, kind = model.component("transformer"), config.train, config.model.quantization
+    saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if settings.method == "full":
         _refuse_quantised(folder, kind)
     if settings.offload_blocks:
-        check_offload(config, json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        check_offload(config, saved)
     trained = _stored_dtype(folder) if settings.fsdp else torch.float32
     dtype = trained if settings.method == "full" else compute_dtype(settings)
-    model_class = QwenImageMultiResTransformer2DModel
+    model_class = trained_class(saved, folder)
     if settings.tabulated_modulation:
-        check_settings(settings, json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        check_settings(settings, saved)
         model_class = TabulatedTransformer2DModel
     options = quantization_options(folder, kind, dtype, model_class.NOT_QUANTISED)
     try:
@@ -95,11 +97,12 @@ def check_cache(cache: Any, model: ModelFolder, config: Mapping[str, Any]) -> No
             found=pipeline,
             do="train the model that it was built for, or build a cache for this one",
         )
-    if (width := cache.prompt_embeds_width) != config["joint_attention_dim"]:
+    key = model.family.text_width_key
+    if (width := cache.prompt_embeds_width) != config[key]:
         raise ModelError(
             "the cache's prompt embeddings do not fit the transformer",
             where=cache.folder,
-            expected=f"width {config['joint_attention_dim']}",
+            expected=f"width {config[key]}",
             found=f"width {width}",
             do="build the cache with the text encoder of this model",
         )
@@ -109,7 +112,7 @@ def check_cache(cache: Any, model: ModelFolder, config: Mapping[str, Any]) -> No
             where=model.component("transformer"),
             expected=f"in_channels {LATENT_CHANNELS}",
             found=f"in_channels {channels}",
-            do="train a Qwen-Image or Qwen-Image-Edit transformer",
+            do=f"train one of {SUPPORTED}",
         )
 
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from qwen_cache.console import console
 from qwen_cache.errors import ConfigError, ModelError, TrainError
+from qwen_cache.models.family import QWEN_IMAGE_21
 from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.durable import allocate, cache_home, sync, whole_file
 from qwen_train.flow import NoiseSchedule
@@ -72,6 +73,7 @@ def check_settings(settings: TrainConfig, config: Mapping[str, Any]) -> None:
             found=f"train.mixed_precision={settings.mixed_precision}",
             do=f"set train.mixed_precision=bf16, or {OFF}",
         )
+    check_model(config)
     targets = settings.lora.target_modules
     if trained := [name for name in (*columns(config), *EMBEDDER) if _targeted(name, targets)]:
         raise ConfigError(
@@ -80,11 +82,15 @@ def check_settings(settings: TrainConfig, config: Mapping[str, Any]) -> None:
             found=trained[0],
             do=f"name other modules, or {OFF}",
         )
-    check_model(config)
 
 
 def check_model(config: Mapping[str, Any]) -> None:
     """Raise ModelError if no table can be computed for a transformer with this config.json."""
+    if config.get("_class_name") == QWEN_IMAGE_21.transformer:
+        raise ModelError(
+            f"{QWEN_IMAGE_21.name} has one modulation for all blocks, so a table would save nothing",
+            do="set tabulated_modulation=false",
+        )
     if "quantization_config" in config:
         do = "use the unquantised model, with model.quantization; or set tabulated_modulation=false"
         raise ModelError("the table needs unquantised weights, and this transformer was saved quantised", do=do)

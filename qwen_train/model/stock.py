@@ -1,33 +1,53 @@
-"""diffusers' own class of a transformer, by `_class_name` in its config.json. Other classes are refused."""
+"""The classes of a transformer by `_class_name` in its config.json: diffusers' own, and ours for training.
+
+Other classes are refused.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from qwen_cache.errors import ModelError
+from qwen_cache.models.family import FAMILIES
+from qwen_train.model.qwen_image_21.transformer import QwenImage21MultiResTransformer2DModel
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
-STOCK_CLASSES = ("QwenImageTransformer2DModel", "QwenImage21Transformer2DModel")
-"""The transformers that LoRAs are merged into and images are generated with: 20B, and Qwen-Image-2.1."""
+STOCK_CLASSES = tuple(family.transformer for family in FAMILIES)
+TRAINED_CLASSES = (QwenImageMultiResTransformer2DModel, QwenImage21MultiResTransformer2DModel)
 
 
 def stock_class(folder: Path) -> Any:
     """The class in diffusers of the transformer in `folder`; ModelError for another one, or without a config.json."""
     import diffusers
 
-    path = folder / "config.json"
+    return getattr(diffusers, _class_name(_read(folder / "config.json"), folder))
+
+
+def trained_class(config: Mapping[str, Any], where: object = "config.json") -> type[Any]:
+    """Our class for a transformer with this config.json; ModelError for another one."""
+    name = _class_name(config, where)
+    kinds: dict[str, type[Any]] = {each._stock_class.__name__: each for each in TRAINED_CLASSES}
+    return kinds[name]
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        name = config.get("_class_name")
-    except (OSError, ValueError, AttributeError) as error:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"the transformer's configuration cannot be read: {error}", where=path) from None
+
+
+def _class_name(config: Mapping[str, Any], where: object) -> str:
+    name = config.get("_class_name")
     if name not in STOCK_CLASSES:
         raise ModelError(
             "not a Qwen-Image transformer",
-            where=path,
+            where=where,
             expected=" or ".join(STOCK_CLASSES),
             found=name,
             do="name another model, with --model",
         )
-    return getattr(diffusers, name)
+    return str(name)
