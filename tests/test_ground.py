@@ -14,19 +14,19 @@ import pytest
 import torch
 from PIL import Image
 from torch.nn.functional import interpolate
-from transformers import Qwen2_5_VLForConditionalGeneration
 
 from qwen_cache.grounding.frozen_qwen import FrozenQwen
 from qwen_cache.grounding.head import HeadMetadata, MaskHead, load_head, predict_mask, save_head
 from qwen_cache.grounding.refine import load_sam, refine
 from qwen_cache.models.family import PIPELINES
 from qwen_cache.models.folder import open_model
-from qwen_cache.models.loading import load_whole
 from qwen_cache.models.processor import load_processor
+from qwen_cache.models.text_encoder import load_text_encoder
 
 from .support.commands import Result, run
 from .support.photographs import photograph
 from .support.sam import tiny_sam
+from .support.text_encoder import save_tiny_qwen3_vl
 
 CHANNELS = 16  # of the tiny encoder: 4 layers of 4 heads
 PROMPT = "make the cat blue, 然后 keep the eyes"
@@ -71,7 +71,7 @@ def ground(tiny_model: Callable[[str], Path], tmp_path: Path) -> Ground:
 def by_hand(model: Path, images: list[Image.Image], text: str, phrase: str | None) -> torch.Tensor:
     """The attention on the first image."""
     folder = open_model(str(model), ("text_encoder", "processor"))
-    whole = load_whole(Qwen2_5_VLForConditionalGeneration, folder.component("text_encoder"), dtype=torch.float32)
+    whole = load_text_encoder(folder.component("text_encoder"), torch.float32)
     encoder = FrozenQwen(whole, load_processor(folder), template=PIPELINES[folder.pipeline].template)
     return encoder.ground(images, text, phrase).attention[0][0]
 
@@ -149,6 +149,23 @@ def test_sam_refines_the_mask_of_the_head(
     mask = predict_mask(load_head(head)[0], attention, CELLS)
     refined = refine(load_sam(sam), Image.open(cat).convert("RGB"), (mask / (1 - mask)).log())
     assert_mask(cat.parent / "mask.png", refined.mul(255).numpy())
+
+
+def test_the_text_encoder_may_be_a_qwen3_vl(tiny_model: Callable[[str], Path], cat: Path) -> None:
+    model = cat.parent / "model"
+    save_tiny_qwen3_vl(model / "text_encoder", model / "processor", tiny_model("edit") / "processor")
+    shutil.copy(tiny_model("edit") / "model_index.json", model)
+    attention = by_hand(model, [scaled_cat(cat)], "the cat", None)
+    assert attention.shape == (30, 3, 4)  # 128×96 in cells of 32
+    head = MaskHead(30, base=4, size=16).requires_grad_(False)
+    torch.nn.init.normal_(head.logits.weight, std=5)
+    head.logits.bias -= head(attention[None]).quantile(0.8)
+    save_head(head, cat.with_name("head.safetensors"), HeadMetadata(encoder="the tiny one"))
+    words = ["--image", cat, "--phrase", "the cat", "--head", cat.with_name("head.safetensors"), "--model", model]
+    options = ["--set", "data.condition_image_size=12544", "--dtype", "float32", "--out", cat.with_name("mask.png")]
+    result = run("qwen-cache", "ground", *words, *options)
+    assert result.code == 0, result.stderr
+    assert_mask(cat.with_name("mask.png"), grey(predict_mask(head, attention, CELLS), (151, 113)))
 
 
 def test_the_overlay_is_red_where_the_mask_is_and_nowhere_else(ground: Ground, cat: Path, head: Path) -> None:

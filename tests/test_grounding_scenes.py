@@ -89,7 +89,7 @@ def make_tokenizer(special_tokens: list[str]) -> Qwen2Tokenizer:
     """A token for each word, as the real one has for such words."""
     phrases = [f"the {colour} {shape}" for colour in COLOURS for shape in SHAPES]
     tokenizer = Qwen2Tokenizer(eos_token="<|im_end|>", extra_special_tokens=special_tokens)
-    return tokenizer.train_new_from_iterator([*phrases, CHAT.frame], vocab_size=2000, show_progress=False)
+    return tokenizer.train_new_from_iterator([*phrases, CHAT["qwen2_5_vl"].frame], vocab_size=2000, show_progress=False)
 
 
 def look_at(encoder: FrozenQwen, count: int, seed: int) -> list[Scene]:

@@ -250,7 +250,7 @@ def test_settings_that_change_tensors_change_every_key(setting: str, pairs: Path
     assert not set(keys_of(pairs, model).values()) & set(keys_of(pairs, model, setting).values())
 
 
-@pytest.mark.parametrize("part", ["system", "image", "drop_idx"])
+@pytest.mark.parametrize("part", ["frame", "image", "drop_idx"])
 def test_the_template_changes_every_key(part: str, pairs: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = keys_of(pairs, model)
     template = PIPELINES["QwenImageEditPlusPipeline"].template

@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch.nn.functional import interpolate, max_pool2d
-from transformers import Qwen2_5_VLForConditionalGeneration
 
 from qwen_cache.console import console, plural
 from qwen_cache.errors import ConfigError
@@ -29,8 +28,8 @@ from qwen_cache.grounding.refine import load_sam, refine
 from qwen_cache.models.devices import choose_device, torch_dtype
 from qwen_cache.models.family import VAE_IMAGE_SIZE
 from qwen_cache.models.folder import ModelFolder, open_model
-from qwen_cache.models.loading import load_whole
 from qwen_cache.models.processor import load_processor
+from qwen_cache.models.text_encoder import load_text_encoder
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.images import open_rgb_file
 from qwen_cache.sources.sizes import Size, calculate_dimensions
@@ -100,8 +99,7 @@ def phrase_attention(
     template = model.template
     area = config.data.condition_image_size or template.condition_image_size
     resized = [image.resize(calculate_dimensions(area, image.size), Image.Resampling.LANCZOS) for image in images]
-    dtype = torch_dtype(config.cache.dtype)
-    weights = load_whole(Qwen2_5_VLForConditionalGeneration, model.component("text_encoder"), dtype=dtype)
+    weights = load_text_encoder(model.component("text_encoder"), torch_dtype(config.cache.dtype))
     encoder = FrozenQwen(weights, load_processor(model), template=template).to(device)
     return encoder.ground(resized, query.prompt, query.phrase).attention[0][0].cpu()
 

@@ -1,7 +1,7 @@
-"""Making edit masks, and replacing those of cached samples without loading an encoder.
+"""Making edit masks (experimental: with a mask head), and replacing those of cached samples without an encoder.
 
-A cached sample is encoded again only if its mask needs attention that the cache does not hold. Masks from a mask head
-are experimental: never run on the real encoder's attention.
+A cached sample is encoded again only if its mask needs attention that the cache does not hold. A mask head was never
+run on the real encoder's attention.
 """
 
 from __future__ import annotations

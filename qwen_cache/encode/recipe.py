@@ -39,7 +39,7 @@ def make_recipe(model: ModelFolder, config: Config, on_bytes: Callable[[int], No
         "template": template.frame,
         "picture_template": template.image,
     }
-    recipe |= {"drop_idx": template.drop_idx} if template.drop_idx is not None else {}
+    recipe |= {"drop_idx": template.drop_idx} if template.dropped_message is None else {}
     if not family.one_condition_image and model.takes_controls:
         recipe["condition_image_size"] = config.data.condition_image_size or template.condition_image_size
     if model.takes_controls:

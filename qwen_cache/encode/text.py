@@ -35,9 +35,9 @@ from qwen_cache.format.identity import Phrase
 from qwen_cache.grounding.attention import AttentionRows, ImageTokens, attention_rows, image_tokens
 from qwen_cache.grounding.phrase import token_positions
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.models.loading import load_whole
 from qwen_cache.models.processor import load_processor
 from qwen_cache.models.template import VISION_END, Template
+from qwen_cache.models.text_encoder import load_text_encoder
 from qwen_cache.sources.sizes import Size
 
 KEPT_TOKENS = 8  # keys and values of this many times batch_tokens fit a pass: 1 GB of a 7B model for 2048
@@ -138,12 +138,12 @@ def kept_tokens(model: ModelFolder, prompts: Sequence[tuple[str, Sequence[Size]]
 
 def dropped_tokens(template: Template, processor: Any) -> int:
     """The number of first tokens that are encoded but not kept, as the pipelines have it."""
-    if template.drop_idx is not None:
+    if template.dropped_message is None:
         return template.drop_idx
     if not processor.chat_template:
         do = "download the component again, with chat_template.jinja"
         raise ModelError("the processor has no chat template, so its system message cannot be counted", do=do)
-    message = {"role": "system", "content": [{"type": "text", "text": template.system}]}
+    message = {"role": "system", "content": [{"type": "text", "text": template.dropped_message}]}
     return len(processor.apply_chat_template([message], tokenize=True, return_dict=False)[0])
 
 
@@ -188,8 +188,7 @@ class TextEncoder:
         self.processor = load_processor(model) if model.takes_controls else None
         self.tokenizer = self.processor.tokenizer if self.processor else AutoTokenizer.from_pretrained(model.tokenizer)
         self.drop_idx, self.text_rows_only = dropped_tokens(self.template, self.processor), family.text_rows_only
-        whole = load_whole(getattr(transformers, family.text_encoder), model.component("text_encoder"), dtype=dtype)
-        self.model = whole.model.to(device)
+        self.model = load_text_encoder(model.component("text_encoder"), dtype).model.to(device)
         if not family.final_norm:
             skip_final_norm(self.model)
         self.device, self.batch_tokens, self.attend = device, batch_tokens, attend

@@ -1,4 +1,6 @@
-"""Attention of chosen tokens on the images: rows of a Qwen2.5-VL's attention, from a pass that runs anyway.
+"""Experimental: never run on the real encoder's attention. Attention of chosen tokens on the images.
+
+Rows of the attention of a Qwen2.5-VL or Qwen3-VL, from a pass that runs anyway:
 
     with attention_rows(model, tokens=[[[412, 413]]], images=image_tokens(model.config, ids, grids)) as rows:
         model(**inputs)
@@ -25,12 +27,19 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel, rotate_half
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
 from qwen_cache.errors import ModelError
 
 Merge = Literal["mean", "max"]
 Phrases = Sequence[Sequence[int]]
 """The token positions of each phrase."""
+
+QUERIES_AND_KEYS: dict[type[Any], tuple[str, str]] = {
+    Qwen2_5_VLTextModel: ("q_proj", "k_proj"),
+    Qwen3VLTextModel: ("q_norm", "k_norm"),
+}
+"""The language models that can be read, and the modules of an attention layer whose outputs RoPE rotates."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ class AttentionRows:
     attention: list[list[Float[Tensor, "K C h w"]]]
     """For each row of the batch and each of its images; K phrases, C is layers × heads."""
     hidden_states: list[list[Float[Tensor, "layers P D"]]]
-    """For each row and phrase: the output of each layer at its tokens, the last one after the final norm."""
+    """For each row and phrase: the output of each layer at its tokens, the last one after `norm`."""
 
     def __init__(self, tokens: Sequence[Phrases], images: Sequence[Sequence[ImageTokens]], merge: Merge) -> None:
         _check(tokens, images)
@@ -207,11 +216,12 @@ def attention_rows(
 
 
 def _hooks(decoder: Any, rows: AttentionRows) -> list[Any]:
+    queries, keys = next(names for kind, names in QUERIES_AND_KEYS.items() if isinstance(decoder, kind))
     handles = [decoder.register_forward_pre_hook(rows.begin, with_kwargs=True)]
     for layer in decoder.layers:
         handles += [
-            layer.self_attn.q_proj.register_forward_hook(rows.on_queries),
-            layer.self_attn.k_proj.register_forward_hook(rows.on_keys),
+            layer.self_attn.get_submodule(queries).register_forward_hook(rows.on_queries),
+            layer.self_attn.get_submodule(keys).register_forward_hook(rows.on_keys),
             layer.self_attn.register_forward_hook(rows.on_attention, with_kwargs=True),
         ]
     for module in (*decoder.layers[:-1], decoder.norm):
@@ -220,11 +230,11 @@ def _hooks(decoder: Any, rows: AttentionRows) -> list[Any]:
 
 
 def _decoder(model: nn.Module) -> Any:
-    """The language model of a Qwen2.5-VL."""
-    decoder = next((module for module in model.modules() if isinstance(module, Qwen2_5_VLTextModel)), None)
+    """The language model of a Qwen2.5-VL or Qwen3-VL."""
+    decoder: Any = next((module for module in model.modules() if isinstance(module, tuple(QUERIES_AND_KEYS))), None)
     if decoder is None:
-        raise ModelError("not a Qwen2.5-VL", found=type(model).__name__)
-    if any(layer.self_attn.sliding_window for layer in decoder.layers):
+        raise ModelError("not a Qwen2.5-VL or Qwen3-VL", found=type(model).__name__)
+    if any(getattr(layer.self_attn, "sliding_window", None) for layer in decoder.layers):
         raise ModelError("a layer has a sliding window", expected="full attention in every layer")
     return decoder
 
@@ -239,7 +249,8 @@ def _check(tokens: Sequence[Phrases], images: Sequence[Sequence[ImageTokens]]) -
             raise ModelError("a phrase has no token", where=f"row {number}")
 
 
-def _heads(tensor: Float[Tensor, "B L width"], head_dim: int) -> Float[Tensor, "B heads L head_dim"]:
+def _heads(tensor: Float[Tensor, "B L *width"], head_dim: int) -> Float[Tensor, "B heads L head_dim"]:
+    """The heads of a projection's output, or of a norm's, where they are already separate."""
     return tensor.view(*tensor.shape[:2], -1, head_dim).transpose(1, 2)
 
 

@@ -1,11 +1,11 @@
-"""Experimental: never run on the real encoder's attention. Any Qwen2.5-VL as a frozen source of attention.
+"""Experimental: never run on the real encoder's attention. A Qwen2.5-VL or Qwen3-VL as a frozen source of it.
 
     qwen = FrozenQwen.from_pretrained("Qwen/Qwen2.5-VL-7B-Instruct", device="cuda", dtype=torch.bfloat16)
     qwen.ground(image, "make [[the red car]] blue").attention[0]  # [1, 784, h, w] of the first image
 
 It shows where in the images some words attend, in one pass without `lm_head` and without eager attention. The weights
 take no gradient and the model stays in eval mode, whatever mode its owner is set to. Positions are always
-three-dimensional: `mm_token_type_ids` is made here.
+three-dimensional: `mm_token_type_ids` is made here. Any other model is a ModelError.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from qwen_cache.errors import SourceError
 from qwen_cache.grounding.attention import Merge, attention_rows, image_tokens
 from qwen_cache.grounding.phrase import Span, find, parse, token_positions
 from qwen_cache.grounding.processor import ImageLike, to_pil
-from qwen_cache.models.loading import load_whole
-from qwen_cache.models.processor import ImageOnlyQwen2VLProcessor
+from qwen_cache.models.processor import make_processor
 from qwen_cache.models.template import PIXEL_TOKENS, VISION_END, Template
+from qwen_cache.models.text_encoder import known_type, load_text_encoder, text_encoder_type
 
-CHAT = Template(
-    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n",
-    f"<|vision_start|><|image_pad|>{VISION_END}",
-    drop_idx=0,
-    condition_image_size=0,
-)
-"""A user's turn in the chat format of Qwen2.5-VL."""
+_USER = "<|im_start|>user\n{}<|im_end|>\n"
+_IMAGE = f"<|vision_start|><|image_pad|>{VISION_END}"
+CHAT = {
+    "qwen2_5_vl": Template(
+        f"<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{_USER}", _IMAGE, 0, condition_image_size=0
+    ),
+    "qwen3_vl": Template(_USER, _IMAGE, 0, condition_image_size=0),
+}
+"""A user's turn in the model's chat format, by `model_type`: Qwen3-VL has no default system prompt."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +46,28 @@ class Grounding:
     attention: list[Float[Tensor, "K C _h _w"]]
     """One per image, float32; C is layers × heads, h×w the grid of the image's tokens."""
     hidden_states: list[Float[Tensor, "layers _P D"]]
-    """One per phrase: the output of each layer at its P tokens, the last one after the final norm."""
+    """One per phrase: the output of each layer at its P tokens, the last one after the language model's `norm`."""
     image_grid: list[tuple[int, int]]
     """The height and width of each image in tokens."""
 
 
 class FrozenQwen(nn.Module):
-    """Experimental. A frozen Qwen2.5-VL with or without its `lm_head`, a processor, and the instruction's `template`.
+    """Experimental. A frozen Qwen2.5-VL or Qwen3-VL with or without its `lm_head`, and a processor.
 
-    `merge` reduces the attention of a phrase's tokens to one map: "mean" or "max".
-    With a template of `qwen_cache.models.template.TEMPLATES`, and images resized as for that pipeline, the attention
-    is that of a cache's `prompt_embeds`.
+    `merge` reduces the attention of a phrase's tokens to one map: "mean" or "max". `template` is the text around the
+    instruction; None: a user's turn in the model's chat format. With one of
+    `qwen_cache.models.template.TEMPLATES`, and images resized as for that pipeline, the attention is that of a cache's
+    `prompt_embeds`. Raises ModelError for any other model.
     """
 
-    def __init__(self, model: nn.Module, processor: Any, merge: Merge = "mean", template: Template = CHAT) -> None:
+    def __init__(
+        self, model: nn.Module, processor: Any, merge: Merge = "mean", template: Template | None = None
+    ) -> None:
         super().__init__()
-        self.model: Any = model.model if isinstance(model, Qwen2_5_VLForConditionalGeneration) else model
+        kind = known_type(getattr(getattr(model, "config", None), "model_type", None), where=type(model).__name__)
+        self.model: Any = model.base_model  # without the lm_head
         self.model.requires_grad_(False)
-        self.processor, self.merge, self.template = processor, merge, template
+        self.processor, self.merge, self.template = processor, merge, template or CHAT[kind]
         self.eval()
 
     @classmethod
@@ -75,14 +79,12 @@ class FrozenQwen(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         merge: Merge = "mean",
     ) -> FrozenQwen:
-        """Load `name`, a folder or repository of Qwen2.5-VL, onto `device` in `dtype`.
+        """Load `name`, a folder or repository of Qwen2.5-VL or Qwen3-VL, onto `device` in `dtype`.
 
-        Raises ModelError if the weights cannot be loaded, or some are missing.
+        Raises ModelError for any other model, if the weights cannot be loaded, or some are missing.
         """
-        model = load_whole(Qwen2_5_VLForConditionalGeneration, Path(name), dtype=dtype)
-        image_processor = Qwen2VLImageProcessorPil.from_pretrained(name)
-        processor = ImageOnlyQwen2VLProcessor(image_processor, AutoTokenizer.from_pretrained(name))
-        return cls(model.to(device), processor, merge)
+        model = load_text_encoder(Path(name), dtype)
+        return cls(model.to(device), make_processor(text_encoder_type(name), name), merge)
 
     def train(self, mode: bool = True) -> FrozenQwen:
         """Stay in eval mode, whatever `mode` is."""
@@ -114,8 +116,7 @@ class FrozenQwen(nn.Module):
         Images are PIL images or uint8 arrays `[H, W, 3]`. With K phrases the result has attention `[K, C, h, w]` for
         each image: C is `in_channels`; h and w are in tokens of `patch_size` · `merge_size` pixels per side.
         Raises SourceError without images, for an array of another kind, for a token of pixels in `text`, for invalid
-        marks, for marks beside `phrase`, and for a phrase that does not occur exactly once; ModelError if the model is
-        not a Qwen2.5-VL.
+        marks, for marks beside `phrase`, and for a phrase that does not occur exactly once.
         """
         pil_images = to_pil(images)
         if not pil_images:

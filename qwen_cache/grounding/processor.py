@@ -1,8 +1,8 @@
-"""Images as inputs of Qwen2.5-VL, with or without torchvision, and the transformation of each.
+"""Experimental. Images as inputs of Qwen2.5-VL or Qwen3-VL, without torchvision, and the transformation of each.
 
 For code with its own image processor: the values are those of `Qwen2VLImageProcessorPil`, and `meta_data` maps a mask
-back to the original. Each side is scaled separately to a multiple of 28, without padding. Refuses arrays other
-than H×W×3 of uint8.
+back to the original. Each side is scaled separately to a multiple of two patches (28 pixels for Qwen2.5-VL, 32 for
+Qwen3-VL), without padding. Refuses arrays other than H×W×3 of uint8.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ ImageLike = Image.Image | NDArray[Any]
 
 
 class QwenImageProcessor:
-    """`preprocess` for one image or several."""
+    """`preprocess` for one image or several; without an `image_processor` for Qwen2.5-VL, with stock size limits."""
 
     def __init__(self, image_processor: Qwen2VLImageProcessorPil | None = None) -> None:
         self.image_processor = image_processor or Qwen2VLImageProcessorPil()
 
     @classmethod
     def from_pretrained(cls, name: str | PathLike[str]) -> QwenImageProcessor:
-        """A processor with the size limits in the `preprocessor_config.json` of a folder or repository."""
+        """A processor with the patch size, size limits and normalisation of a folder or repository."""
         return cls(Qwen2VLImageProcessorPil.from_pretrained(name))
 
     def preprocess(self, image: ImageLike | Sequence[ImageLike]) -> dict[str, Any]:
-        """`pixel_values` `[patches, 1176]`, `image_grid_thw` `[images, 3]`, `image_sizes` and `meta_data`.
+        """`pixel_values` `[patches, D]`, `image_grid_thw` `[images, 3]`, `image_sizes` and `meta_data`.
 
-        `image_sizes` has the original `(h, w)` of each image; `meta_data` is a dict for a single image, and a list of
-        dicts for a list.
+        D is 3 · 2 · `patch_size`²: 1176 for Qwen2.5-VL, 1536 for Qwen3-VL. `image_sizes` has the original `(h, w)` of
+        each image; `meta_data` is a dict for a single image, and a list of dicts for a list.
         """
         is_single = isinstance(image, Image.Image | np.ndarray)
         images = to_pil(image)

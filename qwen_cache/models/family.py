@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from qwen_cache.models.template import IMAGE, Template
+from qwen_cache.models.template import IMAGE, Template, chat
 
 PipelineName = Literal["QwenImageEditPipeline", "QwenImageEditPlusPipeline", "QwenImagePipeline", "QwenImage21Pipeline"]
 VAE_IMAGE_SIZE = 1024 * 1024
@@ -53,7 +53,7 @@ class Family:
     vae: str
     """The class in diffusers."""
     text_encoder: str
-    """The class in transformers."""
+    """The `model_type` in transformers (`text_encoder.py` has the class, `processor.py` its processor)."""
     transformer: str
     """The class in diffusers."""
     text_width_key: str
@@ -85,6 +85,7 @@ _TEXT_TO_IMAGE = (
     "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of "
     "the objects and background:"
 )
+_ANALYZE = "Comprehend and analyze the provided prompt."
 QWEN_IMAGE = Family(
     name="Qwen-Image",
     licence="apache-2.0",
@@ -92,27 +93,27 @@ QWEN_IMAGE = Family(
         Pipeline(
             "QwenImageEditPipeline",
             ("Qwen/Qwen-Image-Edit",),
-            Template(_EDIT, image=IMAGE, drop_idx=64, condition_image_size=1024 * 1024),
+            Template(chat(_EDIT), image=IMAGE, drop_idx=64, condition_image_size=1024 * 1024),
             min_controls=1,
             max_controls=1,
         ),
         Pipeline(
             "QwenImageEditPlusPipeline",
             ("Qwen/Qwen-Image-Edit-2509", "Qwen/Qwen-Image-Edit-2511"),
-            Template(_EDIT, image=f"Picture {{}}: {IMAGE}", drop_idx=64, condition_image_size=384 * 384),
+            Template(chat(_EDIT), image=f"Picture {{}}: {IMAGE}", drop_idx=64, condition_image_size=384 * 384),
             min_controls=1,
             max_controls=None,
         ),
         Pipeline(
             "QwenImagePipeline",
             ("Qwen/Qwen-Image",),
-            Template(_TEXT_TO_IMAGE, drop_idx=34, max_length=512),
+            Template(chat(_TEXT_TO_IMAGE), drop_idx=34, max_length=512),
             min_controls=0,
             max_controls=0,
         ),
     ),
     vae="AutoencoderKLQwenImage",
-    text_encoder="Qwen2_5_VLForConditionalGeneration",
+    text_encoder="qwen2_5_vl",
     transformer="QwenImageTransformer2DModel",
     text_width_key="joint_attention_dim",
     pixels_per_text_token=28 * 28,  # patches of 14×14, merged 2×2
@@ -126,8 +127,9 @@ QWEN_IMAGE_21 = Family(
             "QwenImage21Pipeline",
             ("Qwen/Qwen-Image-2.1",),
             Template(
-                "Comprehend and analyze the provided prompt.",
+                chat(_ANALYZE),
                 image=f"<image{{}}>{IMAGE}",
+                dropped_message=_ANALYZE,
                 separator=" ",
                 empty_prompt=" ",
             ),
@@ -137,7 +139,7 @@ QWEN_IMAGE_21 = Family(
         ),
     ),
     vae="AutoencoderKLQwenImage21",
-    text_encoder="Qwen3VLForConditionalGeneration",
+    text_encoder="qwen3_vl",
     transformer="QwenImage21Transformer2DModel",
     text_width_key="context_in_dim",
     pixels_per_text_token=32 * 32,  # patches of 16×16, merged 2×2

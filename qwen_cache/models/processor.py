@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Any
 
 from transformers import AutoTokenizer, Qwen2VLProcessor, Qwen3VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.text_encoder import text_encoder_type
 
 
-class ImageOnlyQwen2VLProcessor(Qwen2VLProcessor):  # type: ignore[misc]  # transformers is not typed for mypy
-    """Qwen2VLProcessor without video, which needs torchvision.
+class _ImageOnly:
+    """A processor without video, which needs torchvision.
 
     transformers derives the components of a processor from this signature. Images are processed by PIL, whether
     torchvision is installed or not.
@@ -20,27 +22,28 @@ class ImageOnlyQwen2VLProcessor(Qwen2VLProcessor):  # type: ignore[misc]  # tran
     def __init__(
         self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **kwargs: Any
     ) -> None:
-        super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **kwargs)
+        super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **kwargs)  # type: ignore[call-arg]
 
 
-class ImageOnlyQwen3VLProcessor(Qwen3VLProcessor):  # type: ignore[misc]
-    """Qwen3VLProcessor without video, as above."""
-
-    def __init__(
-        self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **kwargs: Any
-    ) -> None:
-        super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **kwargs)
+class ImageOnlyQwen2VLProcessor(_ImageOnly, Qwen2VLProcessor):  # type: ignore[misc]  # transformers is not typed for mypy
+    """Qwen2VLProcessor without video."""
 
 
-PROCESSORS: dict[str, type[Any]] = {
-    "Qwen2_5_VLForConditionalGeneration": ImageOnlyQwen2VLProcessor,
-    "Qwen3VLForConditionalGeneration": ImageOnlyQwen3VLProcessor,
-}
-"""The processor of each text encoder."""
+class ImageOnlyQwen3VLProcessor(_ImageOnly, Qwen3VLProcessor):  # type: ignore[misc]  # transformers is not typed for mypy
+    """Qwen3VLProcessor without video."""
+
+
+PROCESSORS: dict[str, type[Any]] = {"qwen2_5_vl": ImageOnlyQwen2VLProcessor, "qwen3_vl": ImageOnlyQwen3VLProcessor}
+"""Processor classes by the `model_type` of the text encoder."""
+
+
+def make_processor(model_type: str, name: str | PathLike[str]) -> Any:
+    """The processor of a text encoder of that type, with the patch size and limits in a folder or repository."""
+    kind = PROCESSORS[model_type]
+    images, tokenizer = Qwen2VLImageProcessorPil.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    return kind(images, tokenizer, chat_template=kind.get_processor_dict(name)[0].get("chat_template"))
 
 
 def load_processor(model: ModelFolder) -> Any:
     """The processor of a model that takes images, on PIL."""
-    folder, kind = model.component("processor"), PROCESSORS[model.family.text_encoder]
-    images, tokenizer = Qwen2VLImageProcessorPil.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    return kind(images, tokenizer, chat_template=kind.get_processor_dict(folder)[0].get("chat_template"))
+    return make_processor(text_encoder_type(model.component("text_encoder")), model.component("processor"))

@@ -13,28 +13,31 @@ PIXEL_TOKENS = ("<|image_pad|>", "<|video_pad|>")
 IMAGE = f"<|vision_start|><|image_pad|>{VISION_END}"
 
 
+def chat(system: str) -> str:
+    """The frame of a chat with this system message."""
+    return f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"
+
+
 @dataclass(frozen=True)
 class Template:
     """The text around images and prompt."""
 
-    system: str
+    frame: str
+    """The whole text; `{}` stands for images and prompt."""
     image: str = ""
     """The text of an image; `{}` is its number, from 1."""
-    separator: str = ""
-    """The text between two images."""
-    drop_idx: int | None = None
-    """The number of first tokens that are not kept; None: those of the system message, by the processor's template."""
+    drop_idx: int = 0
+    """The number of first tokens that are not kept."""
+    dropped_message: str | None = None
+    """In place of `drop_idx`: the system message, which the processor's chat template turns into those tokens."""
     condition_image_size: int = 0
     """Pixels of an image for the text encoder; 0 if it gets no images, or the same images as the VAE."""
-    max_length: int | None = None
-    """Tokens kept after `drop_idx`; None keeps all."""
+    separator: str = ""
+    """The text between two images."""
     empty_prompt: str = ""
     """The prompt that replaces an empty one."""
-
-    @property
-    def frame(self) -> str:
-        """The whole text; `{}` stands for images and prompt."""
-        return f"<|im_start|>system\n{self.system}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"
+    max_length: int | None = None
+    """Tokens kept after the dropped ones; None keeps all."""
 
     def text(self, prompt: str, images: int) -> str:
         """The whole input text for `prompt` and this number of images."""

@@ -113,10 +113,10 @@ def test_another_transformers_that_normalises_elsewhere_is_refused(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = open_model(str(tiny_model("qwen-image-21")), ENCODER_PARTS)
-    whole = text.load_whole
+    stock = text.load_text_encoder
 
-    def load(*arguments: Any, **options: Any) -> Any:
-        encoder = whole(*arguments, **options)
+    def load(folder: Path, dtype: torch.dtype) -> Any:
+        encoder = stock(folder, dtype)
         decoder, forward = encoder.model.language_model, encoder.model.language_model.forward
 
         def normalised(*args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ def test_another_transformers_that_normalises_elsewhere_is_refused(
         decoder.forward = normalised
         return encoder
 
-    monkeypatch.setattr(text, "load_whole", load)
+    monkeypatch.setattr(text, "load_text_encoder", load)
     with pytest.raises(
         ModelError, match=r"the hidden state before the final norm cannot be taken.*\n?.*transformers 5"
     ):
