@@ -58,20 +58,6 @@ def open_rgb(data: bytes, where: str) -> Image.Image:
     return _over("white", _decode(data, where)).convert("RGB")
 
 
-def open_rgba(data: bytes, where: str) -> Image.Image:
-    """The image in `data` as RGBA, upright; opaque where the file has no transparency."""
-    return _decode(data, where).convert("RGBA")
-
-
-def over_white(image: Image.Image) -> Image.Image:
-    """An image as RGB, as the Qwen-Image-2.1 pipeline shows it to the text encoder: transparency over white."""
-    if image.mode != "RGBA":
-        return image.convert("RGB")
-    white = Image.new("RGB", image.size, (255, 255, 255))
-    white.paste(image, mask=image.getchannel("A"))
-    return white
-
-
 def open_rgb_file(path: Path) -> Image.Image:
     """`open_rgb` for a file from the command line."""
     try:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageUpsample
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import QwenImage21Upsample
 from PIL import Image
 from torch import Tensor
 from transformers import Qwen2Tokenizer, Qwen2VLProcessor
@@ -99,7 +100,8 @@ def exact_pipeline(folder: Path, variant: str) -> Any:
 @contextmanager
 def without_float32() -> Iterator[None]:
     """Keep float64 in the VAE's upsampling, which copies values through float32."""
-    with patch.object(QwenImageUpsample, "forward", torch.nn.Upsample.forward):
+    plain = torch.nn.Upsample.forward
+    with patch.object(QwenImageUpsample, "forward", plain), patch.object(QwenImage21Upsample, "forward", plain):
         yield
 
 
