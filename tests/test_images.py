@@ -16,10 +16,13 @@ import numpy as np
 import pytest
 import skimage
 import sklearn
+from diffusers import QwenImage21Pipeline
+from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageCms, features
 
+from qwen_cache.encode.latents import PROCESSOR
 from qwen_cache.errors import SourceError
-from qwen_cache.sources.images import open_mask, open_rgb
+from qwen_cache.sources.images import open_mask, open_rgb, open_rgba, over_white
 
 SKLEARN = Path(sklearn.__file__).parent / "datasets/images"
 SKIMAGE = Path(skimage.__file__).parent / "data"
@@ -369,3 +372,120 @@ def test_the_photo_of_an_mpo_is_used() -> None:
     data = encoded(first, "MPO", save_all=True, append_images=[second], quality=95)
     assert rgb(data).shape == photo().shape
     assert np.abs(rgb(data) - photo()).mean() < 6
+
+
+# ---- with transparency -----------------------------------------------------------------------------------------------
+
+
+def rgba(data: bytes) -> np.ndarray:
+    image = open_rgba(data, "a.png")
+    assert image.mode == "RGBA"
+    return np.asarray(image).astype(int)
+
+
+def opaque(colours: np.ndarray) -> np.ndarray:
+    return np.dstack([colours, np.full(colours.shape[:2], 255)])
+
+
+def test_rgba_keeps_every_channel() -> None:
+    """Also the colours of pixels that nobody sees, as the stock pipeline shows them to its VAE."""
+    assert (rgba(encoded(np.dstack([photo(), alpha()]))) == np.dstack([photo(), alpha()])).all()
+    grey = photo()[..., 0]
+    assert (rgba(encoded(np.dstack([grey, alpha()]))) == np.dstack([grey_as_rgb(grey), alpha()])).all()
+
+
+def test_an_image_without_transparency_is_opaque() -> None:
+    image, colours, _ = palette_image()
+    grey = photo()[..., 1]
+    for data, expected in (
+        (encoded(photo()), photo()),
+        (encoded(image), colours),
+        (encoded(grey), grey_as_rgb(grey)),
+        (encoded(Image.fromarray(grey > 100)), grey_as_rgb((grey > 100) * 255)),
+        (encoded((grey / 255).astype(np.float32), "TIFF"), grey_as_rgb(grey)),
+    ):
+        assert (rgba(data) == opaque(expected)).all()
+    ink = Image.fromarray(np.dstack([255 - photo(), np.zeros(photo().shape[:2], np.uint8)]), "CMYK")
+    for each in (ink, Image.fromarray(photo()).convert("YCbCr"), Image.fromarray(photo()).convert("LAB")):
+        data = encoded(each, "TIFF")
+        assert (rgba(data) == opaque(rgb(data))).all()
+
+
+def test_transparency_of_every_kind_is_kept() -> None:
+    image, colours, indices = palette_image()
+    one = np.where(indices == 5, 0, 255)
+    assert (rgba(encoded(image, transparency=5)) == np.dstack([colours, one])).all()
+    opacities = np.linspace(0, 255, 16).astype(np.uint8)
+    data = encoded(image, transparency=opacities.tobytes())
+    assert (rgba(data) == np.dstack([colours, opacities[indices]])).all()
+    key = tuple(int(value) for value in photo()[3, 4])
+    hidden = (photo() == key).all(axis=-1)
+    assert (rgba(encoded(photo(), transparency=key))[..., 3] == np.where(hidden, 0, 255)).all()
+    deep = np.arange(48 * 32, dtype=np.uint16).reshape(32, 48) * 42
+    assert (rgba(encoded(deep, transparency=4200))[..., 3] == np.where(deep == 4200, 0, 255)).all()
+    assert np.abs(rgba(encoded(deep, transparency=4200))[..., 1] - deep / 257).max() <= 0.5
+
+
+def test_rgba_is_upright_and_refuses_what_rgb_refuses() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    stored = np.dstack([photo(), alpha()])
+    assert (rgba(encoded(stored, exif=exif)) == np.rot90(stored, -1)).all()
+    assert "damaged or incomplete" in refusal(open_rgba, encoded(stored)[:-200])
+
+
+def with_palette_transparency() -> Image.Image:
+    image, _, _ = palette_image()
+    return Image.open(io.BytesIO(encoded(image, transparency=np.linspace(0, 255, 16).astype(np.uint8).tobytes())))
+
+
+OF_EVERY_MODE = {
+    "RGBA": lambda: Image.fromarray(np.dstack([photo(), alpha()])),
+    "LA": lambda: Image.fromarray(np.dstack([photo()[..., 0], alpha()])),
+    "P": with_palette_transparency,
+    "RGB": lambda: Image.fromarray(photo()),
+    "L": lambda: Image.fromarray(photo()[..., 0]),
+}
+
+
+class ShownError(Exception):
+    """Ends the stock pipeline at its text encoder's processor."""
+
+
+def shown_by_the_pipeline(image: Image.Image) -> Image.Image:
+    """What the stock pipeline shows to its text encoder of a resized image."""
+
+    class Pipeline:
+        _execution_device = None
+        prompt_template_ti2i = "{}"
+
+        def processor(self, images: list[Image.Image], **_: Any) -> None:
+            raise ShownError(images)
+
+    with pytest.raises(ShownError) as caught:
+        QwenImage21Pipeline._get_qwen_prompt_embeds(Pipeline(), "a prompt", [image])
+    (shown,) = caught.value.args[0]
+    return shown
+
+
+@pytest.mark.parametrize("mode", OF_EVERY_MODE)
+@pytest.mark.parametrize("size", [(64, 32), (32, 96)])
+def test_what_the_vae_and_the_text_encoder_see_is_that_of_the_stock_pipeline(mode: str, size: tuple[int, int]) -> None:
+    """The VAE all four channels; the text encoder the same resized image, over white."""
+    original = OF_EVERY_MODE[mode]()
+    assert original.mode == mode
+    options = {"transparency": original.info["transparency"]} if mode == "P" else {}
+    ours = open_rgba(encoded(original, **options), "a.png")
+    stock, theirs = VaeImageProcessor(vae_scale_factor=16, vae_latent_channels=64), original.convert("RGBA")
+    width, height = size
+    expected = stock.preprocess(theirs, width=width, height=height)
+    assert expected.shape == (1, 4, height, width)
+    assert (PROCESSOR.preprocess(ours, width=width, height=height) == expected).all()
+    shown = over_white(ours.resize(size, Image.Resampling.LANCZOS))
+    assert (shown.mode, shown.size) == ("RGB", size)
+    assert shown.tobytes() == shown_by_the_pipeline(stock.resize(theirs, width=width, height=height)).tobytes()
+
+
+def test_over_white_leaves_an_image_without_alpha_as_it_is() -> None:
+    image = Image.fromarray(photo())
+    assert over_white(image) is image

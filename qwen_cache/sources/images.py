@@ -1,8 +1,9 @@
-"""Decode an image to the pixels that people see: 8-bit RGB, or 8-bit grey for a mask (white = edited).
+"""Decode an image to the pixels that people see: 8-bit RGB, RGBA, or 8-bit grey for a mask (white = edited).
 
-EXIF orientation is applied; transparency is composited over white (over black for a mask, so that transparent pixels
-are not edited); 16-bit grey, and floats from 0 to 1, are scaled to 8 bits, never clipped; palette, CMYK, LAB, YCbCr and
-1-bit images are converted. ICC profiles are ignored, as the stock pipelines use the pixel values as stored.
+EXIF orientation is applied; transparency is kept in RGBA, and else composited over white (over black for a mask, so
+that transparent pixels are not edited); 16-bit grey, and floats from 0 to 1, are scaled to 8 bits, never clipped;
+palette, CMYK, LAB, YCbCr and 1-bit images are converted. ICC profiles are ignored, as the stock pipelines use the pixel
+values as stored.
 
 Refuses, with a `SourceError` that names the file: files that are damaged or not images, more pixels than Pillow's
 limit, sides beyond 1:200 (the limit of Qwen2.5-VL), several frames or pages (which one was meant? an MPO from a phone
@@ -56,6 +57,23 @@ def upright_size(data: bytes, where: str) -> tuple[int, int]:
 def open_rgb(data: bytes, where: str) -> Image.Image:
     """The image in `data` as RGB, upright, with white behind what is transparent; `where` names it in errors."""
     return _over("white", _decode(data, where)).convert("RGB")
+
+
+def open_rgba(data: bytes, where: str) -> Image.Image:
+    """The image in `data` as RGBA, upright; alpha is 255 everywhere if the file has no transparency."""
+    return _decode(data, where).convert("RGBA")
+
+
+def over_white(image: Image.Image) -> Image.Image:
+    """An RGBA image over white, as Qwen-Image-2.1's pipeline shows it to the text encoder; others as they are.
+
+    The pipeline does so after it has resized all four channels, and so must the caller.
+    """
+    if image.mode != "RGBA":
+        return image
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=image.getchannel("A"))
+    return white
 
 
 def open_rgb_file(path: Path) -> Image.Image:
