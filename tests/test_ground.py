@@ -22,11 +22,11 @@ from qwen_cache.models.family import PIPELINES
 from qwen_cache.models.folder import open_model
 from qwen_cache.models.processor import load_processor
 from qwen_cache.models.text_encoder import load_text_encoder
+from qwen_cache.sources.sizes import calculate_dimensions
 
 from .support.commands import Result, run
 from .support.photographs import photograph
 from .support.sam import tiny_sam
-from .support.text_encoder import save_tiny_qwen3_vl
 
 CHANNELS = 16  # of the tiny encoder: 4 layers of 4 heads
 PROMPT = "make the cat blue, 然后 keep the eyes"
@@ -151,18 +151,20 @@ def test_sam_refines_the_mask_of_the_head(
     assert_mask(cat.parent / "mask.png", refined.mul(255).numpy())
 
 
-def test_the_text_encoder_may_be_a_qwen3_vl(tiny_model: Callable[[str], Path], cat: Path) -> None:
-    model = cat.parent / "model"
-    save_tiny_qwen3_vl(model / "text_encoder", model / "processor", tiny_model("edit") / "processor")
-    shutil.copy(tiny_model("edit") / "model_index.json", model)
-    attention = by_hand(model, [scaled_cat(cat)], "the cat", None)
-    assert attention.shape == (30, 3, 4)  # 128×96 in cells of 32
-    head = MaskHead(30, base=4, size=16).requires_grad_(False)
+def test_the_text_encoder_of_qwen_image_21_sees_the_images_at_the_size_of_the_vae(
+    tiny_model: Callable[[str], Path], cat: Path
+) -> None:
+    model = tiny_model("qwen-image-21")
+    width, height = calculate_dimensions(128 * 128, (151, 113))
+    resized = Image.open(cat).convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
+    attention = by_hand(model, [resized], "the cat", None)
+    assert attention.shape == (16, height // 32, width // 32)
+    head = MaskHead(16, base=4, size=16).requires_grad_(False)
     torch.nn.init.normal_(head.logits.weight, std=5)
     head.logits.bias -= head(attention[None]).quantile(0.8)
     save_head(head, cat.with_name("head.safetensors"), HeadMetadata(encoder="the tiny one"))
     words = ["--image", cat, "--phrase", "the cat", "--head", cat.with_name("head.safetensors"), "--model", model]
-    options = ["--set", "data.condition_image_size=12544", "--dtype", "float32", "--out", cat.with_name("mask.png")]
+    options = ["--set", "data.vae_image_size=16384", "--dtype", "float32", "--out", cat.with_name("mask.png")]
     result = run("qwen-cache", "ground", *words, *options)
     assert result.code == 0, result.stderr
     assert_mask(cat.with_name("mask.png"), grey(predict_mask(head, attention, CELLS), (151, 113)))

@@ -20,6 +20,7 @@ from qwen_cache.format.manifest import parse_manifest
 from qwen_cache.format.shard import ShardWriter, tensor_bytes
 
 from .support.commands import run
+from .support.paths import load_tool
 
 
 @pytest.fixture
@@ -263,3 +264,12 @@ def test_the_index_is_plain_parquet(shards: Path) -> None:
     data = memoryview(shard)[spec["offset"] : spec["offset"] + spec["length"]]
     found = torch.frombuffer(data, dtype=torch.float32).view(spec["shape"])
     assert torch.equal(found, open_cache(shards)[0]["image_latents"])
+
+
+@pytest.mark.parametrize("positions", [(), (2,)])
+def test_embeddings_of_text_alone_need_the_positions_of_the_images(positions: tuple[int, ...], tmp_path: Path) -> None:
+    examples = load_tool("make_examples")
+    recipe = examples.TEXT_ALONE_RECIPE
+    edit = examples.make("edit", "make it night", (1, 1), (1, 2), prefix=4, positions=positions, recipe=recipe)
+    examples.write_cache(tmp_path / "shards", 2, [edit], examples.SHARD_SIZE, recipe)
+    assert findings(tmp_path / "shards") == (set() if positions else {"F12"})

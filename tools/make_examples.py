@@ -38,6 +38,14 @@ EXAMPLES = Path(__file__).parents[1] / "schemas" / "examples"
 DTYPES = {"float32": "F32", "float16": "F16", "uint8": "U8"}
 """Dtypes of the format by numpy's names; BF16 is stored as uint16, because numpy has no bfloat16."""
 RECIPE = {"encoder_version": 1, "pipeline": "QwenImageEditPlusPipeline", "dtype": "bfloat16"}
+TEXT_ALONE_RECIPE = {
+    "encoder_version": 1,
+    "pipeline": "QwenImage21Pipeline",
+    "dtype": "bfloat16",
+    "family": "Qwen-Image-2.1",
+    "license": "qwen-research",
+    "text_rows_only": True,
+}
 
 
 def digest(text: str) -> str:
@@ -217,6 +225,7 @@ def make(
     attention: tuple[int, int, int] | None = None,
     thumbnails: bool = False,
     positions: tuple[int, ...] = (),
+    recipe: dict[str, Any] = RECIPE,
 ) -> ExampleSample:
     """A sample with images of these sizes (h, w), the target first; `rows` of the prompt and the empty prompt."""
     shapes = tuple((1, h, w) for h, w in sizes)
@@ -235,7 +244,7 @@ def make(
     controls = tuple(digest(f"{name} control {i}") for i in range(len(sizes) - 1))
     inputs = Inputs(digest(f"{name} target"), controls, digest(f"{name} mask") if mask else None)
     origin = "file" if mask else None
-    meta = SampleMeta(recipe_id(RECIPE), inputs, prompt, shapes, prefix, {}, (), origin, positions)
+    meta = SampleMeta(recipe_id(recipe), inputs, prompt, shapes, prefix, {}, (), origin, positions)
     return with_arrays(ExampleSample(name, meta, {}, {}), arrays)
 
 
@@ -295,7 +304,13 @@ def grey_jpeg(width: int, height: int) -> bytes:
     return b"\xff\xd8" + headers + bytes(bits // 8) + last + b"\xff\xd9"
 
 
-def write_cache(folder: Path, format_version: int, samples: Iterable[ExampleSample], shard_size: int) -> None:
+def write_cache(
+    folder: Path,
+    format_version: int,
+    samples: Iterable[ExampleSample],
+    shard_size: int,
+    recipe: dict[str, Any] = RECIPE,
+) -> None:
     """Write `samples` as a build does, from staging to commit."""
     by_key = {each.meta.key: each for each in samples}
     listed = [ListedSample(each.name, key) for key, each in by_key.items()]
@@ -303,7 +318,7 @@ def write_cache(folder: Path, format_version: int, samples: Iterable[ExampleSamp
     staging = open_staging(update, "example", shard_size)
     for each in by_key.values():
         staging.add(each.meta, {name: memoryview(data) for name, data in each.stored.items()})
-    commit_update(update, staging, {"default": RECIPE}, {"qwen-cache": "0.1.0"})
+    commit_update(update, staging, {"default": recipe}, {"qwen-cache": "0.1.0"})
     (folder / STAGING).rmdir()
 
 

@@ -96,8 +96,11 @@ def phrase_attention(
     model: ModelFolder, device: torch.device, config: Config, images: Sequence[Image.Image], query: GroundingQuery
 ) -> torch.Tensor:
     """The attention of the phrase on the first image, `[C, h, w]`, as a cache stores it."""
-    template = model.template
-    area = config.data.condition_image_size or template.condition_image_size
+    template, data = model.template, config.data
+    if model.family.one_condition_image:
+        area = (data.vae_image_size or [VAE_IMAGE_SIZE])[-1]
+    else:
+        area = data.condition_image_size or template.condition_image_size
     resized = [image.resize(calculate_dimensions(area, image.size), Image.Resampling.LANCZOS) for image in images]
     weights = load_text_encoder(model.component("text_encoder"), torch_dtype(config.cache.dtype))
     encoder = FrozenQwen(weights, load_processor(model), template=template).to(device)

@@ -111,7 +111,8 @@ class ReusableSamples:
     def row_for(self, sample: PlannedSample) -> IndexRow | None:
         """The row from which the sample can be made without an encoder, if there is one."""
         row = self.rows.get(bare_key(sample))
-        if row is None or not self.masks.attend or self.has_attention(row) or not sample.row.prompt.strip():
+        unattended = not self.masks.attend or not sample.row.controls or not sample.row.prompt.strip()
+        if row is None or unattended or self.has_attention(row):
             return row
         return row if sample.row.mask is not None and not self.masks.keep_attention else None
 

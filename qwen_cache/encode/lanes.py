@@ -31,7 +31,7 @@ from qwen_cache.format.identity import content_hash
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.tensor import TensorSpec
 from qwen_cache.models.family import QWEN_IMAGE, Family, estimate_tokens
-from qwen_cache.sources.images import open_rgb, open_rgba, over_white
+from qwen_cache.sources.images import opaque, open_rgb, open_rgba, over_white
 from qwen_cache.sources.sizes import Size, calculate_dimensions, img_shapes
 
 DECODE_THREADS = min(32, max(4, os.cpu_count() or 1))
@@ -219,7 +219,7 @@ class Lanes:
         if not self.masks.uses_images(sample):
             return None
         pair = [] if sample.row.mask else [originals.decoded(digest) for digest in originals.digests[:2]]
-        return self.decoders.submit(self.masks.of_images, sample, lambda: [over_white(it.result()) for it in pair])
+        return self.decoders.submit(self.masks.of_images, sample, lambda: [opaque(it.result()) for it in pair])
 
 
 def _thumbnails_tensor(images: Sequence[EncodedImage]) -> torch.Tensor | None:

@@ -62,7 +62,7 @@ class MaskMaker:
 
     def uses_images(self, sample: PlannedSample) -> bool:
         """Whether the source's mask or the difference of images may give the mask."""
-        return sample.row.mask is not None or self.masks.differ
+        return sample.row.mask is not None or (self.masks.differ and bool(sample.row.controls))
 
     def of_images(self, sample: PlannedSample, pair: Callable[[], Sequence[Image.Image]]) -> Mask | None:
         """The source's mask; else the difference of `pair`, target and first control, if it locates an edit."""
@@ -70,7 +70,7 @@ class MaskMaker:
         if path is not None and digest is not None:
             mask = open_mask(read_again(path, digest), str(path))
             return Mask(torch.from_numpy(token_coverage(mask, sample.sizes[0], self.crop)), "file")
-        if not self.masks.differ:
+        if not (self.masks.differ and sample.row.controls):
             return None
         (width, height), cell = sample.sizes[0], PIXELS_PER_TOKEN
         images = [cut(image, (width, height), self.crop) for image in pair()]
@@ -149,15 +149,13 @@ class MaskUpdateLanes:
             data["edit_mask"] = mask.coverage.contiguous().view(torch.uint8).numpy().data
             specs["edit_mask"] = TensorSpec("F32", tuple(mask.coverage.shape), content_hash(data["edit_mask"]))
         names = [name for name in TENSORS[self.job.format_version] if name in specs]
-        meta = SampleMeta(
-            recipe_id(self.job.recipe),
-            sample.inputs,
-            sample.row.prompt,
-            sample.img_shapes,
-            old.row.meta.prefix_length,
-            {name: specs[name] for name in names},
-            sample.row.phrase,
-            mask.origin if mask else None,
+        meta = replace(
+            old.row.meta,
+            recipe=recipe_id(self.job.recipe),
+            inputs=sample.inputs,
+            tensors={name: specs[name] for name in names},
+            phrase=sample.row.phrase,
+            edit_mask_from=mask.origin if mask else None,
         )
         return meta, {name: data[name] for name in names}
 

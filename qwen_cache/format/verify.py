@@ -25,6 +25,7 @@ from qwen_cache.errors import (
     NotFiniteError,
     RecipeError,
     SampleKeyError,
+    ShapeError,
     ShardError,
     StrayFileError,
     ThumbnailError,
@@ -108,11 +109,22 @@ def _index_faults(rows: Sequence[IndexRow], manifest: Manifest, folder: Path | U
             yield RecipeError(f"{row.meta.key} belongs to a recipe that is not in the manifest", where=where)
         if row.shard not in shards:
             yield ShardError(f"{row.meta.key} is in {row.shard}, which is not in the manifest", where=where)
+    yield from _position_faults(rows, manifest, where)
     for name, recipe in manifest.recipes.items():
         mine = [row.meta.key for row in rows if row.meta.recipe == recipe.id]
         if (len(mine), dataset_identity(mine)) != (recipe.samples, recipe.identity):
             what = f"the samples of recipe {name!r} differ from those of the index"
             yield RecipeError(what, where=folder / MANIFEST_NAME)
+
+
+def _position_faults(rows: Sequence[IndexRow], manifest: Manifest, where: Path | Url) -> Iterator[FormatError]:
+    """Samples whose embeddings hold text alone, with controls but without the positions of their images."""
+    text_alone = {recipe.id for recipe in manifest.recipes.values() if recipe.recipe.get("text_rows_only") is True}
+    for row in rows:
+        controls, positions = len(row.meta.img_shapes) - 1, row.meta.image_positions
+        if row.meta.recipe in text_alone and len(positions) != controls:
+            what = f"{row.meta.key} lacks image_positions"
+            yield ShapeError(what, where=where, expected=controls, found=len(positions))
 
 
 def _shard_faults(

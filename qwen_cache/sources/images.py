@@ -56,7 +56,12 @@ def upright_size(data: bytes, where: str) -> tuple[int, int]:
 
 def open_rgb(data: bytes, where: str) -> Image.Image:
     """The image in `data` as RGB, upright, with white behind what is transparent; `where` names it in errors."""
-    return _over("white", _decode(data, where)).convert("RGB")
+    return opaque(_decode(data, where))
+
+
+def opaque(image: Image.Image) -> Image.Image:
+    """The image as RGB, with white behind what is transparent."""
+    return _over("white", image).convert("RGB")
 
 
 def open_rgba(data: bytes, where: str) -> Image.Image:

@@ -195,3 +195,20 @@ def test_the_recipe_names_family_and_licence(tiny_model: TinyModel, tmp_path: Pa
     assert recipe["vae_image_size"] == RESOLUTION**2
     shown = run("qwen-cache", "inspect", tmp_path / "shards").stdout
     assert "Qwen-Image-2.1, licence qwen-research" in shown
+
+
+def test_new_masks_keep_everything_else_of_a_sample(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Edits get a mask and attention, text to image has neither; then only the masks are made again."""
+    cases = {"edit": case([(150, 100), (150, 100)], "make it blue"), "t2i": case(PAIR[:1], "a cat")}
+    options = [*SMALL_21, "--dtype", "float32", "--set", "cache.store_attention=true"]
+    folder = tiny_model("qwen-image-21")
+    before = by_name(build_cache(tmp_path, cases, folder, *options, "--edit-mask", "diff"))
+    assert before["edit"]["attention"].shape == (16, *(side // 2 for side in before["edit"].img_shapes[1][1:]))
+    assert "attention" not in before["t2i"]
+    arguments = ["--out", tmp_path / "shards", "--model", folder, *options, "--edit-mask", "none"]
+    result = run("qwen-cache", "build", tmp_path / "source", *arguments)
+    assert "2 samples with only a new mask" in result.stderr
+    after = by_name(open_cache(tmp_path / "shards"))
+    for name, sample in after.items():
+        assert sample.row.meta.image_positions == before[name].row.meta.image_positions
+        assert_matches_stock_21(sample, cases[name], folder)
