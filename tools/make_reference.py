@@ -29,7 +29,10 @@ API = {
     "Reading a cache": ["qwen_cache.open_cache", "qwen_cache.Cache", "qwen_cache.Sample", "qwen_cache.verify_cache"],
     "Errors": ["qwen_cache.QwenCacheError", "qwen_cache.FormatError"],
     "Edit masks": ["qwen_cache.difference_mask", "qwen_cache.FrozenQwen"],
-    "The transformer": ["qwen_train.QwenImageMultiResTransformer2DModel"],
+    "The transformer": [
+        "qwen_train.QwenImageMultiResTransformer2DModel",
+        "qwen_train.QwenImage21MultiResTransformer2DModel",
+    ],
     "Flow matching": ["qwen_train.NoiseSchedule", "qwen_train.interpolate", "qwen_train.flow_loss"],
     "Generating images": ["qwen_train.Generator", "qwen_train.GeneratedImages"],
 }
