@@ -229,7 +229,7 @@ class PhraseError(FormatError):
 
 
 class ThumbnailError(FormatError):
-    """Thumbnails are not a JPEG, or have another size."""
+    """Thumbnails are neither a JPEG nor a WebP, or have another size."""
 
     rule = "F20"
     fix = RESTORE_SHARD

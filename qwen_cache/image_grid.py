@@ -64,9 +64,11 @@ def make_grid(
 
 
 def thumbnail(image: Image.Image, height: int) -> Image.Image:
-    """The image in RGB, as large as the limits allow."""
+    """The image in RGB, over the grid's background, as large as the limits allow."""
     scale = min(height / image.height, WIDEST * height / image.width, LARGEST_ENLARGEMENT)
     size = max(round(image.width * scale), 1), max(round(image.height * scale), 1)
+    if image.mode == "RGBA":
+        image = Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image)
     return image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
 
 

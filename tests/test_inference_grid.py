@@ -174,3 +174,9 @@ def test_the_font_is_the_first_with_every_letter_else_the_one_that_lacks_least(m
     assert grid.font_for("cα中", 24) is both
     assert grid.font_for("a中", 24) is own
     assert grid.font_for("α\u200d\ufe0f", 24) is greek  # joiners have no letter of their own
+
+
+def test_transparent_images_are_over_the_background() -> None:
+    """Not the colours that nobody sees."""
+    clear = grid.thumbnail(Image.new("RGBA", (8, 8), (255, 0, 0, 0)), 8)
+    assert (clear.mode, clear.getpixel((3, 3))) == ("RGB", Image.new("RGB", (1, 1), grid.BACKGROUND).getpixel((0, 0)))

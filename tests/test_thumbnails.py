@@ -11,20 +11,28 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
 from qwen_cache import open_cache
+from qwen_cache.encode import thumbnails as strips
 from qwen_cache.encode.lanes import EncodedImage, _thumbnails_tensor
 from qwen_cache.encode.thumbnails import cut_thumbnails, join_thumbnails, thumbnail_size
 from qwen_cache.errors import ThumbnailError
 from qwen_cache.format.cache import Sample
+from qwen_cache.format.verify import _is_webp
+from qwen_cache.inspect import page as document
+from qwen_cache.inspect.duplicates import thumbnail_signature
+from qwen_cache.inspect.images import overlaid
+from qwen_cache.sources.images import over_white
 
 from .support.caches import build, contents
 from .support.commands import run
 from .support.pages import Page, page_of
+from .support.photographs import photograph
 
 Built = Callable[..., Path]
 WITHOUT = ("--set", "cache.thumbnails=false")
@@ -194,16 +202,154 @@ def test_what_is_no_such_jpeg_is_refused(data: bytes) -> None:
     assert " at 0x" not in str(error.value)
 
 
+EXAMPLES = Path(__file__).parents[1] / "schemas" / "examples" / "valid" / "cache.v2"
+
+
 def test_the_examples_have_thumbnails_that_can_be_cut() -> None:
-    examples = Path(__file__).parents[1] / "schemas" / "examples" / "valid" / "cache.v2"
-    with_some = [sample for sample in open_cache(examples) if "thumbnails" in sample.row.meta.tensors]
+    with_some = [sample for sample in open_cache(EXAMPLES) if "thumbnails" in sample.row.meta.tensors]
     assert {len(sample.img_shapes) for sample in with_some} == {1, 2}
     for sample in with_some:
         for image in cut_thumbnails(sample.buffer("thumbnails"), sample.img_shapes, sample.key):
-            assert np.asarray(image).min() == np.asarray(image).max() == 128
+            *colours, alpha = image.convert("RGBA").getextrema()
+            assert set(colours) == {(128, 128)}
+            assert alpha == ((64, 64) if sample.name == "transparent" else (255, 255))
 
 
 def test_one_sample_whole_says_nothing_of_the_numbers_of_a_jpeg(built: Built) -> None:
     (key, *_) = (sample.key for sample in open_cache(built("edit-plus")))
     said = json.loads(run("qwen-cache", "inspect", built("edit-plus"), "--sample", key, "--json").stdout)
     assert said["tensors"]["thumbnails"].keys() == {"dtype", "shape", "xxh3_128", "offset", "bytes"}
+
+
+# ---- with transparency -----------------------------------------------------------------------------------------------
+
+SHAPES = [(1, 4, 6), (1, 8, 5)]
+LARGE = 1600, 1200  # so that Pillow resizes RGB in two steps, and RGBA in one
+
+
+def photo(size: tuple[int, int], alpha: bool) -> Image.Image:
+    """A photograph; with alpha, from 0 at the left to 255 at the right."""
+    image = photograph("china.jpg").resize(size)
+    if alpha:
+        image.putalpha(Image.linear_gradient("L").rotate(90).resize(size))
+    return image
+
+
+def joined(*alpha: bool) -> bytes:
+    images = [photo(LARGE, each) for each in alpha]
+    data = join_thumbnails([strips.thumbnail(each, shape) for each, shape in zip(images, SHAPES, strict=True)])
+    assert data is not None
+    return data
+
+
+@pytest.mark.parametrize("alpha", [(True, True), (True, False), (False, True)])
+def test_a_transparent_image_makes_it_a_webp_with_every_opacity(alpha: tuple[bool, bool]) -> None:
+    data = joined(*alpha)
+    assert Image.open(BytesIO(data)).format == "WEBP"
+    assert _is_webp(memoryview(data))
+    cut = cut_thumbnails(memoryview(data), SHAPES, "here")
+    for has_alpha, image, shape in zip(alpha, cut, SHAPES, strict=True):
+        expected = strips.thumbnail(photo(LARGE, has_alpha), shape).convert("RGBA")
+        assert (image.mode, image.size) == ("RGBA", thumbnail_size(shape))
+        assert image.getchannel("A").tobytes() == expected.getchannel("A").tobytes()
+        assert difference(over_white(image), over_white(expected)) < 8  # of WebP
+
+
+def test_opaque_images_are_the_same_jpeg_whatever_their_mode() -> None:
+    opaque = photo(LARGE, False)
+    with_alpha = opaque.convert("RGBA")
+    assert joined(False, False) == join_thumbnails([strips.thumbnail(with_alpha, shape) for shape in SHAPES])
+    assert joined(False, False)[:3] == b"\xff\xd8\xff"
+    still_opaque = [each.convert("RGBA") for each in (strips.thumbnail(opaque, shape) for shape in SHAPES)]
+    assert join_thumbnails(still_opaque) == joined(False, False)  # whose header could not say that there is alpha
+
+
+def test_a_transparent_sample_with_too_many_images_has_none() -> None:
+    one = Image.new("RGBA", (190, 8))
+    assert join_thumbnails([one] * 86) is not None  # 16,340 pixels wide
+    assert join_thumbnails([one] * 87) is None
+
+
+def webp(size: tuple[int, int], **options: Any) -> bytes:
+    data = BytesIO()
+    Image.new("RGBA", size, (1, 2, 3, 4)).save(data, "WEBP", **options)
+    return data.getvalue()
+
+
+def changed(data: bytes, place: int, *values: int) -> bytes:
+    return data[:place] + bytes(values) + data[place + len(values) :]
+
+
+WHOLE = webp((96, 64))
+RED = Image.new("RGBA", (96, 64), (255, 0, 0, 9))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(WHOLE[:-20], WHOLE[:29], WHOLE[:12], b"RIFF", webp((96, 65)), webp((95, 64))),
+        *(webp((96, 64), lossless=True), changed(WHOLE, 20, 0x00), changed(WHOLE, 20, 0x12)),
+        webp((96, 64), save_all=True, append_images=[RED]),
+        changed(WHOLE, 60, *bytes(30)),
+    ],
+    ids=[
+        *("torn", "no height", "no size", "a marker", "too high", "too narrow"),
+        *("simple", "opaque", "animated", "two images", "damaged"),
+    ],
+)
+def test_what_is_no_such_webp_is_refused(data: bytes) -> None:
+    assert len(cut_thumbnails(WHOLE, [(1, 4, 6)], "here")) == 1
+    with pytest.raises(ThumbnailError) as error:
+        cut_thumbnails(data, [(1, 4, 6)], "here")
+    assert " at 0x" not in str(error.value)
+    assert "RGBA" in str(error.value.expected)
+
+
+def test_a_webp_of_another_size_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow would allocate its pixels, 2 GB here."""
+    monkeypatch.setattr(strips, "WebPImageFile", None)
+    with pytest.raises(ThumbnailError) as error:
+        cut_thumbnails(changed(WHOLE, 24, 0xFE, 0x3F, 0, 0xFE, 0x3F, 0), [(1, 4, 6)], "here")
+    assert (error.value.expected, error.value.found) == ("96×64 RGBA", "16383×16383 RGBA")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [WHOLE[:-1], WHOLE + b"\0", WHOLE[:20], changed(WHOLE, 20, 0), webp((96, 64), lossless=True), b"RIFF", b""],
+    ids=["torn", "longer", "header only", "opaque", "simple", "a marker", "empty"],
+)
+def test_verify_tells_a_whole_webp(data: bytes) -> None:
+    assert _is_webp(memoryview(WHOLE))
+    assert not _is_webp(memoryview(data))
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+def test_a_page_shows_transparent_images(embedded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document, "EMBEDDED_IMAGES", 200 if embedded else 0)
+    beside = tmp_path / "page_files"
+    shown = {sample["name"]: sample["images"] for sample in page_of(EXAMPLES, tmp_path / "page.html").samples}
+    for name, kind in (("no control", "jpeg"), ("transparent", "webp")):
+        ((title, source),) = shown[name]
+        data = b64decode(source.removeprefix(f"data:image/{kind};base64,")) if embedded else None
+        image = Image.open(BytesIO(data or (beside / Path(source).name).read_bytes()))
+        assert (title, image.format, image.mode) == ("target", kind.upper(), "RGBA" if kind == "webp" else "RGB")
+        assert image.getpixel((3, 3)) == (128, 128, 128, 64)[: len(image.mode)]
+        assert embedded or source.endswith(".webp" if kind == "webp" else ".jpg")
+    if not embedded:  # files of an older page
+        page_of(EXAMPLES, tmp_path / "page.html", "--thumbnails", "0")
+        assert not list(beside.iterdir())
+
+
+def test_images_are_compared_over_white() -> None:
+    """The colours of pixels that nobody sees say nothing."""
+    image = photo((96, 64), True)
+    hidden = np.array(image)
+    hidden[hidden[..., 3] == 0, :3] = (255, 0, 0)
+    seen = thumbnail_signature(over_white(image))
+    assert (thumbnail_signature(Image.fromarray(hidden)) == seen).all()
+    assert (thumbnail_signature(image.convert("RGB")) != seen).any()
+
+
+def test_a_mask_is_shown_over_white() -> None:
+    clear = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    assert overlaid(clear, np.zeros((2, 2), np.float32)).getpixel((0, 0)) == (255, 255, 255)

@@ -223,7 +223,7 @@ def make(
     prefix: int = 0,
     mask: bool = False,
     attention: tuple[int, int, int] | None = None,
-    thumbnails: bool = False,
+    thumbnails: Callable[[int, int], bytes] | None = None,
     positions: tuple[int, ...] = (),
     recipe: dict[str, Any] = RECIPE,
 ) -> ExampleSample:
@@ -240,7 +240,7 @@ def make(
         arrays["attention"] = np.linspace(0, 1, math.prod(attention), dtype=np.float16).reshape(attention)
     if thumbnails:  # at the full size of these small images
         width, height = sum(16 * w for _, w in sizes), max(16 * h for h, _ in sizes)
-        arrays["thumbnails"] = np.frombuffer(grey_jpeg(width, height), np.uint8)
+        arrays["thumbnails"] = np.frombuffer(thumbnails(width, height), np.uint8)
     controls = tuple(digest(f"{name} control {i}") for i in range(len(sizes) - 1))
     inputs = Inputs(digest(f"{name} target"), controls, digest(f"{name} mask") if mask else None)
     origin = "file" if mask else None
@@ -304,6 +304,23 @@ def grey_jpeg(width: int, height: int) -> bytes:
     return b"\xff\xd8" + headers + bytes(bits // 8) + last + b"\xff\xd9"
 
 
+def grey_webp(width: int, height: int) -> bytes:
+    """A plain grey WebP of one opacity (RFC 9649), written by hand as `grey_jpeg`: extended format, lossless data.
+
+    Each of its five prefix codes has one symbol, of no bits, so pixels have none.
+    """
+    colour = [(0b101, 3), (128, 8)]  # a simple code of one symbol of 8 bits: green, red and blue
+    fields = [(width - 1, 14), (height - 1, 14), (1, 1), (0, 3), (0, 3), *colour * 3, (0b101, 3), (64, 8), (0b0001, 4)]
+    bits = "".join(f"{value:0{length}b}"[::-1] for value, length in fields)
+    stream = b"\x2f" + int(bits[::-1], 2).to_bytes(-(-len(bits) // 8), "little")
+    canvas = bytes([0x10, 0, 0, 0]) + (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
+    chunks = b"".join(
+        name + len(body).to_bytes(4, "little") + body + bytes(len(body) % 2)
+        for name, body in ((b"VP8X", canvas), (b"VP8L", stream))
+    )
+    return b"RIFF" + (4 + len(chunks)).to_bytes(4, "little") + b"WEBP" + chunks
+
+
 def write_cache(
     folder: Path,
     format_version: int,
@@ -331,8 +348,9 @@ CACHE_V1 = [
 CACHE_V2 = [
     compressed(make("edit", "make it 黑白", (2, 3), (3, 2), prefix=4, mask=True), "image_latents"),
     make("three controls", TOGETHER, (2, 2), (1, 2), (2, 1), (1, 1), prefix=7, attention=(4, 2, 1)),
-    make("no control", "a cat", (1, 3), thumbnails=True),
-    make("imported", "no empty prompt is known", (1, 2), (1, 1), rows=(5, None), thumbnails=True),
+    make("no control", "a cat", (1, 3), thumbnails=grey_jpeg),
+    make("imported", "no empty prompt is known", (1, 2), (1, 1), rows=(5, None), thumbnails=grey_jpeg),
+    make("transparent", "a logo", (2, 1), thumbnails=grey_webp),
     make("text alone", "the cat of the first on the second", (2, 2), (1, 2), (2, 1), prefix=5, positions=(2, 4)),
 ]
 VALID_CACHES = {"cache.v1": (1, CACHE_V1), "cache.v2": (2, CACHE_V2)}
@@ -515,6 +533,9 @@ INVALID_SAMPLES: dict[str, ExampleSample] = {
     "F18-shorter-than-the-lengths": with_codec(bytes(9)),
     "F20-thumbnails-are-a-png": with_arrays(
         EDIT, {**EDIT.arrays, "thumbnails": np.frombuffer(b"\x89PNG\r\n\x1a\n", np.uint8)}
+    ),
+    "F20-thumbnails-are-a-torn-webp": with_arrays(
+        EDIT, {**EDIT.arrays, "thumbnails": np.frombuffer(grey_webp(48, 32)[:-2], np.uint8)}
     ),
     "F5+F18-too-few-bytes": with_codec(b"\0"),
     "F5+F18-unknown-codec": with_stored(EDIT, "image_latents", RAW, codec="lzma", compressed_bytes=len(RAW)),

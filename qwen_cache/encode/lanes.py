@@ -223,8 +223,8 @@ class Lanes:
 
 
 def _thumbnails_tensor(images: Sequence[EncodedImage]) -> torch.Tensor | None:
-    jpeg = join_thumbnails([each.thumbnail.result() for each in images if each.thumbnail])
-    return torch.frombuffer(bytearray(jpeg), dtype=torch.uint8) if jpeg else None
+    strip = join_thumbnails([each.thumbnail.result() for each in images if each.thumbnail])
+    return torch.frombuffer(bytearray(strip), dtype=torch.uint8) if strip else None
 
 
 def described(

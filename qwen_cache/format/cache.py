@@ -196,7 +196,7 @@ class Sample:
         empty_prompt_embeds  [L0, D]    for caption dropout; optional
         edit_mask            [S]        the edited fraction of each token, float32 in 0..1; optional
         attention            [C, h, w]  experimental: of the phrase on the first control, float16 in 0..1; optional
-        thumbnails           [n]        the bytes of a JPEG, uint8; optional
+        thumbnails           [n]        the bytes of a JPEG or WebP, uint8; optional
 
     C is layers × heads; h×w is the text encoder's grid. Latents and embeddings are bfloat16 or float32.
 

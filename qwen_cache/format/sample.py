@@ -167,11 +167,11 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
     target, controls = token_count(meta.img_shapes[:1]), token_count(meta.img_shapes[1:])
     empty = tensors.get("empty_prompt_embeds")
     suffix = empty.shape[0] if empty and empty.shape else 0
-    stack, jpeg = tensors.get("attention"), tensors.get("thumbnails")
+    stack, strip = tensors.get("attention"), tensors.get("thumbnails")
     if stack and len(stack.shape) != 3:
         raise ShapeError("attention must be [C, h, w]", where=where, found=list(stack.shape))
-    if jpeg and len(jpeg.shape) != 1:
-        raise ShapeError("thumbnails must be [n]", where=where, found=list(jpeg.shape))
+    if strip and len(strip.shape) != 1:
+        raise ShapeError("thumbnails must be [n]", where=where, found=list(strip.shape))
     expected: dict[str, tuple[int, ...]] = {
         "image_latents": (target, LATENT_CHANNELS),
         "control_latents": (controls, LATENT_CHANNELS),
@@ -179,7 +179,7 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
         "empty_prompt_embeds": (suffix, width),
         "edit_mask": (target,),
         "attention": stack.shape if stack else (),
-        "thumbnails": jpeg.shape if jpeg else (),
+        "thumbnails": strip.shape if strip else (),
     }
     for name, spec in tensors.items():
         if spec.shape != expected[name]:

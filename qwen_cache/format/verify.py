@@ -168,8 +168,8 @@ def _tensor_faults(entry: Entry, data: memoryview, path: Path | Url) -> Iterator
         if content_hash(piece) != spec.xxh3_128:
             yield ChecksumError(f"{what} does not have its hash", where=path)
         elif name == "thumbnails":
-            if not _is_jpeg(piece):
-                yield ThumbnailError(f"{what} are not a JPEG", where=path)
+            if not _is_jpeg(piece) and not _is_webp(piece):
+                yield ThumbnailError(f"{what} are neither a whole JPEG nor a whole WebP with alpha", where=path)
         elif not _is_finite(piece, spec.dtype):
             yield NotFiniteError(f"{what} has NaN or Inf", where=path)
         elif name in UNIT_RANGE and not _in_unit_range(piece, spec.dtype):
@@ -179,6 +179,17 @@ def _tensor_faults(entry: Entry, data: memoryview, path: Path | Url) -> Iterator
 def _is_jpeg(data: memoryview) -> bool:
     """Whether the first and last markers are a JPEG's (ISO/IEC 10918-1, SOI and EOI); `verify` does not decode it."""
     return bytes(data[:3]) == b"\xff\xd8\xff" and bytes(data[-2:]) == b"\xff\xd9"
+
+
+def _is_webp(data: memoryview) -> bool:
+    """Whether the header is that of a WebP in the extended format (RFC 9649) with alpha, of as many bytes."""
+    header = bytes(data[:21])
+    named = header[:4] == b"RIFF" and header[8:16] == b"WEBPVP8X"
+    return named and len(header) == 21 and bool(header[20] & 0x10) and _riff_size(header) == len(data)
+
+
+def _riff_size(header: bytes) -> int:
+    return 8 + int.from_bytes(header[4:8], "little")
 
 
 def _in_unit_range(data: memoryview, dtype: str) -> bool:

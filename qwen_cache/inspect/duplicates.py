@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from qwen_cache.sources.images import over_white
+
 SIDE, COLOUR_SIDE = 12, 6  # finer: a crop moves the edges; coarser: all text is the same
 MIN_EDGES = 0.5  # grey levels between neighbours, on average: below, noise decides
 MIN_COLOUR = 4  # levels from grey: below, the image counts as grey
@@ -30,8 +32,8 @@ Signature = npt.NDArray[np.uint8]
 
 
 def thumbnail_signature(image: Image.Image) -> Signature:
-    """The signature of an image, which `near_duplicates` compares."""
-    return np.asarray(image.convert("YCbCr").resize((SIDE, SIDE), Image.Resampling.BOX))
+    """The signature of an image, which `near_duplicates` compares; white is behind what is transparent."""
+    return np.asarray(over_white(image).convert("YCbCr").resize((SIDE, SIDE), Image.Resampling.BOX))
 
 
 @dataclass(frozen=True)

@@ -7,22 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from io import BytesIO
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from qwen_cache.encode.thumbnails import cut_thumbnails
+from qwen_cache.encode.thumbnails import cut_thumbnails, is_transparent
 from qwen_cache.format.cache import Sample
 from qwen_cache.inspect.tensors import numbers
 from qwen_cache.settings.load import Config
+from qwen_cache.sources.images import over_white
 
 THUMBNAIL = 256  # pixels of the longer side
 QUALITY = 85
 RED, OPACITY = (255, 0, 0), 0.5
 
-TitledImage = tuple[str, bytes]
-"""A title and a JPEG."""
+
+class TitledImage(NamedTuple):
+    """An image file for the page."""
+
+    title: str
+    data: bytes
+    kind: Literal["jpeg", "webp"]
+
+
 ImageSource = Callable[[Sample], Sequence[TitledImage]]
 """Makes the images of a sample; an empty list where the sample has none."""
 
@@ -58,27 +67,32 @@ def decoded_images(settings: Config, device: str) -> ImageSource:
 
 
 def titled_images(sample: Sample, images: Sequence[Image.Image]) -> list[TitledImage]:
-    """JPEGs of the controls, the target and, where there is one, the edit mask; `images` starts with the target."""
+    """Files of the controls, the target and, where there is one, the edit mask; `images` starts with the target."""
     target, *controls = images
     shown = [(f"control {i}" if controls[1:] else "control", each) for i, each in enumerate(controls, 1)]
     shown.append(("target", target))
     if "edit_mask" in sample:
         mask = numbers(sample, "edit_mask").reshape(sample.img_shapes[0][1:])
         shown.append(("edit mask", overlaid(target, mask)))
-    return [(title, _jpeg(image)) for title, image in shown]
+    return [TitledImage(title, *_encoded(image)) for title, image in shown]
 
 
 def overlaid(image: Image.Image, mask: npt.NDArray[np.float32]) -> Image.Image:
-    """The image in grey with a mask [h, w] in red over it; each cell is the square that the loss masks."""
+    """The image in grey with a mask [h, w] in red over it; each cell is the square that the loss masks.
+
+    White is behind what is transparent.
+    """
     opacity = Image.fromarray((255 * OPACITY * mask).astype(np.uint8)).resize(image.size, Image.Resampling.NEAREST)
-    shown = image.convert("L").convert("RGB")  # so that only the mask is red
+    shown = over_white(image).convert("L").convert("RGB")  # so that only the mask is red
     shown.paste(RED, (0, 0), opacity)
     return shown
 
 
-def _jpeg(image: Image.Image) -> bytes:
-    small = image.convert("RGB")
+def _encoded(image: Image.Image) -> tuple[bytes, Literal["jpeg", "webp"]]:
+    """A JPEG, or a WebP if the image is transparent anywhere."""
+    kind: Literal["jpeg", "webp"] = "webp" if is_transparent(image) else "jpeg"
+    small = image.copy() if kind == "webp" else image.convert("RGB")
     small.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
     data = BytesIO()
-    small.save(data, "JPEG", quality=QUALITY)
-    return data.getvalue()
+    small.save(data, kind, quality=QUALITY)
+    return data.getvalue(), kind

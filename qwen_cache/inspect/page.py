@@ -25,7 +25,7 @@ from qwen_cache.format.sample import PIXELS_PER_TOKEN, token_count
 from qwen_cache.html.charts import Bar, bars
 from qwen_cache.html.page import render
 from qwen_cache.inspect.flags import FLAGS
-from qwen_cache.inspect.images import ImageSource
+from qwen_cache.inspect.images import ImageSource, TitledImage
 from qwen_cache.inspect.summary import (
     BATCH_COLUMNS,
     OpenRecipes,
@@ -43,7 +43,8 @@ from qwen_cache.storage.url import location
 COLUMNS = ("key", "name", "prompt", "sizes", "text_tokens", "image_tokens", "edit_mask_from", "recipe", "images")
 EMBEDDED_IMAGES = 200  # samples: some 10 MB; a larger page opens slowly
 MAX_NAME_BYTES = 240  # of the 255 of a file system: the folder beside the page has a longer name
-IMAGE_NAME = re.compile(r"[0-9a-f]{32}-[0-9]+\.jpg")
+IMAGE_NAME = re.compile(r"[0-9a-f]{32}-[0-9]+\.(jpg|webp)")
+ENDINGS = {"jpeg": "jpg", "webp": "webp"}
 MAX_LINKS = 12  # per flag; the list below has all samples
 
 
@@ -82,7 +83,7 @@ def write_page(
     folder = path.with_name(f"{path.stem}_files")
     written = add_images(rows, opened, source, thumbnails, folder) if source else set()
     write_durably(path, page(overview, rows).encode("utf-8"))
-    for old in folder.glob("*.jpg"):
+    for old in folder.glob("*"):
         if IMAGE_NAME.fullmatch(old.name) and old.name not in written:
             old.unlink()
 
@@ -123,10 +124,10 @@ def add_images(
     with counting("making images", len(chosen)) as advance:
         for i in chosen:
             key, recipe = rows[i][0], rows[i][COLUMNS.index("recipe")]
-            images = {f"{key}-{n}.jpg": each for n, each in enumerate(source(opened[recipe][0][key]))}
+            found = source(opened[recipe][0][key])
+            images = {f"{key}-{n}.{ENDINGS[each.kind]}": each for n, each in enumerate(found)}
             rows[i][-1] = [
-                [title, _beside(folder, name, jpeg) if beside else _within(jpeg)]
-                for name, (title, jpeg) in images.items()
+                [each.title, _beside(folder, name, each) if beside else _within(each)] for name, each in images.items()
             ]
             names |= images.keys() if beside else set()
             advance(1)
@@ -140,13 +141,13 @@ def evenly(count: int, most: int) -> list[int]:
     return [i * (count - 1) // max(most - 1, 1) for i in range(most)]
 
 
-def _within(jpeg: bytes) -> str:
-    return f"data:image/jpeg;base64,{b64encode(jpeg).decode('ascii')}"
+def _within(image: TitledImage) -> str:
+    return f"data:image/{image.kind};base64,{b64encode(image.data).decode('ascii')}"
 
 
-def _beside(folder: Path, name: str, jpeg: bytes) -> str:
+def _beside(folder: Path, name: str, image: TitledImage) -> str:
     folder.mkdir(exist_ok=True)
-    (folder / name).write_bytes(jpeg)
+    (folder / name).write_bytes(image.data)
     return f"{quote(os.fsencode(folder.name))}/{name}"
 
 

@@ -279,5 +279,5 @@ def describe(path: str | Path, key: str, copies: LocalCopies | None = None) -> d
 
 
 def _statistics(sample: Sample, name: str) -> dict[str, float]:
-    """The statistics of a tensor; none of thumbnails, which are the bytes of a JPEG."""
+    """The statistics of a tensor; none of thumbnails, which are the bytes of an image file."""
     return {} if name == "thumbnails" else statistics(numbers(sample, name))
