@@ -86,9 +86,9 @@ def scatter(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def modulate(
-    block: QwenImageTransformerBlock, x: Float[Tensor, "1 N D"], mod_params: Float[Tensor, "R 3*D"], runs: Runs
+    block: Any, x: Float[Tensor, "1 N D"], mod_params: Float[Tensor, "R E"], runs: Runs
 ) -> tuple[Float[Tensor, "1 N D"], list[Tensor]]:
-    """`x` scaled and shifted, and the gate of each run."""
+    """`x` as `block._modulate` scales it (and shifts it, for Qwen-Image), and the gate of each run."""
     pieces = torch.split(x, [length for length, _ in runs], dim=1)
     results = [block._modulate(piece, mod_params[i : i + 1]) for piece, (_, i) in zip(pieces, runs, strict=True)]
     return torch.cat([modulated for modulated, _ in results], dim=1), [gate for _, gate in results]

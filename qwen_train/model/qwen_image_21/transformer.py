@@ -144,7 +144,8 @@ class QwenImage21MultiResTransformerBlock(QwenImage21TransformerBlock):  # type:
         x = add_gated(x, [gate.tanh() for gate in gates], update, runs)
         modulated, gates = modulate(self, self.img_norm2(x), mod2, runs)
         x = add_gated(x, [gate.tanh() for gate in gates], self.img_mlp(modulated), runs)
-        return x.clip(-65504, 65504) if x.dtype == torch.float16 else x  # type: ignore[no-any-return]  # as stock does
+        result: Tensor = x.clip(-65504, 65504) if x.dtype == torch.float16 else x  # as the stock block does
+        return result
 
 
 class QwenImage21MultiResTransformer2DModel(MixedSizes, QwenImage21Transformer2DModel):  # type: ignore[misc]
