@@ -89,6 +89,7 @@ class Validation:
             sample,
             transformer,
             FlowMatchEulerDiscreteScheduler.from_config(self.scheduler),
+            family=self.family,
             num_inference_steps=self.config.num_inference_steps,
             true_cfg_scale=self.config.true_cfg_scale,
             latents=noise(sample, generator_of(sample, "image")),

@@ -23,6 +23,7 @@ from qwen_cache import open_cache
 from qwen_cache.encode.decode import decode_images, load_vae
 from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.format.cache import Cache, Sample
+from qwen_cache.models.family import QWEN_IMAGE
 from qwen_cache.models.folder import open_model
 from qwen_train.inference.cached import find_sample, generate_cached, guidance_from_cache, initial_latents
 
@@ -95,7 +96,8 @@ def ours(pipeline: Any, sample: Sample, dtype: torch.dtype = torch.float32, **ar
         pipeline.transformer,
         FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config),
         **{"num_inference_steps": STEPS, **arguments},
-        latents=initial_latents(sample, SEED, dtype),
+        family=QWEN_IMAGE,
+        latents=initial_latents(sample, SEED, dtype, QWEN_IMAGE),
         device=CPU,
         dtype=dtype,
     )
@@ -184,7 +186,8 @@ def test_a_transformer_that_generates_a_second_image_begins_again(cached: Callab
     """With one scheduler for all of them."""
     sample, pipeline = cached("edit")
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)
-    settings = {"num_inference_steps": 2, "latents": initial_latents(sample, 1, torch.float32)}
+    latents = initial_latents(sample, 1, torch.float32, QWEN_IMAGE)
+    settings = {"family": QWEN_IMAGE, "num_inference_steps": 2, "latents": latents}
     one, two = (
         generate_cached(sample, pipeline.transformer, scheduler, **settings, device=CPU, dtype=torch.float32)
         for _ in range(2)

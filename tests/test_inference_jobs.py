@@ -15,6 +15,8 @@ import pytest
 from PIL import Image
 
 from qwen_cache.errors import QwenCacheError
+from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
+from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.data import DataConfig
 from qwen_cache.sources.places import File
 from qwen_train.inference.jobs import GenerateJob, JobResults, control_images, prompt_jobs, run_jobs, source_jobs
@@ -23,6 +25,7 @@ from .support.caches import contents
 from .support.crash import Crash, crash_after
 from .support.photographs import photograph
 
+EDIT, BOTH = (ModelFolder("it", Path("it"), name) for name in ("QwenImageEditPlusPipeline", "QwenImage21Pipeline"))
 ABOUT = {"model": "tiny", "seed": 3, "true_cfg_scale": 4.0, "lora": None}
 
 
@@ -38,7 +41,7 @@ class Generation:
         if job.name == self.dies_at:
             raise Crash
         self.generated.append(job.name)
-        image = control_images(job)[0] if job.controls else Image.new("RGB", (16, 16))
+        image = control_images(job, QWEN_IMAGE)[0] if job.controls else Image.new("RGB", (16, 16))
         return image.rotate(len(job.prompt))
 
     def run(self, jobs: list[GenerateJob], inputs: Mapping[str, Any] = ABOUT) -> tuple[JobResults, list[str]]:
@@ -258,7 +261,7 @@ def test_other_errors_stop_everything(generation: Generation, jobs: list[Generat
 
 
 def test_jobs_of_a_folder_of_pairs(pairs: Path) -> None:
-    jobs, problems = source_jobs(str(pairs), DataConfig(), needs_control=True)
+    jobs, problems = source_jobs(str(pairs), DataConfig(), EDIT)
     assert problems == []
     assert [(job.name, len(job.controls)) for job in jobs] == [("cat", 2), ("china", 1), ("cup", 1), ("flower", 1)]
     cat = jobs[0]
@@ -266,12 +269,12 @@ def test_jobs_of_a_folder_of_pairs(pairs: Path) -> None:
     assert cat.controls[1].read() == (pairs / "control_images" / "cat_control_1.png").read_bytes()
     assert cat.target is not None
     assert cat.target.read() == (pairs / "target_images" / "cat.png").read_bytes()
-    assert [image.size for image in control_images(cat)] == [(120, 120), (160, 107)]
+    assert [image.size for image in control_images(cat, QWEN_IMAGE)] == [(120, 120), (160, 107)]
 
 
 def test_without_a_target_there_is_none_to_compare_with(pairs: Path) -> None:
     shutil.rmtree(pairs / "target_images")
-    jobs, problems = source_jobs(str(pairs), DataConfig(), needs_control=True, prompts=["x"])
+    jobs, problems = source_jobs(str(pairs), DataConfig(), EDIT, ["x"])
     assert [(job.name, len(job.controls), job.target) for job in jobs] == [
         ("cat", 2, None),
         ("china", 1, None),
@@ -288,12 +291,50 @@ def test_jobs_of_a_table_name_the_rows_that_cannot_be_used(pairs: Path, generati
     ]
     table = pairs / "rows.jsonl"
     table.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    jobs, problems = source_jobs(str(table), DataConfig(), needs_control=True)
+    jobs, problems = source_jobs(str(table), DataConfig(), EDIT)
     assert [job.name for job in jobs] == ["target_images/cat", "target_images/cat#2"]
     assert {problem.where.rpartition(":")[2] for problem in problems} == {"3", "4"}
-    allowed, _ = source_jobs(str(table), DataConfig(allow_empty_prompt=True), needs_control=True)
+    allowed, _ = source_jobs(str(table), DataConfig(allow_empty_prompt=True), EDIT)
     assert len(allowed) == 3
     assert [path.name for path in generation.run(jobs)[0].written] == ["cat.png", "cat#2.png"]
+
+
+def test_a_model_that_takes_images_or_none_takes_all_kinds_of_rows(pairs: Path, tmp_path: Path) -> None:
+    """From a table in any mixture; from folders as their names say, or as --prompt does."""
+    rows = [
+        {"target": "target_images/cat.png", "control": "control_images/cat.png", "prompt": "x"},
+        {"target": "target_images/cup.png", "prompt": "y"},
+    ]
+    (pairs / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (pairs / "test.csv").write_text("control,prompt\ncontrol_images/cat.png,x\n", encoding="utf-8")
+
+    def found(source: Path, *prompts: str) -> list[tuple[str, int, bool]]:
+        jobs, problems = source_jobs(str(source), DataConfig(), BOTH, prompts)
+        assert problems == []
+        return [(job.name, len(job.controls), job.target is not None) for job in jobs]
+
+    assert found(pairs / "rows.jsonl") == [("target_images/cat", 1, True), ("target_images/cup", 0, True)]
+    assert found(pairs / "test.csv") == [("control_images/cat", 1, False)]
+    targets = pairs / "target_images"
+    assert found(targets) == [(name, 0, True) for name in ("cat", "china", "cup", "flower")]
+    assert found(targets, "mirror it") == [(name, 1, False) for name in ("cat", "china", "cup", "flower")]
+    assert [count for _, count, _ in found(pairs)] == [2, 1, 1, 1]
+    for path in targets.glob("*.txt"):
+        shutil.copy(path, pairs / "control_images")
+    shutil.rmtree(targets)
+    assert found(pairs) == [("cat", 2, False), *((name, 1, False) for name in ("china", "cup", "flower"))]
+    (tmp_path / "prompts.csv").write_text("prompt\nx\n", encoding="utf-8")
+    with pytest.raises(QwenCacheError, match="no column holds the target"):
+        found(tmp_path / "prompts.csv")
+
+
+def test_control_images_keep_their_transparency_for_a_model_that_has_it(tmp_path: Path) -> None:
+    image = Image.new("RGBA", (4, 4), (10, 20, 30, 0))
+    image.save(tmp_path / "it.png")
+    job = GenerateJob("it", (File(tmp_path / "it.png"),), "x")
+    (kept,), (white,) = (control_images(job, family) for family in (QWEN_IMAGE_21, QWEN_IMAGE))
+    assert (kept.mode, kept.getpixel((0, 0))) == ("RGBA", (10, 20, 30, 0))
+    assert (white.mode, white.getpixel((0, 0))) == ("RGB", (255, 255, 255))
 
 
 def test_several_prompts_about_the_same_images(images: list[Path], generation: Generation) -> None:

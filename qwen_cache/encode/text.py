@@ -242,7 +242,8 @@ class TextEncoder:
                     "the text encoder's processor would resize the image, so its tokens would not fit the latents",
                     expected=f"{image.width}×{image.height}",
                     found=f"{w * patch}×{h * patch}",
-                    do=f"{'raise' if h * w * patch**2 > image.width * image.height else 'lower'} data.vae_image_size",
+                    do=f"{'raise' if h * w * patch**2 > image.width * image.height else 'lower'} data.vae_image_size, "
+                    "or predict.output_resolution",
                 )
 
     def encode(self, requests: Sequence[TextRequest]) -> list[EncodedText]:

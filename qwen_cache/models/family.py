@@ -72,8 +72,14 @@ class Family:
     """Whether the transformer takes the control images before the target. A cache stores the target first."""
     joint_sequence: bool = False
     """Whether text and images are one causal sequence, in which a prefix can serve several noise draws."""
-    predict_defaults: Mapping[str, float] = field(default_factory=lambda: {"num_inference_steps": 50})
-    """Settings of `predict` by the pipeline's own defaults."""
+    latent_channels: int = 16
+    """Channels of the VAE's latents: 16 at an eighth of the image's sides, or 64 at a sixteenth."""
+    pixels_per_step: int = 16
+    """Sides of generated images are multiples of it."""
+    predict_defaults: Mapping[str, float | bool] = field(default_factory=dict)
+    """The pipelines' own defaults, for settings of `predict` that are None."""
+    not_in_predict: Mapping[str, str] = field(default_factory=dict)
+    """Settings of `predict` that the pipelines do not have, and why."""
 
 
 _EDIT = (
@@ -117,7 +123,11 @@ QWEN_IMAGE = Family(
     transformer="QwenImageTransformer2DModel",
     text_width_key="joint_attention_dim",
     pixels_per_text_token=28 * 28,  # patches of 14×14, merged 2×2
-    predict_defaults={"num_inference_steps": 50, "true_cfg_scale": 4.0},
+    predict_defaults={"num_inference_steps": 50, "true_cfg_scale": 4.0, "max_sequence_length": 512},
+    not_in_predict={
+        "output_resolution": "its pipelines always resize images to about 1024²",
+        "use_kv_cache": "its text and control images change with every step, so nothing can be kept",
+    },
 )
 QWEN_IMAGE_21 = Family(
     name="Qwen-Image-2.1",
@@ -149,7 +159,19 @@ QWEN_IMAGE_21 = Family(
     text_rows_only=True,
     target_last=True,
     joint_sequence=True,
-    predict_defaults={"num_inference_steps": 40, "true_cfg_scale": 1.0},
+    latent_channels=64,
+    pixels_per_step=32,
+    predict_defaults={
+        "num_inference_steps": 40,
+        "true_cfg_scale": 1.0,
+        "output_resolution": 1024,
+        "use_kv_cache": True,
+    },
+    not_in_predict={
+        "guidance_scale": "its transformer takes no guidance scale",
+        "max_sequence_length": "its prompts are never cut",
+        "tabulated_modulation": "all its blocks share one small modulation, so there is nothing to save",
+    },
 )
 FAMILIES = (QWEN_IMAGE, QWEN_IMAGE_21)
 PIPELINES: dict[str, Pipeline] = {pipeline.name: pipeline for family in FAMILIES for pipeline in family.pipelines}

@@ -67,6 +67,8 @@ def find_columns(names: Iterable[str], where: Location, needs: Needs) -> Columns
     for role in ("target", "prompt", "control"):
         if getattr(needs, role) and not columns[role]:
             raise _no_column(role, names, unknown, where)
+    if not (columns["target"] or columns["control"]):
+        raise _no_column("target", names, unknown, where)
     _check_unknown(unknown, where)
     _check_controls(columns["control"], where, needs.takes_control)
     return {role: [by_number[number] for number in sorted(by_number)] for role, by_number in columns.items()}

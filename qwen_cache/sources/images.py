@@ -83,8 +83,17 @@ def over_white(image: Image.Image) -> Image.Image:
 
 def open_rgb_file(path: Path) -> Image.Image:
     """`open_rgb` for a file from the command line."""
+    return open_rgb(_bytes_of(path), str(path))
+
+
+def open_rgba_file(path: Path) -> Image.Image:
+    """`open_rgba` for a file from the command line."""
+    return open_rgba(_bytes_of(path), str(path))
+
+
+def _bytes_of(path: Path) -> bytes:
     try:
-        return open_rgb(path.read_bytes(), str(path))
+        return path.read_bytes()
     except OSError as error:
         raise SourceError(f"cannot be read: {error.strerror}", where=path) from None
 

@@ -23,7 +23,10 @@ READERS = 16  # prompts read in parallel: a remote one takes 0.1 s
 
 
 def read_pairs(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
-    if needs.control and not needs.target and not any(name in folder.folders for name in TARGET_FOLDERS):
+    has_targets, has_controls = (
+        any(name in folder.folders for name in names) for names in (TARGET_FOLDERS, CONTROL_FOLDERS)
+    )
+    if not needs.target and not has_targets and (needs.control or has_controls):
         yield from _read_controls(folder)
         return
     target_folder, control_folder = _layout(folder, needs)

@@ -68,8 +68,12 @@ def predict(
         int | None, typer.Option(help="Images per prompt: out-1.png, out-2.png, …")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The seed of the noise.")] = None,
-    height: Annotated[int | None, typer.Option(help="Pixels, in steps of 16.")] = None,
-    width: Annotated[int | None, typer.Option(help="Pixels, in steps of 16.")] = None,
+    height: Annotated[int | None, typer.Option(help="Pixels, in steps of 16; Qwen-Image-2.1: 32.")] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels, in steps of 16; Qwen-Image-2.1: 32.")] = None,
+    output_resolution: Annotated[
+        int | None,
+        typer.Option(help="Qwen-Image-2.1: about its square are the pixels of control images, and of the result."),
+    ] = None,
     max_sequence_length: Annotated[
         int | None, typer.Option(help="The maximum number of tokens of a prompt without images.")
     ] = None,
@@ -124,18 +128,20 @@ def predict(
         predict__seed=seed,
         predict__height=height,
         predict__width=width,
+        predict__output_resolution=output_resolution,
         predict__max_sequence_length=max_sequence_length,
         predict__offload=offload,
     )
     from qwen_cache.errors import ConfigError
     from qwen_train.cli.predict import PredictOptions, run_predict
     from qwen_train.inference.devices import choose
-    from qwen_train.inference.generator import check_guidance
     from qwen_train.inference.loras import parse_lora
+    from qwen_train.inference.settings import check_guidance
 
     check_guidance(settings.predict, true_cfg_scale)
-    if from_cache and (width or height):
-        raise ConfigError("a cached sample has a fixed size", do="leave out --width and --height")
+    if from_cache and (width or height or output_resolution):
+        do = "leave out --width, --height and --output-resolution"
+        raise ConfigError("a cached sample has a fixed size", do=do)
     options = PredictOptions(
         out=out,
         images=image or (),

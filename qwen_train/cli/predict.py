@@ -135,7 +135,7 @@ def _check_files(options: PredictOptions, images: int) -> None:
 
 def _one(generator: Generator, options: PredictOptions) -> int:
     """Generate the images of one prompt."""
-    images = open_images(options.images)
+    images = open_images(options.images, generator.model.family)
     generated = generator.generate(images, options.prompts[0], save_interrupted=options.save_interrupted)
     paths, steps = save_images(generated.images, options.out), generated.interrupted_after
     ended = "[bold green]done[/]" if steps is None else f"[yellow]interrupted after {plural(steps, 'step')}[/]"
@@ -148,14 +148,11 @@ def _many(settings: Config, generator: Generator, options: PredictOptions) -> in
     """Generate a PNG for each prompt, or for each row of the source; existing ones are skipped."""
     problems: list[Problem] = []
     if options.source is None:
-        open_images(options.images)  # an unreadable image is one error of the command, not one per prompt
+        open_images(options.images, generator.model.family)  # an unreadable one is one error, not one per prompt
         jobs = prompt_jobs(options.out.stem, options.images, options.prompts)
         folder, grid = options.out.parent, options.out.with_stem(f"{options.out.stem}-compare")
     else:
-        needs_control = generator.model.takes_controls
-        jobs, problems = source_jobs(
-            options.source, settings.data, needs_control=needs_control, prompts=options.prompts
-        )
+        jobs, problems = source_jobs(options.source, settings.data, generator.model, options.prompts)
         folder, grid = options.out, options.out / "compare.png"
     print_problems(problems)
     if problems and settings.data.on_error == "stop":
@@ -169,7 +166,8 @@ def _many(settings: Config, generator: Generator, options: PredictOptions) -> in
         highlight=False,
     )
     if options.compare:
-        rows = compared(jobs, folder, with_lora=bool(options.loras), failed=results.failed)
+        with_lora, family = bool(options.loras), generator.model.family
+        rows = compared(jobs, folder, family, with_lora=with_lora, failed=results.failed)
         _print_grid(_save_grid([row for _, row in rows], [job.prompt for job, _ in rows], grid))
     print_problems(results.failed)
     return FAULTS if problems or results.failed else 0

@@ -6,33 +6,30 @@ images are checked before anything large is loaded. A signal ends the generation
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
-from qwen_cache.console import counting, plural
-from qwen_cache.errors import ConfigError
+from qwen_cache.console import counting
 from qwen_cache.models.devices import torch_dtype
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.inference import PredictConfig
-from qwen_train.inference.devices import Devices, check_offload, memory_for
+from qwen_train.inference.devices import Devices, memory_for
 from qwen_train.inference.loras import WeightedLora, check_loras
 from qwen_train.inference.pipeline import load_pipeline
 from qwen_train.inference.prompts import encode_prompts
-from qwen_train.model.modulation import check_model
+from qwen_train.inference.settings import Sampling, check_count, check_settings, condition_area
 from qwen_train.signals import Signals
 
 ARGUMENTS = {
-    *("num_inference_steps", "sigmas", "guidance_scale"),
-    *("num_images_per_prompt", "max_sequence_length", "height", "width"),
+    *("sigmas", "guidance_scale", "num_images_per_prompt", "max_sequence_length"),
+    *("height", "width", "output_resolution", "use_kv_cache"),
 }
-"""The settings of `predict` that the pipelines take under the same name."""
+"""The settings of `predict` that the pipelines take under the same name, if they are given."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class GeneratedImages:
     """The result of one call."""
 
     images: list[Image.Image]
-    """`predict.num_images_per_prompt` RGB images; unfinished ones after an interruption."""
+    """`predict.num_images_per_prompt` images, RGB or for Qwen-Image-2.1 RGBA; unfinished ones after an interruption."""
     interrupted_after: int | None = None
     """The number of denoising steps before an interruption; None if all steps were made."""
 
@@ -78,12 +75,22 @@ class Generator:
     @property
     def steps(self) -> int:
         """Denoising steps of an image."""
-        return len(self.config.sigmas or ()) or self.config.num_inference_steps
+        return self.sampling.num_inference_steps
+
+    @cached_property
+    def sampling(self) -> Sampling:
+        """Steps, noise levels and guidance, with the model's defaults."""
+        return Sampling.of(self.model, self.config)
 
     @property
     def negative_prompt(self) -> str | None:
         """The negative prompt of the settings; None if guidance is off (`true_cfg_scale` of 1 or less)."""
-        return self.config.negative_prompt if self.config.true_cfg_scale > 1 else None
+        return self.config.negative_prompt if self.sampling.true_cfg_scale > 1 else None
+
+    @property
+    def condition_area(self) -> int:
+        """About the pixels of an image for the text encoder."""
+        return condition_area(self.model, self.config)
 
     @cached_property
     def pipeline(self) -> Any:
@@ -100,7 +107,9 @@ class Generator:
     def generate(
         self, images: Sequence[Image.Image], prompt: str, *, save_interrupted: bool = False
     ) -> GeneratedImages:
-        """Generate from `prompt` and the control `images` (RGB, any size), with the seed of the settings.
+        """Generate from `prompt` and the control `images`, with the seed of the settings.
+
+        Images are of any size, RGB or for Qwen-Image-2.1 also RGBA.
 
         The first signal (SIGINT or SIGTERM) ends the generation after the current step: with unfinished images if
         `save_interrupted`, else with KeyboardInterrupt.
@@ -112,7 +121,14 @@ class Generator:
         """
         check_count(self.model, len(images))
         embeds = encode_prompts(
-            self.model, images, prompt, self.negative_prompt, self.devices, self.dtype, self.config.offload
+            self.model,
+            images,
+            prompt,
+            self.negative_prompt,
+            self.devices,
+            self.dtype,
+            self.config.offload,
+            area=self.condition_area,
         )
         return self.call_pipeline(images, embeds, save_interrupted=save_interrupted)
 
@@ -127,9 +143,9 @@ class Generator:
         """Generate like `generate`, from encoded prompts; the number of images is not checked.
 
         Args:
-            images: the control images (RGB).
-            embeds: the pipeline's arguments `prompt_embeds` `[1, L, D]` and `prompt_embeds_mask` `[1, L]`, and with
-                guidance also `negative_prompt_embeds` and `negative_prompt_embeds_mask`, on the transformer's device.
+            images: the control images.
+            embeds: the pipeline's arguments in place of the prompts, such as `prompt_embeds` `[1, L, D]` and
+                `prompt_embeds_mask` `[1, L]` (see `PromptEncoder.arguments`), on the transformer's device.
             save_interrupted: return unfinished images after a signal, instead of raising KeyboardInterrupt.
             one_of_many: remove the progress line at the end.
         """
@@ -150,61 +166,12 @@ class Generator:
                 generated = pipeline(
                     **({"image": list(images) if len(images) > 1 else images[0]} if images else {}),
                     **embeds,
-                    **config.model_dump(include=ARGUMENTS),
-                    true_cfg_scale=config.true_cfg_scale if config.negative_prompt is not None else 1.0,
+                    **config.model_dump(include=ARGUMENTS, exclude_none=True),
+                    num_inference_steps=self.steps,
+                    true_cfg_scale=self.sampling.true_cfg_scale if config.negative_prompt is not None else 1.0,
                     generator=torch.Generator().manual_seed(config.seed),
                     callback_on_step_end=on_step_end,
                 ).images
             if signals.stop and not save_interrupted:  # while the image was decoded
                 raise KeyboardInterrupt
         return GeneratedImages(generated, steps if pipeline.interrupt else None)
-
-
-# ---- checks ----------------------------------------------------------------------------------------------------------
-
-
-def check_count(model: ModelFolder, images: int) -> None:
-    """Raise ConfigError unless the pipeline takes this many control images."""
-    most = model.max_controls
-    if model.takes_controls and not images:
-        raise ConfigError(f"{model.pipeline} edits an image", do="give one with --image")
-    if most is not None and images > most:
-        raise ConfigError(f"{model.pipeline} takes {plural(most, 'image')}", found=images, do="give fewer")
-
-
-def check_settings(model: ModelFolder, config: PredictConfig, devices: Devices) -> None:
-    """Raise ConfigError or ModelError for settings that this model cannot take."""
-    check_offload(config.offload, devices)
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.component("scheduler"))
-    last = config.sigmas[-1] if config.sigmas else 1 / config.num_inference_steps
-    if last == 1 and scheduler.config.shift_terminal:  # stretched by the stock scheduler, it would be 0 / 0
-        found = f"--sigmas {last:g}" if config.sigmas else "--num-inference-steps 1"
-        what = "the last sigma must be below 1" if config.sigmas else "one step is too few for this model's scheduler"
-        raise ConfigError(what, found=found, do="end with a smaller sigma" if config.sigmas else "use at least 2")
-    transformer = json.loads((model.component("transformer") / "config.json").read_text(encoding="utf-8"))
-    if config.tabulated_modulation:
-        check_model(transformer)
-        if config.dtype != "bfloat16":
-            what = "predict.tabulated_modulation needs bfloat16: in float32 there are too many timesteps for a table"
-            raise ConfigError(what, found=f"predict.dtype={config.dtype}", do="set one of them back to its default")
-    distilled, given = transformer.get("guidance_embeds", False), config.guidance_scale
-    if distilled and given is None:
-        raise ConfigError(
-            "this model is guidance-distilled: it needs predict.guidance_scale", do="give --guidance-scale"
-        )
-    if given is not None and not distilled:
-        raise ConfigError(
-            "this model is not guidance-distilled: the guidance scale would be ignored",
-            found=f"predict.guidance_scale={given:g}",
-            do="leave it out; use --true-cfg-scale with --negative-prompt",
-        )
-
-
-def check_guidance(config: PredictConfig, true_cfg_scale: float | None) -> None:
-    """Raise ConfigError for a guidance scale without a negative prompt, which the stock pipelines ignore."""
-    if true_cfg_scale is not None and true_cfg_scale > 1 and config.negative_prompt is None:
-        raise ConfigError(
-            "without a negative prompt there is nothing to guide away from",
-            found=f"--true-cfg-scale {true_cfg_scale:g}",
-            do='give one: --negative-prompt " "',
-        )

@@ -1,4 +1,8 @@
-"""Image files: opened, and written atomically; formats and paths by name."""
+"""Image files: opened, and written atomically; formats and paths by name.
+
+Transparency is kept where the format has it. Other formats get the image over white, with a message, since they are
+chosen for programs that want no transparency.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,21 @@ from pathlib import Path
 
 from PIL import Image
 
+from qwen_cache.console import console
 from qwen_cache.errors import ConfigError
-from qwen_cache.sources.images import open_rgb_file
+from qwen_cache.models.family import Family
+from qwen_cache.sources.images import open_rgb_file, open_rgba_file, over_white
 from qwen_cache.storage.durable import write_durably
 from qwen_train.inference.jobs import png_metadata
 
-FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
+FORMATS = {"PNG": True, "WEBP": True, "TIFF": True, "JPEG": False, "BMP": False}
+"""Whether a format keeps transparency; other programs ignore that of a BMP."""
 
 
-def open_images(paths: Sequence[Path]) -> list[Image.Image]:
-    """Open image files as RGB, as a build does; SourceError for one that cannot be read."""
-    return [open_rgb_file(path) for path in paths]
+def open_images(paths: Sequence[Path], family: Family) -> list[Image.Image]:
+    """Open image files in the mode of the family, as a build does; SourceError for one that cannot be read."""
+    open_file = {"RGB": open_rgb_file, "RGBA": open_rgba_file}[family.image_mode]
+    return [open_file(path) for path in paths]
 
 
 def image_format(out: Path) -> str:
@@ -44,6 +52,9 @@ def save_images(images: Sequence[Image.Image], out: Path) -> list[Path]:
     kind, paths = image_format(out), image_paths(out, len(images))
     for path, image in zip(paths, images, strict=True):
         data = BytesIO()
-        image.save(data, kind, **({"pnginfo": png_metadata("by itself")} if kind == "PNG" else {}))
+        shown = image if FORMATS[kind] else over_white(image)
+        shown.save(data, kind, **({"pnginfo": png_metadata("by itself")} if kind == "PNG" else {}))
         write_durably(path, data.getvalue())
+        if shown is not image and image.getchannel("A").getextrema() != (255, 255):
+            console().print(f"{path}: {kind} has no transparency, so it is over white; a .png keeps it", markup=False)
     return paths

@@ -21,9 +21,11 @@ from PIL import Image, PngImagePlugin
 from qwen_cache.console import counting
 from qwen_cache.errors import ConfigError, Problem, SourceError
 from qwen_cache.format.identity import canonical_json, content_hash
+from qwen_cache.models.family import Family
+from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.data import DataConfig
 from qwen_cache.sources.detect import Readable, Row, read_source
-from qwen_cache.sources.images import open_rgb
+from qwen_cache.sources.images import open_rgb, open_rgba
 from qwen_cache.sources.places import File
 from qwen_cache.storage.durable import WINDOWS, write_durably
 from qwen_cache.storage.url import location
@@ -58,16 +60,18 @@ class JobResults:
 
 
 def source_jobs(
-    source: str, config: DataConfig, *, needs_control: bool, prompts: Sequence[str] = ()
+    source: str, config: DataConfig, model: ModelFolder, prompts: Sequence[str] = ()
 ) -> tuple[list[GenerateJob], list[Problem]]:
     """A job for each row of a source as `qwen-cache build` reads it, and the problems of the other rows.
 
-    An editing model's rows need no target. `prompts` replace the rows' own: a job for each row and prompt.
+    Rows with a control need no target. `prompts` replace the rows' own: a job for each row and prompt. Then a model
+    that takes images or none edits: with one prompt for all, only the images distinguish the rows.
     """
     rows, problems = read_source(
         location(source),
-        needs_control=needs_control,
-        needs_target=not needs_control,
+        needs_control=model.needs_controls or (model.takes_controls and bool(prompts)),
+        takes_control=model.takes_controls,
+        needs_target=not model.takes_controls,
         needs_prompt=not prompts,
         allow_empty_prompt=config.allow_empty_prompt or bool(prompts),
     )
@@ -95,9 +99,10 @@ def prompt_jobs(name: str, images: Sequence[Path], prompts: Sequence[str]) -> li
     return [GenerateJob(each, controls, prompt) for each, prompt in zip(names, prompts, strict=True)]
 
 
-def control_images(job: GenerateJob) -> list[Image.Image]:
+def control_images(job: GenerateJob, family: Family) -> list[Image.Image]:
     """The job's control images, opened as in a build."""
-    return [open_rgb(image.read(), str(image)) for image in job.controls]
+    open_image = {"RGB": open_rgb, "RGBA": open_rgba}[family.image_mode]
+    return [open_image(image.read(), str(image)) for image in job.controls]
 
 
 def run_jobs(

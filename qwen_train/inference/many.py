@@ -22,12 +22,12 @@ from qwen_cache.encode.decode import decode_images
 from qwen_cache.errors import ConfigError, Problem, SourceError
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import content_hash
+from qwen_cache.models.family import Family
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.settings.inference import PredictConfig
 from qwen_cache.sources.places import File
 from qwen_train.inference.cached import generate_cached, guidance_from_cache, initial_latents
 from qwen_train.inference.devices import memory_for
-from qwen_train.inference.generator import Generator, check_count
+from qwen_train.inference.generator import Generator
 from qwen_train.inference.grid import Row
 from qwen_train.inference.jobs import (
     GenerateJob,
@@ -39,6 +39,7 @@ from qwen_train.inference.jobs import (
     run_jobs,
 )
 from qwen_train.inference.prompts import PromptEncoder
+from qwen_train.inference.settings import check_count, with_defaults
 from qwen_train.signals import Signals
 from qwen_train.weights import check_cache
 
@@ -66,8 +67,12 @@ def generate_jobs(
         if job.name not in embeds:
             what = "the image existed before and is missing now"
             raise SourceError(what, where=job.name, do="run the same command again")
-        on_device = {name: tensor.to(generator.devices.transformer) for name, tensor in embeds[job.name].items()}
-        return generator.call_pipeline(control_images(job), on_device, one_of_many=True).images[0]
+        encoded = embeds[job.name]
+        if isinstance(encoded, SourceError):
+            raise encoded
+        on_device = {name: tensor.to(generator.devices.transformer) for name, tensor in encoded.items()}
+        images = control_images(job, generator.model.family)
+        return generator.call_pipeline(images, on_device, one_of_many=True).images[0]
 
     results = JobResults([], [], [])
     for number, (each, inputs) in enumerate(passes):
@@ -85,7 +90,7 @@ def _passes(
     plain: dict[str, Any] = {
         "model": fingerprint(generator.model),
         "quantization": generator.quantization,
-        "predict": settings_that_matter(generator.config),
+        "predict": settings_that_matter(generator),
     }
     loras = [[content_hash(lora.file.read_bytes()), lora.weight] for lora in generator.loras]
     with_loras = {"loras": loras, "merge": generator.merge} if loras else {}
@@ -108,26 +113,28 @@ def check_paths(jobs: Sequence[GenerateJob], folder: Path, pages: Sequence[Path]
                 raise ConfigError("the result would replace a source image", where=image, do="name another --out")
 
 
-def encode(generator: Generator, jobs: Sequence[GenerateJob]) -> dict[str, dict[str, torch.Tensor]]:
+def encode(generator: Generator, jobs: Sequence[GenerateJob]) -> dict[str, dict[str, torch.Tensor] | SourceError]:
     """The pipeline's arguments in place of each job's prompts, on the CPU; the encoder is freed.
 
-    They are empty for a job whose images cannot be read, which fails later.
+    A job whose images cannot be read or encoded has the error instead, and fails later.
     """
     encoder = PromptEncoder(generator.model, generator.devices.text, generator.dtype, generator.config.offload)
-    embeds = {}
+    embeds: dict[str, dict[str, torch.Tensor] | SourceError] = {}
     with counting("encoding prompts", len(jobs)) as advance:
         for job in jobs:
             try:
-                embeds[job.name] = encoder.arguments(control_images(job), job.prompt, generator.negative_prompt)
-            except SourceError:
-                embeds[job.name] = {}
+                images = control_images(job, generator.model.family)
+                prompts = job.prompt, generator.negative_prompt
+                embeds[job.name] = encoder.arguments(images, *prompts, generator.condition_area)
+            except SourceError as error:
+                embeds[job.name] = error
             advance(1)
     encoder.free()
     return embeds
 
 
 def compared(
-    jobs: Sequence[GenerateJob], folder: Path, *, with_lora: bool, failed: Sequence[Problem]
+    jobs: Sequence[GenerateJob], folder: Path, family: Family, *, with_lora: bool, failed: Sequence[Problem]
 ) -> list[tuple[GenerateJob, Row]]:
     """The generated images of each job that has all of them, with its controls and target."""
     rows = []
@@ -138,10 +145,10 @@ def compared(
         paths = [folder / f"{job.name}{suffix}.png" for suffix in (("", WITHOUT) if with_lora else ("",))]
         if not all(path.is_file() for path in paths) or failed_names & {job.name, job.name + WITHOUT}:
             continue
-        images = [Image.open(path).convert("RGB") for path in paths]
+        images = [Image.open(path).convert(family.image_mode) for path in paths]
         new, old = (images[0], images[1]) if with_lora else (None, images[0])
-        target = control_images(replace(job, controls=(job.target,)))[0] if job.target else None
-        rows.append((job, Row(tuple(control_images(job)), old, new, target)))
+        target = control_images(replace(job, controls=(job.target,)), family)[0] if job.target else None
+        rows.append((job, Row(tuple(control_images(job, family)), old, new, target)))
     return rows
 
 
@@ -149,10 +156,13 @@ def _is_of(problem: Problem, name: str) -> bool:
     return problem.where == name or problem.where.startswith(f"{name}: ")
 
 
-def settings_that_matter(config: PredictConfig) -> dict[str, Any]:
-    """The settings that affect an image."""
-    unused = {"offload"} | ({"true_cfg_scale"} if config.negative_prompt is None else set())
-    return config.model_dump(mode="json", exclude=unused | ({"num_inference_steps"} if config.sigmas else set()))
+def settings_that_matter(generator: Generator) -> dict[str, Any]:
+    """The settings that affect an image, with the model's defaults."""
+    model, sigmas = generator.model, generator.sampling.sigmas
+    config = with_defaults(model, generator.config).model_copy(update={"sigmas": sigmas and list(sigmas)})
+    unused = {"offload", *model.family.not_in_predict}
+    unused |= {"true_cfg_scale"} if config.negative_prompt is None else set()
+    return config.model_dump(mode="json", exclude=unused | ({"num_inference_steps"} if sigmas else set()))
 
 
 def fingerprint(model: ModelFolder) -> str:
@@ -171,7 +181,8 @@ def fingerprint(model: ModelFolder) -> str:
 def generate_samples(generator: Generator, cache: Cache, samples: Sequence[Sample], *, compare: bool) -> Iterator[Row]:
     """Generate each sample; with `compare`, also without the LoRAs, and decode its own images."""
     model, config, devices = generator.model, generator.config, generator.devices
-    guidance = guidance_from_cache(config.negative_prompt, config.true_cfg_scale)
+    sampling = generator.sampling
+    guidance = guidance_from_cache(config.negative_prompt, sampling.true_cfg_scale)
     check_cache(cache, model, json.loads((model.component("transformer") / "config.json").read_text(encoding="utf-8")))
     pipeline = generator.pipeline
     passes = 2 if compare and generator.loras else 1
@@ -188,10 +199,12 @@ def generate_samples(generator: Generator, cache: Cache, samples: Sequence[Sampl
                     sample,
                     pipeline.transformer,
                     FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config),
-                    num_inference_steps=config.num_inference_steps,
+                    family=model.family,
+                    num_inference_steps=sampling.num_inference_steps,
                     true_cfg_scale=guidance,
-                    sigmas=config.sigmas,
-                    latents=initial_latents(sample, config.seed, generator.dtype),
+                    sigmas=sampling.sigmas,
+                    use_kv_cache=sampling.use_kv_cache,
+                    latents=initial_latents(sample, config.seed, generator.dtype, model.family),
                     device=devices.transformer,
                     dtype=generator.dtype,
                     on_step=on_step,

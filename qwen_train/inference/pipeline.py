@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers import (
-    AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
+    QwenImage21Pipeline,
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
@@ -21,6 +21,7 @@ from diffusers import (
 from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import Tensor, nn
 
+from qwen_cache.encode.latents import vae_class
 from qwen_cache.encode.tiles import VaeThatFits
 from qwen_cache.models.devices import torch_dtype
 from qwen_cache.models.family import PipelineName
@@ -30,7 +31,7 @@ from qwen_cache.settings.inference import PredictConfig
 from qwen_train.flow import NoiseSchedule
 from qwen_train.inference.devices import Devices, check_offload, memory_for
 from qwen_train.inference.loras import WeightedLora, load_loras
-from qwen_train.inference.prompts import PromptEncoder
+from qwen_train.inference.prompts import Embedded, PromptEncoder
 from qwen_train.model.modulation import TabulatedTransformer2DModel, tabulate
 from qwen_train.model.stock import stock_class
 from qwen_train.weights import quantization_options
@@ -55,7 +56,7 @@ def load_pipeline(
     check_offload(offload, devices)
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.component("scheduler"))
     with memory_for("loading the VAE", devices.vae):
-        vae = PlacedVae(load_whole(AutoencoderKLQwenImage, model.component("vae"), torch_dtype=dtype), devices.vae)
+        vae = PlacedVae(load_whole(vae_class(model), model.component("vae"), torch_dtype=dtype), devices.vae)
         if offload == "none":
             vae.to(devices.vae)
     folder = model.component("transformer")
@@ -67,7 +68,9 @@ def load_pipeline(
             tabulate(transformer, folder, NoiseSchedule.of_config(scheduler.config))
         if offload == "none":
             transformer.to(devices.transformer)
-        parts = {"text_encoder": None, "tokenizer": None} | ({"processor": None} if model.takes_controls else {})
+        parts: dict[str, Any] = dict.fromkeys(part for part in model.facts.encoder_parts if part != "vae")
+        if model.facts.tokenizer == "processor":
+            parts |= {"processor": NoProcessor(), "sample_sigmas": model.sample_sigmas and list(model.sample_sigmas)}
         pipeline = PIPELINES[model.pipeline](scheduler=scheduler, vae=vae, transformer=transformer, **parts)
         pipeline.devices = devices
         pipeline.prompt_encoder = PromptEncoder(model, devices.text, dtype, offload)
@@ -119,26 +122,30 @@ class Placed:
         """Free the text encoder's memory until the next prompt."""
         self.prompt_encoder.free()
 
-    def _embed(self, prompt: Prompt, image: Any, device: Any, dtype: Any) -> tuple[Tensor, Tensor]:
+    def _embed(self, prompt: Prompt, image: Any, device: Any, dtype: Any = None) -> Embedded:
         """Encode prompts in place of the stock text encoder."""
         prompts = prompt if isinstance(prompt, list) else [prompt or ""]
         images = [] if image is None else image if isinstance(image, list) else [image]
-        embeds, mask = self.prompt_encoder.embed(prompts, images)
+        embeds, mask, is_image = self.prompt_encoder.embed(prompts, images)
         device = device or self._execution_device
-        return embeds.to(device=device, dtype=dtype), mask.to(device)
+        return Embedded(embeds.to(device=device, dtype=dtype), mask.to(device), is_image.to(device))
 
 
-class PlacedEdit(Placed):
+class PlacedImages(Placed):
+    """A mixin for the pipelines that take images."""
+
+    def _encode_vae_image(self, image: Tensor, generator: Any) -> Tensor:
+        latents: Tensor = super()._encode_vae_image(image, generator)  # type: ignore[misc]  # of the stock pipeline
+        return latents.to(self._execution_device)
+
+
+class PlacedEdit(PlacedImages):
     """A mixin for the Edit pipelines."""
 
     def _get_qwen_prompt_embeds(
         self, prompt: Prompt = None, image: Any = None, device: Any = None, dtype: Any = None
     ) -> tuple[Tensor, Tensor]:
-        return self._embed(prompt, image, device, dtype)
-
-    def _encode_vae_image(self, image: Tensor, generator: Any) -> Tensor:
-        latents: Tensor = super()._encode_vae_image(image, generator)  # type: ignore[misc]  # of the stock pipeline
-        return latents.to(self._execution_device)
+        return self._embed(prompt, image, device, dtype)[:2]
 
 
 class PlacedEditPipeline(PlacedEdit, QwenImageEditPipeline):  # type: ignore[misc]  # diffusers is not typed for mypy
@@ -155,11 +162,58 @@ class PlacedTextPipeline(Placed, QwenImagePipeline):  # type: ignore[misc]
     def _get_qwen_prompt_embeds(
         self, prompt: Prompt = None, device: Any = None, dtype: Any = None
     ) -> tuple[Tensor, Tensor]:
-        return self._embed(prompt, None, device, dtype)
+        return self._embed(prompt, None, device, dtype)[:2]
+
+
+class NoProcessor:
+    """Takes the place of Qwen-Image-2.1's processor: the constructor counts tokens for the stock text encoder alone."""
+
+    def __init__(self) -> None:
+        self.tokenizer = self
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> list[list[int]]:
+        return [[]]
+
+    def encode(self, text: str) -> list[int]:
+        return [0]
+
+
+class PlacedQwenImage21Pipeline(PlacedImages, QwenImage21Pipeline):  # type: ignore[misc]
+    """Qwen-Image-2.1. Embeddings of images can be given too, with a mask of their rows, which stock never passes on."""
+
+    _image_rows: Sequence[tuple[Tensor | None, Tensor | None]] = ()
+    """The given embeddings, and which of their rows are images."""
+
+    def __call__(
+        self,
+        *args: Any,
+        image_pad_mask: Tensor | None = None,
+        negative_image_pad_mask: Tensor | None = None,
+        **named: Any,
+    ) -> Any:
+        """The stock call; the masks go with `prompt_embeds` and `negative_prompt_embeds`, given by name."""
+        given = (named.get("prompt_embeds"), named.get("negative_prompt_embeds"))
+        self._image_rows = tuple(zip(given, (image_pad_mask, negative_image_pad_mask), strict=True))
+        try:
+            return super().__call__(*args, **named)
+        finally:
+            self._image_rows = ()
+
+    def encode_prompt(self, *args: Any, **named: Any) -> Any:
+        embeds = named.get("prompt_embeds")
+        if embeds is not None and named.get("image_pad_mask") is None:
+            named["image_pad_mask"] = next((mask for given, mask in self._image_rows if given is embeds), None)
+        return super().encode_prompt(*args, **named)
+
+    def _get_qwen_prompt_embeds(
+        self, prompt: Prompt = None, image: Any = None, device: Any = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._embed(prompt, image, device)
 
 
 PIPELINES: dict[PipelineName, type[Any]] = {
     "QwenImageEditPipeline": PlacedEditPipeline,
     "QwenImageEditPlusPipeline": PlacedEditPlusPipeline,
     "QwenImagePipeline": PlacedTextPipeline,
+    "QwenImage21Pipeline": PlacedQwenImage21Pipeline,
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import cpu_offload, cpu_offload_with_hook
@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from qwen_cache.encode.text import TextEncoder
 from qwen_cache.models.folder import ModelFolder
+from qwen_cache.sources.images import over_white
 from qwen_cache.sources.sizes import calculate_dimensions
 from qwen_train.inference.devices import Devices, Offload, memory_for
 
@@ -33,20 +34,33 @@ def encode_prompts(
     devices: Devices,
     dtype: torch.dtype,
     offload: Offload = "none",
+    *,
+    area: int,
 ) -> dict[str, Tensor]:
-    """`prompt_embeds` and, with a negative prompt, `negative_prompt_embeds`, each with its mask, for the pipeline.
+    """The pipeline's arguments in place of the prompts, on the transformer's device; see `PromptEncoder.arguments`.
 
     The encoder is freed.
     """
     encoder = PromptEncoder(model, devices.text, dtype, offload)
-    embeds = encoder.arguments(images, prompt, negative_prompt)
+    embeds = encoder.arguments(images, prompt, negative_prompt, area)
     encoder.free()
     return {name: tensor.to(devices.transformer) for name, tensor in embeds.items()}
 
 
+class Embedded(NamedTuple):
+    """Encoded prompts, padded on the right."""
+
+    embeds: Tensor
+    """`[B, L, D]`"""
+    mask: Tensor
+    """`[B, L]`: 1 where there is a token."""
+    is_image: Tensor
+    """`[B, L]`: where it is a token of an image."""
+
+
 @dataclass
 class PromptEncoder:
-    """The Qwen2.5-VL text encoder: loaded on first use, kept until it is freed."""
+    """The text encoder: loaded on first use, kept until it is freed."""
 
     model: ModelFolder
     device: torch.device
@@ -54,34 +68,45 @@ class PromptEncoder:
     offload: Offload = "none"
     _encoder: TextEncoder | None = None
 
-    def arguments(self, images: Sequence[Image.Image], prompt: str, negative_prompt: str | None) -> dict[str, Tensor]:
-        """A pipeline's arguments in place of the prompts for `images` (RGB, any size)."""
-        area = self.model.template.condition_image_size
+    def arguments(
+        self, images: Sequence[Image.Image], prompt: str, negative_prompt: str | None, area: int
+    ) -> dict[str, Tensor]:
+        """A pipeline's arguments in place of the prompts for `images` of any size, resized to about `area` pixels.
+
+        They are `prompt_embeds` and `prompt_embeds_mask`, for Qwen-Image-2.1 also `image_pad_mask`; with a negative
+        prompt also the same, named `negative_…`.
+        """
         resized = [p.resize(calculate_dimensions(area, p.size), Image.Resampling.LANCZOS) for p in images]
-        arguments = {}
-        for name, text in (("prompt_embeds", prompt), ("negative_prompt_embeds", negative_prompt)):
+        arguments: dict[str, Tensor] = {}
+        for kind, text in (("", prompt), ("negative_", negative_prompt)):
             if text is not None:
-                arguments[name], arguments[f"{name}_mask"] = self.embed([text], resized)
+                embeds, mask, is_image = self.embed([text], resized)
+                arguments |= {f"{kind}prompt_embeds": embeds, f"{kind}prompt_embeds_mask": mask}
+                arguments |= {f"{kind}image_pad_mask": is_image} if self.model.family.joint_sequence else {}
         return arguments
 
-    def embed(self, prompts: Sequence[str], images: Sequence[Image.Image]) -> tuple[Tensor, Tensor]:
-        """Embeddings `[B, L, D]` and mask `[B, L]`, padded as in the pipelines.
+    def embed(self, prompts: Sequence[str], images: Sequence[Image.Image]) -> Embedded:
+        """The prompts about the resized `images`, padded as in the pipelines.
 
-        The resized `images` are split evenly over the prompts; ValueError if that is impossible.
+        In Qwen-Image-2.1 all prompts share all images, whose transparency is laid over white. In the 20B family images
+        are split evenly over the prompts; ValueError if that is impossible.
         """
+        shared = self.model.family.joint_sequence
+        images = [over_white(image) for image in images] if shared else images
         per_prompt, remainder = divmod(len(images), len(prompts))
-        if remainder or per_prompt > (self.model.max_controls or len(images)):
+        if not shared and (remainder or per_prompt > (self.model.max_controls or len(images))):
             raise ValueError(f"{len(images)} images for {len(prompts)} prompts of a {self.model.pipeline}")
         with memory_for("encoding the prompt", self.device):
             encoder = self._load()
-            rows = [
-                encoder.encode_whole(images[i * per_prompt : (i + 1) * per_prompt], prompt)[0]
+            encoded = [
+                encoder.encode_whole(images if shared else images[i * per_prompt : (i + 1) * per_prompt], prompt)
                 for i, prompt in enumerate(prompts)
             ]
             if self._offloads and self.offload == "model":
                 encoder.model.to("cpu")
-        masks = [row.new_ones(len(row), dtype=torch.long) for row in rows]
-        return pad_sequence(rows, batch_first=True), pad_sequence(masks, batch_first=True)
+        masks = [row.new_ones(len(row), dtype=torch.long) for row, _ in encoded]
+        rows, slots = ([each[i] for each in encoded] for i in range(2))
+        return Embedded(*(pad_sequence(each, batch_first=True) for each in (rows, masks, slots)))
 
     def free(self) -> None:
         """Free the encoder's memory."""
