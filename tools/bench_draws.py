@@ -134,8 +134,8 @@ def times(layers: int, repeats: int) -> Table:
     model = QwenImage21MultiResTransformer2DModel(num_layers=layers, **MEDIUM).train()
     model.layout = "packed"
     table: Table = {"ms per draw": {}, "ms per pass": {}, "ratio": {}}
-    for conditions in CONDITIONS:
-        for draws in DRAWS:
+    for conditions in CONDITIONS[:3]:
+        for draws in DRAWS[:3]:
             batch = inputs(conditions, draws, 16, MEDIUM["context_in_dim"], "cpu")
             singles = split_draws(batch)
             ways = {
@@ -163,11 +163,11 @@ def show(tables: Table, title: str) -> None:
     for name, rows in tables.items():
         table = RichTable(title=f"{name}: {title}")
         table.add_column("condition images")
-        for draws in DRAWS:
+        for draws in next(iter(rows.values())):
             table.add_column(f"K = {draws}", justify="right")
         for conditions, row in rows.items():
             table.add_row(
-                str(conditions), *(f"{row[draws]:.3f}" if row[draws] < 10 else f"{row[draws]:.0f}" for draws in DRAWS)
+                str(conditions), *(f"{value:.3f}" if value < 10 else f"{value:.0f}" for value in row.values())
             )
         Console(width=100).print(table)
 

@@ -3,9 +3,10 @@
 No mask of all tokens by all tokens is made, unless by choice. By default each segment is one call of the active
 backend, on slices of its sample. On CUDA in half precision torch's variable-length kernel takes all first texts in
 one call, all draws in another, and each segment between them on its slice: it needs no compilation, and no new one for
-another mixture of sizes. `set_attention_backend("flex")` makes one block mask per forward pass for flex_attention,
-which skips empty blocks only when the model is compiled; uncompiled it fills a matrix of all scores, so it is not the
-default. Backends that misread the mask of text after an image are refused.
+another mixture of sizes. `set_attention_backend("flex")` calls flex_attention, with a block mask made once per forward
+pass and a second one for the last block's draws. It skips empty blocks only when the model is compiled; uncompiled it
+fills a matrix of all scores, so it is not the default. Backends that misread the mask of text after an image are
+refused.
 """
 
 from __future__ import annotations
