@@ -109,8 +109,8 @@ def split_draws(batch: dict[str, Any]) -> list[dict[str, Any]]:
     """The passes of single draws."""
     shapes = batch["img_shapes"][0]
     before = sum(math.prod(shape) for shape in shapes[:-1])
-    images, drawn = batch["hidden_states"][:, :before], batch["hidden_states"][:, before:]
-    draws = zip(drawn.split(math.prod(shapes[-1]), dim=1), batch["timestep"].split(1, dim=1), strict=True)
+    images, targets = batch["hidden_states"][:, :before], batch["hidden_states"][:, before:]
+    draws = zip(targets.split(math.prod(shapes[-1]), dim=1), batch["timestep"].split(1, dim=1), strict=True)
     return [{**batch, "hidden_states": torch.cat([images, draw], dim=1), "timestep": t[:, 0]} for draw, t in draws]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache, QwenImage21Transformer2DModel
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -63,12 +63,6 @@ LAYERS = TINY_21["num_layers"]
 @pytest.fixture(params=["padded", "packed"])
 def layout(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def active_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`set_attention_backend` changes the backend of the whole process: here from "native" and back."""
-    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE)
 
 
 # ---- equal to the stock model ----------------------------------------------------------------------------------------
@@ -345,15 +339,15 @@ def test_last_block_and_output_are_for_draws_only(layout: str) -> None:
                 lambda _, args, out, name=name: rows.update({name: rows.get(name, 0) + out.numel() // out.shape[-1]})
             )
     run_batched(model, samples, fill=math.nan)
-    drawn = sum(s.draws[..., 0].numel() for s in samples)
+    tokens = sum(s.draws[..., 0].numel() for s in samples)
     lengths = [len(s.image) + len(s.text) for s in samples]
     every = sum(lengths) if layout == "packed" else len(samples) * max(lengths)
     last = f"transformer_blocks.{LAYERS - 1}"
     for name in (f"{last}.attn.to_q", f"{last}.attn.to_out.0", f"{last}.img_norm2", f"{last}.img_mlp.out", "proj_out"):
-        assert rows[name] == drawn
+        assert rows[name] == tokens
     for name in (f"{last}.attn.to_k", f"{last}.attn.to_v", "transformer_blocks.0.attn.to_q"):
         assert rows[name] == every
-    assert rows["norm_out.norm"] == drawn
+    assert rows["norm_out.norm"] == tokens
     assert rows["modulation.1"] == 2 * len(samples) + 1  # a row per draw, and one of t = 0
     assert rows["txt_in.in_layer"] == sum(len(s.text) for s in samples)
 
@@ -506,7 +500,7 @@ MUTANTS: dict[str, tuple[Any, Any, str, Callable[..., Any]]] = {
         MIXED_21,
         attention,
         "draws_attention",
-        lambda q, k, v, sample, attend: DRAWS(q, k, v, replace(sample, draws=1, target=sample.drawn), attend),
+        lambda q, k, v, sample, attend: DRAWS(q, k, v, replace(sample, draws=1, target=sample.draw_tokens), attend),
     ),
     "draws do not see the text": (
         MIXED_21,
@@ -665,6 +659,10 @@ def test_positions_beyond_the_rope_table_are_refused(layout: str) -> None:
         "encoder_hidden_states: the text is longer than the RoPE table beside condition images of [(1, 2, 8)] "
         "(expected at most 8183 text rows, found 8184)\n  → shorten the text or the images"
     )
+    with pytest.raises(
+        TrainError, match=r"larger than the RoPE table \(expected sides of at most 2048 tokens, found 2049\)"
+    ):
+        model(**batch_of(random_samples(([(1, 2049)], [], 3))))
 
 
 def test_prefix_that_depends_on_the_timestep_is_refused() -> None:

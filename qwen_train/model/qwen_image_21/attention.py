@@ -60,11 +60,11 @@ def segmented_attention(query: Asked, key: Row, value: Row, row: JointRow, atten
             outputs.append(draws_attention(query, key, value, sample, attend))
             continue
         prefix = sample.segments[: len(sample.prefix)]
-        lengths = [*(segment.length for segment in prefix), sample.drawn, sample.padding]
-        *asked, drawn, padding = torch.split(query, lengths, dim=1)
+        lengths = [*(segment.length for segment in prefix), sample.draw_tokens, sample.padding]
+        *asked, of_draws, padding = torch.split(query, lengths, dim=1)
         for segment, piece in zip(prefix, asked, strict=True):
             outputs.append(prefix_attention(piece, key, value, segment, row, attend))
-        outputs += [draws_attention(drawn, key, value, sample, attend), torch.zeros_like(padding)]
+        outputs += [draws_attention(of_draws, key, value, sample, attend), torch.zeros_like(padding)]
     return torch.cat(outputs, dim=1)
 
 
@@ -84,10 +84,10 @@ def draws_attention(query: Tensor, key: Tensor, value: Tensor, sample: JointSamp
     """All draws of a sample, each with the prefix and itself as keys."""
 
     def seen(x: Tensor) -> Tensor:
-        prefix, drawn, _ = torch.split(x, [sample.prefix_length, sample.drawn, sample.padding], dim=1)
+        prefix, of_draws, _ = torch.split(x, [sample.prefix_length, sample.draw_tokens, sample.padding], dim=1)
         if sample.draws == 1:
-            return x[:, : sample.prefix_length + sample.drawn]
-        return torch.cat([prefix.expand(sample.draws, -1, -1, -1), by_draw(drawn)], dim=1)
+            return x[:, : sample.prefix_length + sample.draw_tokens]
+        return torch.cat([prefix.expand(sample.draws, -1, -1, -1), by_draw(of_draws)], dim=1)
 
     def by_draw(x: Tensor) -> Tensor:
         return x.reshape(sample.draws, sample.target, *x.shape[2:])

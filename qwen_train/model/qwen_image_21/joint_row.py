@@ -54,13 +54,13 @@ class JointSample:
         return sum(length for length, _ in self.prefix)
 
     @property
-    def drawn(self) -> int:
+    def draw_tokens(self) -> int:
         """The tokens of all draws."""
         return self.draws * self.target
 
     @property
     def length(self) -> int:
-        return self.prefix_length + self.drawn + self.padding
+        return self.prefix_length + self.draw_tokens + self.padding
 
     @cached_property
     def segments(self) -> list[Segment]:
@@ -75,7 +75,7 @@ class JointSample:
 
     @cached_property
     def draw_segments(self) -> list[Segment]:
-        begins = range(self.prefix_length, self.prefix_length + self.drawn, self.target)
+        begins = range(self.prefix_length, self.prefix_length + self.draw_tokens, self.target)
         spans = [(begin, begin + self.target) for begin in begins]
         before = (0, self.prefix_length)
         first = Segment(spans[0], False, ((0, spans[0][1]),))
@@ -227,10 +227,10 @@ class JointRow:
                     span = torch.arange(begin + segment.span[0], begin + segment.span[1])
                     places["text" if segment.is_text else "image"].append(span)
             conditions = sum(length for length, is_text in sample.prefix if not is_text)
-            tokens = torch.arange(i * image_length, i * image_length + conditions + sample.drawn)
+            tokens = torch.arange(i * image_length, i * image_length + conditions + sample.draw_tokens)
             places["image_from"].append(tokens)
             places["draws_from"].append(tokens[conditions:])
-            places["draws"].append(begin + sample.prefix_length + torch.arange(sample.drawn))
+            places["draws"].append(begin + sample.prefix_length + torch.arange(sample.draw_tokens))
         at = {name: torch.cat([torch.arange(0), *spans]).to(device) for name, spans in places.items()}
         text_from = text_valid.flatten().nonzero()[:, 0].to(device)
         indices = (text_from, at["text"], at["image_from"], at["image"], at["draws_from"], at["draws"])
@@ -252,7 +252,7 @@ class JointRow:
     @property
     def query_lengths(self) -> list[int]:
         """The tokens of each sample that ask."""
-        return [sample.drawn if self.only_draws else sample.length for sample in self.samples]
+        return [sample.draw_tokens if self.only_draws else sample.length for sample in self.samples]
 
     @cached_property
     def segment_lengths(self) -> list[int]:

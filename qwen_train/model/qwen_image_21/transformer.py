@@ -69,14 +69,24 @@ from qwen_train.model.qwen_image_21.joint_row import (
 
 ROPE_POSITIONS = 8192
 """The rows of the stock table for positions from 0; behind them are the negative ones, which it would read silently."""
+LONGEST_SIDE = 2 * 1024
+"""Tokens of an image's side, whose positions are centred on zero: the table has 1024 negative ones."""
 
 
 # ---- the inputs of the blocks ----------------------------------------------------------------------------------------
 
 
 def refuse_far_positions(samples: Sequence[ImgShapes], text_lengths: Sequence[int]) -> None:
-    """Raise TrainError if a target's position, the last of its sample, is beyond the RoPE table."""
+    """Raise TrainError if an image's side, or a target's position, the last of its sample, is beyond the RoPE table."""
     for images, text in zip(samples, text_lengths, strict=True):
+        if (side := max(max(height, width) for _, height, width in images)) > LONGEST_SIDE:
+            raise TrainError(
+                "an image is larger than the RoPE table",
+                where="img_shapes",
+                expected=f"sides of at most {LONGEST_SIDE} tokens",
+                found=side,
+                do="build the cache at a smaller data.vae_image_size",
+            )
         before = sum(max(height, width) for _, height, width in images[:-1])
         if text + before >= ROPE_POSITIONS:
             raise TrainError(
