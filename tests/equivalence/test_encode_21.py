@@ -8,10 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 
 from qwen_cache import open_cache
@@ -23,7 +21,6 @@ from tests.support.judge import (
     PROMPTS,
     SEVERAL,
     Case,
-    Size,
     TinyModel,
     build_cache,
     by_name,
@@ -38,18 +35,10 @@ from tests.support.qwen_image_21 import (
     assert_matches_stock_21,
     stock_pipeline_21,
     transformer_inputs_21,
+    transparent,
 )
 
 PAIR = [(150, 100), (100, 150)]
-
-
-def transparent(name: str, size: Size, mode: str = "RGBA") -> Image.Image:
-    """A photograph with a hole, half-transparent stripes and an opaque rest."""
-    alpha = np.full(size[::-1], 255, np.uint8)
-    alpha[: size[1] // 3], alpha[size[1] // 2 :: 8] = 0, 128
-    cut = image(name, size)
-    cut.putalpha(Image.fromarray(alpha))
-    return cut.convert(mode)
 
 
 @cache

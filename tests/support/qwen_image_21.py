@@ -18,7 +18,7 @@ from transformers import Qwen3VLProcessor
 
 from qwen_cache.format.cache import Sample
 
-from .judge import Case, Size, assert_same
+from .judge import Case, Size, assert_same, image
 
 RESOLUTION = 128
 """`output_resolution` of the pipeline; `data.vae_image_size` is its square."""
@@ -43,6 +43,15 @@ def stock_qwen_image_21(folder: Path, dtype: torch.dtype = torch.float32) -> Any
     pipeline = QwenImage21Pipeline.from_pretrained(folder, dtype=dtype, processor=processor)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def transparent(name: str, size: Size, mode: str = "RGBA") -> Image.Image:
+    """A photograph with a hole, half-transparent stripes and an opaque rest."""
+    alpha = np.full(size[::-1], 255, np.uint8)
+    alpha[: size[1] // 3], alpha[size[1] // 2 :: 8] = 0, 128
+    cut = image(name, size)
+    cut.putalpha(Image.fromarray(alpha))
+    return cut.convert(mode)
 
 
 @cache
