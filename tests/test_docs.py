@@ -48,6 +48,9 @@ MOST_WORDS = 1200
 """The limit of the README, which takes five minutes to read. Everything else is in docs/."""
 SUBSTITUTIONS = {
     r"Qwen/Qwen-Image-Edit-2509": "tiny",
+    r"Qwen/Qwen-Image-2\.1": "tiny-21",
+    r"(--prompt 'a paper boat')": r"\g<1> --height 64 --width 64",
+    r"(--output-resolution )\d+": r"\g<1>96",
     r"\bcuda:\d": "cpu",
     r" --offload \w+": "",  # no offloading on a CPU
     r"(predict .*--(?:image|source) \S+)": r"\g<1> --height 64 --width 64",
@@ -126,6 +129,7 @@ def folder(
         (tmp_path / "pairs.jsonl").write_text(f'{{{", ".join(cat)}, "caption": "mirror it"}}\n', encoding="utf-8")
         (tmp_path / "names.txt").write_text("cat\ncup\n", encoding="utf-8")
         (tmp_path / "tiny").symlink_to(tiny_model("edit-plus"))
+        (tmp_path / "tiny-21").symlink_to(tiny_model("qwen-image-21"))
         if page == "howto/import-a-cache.md":
             write_other_caches(tmp_path)
         (tmp_path / "qwen.yaml").write_text(yaml.safe_dump(SMALL), encoding="utf-8")

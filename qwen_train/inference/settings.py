@@ -88,7 +88,7 @@ def _check_names(model: ModelFolder, config: PredictConfig) -> None:
     """Raise ConfigError for a setting that the model's pipeline does not have."""
     for name, reason in model.family.not_in_predict.items():
         value = getattr(config, name)
-        if value is not None and value is not False:
+        if value != PredictConfig.model_fields[name].default:
             raise ConfigError(
                 f"{model.family.name} has no predict.{name}: {reason}",
                 found=f"predict.{name}={json.dumps(value)}",
