@@ -25,9 +25,11 @@ from qwen_cache.errors import TrainError
 from qwen_cache.format.cache import Sample
 from qwen_cache.models.family import QWEN_IMAGE_21
 from qwen_cache.models.folder import open_model
-from qwen_cache.settings.train import ValidationConfig
+from qwen_cache.settings.train import TrainConfig, ValidationConfig
 from qwen_train.inference.cached import generate_cached, initial_latents
-from qwen_train.validation import Validation, generator_of, noise
+from qwen_train.model.qwen_image_21.transformer import QwenImage21MultiResTransformer2DModel
+from qwen_train.validation import Validation, evaluating, generator_of, noise
+from qwen_train.weights import prepare_for_training
 
 from .support.commands import run
 from .support.judge import TOLERANCE, Case, TinyModel, build_cache, by_name, case, image, relative
@@ -161,6 +163,20 @@ def test_what_is_given_changes_the_latents_as_in_stock(cached: Cached) -> None:
     guided = ours(pipeline, sample, true_cfg_scale=3.0)
     other = stock(pipeline, sample, CASES["one"], negative_prompt="blurry", true_cfg_scale=3.0)
     assert relative(guided, other) > 1e-3
+
+
+@pytest.mark.parametrize("layout", ["packed", pytest.param("padded", marks=pytest.mark.slow)])
+def test_the_transformer_in_training_generates_the_same(layout: str, cached: Cached, tiny_model: TinyModel) -> None:
+    """With LoRA and gradient checkpointing, as validation finds it: a LoRA begins as nothing."""
+    sample, pipeline = cached("three")
+    folder = tiny_model("qwen-image-21") / "transformer"
+    transformer: Any = QwenImage21MultiResTransformer2DModel.from_pretrained(folder)
+    settings = TrainConfig(layout=layout, gradient_checkpointing=True)
+    prepare_for_training(transformer, settings)
+    with evaluating(transformer):
+        found = [ours(pipeline, sample, transformer=transformer, true_cfg_scale=scale) for scale in (1.0, 3.0)]
+    for scale, each in zip((1.0, 3.0), found, strict=True):
+        assert relative(each, ours(pipeline, sample, true_cfg_scale=scale)) < TOLERANCE
 
 
 def test_a_transformer_of_several_processes_is_looked_into(cached: Cached) -> None:

@@ -24,6 +24,7 @@ from qwen_train.inference import generator
 from qwen_train.inference.generator import Generator
 from qwen_train.inference.images import save_images
 from qwen_train.inference.many import COMPONENTS, COMPONENTS_FOR_A_CACHE, settings_that_matter
+from qwen_train.inference.pipeline import load_pipeline
 from qwen_train.inference.prompts import PromptEncoder
 
 from .support.both_pipelines import CPU
@@ -115,6 +116,24 @@ def test_a_lora_changes_the_image_as_in_the_stock_pipeline(
     assert predict(*options, "--merge", "--out", tmp_path / "merged.png").code == 0
     difference = np.abs(pixels(tmp_path / "merged.png").astype(int) - pixels(tmp_path / "out.png"))
     assert difference.max() <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
+def test_with_a_quantised_transformer_the_image_is_nearly_the_same(
+    predict: Predict, image_files: list[Path], tmp_path: Path, tiny_model: TinyModel
+) -> None:
+    """What training leaves unquantised, such as the modulation that all blocks share, is left here too."""
+    options = ("--prompt", "x", "--image", image_files[0], "--out", tmp_path / "out.png")
+    assert predict(*options).code == 0
+    plain = pixels(tmp_path / "out.png").astype(int)
+    assert predict(*options, "--set", "model.quantization=int8").code == 0
+    assert 0 < np.abs(pixels(tmp_path / "out.png") - plain).mean() < 5
+    model = open_model(str(tiny_model("qwen-image-21")), COMPONENTS)
+    transformer = load_pipeline(model, PredictConfig(dtype="float32"), CPU, quantization="int8").transformer
+    quantised = {name for name, weight in transformer.named_parameters() if type(weight.data) is not torch.Tensor}
+    assert quantised
+    assert all(name.startswith("transformer_blocks.") for name in quantised), quantised
 
 
 @pytest.mark.parametrize("kind", [".webp", ".tiff", ".jpg", ".bmp"])

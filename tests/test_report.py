@@ -425,6 +425,15 @@ def test_names_of_images_are_taken_as_they_are(tmp_path: Path) -> None:
     assert reds == pytest.approx([20 * i for i in range(11)], abs=6)
 
 
+def test_transparent_images_are_over_white(tmp_path: Path) -> None:
+    data = BytesIO()
+    Image.new("RGBA", (8, 8), (200, 0, 0, 0)).save(data, "PNG")
+    page = Page(write_report(validation(tmp_path, {"step-5/a.png": data.getvalue()})))
+    (source,) = page.references
+    shown = Image.open(BytesIO(base64.b64decode(source.removeprefix("data:image/jpeg;base64,"))))
+    assert min(low for low, _ in shown.getextrema()) > 250
+
+
 @pytest.mark.slow
 def test_decoded_images_are_in_it(train: Trainer) -> None:
     """Of the newest step alone, small, beside targets and controls."""

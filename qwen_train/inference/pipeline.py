@@ -33,7 +33,7 @@ from qwen_train.inference.devices import Devices, check_offload, memory_for
 from qwen_train.inference.loras import WeightedLora, load_loras
 from qwen_train.inference.prompts import Embedded, PromptEncoder
 from qwen_train.model.modulation import TabulatedTransformer2DModel, tabulate
-from qwen_train.model.stock import stock_class
+from qwen_train.model.stock import stock_class, trained_class
 from qwen_train.weights import quantization_options
 
 Prompt = str | list[str] | None
@@ -60,8 +60,10 @@ def load_pipeline(
         if offload == "none":
             vae.to(devices.vae)
     folder = model.component("transformer")
-    kind = TabulatedTransformer2DModel if tabulated else stock_class(folder)
-    options = quantization_options(folder, quantization, dtype, TabulatedTransformer2DModel.NOT_QUANTISED)
+    stock = stock_class(folder)
+    kind = TabulatedTransformer2DModel if tabulated else stock
+    whole = trained_class({"_class_name": stock.__name__}, folder).NOT_QUANTISED
+    options = quantization_options(folder, quantization, dtype, whole)
     with memory_for("loading the transformer", devices.transformer):
         transformer = load_whole(kind, folder, torch_dtype=dtype, **options)
         if tabulated:
