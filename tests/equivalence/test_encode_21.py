@@ -75,6 +75,19 @@ def test_whatever_the_sample_a_cache_holds_what_the_pipeline_feeds_its_transform
             raise
 
 
+def test_several_samples_in_one_pass_are_what_each_is_alone(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """As on a GPU: prompts of different lengths, images of different sizes, padded on the right."""
+    cases = {name: it for name, it in sweep().items() if name in ("chinese", "two", "text to image", "one space")}
+    cases |= {
+        "other two": case([(107, 160), (160, 107), (60, 300)], "make it two"),
+        "square": case([(90, 90)] * 2, "x"),
+    }
+    batches = ["--set", "cache.text_batch_tokens=100000", "--set", "cache.vae_batch_pixels=1000000"]
+    options = [*SMALL_21, "--dtype", "float32", *batches, "--set", "data.allow_empty_prompt=true"]
+    for name, sample in by_name(build_cache(tmp_path, cases, tiny_model("qwen-image-21"), *options)).items():
+        assert_matches_stock_21(sample, cases[name], tiny_model("qwen-image-21"))
+
+
 def test_prompts_about_the_same_images_share_one_prefix(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
