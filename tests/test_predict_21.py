@@ -5,8 +5,12 @@ The judge is the stock pipeline; what goes from part to part is compared in equi
 
 from __future__ import annotations
 
+import base64
 import json
+import re
+import shutil
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ from qwen_cache import open_cache
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.inference import PredictConfig
 from qwen_train.cli import predict as predict_command
-from qwen_train.inference import generator
+from qwen_train.inference import generator, many
 from qwen_train.inference.generator import Generator
 from qwen_train.inference.images import save_images
 from qwen_train.inference.many import COMPONENTS, COMPONENTS_FOR_A_CACHE, settings_that_matter
@@ -265,6 +269,19 @@ def test_what_it_does_not_have_is_refused_by_name(
     assert not (tmp_path / "out.png").exists()
 
 
+def test_a_resolution_below_that_of_the_processor_is_refused(
+    predict: Predict, image_files: list[Path], tmp_path: Path, tiny_model: TinyModel
+) -> None:
+    """The published one enlarges images below 65536 pixels; stock then fails on the number of slots."""
+    folder = shutil.copytree(tiny_model("qwen-image-21"), tmp_path / "model")
+    file = folder / "processor" / "preprocessor_config.json"
+    file.write_text(file.read_text(encoding="utf-8").replace("1024", "65536"), encoding="utf-8")
+    options = ("--prompt", "x", "--image", image_files[0], "--out", tmp_path / "out.png")
+    result = predict(*options, model=folder)
+    assert result.code == 2
+    assert "raise data.vae_image_size, or predict.output_resolution" in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize("setting", ["output_resolution=1024", "use_kv_cache=true", "use_kv_cache=false"])
 def test_the_20b_family_has_none_of_its_settings(setting: str, tmp_path: Path, tiny_model: TinyModel) -> None:
     options = ("--prompt", "x", "--set", f"predict.{setting}", "--out", tmp_path / "out.png")
@@ -360,9 +377,18 @@ def test_an_image_that_cannot_be_encoded_is_reported_and_the_others_generated(pr
 # ---- from a cache ----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def shards(source: Path, tmp_path: Path, tiny_model: TinyModel) -> Path:
+    """The rows of the source, at the size that `predict` gets here."""
+    model = ("--model", tiny_model("qwen-image-21"))
+    small = ("--set", f"data.vae_image_size={RESOLUTION**2}", "--dtype", "float32")
+    assert run("qwen-cache", "build", source, "--out", tmp_path / "shards", *model, *small).code == 0
+    return tmp_path / "shards"
+
+
 def test_cached_samples_are_generated_without_the_text_encoder(
     predict: Predict,
-    source: Path,
+    shards: Path,
     lora: Path,
     image_files: list[Path],
     tmp_path: Path,
@@ -371,16 +397,14 @@ def test_cached_samples_are_generated_without_the_text_encoder(
 ) -> None:
     """With only the folders that it names, so that nothing else is downloaded."""
     model = tiny_model("qwen-image-21")
-    built = ("--model", model, "--set", f"data.vae_image_size={RESOLUTION**2}", "--dtype", "float32")
-    assert run("qwen-cache", "build", source, "--out", tmp_path / "shards", *built).code == 0
     lean = tmp_path / "lean"
     lean.mkdir()
     for name in ("model_index.json", *COMPONENTS_FOR_A_CACHE):
         (lean / name).symlink_to(model / name)
     monkeypatch.setattr(PromptEncoder, "_load", None)
-    names = [sample.name for sample in open_cache(tmp_path / "shards")]
+    names = [sample.name for sample in open_cache(shards)]
     keys = [option for name in sorted(names) for option in ("--key", name)]
-    options = ("--from-cache", tmp_path / "shards", *keys, "--out", tmp_path / "out.png")
+    options = ("--from-cache", shards, *keys, "--out", tmp_path / "out.png")
     guidance = ("--negative-prompt", "", "--true-cfg-scale", "2")
     result = predict(*options, *guidance, "--lora", lora, "--compare", size=(), model=lean)
     assert result.code == 0, result.stderr
@@ -390,7 +414,7 @@ def test_cached_samples_are_generated_without_the_text_encoder(
     cut, cat = (Image.open(path) for path in image_files)
     pipeline = stock_pipeline_21(model)
     guided = {"negative_prompt": "", "true_cfg_scale": 2.0}
-    by_name = {sample.name: sample for sample in open_cache(tmp_path / "shards")}
+    by_name = {sample.name: sample for sample in open_cache(shards)}
     inputs = {"cat": ("put it there", [cut, cat]), "cut": ("cut it out", [cat]), "cat#2": ("a cat", [])}
     for i, name in enumerate(sorted(names)):
         _, h, w = by_name[name].img_shapes[0]
@@ -398,6 +422,39 @@ def test_cached_samples_are_generated_without_the_text_encoder(
         found = pixels(tmp_path / f"out-{i + 1}.png").astype(int)
         assert np.abs(found - np.asarray(expected)).max() <= 1, name
         assert np.abs(found - trained[i]).max() > 8
+
+
+def test_cached_samples_are_sampled_like_others(
+    shards: Path, distilled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the levels that are given or saved with the model, with keys and values kept unless told otherwise."""
+    calls: list[dict[str, Any]] = []
+
+    def record(*arguments: Any, **named: Any) -> Any:
+        calls.append({name: named[name] for name in ("num_inference_steps", "sigmas", "use_kv_cache")})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(many, "generate_cached", record)
+    given = ("--sigmas", "1,0.5", "--set", "predict.use_kv_cache=false")
+    for options in ((), given):
+        command = ("--from-cache", shards, "--key", "cut", "--out", tmp_path / "out.png")
+        assert run("qwen-train", "predict", "--model", distilled, *command, *options).code == 130
+    assert calls == [
+        {"num_inference_steps": 3, "sigmas": (1.0, 0.6, 0.3), "use_kv_cache": True},
+        {"num_inference_steps": 2, "sigmas": (1.0, 0.5), "use_kv_cache": False},
+    ]
+
+
+def test_the_page_of_a_cache_shows_its_images_with_their_transparency(
+    shards: Path, tmp_path: Path, tiny_model: TinyModel
+) -> None:
+    decoded = ("--html", tmp_path / "page.html", "--decode", "--model", tiny_model("qwen-image-21"))
+    result = run("qwen-cache", "inspect", shards, *decoded, "--set", "predict.dtype=float32")
+    assert result.code == 0, result.stderr
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    data = [base64.b64decode(text) for text in re.findall(r"data:image/webp;base64,([^\"')]+)", page)]
+    assert data
+    assert any(Image.open(BytesIO(each)).convert("RGBA").getextrema()[3][0] < 128 for each in data)
 
 
 def test_the_20b_family_has_no_transparency(tiny_model: TinyModel, tmp_path: Path, small_areas: None) -> None:
