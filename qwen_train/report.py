@@ -30,7 +30,6 @@ from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.html.charts import Curve, CurveChart, curve_chart, number
 from qwen_cache.html.page import render
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
-from qwen_cache.sources.images import over_white
 from qwen_cache.storage.durable import write_durably
 from qwen_train.checkpoint import checkpoints
 from qwen_train.inference.cached import FOLDER
@@ -257,7 +256,9 @@ def _image(path: Path, caption: str) -> tuple[str, str]:
     """The caption, and a thumbnail as a data URL; an image that cannot be read only changes the caption."""
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(path, formats=["PNG"]) as image:
-            small = over_white(image).convert("RGB")
+            image.load()
+            white = Image.new("RGBA", image.size, "white")
+            small = (Image.alpha_composite(white, image) if image.mode == "RGBA" else image).convert("RGB")
     except UNREADABLE:
         return f"{caption} {path.name} cannot be read", ""
     small.thumbnail((THUMBNAIL, THUMBNAIL))

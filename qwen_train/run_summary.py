@@ -76,7 +76,7 @@ def print_memory(config: Config, batches: Batches, transformer: dict[str, Any], 
     """Print the memory of the largest batch, where `qwen-train plan` can predict it."""
     if not batches.cache.has_index or config.train.fsdp or device not in ("cpu", "cuda"):
         return
-    batch, _ = largest_batch(batches, config.train.layout)
+    batch, _ = largest_batch(batches)
     memory = predict_memory(transformer, config, batch, "cuda" if device == "cuda" else "cpu")
     parts = f"weights {human_bytes(memory.weights)}, activations {human_bytes(memory.activations)}"
     console().print(f"[bold]memory[/]   about {human_bytes(memory.total)}: {parts}", highlight=False)

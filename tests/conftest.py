@@ -18,7 +18,7 @@ from hypothesis import settings
 
 from .support.caches import build
 from .support.paths import load_tool
-from .support.sources import write_pairs
+from .support.sources import write_mixed, write_pairs
 
 if TYPE_CHECKING:
     from .support.runs import Trainer
@@ -132,14 +132,19 @@ def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
 def built(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Path]
 ) -> Callable[[str, Sequence[str]], Path]:
-    """A read-only cache of the edit pairs, built once per session: `built("edit-plus")`."""
+    """A read-only cache of the edit pairs, built once per session: `built("edit-plus")`.
+
+    For "qwen-image-21" with samples of text to image among them.
+    """
     made: dict[tuple[str, ...], Path] = {}
-    source = write_pairs(tmp_path_factory.mktemp("source") / "data")
+    folder = tmp_path_factory.mktemp("source")
+    pairs, mixed = write_pairs(folder / "data"), write_mixed(folder / "mixed")
 
     def make(variant: str, options: Sequence[str] = ()) -> Path:
         key = (variant, *options)
         if key not in made:
             out = tmp_path_factory.mktemp("caches") / "shards"
+            source = mixed if variant == "qwen-image-21" else pairs
             result = build(source, out, tiny_model(variant), *options)
             assert result.code == 0, result.stderr
             made[key] = out
@@ -154,6 +159,14 @@ def train(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_pat
     from .support.runs import Trainer
 
     return Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path)
+
+
+@pytest.fixture
+def train_21(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
+    """`qwen-train run` on the small cache of Qwen-Image-2.1."""
+    from .support.runs import Trainer
+
+    return Trainer(built("qwen-image-21"), tiny_model("qwen-image-21"), tmp_path)
 
 
 @pytest.fixture(scope="module")

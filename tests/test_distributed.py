@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import QwenImageTransformer2DModel
+from diffusers import QwenImage21Transformer2DModel, QwenImageTransformer2DModel
 from safetensors.torch import load_file
 
 from qwen_cache.models.folder import open_model
@@ -58,12 +58,12 @@ def by_two(train: Trainer, *options: str, **changes: Any) -> Path:
     return train.folder / str(changes.get("out", "out"))
 
 
-def result(out: Path, method: str) -> dict[str, torch.Tensor]:
+def result(out: Path, method: str, stock: Any = QwenImageTransformer2DModel) -> dict[str, torch.Tensor]:
     """What the run left, its average too."""
     if method == "lora":
         return {f"{name} {key}": t for name in (LORA, AVERAGE) for key, t in load_file(out / name).items()}
     folders = [out / name for name in ("transformer", "transformer_ema")]
-    models = {folder.name: QwenImageTransformer2DModel.from_pretrained(folder) for folder in folders}
+    models = {folder.name: stock.from_pretrained(folder) for folder in folders}
     return {f"{name} {key}": t for name, model in models.items() for key, t in model.state_dict().items()}
 
 
@@ -78,6 +78,16 @@ def test_two_processes_equal_one_and_one_continues_where_they_stopped(train: Tra
     assert column(out, "loss") == pytest.approx(column(one, "loss"), rel=1e-5)
     assert column(out, "grad_norm") == pytest.approx(column(one, "grad_norm"), rel=1e-4)
     assert relative_error(result(out, method), result(one, method)) < 1e-5
+
+
+@pytest.mark.parametrize(("fsdp", "method"), [(False, "lora"), (True, "lora"), (True, "full")], ids=str)
+def test_two_processes_equal_one_with_draws_of_qwen_image_21(train_21: Trainer, method: str, fsdp: bool) -> None:
+    settings = {**STEPS, "train.method": method, "train.noise_draws": 2, "train.max_steps": 2}
+    one = train_21(settings=settings, train__gradient_accumulation_steps=2, out="one")
+    out = by_two(train_21, settings=settings, train__fsdp=fsdp)
+    assert column(out, "loss") == pytest.approx(column(one, "loss"), rel=1e-5)
+    found, expected = (result(each, method, QwenImage21Transformer2DModel) for each in (out, one))
+    assert relative_error(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize(

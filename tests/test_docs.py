@@ -28,8 +28,10 @@ from PIL import ImageDraw
 
 import qwen_cache
 import qwen_train
+from qwen_cache.models.family import QWEN_IMAGE
 from qwen_cache.settings.load import Config, known_keys, load_config
-from qwen_train.memory.predict import predict_memory, tokens_of
+from qwen_cache.settings.train import TrainConfig
+from qwen_train.memory.predict import SampleSize, predict_memory, tokens_of
 
 from .support.commands import run
 from .support.imports import make, write_diffusion_pipe, write_musubi, write_qflux
@@ -241,8 +243,8 @@ def test_names_in_the_text_exist(page: str) -> None:
 def test_the_memory_of_a_24_gb_gpu_is_what_plan_computes() -> None:
     bench: Any = load_tool("bench_memory")
     model = bench.transformer_config(layers=60, heads=24, head_dim=128, width=3584, out_channels=16)
-    edit = [([(1, 52, 78), (1, 52, 78)], 352)]
-    assert tokens_of(edit, "padded") == 8464
+    edit = [SampleSize(((1, 52, 78), (1, 52, 78)), 352)]
+    assert tokens_of(edit, TrainConfig(), QWEN_IMAGE) == 8464
     rows = re.findall(
         r"^\| (none|`.+`).* \| ([\d.]+) GB \|$", (DOCS / "howto/train-on-24gb.md").read_text(), re.MULTILINE
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -14,15 +14,26 @@ import torch
 
 from qwen_cache import open_cache
 from qwen_cache.errors import ModelError
+from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
 from qwen_cache.settings.load import load_config
+from qwen_cache.settings.train import TrainConfig
+from qwen_train.memory import predict
 from qwen_train.memory.predict import Memory, SampleSize, predict_memory, tokens_of
+from qwen_train.model.qwen_image_21.transformer import QwenImage21MultiResTransformer2DModel
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
 from .support.commands import run
-from .support.full_size import EDIT, REAL, bench
+from .support.full_size import EDIT, EDIT_21, REAL, REAL_21, bench
 
 SMALL = bench.transformer_config(layers=5, heads=4, head_dim=32, width=64)
-RAGGED: list[SampleSize] = [([(1, 20, 24), (1, 12, 16)], 60), ([(1, 16, 16)], 90)]
+RAGGED = [SampleSize(((1, 20, 24), (1, 12, 16)), 60), SampleSize(((1, 16, 16),), 90)]
+SMALL_21 = bench.transformer_config(layers=5, heads=4, head_dim=32, width=64, family=QWEN_IMAGE_21)
+MIXED_21 = [
+    SampleSize(((1, 20, 24), (1, 12, 16)), 60, (9,)),
+    SampleSize(((1, 16, 16),), 90),
+    SampleSize(((1, 12, 20), (1, 8, 8), (1, 10, 10)), 40, (5, 17)),
+]
+"""Text to image, and edits with one and two controls."""
 SETTINGS = {
     "as it is by default": [],
     "every second block": ["train.gradient_checkpointing=2"],
@@ -48,18 +59,20 @@ def predicted(config: dict[str, Any], settings: list[str], batch: list[SampleSiz
 
 # ---- against the allocator -------------------------------------------------------------------------------------------
 
-Compare = Callable[[dict[str, Any], list[str]], tuple[Memory, Memory]]
+Compare = Callable[..., tuple[Memory, Memory]]
 
 
 @pytest.fixture(scope="module")
 def compare() -> Iterator[Compare]:
     """Prediction and measurement, in a process of their own: beside what other tests left the profiler sees more."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        yield lambda config, settings: process.submit(compare_here, config, settings).result()
+        yield lambda *arguments: process.submit(compare_here, *arguments).result()
 
 
-def compare_here(config: dict[str, Any], settings: list[str]) -> tuple[Memory, Memory]:
-    found, measured = bench.compare(config, load_config(None, settings), RAGGED, "cpu")
+def compare_here(
+    config: dict[str, Any], settings: list[str], batch: Sequence[SampleSize] = RAGGED
+) -> tuple[Memory, Memory]:
+    found, measured = bench.compare(config, load_config(None, settings), batch, "cpu")
     return found, measured
 
 
@@ -81,6 +94,38 @@ def test_prediction_is_within_a_tenth_of_what_is_allocated(settings: list[str], 
     assert found.optimizer == pytest.approx(measured.optimizer, rel=0.01)
     assert found.total == pytest.approx(measured.total, rel=0.1)
     assert 0.99 < found.activations / measured.activations < 1.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draws", [1, 3])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("name", ["as it is by default", "no checkpointing", "in float32", "all weights"])
+def test_prediction_for_qwen_image_21_is_within_a_tenth(name: str, layout: str, draws: int, compare: Compare) -> None:
+    settings = [*SETTINGS[name], f"train.layout={layout}", f"train.noise_draws={draws}"]
+    found, measured = compare(SMALL_21, settings, MIXED_21)
+    assert (found.weights, found.trained) == (measured.weights, measured.trained)
+    assert found.total == pytest.approx(measured.total, rel=0.1)
+    assert 0.99 < found.activations / measured.activations < 1.2
+
+
+def test_every_draw_adds_the_activations_of_a_target() -> None:
+    plain = SETTINGS["no checkpointing"]
+    one, two, three = (
+        predicted(SMALL_21, [*plain, f"train.noise_draws={k}"], MIXED_21, "cpu").activations for k in (1, 2, 3)
+    )
+    assert one < two
+    assert three - two == pytest.approx(two - one, rel=0.1)
+
+
+def test_the_copies_for_the_kernel_of_cuda_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision: in each block the keys and values of all samples, which are slices elsewhere."""
+    settings = [[*SETTINGS[name], "train.noise_draws=1"] for name in ("no checkpointing", "in float32")]
+    half, whole = (predicted(SMALL_21, each, MIXED_21, "cuda").activations for each in settings)
+    monkeypatch.setattr(predict.VarlenOnMeta, "_attend", predict.QwenImage21MultiResAttnProcessor._attend)
+    without, same = (predicted(SMALL_21, each, MIXED_21, "cuda").activations for each in settings)
+    keys = sum(size.text_tokens + sum(h * w for _, h, w in size.img_shapes) for size in MIXED_21)
+    assert half - without > SMALL_21["num_layers"] * 2 * (2 * 128 * keys)
+    assert whole == same
 
 
 @pytest.mark.slow
@@ -126,6 +171,18 @@ def test_weights_of_the_real_configuration() -> None:
         assert weights == pytest.approx(2 * (count - in_blocks) + each * in_blocks, rel=2e-3)
 
 
+def test_weights_of_the_real_configuration_of_qwen_image_21() -> None:
+    """It has 7.1 billion of them."""
+    with torch.device("meta"):
+        model = QwenImage21MultiResTransformer2DModel.from_config(REAL_21)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == pytest.approx(7.1e9, rel=0.01)
+    assert predicted(REAL_21, [], EDIT_21).weights == 2 * count
+    in_blocks = sum(p.numel() for p in model.transformer_blocks.parameters() if p.ndim == 2)
+    weights = predicted(REAL_21, ["model.quantization=fp8"], EDIT_21).weights
+    assert weights == pytest.approx(2 * (count - in_blocks) + in_blocks, rel=2e-3)
+
+
 def test_activations_of_the_real_configuration() -> None:
     """Per token and block as measured on the real-size block in bfloat16: 110 kB, or one row of 6144 bytes where blocks
     are recomputed. Autocast adds two copies of the image's rows, since q, k and v each cast them for a LoRA in float32;
@@ -142,7 +199,7 @@ def test_activations_of_the_real_configuration() -> None:
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_memory_is_linear_in_tokens(layout: str) -> None:
     """Attention keeps no logits."""
-    side = [[([(1, 16 * n, 64)], 64 * n)] for n in (1, 2, 4)]
+    side = [[SampleSize(((1, 16 * n, 64),), 64 * n)] for n in (1, 2, 4)]
     one, two, four = (predicted(REAL, [f"train.layout={layout}"], batch).activations for batch in side)
     assert four - two == pytest.approx(2 * (two - one), rel=0.01)
 
@@ -180,8 +237,7 @@ def real_model(tmp_path: Path) -> Path:
     """A folder with the real configuration and no weights."""
     folder = tmp_path / "real" / "transformer"
     folder.mkdir(parents=True)
-    config = {**REAL, "_class_name": "QwenImageTransformer2DModel"}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(REAL))
     return folder.parent
 
 
@@ -198,8 +254,8 @@ def test_plan_says_what_fits(built: Callable[[str], Path], real_model: Path) -> 
     assert (code, found["fits"], found["largest_batch"]["samples"]) == (0, True, 3)
     assert found["memory"]["total"] == sum(v for name, v in found["memory"].items() if name != "total")
     rows = [row.meta for row in open_cache(built("edit-plus")).rows()]
-    shapes = [(row.img_shapes, row.text_length) for row in rows]
-    largest = max(shapes, key=lambda it: sum(h * w for _, h, w in it[0]) + it[1])
+    sizes = [SampleSize(row.img_shapes, row.text_length) for row in rows]
+    largest = max(sizes, key=lambda it: sum(h * w for _, h, w in it.img_shapes) + it.text_tokens)
     count = found["max_tokens"] // found["largest_sample"]
     assert predicted(REAL, [], [largest] * count).total <= 60e9
     assert predicted(REAL, [], [largest] * (count + 1)).total > 60e9
@@ -214,10 +270,9 @@ def test_plan_says_what_would_fit(built: Callable[[str], Path], real_model: Path
     assert quantised.startswith("train.gradient_checkpointing=true model.quantization=nf4 (1")
     saving = offloaded.split(" (")[0].split()
     blocks = int(saving[1].removeprefix("train.offload_blocks="))
-    batch: list[SampleSize] = [
-        (sample.img_shapes, sample.row.meta.text_length) for sample in open_cache(built("edit-plus"))
-    ]
-    largest = max(batch, key=lambda shape: tokens_of([shape], "padded"))
+    metas = [sample.row.meta for sample in open_cache(built("edit-plus"))]
+    sizes = [SampleSize(meta.img_shapes, meta.text_length) for meta in metas]
+    largest = max(sizes, key=lambda size: tokens_of([size], TrainConfig(), QWEN_IMAGE))
     transformer = json.loads((real_model / "transformer" / "config.json").read_text(encoding="utf-8"))
     for count, fits in ((blocks, True), (blocks - 1, False)):
         total = predicted(transformer, [saving[0], f"train.offload_blocks={count}"], [largest]).total
@@ -229,6 +284,29 @@ def test_plan_for_people(built: Callable[[str], Path], tiny_model: Callable[[str
     assert (result.code, result.stderr) == (1, "")
     assert "does not fit in 500 MB" in result.stdout
     assert "frozen weights" in result.stdout
+
+
+def test_plan_for_qwen_image_21(built: Callable[[str], Path], tmp_path: Path) -> None:
+    """The row of a sample has each draw; a table of the modulation is never suggested."""
+    (tmp_path / "real" / "transformer").mkdir(parents=True)
+    (tmp_path / "real" / "transformer" / "config.json").write_text(json.dumps(REAL_21))
+    cache = built("qwen-image-21")
+    options = ("--model", tmp_path / "real", "--set", "train.gradient_checkpointing=false")
+    metas = [row.meta for row in open_cache(cache).rows()]
+    for draws in (1, 4):
+        rows = [
+            meta.text_length + sum(h * w for _, h, w in (*meta.img_shapes, *meta.img_shapes[:1] * (draws - 1)))
+            for meta in metas
+        ]
+        code, found = plan(cache, *options, "--set", f"train.noise_draws={draws}", "--gpu-memory", "12GB")
+        assert found["largest_sample"] == found["largest_batch"]["tokens"] == max(rows)
+        assert (code, found["fits"]) == (1, False)
+        assert not [text for text in found["do"] if "tabulated" in text]
+        assert [text for text in found["do"] if "offload_blocks" in text]
+    budget = 3 * found["largest_sample"]
+    _, together = plan(cache, *options, "--set", "train.noise_draws=4", "--set", f"train.max_tokens={budget}")
+    assert found["largest_sample"] < together["largest_batch"]["tokens"] <= budget
+    assert together["memory"]["activations"] > found["memory"]["activations"]
 
 
 def test_plan_counts_the_batches_of_the_planner(
@@ -256,4 +334,4 @@ def test_wrong_input_is_one_sentence(built: Callable[[str], Path], tmp_path: Pat
     assert "not the size of a GPU (expected such as 24GB" in refused(cache, "--model", real_model, "--gpu-memory", "24")
     assert "configuration cannot be read" in refused(cache, "--model", tmp_path)
     (real_model / "transformer" / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
-    assert "not a Qwen-Image transformer (found FluxTransformer2DModel)" in refused(cache, "--model", real_model)
+    assert "found FluxTransformer2DModel)" in refused(cache, "--model", real_model)

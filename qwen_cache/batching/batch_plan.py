@@ -312,11 +312,12 @@ def _check_budget(tokens: IntArray, config: BatchConfig, name: Callable[[int], s
     image, text = tokens[:, largest].tolist()
     parts = f": {image:,} of its images, {text:,} of its text" if text else ""
     more = int((total > config.max_tokens).sum()) - 1
+    fewer = "lower train.noise_draws, or" if config.noise_draws > 1 else "or"
     raise TrainError(
         f"sample {name(largest)} alone exceeds train.max_tokens" + (f", and so do {more} more" if more else ""),
         expected=f"at most {config.max_tokens:,} tokens",
         found=f"{image + text:,}{parts}",
-        do=f"set train.max_tokens={image + text} or more, or build the cache at a smaller data.vae_image_size",
+        do=f"set train.max_tokens={image + text} or more, {fewer} build the cache at a smaller data.vae_image_size",
     )
 
 

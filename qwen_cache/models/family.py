@@ -195,6 +195,14 @@ def family_of_recipe(recipe: Mapping[str, object]) -> Family:
     return family_of(pipeline) if isinstance(pipeline, str) and pipeline in PIPELINES else QWEN_IMAGE
 
 
+def family_of_transformer(config: Mapping[str, object]) -> Family:
+    """The family of a transformer's config.json; KeyError for an unknown one."""
+    for family in FAMILIES:
+        if family.transformer == config.get("_class_name"):
+            return family
+    raise KeyError(config.get("_class_name"))
+
+
 def estimate_tokens(family: Family, prompt: str, images: Sequence[int]) -> tuple[int, int]:
     """The tokens of a prompt and its images of these pixels, without a tokenizer: those encoded, and those stored."""
     text = len(prompt.encode()) // BYTES_PER_TOKEN + 10

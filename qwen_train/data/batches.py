@@ -324,7 +324,7 @@ def collate(
     loss_tokens = [len(item.draws[0].noise) for item in noised] if loss_reduction == "per_token" else [1] * len(noised)
     return Batch(
         keys=tuple(sample.key for sample in samples),
-        img_shapes=tuple(_in_order(sample.img_shapes, family) for sample in samples),
+        img_shapes=tuple(in_order(sample.img_shapes, family) for sample in samples),
         clean=clean,
         noise=noise,
         is_target=is_target,
@@ -338,7 +338,7 @@ def collate(
     )
 
 
-def _in_order(img_shapes: ImgShapes, family: Family) -> ImgShapes:
+def in_order(img_shapes: ImgShapes, family: Family) -> ImgShapes:
     """The images as the family's transformer takes them."""
     return (*img_shapes[1:], img_shapes[0]) if family.target_last else img_shapes
 

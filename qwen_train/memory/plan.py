@@ -15,12 +15,14 @@ from typing import Any
 
 from qwen_cache.console import human_bytes
 from qwen_cache.errors import ConfigError, ModelError
+from qwen_cache.models.family import family_of_transformer
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.model import ModelConfig
 from qwen_train.data.batches import Batches
 from qwen_train.data.samples import open_samples
 from qwen_train.flow import NoiseSchedule
 from qwen_train.memory.predict import FRAGMENTATION, SampleSize, block_bytes, largest_batch, predict_memory, tokens_of
+from qwen_train.model.stock import trained_class
 
 FEWEST = -1
 """Placeholder for the smallest number of blocks that fits."""
@@ -39,11 +41,12 @@ def plan(settings: Config, capacity: int | None) -> dict[str, Any]:
     """The report of `qwen-train plan` as a JSON value: the largest batch, its memory by part, and what fits."""
     transformer = transformer_config(settings.model)
     batches = Batches(open_samples(settings), settings.train, NoiseSchedule())
-    batch, largest = largest_batch(batches, settings.train.layout)
+    check_family(batches, transformer)
+    batch, largest = largest_batch(batches)
     memory = predict_memory(transformer, settings, batch)
     report: dict[str, Any] = {
-        "largest_batch": {"samples": len(batch), "tokens": tokens_of(batch, settings.train.layout)},
-        "largest_sample": tokens_of([largest], settings.train.layout),
+        "largest_batch": {"samples": len(batch), "tokens": tokens_of(batch, settings.train, batches.family)},
+        "largest_sample": tokens_of([largest], settings.train, batches.family),
         "memory": {**asdict(memory), "total": memory.total},
     }
     if capacity is None:
@@ -60,7 +63,7 @@ def most_tokens(transformer: dict[str, Any], settings: Config, largest: SampleSi
     """
     if predict_memory(transformer, settings, [largest]).total > capacity:
         return None
-    tokens = tokens_of([largest], settings.train.layout)
+    tokens = tokens_of([largest], settings.train, family_of_transformer(transformer))
     count = math.ceil(LINEAR_FROM / tokens)
     one, two = (predict_memory(transformer, settings, [largest] * n).total for n in (count, 2 * count))
     return max(tokens, math.floor(count * tokens * (1 + (capacity - one) / (two - one))))
@@ -114,9 +117,20 @@ def transformer_config(model: ModelConfig) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"the transformer's configuration cannot be read: {error}", where=path) from None
-    if (class_name := config.get("_class_name")) != "QwenImageTransformer2DModel":
-        raise ModelError("not a Qwen-Image transformer", where=path, found=class_name)
+    trained_class(config, path)
     return config
+
+
+def check_family(batches: Batches, transformer: dict[str, Any]) -> None:
+    """ModelError for a cache of another family of models."""
+    if batches.family.transformer != transformer["_class_name"]:
+        raise ModelError(
+            "the cache was built for another model",
+            where=batches.cache.folder,
+            expected=family_of_transformer(transformer).name,
+            found=batches.family.name,
+            do="name the model that it was built for, with --model",
+        )
 
 
 def _download(name: str, revision: str | None) -> Path:

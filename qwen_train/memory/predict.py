@@ -3,7 +3,8 @@
 A training step of the real configuration runs on tensors without data (torch's device "meta"), and the live bytes are
 counted: parameters, activations saved by autograd, recomputed blocks, gradients. Blocks are equal, so only a few are
 run and the rest is extrapolated. Quantised weights, the optimizer's state and the device's own memory are computed.
-Not predicted: `train.compile`, which saves fewer activations, and several processes (DDP's buckets, FSDP2).
+Refused: another class of transformer than ours. Not predicted: `train.compile`, which saves fewer activations, and
+several processes (DDP's buckets, FSDP2).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import json
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,23 +23,35 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qwen_cache.batching.batch_plan import SUMMARISED
+from qwen_cache.batching.batch_plan import SUMMARISED, padded_tokens, row_tokens
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.format.sample import ImgShapes, token_count
+from qwen_cache.models.family import Family, family_of_transformer
 from qwen_cache.settings.load import Config
-from qwen_train.data.batches import Batches
+from qwen_cache.settings.train import TrainConfig
+from qwen_train.data.batches import Batches, TokenPlaces, in_order
 from qwen_train.flow import flow_loss, interpolate
 from qwen_train.model.mixed_sizes import prefix_mask
 from qwen_train.model.modulation import TabulatedTransformer2DModel, TimestepRows, check_settings
 from qwen_train.model.offload import ON_DEVICE
 from qwen_train.model.offload import check_settings as check_offload
-from qwen_train.model.packed import QwenImageMultiResTransformerBlock
-from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.model.qwen_image_21.attention import QwenImage21MultiResAttnProcessor, varlen_attention
+from qwen_train.model.qwen_image_21.joint_row import JointRow
+from qwen_train.model.stock import trained_class
 from qwen_train.weights import compute_dtype, prepare_for_training
 
 Device = Literal["cuda", "cpu"]
-SampleSize = tuple[ImgShapes, int]
-"""The size of a sample: its img_shapes, and its number of text tokens."""
+
+
+class SampleSize(NamedTuple):
+    """The size of a sample, as the index of a cache has it."""
+
+    img_shapes: ImgShapes
+    """The target, then the controls."""
+    text_tokens: int
+    image_positions: tuple[int, ...] = ()
+    """For each control the text tokens before it; none for the 20B family."""
+
 
 RESERVED = 800_000_000  # CUDA context and libraries: 0.4 to 0.8 GB as published for recent GPUs; not measured here
 FRAGMENTATION = 0.03  # of the rest is unusable in the caching allocator; a conservative guess
@@ -107,6 +121,7 @@ def _of_layers(
     layers: int, transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], device: Device
 ) -> Memory:
     model = training_model(on_meta({**transformer, "num_layers": layers}, settings), settings, device)
+    family = family_of_transformer(transformer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen, unpacked = frozen_bytes(model, _quantization(transformer, settings))
     gradients = sum(map(_bytes, trained))
@@ -117,7 +132,7 @@ def _of_layers(
     if accumulated:  # gradients persist, so a new one is freed as soon as it is added
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
-    step = peak_of_step(model, batch, compute_dtype(settings.train)) + unpacked
+    step = peak_of_step(model, batch, settings.train, family) + unpacked
     return Memory(
         weights=frozen,
         trained=gradients,
@@ -231,14 +246,30 @@ def flash_attention(
     return output
 
 
-class MetaBlock(QwenImageMultiResTransformerBlock):
-    """The block under `KernelMemory`, also in the backward pass, which torch runs outside every mode."""
+class MetaBlock(nn.Module):
+    """A block under `KernelMemory`, also in the backward pass, which torch runs outside every mode."""
 
     kernels: KernelMemory
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.kernels:
             return super().forward(*args, **kwargs)
+
+
+class VarlenOnMeta(QwenImage21MultiResAttnProcessor):
+    """The calls of the variable-length kernel, which copy keys and queries, where CUDA takes it: in half precision."""
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, row: JointRow) -> Tensor:
+        if query.dtype == torch.float32:
+            return super()._attend(query, key, value, row)
+        output: Tensor = varlen_attention(query, key, value, row, _varlen_kernel)
+        return output
+
+
+def _varlen_kernel(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    """It saves what `flash_attention` does."""
+    output = flash_attention(*(x[None].transpose(1, 2) for x in (query, key, value)))
+    return output.transpose(1, 2)[0]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -277,7 +308,7 @@ class MetaRows(TimestepRows):
 
 def on_meta(transformer: dict[str, Any], settings: Config) -> Any:
     """The transformer as loaded, on "meta"."""
-    train, model_class = settings.train, QwenImageMultiResTransformer2DModel
+    train, model_class = settings.train, trained_class(transformer)
     if train.tabulated_modulation:
         check_settings(train, transformer)
         model_class = TabulatedTransformer2DModel
@@ -295,25 +326,35 @@ def training_model(model: Any, settings: Config, device: Device) -> Any:
     prepare_for_training(model, settings.train)
     model.kernels = KernelMemory(device, torch.bfloat16 if settings.train.mixed_precision == "bf16" else None)
     for block in model.transformer_blocks:
-        block.__class__ = MetaBlock
+        block.__class__ = type("MetaBlock", (MetaBlock, type(block)), {})
         block.kernels = model.kernels
+        if device == "cuda" and isinstance(block.attn.processor, QwenImage21MultiResAttnProcessor):
+            block.attn.set_processor(VarlenOnMeta())
     return model
 
 
-def peak_of_step(model: Any, batch: Sequence[SampleSize], dtype: torch.dtype) -> int:
+def peak_of_step(model: Any, batch: Sequence[SampleSize], settings: TrainConfig, family: Family) -> int:
     """The peak bytes of a forward and a backward pass, without the parameters."""
-    images = [shapes for shapes, _ in batch]
-    texts = [text for _, text in batch]
-    rows = len(batch), max(map(token_count, images))
-    config = model.config
+    draws, texts, config = settings.noise_draws, [sample.text_tokens for sample in batch], model.config
+    places = [TokenPlaces.of(sample.img_shapes, draws, target_last=family.target_last) for sample in batch]
+    rows = len(batch), max(place.length for place in places)
     with LiveBytes(list(model.parameters())) as live:
         clean, noise = (torch.empty(*rows, config.in_channels, device="meta") for _ in range(2))
-        sigma, weight = torch.empty(len(batch), device="meta"), torch.empty(rows, device="meta")
-        prompt = torch.empty(len(batch), max(texts), config.joint_attention_dim, device="meta", dtype=dtype)
-        mask = prefix_mask(texts, max(texts)) if min(texts) < max(texts) else None
-        noisy = interpolate(clean, noise, sigma, weight > 0)
+        sigma, weight = torch.empty(len(batch), draws, device="meta"), torch.empty(rows, device="meta")
+        width, dtype = config[family.text_width_key], compute_dtype(settings)
+        prompt = torch.empty(len(batch), max(texts), width, device="meta", dtype=dtype)
+        noisy = interpolate(clean, noise, weight, weight > 0)
+        arguments = {"image_positions": [sample.image_positions for sample in batch]} if family.text_rows_only else {}
         with model.kernels:
-            velocity = model(noisy.to(dtype), prompt, mask, sigma, images, return_dict=False)[0]
+            velocity = model(
+                hidden_states=noisy.to(dtype),
+                encoder_hidden_states=prompt,
+                encoder_hidden_states_mask=prefix_mask(texts, max(texts)) if min(texts) < max(texts) else None,
+                timestep=sigma if draws > 1 else sigma[:, 0],
+                img_shapes=[in_order(sample.img_shapes, family) for sample in batch],
+                return_dict=False,
+                **arguments,
+            )[0]
         torch.autograd.backward(flow_loss(velocity, clean, noise, weight, torch.ones(len(batch), device="meta")))
     peak: int = live.peak
     return peak
@@ -322,27 +363,36 @@ def peak_of_step(model: Any, batch: Sequence[SampleSize], dtype: torch.dtype) ->
 # ---- the batches of a run -------------------------------------------------------------------------------------------
 
 
-def largest_batch(batches: Batches, layout: str) -> tuple[list[SampleSize], SampleSize]:
+def largest_batch(batches: Batches) -> tuple[list[SampleSize], SampleSize]:
     """The batch and the sample with the most tokens in the first epoch."""
     cache = batches.cache
     if not len(cache):
         raise TrainError("the cache has no samples", where=cache.folder, do="run `qwen-cache build`")
 
-    def shapes(positions: Sequence[int]) -> list[SampleSize]:
+    def sizes(positions: Sequence[int]) -> list[SampleSize]:
         rows = [cache.row(batches.plan.sample(position)).meta for position in positions]
-        return [(row.img_shapes, row.text_length) for row in rows]
+        return [SampleSize(row.img_shapes, row.text_length, row.image_positions) for row in rows]
 
-    consumed, most, largest = 0, shapes([0]), shapes([0])[0]
+    def tokens(batch: Sequence[SampleSize]) -> int:
+        return tokens_of(batch, batches.config, batches.family)
+
+    consumed, most, largest = 0, sizes([0]), sizes([0])[0]
     while consumed < min(batches.plan.in_epoch, SUMMARISED):
         positions = batches.plan.batch(consumed)
         consumed += len(positions)
-        batch = shapes(positions)
-        most = max(most, batch, key=lambda it: tokens_of(it, layout))
-        largest = max(largest, *batch, key=lambda it: tokens_of([it], layout))
+        batch = sizes(positions)
+        most = max(most, batch, key=tokens)
+        largest = max(largest, *batch, key=lambda sample: tokens([sample]))
     return most, largest
 
 
-def tokens_of(batch: Sequence[SampleSize], layout: str) -> int:
+def tokens_of(batch: Sequence[SampleSize], settings: TrainConfig, family: Family) -> int:
     """The tokens of a batch, as `train.max_tokens` counts them."""
-    images, texts = [token_count(shapes) for shapes, _ in batch], [text for _, text in batch]
-    return len(batch) * (max(images) + max(texts)) if layout == "padded" else sum(images) + sum(texts)
+    counts = [(token_count(sample.img_shapes), sample.text_tokens) for sample in batch]
+    tokens = row_tokens(
+        np.array(counts).T,
+        joint=family.joint_sequence,
+        noise_draws=settings.noise_draws,
+        target_tokens=np.array([token_count(sample.img_shapes[:1]) for sample in batch]),
+    )
+    return int(padded_tokens(tokens, np.array([0, len(batch)]))[0] if settings.layout == "padded" else tokens.sum())

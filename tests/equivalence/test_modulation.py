@@ -9,6 +9,7 @@ model makes of it is judged by float32, as all of bfloat16 (`transformer_judge.a
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from qwen_cache.settings.load import load_config
 from qwen_train import weights
 from qwen_train.flow import NoiseSchedule, sample_u
 from qwen_train.lora.adapter import add_lora
-from qwen_train.memory.predict import predict_memory
+from qwen_train.memory.predict import SampleSize, predict_memory
 from qwen_train.model import modulation
 from qwen_train.model.modulation import (
     TabulatedTransformer2DModel,
@@ -209,7 +210,7 @@ def test_the_real_configuration_takes_13_6_gb_less() -> None:
     config = load_tool("bench_memory").transformer_config(  # type: ignore[attr-defined]
         layers=60, heads=24, head_dim=128, width=3584, out_channels=16
     )
-    batch = [([(1, 64, 64), (1, 64, 64)], 1500)]
+    batch = [SampleSize(((1, 64, 64), (1, 64, 64)), 1500)]
     whole, less = (
         predict_memory(config, load_config(None, [f"train.tabulated_modulation={on}"]), batch)
         for on in ("false", "true")
@@ -221,7 +222,8 @@ def test_the_real_configuration_takes_13_6_gb_less() -> None:
 def test_the_weights_of_the_prediction_are_those_of_the_model(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model")
     settings = load_config(None, ["train.tabulated_modulation=true"])
-    found = predict_memory(dict(with_weights(folder).config), settings, [([(1, 4, 4)], 5)], "cpu")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = predict_memory(config, settings, [SampleSize(((1, 4, 4),), 5)], "cpu")
     assert found.weights == size(without_weights(folder))
 
 

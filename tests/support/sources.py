@@ -1,7 +1,8 @@
-"""Edit pairs for builds, and a change for each reason to encode again."""
+"""Edit pairs for builds, also with text to image among them, and a change for each reason to encode again."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -33,6 +34,33 @@ def write_pairs(folder: Path) -> Path:
     mask.paste(255, (0, 0, cup.width // 2, cup.height))
     mask.save(controls / "cup_mask.png")
     return folder
+
+
+PORTRAIT = "a portrait of an astronaut in orange, in front of a flag and a model of the shuttle, 肖像"
+"""The longest of the prompts."""
+
+
+def write_mixed(folder: Path) -> Path:
+    """The pairs as a table that has two rows of text to image as well: what one model of both is trained on."""
+    write_pairs(folder)
+    rows = []
+    for target in sorted((folder / "target_images").glob("*.png")):
+        name = target.stem
+        controls = sorted((folder / "control_images").glob(f"{name}*.png"), key=lambda path: len(path.stem))
+        masks = [path for path in controls if path.stem.endswith("_mask")]
+        row = {"target": target, "control": [path for path in controls if path not in masks]}
+        row |= {"mask": masks[0]} if masks else {}
+        rows.append({**row, "prompt": target.with_suffix(".txt").read_text(encoding="utf-8")})
+    for name, size, prompt in (
+        ("rocket.jpg", (96, 160), "a rocket"),
+        ("astronaut.png", (128, 128), PORTRAIT),
+    ):
+        target = folder / "target_images" / Path(name).with_suffix(".png").name
+        photograph(name).resize(size).save(target)
+        rows.append({"target": target, "prompt": prompt})
+    table = folder / "metadata.jsonl"
+    table.write_text("\n".join(json.dumps(row, default=str) for row in rows), encoding="utf-8")
+    return table
 
 
 def change_target(pairs: Path) -> None:
