@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -147,3 +148,46 @@ def test_lanes_are_held_against_the_slower_one_alone(
     assert all(each["ratio"] >= 1 for each in report["lanes"].values()), "no build ends before its slower lane"
     tool.show(report)
     assert "slower lane alone" in capsys.readouterr().out
+
+
+def test_losses_at_equal_compute_are_read_off_the_curves() -> None:
+    tool: Any = load_tool("experiment_draws")
+    curve = [tool.Point(step, 10.0 * step, 4.0 - step) for step in (0, 1, 3)]
+    assert [tool.loss_at(curve, flops) for flops in (0, 5, 20, 30)] == pytest.approx([4, 3.5, 2, 1])
+    options = argparse.Namespace(draws=[1, 2, 4], batch_size=2)
+    flops = {1: 2.0, 2: 3.0, 4: 5.0}
+    compared = tool.ways(options, flops)
+    assert [(way.draws, way.batch_size) for way in compared] == [(1, 2), (2, 2), (4, 2), (1, 5)]
+    assert compared[-1].batch_size * flops[1] == 2 * flops[4]
+
+
+@pytest.mark.parametrize(("data", "within", "prefix", "draw"), [(1.0, 9.0, 4.0, 1.0), (3.0, 1.0, 1.0, 1.0)])
+def test_the_best_number_of_draws_has_the_least_variance(
+    data: float, within: float, prefix: float, draw: float
+) -> None:
+    tool: Any = load_tool("experiment_draws")
+    candidates = [k / 100 for k in range(10, 2000)]
+    best = min(candidates, key=lambda k: (data + within / k) * (prefix + k * draw))
+    split = {"data": data, "timestep": within / 2, "noise": within / 2}
+    assert tool.best_draws(split, prefix, draw) == pytest.approx(best, abs=0.01)
+
+
+@pytest.mark.slow
+def test_the_experiment_with_noise_draws_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool: Any = load_tool("experiment_draws")
+    monkeypatch.setattr(tool, "TIMESTEPS", 2)
+    monkeypatch.setattr(sys, "argv", ["experiment_draws", "--quick", "--json"])
+    tool.main()
+    report = json.loads(capsys.readouterr().out)
+    (found,) = report["experiments"]
+    one, two, larger = found["ways"].values()
+    assert set(found["ways"]) == {"K = 1", "K = 2", "K = 1, batch of 3"}
+    assert one["flops_per_step"] < two["flops_per_step"] < 2 * one["flops_per_step"], "the prefix is computed once"
+    assert larger["flops_per_step"] == pytest.approx(two["flops_per_step"], rel=0.2)
+    assert one["equal_compute"] == one["equal_steps"], "the cheapest way sets the compute"
+    assert all(way["equal_steps"][0] < found["loss_before"] for way in found["ways"].values())
+    assert report["cost_of_a_step_at_real_sizes"]["3"] == {"1": 1.0, "2": 1.25}
+    tool.show(report)
+    assert "lowest loss" in capsys.readouterr().out
