@@ -48,13 +48,15 @@ PAGES = sorted(
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 MOST_WORDS = 1200
 """The limit of the README, which takes five minutes to read. Everything else is in docs/."""
+REAL_MODELS = {"Qwen/Qwen-Image-Edit-2509": ("tiny", "edit-plus"), "Qwen/Qwen-Image-2.1": ("tiny-21", "qwen-image-21")}
+"""The folder and the variant of the tiny model that takes the place of each model in the commands."""
 SUBSTITUTIONS = {
-    r"Qwen/Qwen-Image-Edit-2509": "tiny",
-    r"Qwen/Qwen-Image-2\.1": "tiny-21",
+    **{re.escape(name): folder for name, (folder, _) in REAL_MODELS.items()},
     r"(--prompt 'a paper boat')": r"\g<1> --height 64 --width 64",
     r"(--output-resolution )\d+": r"\g<1>96",
     r"\bcuda:\d": "cpu",
     r" --offload \w+": "",  # no offloading on a CPU
+    r"--(height|width) 1024": r"--\g<1> 64",
     r"(predict .*--(?:image|source) \S+)": r"\g<1> --height 64 --width 64",
     r"(offload_blocks[=:] ?)\d+": r"\g<1>1",  # the tiny model has two
     r"(_steps[=:] ?)(\d)000\b": r"\g<1>\g<2>",
@@ -71,8 +73,16 @@ SMALL = {
     "validation": {"num_inference_steps": 2},
 }
 """The settings of qwen.yaml where a page has none."""
+FAMILY_PAGES = {"howto/train-qwen-image-2.1.md"}
+"""Pages about a model that has no data.condition_image_size."""
 PAIR = {"image_path": "target", "control_path": "control"}
 """Columns of a table of another trainer, and the folders of the images."""
+MIXED = """\
+target,control,prompt
+data/target_images/cat.png,data/control_images/cat.png,mirror it
+photo.jpg,,a red flower in front of green leaves
+"""
+"""The table with and without controls on the page about Qwen-Image-2.1."""
 MARK = r"<!-- not run: [^\n]+ -->\n"
 BLOCK = re.compile(rf"^(?P<mark>{MARK})?```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -130,17 +140,25 @@ def folder(
         cat = [f'"{column}": "data/{kind}_images/cat.png"' for column, kind in PAIR.items()]
         (tmp_path / "pairs.jsonl").write_text(f'{{{", ".join(cat)}, "caption": "mirror it"}}\n', encoding="utf-8")
         (tmp_path / "names.txt").write_text("cat\ncup\n", encoding="utf-8")
-        (tmp_path / "tiny").symlink_to(tiny_model("edit-plus"))
-        (tmp_path / "tiny-21").symlink_to(tiny_model("qwen-image-21"))
+        (tmp_path / "mixed.csv").write_text(MIXED, encoding="utf-8")
+        for name, variant in REAL_MODELS.values():
+            (tmp_path / name).symlink_to(tiny_model(variant))
         if page == "howto/import-a-cache.md":
             write_other_caches(tmp_path)
-        (tmp_path / "qwen.yaml").write_text(yaml.safe_dump(SMALL), encoding="utf-8")
+        (tmp_path / "qwen.yaml").write_text(yaml.safe_dump(small(page)), encoding="utf-8")
         return tmp_path
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     yield make_folder
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def small(page: str) -> dict[str, Any]:
+    """The settings of a page that has none."""
+    if page not in FAMILY_PAGES:
+        return SMALL
+    return {**SMALL, "data": {"vae_image_size": SMALL["data"]["vae_image_size"]}}
 
 
 def write_local_edits(data: Path, count: int) -> None:
@@ -181,13 +199,18 @@ def test_the_commands_of_a_page_run(page: str, folder: Callable[[str], Path]) ->
     names: dict[str, Any] = {}
     for block in filter(lambda block: block.is_run, blocks(page)):
         if block.kind == "yaml":
-            settings.write_text(yaml.safe_dump(over(SMALL, yaml.safe_load(tiny(block.body)))), encoding="utf-8")
+            settings.write_text(yaml.safe_dump(over(small(page), yaml.safe_load(tiny(block.body)))), encoding="utf-8")
         for program, *arguments in block.commands:
             result = run(program, *shlex.split(tiny(shlex.join(arguments))))
             assert result.code == 0, f"{program} {shlex.join(arguments)}\n{result.stderr}"
         if block.kind == "python":
             exec(compile(tiny(block.body), page, "exec"), names)
             gc.collect()  # webdataset leaves its files to the garbage collector, which warns: here, where it is ignored
+
+
+def test_the_table_of_a_page_is_the_one_that_is_built() -> None:
+    (page,) = FAMILY_PAGES
+    assert f"mixed.csv\n{MIXED}" in [block.body for block in blocks(page) if block.kind == "text"]
 
 
 def test_a_block_is_run_whole_or_marked() -> None:
