@@ -87,7 +87,7 @@ class Point:
 
 
 def run_tool(name: str, *arguments: str) -> None:
-    subprocess.run([sys.executable, str(TOOLS / name), *arguments], check=True, stdout=sys.stderr)
+    subprocess.run([sys.executable, str(TOOLS / name), *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
 def write_data(demo: Path, out: Path, controls: int) -> None:
@@ -114,7 +114,7 @@ def build(folder: Path, controls: int) -> Path:
     settings = ("--set", f"data.vae_image_size={AREA}", "--set", "cache.dtype=float32")
     command = ["build", str(source), "--out", str(out), "--model", str(folder / "tiny"), *settings]
     program = [sys.executable, "-c", "from qwen_cache.cli import main; main()"]
-    subprocess.run([*program, *command], check=True, stdout=sys.stderr)
+    subprocess.run([*program, *command], check=True, stdout=subprocess.DEVNULL)
     return out
 
 

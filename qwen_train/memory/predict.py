@@ -99,10 +99,12 @@ def predict_memory(
     few, more = layers % every + 2 * every, layers % every + 3 * every
     with torch.random.fork_rng(devices=[]):  # a LoRA samples its initial weights on meta too
         if more >= layers or _names_blocks(settings.train.lora.target_modules):
-            memory = _of_layers(layers, transformer, settings, batch, device)
+            values = _of_layers(layers, transformer, settings, batch, device)
         else:
-            a, b = (astuple(_of_layers(n, transformer, settings, batch, device)) for n in (few, more))
-            memory = Memory(*(y + (y - x) * (layers - more) // every for x, y in zip(a, b, strict=True)))
+            a, b = (_of_layers(n, transformer, settings, batch, device) for n in (few, more))
+            values = tuple(y + (y - x) * (layers - more) // every for x, y in zip(a, b, strict=True))
+    memory, update = Memory(*values[:-1]), values[-1]
+    memory = replace(memory, activations=max(memory.activations, update))
     if settings.train.offload_blocks:
         check_offload(settings, transformer)
         on_host = max(0, settings.train.offload_blocks - ON_DEVICE)
@@ -119,7 +121,9 @@ def _names_blocks(targets: list[str] | str) -> bool:
 
 def _of_layers(
     layers: int, transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], device: Device
-) -> Memory:
+) -> tuple[int, ...]:
+    """The values of `Memory`, and what the optimizer's update takes: each is linear in the layers, their maximum is
+    not."""
     model = training_model(on_meta({**transformer, "num_layers": layers}, settings), settings, device)
     family = family_of_transformer(transformer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -133,14 +137,15 @@ def _of_layers(
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
     step = peak_of_step(model, batch, settings.train, family) + unpacked
-    return Memory(
+    memory = Memory(
         weights=frozen,
         trained=gradients,
         gradients=gradients,
         optimizer=int(sum(map(state, trained))),
         average=gradients if settings.train.ema_decay else 0,
-        activations=max(step, update) if accumulated else max(step - gradients, update),
+        activations=step if accumulated else step - gradients,
     )
+    return *astuple(memory), update
 
 
 def _drop_gradient(parameter: Tensor) -> None:
