@@ -24,6 +24,7 @@ from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
 from .support.commands import run
 from .support.full_size import EDIT, EDIT_21, REAL, REAL_21, bench
+from .support.marks import slow
 
 SMALL = bench.transformer_config(layers=5, heads=4, head_dim=32, width=64)
 RAGGED = [SampleSize(((1, 20, 24), (1, 12, 16)), 60), SampleSize(((1, 16, 16),), 90)]
@@ -144,15 +145,16 @@ def test_optimizer_state_of_prodigy(compare: Compare) -> None:
     assert found.optimizer == pytest.approx(measured.optimizer, rel=0.02)
 
 
-@pytest.mark.slow
-def test_a_few_blocks_tell_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("of_21", [True, slow(False)])
+def test_a_few_blocks_tell_of_all(monkeypatch: pytest.MonkeyPatch, of_21: bool, device: str) -> None:
     """With every block run the prediction is the same, also where blocks come in groups that do not divide them."""
-    for settings in (SETTINGS["every second block"], SETTINGS["no checkpointing"]):
-        config = {**SMALL, "num_layers": 9}
-        few = predicted(config, settings, RAGGED)
+    config, batch = ({**SMALL_21, "num_layers": 9}, MIXED_21) if of_21 else ({**SMALL, "num_layers": 9}, RAGGED)
+    for name in ("every second block", "no checkpointing", "as it is by default"):
+        few = predicted(config, SETTINGS[name], batch, device)
         with monkeypatch.context() as patch:
             patch.setattr("qwen_train.memory.predict._names_blocks", lambda targets: True)
-            assert predicted(config, settings, RAGGED) == few
+            assert predicted(config, SETTINGS[name], batch, device) == few
 
 
 # ---- the real configuration ------------------------------------------------------------------------------------------

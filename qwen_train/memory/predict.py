@@ -96,7 +96,7 @@ def predict_memory(
     `train` and `optimizer`. Raises ConfigError or ModelError for settings that cannot be combined."""
     layers = int(transformer["num_layers"])
     every = int(settings.train.gradient_checkpointing) or 1
-    few, more = layers % every + 2 * every, layers % every + 3 * every
+    few, more = layers % every + 3 * every, layers % every + 4 * every  # the first and the last block are different
     with torch.random.fork_rng(devices=[]):  # a LoRA samples its initial weights on meta too
         if more >= layers or _names_blocks(settings.train.lora.target_modules):
             values = _of_layers(layers, transformer, settings, batch, device)

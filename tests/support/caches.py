@@ -10,16 +10,15 @@ from .commands import Result, run
 
 SMALL = ["--set", "data.vae_image_size=16384", "--set", "data.condition_image_size=12544", "--dtype", "float32"]
 """A build with these settings takes seconds: images of about 128² pixels for the VAE, 112² for the text encoder."""
-
-
 SMALL_ONE_IMAGE = [*SMALL[:2], *SMALL[4:]]
 """The same for Qwen-Image-2.1, whose text encoder gets the image of the VAE."""
 
 
 def build(source: Path, out: Path, model: Path, *options: str) -> Result:
     """`qwen-cache build` with the small settings."""
-    index = json.loads((model / "model_index.json").read_text(encoding="utf-8"))
-    small = SMALL_ONE_IMAGE if index["_class_name"] == "QwenImage21Pipeline" else SMALL
+    index = model / "model_index.json"
+    is_21 = index.is_file() and "QwenImage21Pipeline" in index.read_text(encoding="utf-8")
+    small = SMALL_ONE_IMAGE if is_21 else SMALL
     return run("qwen-cache", "build", source, "--out", out, "--model", model, *small, *options)
 
 
