@@ -384,7 +384,7 @@ def test_what_a_power_loss_may_not_reorder(
 
 
 WAITING = """
-import time
+import signal, time
 from qwen_cache.cli import main
 from qwen_cache.format.staging import Staging
 
@@ -398,6 +398,7 @@ def add_or_wait(self, *arguments):
     written.append(add(self, *arguments))
 
 Staging.add = add_or_wait
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 main()
 """
 """`qwen-cache` that has written one sample and waits to be stopped."""

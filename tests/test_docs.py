@@ -28,7 +28,7 @@ from PIL import ImageDraw
 
 import qwen_cache
 import qwen_train
-from qwen_cache.models.family import QWEN_IMAGE
+from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
 from qwen_cache.settings.load import Config, known_keys, load_config
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.memory.predict import SampleSize, predict_memory, tokens_of
@@ -276,6 +276,22 @@ def test_the_memory_of_a_24_gb_gpu_is_what_plan_computes() -> None:
         assignments = [] if settings == "none" else settings.split("`")[1].split()
         computed = predict_memory(model, load_config(None, assignments), edit, "cuda").total
         assert round(computed / 1e9, 1) == pytest.approx(float(stated), abs=0.11), settings
+
+
+@pytest.mark.slow
+def test_the_memory_of_qwen_image_21_is_what_plan_computes() -> None:
+    bench: Any = load_tool("bench_memory")
+    model = bench.transformer_config(layers=32, heads=32, head_dim=128, width=4096, family=QWEN_IMAGE_21)
+    edit = [SampleSize(((1, 64, 64), (1, 64, 64)), 134, (7,))]
+    page = (DOCS / "howto/train-qwen-image-2.1.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (none|`.+`).* \| ([\d.]+) GB \| ([\d.]+) GB \| ([\d.]+) GB \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for settings, *stated in rows:
+        for draws, total in zip((1, 2, 4), stated, strict=True):
+            assignments = [] if settings == "none" else settings.split("`")[1].split()
+            config = load_config(None, [*assignments, f"train.noise_draws={draws}"])
+            computed = predict_memory(model, config, edit, "cuda").total
+            assert round(computed / 1e9, 1) == pytest.approx(float(total), abs=0.11), (settings, draws)
 
 
 # ---- the README, links, error messages -------------------------------------------------------------------------------

@@ -161,8 +161,8 @@ def loaded_from(modules: Modules, *, single_frame: bool = True) -> Iterator[None
         return copy.deepcopy(modules[kind]) if kind is AutoencoderKLQwenImage else modules[kind]
 
     with ExitStack() as stack:
-        for name in ("vae", "text"):
-            stack.enter_context(patch(f"qwen_cache.encode.{name}.load_whole", load))
+        for module in ("encode.vae", "models.text_encoder"):
+            stack.enter_context(patch(f"qwen_cache.{module}.load_whole", load))
         if not single_frame:
             stack.enter_context(patch("qwen_cache.encode.vae.for_single_frames", lambda vae: vae))
         yield

@@ -33,4 +33,5 @@ class DataConfig(Section):
     upscale: bool = True
     """Enlarge small images, as the pipelines do. false: keep their own size, rounded down to 32 pixels."""
     condition_image_size: Positive | None = None
-    """Pixels of an image for the text encoder; the model's own (1024² for Edit, 384² for Edit-Plus) when not given."""
+    """Pixels of an image for the text encoder; the model's own (1024² for Edit, 384² for Edit-Plus) when not given.
+    Qwen-Image-2.1 has none: its text encoder gets the image of the VAE."""

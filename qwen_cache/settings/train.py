@@ -54,8 +54,8 @@ class TrainConfig(BatchConfig):
     offload_blocks: NotNegative = 0
     """Blocks that stay in host memory until they compute; for LoRA with gradient checkpointing."""
     tabulated_modulation: bool = False
-    """Read the modulation from a table, computed once, instead of loading its weights (a third of the model). LoRA in
-    bfloat16 only."""
+    """Read the modulation from a table, computed once, instead of loading its weights (a third of a 20B model). LoRA in
+    bfloat16 only; not for Qwen-Image-2.1."""
     compile: bool = False
     """torch.compile of the blocks: minutes at the start, then faster steps."""
     fsdp: bool = False
