@@ -116,12 +116,13 @@ def test_what_is_about_the_same_goes_to_the_copy_that_has_it() -> None:
 
 
 def test_copies_share_what_is_about_different_things() -> None:
-    encoders, gate = [Recorder(), Recorder()], Future[None]()
+    """Nothing ends before everything is submitted: a copy that is done would rightly get more."""
+    encoders, gates = [Recorder(), Recorder()], [Future[None]() for _ in range(4)]
     with batching(encoders, 1) as batcher:
-        submit(batcher, 0, 1, about=gate)
-        for number in range(1, 4):
-            submit(batcher, number, number + 1)
-        gate.set_result(None)
+        for number, gate in enumerate(gates):
+            submit(batcher, number, number + 1, about=gate)
+        for gate in gates:
+            gate.set_result(None)
     assert [len(encoder.batches) for encoder in encoders] == [2, 2]
 
 
