@@ -126,9 +126,10 @@ def test_from_the_same_rows_of_text_they_are_the_stock_pipelines_bit_for_bit(
         embeds[~is_image] = next(texts)
         return embeds, mask, is_image
 
-    def with_cached_controls(*arguments: Any) -> Any:  # its own noise
-        latents, controls = prepare(*arguments)
-        return latents, None if controls is None else sample["control_latents"][None].clone()
+    def with_cached_controls(*arguments: Any) -> Any:
+        latents, controls = prepare(*arguments)  # its own noise
+        # Laid out in memory as ours, because torch's kernels depend on it.
+        return latents.contiguous(), None if controls is None else sample["control_latents"][None].clone()
 
     negative = {"negative_prompt": "", "true_cfg_scale": guidance} if guidance > 1 else {}
     with patch.multiple(pipeline, _get_qwen_prompt_embeds=with_cached_text, prepare_latents=with_cached_controls):

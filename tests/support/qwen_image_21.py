@@ -41,6 +41,7 @@ def stock_qwen_image_21(folder: Path, dtype: torch.dtype = torch.float32) -> Any
     """The stock pipeline of a Qwen-Image-2.1 folder, loaded again at each call."""
     processor = ImageOnlyQwen3VLProcessor.from_pretrained(folder / "processor")
     pipeline = QwenImage21Pipeline.from_pretrained(folder, dtype=dtype, processor=processor)
+    pipeline.transformer.requires_grad_(False)  # as ours is: torch takes another kernel for weights with gradients
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
