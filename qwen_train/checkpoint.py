@@ -197,10 +197,14 @@ def _check_fixed(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> 
 def _differing(was: Any, now: Any) -> tuple[str, str]:
     """Both values as text; of dicts, only the entries that differ."""
     if not (isinstance(was, dict) and isinstance(now, dict)):
-        return str(was), str(now)
+        return _shown(was), _shown(now)
     names = [name for name in was | now if was.get(name) != now.get(name)]
-    before, after = (", ".join(f"{name} {side.get(name)}" for name in names) for side in (was, now))
+    before, after = (", ".join(f"{name} {_shown(side.get(name))}" for name in names) for side in (was, now))
     return before, after
+
+
+def _shown(value: Any) -> str:
+    return "none, or without effect" if value is None else str(value)
 
 
 def _distributed(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from qwen_train.model.ema import Ema
 
-from .support.runs import EVERYTHING_RANDOM, LORA, Trainer, differences, outcome, relative_error
+from .support.runs import EVERYTHING_RANDOM, LORA, Trainer, average_of, differences, outcome, relative_error
 
 AVERAGE = "pytorch_lora_weights_ema.safetensors"
 
@@ -50,13 +50,7 @@ def test_the_file_is_the_average_of_the_steps_and_the_training_is_that_without_i
     out = train(**changes)
     steps = [load_file(out / f"checkpoint-{step}" / LORA) for step in (1, 2, 3)]
     assert (out / LORA).read_bytes() == (plain / LORA).read_bytes()
-    parameters = {name: torch.nn.Parameter(tensor) for name, tensor in steps[0].items()}
-    reference = EMAModel(parameters.values(), decay=0.4)
-    for weights in steps:
-        for name, tensor in weights.items():
-            parameters[name].data.copy_(tensor)
-        reference.step(parameters.values())
-    expected = dict(zip(parameters, reference.shadow_params, strict=True))
+    expected = average_of(steps, decay=0.4)
     assert relative_error(load_file(out / AVERAGE), expected) < 1e-6
     assert relative_error(steps[-1], expected) > 1e-3, "the average is the last step"
     assert (out / AVERAGE).read_bytes() == (out / "checkpoint-3" / AVERAGE).read_bytes()

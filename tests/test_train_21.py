@@ -16,17 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from diffusers import QwenImage21Transformer2DModel
-from diffusers.training_utils import EMAModel
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from qwen_cache import open_cache
 from qwen_train import checkpoint, validation
@@ -43,10 +40,12 @@ from .support.runs import (
     LORA,
     SMALL,
     Trainer,
+    average_of,
     column,
     differences,
     outcome,
     relative_error,
+    train_compiled,
     written,
 )
 from .support.training_21 import draw_loss, reference_loss
@@ -285,7 +284,7 @@ def test_dead_and_resumed_equals_uninterrupted(train: Trainer, changes: dict[str
 
 def test_resuming_with_another_number_of_draws_is_refused(train: Trainer) -> None:
     train(settings=RANDOM, train__max_steps=1)
-    for draws, found in ((3, "found 3"), (1, "found None")):
+    for draws, found in ((3, "found 3"), (1, "found none, or without effect")):
         result = train.try_("--resume", settings=RANDOM, train__noise_draws=draws)
         refused(result, "checkpoint-1", "another train.noise_draws", "expected 2", found)
 
@@ -316,13 +315,7 @@ def test_memory_is_saved_and_the_result_is_the_same(
 def test_the_average_of_the_steps_is_saved(train: Trainer) -> None:
     out = train(settings=RANDOM, train__ema_decay=0.4, train__checkpointing_steps=1)
     steps = [load_file(out / f"checkpoint-{step}" / LORA) for step in (1, 2, 3)]
-    parameters = {name: torch.nn.Parameter(tensor) for name, tensor in steps[0].items()}
-    reference = EMAModel(parameters.values(), decay=0.4)
-    for weights in steps:
-        for name, tensor in weights.items():
-            parameters[name].data.copy_(tensor)
-        reference.step(parameters.values())
-    expected = dict(zip(parameters, reference.shadow_params, strict=True))
+    expected = average_of(steps, decay=0.4)
     assert relative_error(load_file(out / AVERAGE), expected) < 1e-6
     assert relative_error(steps[-1], expected) > 1e-3, "the average is the last step"
 
@@ -357,15 +350,7 @@ def test_a_lora_on_quantised_weights_learns_from_their_values(train: Trainer, pr
 def test_compiled_blocks_learn_the_same(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {**RANDOM, "train.lora.lora_dropout": 0.0}
     plain = train(settings=settings, out="plain")
-    torch.compiler.reset()
-    jaxtyping.config.update("jaxtyping_disable", True)
-    compile_ = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_(self, backend="aot_eager"))
-    try:
-        compiled = train(settings=settings, train__compile=True)
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
-    assert counters["stats"]["unique_graphs"], "nothing was compiled"
+    compiled = train_compiled(train, monkeypatch, settings)
     assert column(compiled, "loss") == pytest.approx(column(plain, "loss"), rel=1e-4)
 
 

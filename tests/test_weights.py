@@ -13,13 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from diffusers import QwenImageTransformer2DModel, TorchAoConfig
 from safetensors.torch import load_file
-from torch._dynamo.utils import counters
 from torchao.quantization import Int8WeightOnlyConfig
 
 from qwen_cache import open_cache
@@ -31,7 +29,7 @@ from .support.commands import refused
 from .support.judge import TOLERANCE
 from .support.marks import slow
 from .support.outputs import output, relative_error
-from .support.runs import EVERYTHING_RANDOM, LORA, SMALL, Trainer, column
+from .support.runs import EVERYTHING_RANDOM, LORA, SMALL, Trainer, column, train_compiled
 
 UNREACHED = ("attn.to_add_out", "attn.add_q_proj", "attn.norm_added_q", "txt_mlp")
 FULL = {**SMALL, "train.method": "full", "optimizer.learning_rate": 0.01}
@@ -188,15 +186,7 @@ def test_every_nth_block_is_recomputed_with_the_same_result(
 def test_compiled_blocks_learn_the_same(train: Trainer, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     settings = {**EVERYTHING_RANDOM, "train.method": method, "train.lora.lora_dropout": 0.0}
     plain = train(settings=settings, out="plain")
-    torch.compiler.reset()
-    jaxtyping.config.update("jaxtyping_disable", True)
-    compile_ = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_(self, backend="aot_eager"))
-    try:
-        compiled = train(settings=settings, train__compile=True)
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
-    assert counters["stats"]["unique_graphs"], "nothing was compiled"
+    compiled = train_compiled(train, monkeypatch, settings)
     assert column(compiled, "loss") == pytest.approx(column(plain, "loss"), rel=1e-4)
 
 

@@ -95,6 +95,10 @@ class MixedSizes:
     """The part of a transformer for mixed sizes that does not depend on the family of models."""
 
     _stock_class: ClassVar[Any]
+    _block_class: ClassVar[type[Any]]
+    """Takes the place of the stock blocks' class: same modules and parameters."""
+    _processor_class: ClassVar[type[Any]]
+    """Its attention processor."""
     NOT_QUANTISED: ClassVar[list[str]]
     """Modules that are never quantised: about a percent of the weights, through which every token passes."""
     UNREACHED: ClassVar[tuple[str, ...]]
@@ -119,7 +123,7 @@ class MixedSizes:
                 found=f"a hook on {replaced[0]}" if replaced else type(model).__name__,
                 do="call from_stock right after from_pretrained",
             )
-        cls._refuse_checkpoint(model.config)
+        cls._refuse_checkpoint(model.config)  # before the model is changed
         model.__class__ = cls
         model._adopt_blocks()
         return cast(Self, model)
@@ -128,9 +132,14 @@ class MixedSizes:
     def _refuse_checkpoint(cls, config: Any) -> None:
         """Raise ModelError for a configuration that is not supported."""
 
-    def _adopt_blocks(self) -> None:
-        """Change the class of the stock blocks, and their attention processors."""
-        raise NotImplementedError
+    def _adopt_blocks(self: Any) -> None:
+        """Let the stock blocks take mixed sizes too; their modules and parameters stay the same."""
+        self._refuse_checkpoint(self.config)
+        for block in self.transformer_blocks:
+            block.__class__ = self._block_class
+            processor = self._processor_class()
+            processor._attention_backend = block.attn.processor._attention_backend
+            block.attn.set_processor(processor)
 
     @property
     def layout(self) -> Layout:

@@ -173,6 +173,8 @@ class QwenImageMultiResTransformer2DModel(MixedSizes, QwenImageTransformer2DMode
     _no_split_modules: ClassVar = [QwenImageMultiResTransformerBlock.__name__]
     _repeated_blocks: ClassVar = [QwenImageMultiResTransformerBlock.__name__]
     _stock_class = QwenImageTransformer2DModel
+    _block_class = QwenImageMultiResTransformerBlock
+    _processor_class = QwenMultiResAttnProcessor
     NOT_QUANTISED: ClassVar = ["img_in", "txt_in", "time_text_embed", "norm_out", "proj_out"]
     # Nothing uses the text that the last block computes.
     UNREACHED: ClassVar = ("attn.add_q_proj.", "attn.norm_added_q.", "attn.to_add_out.", "txt_mlp.")
@@ -186,15 +188,6 @@ class QwenImageMultiResTransformer2DModel(MixedSizes, QwenImageTransformer2DMode
     @classmethod
     def _refuse_checkpoint(cls, config: Any) -> None:
         refuse_layered(config)
-
-    def _adopt_blocks(self) -> None:
-        """Let the stock blocks take packed rows too; their modules and parameters stay the same."""
-        self._refuse_checkpoint(self.config)
-        for block in self.transformer_blocks:
-            block.__class__ = QwenImageMultiResTransformerBlock
-            processor = QwenMultiResAttnProcessor()
-            processor._attention_backend = block.attn.processor._attention_backend
-            block.attn.set_processor(processor)
 
     @apply_lora_scale("attention_kwargs")  # type: ignore[untyped-decorator]
     def forward(

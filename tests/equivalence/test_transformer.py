@@ -54,12 +54,6 @@ from tests.support.transformer_mutants import (
     ROPE_MUTANTS,
 )
 
-
-@pytest.fixture(params=["padded", "packed"])
-def layout(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 # ---- equal to the stock model ----------------------------------------------------------------------------------------
 
 

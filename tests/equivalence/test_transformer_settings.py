@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
@@ -44,20 +43,6 @@ from tests.support.transformer_judge import (
 )
 
 Stock = QwenImageTransformer2DModel
-
-
-@pytest.fixture(params=["padded", "packed"])
-def layout(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """Without the shape checks of the test runner, which the compiler cannot see through."""
-    torch.compiler.reset()
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 # ---- torch.compile and autocast --------------------------------------------------------------------------------------

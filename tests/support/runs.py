@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import jaxtyping
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from diffusers.training_utils import EMAModel
+from torch._dynamo.utils import counters
 
 from qwen_cache import open_cache
 from qwen_cache.settings.load import Config, load_config
@@ -129,3 +132,29 @@ def send(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, in_batch: int,
         return compute_loss(*arguments)
 
     monkeypatch.setattr(training, "compute_loss", interrupted)
+
+
+def average_of(steps: list[dict[str, torch.Tensor]], decay: float) -> dict[str, torch.Tensor]:
+    """diffusers' moving average of the weights after each step."""
+    parameters = {name: torch.nn.Parameter(tensor) for name, tensor in steps[0].items()}
+    reference = EMAModel(parameters.values(), decay=decay)
+    for weights in steps:
+        for name, tensor in weights.items():
+            parameters[name].data.copy_(tensor)
+        reference.step(parameters.values())
+    return dict(zip(parameters, reference.shadow_params, strict=True))
+
+
+def train_compiled(train: Trainer, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> Path:
+    """A run with compiled blocks, without the C++ compiler; the test fails if nothing was compiled."""
+    torch.compiler.reset()
+    counters.clear()
+    jaxtyping.config.update("jaxtyping_disable", True)  # the compiler cannot see through the shape checks
+    compile_ = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_(self, backend="aot_eager"))
+    try:
+        out = train(settings=settings, train__compile=True)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+    assert counters["stats"]["unique_graphs"], "nothing was compiled"
+    return out

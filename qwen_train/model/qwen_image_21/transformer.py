@@ -168,6 +168,8 @@ class QwenImage21MultiResTransformer2DModel(MixedSizes, QwenImage21Transformer2D
     _no_split_modules: ClassVar = [QwenImage21MultiResTransformerBlock.__name__]
     _repeated_blocks: ClassVar = [QwenImage21MultiResTransformerBlock.__name__]
     _stock_class = QwenImage21Transformer2DModel
+    _block_class = QwenImage21MultiResTransformerBlock
+    _processor_class = QwenImage21MultiResAttnProcessor
     NOT_QUANTISED: ClassVar = ["img_in", "txt_in", "time_text_embed", "modulation", "norm_out", "proj_out"]
     UNREACHED: ClassVar = ()
 
@@ -187,15 +189,6 @@ class QwenImage21MultiResTransformer2DModel(MixedSizes, QwenImage21Transformer2D
                 found="false",
                 do="load a Qwen-Image-2.1 transformer",
             )
-
-    def _adopt_blocks(self) -> None:
-        """Let the stock blocks take the row of a batch too; their modules and parameters stay the same."""
-        self._refuse_checkpoint(self.config)
-        for block in self.transformer_blocks:
-            block.__class__ = QwenImage21MultiResTransformerBlock
-            processor = QwenImage21MultiResAttnProcessor()
-            processor._attention_backend = block.attn.processor._attention_backend
-            block.attn.set_processor(processor)
 
     @apply_lora_scale("attention_kwargs")  # type: ignore[untyped-decorator]
     def forward(
