@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qwen_cache.errors import TrainError
+from qwen_cache.models.devices import accelerator, device_module
 from qwen_cache.storage.durable import sync_file, whole_file, whole_folder, write_durably
 from qwen_train.model.ema import Ema
 from qwen_train.model.sharding import all_gather_object, distribute_like, full_tensor
@@ -220,8 +221,8 @@ def _distributed(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
 def _random_state() -> dict[str, Any]:
     """The state of torch's generators, used by dropout; everything else is seeded by the position (`batches`)."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if device := accelerator():
+        state[device.type] = device_module(device).get_rng_state()
     return state
 
 
@@ -233,8 +234,9 @@ def _set_random_state(states: list[dict[str, Any]], run: Run) -> None:
         return
     state = states[process.process_index]
     torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    device = accelerator()
+    if device and device.type in state:
+        device_module(device).set_rng_state(state[device.type])
 
 
 def _flatten(value: Any, path: str, tensors: dict[str, Tensor] | None) -> Any:

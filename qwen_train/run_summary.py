@@ -74,10 +74,10 @@ def settings_changed(earlier: Path, config: Config) -> list[str]:
 
 def print_memory(config: Config, batches: Batches, transformer: dict[str, Any], device: str) -> None:
     """Print the memory of the largest batch, where `qwen-train plan` can predict it."""
-    if not batches.cache.has_index or config.train.fsdp or device not in ("cpu", "cuda"):
+    if not batches.cache.has_index or config.train.fsdp:
         return
     batch, _ = largest_batch(batches)
-    memory = predict_memory(transformer, config, batch, "cuda" if device == "cuda" else "cpu")
+    memory = predict_memory(transformer, config, batch, "cpu" if device == "cpu" else "accelerator")
     parts = f"weights {human_bytes(memory.weights)}, activations {human_bytes(memory.activations)}"
     console().print(f"[bold]memory[/]   about {human_bytes(memory.total)}: {parts}", highlight=False)
 

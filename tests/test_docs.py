@@ -274,7 +274,7 @@ def test_the_memory_of_a_24_gb_gpu_is_what_plan_computes() -> None:
     assert len(rows) == 9
     for settings, stated in rows:
         assignments = [] if settings == "none" else settings.split("`")[1].split()
-        computed = predict_memory(model, load_config(None, assignments), edit, "cuda").total
+        computed = predict_memory(model, load_config(None, assignments), edit, "accelerator").total
         assert round(computed / 1e9, 1) == pytest.approx(float(stated), abs=0.11), settings
 
 
@@ -290,7 +290,7 @@ def test_the_memory_of_qwen_image_21_is_what_plan_computes() -> None:
         for draws, total in zip((1, 2, 4), stated, strict=True):
             assignments = [] if settings == "none" else settings.split("`")[1].split()
             config = load_config(None, [*assignments, f"train.noise_draws={draws}"])
-            computed = predict_memory(model, config, edit, "cuda").total
+            computed = predict_memory(model, config, edit, "accelerator").total
             assert round(computed / 1e9, 1) == pytest.approx(float(total), abs=0.11), (settings, draws)
 
 

@@ -54,7 +54,7 @@ SETTINGS = {
 }
 
 
-def predicted(config: dict[str, Any], settings: list[str], batch: list[SampleSize], device: Any = "cuda") -> Any:
+def predicted(config: dict[str, Any], settings: list[str], batch: list[SampleSize], device: Any = "accelerator") -> Any:
     return predict_memory(config, load_config(None, settings), batch, device)
 
 
@@ -121,9 +121,9 @@ def test_every_draw_adds_the_activations_of_a_target() -> None:
 def test_the_copies_for_the_kernel_of_cuda_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """In half precision: in each block the keys and values of all samples, which are slices elsewhere."""
     settings = [[*SETTINGS[name], "train.noise_draws=1"] for name in ("no checkpointing", "in float32")]
-    half, whole = (predicted(SMALL_21, each, MIXED_21, "cuda").activations for each in settings)
+    half, whole = (predicted(SMALL_21, each, MIXED_21, "accelerator").activations for each in settings)
     monkeypatch.setattr(predict.VarlenOnMeta, "_attend", predict.QwenImage21MultiResAttnProcessor._attend)
-    without, same = (predicted(SMALL_21, each, MIXED_21, "cuda").activations for each in settings)
+    without, same = (predicted(SMALL_21, each, MIXED_21, "accelerator").activations for each in settings)
     keys = sum(size.text_tokens + sum(h * w for _, h, w in size.img_shapes) for size in MIXED_21)
     assert half - without > SMALL_21["num_layers"] * 2 * (2 * 128 * keys)
     assert whole == same
@@ -145,7 +145,7 @@ def test_optimizer_state_of_prodigy(compare: Compare) -> None:
     assert found.optimizer == pytest.approx(measured.optimizer, rel=0.02)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", "accelerator"])
 @pytest.mark.parametrize("of_21", [True, slow(False)])
 def test_a_few_blocks_tell_of_all(monkeypatch: pytest.MonkeyPatch, of_21: bool, device: str) -> None:
     """With every block run the prediction is the same, also where blocks come in groups that do not divide them."""

@@ -171,8 +171,8 @@ def test_what_waits_is_frozen_and_in_blocks_spread_evenly() -> None:
 def test_the_planner_counts_what_stays() -> None:
     """All but two of the offloaded blocks, 339.8 M weights each in bfloat16; nothing else changes."""
     settings = ["train.mixed_precision=bf16"]
-    plain = predict_memory(REAL, load_config(None, settings), EDIT, "cuda")
-    found = predict_memory(REAL, load_config(None, [*settings, "train.offload_blocks=60"]), EDIT, "cuda")
+    plain = predict_memory(REAL, load_config(None, settings), EDIT, "accelerator")
+    found = predict_memory(REAL, load_config(None, [*settings, "train.offload_blocks=60"]), EDIT, "accelerator")
     assert plain.weights - found.weights == pytest.approx(58 * 2 * 339.8e6, rel=1e-3)
     assert found.activations == plain.activations
 

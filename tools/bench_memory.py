@@ -132,7 +132,7 @@ def compare(
     config: dict[str, Any], settings: Config, samples: Sequence[SampleSize], device: str
 ) -> tuple[Memory, Memory]:
     """Predicted and measured memory of the second step of a run: with optimizer state, before gradients."""
-    predicted = predict_memory(config, settings, samples, "cuda" if device == "cuda" else "cpu")
+    predicted = predict_memory(config, settings, samples, "cpu" if device == "cpu" else "accelerator")
     model = make_model(config, settings, device)
     parameters = trainable(model)
     optimizer, _ = make_optimizer(settings, parameters)

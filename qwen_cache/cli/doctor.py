@@ -214,7 +214,7 @@ def probe_torch() -> Torch:
 def _device(kind: str, number: int) -> Device:
     import torch
 
-    backend, bf16 = getattr(torch, kind), None
+    backend, bf16 = torch.get_device_module(kind), None
     if kind == "cuda":
         with torch.cuda.device(number):
             bf16 = torch.cuda.is_bf16_supported(including_emulation=False)

@@ -39,14 +39,14 @@ def load_lanes(job: BuildJob) -> Lanes:
     from qwen_cache.encode.text import TextEncoder
     from qwen_cache.encode.vae import VaeEncoder
     from qwen_cache.format.identity import recipe_id
-    from qwen_cache.models.devices import choose_devices, torch_dtype
+    from qwen_cache.models.devices import choose_devices, is_accelerator, torch_dtype
 
     cache = job.config.cache
     vae_devices = choose_devices(cache.vae_device, "--vae-device", preferred=0)
     text_devices = choose_devices(cache.text_device, "--text-device", preferred=1)
     dtype = torch_dtype(cache.dtype)
-    pixels = cache.vae_batch_pixels or (VAE_BATCH_PIXELS if vae_devices[0].type == "cuda" else 1)
-    tokens = cache.text_batch_tokens or (TEXT_BATCH_TOKENS if text_devices[0].type == "cuda" else 1)
+    pixels = cache.vae_batch_pixels or (VAE_BATCH_PIXELS if is_accelerator(vae_devices[0]) else 1)
+    tokens = cache.text_batch_tokens or (TEXT_BATCH_TOKENS if is_accelerator(text_devices[0]) else 1)
     vae = [VaeEncoder(job.model, device, dtype, pixels) for device in vae_devices]
     masks = EditMasks.of(job.config)
     text = [TextEncoder(job.model, device, dtype, tokens, attend=masks.attend) for device in text_devices]

@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from qwen_cache.errors import DeviceError
+from qwen_cache.models.devices import device_module, reports_memory
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -56,7 +57,7 @@ class MemoryBudget:
     """The cost that fits into a device's memory at once, in the unit of the work items. Only GPUs are measured."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.is_measured = device, device.type == "cuda"
+        self.device, self.is_measured = device, reports_memory(device)
         self.limit = 0.0 if self.is_measured else float("inf")
         self._bytes_per_unit = 1e-9
 
@@ -70,12 +71,13 @@ class MemoryBudget:
         if not self.is_measured:
             yield
             return
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
+        counters = device_module(self.device)
+        counters.reset_peak_memory_stats(self.device)
+        before = counters.memory_allocated(self.device)
         yield
-        used = torch.cuda.max_memory_allocated(self.device) - before
-        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        free = torch.cuda.mem_get_info(self.device)[0] + cached
+        used = counters.max_memory_allocated(self.device) - before
+        cached = counters.memory_reserved(self.device) - counters.memory_allocated(self.device)
+        free = counters.mem_get_info(self.device)[0] + cached
         self._bytes_per_unit = max(self._bytes_per_unit, used / cost)
         self.limit = MEMORY_FRACTION * free / self._bytes_per_unit
 

@@ -34,6 +34,7 @@ from qwen_cache.errors import ModelError, SourceError
 from qwen_cache.format.identity import Phrase
 from qwen_cache.grounding.attention import AttentionRows, ImageTokens, attention_rows, image_tokens
 from qwen_cache.grounding.phrase import token_positions
+from qwen_cache.models.devices import has_streams
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.models.processor import load_processor
 from qwen_cache.models.template import VISION_END, Template
@@ -229,7 +230,7 @@ class TextEncoder:
             )
         if self.text_rows_only:
             self._check_grids(inputs["image_grid_thw"], images)
-        pin = self.device.type == "cuda"
+        pin = has_streams(self.device)
         return {name: tensor.pin_memory() if pin else tensor for name, tensor in inputs.items()}
 
     def _check_grids(self, grids: Int[torch.Tensor, "images 3"], images: Sequence[Image.Image]) -> None:

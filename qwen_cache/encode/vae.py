@@ -17,6 +17,7 @@ from PIL import Image
 from qwen_cache.encode.latents import latent_space, vae_class
 from qwen_cache.encode.single_frame import for_single_frames
 from qwen_cache.encode.tiles import VaeThatFits
+from qwen_cache.models.devices import has_streams
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.models.loading import load_whole
 from qwen_cache.sources.sizes import Size
@@ -37,7 +38,7 @@ class VaeEncoder:
         Any thread may call it.
         """
         pixels = self.space.pixels(image, size).to(self.dtype)
-        return pixels.pin_memory() if self.device.type == "cuda" else pixels
+        return pixels.pin_memory() if has_streams(self.device) else pixels
 
     @torch.inference_mode()
     def encode(self, images: Sequence[Float[torch.Tensor, "1 C 1 H W"]]) -> list[Float[torch.Tensor, " S 64"]]:

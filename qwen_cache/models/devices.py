@@ -1,6 +1,12 @@
-"""Devices and dtypes by the names that users give."""
+"""Devices and dtypes by the names that users give, and what a device can do.
+
+Nothing else asks for a type of device, except for what exists on CUDA alone: so CUDA, ROCm, XPU and MPS take the same
+path.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -34,6 +40,31 @@ def choose_device(name: str, option: str, preferred: int = 0) -> torch.device:
     if f"{name}:0" in devices:
         return torch.device(f"{name}:0")
     raise DeviceError(f"{option}: no such device on this machine", expected=" or ".join(devices), found=name)
+
+
+def accelerator() -> torch.device | None:
+    """This process's current accelerator, None without one."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether it is a real device other than the CPU."""
+    return device.type not in ("cpu", "meta")
+
+
+def device_module(device: torch.device) -> Any:
+    """torch's module for this type of device, such as `torch.cuda`."""
+    return torch.get_device_module(device)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether it can copy from pinned host memory while it computes; MPS has no streams, and shares the memory."""
+    return is_accelerator(device) and hasattr(device_module(device), "Stream")
+
+
+def reports_memory(device: torch.device) -> bool:
+    """Whether torch can say how much of its memory is used and free; for MPS it cannot."""
+    return is_accelerator(device) and hasattr(device_module(device), "mem_get_info")
 
 
 def torch_dtype(name: str) -> torch.dtype:

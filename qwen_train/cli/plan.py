@@ -39,7 +39,7 @@ PARTS = {
     "optimizer": "optimizer",
     "average": "average (EMA)",
     "activations": "activations",
-    "reserved": "CUDA itself, estimated",
+    "reserved": "device itself, estimated",
 }
 
 

@@ -29,6 +29,7 @@ from qwen_cache.batching.epoch import IntArray
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import ImgShapes, token_count
+from qwen_cache.models.devices import accelerator, has_streams
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21, Family, family_of_recipe
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.data.samples import Samples
@@ -90,7 +91,7 @@ class Batch:
 
 
 class Buffers:
-    """Reusable memory for the large tensors of a batch; pinned if a GPU copies from it.
+    """Reusable memory for the large tensors of a batch; pinned if an accelerator copies from it.
 
     Fresh pages cost more than the copy into them, and malloc takes fresh pages for every tensor above 32 MB. Reuse
     doubles the speed of such batches (tools/bench_stream.py).
@@ -99,6 +100,8 @@ class Buffers:
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}
         self._read: torch.Event | None = None
+        device = accelerator()
+        self._pinned = device is not None and has_streams(device)
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor in the memory of the last one of that name."""
@@ -106,13 +109,13 @@ class Buffers:
             self._read.synchronize()
         size = math.prod(shape) * dtype.itemsize
         if name not in self._memory or len(self._memory[name]) < size:
-            self._memory[name] = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._memory[name] = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
         return self._memory[name][:size].view(dtype).view(shape)
 
     def release(self) -> None:
-        """Allow reuse once the GPU has finished its queued work, such as copies from this memory."""
-        if torch.cuda.is_available():
-            self._read = torch.cuda.current_stream().record_event()
+        """Allow reuse once the accelerator has finished its queued work, such as copies from this memory."""
+        if self._pinned:
+            self._read = torch.accelerator.current_stream().record_event()
 
 
 @dataclass(frozen=True)

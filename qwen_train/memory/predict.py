@@ -40,7 +40,7 @@ from qwen_train.model.qwen_image_21.joint_row import JointRow
 from qwen_train.model.stock import trained_class
 from qwen_train.weights import compute_dtype, prepare_for_training
 
-Device = Literal["cuda", "cpu"]
+Device = Literal["accelerator", "cpu"]
 
 
 class SampleSize(NamedTuple):
@@ -82,7 +82,7 @@ class Memory:
     activations: int
     """A batch's tensors, the activations saved for the backward pass, and temporary tensors."""
     reserved: int = 0
-    """The device's own memory, estimated; not part of torch.cuda.max_memory_allocated."""
+    """The device's own memory, estimated; not part of what torch says is allocated."""
 
     @property
     def total(self) -> int:
@@ -90,7 +90,7 @@ class Memory:
 
 
 def predict_memory(
-    transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], device: Device = "cuda"
+    transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], device: Device = "accelerator"
 ) -> Memory:
     """The memory of a training step on `batch`, for a transformer with this config.json and the settings `model`,
     `train` and `optimizer`. Raises ConfigError or ModelError for settings that cannot be combined."""
@@ -130,8 +130,8 @@ def _of_layers(
     frozen, unpacked = frozen_bytes(model, _quantization(transformer, settings))
     gradients = sum(map(_bytes, trained))
     state = OPTIMIZER_STATE.get(settings.optimizer.name, OPTIMIZER_STATE["adamw"])
-    # the update of all trained weights at once on CUDA (foreach), one after the other on the CPU
-    update = gradients if device == "cuda" else max(map(_bytes, trained), default=0)
+    # the update of all trained weights at once on an accelerator (foreach), one after the other on the CPU
+    update = gradients if device == "accelerator" else max(map(_bytes, trained), default=0)
     accumulated = settings.train.gradient_accumulation_steps > 1
     if accumulated:  # gradients persist, so a new one is freed as soon as it is added
         for parameter in trained:
@@ -203,7 +203,7 @@ class KernelMemory(TorchFunctionMode):
     def __init__(self, device: Device, autocast: torch.dtype | None) -> None:
         super().__init__()
         self.autocast, self.depth = autocast, 0
-        self.precise = {F.layer_norm} if device == "cuda" else set()
+        self.precise = {F.layer_norm} if device == "accelerator" else set()
         self.copies: dict[Tensor, Tensor] = {}
 
     def __enter__(self) -> Self:
@@ -262,7 +262,7 @@ class MetaBlock(nn.Module):
 
 
 class VarlenOnMeta(QwenImage21MultiResAttnProcessor):
-    """The calls of the variable-length kernel, which copy keys and queries, where CUDA takes it: in half precision."""
+    """The calls of the variable-length kernel, which copy keys and queries: an accelerator takes it in half precision."""
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, row: JointRow) -> Tensor:
         if query.dtype == torch.float32:
@@ -333,7 +333,7 @@ def training_model(model: Any, settings: Config, device: Device) -> Any:
     for block in model.transformer_blocks:
         block.__class__ = type("MetaBlock", (MetaBlock, type(block)), {})
         block.kernels = model.kernels
-        if device == "cuda" and isinstance(block.attn.processor, QwenImage21MultiResAttnProcessor):
+        if device == "accelerator" and isinstance(block.attn.processor, QwenImage21MultiResAttnProcessor):
             block.attn.set_processor(VarlenOnMeta())
     return model
 

@@ -93,17 +93,21 @@ def joint_row(text: Tensor, image: Tensor, packing: Packing) -> Tensor:
 
 
 def flash_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether flash attention can run: half precision, Ampere or newer, head size a multiple of 8 and at most 256."""
+    """Whether flash attention can run: half precision, head size a multiple of 8 and at most 256, and the device."""
     head_dim = query.shape[-1]
     return (
-        query.is_cuda
-        and query.dtype in (torch.float16, torch.bfloat16)
+        query.dtype in (torch.float16, torch.bfloat16)
         and query.dtype == key.dtype == value.dtype
         and head_dim % 8 == 0
         and head_dim <= 256
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and runs_flash(query.device)
     )
+
+
+@functools.cache
+def runs_flash(device: torch.device) -> bool:
+    """Whether torch brings flash attention for this device: CUDA on Ampere or newer."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @functools.cache
