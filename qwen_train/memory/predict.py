@@ -262,7 +262,7 @@ class MetaBlock(nn.Module):
 
 
 class VarlenOnMeta(QwenImage21MultiResAttnProcessor):
-    """The calls of the variable-length kernel, which copy keys and queries: an accelerator takes it in half precision."""
+    """The calls of the variable-length kernel, which copy keys and queries: taken in half precision."""
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, row: JointRow) -> Tensor:
         if query.dtype == torch.float32:
