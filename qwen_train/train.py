@@ -243,7 +243,7 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
     batches = Batches(cache, settings, schedule, rank=accelerator.process_index, world_size=accelerator.num_processes)
     validation = make_validation(config, batches, scheduler)
     set_seed(settings.seed)
-    transformer = load_for_training(config, model, cache, is_new=not earlier)
+    transformer = load_for_training(config, model, cache, accelerator.device, is_new=not earlier)
     if settings.tabulated_modulation:
         held_out = validation.samples if validation else ()
         sigmas = [noised.draws[0].sigma for sample in held_out for noised in noised_samples(sample)]
@@ -273,10 +273,10 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
     return Prepared(out, accelerator, transformer, compute_dtype(settings), parameters, run, batches, validation)
 
 
-def load_for_training(config: Config, model: ModelFolder, cache: Samples, *, is_new: bool) -> Any:
+def load_for_training(config: Config, model: ModelFolder, cache: Samples, device: torch.device, *, is_new: bool) -> Any:
     """The transformer in training mode; `train.lora.weights` applies to a new run only."""
     settings = config.train
-    transformer = load_transformer(model, config)
+    transformer = load_transformer(model, config, device)
     check_cache(cache, model, transformer.config)
     if cache.has_index:
         check_empty_prompts(cache, settings.caption_dropout)

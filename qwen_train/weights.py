@@ -21,16 +21,19 @@ from torch.utils.checkpoint import checkpoint
 
 from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.format.sample import LATENT_CHANNELS
+from qwen_cache.models.devices import is_accelerator
 from qwen_cache.models.family import SUPPORTED
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.lora.adapter import WEIGHTS_NAME, add_lora, has_lora, load_lora, lora_weights, write_lora
+from qwen_train.model.frozen_layers import replace_layers
 from qwen_train.model.modulation import TabulatedTransformer2DModel, check_settings
 from qwen_train.model.offload import check_settings as check_offload
 from qwen_train.model.sharding import assign, full_tensor
 from qwen_train.model.stock import trained_class
 
+CPU = torch.device("cpu")
 FOLDER = "transformer"  # of a full training's result, as in a pipeline's folder
 FILE_PATTERN = "diffusion_pytorch_model{suffix}.safetensors"
 MAX_SHARD_SIZE = "10GB"  # as save_pretrained
@@ -39,8 +42,10 @@ MAX_SHARD_SIZE = "10GB"  # as save_pretrained
 # ---- loading ---------------------------------------------------------------------------------------------------------
 
 
-def load_transformer(model: ModelFolder, config: Config) -> Any:
-    """The model's transformer for training, still without its LoRA and its modulation table.
+def load_transformer(model: ModelFolder, config: Config, device: torch.device = CPU) -> Any:
+    """The model's transformer for training on `device`, still without its LoRA and its modulation table.
+
+    Only a transformer that is quantised while loading is on the device already.
 
     Raises ModelError if it cannot be loaded, ConfigError for settings that it cannot take. For FSDP2 the weights keep
     their stored dtype, so that all processes of a machine map the same bytes; `wrap` converts trained weights to
@@ -58,7 +63,8 @@ def load_transformer(model: ModelFolder, config: Config) -> Any:
     if settings.tabulated_modulation:
         check_settings(settings, saved)
         model_class = TabulatedTransformer2DModel
-    options = quantization_options(folder, kind, dtype, model_class.NOT_QUANTISED)
+    offloaded = settings.offload_blocks > 0
+    options = quantization_options(folder, kind, dtype, model_class.NOT_QUANTISED, device, offloaded=offloaded)
     try:
         transformer, info = model_class.from_pretrained(
             folder, torch_dtype=dtype, use_safetensors=True, output_loading_info=True, **options
@@ -117,8 +123,9 @@ def check_cache(cache: Any, model: ModelFolder, config: Mapping[str, Any]) -> No
 
 
 def prepare_for_training(transformer: Any, settings: TrainConfig) -> Any:
-    """Apply the settings: layout, checkpointing, LoRA, frozen weights; the transformer in training mode."""
+    """Apply the settings: layout, layers, checkpointing, LoRA, frozen weights; the transformer in training mode."""
     transformer.layout = settings.layout
+    replace_layers(transformer)
     if settings.gradient_checkpointing:
         checkpoint_blocks(transformer, int(settings.gradient_checkpointing))
     if settings.method == "lora":
@@ -153,8 +160,13 @@ def trainable(transformer: Any) -> list[torch.nn.Parameter]:
     return [parameter for parameter in transformer.parameters() if parameter.requires_grad]
 
 
-def quantization_options(folder: Path, kind: str, dtype: torch.dtype, skipped: list[str]) -> dict[str, Any]:
+def quantization_options(
+    folder: Path, kind: str, dtype: torch.dtype, skipped: list[str], device: torch.device, *, offloaded: bool
+) -> dict[str, Any]:
     """Arguments of `from_pretrained` for `model.quantization`, which leaves the modules `skipped` as they are.
+
+    An accelerator quantises in seconds what takes a CPU minutes, so the weights go to `device` first, unless they are
+    offloaded; bitsandbytes quantises on an accelerator only, and by default on the first one.
 
     Raises ConfigError if the folder is already quantised.
     """
@@ -167,7 +179,10 @@ def quantization_options(folder: Path, kind: str, dtype: torch.dtype, skipped: l
             found=f"quant_method {saved.get('quant_method')} in config.json",
             do="set model.quantization=none: the folder is loaded as it was saved",
         )
-    return {"quantization_config": _quantization_config(kind, dtype, skipped)}
+    options: dict[str, Any] = {"quantization_config": _quantization_config(kind, dtype, skipped)}
+    if is_accelerator(device) and (kind == "nf4" or not offloaded):
+        options["device_map"] = {"": device}
+    return options
 
 
 def _saved_quantization(folder: Path) -> dict[str, Any] | None:

@@ -63,7 +63,7 @@ def load_pipeline(
     stock = stock_class(folder)
     kind = TabulatedTransformer2DModel if tabulated else stock
     whole = trained_class({"_class_name": stock.__name__}, folder).NOT_QUANTISED
-    options = quantization_options(folder, quantization, dtype, whole)
+    options = quantization_options(folder, quantization, dtype, whole, devices.transformer, offloaded=offload != "none")
     with memory_for("loading the transformer", devices.transformer):
         transformer = load_whole(kind, folder, torch_dtype=dtype, **options)
         if tabulated:

@@ -13,7 +13,7 @@ import json
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.data.batches import Batches, TokenPlaces, in_order
 from qwen_train.flow import flow_loss, interpolate
+from qwen_train.model.frozen_layers import InputDtypeLayerNorm
 from qwen_train.model.mixed_sizes import prefix_mask
 from qwen_train.model.modulation import TabulatedTransformer2DModel, TimestepRows, check_settings
 from qwen_train.model.offload import ON_DEVICE
@@ -56,7 +57,7 @@ class SampleSize(NamedTuple):
 RESERVED = 800_000_000  # CUDA context and libraries: 0.4 to 0.8 GB as published for recent GPUs; not measured here
 FRAGMENTATION = 0.03  # of the rest is unusable in the caching allocator; a conservative guess
 BYTES_PER_WEIGHT = {"int8": 1.0, "fp8": 1.0, "nf4": 0.5 + 4 / 64}  # nf4: a float32 scale per 64 weights
-BYTES_PER_ROW = {"int8": 2, "fp8": 4, "nf4": 0}  # the scale of each output channel
+BYTES_PER_ROW = {"int8": 5, "fp8": 4, "nf4": 0}  # each output channel's float32 scale, and torchao's int8 zero point
 OPTIMIZER_STATE: dict[str, Callable[[Tensor], float]] = {
     "adamw": lambda p: 8 * p.numel(),
     # two bytes per element and two float32 scales per 256; small tensors stay in float32
@@ -200,10 +201,9 @@ class KernelMemory(TorchFunctionMode):
     Autocast keeps the cast of a trained weight until its outermost context ends.
     """
 
-    def __init__(self, device: Device, autocast: torch.dtype | None) -> None:
+    def __init__(self, autocast: torch.dtype | None) -> None:
         super().__init__()
         self.autocast, self.depth = autocast, 0
-        self.precise = {F.layer_norm} if device == "accelerator" else set()
         self.copies: dict[Tensor, Tensor] = {}
 
     def __enter__(self) -> Self:
@@ -222,8 +222,6 @@ class KernelMemory(TorchFunctionMode):
         if self.autocast and function in (F.linear, F.scaled_dot_product_attention):
             args = [self._cast(value, self.autocast) for value in args]
             kwargs = {name: self._cast(value, self.autocast) for name, value in kwargs.items()}
-        if self.autocast and function in self.precise:
-            args = [self._cast(value, torch.float32) for value in args]
         return (
             flash_attention(*args, **kwargs)
             if function is F.scaled_dot_product_attention
@@ -329,7 +327,10 @@ def on_meta(transformer: dict[str, Any], settings: Config) -> Any:
 def training_model(model: Any, settings: Config, device: Device) -> Any:
     """The transformer of `on_meta`, prepared for training."""
     prepare_for_training(model, settings.train)
-    model.kernels = KernelMemory(device, torch.bfloat16 if settings.train.mixed_precision == "bf16" else None)
+    model.kernels = KernelMemory(torch.bfloat16 if settings.train.mixed_precision == "bf16" else None)
+    for module in model.modules():
+        if isinstance(module, InputDtypeLayerNorm):  # it leaves autocast, of which "meta" has none
+            cast(Any, module).__class__ = nn.LayerNorm
     for block in model.transformer_blocks:
         block.__class__ = type("MetaBlock", (MetaBlock, type(block)), {})
         block.kernels = model.kernels

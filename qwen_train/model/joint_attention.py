@@ -153,7 +153,7 @@ class QwenMultiResAttnProcessor:
 
         def heads(x: Tensor, projection: nn.Module, norm: nn.Module | None = None) -> Tensor:
             x = projection(x).unflatten(-1, (-1, head_dim))
-            return x if norm is None else norm(x)
+            return x if norm is None else norm(x).to(x.dtype)  # trained norms have float32 weights
 
         image, text = hidden_states, encoder_hidden_states
         image_freqs, text_freqs = image_rotary_emb
