@@ -187,14 +187,14 @@ def test_weights_of_the_real_configuration_of_qwen_image_21() -> None:
 
 def test_activations_of_the_real_configuration() -> None:
     """Per token and block as measured on the real-size block in bfloat16: 110 kB, or one row of 6144 bytes where blocks
-    are recomputed. Autocast adds two copies of the image's rows, since q, k and v each cast them for a LoRA in float32;
-    on CUDA its norms are in float32 too."""
+    are recomputed. Autocast adds two copies of the image's rows, since q, k and v each cast them for a LoRA in float32.
+    On an accelerator it is no more, since LayerNorms keep the dtype of their input."""
     image, text = 8192, 1500
     whole = predicted(REAL, SETTINGS["no checkpointing"], EDIT, "cpu").activations
     assert whole / 60 == pytest.approx(110e3 * (image + text) + 2 * 6144 * image, rel=0.02)
     few = predicted({**REAL, "num_layers": 30}, [], EDIT).activations
     assert (predicted(REAL, [], EDIT).activations - few) / (image + text) / 30 == pytest.approx(6144, rel=0.03)
-    assert predicted(REAL, SETTINGS["no checkpointing"], EDIT).activations > 1.1 * whole
+    assert predicted(REAL, SETTINGS["no checkpointing"], EDIT).activations == whole
 
 
 @pytest.mark.slow
