@@ -62,6 +62,11 @@ def has_streams(device: torch.device) -> bool:
     return is_accelerator(device) and hasattr(device_module(device), "Stream")
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy from host memory without waiting for the device: torch frees the pinned copy once it has been read."""
+    return (tensor.pin_memory() if has_streams(device) else tensor).to(device, non_blocking=True)
+
+
 def reports_memory(device: torch.device) -> bool:
     """Whether torch can say how much of its memory is used and free; for MPS it cannot."""
     return is_accelerator(device) and hasattr(device_module(device), "mem_get_info")

@@ -27,8 +27,7 @@ class Ema:
         """Add the weights after an optimizer step to the average."""
         self.updates += 1
         decay = min(self.decay, self.updates / (9 + self.updates)) if self.updates > 1 else 0.0
-        for average, parameter in zip(self.average, self.parameters, strict=True):
-            average.lerp_(parameter, 1 - decay)
+        torch._foreach_lerp_(self.average, list(self.parameters), 1 - decay)  # in a few kernels for all
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
-from jaxtyping import Complex, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from qwen_cache.errors import ModelError, TrainError
@@ -45,11 +45,19 @@ def refuse_backend_for_mask(backend: AttentionBackendName) -> None:
 
 
 def apply_rotary_embedding(
-    x: Float[Tensor, "B N heads dim"], freqs: Complex[Tensor, "B N dim//2"]
+    x: Float[Tensor, "B N heads dim"], rotary: Float[Tensor, "B N dim//2 2"]
 ) -> Float[Tensor, "B N heads dim"]:
-    """Rotate `x` in float32, like the stock model, whose function takes only one table for the whole batch."""
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * freqs[:, :, None]).flatten(-2).type_as(x)
+    """Rotate `x` in float32, like the stock model, whose function takes only one table for the whole batch.
+
+    `rotary` are the cosine and the sine for each pair of channels. torch's compiler has no code for complex numbers.
+    """
+    pairs, rotary = x.float().reshape(*x.shape[:-1], -1, 2), rotary[:, :, None]
+    if torch.compiler.is_compiling():
+        (real, imaginary), (cosine, sine) = pairs.unbind(-1), rotary.unbind(-1)
+        turned = torch.stack([real * cosine - imaginary * sine, real * sine + imaginary * cosine], dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotary))
+    return turned.flatten(-2).type_as(x)
 
 
 # ---- padded ----------------------------------------------------------------------------------------------------------
@@ -124,8 +132,8 @@ def varlen_kernel() -> Callable[..., Tensor] | None:
 
 
 class QwenMultiResAttnProcessor:
-    """Joint attention with one RoPE table per row: `image_rotary_emb` is `[B, S, dim/2]` for the image, `[B, L, dim/2]`
-    for the text.
+    """Joint attention with one RoPE table per row: `image_rotary_emb` is `[B, S, dim/2, 2]` for the image and
+    `[B, L, dim/2, 2]` for the text, the cosine and the sine of each pair of channels.
 
     Padded rows need a mask `[B, 1, 1, L + S]` over the keys of [text | image]; packed rows need their packing.
     """

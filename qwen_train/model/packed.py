@@ -15,6 +15,8 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from qwen_cache.models.devices import to_device
+
 Runs = list[tuple[int, int]]
 """The consecutive runs of a row: the number of tokens, and the row i of the embedding that modulates them."""
 
@@ -25,8 +27,8 @@ class Packing:
 
     image_index: Int[Tensor, " N"]  # valid tokens in the flattened `[B * S]`
     text_index: Int[Tensor, " M"]  # valid tokens in the flattened `[B * L]`
-    image_runs: Runs
-    text_runs: Runs
+    image_rows: ModulationRows
+    text_rows: ModulationRows
     image_lengths: list[int]
     text_lengths: list[int]
     cu_seqlens: Int[Tensor, " bounds"]  # bounds of the samples in the joint row [text 0 | image 0 | text 1 | ...]
@@ -52,14 +54,19 @@ class Packing:
             ]
         joint_lengths = torch.tensor([0, *(n + m for n, m in zip(image_lengths, text_lengths, strict=True))])
         return cls(
-            image_index=image_valid.flatten().nonzero()[:, 0].to(device),
-            text_index=text_valid.flatten().nonzero()[:, 0].to(device),
-            image_runs=image_runs,
-            text_runs=[(length, row) for row, length in enumerate(text_lengths)],
+            image_index=to_device(image_valid.flatten().nonzero()[:, 0], device),
+            text_index=to_device(text_valid.flatten().nonzero()[:, 0], device),
+            image_rows=ModulationRows.of(image_runs, device),
+            text_rows=ModulationRows.of([(length, row) for row, length in enumerate(text_lengths)], device),
             image_lengths=image_lengths,
             text_lengths=text_lengths,
-            cu_seqlens=joint_lengths.cumsum(0).to(device, torch.int32),
+            cu_seqlens=to_device(joint_lengths.cumsum(0).int(), device),
         )
+
+    @property
+    def image_runs(self) -> Runs:
+        """Each sample's image tokens, with its own row."""
+        return [(length, row) for row, length in enumerate(self.image_lengths)]
 
     @property
     def joint_lengths(self) -> list[int]:
@@ -79,38 +86,66 @@ def scatter(
     return rows.reshape(batch_size, length, -1)
 
 
-# Modulation is applied run by run, not as one row per token: autograd would keep those rows for the backward pass and
-# sum their gradients in the precision of the weights. Every mixture of lengths is another graph to torch.compile, so
-# these functions are not compiled, only the code between them.
+# ---- modulation by rows ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModulationRows:
+    """The row of the modulation that each token of a packed row takes."""
+
+    runs: Runs
+    index: Int[Tensor, " N"]
+
+    @classmethod
+    def of(cls, runs: Runs, device: torch.device) -> ModulationRows:
+        """`runs` made on the CPU; the index goes to the device."""
+        lengths, rows = (torch.tensor(numbers) for numbers in zip(*runs, strict=True))
+        return cls(runs, to_device(rows.repeat_interleave(lengths), device))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def modulate(
-    block: Any, x: Float[Tensor, "1 N D"], mod_params: Float[Tensor, "R E"], runs: Runs
-) -> tuple[Float[Tensor, "1 N D"], list[Tensor]]:
-    """`x` as `block._modulate` scales it (and shifts it, for Qwen-Image), and the gate of each run."""
-    pieces = torch.split(x, [length for length, _ in runs], dim=1)
-    results = [block._modulate(piece, mod_params[i : i + 1]) for piece, (_, i) in zip(pieces, runs, strict=True)]
-    return torch.cat([modulated for modulated, _ in results], dim=1), [gate for _, gate in results]
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def add_gated(
-    x: Float[Tensor, "1 N D"], gates: Sequence[Tensor], update: Float[Tensor, "1 N D"], runs: Runs
+def scaled(
+    x: Float[Tensor, "1 N D"], factor: Float[Tensor, "R D"], offset: Float[Tensor, "R D"] | None, rows: ModulationRows
 ) -> Float[Tensor, "1 N D"]:
-    """`x + gate * update`, each run with its own gate."""
-    lengths = [length for length, _ in runs]
-    pieces = zip(torch.split(x, lengths, dim=1), gates, torch.split(update, lengths, dim=1), strict=True)
-    return torch.cat([piece + gate * change for piece, gate, change in pieces], dim=1)
+    """`x * factor + offset`, each token with its own row. Not compiled: each number of runs would be another graph."""
+    if len(rows.runs) > 1:
+        result: Tensor = _ScaledByRow.apply(x, factor, offset, rows.index)  # type: ignore[no-untyped-call]
+        return result
+    ((_, row),) = rows.runs
+    return x * factor[row] if offset is None else x * factor[row] + offset[row]
+
+
+class _ScaledByRow(torch.autograd.Function):
+    """`x * factor[index] + offset[index]`, without keeping the rows of all tokens for the backward pass.
+
+    The gradient of a row is the sum over its tokens, by a matrix product: in float32, rounded once. Autograd's own for
+    an index would sum in the dtype of the rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor, offset: Tensor | None, index: Tensor) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, factor, index)
+        result = x * factor.index_select(0, index)
+        return result if offset is None else result.add_(offset.index_select(0, index))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        (gradient,), (x, factor, index) = gradients, ctx.saved_tensors
+        of_x = gradient * factor.index_select(0, index)
+        of_rows = (index == torch.arange(len(factor), device=index.device)[:, None]).to(gradient.dtype)
+        of_factor = of_rows @ (gradient * x)[0] if ctx.needs_input_grad[1] else None
+        of_offset = of_rows @ gradient[0] if ctx.needs_input_grad[2] else None
+        return of_x, of_factor, of_offset, None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def norm_out(
-    module: Any, x: Float[Tensor, "1 N D"], temb: Float[Tensor, "B E"], lengths: Sequence[int]
-) -> Float[Tensor, "1 N D"]:
-    """The final modulated norm, sample by sample."""
-    samples = zip(torch.split(x, list(lengths), dim=1), temb[:, None], strict=True)
-    return torch.cat([module(sample, embedding) for sample, embedding in samples], dim=1)
+def norm_out(module: Any, x: Float[Tensor, "1 N D"], temb: Float[Tensor, "B E"], runs: Runs) -> Float[Tensor, "1 N D"]:
+    """The final modulated norm, run by run."""
+    pieces = zip(torch.split(x, [length for length, _ in runs], dim=1), runs, strict=True)
+    return torch.cat([module(piece, temb[i : i + 1]) for piece, (_, i) in pieces], dim=1)
+
+
+# ---- the block -------------------------------------------------------------------------------------------------------
 
 
 class QwenImageMultiResTransformerBlock(QwenImageTransformerBlock):  # type: ignore[misc]
@@ -138,25 +173,26 @@ class QwenImageMultiResTransformerBlock(QwenImageTransformerBlock):  # type: ign
                 modulate_index,
             )
         image, text = hidden_states, encoder_hidden_states
-        image_runs, text_runs = packing.image_runs, packing.text_runs
-        img_mod1, img_mod2 = self.img_mod(temb).chunk(2, dim=-1)
-        txt_mod1, txt_mod2 = self.txt_mod(temb[: len(text_runs)]).chunk(2, dim=-1)
+        image_rows, text_rows = packing.image_rows, packing.text_rows
+        img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = self.img_mod(temb).chunk(6, dim=-1)
+        txt_mod = self.txt_mod(temb[: len(text_rows.runs)])
+        txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = txt_mod.chunk(6, dim=-1)
 
-        img_modulated, img_gates = modulate(self, self.img_norm1(image), img_mod1, image_runs)
-        txt_modulated, txt_gates = modulate(self, self.txt_norm1(text), txt_mod1, text_runs)
+        img_modulated = scaled(self.img_norm1(image), 1 + img_scale1, img_shift1, image_rows)
+        txt_modulated = scaled(self.txt_norm1(text), 1 + txt_scale1, txt_shift1, text_rows)
         img_update, txt_update = self.attn(
             hidden_states=img_modulated,
             encoder_hidden_states=txt_modulated,
             image_rotary_emb=image_rotary_emb,
             **(joint_attention_kwargs or {}),
         )
-        image = add_gated(image, img_gates, img_update, image_runs)
-        text = add_gated(text, txt_gates, txt_update, text_runs)
+        image = image + scaled(img_update, img_gate1, None, image_rows)
+        text = text + scaled(txt_update, txt_gate1, None, text_rows)
 
-        img_modulated, img_gates = modulate(self, self.img_norm2(image), img_mod2, image_runs)
-        txt_modulated, txt_gates = modulate(self, self.txt_norm2(text), txt_mod2, text_runs)
-        image = add_gated(image, img_gates, self.img_mlp(img_modulated), image_runs)
-        text = add_gated(text, txt_gates, self.txt_mlp(txt_modulated), text_runs)
+        img_modulated = scaled(self.img_norm2(image), 1 + img_scale2, img_shift2, image_rows)
+        txt_modulated = scaled(self.txt_norm2(text), 1 + txt_scale2, txt_shift2, text_rows)
+        image = image + scaled(self.img_mlp(img_modulated), img_gate2, None, image_rows)
+        text = text + scaled(self.txt_mlp(txt_modulated), txt_gate2, None, text_rows)
         if image.dtype == torch.float16:  # as the stock block does
             image, text = image.clip(-65504, 65504), text.clip(-65504, 65504)
         return text, image

@@ -32,13 +32,14 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
-from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope, QwenImageTransformer2DModel
 from diffusers.utils import apply_lora_scale
 from jaxtyping import Bool, Complex, Int, Shaped
 from torch import Tensor, nn
 
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.format.sample import ImgShapes, token_count
+from qwen_cache.models.devices import to_device
 from qwen_train.model.joint_attention import QwenMultiResAttnProcessor, active_backend, refuse_backend_for_mask
 from qwen_train.model.mixed_sizes import (
     MixedSizes,
@@ -74,9 +75,14 @@ def extents(valid: Bool[Tensor, "B N"]) -> list[int]:
     return [int(length) for length in (valid * positions).amax(dim=1)]
 
 
-def zero_padding(x: Shaped[Tensor, "B N C"], valid: Bool[Tensor, "B N"]) -> Shaped[Tensor, "B N C"]:
+def padding_of(valid: Bool[Tensor, "B N"], device: torch.device) -> Bool[Tensor, "B N 1"] | None:
+    """True for padding, on the device; None without padding."""
+    return None if valid.all() else to_device(~valid[..., None], device)
+
+
+def zero_padding(x: Shaped[Tensor, "B N C"], padding: Bool[Tensor, "B N 1"] | None) -> Shaped[Tensor, "B N C"]:
     """`x` with padding set to zero, by a fill because a product would keep NaN."""
-    return x if valid.all() else x.masked_fill(~valid.to(x.device)[..., None], 0)
+    return x if padding is None else x.masked_fill(padding, 0)
 
 
 # ---- the inputs of the blocks ----------------------------------------------------------------------------------------
@@ -87,7 +93,15 @@ def joint_attention_mask(
 ) -> Bool[Tensor, "B 1 1 L+S"] | None:
     """The valid keys, text first; None if all are valid, since any mask rules out SDPA's flash kernel."""
     valid = torch.cat([text_valid, image_valid], dim=1)
-    return None if valid.all() else valid[:, None, None, :].to(device)
+    return None if valid.all() else to_device(valid[:, None, None, :], device)
+
+
+class RopeWithoutCache(QwenEmbedRope):  # type: ignore[misc]
+    """The stock tables, computed for each batch: stock keeps 128 on the device, 270 MB at a megapixel."""
+
+    def _compute_video_freqs(self, *arguments: Any) -> Tensor:
+        table: Tensor = QwenEmbedRope._compute_video_freqs.__wrapped__(self, *arguments)
+        return table
 
 
 def rotary_embeddings(
@@ -118,7 +132,7 @@ def rotary_embeddings(
 def modulation_index(samples: Sequence[ImgShapes], image_length: int, device: torch.device) -> Int[Tensor, "B S"]:
     """For `zero_cond_t`: 0 where the timestep modulates (target), 1 where timestep 0 does (controls, padding)."""
     target = prefix_mask([math.prod(images[0]) for images in samples], image_length)
-    return (~target).to(device, torch.int)
+    return to_device((~target).int(), device)
 
 
 def refuse_other_rotary(given: tuple[Tensor, Tensor], *shapes: tuple[int, ...]) -> None:
@@ -137,9 +151,12 @@ def refuse_other_rotary(given: tuple[Tensor, Tensor], *shapes: tuple[int, ...]) 
 class BatchLayout:
     """The valid tokens, their RoPE, and the blocks' other inputs: mask and index if padded, the packing if packed."""
 
-    image_valid: Bool[Tensor, "B S"]
-    text_valid: Bool[Tensor, "B L"]
+    image_size: tuple[int, int]
+    """B and S."""
+    image_padding: Bool[Tensor, "B S 1"] | None
+    text_padding: Bool[Tensor, "B L 1"] | None
     rotary: tuple[Tensor, Tensor]
+    """Of image and text, as `apply_rotary_embedding` takes them."""
     attention_mask: Bool[Tensor, "B 1 1 N"] | None = None
     modulate_index: Int[Tensor, "B S"] | None = None
     packing: Packing | None = None
@@ -147,15 +164,14 @@ class BatchLayout:
     def rows(self, image: Shaped[Tensor, "B S C"], text: Shaped[Tensor, "B L D"]) -> tuple[Tensor, Tensor]:
         """Image and text as the blocks take them: with zeros for padding, or packed."""
         if self.packing is None:
-            return zero_padding(image, self.image_valid), zero_padding(text, self.text_valid)
+            return zero_padding(image, self.image_padding), zero_padding(text, self.text_padding)
         return gather(image, self.packing.image_index), gather(text, self.packing.text_index)
 
     def padded(self, image: Tensor) -> Shaped[Tensor, "B S C"]:
         """The image's packed row or padded rows as `[B, S, C]`, with zeros for padding."""
         if self.packing is None:
-            return zero_padding(image, self.image_valid)
-        batch_size, image_length = self.image_valid.shape
-        return scatter(image, self.packing.image_index, batch_size, image_length)
+            return zero_padding(image, self.image_padding)
+        return scatter(image, self.packing.image_index, *self.image_size)
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -188,6 +204,10 @@ class QwenImageMultiResTransformer2DModel(MixedSizes, QwenImageTransformer2DMode
     @classmethod
     def _refuse_checkpoint(cls, config: Any) -> None:
         refuse_layered(config)
+
+    def _adopt_blocks(self) -> None:
+        super()._adopt_blocks()
+        self.pos_embed.__class__ = RopeWithoutCache
 
     @apply_lora_scale("attention_kwargs")  # type: ignore[untyped-decorator]
     def forward(
@@ -256,7 +276,7 @@ class QwenImageMultiResTransformer2DModel(MixedSizes, QwenImageTransformer2DMode
         if batch.packing is None:
             image = self.norm_out(image, temb)
         else:
-            image = norm_out(self.norm_out, image, temb, batch.packing.image_lengths)
+            image = norm_out(self.norm_out, image, temb, batch.packing.image_runs)
         sample = batch.padded(self.proj_out(image))
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
@@ -272,6 +292,7 @@ class QwenImageMultiResTransformer2DModel(MixedSizes, QwenImageTransformer2DMode
         """Check the batch against its shapes and masks, and prepare the inputs of the blocks."""
         (batch_size, image_length), device = hidden_states.shape[:2], hidden_states.device
         text_length = encoder_hidden_states.shape[1]
+        size = (batch_size, image_length)
         samples = image_shapes_per_sample(img_shapes, batch_size)
         image_valid = prefix_mask(image_token_counts(samples, image_length), image_length)
         text_valid = text_validity(encoder_hidden_states_mask, batch_size, text_length)
@@ -284,13 +305,14 @@ class QwenImageMultiResTransformer2DModel(MixedSizes, QwenImageTransformer2DMode
         if self.layout == "padded":
             mask = joint_attention_mask(text_valid, image_valid, device)
             index = modulation_index(samples, image_length, device) if self.zero_cond_t else None
-            batch = BatchLayout(image_valid, text_valid, rotary, attention_mask=mask, modulate_index=index)
+            image_padding, text_padding = padding_of(image_valid, device), padding_of(text_valid, device)
+            batch = BatchLayout(size, image_padding, text_padding, rotary, mask, index)
         else:
             targets = [math.prod(images[0]) for images in samples] if self.zero_cond_t else None
-            batch = BatchLayout(
-                image_valid, text_valid, rotary, packing=Packing.of(image_valid, text_valid, targets, device)
-            )
-        return replace(batch, rotary=batch.rows(*rotary))
+            packing = Packing.of(image_valid, text_valid, targets, device)
+            batch = BatchLayout(size, None, None, rotary, packing=packing)
+        image_rotary, text_rotary = batch.rows(*rotary)
+        return replace(batch, rotary=(torch.view_as_real(image_rotary), torch.view_as_real(text_rotary)))
 
     def _attention_arguments(self, given: dict[str, Any] | None, batch: BatchLayout) -> dict[str, Any]:
         """The arguments that every block passes to its attention processor."""

@@ -184,8 +184,10 @@ def checkpoint_without_mask(model: QwenImageMultiResTransformer2DModel) -> None:
 
 def with_rows_rolled(packing: packed.Packing, name: str) -> packed.Packing:
     """Each run with the modulation of the run before it."""
-    lengths, rows = zip(*getattr(packing, name), strict=True)
-    return replace(packing, **{name: list(zip(lengths, rows[-1:] + rows[:-1], strict=True))})
+    runs = getattr(packing, name).runs
+    lengths, rows = zip(*runs, strict=True)
+    rolled = list(zip(lengths, rows[-1:] + rows[:-1], strict=True))
+    return replace(packing, **{name: packed.ModulationRows.of(rolled, torch.device("cpu"))})
 
 
 def with_index_rolled(packing: packed.Packing) -> packed.Packing:
@@ -202,7 +204,7 @@ PACKING = packed.Packing.of
 PACKED_ATTENTION = joint_attention.packed_attention
 SCATTER = transformer.scatter
 NORM_OUT = transformer.norm_out
-ADD_GATED = packed.add_gated
+SCALED = packed.scaled
 
 PACKING_MUTANTS = {
     "text padding packed too": lambda image, text, *rest: PACKING(image, torch.ones_like(text), *rest),
@@ -210,8 +212,8 @@ PACKING_MUTANTS = {
     "neighbour's target length": lambda image, text, targets, device: PACKING(
         image, text, targets[1:] + targets[:1], device
     ),
-    "image modulated by another sample": lambda *batch: with_rows_rolled(PACKING(*batch), "image_runs"),
-    "text modulated by another sample": lambda *batch: with_rows_rolled(PACKING(*batch), "text_runs"),
+    "image modulated by another sample": lambda *batch: with_rows_rolled(PACKING(*batch), "image_rows"),
+    "text modulated by another sample": lambda *batch: with_rows_rolled(PACKING(*batch), "text_rows"),
     "gathered off by one": lambda *batch: with_index_rolled(PACKING(*batch)),
 }
 ROW_MUTANTS = {
@@ -229,8 +231,8 @@ ROW_MUTANTS = {
     ),
     "gate of another sample": (
         packed,
-        "add_gated",
-        lambda x, gates, *rest: ADD_GATED(x, gates[1:] + gates[:1], *rest),
+        "scaled",
+        lambda x, factor, offset, rows: SCALED(x, factor.roll(1, 0) if offset is None else factor, offset, rows),
     ),
 }
 

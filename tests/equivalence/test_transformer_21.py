@@ -185,14 +185,14 @@ ROTARY, INTERLEAVED, RUNS, NORM_OUT = (
 PREFIX, DRAWS = attention.prefix_attention, attention.draws_attention
 
 
-def text_padding_counted(pos_embed: Any, images: Any, sample: Any, device: Any) -> Tensor:
+def text_padding_counted(pos_embed: Any, images: Any, sample: Any) -> Tensor:
     """Positions after the text as if three padded rows belonged to it."""
-    longer = ROTARY(pos_embed, images, replace(sample, prefix=(*sample.prefix, (3, True))), device)
+    longer = ROTARY(pos_embed, images, replace(sample, prefix=(*sample.prefix, (3, True))))
     return torch.cat([longer[: sample.prefix_length], longer[sample.prefix_length + 3 :]])
 
 
 def prefix_modulated_as_draws(samples: Any) -> joint_row.Runs:
-    """The prefix by the timestep of the first draw; `draw_runs` finds the draws by their runs, so these stay."""
+    """The prefix by the timestep of the first draw; the draws keep theirs."""
     runs, zero = [], sum(sample.draws for sample in samples)
     for i, sample in enumerate(samples):
         draws = [(sample.target, i * sample.draws + k) for k in range(sample.draws)]

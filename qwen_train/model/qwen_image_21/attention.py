@@ -20,13 +20,18 @@ from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_a
 from diffusers.models.transformers.transformer_qwenimage21 import (
     QwenImage21Attention,
     QwenImage21AttnProcessor,
-    apply_rotary_emb_qwen,
 )
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from qwen_cache.errors import TrainError
-from qwen_train.model.joint_attention import BACKENDS_THAT_MISREAD_MASKS, active_backend, flash_takes, varlen_kernel
+from qwen_train.model.joint_attention import (
+    BACKENDS_THAT_MISREAD_MASKS,
+    active_backend,
+    apply_rotary_embedding,
+    flash_takes,
+    varlen_kernel,
+)
 from qwen_train.model.qwen_image_21.joint_row import JointRow, JointSample, Segment, offsets
 
 Row = Float[Tensor, "1 M heads dim"]
@@ -210,5 +215,4 @@ class QwenImage21MultiResAttnProcessor(QwenImage21AttnProcessor):  # type: ignor
 
 
 def rotated(x: Tensor, rotary: Tensor | None) -> Tensor:
-    """By the stock function, in float32; its annotation promises two tensors, it returns one."""
-    return x if rotary is None else apply_rotary_emb_qwen(x, rotary, use_real=False)
+    return x if rotary is None else apply_rotary_embedding(x, rotary[None])

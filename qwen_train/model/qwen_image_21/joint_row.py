@@ -21,7 +21,8 @@ from torch import Tensor
 
 from qwen_cache.errors import TrainError
 from qwen_cache.format.sample import ImgShapes, token_count
-from qwen_train.model.packed import Runs
+from qwen_cache.models.devices import to_device
+from qwen_train.model.packed import ModulationRows, Runs
 
 Span = tuple[int, int]
 """Begin and end of consecutive tokens, in the row of a sample."""
@@ -171,7 +172,7 @@ class VarlenCall:
         lengths = [segment.length for segment in members]
         key_lengths = [sum(end - begin for begin, end in segment.keys) for segment in members]
         keys = [(i, span) for _, i, segment in segments for span in segment.keys]
-        bounds = [torch.tensor([0, *n]).cumsum(0).to(device, torch.int32) for n in (lengths, key_lengths)]
+        bounds = [to_device(torch.tensor([0, *n]).cumsum(0).int(), device) for n in (lengths, key_lengths)]
         return cls(
             places=list(places),
             keys=keys,
@@ -197,8 +198,8 @@ class JointRow:
     image_to: Int[Tensor, " N"]
     draws_from: Int[Tensor, " Q"]  # of the draws alone, in the flattened `[B * S]`
     draws_to: Int[Tensor, " Q"]
-    runs: Runs  # row i·K + k of the timestep embedding for draw k of sample i, row B·K (t = 0) elsewhere
-    draw_runs: Runs
+    rows: ModulationRows  # row i·K + k of the timestep embedding for draw k of sample i, row B·K (t = 0) elsewhere
+    draw_rows: ModulationRows
     block_mask: Any = None  # for the backend "flex"; and for the last block
     draws_block_mask: Any = None
     only_draws: bool = False
@@ -231,10 +232,11 @@ class JointRow:
             places["image_from"].append(tokens)
             places["draws_from"].append(tokens[conditions:])
             places["draws"].append(begin + sample.prefix_length + torch.arange(sample.draw_tokens))
-        at = {name: torch.cat([torch.arange(0), *spans]).to(device) for name, spans in places.items()}
-        text_from = text_valid.flatten().nonzero()[:, 0].to(device)
+        at = {name: to_device(torch.cat([torch.arange(0), *spans]), device) for name, spans in places.items()}
+        text_from = to_device(text_valid.flatten().nonzero()[:, 0], device)
         indices = (text_from, at["text"], at["image_from"], at["image"], at["draws_from"], at["draws"])
-        return cls(samples, *indices, modulation_runs(samples), draw_runs(samples))
+        rows, of_draws = (ModulationRows.of(make(samples), device) for make in (modulation_runs, draw_runs))
+        return cls(samples, *indices, rows, of_draws)
 
     @property
     def length(self) -> int:

@@ -41,11 +41,12 @@ from diffusers.models.transformers.transformer_qwenimage21 import (
     QwenImage21TransformerBlock,
 )
 from diffusers.utils import apply_lora_scale
-from jaxtyping import Complex, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.format.sample import ImgShapes
+from qwen_cache.models.devices import to_device
 from qwen_train.model.joint_attention import active_backend
 from qwen_train.model.mixed_sizes import (
     MixedSizes,
@@ -53,7 +54,7 @@ from qwen_train.model.mixed_sizes import (
     refuse_other_batch_size,
     text_validity,
 )
-from qwen_train.model.packed import add_gated, gather, modulate, scatter
+from qwen_train.model.packed import gather, norm_out, scaled, scatter
 from qwen_train.model.qwen_image_21.attention import (
     QwenImage21MultiResAttnProcessor,
     block_masks,
@@ -98,36 +99,24 @@ def refuse_far_positions(samples: Sequence[ImgShapes], text_lengths: Sequence[in
             )
 
 
-def rotary_embedding(
-    pos_embed: nn.Module, images: ImgShapes, sample: JointSample, device: torch.device
-) -> Complex[Tensor, "N half"]:
-    """RoPE of a sample's part of the row: stock's for it alone, the target's for every draw, zero for padding."""
+def rotary_embedding(pos_embed: nn.Module, images: ImgShapes, sample: JointSample) -> Float[Tensor, "N half 2"]:
+    """RoPE of a sample's part of the row: stock's for it alone, the target's for every draw, zero for padding.
+
+    On the CPU: stock's table takes several copies to a device, and waits for each.
+    """
     runs = (*sample.prefix, (sample.target, False))
     is_image = torch.cat([torch.full((length,), not is_text) for length, is_text in runs])
-    alone = pos_embed(list(images), is_image, device=device)
+    device = torch.device("meta" if pos_embed.freqs[0].is_meta else "cpu")  # type: ignore[index]
+    alone = torch.view_as_real(pos_embed(list(images), is_image, device=device))
     prefix, target = alone[: sample.prefix_length], alone[sample.prefix_length :]
-    return F.pad(torch.cat([prefix, target.repeat(sample.draws, 1)]), (0, 0, 0, sample.padding))
+    return F.pad(torch.cat([prefix, target.repeat(sample.draws, 1, 1)]), (0, 0, 0, 0, 0, sample.padding))
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def norm_out(
-    module: Any, x: Float[Tensor, "1 Q D"], temb: Float[Tensor, "R E"], row: JointRow
-) -> Float[Tensor, "1 Q D"]:
-    """The final modulated norm, draw by draw."""
-    pieces = zip(torch.split(x, [length for length, _ in row.draw_runs], dim=1), row.draw_runs, strict=True)
-    return torch.cat([module(piece, temb[i : i + 1]) for piece, (_, i) in pieces], dim=1)
-
-
 class QwenImage21MultiResTransformerBlock(QwenImage21TransformerBlock):  # type: ignore[misc]
     """The stock block, which also takes the row of a batch: a `JointRow` as the attention mask."""
-
-    def _modulate(
-        self, hidden_states: Tensor, mod_params: Tensor, target_token_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return super()._modulate(hidden_states, mod_params, target_token_mask)  # type: ignore[no-any-return]
 
     def forward(
         self,
@@ -144,16 +133,15 @@ class QwenImage21MultiResTransformerBlock(QwenImage21TransformerBlock):  # type:
             )
             return output
         row, x = attention_mask, hidden_states
-        mod1, mod2 = modulation.chunk(2, dim=-1)
-        modulated, gates = modulate(self, self.img_norm1(x), mod1, row.runs)
+        scale1, gate1, scale2, gate2 = modulation.chunk(4, dim=-1)
+        modulated = scaled(self.img_norm1(x), 1 + scale1, None, row.rows)
         update = self.attn(hidden_states=modulated, attention_mask=row, rotary_emb=rotary_emb)
-        runs = row.runs
+        rows = row.rows
         if row.only_draws:
-            gates = [gate for gate, run in zip(gates, runs, strict=True) if run in row.draw_runs]
-            x, runs = x.index_select(1, row.draws_to), row.draw_runs
-        x = add_gated(x, [gate.tanh() for gate in gates], update, runs)
-        modulated, gates = modulate(self, self.img_norm2(x), mod2, runs)
-        x = add_gated(x, [gate.tanh() for gate in gates], self.img_mlp(modulated), runs)
+            x, rows = x.index_select(1, row.draws_to), row.draw_rows
+        x = x + scaled(update, gate1.tanh(), None, rows)
+        modulated = scaled(self.img_norm2(x), 1 + scale2, None, rows)
+        x = x + scaled(self.img_mlp(modulated), gate2.tanh(), None, rows)
         result: Tensor = x.clip(-65504, 65504) if x.dtype == torch.float16 else x  # as the stock block does
         return result
 
@@ -272,7 +260,7 @@ class QwenImage21MultiResTransformer2DModel(MixedSizes, QwenImage21Transformer2D
             run = functools.partial(self._gradient_checkpointing_func, block) if checkpointing else block
             x = run(x, modulation, rotary, last if block is self.transformer_blocks[-1] else row)
 
-        velocity = self.proj_out(norm_out(self.norm_out, x, temb, row))
+        velocity = self.proj_out(norm_out(self.norm_out, x, temb, row.draw_rows.runs))
         return scatter(velocity, row.draws_from, *hidden_states.shape[:2])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -284,7 +272,7 @@ class QwenImage21MultiResTransformer2DModel(MixedSizes, QwenImage21Transformer2D
         timestep: Tensor,
         img_shapes: Sequence[Any],
         image_positions: Sequence[Sequence[int]] | None,
-    ) -> tuple[JointRow, Complex[Tensor, "M half"]]:
+    ) -> tuple[JointRow, Float[Tensor, "M half 2"]]:
         """Check the batch against its shapes and masks; its row, and the RoPE of every token."""
         (batch_size, image_length), device = hidden_states.shape[:2], hidden_states.device
         draws = draws_of(timestep)
@@ -306,7 +294,7 @@ class QwenImage21MultiResTransformer2DModel(MixedSizes, QwenImage21Transformer2D
             whole, of_draws = block_masks(row, device)
             row = replace(row, block_mask=whole, draws_block_mask=of_draws)
         pairs = zip(images, row.samples, strict=True)
-        return row, torch.cat([rotary_embedding(self.pos_embed, *pair, device) for pair in pairs])
+        return row, to_device(torch.cat([rotary_embedding(self.pos_embed, *pair) for pair in pairs]), device)
 
 
 def refuse_without_img_mask(**stock_arguments: object) -> None:
