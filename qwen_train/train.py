@@ -30,6 +30,7 @@ from qwen_train.data.batches import Batch, Batches
 from qwen_train.data.samples import Samples, open_samples
 from qwen_train.flow import NoiseSchedule, flow_loss, interpolate
 from qwen_train.lora.adapter import start_from
+from qwen_train.memory.exhausted import memory_for_training
 from qwen_train.metrics import MetricsLog, StepStats, Throughput, check_tracker, progress_text
 from qwen_train.model.ema import Ema
 from qwen_train.model.modulation import tabulate
@@ -41,7 +42,14 @@ from qwen_train.report import RUN_FACTS_NAME, renew_report
 from qwen_train.run_summary import distilled_warning, print_memory, print_plan, run_facts, settings_changed
 from qwen_train.signals import Signals, any_process
 from qwen_train.validation import Validation, evaluating, make_validation, noised_samples
-from qwen_train.weights import check_cache, compute_dtype, load_transformer, prepare_for_training, trainable
+from qwen_train.weights import (
+    check_cache,
+    compute_dtype,
+    load_transformer,
+    prepare_for_training,
+    trainable,
+    with_layout,
+)
 
 TRANSFORMER_PARTS = ("transformer", "scheduler")
 GLOO_SECONDS = 0.5  # long enough for a waiting thread to get the interpreter, on a busy machine too
@@ -51,6 +59,8 @@ GLOO_SECONDS = 0.5  # long enough for a waiting thread to get the interpreter, o
 class Prepared:
     """A run that is ready to start or to continue."""
 
+    config: Config
+    """With the layout that was chosen."""
     out: Path
     accelerator: Accelerator
     transformer: Any
@@ -66,8 +76,8 @@ def train(config: Config, *, resume: bool = False, encode_from: str | None = Non
 
     Raises KeyboardInterrupt after SIGINT or SIGTERM, once the current step is finished and saved.
     """
-    settings = config.train
     p = prepare(config, resume, encode_from)
+    config, settings = p.config, p.config.train
     run, accelerator, optimizer, lr_scheduler = p.run, p.accelerator, p.run.optimizer, p.run.lr_scheduler
     stream = p.batches.starting_at(run.consumed_samples)
     log = MetricsLog(p.out, accelerator, config, run.step)
@@ -75,7 +85,8 @@ def train(config: Config, *, resume: bool = False, encode_from: str | None = Non
     saved, stop = run.step, False
     stats, began, before = StepStats(), time.monotonic(), run.consumed_samples
 
-    with closing(log), closing(stream), Signals() as signals, progress() as bar:
+    memory = memory_for_training(accelerator.device)
+    with closing(log), closing(stream), memory, Signals() as signals, progress() as bar:
         task = bar.add_task("training", total=settings.max_steps, completed=run.step, count="")
         while run.step < settings.max_steps and not stop:
             wait_began = time.monotonic()
@@ -237,6 +248,8 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
         log_with=config.logging.report_to if config.logging.report_to != "none" else None,
         project_dir=str(out),
     )
+    config = with_layout(config, accelerator.device)
+    settings = config.train
     transformer_config = (model.component("transformer") / "config.json").read_text(encoding="utf-8")
     scheduler = json.loads((model.component("scheduler") / "scheduler_config.json").read_text(encoding="utf-8"))
     schedule = NoiseSchedule.of_config(scheduler)
@@ -270,7 +283,9 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
             console().print(f"[bold]changed[/] from here on: {', '.join(changed)}", highlight=False)
         print_memory(config, batches, json.loads(transformer_config), accelerator.device.type)
     accelerator.wait_for_everyone()
-    return Prepared(out, accelerator, transformer, compute_dtype(settings), parameters, run, batches, validation)
+    return Prepared(
+        config, out, accelerator, transformer, compute_dtype(settings), parameters, run, batches, validation
+    )
 
 
 def load_for_training(config: Config, model: ModelFolder, cache: Samples, device: torch.device, *, is_new: bool) -> Any:

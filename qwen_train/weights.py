@@ -47,9 +47,9 @@ def load_transformer(model: ModelFolder, config: Config, device: torch.device = 
 
     Only a transformer that is quantised while loading is on the device already.
 
-    Raises ModelError if it cannot be loaded, ConfigError for settings that it cannot take. For FSDP2 the weights keep
-    their stored dtype, so that all processes of a machine map the same bytes; `wrap` converts trained weights to
-    float32 block by block.
+    Raises ModelError if it cannot be loaded, ConfigError for settings that it cannot take. Weights that are
+    trained keep their stored dtype, so that all processes of a machine map the same bytes; `wrap` converts them to
+    float32 on the device.
     """
     folder, settings, kind = model.component("transformer"), config.train, config.model.quantization
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -57,8 +57,7 @@ def load_transformer(model: ModelFolder, config: Config, device: torch.device = 
         _refuse_quantised(folder, kind)
     if settings.offload_blocks:
         check_offload(config, saved)
-    trained = _stored_dtype(folder) if settings.fsdp else torch.float32
-    dtype = trained if settings.method == "full" else compute_dtype(settings)
+    dtype = _stored_dtype(folder) if settings.method == "full" else compute_dtype(settings)
     model_class = trained_class(saved, folder)
     if settings.tabulated_modulation:
         check_settings(settings, saved)
@@ -124,7 +123,7 @@ def check_cache(cache: Any, model: ModelFolder, config: Mapping[str, Any]) -> No
 
 def prepare_for_training(transformer: Any, settings: TrainConfig) -> Any:
     """Apply the settings: layout, layers, checkpointing, LoRA, frozen weights; the transformer in training mode."""
-    transformer.layout = settings.layout
+    transformer.layout = "padded" if settings.layout == "auto" else settings.layout
     replace_layers(transformer)
     if settings.gradient_checkpointing:
         checkpoint_blocks(transformer, int(settings.gradient_checkpointing))
@@ -132,6 +131,14 @@ def prepare_for_training(transformer: Any, settings: TrainConfig) -> Any:
         add_lora(transformer, settings.lora)
     freeze_unreached(transformer)
     return transformer.train()
+
+
+def with_layout(config: Config, device: torch.device) -> Config:
+    """The configuration with a layout in place of "auto"."""
+    if config.train.layout != "auto":
+        return config
+    layout = "packed" if is_accelerator(device) else "padded"
+    return config.model_copy(update={"train": config.train.model_copy(update={"layout": layout})})
 
 
 def compute_dtype(settings: TrainConfig) -> torch.dtype:

@@ -92,6 +92,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--model", metavar="PATH", type=Path, help="a transformer's folder, or its pipeline's; else random")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def users_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of this session in place of the user's, where digests are remembered."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a tiny model: `tiny_model("edit-plus")`."""

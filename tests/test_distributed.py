@@ -102,7 +102,7 @@ def test_two_stopped_processes_resume_bit_for_bit(train: Trainer, fsdp: bool, me
 
 
 def test_weights_stored_in_bfloat16_are_trained_in_float32(train: Trainer, tmp_path: Path) -> None:
-    """Though they are loaded as they lie."""
+    """Though they are loaded as they are stored, which processes of a machine share."""
     train.model = Path(shutil.copytree(train.model, tmp_path / "model"))
     stored = QwenImageTransformer2DModel.from_pretrained(train.model / "transformer", torch_dtype=torch.bfloat16)
     stored.save_pretrained(train.model / "transformer")

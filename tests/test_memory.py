@@ -120,7 +120,7 @@ def test_every_draw_adds_the_activations_of_a_target() -> None:
 
 def test_the_copies_for_the_kernel_of_cuda_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """In half precision: in each block the keys and values of all samples, which are slices elsewhere."""
-    settings = [[*SETTINGS[name], "train.noise_draws=1"] for name in ("no checkpointing", "in float32")]
+    settings = [[*SETTINGS[name], "train.layout=padded"] for name in ("no checkpointing", "in float32")]
     half, whole = (predicted(SMALL_21, each, MIXED_21, "accelerator").activations for each in settings)
     monkeypatch.setattr(predict.VarlenOnMeta, "_attend", predict.QwenImage21MultiResAttnProcessor._attend)
     without, same = (predicted(SMALL_21, each, MIXED_21, "accelerator").activations for each in settings)
@@ -194,7 +194,8 @@ def test_activations_of_the_real_configuration() -> None:
     assert whole / 60 == pytest.approx(110e3 * (image + text) + 2 * 6144 * image, rel=0.02)
     few = predicted({**REAL, "num_layers": 30}, [], EDIT).activations
     assert (predicted(REAL, [], EDIT).activations - few) / (image + text) / 30 == pytest.approx(6144, rel=0.03)
-    assert predicted(REAL, SETTINGS["no checkpointing"], EDIT).activations == whole
+    padded = [*SETTINGS["no checkpointing"], "train.layout=padded"]
+    assert predicted(REAL, padded, EDIT).activations == whole
 
 
 @pytest.mark.slow

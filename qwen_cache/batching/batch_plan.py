@@ -201,7 +201,7 @@ class BatchPlan:
 
     def _costs(self, tokens: IntArray, cuts: IntArray) -> IntArray:
         """The cost of each batch in tokens; the samples have `tokens`."""
-        if self.config.layout == "padded":
+        if _is_padded(self.config):
             return padded_tokens(tokens, cuts)
         return np.add.reduceat(tokens.sum(0), cuts[:-1])
 
@@ -214,7 +214,7 @@ class BatchPlan:
     def _cut(self, tokens: IntArray) -> IntArray:
         """Where batches begin and end when each takes as many of the next samples as fit."""
         budget = self.config.max_tokens
-        padded = budget is not None and self.config.layout == "padded"
+        padded = budget is not None and _is_padded(self.config)
         ends = _padded_ends if padded else _packed_ends
         end: list[int] = ends(tokens, self.limit, budget or int(tokens.sum())).tolist()
         cuts = [0]
@@ -272,7 +272,7 @@ def sequence_settings(config: BatchConfig) -> dict[str, Any]:
     return {
         "train.batch_size": config.batch_size or (None if config.max_tokens else 1),
         "train.max_tokens": config.max_tokens,
-        "train.layout": config.layout if _in_groups(config) else None,
+        "train.layout": ("padded" if _is_padded(config) else "packed") if _in_groups(config) else None,
         "train.drop_last": config.drop_last if _in_groups(config) else None,
         "train.bucketing_window": config.bucketing_window if _bucketed(config) else None,
         "train.balance_window": config.balance_window if config.balance_window > 1 else None,
@@ -290,7 +290,12 @@ def padded_tokens(tokens: IntArray, cuts: IntArray) -> IntArray:
 
 def _bucketed(config: BatchConfig) -> bool:
     """Whether samples are batched by length: only where padding would be needed otherwise."""
-    return config.layout == "padded" and config.bucketing_window > 1 and _in_groups(config)
+    return _is_padded(config) and config.bucketing_window > 1 and _in_groups(config)
+
+
+def _is_padded(config: BatchConfig) -> bool:
+    """Whether rows are padded; "auto" is, until training chooses for its device."""
+    return config.layout != "packed"
 
 
 def _in_groups(config: BatchConfig) -> bool:

@@ -18,6 +18,7 @@ from qwen_cache.models.family import QWEN_IMAGE, Family
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.sizes import Resolution
+from qwen_cache.storage.remembered import remembered
 
 ENCODER_VERSION = 2
 _CHUNK = 1 << 24
@@ -70,8 +71,13 @@ def _fingerprint(folders: list[Path], endings: tuple[str, ...], on_bytes: Callab
     """One hash over the names and contents of the files with these endings."""
     files = [path for folder in folders for path in sorted(folder.iterdir()) if path.name.endswith(endings)]
     return content_hash(
-        canonical_json([[f"{path.parent.name}/{path.name}", _hash_file(path, on_bytes)] for path in files])
+        canonical_json([[f"{path.parent.name}/{path.name}", _digest(path, on_bytes)] for path in files])
     )
+
+
+def _digest(path: Path, on_bytes: Callable[[int], None]) -> str:
+    """The hash of a file's content; weights are read again only when the file has changed."""
+    return remembered("xxh3-128", [path], lambda: _hash_file(path, on_bytes))
 
 
 def _hash_file(path: Path, on_bytes: Callable[[int], None]) -> str:

@@ -25,8 +25,9 @@ class BatchConfig(Section):
     turns it off."""
     drop_last: bool = False
     """Drop the samples that do not fill the last batch of an epoch; otherwise this batch is smaller."""
-    layout: Literal["padded", "packed"] = "padded"
-    """padded: rows of equal length. packed: one row of valid tokens, no padding computed. Equal results."""
+    layout: Literal["auto", "padded", "packed"] = "auto"
+    """padded: rows of equal length with a mask. packed: one row of valid tokens, no padding computed and no mask, which
+    lets flash attention run. Equal results. auto: packed on an accelerator, padded on the CPU."""
     noise_draws: Positive = 1
     """Timesteps and noises of a sample in one pass: text and control images are computed once, and each draw attends to
     them and to itself. Qwen-Image-2.1 only."""

@@ -21,8 +21,17 @@ from qwen_cache.settings.model import ModelConfig
 from qwen_train.data.batches import Batches
 from qwen_train.data.samples import open_samples
 from qwen_train.flow import NoiseSchedule
-from qwen_train.memory.predict import FRAGMENTATION, SampleSize, block_bytes, largest_batch, predict_memory, tokens_of
+from qwen_train.memory.predict import (
+    ACCELERATOR,
+    FRAGMENTATION,
+    SampleSize,
+    block_bytes,
+    largest_batch,
+    predict_memory,
+    tokens_of,
+)
 from qwen_train.model.stock import trained_class
+from qwen_train.weights import with_layout
 
 FEWEST = -1
 """Placeholder for the smallest number of blocks that fits."""
@@ -39,6 +48,7 @@ LINEAR_FROM = 2048  # tokens: from here on a batch takes more memory than any op
 
 def plan(settings: Config, capacity: int | None) -> dict[str, Any]:
     """The report of `qwen-train plan` as a JSON value: the largest batch, its memory by part, and what fits."""
+    settings = with_layout(settings, ACCELERATOR)
     transformer = transformer_config(settings.model)
     batches = Batches(open_samples(settings), settings.train, NoiseSchedule())
     check_family(batches, transformer)

@@ -39,9 +39,10 @@ from qwen_train.model.offload import check_settings as check_offload
 from qwen_train.model.qwen_image_21.attention import QwenImage21MultiResAttnProcessor, varlen_attention
 from qwen_train.model.qwen_image_21.joint_row import JointRow
 from qwen_train.model.stock import trained_class
-from qwen_train.weights import compute_dtype, prepare_for_training
+from qwen_train.weights import compute_dtype, prepare_for_training, with_layout
 
 Device = Literal["accelerator", "cpu"]
+ACCELERATOR = torch.device("cuda")  # or any other: predictions are the same
 
 
 class SampleSize(NamedTuple):
@@ -95,6 +96,7 @@ def predict_memory(
 ) -> Memory:
     """The memory of a training step on `batch`, for a transformer with this config.json and the settings `model`,
     `train` and `optimizer`. Raises ConfigError or ModelError for settings that cannot be combined."""
+    settings = settings if device == "cpu" else with_layout(settings, ACCELERATOR)
     layers = int(transformer["num_layers"])
     every = int(settings.train.gradient_checkpointing) or 1
     few, more = layers % every + 3 * every, layers % every + 4 * every  # the first and the last block are different
@@ -401,4 +403,4 @@ def tokens_of(batch: Sequence[SampleSize], settings: TrainConfig, family: Family
         noise_draws=settings.noise_draws,
         target_tokens=np.array([token_count(sample.img_shapes[:1]) for sample in batch]),
     )
-    return int(padded_tokens(tokens, np.array([0, len(batch)]))[0] if settings.layout == "padded" else tokens.sum())
+    return int(padded_tokens(tokens, np.array([0, len(batch)]))[0] if settings.layout != "packed" else tokens.sum())

@@ -13,7 +13,7 @@ import functools
 import json
 import mmap
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +32,11 @@ from torch import Tensor, nn
 
 from qwen_cache.console import console
 from qwen_cache.errors import ConfigError, ModelError, TrainError
+from qwen_cache.models.devices import to_device
 from qwen_cache.models.family import QWEN_IMAGE_21
 from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.durable import allocate, cache_home, sync, whole_file
+from qwen_cache.storage.remembered import remembered
 from qwen_train.flow import NoiseSchedule
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
@@ -140,8 +142,15 @@ class Checkpoint:
                 f"weights cannot be read: {error}", where=path, found=name, do="download this component again"
             ) from None
 
-    def fingerprint(self, layers: Iterable[str]) -> str:
-        """One hash over the weights and biases of these layers."""
+    def fingerprint(self, layers: Sequence[str]) -> str:
+        """One hash over the weights and biases of these layers, read again only when a file has changed."""
+        files = sorted({self.files.get(f"{layer}.weight", SAFETENSORS_WEIGHTS_NAME) for layer in layers})
+        paths = [self.folder / name for name in files]
+        if not all(path.is_file() for path in paths):
+            return self._hash(layers)  # which says what is missing
+        return remembered(f"modulation {VERSION} {list(layers)}", paths, lambda: self._hash(layers))
+
+    def _hash(self, layers: Sequence[str]) -> str:
         digest = xxhash.xxh3_128(f"modulation {VERSION}".encode())
         for name in (f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")):
             tensor = self[name]
@@ -209,12 +218,19 @@ def _digest(path: Path, data: Any) -> bytes:
 
 
 def _is_intact(path: Path) -> bool:
+    """Whether the digest at the end of the file is that of its content; read again only when the file has changed."""
     try:
-        with open(path, "rb") as file:
-            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        return _digest(path, data[:-DIGEST]) == data[-DIGEST:]
+        return bool(remembered("modulation table", [path], lambda: _intact_digest(path)))
     except (OSError, ValueError):  # an empty file cannot be mapped
         return False
+
+
+def _intact_digest(path: Path) -> str:
+    """The digest of an intact table; nothing for another file."""
+    with open(path, "rb") as file:
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    digest = _digest(path, data[:-DIGEST])
+    return digest.hex() if digest == data[-DIGEST:] else ""
 
 
 # ---- the model without those weights ---------------------------------------------------------------------------------
@@ -246,7 +262,7 @@ class TimestepRows(nn.Module):
         if timestep.dtype != torch.bfloat16:
             raise TrainError("the modulation table is for bfloat16", where="timestep", found=timestep.dtype, do=OFF)
         rows = [self._row(bits, t) for bits, t in zip(timestep.view(torch.int16).tolist(), timestep, strict=True)]
-        return torch.from_numpy(np.stack(rows)).view(torch.bfloat16).to(hidden_states.device)
+        return to_device(torch.from_numpy(np.stack(rows)).view(torch.bfloat16), hidden_states.device)
 
     def _row(self, bits: int, timestep: Tensor) -> Any:
         for table in self.tables:

@@ -32,6 +32,8 @@ def wrap(accelerator: Any, transformer: Any, settings: TrainConfig) -> Any:
         return module.to(torch.float32) if settings.method == "full" else module
 
     if not settings.fsdp or accelerator.num_processes == 1:
+        if not settings.offload_blocks:
+            transformer.to(accelerator.device)
         in_trained_dtype(transformer)
         frozen = [name for name, parameter in transformer.named_parameters() if not parameter.requires_grad]
         transformer._ddp_params_and_buffers_to_ignore = frozen  # every process has read them itself
