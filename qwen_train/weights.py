@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.format.sample import LATENT_CHANNELS
-from qwen_cache.models.devices import is_accelerator
+from qwen_cache.models.devices import full_float32, is_accelerator
 from qwen_cache.models.family import SUPPORTED
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config
@@ -45,11 +45,9 @@ MAX_SHARD_SIZE = "10GB"  # as save_pretrained
 def load_transformer(model: ModelFolder, config: Config, device: torch.device = CPU) -> Any:
     """The model's transformer for training on `device`, still without its LoRA and its modulation table.
 
-    Only a transformer that is quantised while loading is on the device already.
-
     Raises ModelError if it cannot be loaded, ConfigError for settings that it cannot take. Weights that are
     trained keep their stored dtype, so that all processes of a machine map the same bytes; `wrap` converts them to
-    float32 on the device.
+    float32 on the device. What computes in float32 does so without TF32, in this whole process.
     """
     folder, settings, kind = model.component("transformer"), config.train, config.model.quantization
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -77,6 +75,8 @@ def load_transformer(model: ModelFolder, config: Config, device: torch.device = 
             found=sorted(info["missing_keys"])[0],
             do="download this component again",
         )
+    if compute_dtype(settings) == torch.float32:
+        full_float32()
     return transformer
 
 

@@ -1,7 +1,7 @@
 """Devices and dtypes by the names that users give, and what a device can do.
 
 Nothing else asks for a type of device, except for what exists on CUDA alone: so CUDA, ROCm, XPU and MPS take the same
-path.
+path. Importing changes no setting of torch; a model in float32 does (`full_float32`).
 """
 
 from __future__ import annotations
@@ -70,6 +70,20 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def reports_memory(device: torch.device) -> bool:
     """Whether torch can say how much of its memory is used and free; for MPS it cannot."""
     return is_accelerator(device) and hasattr(device_module(device), "mem_get_info")
+
+
+def full_float32() -> None:
+    """Compute float32 in float32, everywhere in this process and until it ends.
+
+    torch lets cuDNN compute convolutions in TF32, whose 10 bits give errors of 1e-3, and an environment may ask for the
+    same in matrix products. These switches belong to the process, and its threads share them. torch has an old and a
+    new kind, and refuses to read the old ones where they disagree.
+    """
+    backends: Any = torch.backends  # the stubs lack the new switches
+    torch.set_float32_matmul_precision("highest")
+    backends.cudnn.allow_tf32 = False
+    for switch in (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul):
+        switch.fp32_precision = "ieee"
 
 
 def torch_dtype(name: str) -> torch.dtype:

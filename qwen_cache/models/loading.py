@@ -1,6 +1,7 @@
 """Load a frozen component from safetensors; a missing weight is an error.
 
-transformers and diffusers initialise missing weights at random, with a warning.
+transformers and diffusers initialise missing weights at random, with a warning. From the first component in float32 on,
+this process computes float32 without TF32.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from qwen_cache.errors import ModelError
+from qwen_cache.models.devices import full_float32
 
 
 def load_whole(kind: type[Any], folder: Path, **options: Any) -> Any:
@@ -32,4 +34,6 @@ def load_whole(kind: type[Any], folder: Path, **options: Any) -> Any:
                 found=", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
                 do="download this component again",
             )
+    if component.dtype == torch.float32:
+        full_float32()
     return component.requires_grad_(False).eval()
