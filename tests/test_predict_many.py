@@ -13,12 +13,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.torch import save_file
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from qwen_cache import open_cache
+from qwen_cache.models.folder import open_model
+from qwen_cache.settings.inference import PredictConfig
+from qwen_cache.sources.places import File
 from qwen_train.cli import predict as predict_command
 from qwen_train.inference import generator, many
+from qwen_train.inference.devices import Devices
+from qwen_train.inference.jobs import GenerateJob, control_images
 from qwen_train.inference.prompts import PromptEncoder
 
 from .support.commands import Result, run
@@ -50,8 +57,6 @@ def image(tmp_path: Path) -> Path:
 @pytest.fixture
 def lora(tmp_path: Path, tiny_model: TinyModel) -> Path:
     """A strong one."""
-    import torch
-
     torch.manual_seed(0)
     name = "transformer.transformer_blocks.0.attn.to_out.0"
     width = 64
@@ -101,6 +106,29 @@ def test_only_what_changed_is_generated_again(
     assert "4 new images in" in predict(*options, "--seed", "1").stderr
     assert "4 new images in" in predict(*options, "--seed", "1", "--lora", lora).stderr
     assert "4 new images in" in predict(*options, "--seed", "1", "--lora", f"{lora}:0.5").stderr
+
+
+def test_the_encoder_goes_to_its_device_once_for_all_prompts(
+    tiny_model: TinyModel, image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its 16.6 GB, for two jobs with a prompt and a negative prompt each. The CPU takes the accelerator's place."""
+    monkeypatch.setattr("qwen_train.inference.settings.check_offload", lambda *_: None)
+    monkeypatch.setattr(PromptEncoder, "_offloads", True)
+    moves, move = [], Qwen2_5_VLModel.to
+    monkeypatch.setattr(Qwen2_5_VLModel, "to", lambda model, *to: moves.append(to) or move(model, *to))
+    cpu = torch.device("cpu")
+    settings = PredictConfig(dtype="float32", offload="model", negative_prompt="blurry", true_cfg_scale=4)
+    folder = open_model(str(tiny_model("edit-plus")), many.COMPONENTS)
+    offloading = generator.Generator(folder, settings, Devices(cpu, cpu, cpu))
+    jobs = [GenerateJob(prompt, (File(image),), prompt) for prompt in ("make it red", "make it 黑白")]
+    embeds = many.encode(offloading, jobs)
+    assert moves[0] == (cpu,)
+    assert ("cpu",) not in moves  # it is on the device until it is freed, and `to` moves nothing that is there
+    one_by_one = PromptEncoder(folder, cpu, torch.float32)
+    for job in jobs:
+        images = control_images(job, folder.family)
+        for name, tensor in one_by_one.arguments(images, job.prompt, "blurry", offloading.condition_area).items():
+            assert torch.equal(embeds[job.name][name], tensor)
 
 
 def test_an_image_that_cannot_be_read_is_left_out(predict: Predict, tmp_path: Path) -> None:

@@ -114,9 +114,10 @@ def check_paths(jobs: Sequence[GenerateJob], folder: Path, pages: Sequence[Path]
 
 
 def encode(generator: Generator, jobs: Sequence[GenerateJob]) -> dict[str, dict[str, torch.Tensor] | SourceError]:
-    """The pipeline's arguments in place of each job's prompts, on the CPU; the encoder is freed.
+    """The pipeline's arguments in place of each job's prompts, on the CPU.
 
-    A job whose images cannot be read or encoded has the error instead, and fails later.
+    The encoder goes to its device once, for all of them, and is freed. A job whose images cannot be read or encoded has
+    the error instead, and fails later.
     """
     encoder = PromptEncoder(generator.model, generator.devices.text, generator.dtype, generator.config.offload)
     embeds: dict[str, dict[str, torch.Tensor] | SourceError] = {}

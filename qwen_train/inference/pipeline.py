@@ -2,7 +2,8 @@
 
 Arguments and results are the stock pipelines', bit for bit on the same devices. Only two things are overridden: the
 moves of tensors between components, and the text encoder (prompts.py), which is loaded for the first prompt, never for
-`prompt_embeds`. An image too large for the memory of the VAE's device is processed in tiles.
+`prompt_embeds`, and leaves a shared device before VAE and transformer come. An image too large for the memory of the
+VAE's device is processed in tiles.
 """
 
 from __future__ import annotations
@@ -123,6 +124,11 @@ class Placed:
     def free_encoder(self) -> None:
         """Free the text encoder's memory until the next prompt."""
         self.prompt_encoder.free()
+
+    def prepare_latents(self, *args: Any, **named: Any) -> Any:
+        """The stock method, with which a pipeline's work begins after all prompts: the encoder makes room for it."""
+        self.prompt_encoder.leave()
+        return super().prepare_latents(*args, **named)  # type: ignore[misc]  # of the stock pipeline
 
     def _embed(self, prompt: Prompt, image: Any, device: Any, dtype: Any = None) -> Embedded:
         """Encode prompts in place of the stock text encoder."""

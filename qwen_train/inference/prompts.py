@@ -2,7 +2,8 @@
 
 Under transformers 5, diffusers 0.42's Edit pipelines give Qwen2.5-VL one-dimensional positions; here it gets the
 positions that it was trained with. Everything else equals the pipelines: the same modules on the same shapes. The
-encoder is loaded on first use and can be freed, so that no device holds it together with the transformer.
+encoder is loaded on first use, stays on its device for all prompts, and then is freed or leaves, so that no device
+holds it together with the transformer.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from accelerate import cpu_offload, cpu_offload_with_hook
+from accelerate import cpu_offload
 from diffusers.utils.torch_utils import empty_device_cache
 from PIL import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from qwen_cache.encode.text import TextEncoder
+from qwen_cache.models.devices import is_accelerator
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.sources.images import over_white
 from qwen_cache.sources.sizes import calculate_dimensions
@@ -60,7 +62,10 @@ class Embedded(NamedTuple):
 
 @dataclass
 class PromptEncoder:
-    """The text encoder: loaded on first use, kept until it is freed."""
+    """The text encoder: loaded on first use, kept until it is freed.
+
+    With `offload` of `model` its weights are on the device from a prompt until `leave`; of `sequential`, one layer's.
+    """
 
     model: ModelFolder
     device: torch.device
@@ -102,11 +107,15 @@ class PromptEncoder:
                 encoder.encode_whole(images if shared else images[i * per_prompt : (i + 1) * per_prompt], prompt)
                 for i, prompt in enumerate(prompts)
             ]
-            if self._offloads and self.offload == "model":
-                encoder.model.to("cpu")
         masks = [row.new_ones(len(row), dtype=torch.long) for row, _ in encoded]
         rows, slots = ([each[i] for each in encoded] for i in range(2))
         return Embedded(*(pad_sequence(each, batch_first=True) for each in (rows, masks, slots)))
+
+    def leave(self) -> None:
+        """Make room on the device: weights that are offloaded as a whole wait in host memory for the next prompt."""
+        if self._encoder is not None and self._moves_whole:
+            self._encoder.model.to("cpu")
+            empty_device_cache(self.device.type)
 
     def free(self) -> None:
         """Free the encoder's memory."""
@@ -116,14 +125,20 @@ class PromptEncoder:
 
     @property
     def _offloads(self) -> bool:
-        return self.offload != "none" and self.device.type != "cpu"
+        return self.offload != "none" and is_accelerator(self.device)
+
+    @property
+    def _moves_whole(self) -> bool:
+        return self._offloads and self.offload == "model"
 
     def _load(self) -> TextEncoder:
         if self._encoder is None:
-            encoder = TextEncoder(self.model, torch.device("cpu") if self._offloads else self.device, self.dtype)
-            if self._offloads:
+            by_layer = self._offloads and self.offload == "sequential"
+            encoder = TextEncoder(self.model, torch.device("cpu") if by_layer else self.device, self.dtype)
+            if by_layer:
                 encoder.device = self.device  # its inputs go here, its weights follow
-                hooks: dict[str, Any] = {"model": cpu_offload_with_hook, "sequential": cpu_offload}
-                hooks[self.offload](encoder.model, self.device)
+                cpu_offload(encoder.model, self.device)
             self._encoder = encoder
+        elif self._moves_whole:
+            self._encoder.model.to(self.device)
         return self._encoder

@@ -189,6 +189,8 @@ class StockEmbeddings:
     def embed(self, prompts: list[str], images: list[Image.Image]) -> Any:
         return self.stock._get_qwen_prompt_embeds(prompts, images or None)
 
+    def leave(self) -> None: ...
+
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_prompts_encoded_before_give_the_same_images(count: int, both: Make, tiny_model: TinyModel) -> None:
