@@ -34,7 +34,7 @@ from qwen_cache.errors import ModelError, SourceError
 from qwen_cache.format.identity import Phrase
 from qwen_cache.grounding.attention import AttentionRows, ImageTokens, attention_rows, image_tokens
 from qwen_cache.grounding.phrase import token_positions
-from qwen_cache.models.devices import has_streams
+from qwen_cache.models.devices import has_streams, send
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.models.processor import load_processor
 from qwen_cache.models.template import VISION_END, Template
@@ -208,7 +208,7 @@ class TextEncoder:
             embeds = self.embed(self.read([{}]), [(0, prompt, None)])[0].embeds
             return embeds, torch.zeros(len(embeds), dtype=torch.bool)
         inputs = self._process(self.template.text(prompt, len(images)), images)
-        output = self.model(**{name: tensor.to(self.device) for name, tensor in inputs.items()})
+        output = self.model(**self._sent(inputs))
         is_image = inputs["input_ids"][0, self.drop_idx :] == self.model.config.image_token_id
         return output.last_hidden_state[0, self.drop_idx :].cpu(), is_image
 
@@ -230,8 +230,9 @@ class TextEncoder:
             )
         if self.text_rows_only:
             self._check_grids(inputs["image_grid_thw"], images)
-        pin = has_streams(self.device)
-        return {name: tensor.pin_memory() if pin else tensor for name, tensor in inputs.items()}
+        if has_streams(self.device):
+            inputs["pixel_values"] = inputs["pixel_values"].pin_memory()
+        return dict(inputs)
 
     def _check_grids(self, grids: Int[torch.Tensor, "images 3"], images: Sequence[Image.Image]) -> None:
         """SourceError where the processor resized an image: its tokens would no longer fit those of the VAE."""
@@ -277,9 +278,10 @@ class TextEncoder:
         tokens = {"input_ids": _padded(ids), "mm_token_type_ids": _padded(types), "image_grid_thw": grids}
         row_images = image_tokens(self.model.config, tokens["input_ids"], grids) if self.attend else []
         positions, deltas = self.model.get_rope_index(**tokens, attention_mask=valid)
-        tokens |= {"pixel_values": torch.cat([each["pixel_values"] for each in inputs]), "position_ids": positions}
-        tokens = {name: tensor.to(self.device, non_blocking=True) for name, tensor in tokens.items()}
-        output = self.model(**tokens, use_cache=True)  # the padding is on the right, where no token looks
+        pixels = torch.cat([send(each["pixel_values"], self.device) for each in inputs])
+        tokens = self._sent(tokens | {"position_ids": positions})
+        # The padding is on the right, where no token looks.
+        output = self.model(**tokens, pixel_values=pixels, use_cache=True)
         kept = [self._kept_rows(each) for each in ids]
         return Prefixes(
             images=[len(each["image_grid_thw"]) for each in inputs],
@@ -290,6 +292,10 @@ class TextEncoder:
             first_images=[images[0] for images in row_images],
             image_positions=[self._image_positions(*each) for each in zip(ids, kept, strict=True)],
         )
+
+    def _sent(self, tensors: Inputs) -> Inputs:
+        """The model's inputs on its device."""
+        return {name: send(tensor, self.device) for name, tensor in tensors.items()}
 
     def _kept_rows(self, ids: Int[torch.Tensor, " N"]) -> Int[torch.Tensor, " P"]:
         """The positions of the tokens whose embeddings are stored."""
@@ -333,7 +339,7 @@ class TextEncoder:
         if prefixes.past is not None:
             drop_idx = 0
             begins = torch.tensor([prefixes.next_positions[row] for row in rows])
-            tokens["position_ids"] = (begins[:, None] + torch.arange(max(map(len, ids)))).expand(3, -1, -1)
+            tokens["position_ids"] = (begins[:, None] + torch.arange(max(map(len, ids)))).repeat(3, 1, 1)
             lengths = torch.tensor([prefixes.lengths[row] for row in rows])
             if len(set(prefixes.lengths)) > 1:  # there is padding between a shorter prefix and its suffix
                 before = torch.arange(max(prefixes.lengths)) < lengths[:, None]
@@ -341,7 +347,7 @@ class TextEncoder:
                     [before, torch.ones_like(tokens["input_ids"], dtype=torch.bool)], 1
                 )
             past = _select_rows(prefixes.past, rows)
-        tokens = {name: tensor.to(self.device, non_blocking=True) for name, tensor in tokens.items()}
+        tokens = self._sent(tokens)
         with self._capturing(prefixes, rows, chosen) as captured:
             hidden = self.model(**tokens, past_key_values=past, use_cache=past is not None).last_hidden_state.cpu()
         embeds = [row[drop_idx : len(each)].clone() for row, each in zip(hidden, ids, strict=True)]

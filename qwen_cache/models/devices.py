@@ -72,6 +72,17 @@ def reports_memory(device: torch.device) -> bool:
     return is_accelerator(device) and hasattr(device_module(device), "mem_get_info")
 
 
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` of the host on `device`. Where there are streams the host does not wait: it sends from pinned memory.
+
+    torch keeps pinned memory until what was sent from it has arrived. Without streams nothing says when that is. An
+    expanded tensor cannot be pinned.
+    """
+    if not has_streams(device):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def full_float32() -> None:
     """Compute float32 in float32, everywhere in this process and until it ends.
 
