@@ -34,11 +34,12 @@ from qwen_cache.errors import ModelError, SourceError
 from qwen_cache.format.identity import Phrase
 from qwen_cache.grounding.attention import AttentionRows, ImageTokens, attention_rows, image_tokens
 from qwen_cache.grounding.phrase import token_positions
-from qwen_cache.models.devices import has_streams, send
+from qwen_cache.models.devices import has_streams, is_accelerator, send
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.models.processor import load_processor
 from qwen_cache.models.template import VISION_END, Template
 from qwen_cache.models.text_encoder import load_text_encoder
+from qwen_cache.models.vision_tower import batch_windows
 from qwen_cache.sources.sizes import Size
 
 KEPT_TOKENS = 8  # keys and values of this many times batch_tokens fit a pass: 1 GB of a 7B model for 2048
@@ -192,9 +193,16 @@ class TextEncoder:
         self.model = load_text_encoder(model.component("text_encoder"), dtype).model.to(device)
         if not family.final_norm:
             skip_final_norm(self.model)
-        self.device, self.batch_tokens, self.attend = device, batch_tokens, attend
+        self.batch_tokens, self.attend = batch_tokens, attend
+        self.run_on(device)
         self._tokenizing = Lock()  # fast tokenizers may not be used by two threads at once
         self._last: LastRead | None = None
+
+    def run_on(self, device: torch.device) -> None:
+        """Send inputs to `device`, where the weights are or will come."""
+        self.device = device
+        if is_accelerator(device):
+            batch_windows(self.model.visual)
 
     @torch.inference_mode()
     def encode_whole(
@@ -208,7 +216,9 @@ class TextEncoder:
             embeds = self.embed(self.read([{}]), [(0, prompt, None)])[0].embeds
             return embeds, torch.zeros(len(embeds), dtype=torch.bool)
         inputs = self._process(self.template.text(prompt, len(images)), images)
-        output = self.model(**self._sent(inputs))
+        tokens = {name: tensor for name, tensor in inputs.items() if name != "pixel_values"}
+        positions, _ = self.model.get_rope_index(**tokens)
+        output = self.model(**self._sent({**inputs, "position_ids": positions}))
         is_image = inputs["input_ids"][0, self.drop_idx :] == self.model.config.image_token_id
         return output.last_hidden_state[0, self.drop_idx :].cpu(), is_image
 
@@ -294,8 +304,8 @@ class TextEncoder:
         )
 
     def _sent(self, tensors: Inputs) -> Inputs:
-        """The model's inputs on its device."""
-        return {name: send(tensor, self.device) for name, tensor in tensors.items()}
+        """The model's inputs on its device; the sizes of images stay on the host, which alone reads them."""
+        return {n: tensor if n == "image_grid_thw" else send(tensor, self.device) for n, tensor in tensors.items()}
 
     def _kept_rows(self, ids: Int[torch.Tensor, " N"]) -> Int[torch.Tensor, " P"]:
         """The positions of the tokens whose embeddings are stored."""

@@ -136,7 +136,7 @@ class PromptEncoder:
             by_layer = self._offloads and self.offload == "sequential"
             encoder = TextEncoder(self.model, torch.device("cpu") if by_layer else self.device, self.dtype)
             if by_layer:
-                encoder.device = self.device  # its inputs go here, its weights follow
+                encoder.run_on(self.device)  # its weights come layer by layer
                 cpu_offload(encoder.model, self.device)
             self._encoder = encoder
         elif self._moves_whole:
