@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
 import torch
 
-from qwen_cache.encode.micro_batches import MEMORY_FRACTION, Batcher, Lane, MemoryBudget
+from qwen_cache.encode import micro_batches
+from qwen_cache.encode.micro_batches import MEMORY_FRACTION, Batcher, Lane, MemoryBudget, Turns
 from qwen_cache.errors import DeviceError, SourceError
 
 from .support.waiting import HANG
@@ -260,3 +262,128 @@ def test_batches_do_not_depend_on_timing() -> None:
                 gate.set_result(None)
         found.append(encoder.batches)
     assert found[0] == found[1]
+
+
+# ---- two lanes on one device -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Two:
+    """An encoder for each of two lanes on one GPU, and what each does with an item: it may look at the other's work."""
+
+    memory: FakeMemory
+    do: dict[str, Callable[[int], None]] = field(default_factory=dict)
+    working: set[str] = field(default_factory=set)
+
+    def lane(self, name: str, turns: Turns) -> Lane[int, int]:
+        def encode(items: Sequence[int]) -> list[int]:
+            self.working.add(name)
+            try:
+                for item in items:
+                    self.do[name](item)
+            finally:
+                self.working.discard(name)
+            return [-item for item in items]
+
+        recorder = Recorder(device=GPU)
+        recorder.encode = encode  # type: ignore[method-assign]
+        return Lane(recorder, name, turns)
+
+    @contextmanager
+    def batching(self) -> Iterator[dict[str, Batcher[int, int]]]:
+        turns = Turns()
+        lanes = {name: self.lane(name, turns) for name in ("vae", "text")}
+        yield {name: Batcher([lane], 1) for name, lane in lanes.items()}
+        for lane in lanes.values():
+            lane.thread.shutdown()
+
+
+@pytest.fixture
+def two(memory: FakeMemory, monkeypatch: pytest.MonkeyPatch) -> Two:
+    monkeypatch.setattr(micro_batches, "new_stream", lambda device: None)
+    return Two(memory)
+
+
+def test_work_that_is_measured_has_the_device_alone_and_other_work_shares_it(two: Two) -> None:
+    """`meeting` ends only when both lanes are in it at once."""
+    begun, meeting, beside = Event(), Barrier(2), []
+
+    def vae(cost: int) -> None:
+        if cost == 10:
+            begun.set()
+            Event().wait(0.2)  # time for the other lane to begin, if nothing keeps it
+            beside.append(set(two.working))
+        else:
+            meeting.wait(HANG)
+
+    def text(cost: int) -> None:
+        beside.append(set(two.working)) if cost == 5 else meeting.wait(HANG)
+
+    two.do = {"vae": vae, "text": text}
+    with two.batching() as lanes:
+        results = [submit(lanes["vae"], 0, 10)]
+        assert begun.wait(HANG)
+        results += [submit(lanes["text"], 0, 5)]
+        results[1].result(HANG)
+        results += [submit(lanes["vae"], 1, 9), submit(lanes["text"], 1, 4)]
+        assert [result.result(HANG) for result in results] == [-10, -5, -9, -4]
+    assert beside == [{"vae"}, {"text"}]
+
+
+def test_lanes_on_one_device_get_equal_parts_of_its_memory(two: Two) -> None:
+    """500 bytes for each of 10 units; 6,000 are free, so 3,000 for each lane."""
+    two.do = dict.fromkeys(("vae", "text"), lambda cost: two.memory.work(peak=500))
+    with two.batching() as lanes:
+        assert submit(lanes["vae"], 0, 10).result(HANG) == -10
+        (lane,) = lanes["vae"].lanes
+        assert lane.memory.take([10] * 10) == 3_000 * MEMORY_FRACTION // 500 == 4
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_an_item_that_does_not_fit_beside_another_lane_is_tried_again_without_it(two: Two, fits: bool) -> None:
+    beside, met, ran_out = [], Barrier(2), Event()
+
+    def vae(cost: int) -> None:
+        if cost == 9:
+            met.wait(HANG)
+            assert ran_out.wait(HANG)
+            Event().wait(0.2)  # time for a second attempt that does not wait
+
+    def text(cost: int) -> None:
+        if cost == 9:
+            if not beside:
+                met.wait(HANG)
+            beside.append("vae" in two.working)
+            ran_out.set()
+            if beside[-1] or not fits:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    two.do = {"vae": vae, "text": text}
+    with two.batching() as lanes:
+        for lane in lanes.values():  # measured
+            submit(lane, 0, 10).result(HANG)
+        other, result = submit(lanes["vae"], 1, 9), submit(lanes["text"], 1, 9)
+        assert other.result(HANG) == -9
+        assert (result.result(HANG) == -9) if fits else isinstance(result.exception(HANG), DeviceError)
+    assert beside == [True, False]
+
+
+def test_each_lane_works_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, current, seen = itertools.count(), [None], []
+
+    @contextmanager
+    def on_stream(stream: int | None) -> Iterator[None]:
+        current[0] = stream
+        yield
+        current[0] = None
+
+    monkeypatch.setattr(micro_batches, "new_stream", lambda device: next(streams))
+    monkeypatch.setattr(micro_batches, "on_stream", on_stream)
+    for _ in range(2):
+        encoder = Recorder()
+        encoder.encode = lambda items: [seen.append(current[0]) for _ in items]  # type: ignore[method-assign]
+        with batching([encoder], 1) as batcher:
+            submit(batcher, 0, 1)
+            submit(batcher, 1, 1)
+    assert seen == [0, 0, 1, 1]
+    assert current == [None]

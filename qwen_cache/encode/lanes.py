@@ -1,16 +1,16 @@
 """decode → VAE ∥ text: the two encoders work at the same time, each on its own devices.
 
-Each copy of an encoder has one thread, which only feeds its device; as many threads as there are cores decode, resize
-and do the other CPU work. So the slower encoder sets the pace. Images of one shape are encoded together, and so are
-prompts about the same number of images, as far as the encoders allow (`micro_batches`). Work goes to the least loaded
-copy, which does not change the results. The caller bounds what is in flight. Latents of recent images are reused, and
-consecutive samples about the same images share their prefix.
+Each copy of an encoder has one thread, which only feeds its device, on a stream of its own; as many threads as there
+are cores decode, resize and do the other CPU work. So the slower encoder sets the pace. Images of one shape are encoded
+together, and so are prompts about the same number of images, as far as the encoders allow (`micro_batches`). Work goes
+to the least loaded copy, which does not change the results. The caller bounds what is in flight. Latents of recent
+images are reused, and consecutive samples about the same images share their prefix.
 """
 
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from PIL import Image
 
 from qwen_cache.encode.edit_mask import EditMasks
 from qwen_cache.encode.masks import Mask, MaskMaker, check_finite, cut
-from qwen_cache.encode.micro_batches import Batcher, Lane
+from qwen_cache.encode.micro_batches import Batcher, Lane, Turns
 from qwen_cache.encode.plan import PlannedSample, read_again
 from qwen_cache.encode.text import EncodedText, Inputs, TextEncoder, TextRequest
 from qwen_cache.encode.thumbnails import join_thumbnails, thumbnail
@@ -99,11 +99,12 @@ class Lanes:
         self.crop, self.masks = crop, MaskMaker(masks, crop, text[0].device)
         self.recipe_id, self.condition_image_size, self.format_version = recipe_id, condition_image_size, format_version
         self.decoders = ThreadPoolExecutor(DECODE_THREADS, "decode")
+        turns: dict[torch.device, Turns] = defaultdict(Turns)
         self.vae: Batcher[torch.Tensor, torch.Tensor] = Batcher(
-            [Lane(encoder, f"vae-{i}") for i, encoder in enumerate(vae)], vae[0].batch_pixels
+            [Lane(encoder, f"vae-{i}", turns[encoder.device]) for i, encoder in enumerate(vae)], vae[0].batch_pixels
         )
         self.text: Batcher[TextRequest, EncodedText] = Batcher(
-            [Lane(encoder, f"text-{i}") for i, encoder in enumerate(text)], text[0].batch_tokens
+            [Lane(encoder, f"text-{i}", turns[encoder.device]) for i, encoder in enumerate(text)], text[0].batch_tokens
         )
         self._pixels, self._text_inputs = vae[0].pixels, text[0].inputs
         self._submitted = 0

@@ -1,23 +1,25 @@
 """Micro-batches of one kind of work for the copies of an encoder, each on its own device.
 
 The work items and their order decide what makes a batch; timing never does. The memory of a GPU decides how many items
-it takes at once: the first item runs alone and is measured, and after an out-of-memory error the limit is half of what
-failed. An item that does not fit alone is an error.
+it takes at once: the first item runs by itself and is measured, and after an out-of-memory error the limit is half of
+what failed. Lanes on one device work at the same time, each on a stream of its own; work to be measured, and an item
+that did not fit, wait until they have the device alone. An item that does not fit then is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
+from threading import Condition
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from qwen_cache.errors import DeviceError
-from qwen_cache.models.devices import device_module, reports_memory
+from qwen_cache.models.devices import device_module, new_stream, on_stream, reports_memory
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -59,15 +61,22 @@ class MemoryBudget:
     def __init__(self, device: torch.device) -> None:
         self.device, self.is_measured = device, reports_memory(device)
         self.limit = 0.0 if self.is_measured else float("inf")
-        self._bytes_per_unit = 1e-9
+        self._bytes_per_unit, self._largest = 1e-9, 0
 
     def take(self, costs: Sequence[int]) -> int:
         """How many of `costs`, from the first on, fit together; at least one."""
         return max(1, sum(total <= self.limit for total in accumulate(costs)))
 
+    def is_new(self, cost: int) -> bool:
+        """Whether work of this cost is to be measured: any that is larger than all before."""
+        return self.is_measured and cost > self._largest
+
     @contextmanager
-    def measuring(self, cost: int) -> Iterator[None]:
-        """Set the limit from the peak memory of work of this cost; other use of the device counts as part of it."""
+    def measuring(self, cost: int, lanes: int = 1) -> Iterator[None]:
+        """Set the limit from the peak memory of work of this cost; other use of the device counts as part of it.
+
+        Lanes that share the device get equal parts of what is free.
+        """
         if not self.is_measured:
             yield
             return
@@ -79,7 +88,8 @@ class MemoryBudget:
         cached = counters.memory_reserved(self.device) - counters.memory_allocated(self.device)
         free = counters.mem_get_info(self.device)[0] + cached
         self._bytes_per_unit = max(self._bytes_per_unit, used / cost)
-        self.limit = MEMORY_FRACTION * free / self._bytes_per_unit
+        self.limit = MEMORY_FRACTION * free / lanes / self._bytes_per_unit
+        self._largest = max(self._largest, cost)
 
     def ran_out(self, cost: int) -> None:
         """Halve the limit after work of this cost ran out of memory."""
@@ -87,11 +97,48 @@ class MemoryBudget:
         self.limit = cost / 2
 
 
-class Lane(Generic[Item, Result]):
-    """One copy of an encoder, and the thread that feeds it."""
+class Turns:
+    """The lanes of one device: their work shares it, or has it alone."""
 
-    def __init__(self, encoder: Encoder[Item, Result], name: str) -> None:
+    def __init__(self) -> None:
+        self.lanes = 0
+        self._changed = Condition()
+        self._shared, self._alone = 0, False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone)
+            self._shared += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._shared -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nothing begins from now on; what has begun ends first."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone)
+            self._alone = True
+            self._changed.wait_for(lambda: not self._shared)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._alone = False
+                self._changed.notify_all()
+
+
+class Lane(Generic[Item, Result]):
+    """One copy of an encoder, and the thread that feeds it; lanes of one device have their `turns` in common."""
+
+    def __init__(self, encoder: Encoder[Item, Result], name: str, turns: Turns | None = None) -> None:
         self.encoder, self.thread, self.memory = encoder, ThreadPoolExecutor(1, name), MemoryBudget(encoder.device)
+        self.turns, self._stream = turns or Turns(), new_stream(encoder.device)
+        self.turns.lanes += 1
         self._sent = self._done = 0
 
     @property
@@ -122,20 +169,31 @@ class Lane(Generic[Item, Result]):
                 items = items[len(some) :]
 
     def _try(self, items: Sequence[Item], cost: int) -> Sequence[Result] | None:
-        """The results; None if the device ran out of memory and fewer items must be tried."""
-        try:
-            with self.memory.measuring(cost):
-                return self.encoder.encode(items)
-        except torch.OutOfMemoryError as error:
-            if len(items) == 1:
-                raise DeviceError(
-                    "a device has too little memory for one sample",
-                    found=str(error).splitlines()[0],
-                    do="close what else uses it, name another with --vae-device or --text-device, or lower "
-                    "data.vae_image_size; encoded samples are kept",
-                ) from None
-        self.memory.ran_out(cost)
-        return None
+        """The results; None if the device ran out of memory and fewer items must be tried.
+
+        A single item that did not fit beside the work of another lane is tried once more without it.
+        """
+        begins_alone = self.turns.lanes == 1 or self.memory.is_new(cost)
+        for alone in [True] if begins_alone else [False, True]:
+            try:
+                return self._results(items, cost, alone=alone)
+            except torch.OutOfMemoryError as error:  # what it refers to is freed before the next attempt
+                found = str(error).splitlines()[0]
+            if len(items) > 1:
+                self.memory.ran_out(cost)
+                return None
+        raise DeviceError(
+            "a device has too little memory for one sample",
+            found=found,
+            do="close what else uses it, name another with --vae-device or --text-device, or lower "
+            "data.vae_image_size; encoded samples are kept",
+        )
+
+    def _results(self, items: Sequence[Item], cost: int, *, alone: bool) -> Sequence[Result]:
+        """The encoder's results, which it returns on the host: then nothing of this stream is under way."""
+        measured = self.memory.measuring(cost, self.turns.lanes) if alone else nullcontext()
+        with self.turns.alone() if alone else self.turns.shared(), on_stream(self._stream), measured:
+            return self.encoder.encode(items)
 
 
 def _is_ready(item: WorkItem[Any, Any]) -> bool:

@@ -6,6 +6,8 @@ path. Importing changes no setting of torch; a model in float32 does (`full_floa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,6 +72,26 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def reports_memory(device: torch.device) -> bool:
     """Whether torch can say how much of its memory is used and free; for MPS it cannot."""
     return is_accelerator(device) and hasattr(device_module(device), "mem_get_info")
+
+
+def new_stream(device: torch.device) -> Any | None:
+    """A stream of `device` that begins after all that was issued so far, such as weights; None without streams."""
+    if not has_streams(device):
+        return None
+    module = device_module(device)
+    stream = module.Stream(device)
+    stream.wait_stream(module.current_stream(device))
+    return stream
+
+
+@contextmanager
+def on_stream(stream: Any | None) -> Iterator[None]:
+    """Let this thread issue its work to `stream`; what it returns must be on the host, or be waited for."""
+    if stream is None:
+        yield
+    else:
+        with device_module(stream.device).stream(stream):
+            yield
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
