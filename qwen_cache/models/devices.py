@@ -64,11 +64,6 @@ def has_streams(device: torch.device) -> bool:
     return is_accelerator(device) and hasattr(device_module(device), "Stream")
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy from host memory without waiting for the device: torch frees the pinned copy once it has been read."""
-    return (tensor.pin_memory() if has_streams(device) else tensor).to(device, non_blocking=True)
-
-
 def reports_memory(device: torch.device) -> bool:
     """Whether torch can say how much of its memory is used and free; for MPS it cannot."""
     return is_accelerator(device) and hasattr(device_module(device), "mem_get_info")
@@ -94,8 +89,8 @@ def on_stream(stream: Any | None) -> Iterator[None]:
             yield
 
 
-def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor` of the host on `device`. Where there are streams the host does not wait: it sends from pinned memory.
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor from host memory. Where there are streams, through pinned memory: then the host does not wait.
 
     torch keeps pinned memory until what was sent from it has arrived. Without streams nothing says when that is. An
     expanded tensor cannot be pinned.

@@ -23,7 +23,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from qwen_cache.models.devices import send
+from qwen_cache.models.devices import to_device
 
 ATTENTION = "qwen_cache_flash_windows"
 """The name of `attend_windows` in transformers. With `flash` in it, a layer passes all windows and their bounds."""
@@ -80,5 +80,5 @@ def _add_what_follows_from_sizes(
             align_corners=tower.interpolation_align_corners,
             spatial_merge_size=merge_size,
         )
-    on_device = {name: send(tensor, device) for name, tensor in indices.items()}
+    on_device = {name: to_device(tensor, device) for name, tensor in indices.items()}
     return args, {**kwargs, "grid_thw": grids, **bounds, **on_device}

@@ -29,7 +29,7 @@ from qwen_cache.batching.epoch import IntArray
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import ImgShapes, token_count
-from qwen_cache.models.devices import accelerator, has_streams
+from qwen_cache.models.devices import accelerator, has_streams, to_device
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21, Family, family_of_recipe
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.data.samples import Samples
@@ -78,7 +78,7 @@ class Batch:
         The transformer reads the mask on the CPU; from an accelerator it would have to wait for it.
         """
         moved: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {n: t.to(device, non_blocking=True) for n, t in moved.items() if isinstance(t, Tensor)}
+        moved = {n: to_device(t, device) for n, t in moved.items() if isinstance(t, Tensor)}
         moved |= {"prompt_embeds": moved["prompt_embeds"].to(dtype), "prompt_embeds_mask": self.prompt_embeds_mask}
         return replace(self, **moved)
 

@@ -1,0 +1,388 @@
+"""Both programs on a simulated accelerator: nothing mixes devices or races, the host waits as often as it may, and
+memory is what the plan says.
+
+The device (tests/simulated_device) has CUDA's autocast, streams and allocator, and the CPU's arithmetic. Losses are
+compared with a run on the CPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from PIL import Image
+from safetensors.torch import load_file
+
+from qwen_cache import open_cache
+from qwen_cache.settings.load import load_config
+from qwen_train.memory.plan import plan
+
+from .support.caches import SMALL as SMALL_BUILD
+from .support.caches import SMALL_ONE_IMAGE
+from .support.commands import run
+from .support.judge import assert_same
+from .support.runs import Trainer, column
+from .support.simulated import Job, Report, done, faults, run_jobs, waits
+from .support.sources import write_mixed, write_pairs
+
+pytestmark = pytest.mark.slow
+
+LOSS = 1e-2
+"""Relative, bfloat16: a loss is a mean over thousands of values that err by 2^-8 or so."""
+LAYERS = 6
+SETTINGS = {"train.max_steps": 2, "train.batch_size": 2, "logging.report_to": "none", "train.mixed_precision": "bf16"}
+TABLE, OFFLOAD = {"train.tabulated_modulation": True}, {"train.offload_blocks": LAYERS}
+KINDS: dict[str, dict[str, Any]] = {
+    "none": {},
+    **{kind: {"model.quantization": kind} for kind in ("int8", "fp8", "nf4")},
+    "full": {"train.method": "full"},
+    "float32": {"train.mixed_precision": "no"},
+}
+WAITS = {"item": 2}
+"""In a step: the loss, and the norm of the gradient, both needed to notice what is not a number."""
+WAITS_WITH_TABLE = {"item": 2, "download": 1}
+"""The noise levels too, to find their rows."""
+
+
+def matrix() -> dict[str, dict[str, Any]]:
+    """Every combination of layout, kind of weights, table and offloading that is not refused."""
+    cases = {}
+    for layout, (kind, changes), table, offload in itertools.product(
+        ("padded", "packed"), KINDS.items(), ({}, TABLE), ({}, OFFLOAD)
+    ):
+        if (offload and kind in ("nf4", "full")) or (table and kind in ("full", "float32")):
+            continue
+        name = f"{layout} {kind}{' table' * bool(table)}{' offload' * bool(offload)}"
+        cases[name] = {"train.layout": layout, **changes, **table, **offload}
+    return cases
+
+
+MATRIX = matrix()
+
+
+# ---- models and jobs -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("accelerator")
+
+
+def with_transformer(source: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of a model with another random transformer."""
+    config = json.loads((source / "transformer" / "config.json").read_text(encoding="utf-8"))
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("transformer"))
+    torch.manual_seed(0)
+    kept = {name: value for name, value in config.items() if not name.startswith("_")}
+    QwenImageTransformer2DModel(**{**kept, **changes}).bfloat16().save_pretrained(folder / "transformer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def deep(folder: Path, tiny_model: Callable[[str], Path]) -> Path:
+    """A model with as many blocks as offloading needs to show what it does."""
+    return with_transformer(tiny_model("edit-plus"), folder / "deep", num_layers=LAYERS)
+
+
+def training(cache: Path, model: Path, out: Path, settings: dict[str, Any], **job: Any) -> Job:
+    named = {**SETTINGS, "train.output_dir": str(out), **settings}
+    assignments = itertools.chain(*(["--set", f"{name}={json.dumps(value)}"] for name, value in named.items()))
+    return {"program": "qwen-train", "arguments": ["run", str(cache), "--model", str(model), *assignments], **job}
+
+
+@pytest.fixture(scope="module")
+def matrix_reports(folder: Path, deep: Path, built: Callable[..., Path]) -> dict[str, Report]:
+    cache = built("edit-plus")
+    return run_jobs(
+        folder / "matrix",
+        {name: training(cache, deep, folder / "runs" / name, settings) for name, settings in MATRIX.items()},
+    )
+
+
+# ---- building a cache ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sources(folder: Path) -> Callable[[str], list[str]]:
+    """A source for each variant, as arguments of `build`."""
+    pairs, mixed = write_pairs(folder / "pairs"), write_mixed(folder / "mixed")
+    others = {"edit": [str(pairs), "--on-error", "skip"], "t2i": [str(pairs / "target_images")]}
+    others["qwen-image-21"] = [str(mixed)]
+    return lambda variant: others.get(variant, [str(pairs)])
+
+
+def building(source: list[str], out: Path, model: Path, *options: str, **job: Any) -> Job:
+    small = SMALL_ONE_IMAGE if "qwen-image-21" in model.name else SMALL_BUILD
+    arguments = ["build", *source, "--out", str(out), "--model", str(model), *small, *options]
+    return {"program": "qwen-cache", "arguments": arguments, **job}
+
+
+@pytest.fixture(scope="module")
+def cpu_caches(
+    folder: Path, sources: Callable[[str], list[str]], tiny_model: Callable[[str], Path]
+) -> Callable[[str], Path]:
+    """A cache that was built on the CPU, by variant."""
+    made: dict[str, Path] = {}
+
+    def cache(variant: str) -> Path:
+        if variant not in made:
+            job = building(sources(variant), folder / "cpu caches" / variant, tiny_model(variant))
+            result = run(job["program"], *job["arguments"])
+            assert result.code == 0, result.stderr
+            made[variant] = folder / "cpu caches" / variant
+        return made[variant]
+
+    return cache
+
+
+TWO_DEVICES = ("--vae-device", "simu:0", "--text-device", "simu:1")
+ONE_DEVICE = ("--vae-device", "simu:0", "--text-device", "simu:0")
+BUILDS = {
+    "two devices": ("edit-plus", TWO_DEVICES),
+    "one device": ("edit-plus", ONE_DEVICE),
+    "one condition image": ("edit", TWO_DEVICES),
+    "text to image": ("t2i", TWO_DEVICES),
+    "qwen-image-21": ("qwen-image-21", ONE_DEVICE),
+}
+
+
+@pytest.fixture(scope="module")
+def builds(folder: Path, sources: Callable[[str], list[str]], tiny_model: Callable[[str], Path]) -> dict[str, Report]:
+    jobs = {
+        name: building(sources(variant), folder / "caches" / name, tiny_model(variant), *devices)
+        for name, (variant, devices) in BUILDS.items()
+    }
+    return run_jobs(folder / "builds", jobs)
+
+
+def assert_same_cache(found: Path, expected: Path) -> None:
+    """Tensors of the same samples; the tolerance of tests/support/judge.py for float32."""
+    ours, judge = open_cache(found), open_cache(expected)
+    assert sorted(sample.key for sample in ours) == sorted(sample.key for sample in judge)
+    for sample in judge:
+        other = ours[sample.key]
+        for name in sample.row.meta.tensors.keys() - {"thumbnails"}:
+            assert_same(other[name], sample[name])
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_cache_is_that_of_the_cpu(
+    name: str, builds: dict[str, Report], folder: Path, cpu_caches: Callable[[str], Path]
+) -> None:
+    done(builds[name])
+    assert_same_cache(folder / "caches" / name, cpu_caches(BUILDS[name][0]))
+
+
+@pytest.mark.parametrize(("name", "device"), [("two devices", "0"), ("two devices", "1"), ("one device", "0")])
+def test_a_build_without_memory_for_a_batch_makes_it_smaller(
+    name: str,
+    device: str,
+    builds: dict[str, Report],
+    folder: Path,
+    sources: Callable[[str], list[str]],
+    tiny_model: Callable[[str], Path],
+) -> None:
+    """In either lane, also where both share a device. The cache is the same."""
+    variant, devices = BUILDS[name]
+    capacity = {device: int(0.9 * builds[name]["peaks"][device]["active"])}
+    out = folder / "little memory" / f"{name} {device}"
+    job = building(sources(variant), out, tiny_model(variant), *devices, capacity=capacity)
+    done(run_jobs(folder / "little memory jobs" / f"{name} {device}", {"build": job})["build"])
+    assert_same_cache(out, folder / "caches" / name)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
+@pytest.mark.parametrize("name", MATRIX)
+def test_two_steps_are_those_of_the_cpu(
+    name: str, matrix_reports: dict[str, Report], deep: Path, built: Callable[..., Path], tmp_path: Path
+) -> None:
+    """4-bit weights have no CPU to compare with: their judge is the unquantised model."""
+    report, settings = done(matrix_reports[name]), {**SETTINGS, **MATRIX[name]}
+    if "nf4" in name:
+        del settings["model.quantization"]
+    cpu = column(Trainer(built("edit-plus"), deep, tmp_path)(settings=settings), "loss")
+    bound = 1e-5 if "float32" in name else 0.05 if "nf4" in name else LOSS
+    assert report["losses"] == pytest.approx(cpu, rel=bound)
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_the_host_waits_for_the_loss_and_the_gradient_alone(name: str, matrix_reports: dict[str, Report]) -> None:
+    assert waits(matrix_reports[name]["waits"][1]) == (WAITS_WITH_TABLE if "table" in name else WAITS)
+
+
+@pytest.mark.parametrize("name", [name for name in MATRIX if name.startswith("packed")])
+def test_packed_rows_in_half_precision_go_through_the_variable_length_kernel(
+    name: str, matrix_reports: dict[str, Report]
+) -> None:
+    """Also with quantised and with trained weights. Once per block and pass; recomputation is a second pass."""
+    expected = 0 if "float32" in name else 2 * 2 * LAYERS
+    assert matrix_reports[name]["varlen_calls"] == expected
+
+
+@pytest.mark.parametrize("name", [name for name in MATRIX if name.endswith(" offload")])
+def test_offloading_holds_two_blocks_and_pins_what_the_weights_take(
+    name: str, matrix_reports: dict[str, Report]
+) -> None:
+    """Two of all blocks stay. Without offloading, small tensors take up more: each allocation is 512 bytes or more."""
+    plain, offloaded = matrix_reports[name.removesuffix(" offload")]["peaks"], matrix_reports[name]["peaks"]
+    pinned = offloaded["pinned"] - plain["pinned"]
+    saved = plain["0"]["active"] - offloaded["0"]["active"]
+    assert saved >= 0.97 * pinned * (LAYERS - 2) / LAYERS
+    assert offloaded["pinned_rounded"] - plain["pinned_rounded"] <= 1.05 * pinned
+
+
+def test_equal_settings_give_equal_losses(matrix_reports: dict[str, Report]) -> None:
+    """Offloading changes nothing."""
+    for name in (name for name in MATRIX if name.endswith(" offload")):
+        assert matrix_reports[name]["losses"] == matrix_reports[name.removesuffix(" offload")]["losses"], name
+
+
+@pytest.fixture(scope="module")
+def other_runs(folder: Path, cpu_caches: Callable[[str], Path], tiny_model: Callable[[str], Path]) -> dict[str, Report]:
+    """Everything else that a step or a run can do."""
+    everything = {
+        "train.ema_decay": 0.9,
+        "train.gradient_accumulation_steps": 2,
+        "train.caption_dropout": 0.5,
+        "train.edit_mask_weight": 3.0,
+        "train.validation_split": 0.4,
+        "validation.validation_steps": 1,
+        "validation.num_images": 1,
+        "validation.images_every_steps": 1,
+        "validation.num_inference_steps": 2,
+    }
+    cases = {
+        "edit-plus": {**everything},
+        "edit-plus table offload": {**everything, **TABLE, "train.offload_blocks": 2},
+        "edit-2511 padded": {"train.layout": "padded"},
+        "edit-2511 packed table": {**TABLE},
+        "t2i full": {"train.method": "full", "train.ema_decay": 0.9},
+        "qwen-image-21": {**everything, "train.edit_mask_weight": 1.0},
+        "qwen-image-21 draws": {"train.noise_draws": 3, "train.offload_blocks": 2},
+        "qwen-image-21 padded int8": {"train.layout": "padded", "model.quantization": "int8"},
+    }
+    jobs = {
+        name: training(cpu_caches(name.split()[0]), tiny_model(name.split()[0]), folder / "others" / name, settings)
+        for name, settings in cases.items()
+    }
+    return run_jobs(folder / "others", jobs)
+
+
+def test_everything_else_that_training_does(other_runs: dict[str, Report], folder: Path) -> None:
+    for name, report in other_runs.items():
+        done(report)
+        assert len(report["losses"]) == 2, name
+    images = list((folder / "others" / "edit-plus" / "validation").rglob("*.safetensors"))
+    assert images
+    assert all(load_file(path)["latents"].isfinite().all() for path in images)
+
+
+def test_faults_are_reported(folder: Path, deep: Path, built: Callable[..., Path]) -> None:
+    """The same runs with one fault each."""
+    broken = {
+        "weights used before they arrive": ("race", OFFLOAD),
+        "weights replaced while they are used": ("race", OFFLOAD),
+        "memory of a batch reused at once": ("race", {}),
+        "noise left on the CPU": ("mixed", {}),
+        "noise on the other device": ("mixed", {}),
+    }
+    cache = built("edit-plus")
+    jobs = {
+        name: training(cache, deep, folder / "broken" / name, settings, broken=name)
+        for name, (_, settings) in broken.items()
+    }
+    for name, report in run_jobs(folder / "broken", jobs).items():
+        assert {event["kind"] for event in faults(report)} == {broken[name][0]}, name
+
+
+def test_too_little_memory_says_what_to_do(folder: Path, deep: Path, built: Callable[..., Path]) -> None:
+    job = training(built("edit-plus"), deep, folder / "small", {}, capacity={"0": 3_000_000})
+    report = run_jobs(folder / "small", {"run": job})["run"]
+    assert report["exit_code"] == 2
+    assert "simu has too little memory for a training step" in report["stderr"]
+
+
+# ---- generating images -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def predictions(folder: Path, tiny_model: Callable[[str], Path]) -> dict[str, tuple[Path, Report]]:
+    """The same image with everything on the device, component by component, and layer by layer."""
+    jobs, paths = {}, {}
+    for variant, offload in itertools.product(("t2i", "qwen-image-21"), ("none", "model", "sequential")):
+        name = f"{variant} {offload}"
+        paths[name] = folder / "images" / f"{name}.png"
+        size = "predict.height=128 predict.width=96 predict.dtype=float32 predict.num_inference_steps=2"
+        jobs[name] = {
+            "program": "qwen-train",
+            "arguments": [
+                *("predict", "--model", str(tiny_model(variant)), "--prompt", "a red bridge"),
+                *("--negative-prompt", "fog", "--true-cfg-scale", "4"),
+                *("--device", "simu:0", "--offload", offload, "--out", str(paths[name])),
+                *itertools.chain(*(["--set", setting] for setting in size.split())),
+            ],
+        }
+    reports = run_jobs(folder / "predictions", jobs)
+    return {name: (paths[name], report) for name, report in reports.items()}
+
+
+@pytest.mark.parametrize("variant", ["t2i", "qwen-image-21"])
+def test_an_image_does_not_depend_on_offloading(variant: str, predictions: dict[str, tuple[Path, Report]]) -> None:
+    images = {}
+    for offload in ("none", "model", "sequential"):
+        path, report = predictions[f"{variant} {offload}"]
+        done(report)
+        images[offload] = np.asarray(Image.open(path))
+    assert (images["model"] == images["none"]).all()
+    assert (images["sequential"] == images["none"]).all()
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+WIDE: dict[str, dict[str, Any]] = {
+    "padded": {"train.layout": "padded"},
+    "packed": {},
+    "float32": {"train.mixed_precision": "no"},
+    "int8": {"model.quantization": "int8"},
+    "fp8, all activations": {"model.quantization": "fp8", "train.gradient_checkpointing": False},
+    "nf4": {"model.quantization": "nf4"},
+    "table": TABLE,
+    "table, nf4": {**TABLE, "model.quantization": "nf4"},
+    "half offloaded": {"train.offload_blocks": 4},
+    "all offloaded": {"train.offload_blocks": 8},
+    "table, int8, all offloaded": {**TABLE, "model.quantization": "int8", "train.offload_blocks": 8},
+    "every second block": {"train.gradient_checkpointing": 2, "train.layout": "padded"},
+    "full": {"train.method": "full"},
+    "full, EMA, accumulation": {"train.method": "full", "train.ema_decay": 0.9, "train.gradient_accumulation_steps": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def wide(folder: Path, built: Callable[..., Path], tiny_model: Callable[[str], Path]) -> dict[str, tuple[Job, Report]]:
+    """Steps whose memory is that of weights and activations, not of what every run has."""
+    model = with_transformer(tiny_model("edit-plus"), folder / "wide", num_layers=8, num_attention_heads=8)
+    cache = built("edit-plus", ("--set", "data.vae_image_size=65536"))
+    jobs = {name: training(cache, model, folder / "wide runs" / name, settings) for name, settings in WIDE.items()}
+    return {name: (jobs[name], report) for name, report in run_jobs(folder / "wide jobs", jobs).items()}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_the_plan_is_within_8_percent_of_the_active_memory(name: str, wide: dict[str, tuple[Job, Report]]) -> None:
+    job, report = wide[name]
+    _, cache, _, model, *assignments = job["arguments"]
+    config = load_config(None, assignments[1::2], cache__path=cache, model__path=model)
+    memory = plan(config, None)["memory"]
+    predicted, found = memory["total"] - memory["reserved"], done(report)["peaks"]["0"]["active"]
+    assert predicted == pytest.approx(found, rel=0.08)
+    assert found <= 1.1 * predicted
