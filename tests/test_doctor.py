@@ -306,7 +306,10 @@ def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.Mon
     assert examined()["memory"]["status"] == "ok"
     limit.write_text(f"{8 * GB}\n")
     check = examined()["memory"]
-    assert (check["status"], check["found"]) == ("warning", "8.0 GB, 8.0 GB free")
+    assert (check["status"], check["found"]) == (
+        "warning",
+        "8.0 GB, 8.0 GB free, for train.offload_blocks of at most 11",
+    )
     assert "the text encoder alone is 16.6 GB" in check["do"]
 
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qwen_cache.cli import doctor
 from qwen_cache.settings.load import load_config
 from qwen_train import train as training
-from qwen_train.memory.predict import predict_memory
+from qwen_train.memory.predict import host_bytes, predict_memory
 from qwen_train.model import offload
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.weights import prepare_for_training
@@ -187,6 +188,15 @@ def test_the_planner_counts_what_stays() -> None:
     found = predict_memory(REAL, load_config(None, [*settings, "train.offload_blocks=60"]), EDIT, "accelerator")
     assert plain.weights - found.weights == pytest.approx(58 * 2 * 339.8e6, rel=1e-3)
     assert found.activations == plain.activations
+
+
+@pytest.mark.slow
+def test_host_memory_is_predicted() -> None:
+    """In pinned pieces; the doctor counts with the same block."""
+    settings = load_config(None, ["train.mixed_precision=bf16", "train.offload_blocks=60"])
+    assert host_bytes(REAL, settings) == pytest.approx(60 * 2 * 339.8e6, rel=2e-2)
+    assert host_bytes(REAL, settings) / 60 == pytest.approx(doctor.OFFLOADED_BLOCK_BYTES, rel=2e-2)
+    assert host_bytes(REAL, load_config(None, [])) == 0
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "aim", "comet_ml", "mlflow", "cle
 MEMINFO, NVIDIA_GPUS = Path("/proc/meminfo"), Path("/proc/driver/nvidia/gpus")
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
+BLOCKS = 60
+OFFLOADED_BLOCK_BYTES = 680_000_000  # one of the blocks of the 20B transformer in bfloat16, pinned
 TEXT_ENCODER_BYTES = 16_600_000_000  # Qwen2.5-VL 7B in bfloat16, in host memory when the encoder runs there
 MODEL_BYTES = 58_000_000_000  # transformer 41, text encoder 16.6, VAE 0.3
 SAMPLE_BYTES = 11_000_000  # an edit of one megapixel, uncompressed
@@ -301,7 +303,9 @@ def check_memory(total: int | None, free: int | None) -> Check:
     facts = {"total": total, "free": free}
     if total is None:
         return Check("memory", "ok", "unknown", facts=facts)
+    blocks = min(BLOCKS, (total if free is None else free) // OFFLOADED_BLOCK_BYTES)
     found = f"{human_bytes(total)}, " + ("free memory unknown" if free is None else f"{human_bytes(free)} free")
+    found += f", for train.offload_blocks of at most {blocks}"
     if (total if free is None else free) >= TEXT_ENCODER_BYTES:
         return Check("memory", "ok", found, facts=facts)
     do = f"the text encoder alone is {human_bytes(TEXT_ENCODER_BYTES)}: keep it on a GPU, without offloading"

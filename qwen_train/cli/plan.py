@@ -57,6 +57,8 @@ def print_plan(report: dict[str, Any]) -> None:
     batch = report["largest_batch"]
     out.print(f"[bold]largest batch[/]  {plural(batch['samples'], 'sample')}, {batch['tokens']:,} tokens")
     out.print(table)
+    if report["host_memory"]:
+        out.print(f"[bold]host memory[/]  {human_bytes(report['host_memory'])} for the offloaded blocks, pinned")
     if "fits" not in report:
         return
     verdict = "[bold green]fits[/]" if report["fits"] else "[bold red]does not fit[/]"

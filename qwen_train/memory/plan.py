@@ -26,6 +26,7 @@ from qwen_train.memory.predict import (
     FRAGMENTATION,
     SampleSize,
     block_bytes,
+    host_bytes,
     largest_batch,
     predict_memory,
     tokens_of,
@@ -58,6 +59,7 @@ def plan(settings: Config, capacity: int | None) -> dict[str, Any]:
         "largest_batch": {"samples": len(batch), "tokens": tokens_of(batch, settings.train, batches.family)},
         "largest_sample": tokens_of([largest], settings.train, batches.family),
         "memory": {**asdict(memory), "total": memory.total},
+        "host_memory": host_bytes(transformer, settings),
     }
     if capacity is None:
         return report

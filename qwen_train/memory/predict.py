@@ -34,7 +34,7 @@ from qwen_train.flow import flow_loss, interpolate
 from qwen_train.model.frozen_layers import InputDtypeLayerNorm
 from qwen_train.model.mixed_sizes import prefix_mask
 from qwen_train.model.modulation import TabulatedTransformer2DModel, TimestepRows, check_settings
-from qwen_train.model.offload import ON_DEVICE
+from qwen_train.model.offload import ON_DEVICE, piece_sizes
 from qwen_train.model.offload import check_settings as check_offload
 from qwen_train.model.qwen_image_21.attention import QwenImage21MultiResAttnProcessor, varlen_attention
 from qwen_train.model.qwen_image_21.joint_row import JointRow
@@ -192,6 +192,12 @@ def block_bytes(transformer: dict[str, Any], settings: Config) -> int:
     models = (on_meta({**transformer, "num_layers": n}, settings).requires_grad_(False) for n in (1, 2))
     one, two = (frozen_bytes(model, _quantization(transformer, settings))[0] for model in models)
     return two - one
+
+
+def host_bytes(transformer: dict[str, Any], settings: Config) -> int:
+    """The bytes of the offloaded blocks in host memory, which is pinned: it cannot be swapped."""
+    count = settings.train.offload_blocks
+    return count * sum(piece_sizes(block_bytes(transformer, settings))) if count else 0
 
 
 # ---- a step on the meta device ---------------------------------------------------------------------------------------
