@@ -23,7 +23,9 @@ from safetensors.torch import load_file
 
 from qwen_cache import open_cache
 from qwen_cache.settings.load import load_config
+from qwen_train.inference.memory import Components, memory_beside_training
 from qwen_train.memory.plan import plan
+from qwen_train.memory.predict import FRAGMENTATION, RESERVED, SampleSize
 
 from .support.caches import SMALL as SMALL_BUILD
 from .support.caches import SMALL_ONE_IMAGE
@@ -386,3 +388,49 @@ def test_the_plan_is_within_8_percent_of_the_active_memory(name: str, wide: dict
     predicted, found = memory["total"] - memory["reserved"], done(report)["peaks"]["0"]["active"]
     assert predicted == pytest.approx(found, rel=0.08)
     assert found <= 1.1 * predicted
+
+
+LARGE = (
+    "--set",
+    "data.vae_image_size=147456",
+    "--set",
+    "cache.vae_batch_pixels=1",
+    "--set",
+    "cache.text_batch_tokens=1",
+)
+
+
+@pytest.mark.parametrize("variant", ["edit-plus", "qwen-image-21"])
+def test_what_a_build_needs_for_its_largest_sample(
+    variant: str, folder: Path, sources: Callable[[str], list[str]], tiny_model: Callable[[str], Path]
+) -> None:
+    model, out = tiny_model(variant), folder / "large caches" / variant
+    arguments = ["build", *sources(variant), "--out", str(out), "--model", str(model), *LARGE, *TWO_DEVICES]
+    job = {"program": "qwen-cache", "arguments": arguments}
+    peaks = done(run_jobs(folder / "large" / variant, {"build": job})["build"])["peaks"]
+    lanes = memory_beside_training(load_config(None, [], cache__path=str(out), model__path=str(model)))["build"]
+    for lane, device in (("vae", "0"), ("text_encoder", "1")):
+        needed = (lanes[lane] - RESERVED) / (1 + FRAGMENTATION)
+        assert needed == pytest.approx(peaks[device]["active"], rel=0.08), lane
+
+
+@pytest.mark.parametrize("variant", ["t2i", "qwen-image-21"])
+def test_what_an_image_needs(variant: str, folder: Path, tiny_model: Callable[[str], Path]) -> None:
+    """Without control images, as the sample of which it is predicted."""
+    model = tiny_model(variant)
+    configs = {
+        part: json.loads((model / part / "config.json").read_text(encoding="utf-8"))
+        for part in ("vae", "text_encoder", "transformer")
+    }
+    predicted = Components(configs, SampleSize(((1, 24, 24),), 20), None).generating()
+    jobs = {}
+    for offload in predicted:
+        out = folder / "large images" / f"{variant} {offload}.png"
+        arguments = ["predict", "--model", str(model), "--prompt", "a red bridge", "--num-inference-steps", "2"]
+        arguments += ["--device", "simu:0", "--offload", offload, "--out", str(out)]
+        jobs[offload] = {
+            "program": "qwen-train",
+            "arguments": [*arguments, "--set", "predict.height=384", "--set", "predict.width=384"],
+        }
+    for offload, report in run_jobs(folder / "large predictions" / variant, jobs).items():
+        assert predicted[offload] == pytest.approx(done(report)["peaks"]["0"]["active"], rel=0.08), offload

@@ -17,7 +17,7 @@ from PIL import Image
 from qwen_cache.encode.latents import latent_space, vae_class
 from qwen_cache.encode.single_frame import for_single_frames
 from qwen_cache.encode.tiles import VaeThatFits
-from qwen_cache.models.devices import has_streams, to_device
+from qwen_cache.models.devices import has_streams, joined, to_device
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.models.loading import load_whole
 from qwen_cache.sources.sizes import Size
@@ -43,6 +43,6 @@ class VaeEncoder:
     @torch.inference_mode()
     def encode(self, images: Sequence[Float[torch.Tensor, "1 C 1 H W"]]) -> list[Float[torch.Tensor, " S 64"]]:
         """The latents of images of one shape, on the CPU."""
-        pixels = torch.cat([to_device(image, self.device) for image in images])
+        pixels = joined([to_device(image, self.device) for image in images])
         packed = self.space.encode(self.vae, pixels)
         return [latents.clone() for latents in packed.cpu()]

@@ -6,7 +6,7 @@ path. Importing changes no setting of torch; a model in float32 does (`full_floa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,6 +98,11 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not has_streams(device):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors one after the other; a single one is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def full_float32() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from qwen_cache.console import FAULTS, human_bytes, plural, print_json
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config
+from qwen_train.inference.memory import memory_beside_training
 from qwen_train.memory.plan import plan
 
 LEAST_MEMORY = 1 << 20  # bytes; less means a forgotten unit
@@ -14,7 +15,7 @@ LEAST_MEMORY = 1 << 20  # bytes; less means a forgotten unit
 
 def run_plan(settings: Config, gpu_memory: str | None, *, as_json: bool) -> int:
     """Report the memory of training, and whether it fits; the exit code."""
-    report = plan(settings, capacity_of(gpu_memory) if gpu_memory else None)
+    report = plan(settings, capacity_of(gpu_memory) if gpu_memory else None) | memory_beside_training(settings)
     (print_json if as_json else print_plan)(report)
     return 0 if report.get("fits", True) else FAULTS
 
@@ -59,6 +60,16 @@ def print_plan(report: dict[str, Any]) -> None:
     out.print(table)
     if report["host_memory"]:
         out.print(f"[bold]host memory[/]  {human_bytes(report['host_memory'])} for the offloaded blocks, pinned")
+    if "build" in report:
+        build, predict = ({name: human_bytes(size) for name, size in report[it].items()} for it in ("build", "predict"))
+        out.print(
+            f"[bold]build[/]          VAE {build['vae']}, text encoder {build['text_encoder']}, both on one device "
+            f"{build['one_device']}"
+        )
+        out.print(
+            f"[bold]predict[/]        {predict['none']}; --offload model {predict['model']}, sequential "
+            f"{predict['sequential']}"
+        )
     if "fits" not in report:
         return
     verdict = "[bold green]fits[/]" if report["fits"] else "[bold red]does not fit[/]"

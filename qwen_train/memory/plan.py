@@ -119,17 +119,28 @@ def _changed(settings: Config, changes: dict[str, Any]) -> Config:
 
 
 def transformer_config(model: ModelConfig) -> dict[str, Any]:
-    """config.json of the model's transformer; from the hub, only that file is downloaded."""
+    """config.json of the model's transformer; ModelError if it is not one that is trained."""
+    path = config_path(model, "transformer")
+    config = read_config(path)
+    trained_class(config, path)
+    return config
+
+
+def config_path(model: ModelConfig, component: str) -> Path:
+    """config.json of a component; from the hub, only that file is downloaded."""
     if model.path is None:
         raise ModelError("no model is named", do="give --model FOLDER_OR_REPOSITORY, or model.path in qwen.yaml")
-    path = Path(model.path) / "transformer" / "config.json"
-    if not Path(model.path).is_dir():
-        path = _download(model.path, model.revision)
+    if Path(model.path).is_dir():
+        return Path(model.path) / component / "config.json"
+    return _download(model.path, component, model.revision)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A component's config.json; ModelError if it cannot be read."""
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"the transformer's configuration cannot be read: {error}", where=path) from None
-    trained_class(config, path)
+        raise ModelError(f"the {path.parent.name}'s configuration cannot be read: {error}", where=path) from None
     return config
 
 
@@ -145,12 +156,12 @@ def check_family(batches: Batches, transformer: dict[str, Any]) -> None:
         )
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, component: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(name, "config.json", subfolder="transformer", revision=revision))
+        return Path(hf_hub_download(name, "config.json", subfolder=component, revision=revision))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             "no such folder here, and none on the hub", where=name, do=str(error).splitlines()[0]

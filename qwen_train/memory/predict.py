@@ -10,7 +10,6 @@ several processes (DDP's buckets, FSDP2).
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal, NamedTuple, Self, cast
@@ -20,13 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from qwen_cache.batching.batch_plan import SUMMARISED, padded_tokens, row_tokens
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_cache.models.family import Family, family_of_transformer
+from qwen_cache.models.live_bytes import LiveBytes, flash_attention
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.data.batches import Batches, TokenPlaces, in_order
@@ -246,17 +244,6 @@ class KernelMemory(TorchFunctionMode):
         return self.copies[value]
 
 
-def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
-) -> Tensor:
-    """Attention that saves queries, keys, values, the output and one number per row, like every kernel that SDPA
-    chooses for these sizes; on "meta" SDPA would choose none of them."""
-    mask = None if attn_mask is None else torch.zeros_like(attn_mask, dtype=query.dtype)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output: Tensor = kernel(query, key, value, attn_mask=mask)[0]
-    return output
-
-
 class MetaBlock(nn.Module):
     """A block under `KernelMemory`, also in the backward pass, which torch runs outside every mode."""
 
@@ -281,33 +268,6 @@ def _varlen_kernel(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
     """It saves what `flash_attention` does."""
     output = flash_attention(*(x[None].transpose(1, 2) for x in (query, key, value)))
     return output.transpose(1, 2)[0]
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the live bytes of tensors created on "meta" while entered, and their peak."""
-
-    def __init__(self, known: Sequence[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now, self.peak = 0, 0
-        self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type == "meta":
-                self._add(tensor.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self.sizes:
-            return
-        self.sizes[storage._cdata] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, storage._cdata)
-
-    def _free(self, storage: int) -> None:
-        self.now -= self.sizes.pop(storage)
 
 
 class MetaRows(TimestepRows):

@@ -11,11 +11,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -122,6 +124,26 @@ def peaks() -> dict[str, Any]:
     }
     pinned = extension().pinned()
     return {**devices, "pinned": pinned["pinned_peak"], "pinned_rounded": pinned["pinned_rounded_peak"]}
+
+
+@contextmanager
+def peaks_kept() -> Iterator[Callable[[], dict[str, Any]]]:
+    """The largest of all `peaks` while open, also where the project resets them to measure a part of its work."""
+    highest: dict[str, dict[str, int]] = {}
+    reset = simu.reset_peak_memory_stats
+
+    def merged() -> dict[str, Any]:
+        now = peaks()
+        for name, before in highest.items():
+            now[name] = {counter: max(value, before[counter]) for counter, value in now[name].items()}
+        return now
+
+    def keep_and_reset(device: Any = None) -> None:
+        highest.update({name: peak for name, peak in merged().items() if name.isdigit()})
+        reset(device)
+
+    with patch.object(simu, "reset_peak_memory_stats", keep_and_reset):
+        yield merged
 
 
 def reset_peaks() -> None:

@@ -82,7 +82,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     backend.events.clear()
     steps, varlen_calls = Steps(), backend.calls(VARLEN)
     flash = patch.object(joint_attention, "runs_flash", lambda device: device.type == "simu", create=True)
-    with steps.watched(), flash, BROKEN[job.get("broken")]():
+    with steps.watched(), flash, BROKEN[job.get("broken")](), backend.peaks_kept() as peaks:
         result = call(job["program"], job["arguments"])
     waits = steps.waits()
     for device in range(simu.device_count()):
@@ -93,7 +93,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         "waits": waits,
         "peaks": {
             name: {counter: value - left[name] for counter, value in peak.items()} if name in left else peak
-            for name, peak in backend.peaks().items()
+            for name, peak in peaks().items()
         },
         "losses": steps.losses(),
         "varlen_calls": backend.calls(VARLEN) - varlen_calls,
