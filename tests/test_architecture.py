@@ -96,6 +96,30 @@ def test_differences_of_systems_about_files_are_in_one_module() -> None:
             assert not re.search(r"os\.(?:fsync|link|rename)\(", text), path
 
 
+CUDA_ALONE = {
+    "qwen_cache/models/devices.py": "the switches of TF32",
+    "qwen_cache/cli/doctor.py": "the driver's reason for refusing a device",
+    "qwen_cache/encode/cluster.py": "Ray's GPUs, by the name that torch gives those of NVIDIA and AMD",
+    "qwen_train/model/joint_attention.py": "torch's variable-length flash attention",
+    "qwen_train/memory/predict.py": "an accelerator, whichever",
+    "qwen_train/memory/exhausted.py": "a setting of CUDA's allocator",
+}
+
+
+def test_cuda_is_named_only_where_nothing_else_is_meant() -> None:
+    """ROCm, XPU and MPS take the same path: `qwen_cache/models/devices.py` says what a device can do."""
+    named = set()
+    for path in [*(ROOT / "qwen_cache").rglob("*.py"), *(ROOT / "qwen_train").rglob("*.py")]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        texts = {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        if "cuda" in attributes or any(re.fullmatch(r"cuda(:.*)?", text) for text in texts):
+            named.add(path.relative_to(ROOT).as_posix())
+    assert named == CUDA_ALONE.keys()
+
+
 @pytest.mark.parametrize("package", [qwen_cache, qwen_train])
 def test_public_names(package: ModuleType) -> None:
     assert list(package.__all__) == sorted(package.__all__)

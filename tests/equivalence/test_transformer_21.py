@@ -164,10 +164,10 @@ def test_autocast_is_as_near_to_float32_as_the_stock_model(layout: str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.slow
-def test_compiled_for_successive_mixtures(layout: str) -> None:
+def test_compiled_for_successive_mixtures(layout: str, real_aot_eager: Callable[..., Any]) -> None:
     stock = stock_model()
     model = multi_res_model(stock, layout)
-    model.compile_repeated_blocks(backend="aot_eager")
+    model.compile_repeated_blocks(backend=real_aot_eager)
     for case in (MIXED_21, CASES_21["a condition image larger than its target"]):
         samples = random_samples(*case, draws=2)
         assert_equal(run_batched(model, samples), run_singly(stock, samples))

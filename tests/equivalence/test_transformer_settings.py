@@ -52,11 +52,11 @@ Stock = QwenImageTransformer2DModel
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True], ids=["blocks", "model"])
-def test_compiled_for_successive_mixtures(layout: str, whole: bool) -> None:
+def test_compiled_for_successive_mixtures(layout: str, whole: bool, real_aot_eager: Callable[..., Any]) -> None:
     stock = stock_model(zero_cond_t=True, num_layers=2)
     model = multi_res_model(stock, layout)
     compile_ = model.compile if whole else model.compile_repeated_blocks
-    compile_(backend="aot_eager")
+    compile_(backend=real_aot_eager)
     for case in (MIXED, CASES["a control larger than its target"]):
         samples = random_samples(*case)
         assert_equal(run_batched(model, samples), run_singly(stock, samples))
