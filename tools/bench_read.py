@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,8 +91,8 @@ def order(count: int, shuffled: bool) -> list[int]:
     return torch.randperm(count, generator=generator).tolist() if shuffled else list(range(count))
 
 
-def write_cache(samples: Samples, folder: Path) -> None:
-    recipe = {"what": "random numbers"}
+def write_cache(samples: Samples, folder: Path, recipe: Mapping[str, Any] | None = None) -> None:
+    recipe = {"what": "random numbers", **(recipe or {})}
     grid = (1, samples.side, samples.side)
 
     def describe(i: int, tensors: Tensors) -> SampleMeta:
