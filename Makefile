@@ -9,7 +9,7 @@ SHELL := bash
 unexport PYTHONDONTWRITEBYTECODE # compiling every module in every process costs a minute
 export TIMEFORMAT := %U + %S seconds of CPU time (user + system), %R seconds in all
 
-.PHONY: help setup demo docs check test test-slow test-lowest clean
+.PHONY: help setup demo docs gpu check test test-slow test-lowest clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,9 @@ docs: .venv/installed-docs  ## the documentation as a site, in the folder site/
 .venv/installed-docs: .venv/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@
+
+gpu: setup  ## measure this machine's GPU in at most 50 minutes, without a download; the report is in docs/gpu/
+	$(BIN)/python tools/gpu_report.py
 
 check: setup  ## linter, formatter, spelling, banned words, imports, types
 	$(BIN)/ruff check
