@@ -248,7 +248,7 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
         log_with=config.logging.report_to if config.logging.report_to != "none" else None,
         project_dir=str(out),
     )
-    config = with_layout(config, accelerator.device)
+    config = with_layout(config, accelerator.device, out if earlier else None)
     settings = config.train
     transformer_config = (model.component("transformer") / "config.json").read_text(encoding="utf-8")
     scheduler = json.loads((model.component("scheduler") / "scheduler_config.json").read_text(encoding="utf-8"))
@@ -256,14 +256,15 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
     batches = Batches(cache, settings, schedule, rank=accelerator.process_index, world_size=accelerator.num_processes)
     validation = make_validation(config, batches, scheduler)
     set_seed(settings.seed)
-    transformer = load_for_training(config, model, cache, accelerator.device, is_new=not earlier)
-    if settings.tabulated_modulation:
-        held_out = validation.samples if validation else ()
-        sigmas = [noised.draws[0].sigma for sample in held_out for noised in noised_samples(sample)]
-        tabulate(transformer, model.component("transformer"), schedule, sigmas)
-    if settings.offload_blocks:
-        offload_blocks(transformer, settings.offload_blocks, accelerator.device)
-    transformer = wrap(accelerator, transformer, settings)
+    with memory_for_training(accelerator.device):
+        transformer = load_for_training(config, model, cache, accelerator.device, is_new=not earlier)
+        if settings.tabulated_modulation:
+            held_out = validation.samples if validation else ()
+            sigmas = [noised.draws[0].sigma for sample in held_out for noised in noised_samples(sample)]
+            tabulate(transformer, model.component("transformer"), schedule, sigmas)
+        if settings.offload_blocks:
+            offload_blocks(transformer, settings.offload_blocks, accelerator.device)
+        transformer = wrap(accelerator, transformer, settings)
     run = start_run(config, accelerator.unwrap_model(transformer), accelerator, cache.identity)
     run.origin = {"model": public_name(model), "pipeline": model.pipeline, "cache": cache.identity}
     changed = settings_changed(out / CONFIG_NAME, config) if earlier else []

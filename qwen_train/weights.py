@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from qwen_cache.format.sample import LATENT_CHANNELS
 from qwen_cache.models.devices import full_float32, is_accelerator
 from qwen_cache.models.family import SUPPORTED
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.settings.load import Config
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.lora.adapter import WEIGHTS_NAME, add_lora, has_lora, load_lora, lora_weights, write_lora
 from qwen_train.model.frozen_layers import replace_layers
@@ -47,7 +48,8 @@ def load_transformer(model: ModelFolder, config: Config, device: torch.device = 
 
     Raises ModelError if it cannot be loaded, ConfigError for settings that it cannot take. Weights that are
     trained keep their stored dtype, so that all processes of a machine map the same bytes; `wrap` converts them to
-    float32 on the device. What computes in float32 does so without TF32, in this whole process.
+    float32, on the device or, for FSDP2, block by block. What computes in float32 does so without TF32, in the whole
+    process.
     """
     folder, settings, kind = model.component("transformer"), config.train, config.model.quantization
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -66,6 +68,8 @@ def load_transformer(model: ModelFolder, config: Config, device: torch.device = 
         transformer, info = model_class.from_pretrained(
             folder, torch_dtype=dtype, use_safetensors=True, output_loading_info=True, **options
         )
+    except torch.OutOfMemoryError:
+        raise  # the files are not the reason
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelError(f"the transformer cannot be loaded: {error}", where=folder) from None
     if info["missing_keys"]:
@@ -133,12 +137,15 @@ def prepare_for_training(transformer: Any, settings: TrainConfig) -> Any:
     return transformer.train()
 
 
-def with_layout(config: Config, device: torch.device) -> Config:
-    """The configuration with a layout in place of "auto"."""
+def with_layout(config: Config, device: torch.device, run: Path | None = None) -> Config:
+    """The configuration with a layout in place of "auto": that of the `run` to continue, else by the device."""
     if config.train.layout != "auto":
         return config
-    layout = "packed" if is_accelerator(device) else "padded"
-    return config.model_copy(update={"train": config.train.model_copy(update={"layout": layout})})
+    chosen = "packed" if is_accelerator(device) else "padded"
+    with suppress(ConfigError):
+        saved = load_config(run / CONFIG_NAME).train.layout if run else "auto"
+        chosen = chosen if saved == "auto" else saved
+    return config.model_copy(update={"train": config.train.model_copy(update={"layout": chosen})})
 
 
 def compute_dtype(settings: TrainConfig) -> torch.dtype:
@@ -177,9 +184,11 @@ def quantization_options(
 
     Raises ConfigError if the folder is already quantised.
     """
+    saved = _saved_quantization(folder)
     if kind == "none":
-        return {}
-    if saved := _saved_quantization(folder):
+        by_bitsandbytes = saved is not None and saved.get("quant_method") == "bitsandbytes"
+        return {"device_map": {"": device}} if by_bitsandbytes and is_accelerator(device) else {}
+    if saved:
         raise ConfigError(
             f"model.quantization={kind} is for weights that are not quantised yet",
             where=folder,

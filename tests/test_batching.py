@@ -216,6 +216,16 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> FakeMemory:
     return fake
 
 
+def test_a_device_that_cannot_report_its_free_memory_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as some Intel GPUs: only an out-of-memory error makes their batches smaller."""
+
+    def refuse(device: torch.device) -> Any:
+        raise RuntimeError("The device doesn't support querying the available free memory.")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
+    assert MemoryBudget(GPU).take([10] * 10) == 10
+
+
 def test_a_gpu_is_given_one_piece_and_then_what_its_free_memory_holds(memory: FakeMemory) -> None:
     room = MemoryBudget(GPU)
     assert room.take([10, 10, 10]) == 1
@@ -366,6 +376,28 @@ def test_an_item_that_does_not_fit_beside_another_lane_is_tried_again_without_it
         assert other.result(HANG) == -9
         assert (result.result(HANG) == -9) if fits else isinstance(result.exception(HANG), DeviceError)
     assert beside == [True, False]
+
+
+def test_a_batch_that_does_not_fit_beside_another_lane_keeps_its_size(
+    memory: FakeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried alone first: the memory of the other lane's work is free again."""
+    monkeypatch.setattr(micro_batches, "new_stream", lambda device: None)
+    recorder, turns = Recorder(device=GPU), Turns()
+    turns.lanes = 1  # the other one
+    lane: Lane[int, int] = Lane(recorder, "vae", turns)
+    batcher = Batcher([lane], 7)
+    assert submit(batcher, 0, 10).result(HANG) == -10, "measured"
+    encode = recorder.encode
+
+    def full_once(items: Sequence[int]) -> list[int]:
+        recorder.room = float("inf") if len(recorder.batches) > 1 else 0
+        return encode(items)
+
+    recorder.encode = full_once  # type: ignore[method-assign]
+    assert [future.result(HANG) for future in (submit(batcher, 1, 3), submit(batcher, 2, 4))] == [-3, -4]
+    assert recorder.batches == [[10], [3, 4], [3, 4]]
+    lane.thread.shutdown()
 
 
 def test_each_lane_works_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

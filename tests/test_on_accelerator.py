@@ -312,7 +312,7 @@ def test_too_little_memory_says_what_to_do(folder: Path, deep: Path, built: Call
     job = training(built("edit-plus"), deep, folder / "small", {}, capacity={"0": 3_000_000})
     report = run_jobs(folder / "small", {"run": job})["run"]
     assert report["exit_code"] == 2
-    assert "simu has too little memory for a training step" in report["stderr"]
+    assert "simu has too little memory for this run" in report["stderr"]
 
 
 # ---- generating images -----------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from qwen_train import train as training
 from qwen_train.data.batches import Batches
 from qwen_train.memory.exhausted import memory_for_training
 from qwen_train.memory.predict import largest_batch, predict_memory
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.weights import with_layout
 
 from .support.commands import command, refused, run
@@ -736,20 +737,28 @@ def test_two_processes_equal_one_that_accumulates_and_one_continues_where_they_s
 # ---- the device ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setting", [None, "expandable_segments:True"])
+@pytest.mark.parametrize(
+    ("setting", "where"),
+    [
+        (None, (training, "compute_loss")),
+        ("expandable_segments:True", (training, "wrap")),
+        (None, (QwenImageMultiResTransformer2DModel, "from_pretrained")),
+    ],
+)
 def test_running_out_of_memory_says_what_to_do(
-    train: Trainer, monkeypatch: pytest.MonkeyPatch, setting: str | None
+    train: Trainer, monkeypatch: pytest.MonkeyPatch, setting: str | None, where: tuple[Any, str]
 ) -> None:
-    """With torch's own figures; batches of many sizes leave fragments, unless the allocator is told to reuse them."""
+    """Loading, moving and training, with torch's own figures; batches of many sizes leave fragments, unless the
+    allocator is told to reuse them."""
     reason = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
     def out_of_memory(*_: Any) -> Any:
         raise torch.OutOfMemoryError(reason)
 
-    monkeypatch.setattr(training, "compute_loss", out_of_memory)
+    monkeypatch.setattr(*where, out_of_memory)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting) if setting else monkeypatch.delenv("PYTORCH_ALLOC_CONF", False)
     result = train.try_()
-    refused(result, "cpu has too little memory for a training step", reason, "qwen-train plan", "--resume")
+    refused(result, "cpu has too little memory for this run", reason, "qwen-train plan", "--resume")
     with pytest.raises(DeviceError) as error, memory_for_training(torch.device("cuda", 0)):
         out_of_memory()
     assert ("PYTORCH_ALLOC_CONF=expandable_segments:True" in str(error.value)) == (setting is None)
@@ -761,4 +770,8 @@ def test_the_layout_follows_from_the_device(train: Trainer) -> None:
     assert chosen == {"cpu": "padded", "cuda": "packed", "mps": "packed"}
     given = train.config(train__layout="padded")
     assert with_layout(given, torch.device("cuda")) == given
-    assert load_config(train(train__max_steps=1) / "qwen.yaml").train.layout == "padded"
+    out = train(train__max_steps=1)
+    assert load_config(out / "qwen.yaml").train.layout == "padded"
+    assert with_layout(train.config(), torch.device("cuda"), out).train.layout == "padded", (
+        "a run continues as it began"
+    )

@@ -35,6 +35,9 @@ class Encoder(Protocol[Takes, Gives]):
 
     def encode(self, items: Sequence[Takes], /) -> Sequence[Gives]: ...
 
+    # One that computes what does not fit in another way also has `encode_beside`, which does not: the work of another
+    # lane on the device may be why.
+
 
 @dataclass(frozen=True)
 class WorkItem(Generic[Item, Result]):
@@ -67,7 +70,7 @@ class MemoryBudget:
         """How many of `costs`, from the first on, fit together; at least one."""
         return max(1, sum(total <= self.limit for total in accumulate(costs)))
 
-    def is_new(self, cost: int) -> bool:
+    def is_largest(self, cost: int) -> bool:
         """Whether work of this cost is to be measured: any that is larger than all before."""
         return self.is_measured and cost > self._largest
 
@@ -98,7 +101,7 @@ class MemoryBudget:
 
 
 class Turns:
-    """The lanes of one device: their work shares it, or has it alone."""
+    """A readers-writer lock of the lanes of one device: their work shares the device, or has it alone."""
 
     def __init__(self) -> None:
         self.lanes = 0
@@ -171,17 +174,17 @@ class Lane(Generic[Item, Result]):
     def _try(self, items: Sequence[Item], cost: int) -> Sequence[Result] | None:
         """The results; None if the device ran out of memory and fewer items must be tried.
 
-        A single item that did not fit beside the work of another lane is tried once more without it.
+        What did not fit beside the work of another lane is tried once more without it.
         """
-        begins_alone = self.turns.lanes == 1 or self.memory.is_new(cost)
+        begins_alone = self.turns.lanes == 1 or self.memory.is_largest(cost)
         for alone in [True] if begins_alone else [False, True]:
             try:
                 return self._results(items, cost, alone=alone)
             except torch.OutOfMemoryError as error:  # what it refers to is freed before the next attempt
                 found = str(error).splitlines()[0]
-            if len(items) > 1:
-                self.memory.ran_out(cost)
-                return None
+        if len(items) > 1:
+            self.memory.ran_out(cost)
+            return None
         raise DeviceError(
             "a device has too little memory for one sample",
             found=found,
@@ -193,7 +196,10 @@ class Lane(Generic[Item, Result]):
         """The encoder's results, which it returns on the host: then nothing of this stream is under way."""
         measured = self.memory.measuring(cost, self.turns.lanes) if alone else nullcontext()
         with self.turns.alone() if alone else self.turns.shared(), on_stream(self._stream), measured:
-            return self.encoder.encode(items)
+            encode = self.encoder.encode
+            if not alone and self.memory.is_measured:
+                encode = getattr(self.encoder, "encode_beside", encode)
+            return encode(items)
 
 
 def _is_ready(item: WorkItem[Any, Any]) -> bool:

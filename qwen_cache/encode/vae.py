@@ -9,6 +9,7 @@ only the rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -40,9 +41,16 @@ class VaeEncoder:
         pixels = self.space.pixels(image, size).to(self.dtype)
         return pixels.pin_memory() if has_streams(self.device) else pixels
 
-    @torch.inference_mode()
     def encode(self, images: Sequence[Float[torch.Tensor, "1 C 1 H W"]]) -> list[Float[torch.Tensor, " S 64"]]:
-        """The latents of images of one shape, on the CPU."""
+        """The latents of images of one shape, on the CPU; a single image that does not fit runs in tiles."""
+        return self._encode(self.vae, images)
+
+    def encode_beside(self, images: Sequence[Float[torch.Tensor, "1 C 1 H W"]]) -> list[Float[torch.Tensor, " S 64"]]:
+        """The same beside another lane on the device, and never in tiles."""
+        return self._encode(self.vae.vae, images)
+
+    @torch.inference_mode()
+    def _encode(self, vae: Any, images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         pixels = joined([to_device(image, self.device) for image in images])
-        packed = self.space.encode(self.vae, pixels)
+        packed = self.space.encode(vae, pixels)
         return [latents.clone() for latents in packed.cpu()]

@@ -7,7 +7,7 @@ path. Importing changes no setting of torch; a model in float32 does (`full_floa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -65,8 +65,13 @@ def has_streams(device: torch.device) -> bool:
 
 
 def reports_memory(device: torch.device) -> bool:
-    """Whether torch can say how much of its memory is used and free; for MPS it cannot."""
-    return is_accelerator(device) and hasattr(device_module(device), "mem_get_info")
+    """Whether torch can say how much of its memory is used and free: not for MPS, nor for some Intel GPUs."""
+    if not is_accelerator(device) or not hasattr(device_module(device), "mem_get_info"):
+        return False
+    with suppress(RuntimeError):
+        device_module(device).mem_get_info(device)
+        return True
+    return False
 
 
 def new_stream(device: torch.device) -> Any | None:
@@ -81,7 +86,7 @@ def new_stream(device: torch.device) -> Any | None:
 
 @contextmanager
 def on_stream(stream: Any | None) -> Iterator[None]:
-    """Let this thread issue its work to `stream`; what it returns must be on the host, or be waited for."""
+    """Let this thread issue its work to `stream`; its results must be copied to the host inside, or waited for."""
     if stream is None:
         yield
     else:
@@ -90,7 +95,7 @@ def on_stream(stream: Any | None) -> Iterator[None]:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor from host memory. Where there are streams, through pinned memory: then the host does not wait.
+    """Copy a tensor from host memory. On devices with streams through pinned memory: then the host does not wait.
 
     torch keeps pinned memory until what was sent from it has arrived. Without streams nothing says when that is. An
     expanded tensor cannot be pinned.
@@ -109,8 +114,8 @@ def full_float32() -> None:
     """Compute float32 in float32, everywhere in this process and until it ends.
 
     torch lets cuDNN compute convolutions in TF32, whose 10 bits give errors of 1e-3, and an environment may ask for the
-    same in matrix products. These switches belong to the process, and its threads share them. torch has an old and a
-    new kind, and refuses to read the old ones where they disagree.
+    same in matrix products. These switches belong to the process, and its threads share them. torch has an
+    older and a newer API for them, and refuses to read the older one where they disagree.
     """
     backends: Any = torch.backends  # the stubs lack the new switches
     torch.set_float32_matmul_precision("highest")

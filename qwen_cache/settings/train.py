@@ -52,7 +52,8 @@ class TrainConfig(BatchConfig):
     gradient_checkpointing: bool | Positive = True
     """Recompute activations in the backward pass: a third more time, much less memory. n: every nth block."""
     offload_blocks: NotNegative = 0
-    """Blocks that stay in host memory until they compute; for LoRA with gradient checkpointing."""
+    """Blocks that stay in host memory until they compute; for LoRA with gradient checkpointing. Two of them fit on the
+    device at once, so memory is saved from 3 on."""
     tabulated_modulation: bool = False
     """Read the modulation from a table, computed once, instead of loading its weights (a third of a 20B model). LoRA in
     bfloat16 only; not for Qwen-Image-2.1."""

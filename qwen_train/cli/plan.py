@@ -40,7 +40,7 @@ PARTS = {
     "optimizer": "optimizer",
     "average": "average (EMA)",
     "activations": "activations",
-    "reserved": "device itself, estimated",
+    "reserved": "driver and context, estimated",
 }
 
 

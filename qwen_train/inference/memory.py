@@ -33,7 +33,7 @@ from qwen_train.data.batches import Batches, in_order
 from qwen_train.data.samples import open_samples
 from qwen_train.flow import NoiseSchedule
 from qwen_train.memory.plan import config_path, read_config, transformer_config
-from qwen_train.memory.predict import FRAGMENTATION, RESERVED, SampleSize, frozen_bytes, largest_batch
+from qwen_train.memory.predict import FRAGMENTATION, RESERVED, SampleSize, frozen_bytes, largest_batch, quantization_of
 from qwen_train.model.stock import trained_class
 
 CHANNELS = {"RGB": 3, "RGBA": 4}
@@ -201,7 +201,7 @@ def memory_beside_training(settings: Config) -> dict[str, dict[str, int]]:
         return {}
     _, largest = largest_batch(batches)
     recipe = batches.cache.recipe.recipe
-    area, kind = recipe.get("condition_image_size"), settings.model.quantization
+    area, kind = recipe.get("condition_image_size"), quantization_of(configs["transformer"], settings)
     encoding = Components(configs, largest, area, torch_dtype(str(recipe.get("dtype", "bfloat16"))))
     generating = Components(configs, largest, area, torch_dtype(settings.predict.dtype), kind)
     lanes = {"vae": encoding.vae_lane.total, "text_encoder": encoding.text_encoder.total}

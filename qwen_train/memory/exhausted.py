@@ -26,7 +26,7 @@ def memory_for_training(device: torch.device) -> Iterator[None]:
         # batches of many sizes leave pieces of memory that no other size fits into
         setting = f"set {ALLOCATOR_SETTINGS[0]}={EXPANDABLE} if batches differ in size; " if fragments else ""
         raise DeviceError(
-            f"{device} has too little memory for a training step",
+            f"{device} has too little memory for this run",
             found=" ".join(str(error).split()),
             do=f"{setting}`qwen-train plan --gpu-memory SIZE` names settings that fit; checkpoints are kept, continue "
             "with --resume",

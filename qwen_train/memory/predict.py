@@ -128,7 +128,7 @@ def _of_layers(
     model = training_model(on_meta({**transformer, "num_layers": layers}, settings), settings, device)
     family = family_of_transformer(transformer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    frozen, unpacked = frozen_bytes(model, _quantization(transformer, settings))
+    frozen, unpacked = frozen_bytes(model, quantization_of(transformer, settings))
     gradients = sum(map(_bytes, trained))
     state = OPTIMIZER_STATE.get(settings.optimizer.name, OPTIMIZER_STATE["adamw"])
     # the update of all trained weights at once on an accelerator (foreach), one after the other on the CPU
@@ -157,7 +157,7 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _quantization(transformer: dict[str, Any], settings: Config) -> str:
+def quantization_of(transformer: dict[str, Any], settings: Config) -> str:
     """The quantisation of the frozen weights: by the settings, or by the config.json of a quantised folder."""
     saved = transformer.get("quantization_config")
     if saved is None:
@@ -188,7 +188,7 @@ def frozen_bytes(model: nn.Module, kind: str) -> tuple[int, int]:
 def block_bytes(transformer: dict[str, Any], settings: Config) -> int:
     """The bytes of one block's frozen weights."""
     models = (on_meta({**transformer, "num_layers": n}, settings).requires_grad_(False) for n in (1, 2))
-    one, two = (frozen_bytes(model, _quantization(transformer, settings))[0] for model in models)
+    one, two = (frozen_bytes(model, quantization_of(transformer, settings))[0] for model in models)
     return two - one
 
 

@@ -34,7 +34,7 @@ def _has_weight_only_rows(weight: Any) -> bool:
 
 
 class InputDtypeLayerNorm(nn.LayerNorm):
-    """A LayerNorm without weights, outside of autocast: kernels sum in float32 and round to the dtype of `x`."""
+    """A LayerNorm without weights that runs with autocast disabled; the kernels still sum in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):

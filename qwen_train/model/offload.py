@@ -1,6 +1,6 @@
 """Block offloading: frozen weights stay in host memory, and are on the device only while their block computes.
 
-The device has memory for two blocks, allocated once: while one block computes, the next is copied into the other half
+The device has two buffers for a block, allocated once: while one block computes, the next is copied into the other one
 on its own stream. The host's memory is pinned, so that copies are asynchronous. The trained LoRA is always on the
 device. Results are the same. `check_settings` refuses settings that would keep the weights of more blocks, or that move
 weights themselves.
@@ -197,8 +197,8 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 @dataclass
-class Half:
-    """Half of the device's memory for offloaded blocks: the block whose bytes are in it, or on their way."""
+class Buffer:
+    """Memory of the device for one block, and the block whose bytes are in it, or on their way."""
 
     memory: Tensor
     block: int = -1
@@ -213,42 +213,44 @@ class OffloadedBlocks:
         self.blocks, self.device = blocks, device
         self.stream = device_module(device).Stream(device) if has_streams(device) else None
         size = max(block.size for block in blocks)
-        self.halves = [Half(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(ON_DEVICE)]
+        self.buffers = [
+            Buffer(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(min(ON_DEVICE, len(blocks)))
+        ]
         self.last = -1
 
     def take(self, i: int) -> list[Tensor]:
         """The weights of block `i` on the device, valid until the block after the next; begins to copy the next one.
 
-        A weight that autograd still needs when its memory is overwritten is an error of autograd.
+        A buffer is free by then: autograd finishes the backward pass of a block before it recomputes the one before.
         """
-        half = self._half_of(i) or self._copy(i, self.halves[0])
-        if half.arrived is not None:
-            self._computing().wait_event(half.arrived)
+        buffer = self._buffer_of(i) or self._copy(i, self.buffers[0])
+        if buffer.arrived is not None:
+            self._computing().wait_event(buffer.arrived)
         following = self._after(i)
-        if self._half_of(following) is None:
-            self._copy(following, next(other for other in self.halves if other is not half))
+        if self._buffer_of(following) is None:
+            self._copy(following, next(other for other in self.buffers if other is not buffer))
         self.last = i
-        return self.blocks[i].weights_in(half.memory)
+        return self.blocks[i].weights_in(buffer.memory)
 
     def _after(self, i: int) -> int:
         """The block that runs after `i`: forwards, then backwards; at the turn, the same block again."""
         backwards = i < self.last or (i == self.last and i > 0)
         return max(i - 1, 0) if backwards else min(i + 1, len(self.blocks) - 1)
 
-    def _half_of(self, i: int) -> Half | None:
-        return next((half for half in self.halves if half.block == i), None)
+    def _buffer_of(self, i: int) -> Buffer | None:
+        return next((buffer for buffer in self.buffers if buffer.block == i), None)
 
-    def _copy(self, i: int, half: Half) -> Half:
+    def _copy(self, i: int, buffer: Buffer) -> Buffer:
         """Begin to copy block `i`, once the device has computed everything that it was given so far."""
-        half.block = i
+        buffer.block = i
         if self.stream is None:
-            self.blocks[i].copy_to(half.memory)
-            return half
+            self.blocks[i].copy_to(buffer.memory)
+            return buffer
         self.stream.wait_stream(self._computing())
         with device_module(self.device).stream(self.stream):
-            self.blocks[i].copy_to(half.memory)
-            half.arrived = self.stream.record_event()
-        return half
+            self.blocks[i].copy_to(buffer.memory)
+            buffer.arrived = self.stream.record_event()
+        return buffer
 
     def _computing(self) -> Any:
         """The stream of the pass that calls."""

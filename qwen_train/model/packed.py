@@ -118,8 +118,8 @@ def scaled(
 class _ScaledByRow(torch.autograd.Function):
     """`x * factor[index] + offset[index]`, without keeping the rows of all tokens for the backward pass.
 
-    The gradient of a row is the sum over its tokens, by a matrix product: in float32, rounded once. Autograd's own for
-    an index would sum in the dtype of the rows.
+    The gradient of a row is the sum over its tokens, by a matrix product, which sums in float32. Autograd's own for an
+    index would sum in the dtype of the rows.
     """
 
     @staticmethod

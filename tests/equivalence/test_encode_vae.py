@@ -74,6 +74,21 @@ def encoded(vae: VaeEncoder, original: Image.Image, size: Size) -> Tensor:
     return vae.encode([vae.pixels(original, size)])[0]
 
 
+def test_beside_another_lane_nothing_runs_in_tiles(vae_encoder: VaeEncoders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other lane's memory may be why an image does not fit; without it the image may fit whole."""
+    vae = vae_encoder(torch.float32)
+    pixels = vae.pixels(photograph("coffee.png"), (128, 128))
+    assert torch.equal(vae.encode_beside([pixels])[0], vae.encode([pixels])[0])
+
+    def full(self: Any, *_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(type(vae.vae.vae), "encode", full)
+    assert len(vae.encode([pixels])[0]) == 64, "in tiles"
+    with pytest.raises(torch.OutOfMemoryError):
+        vae.encode_beside([pixels])
+
+
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
