@@ -236,8 +236,12 @@ def test_an_interrupted_run_keeps_what_was_measured(monkeypatch: pytest.MonkeyPa
         return popen(command, **options)
 
     monkeypatch.setattr(tool.subprocess, "Popen", watched)
-    with pytest.raises(KeyboardInterrupt):
-        run.all()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run.all()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert started.is_set()
     assert {name: part["status"] for name, part in results["parts"].items()} == {
         "works": "done",

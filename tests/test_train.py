@@ -752,7 +752,7 @@ def test_running_out_of_memory_says_what_to_do(
     allocator is told to reuse them."""
     reason = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
-    def out_of_memory(*_: Any) -> Any:
+    def out_of_memory(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError(reason)
 
     monkeypatch.setattr(*where, out_of_memory)

@@ -108,8 +108,9 @@ def describe(error: BaseException) -> str:
 
 def public(text: str) -> str:
     """Without the paths of this machine, which name its users."""
-    for path, name in ((ROOT, "."), (sys.prefix, "PYTHON"), (sys.base_prefix, "PYTHON"), (Path.home(), "~")):
-        text = text.replace(str(path), name)
+    names = {sys.prefix: "PYTHON", sys.base_prefix: "PYTHON", str(ROOT): ".", str(Path.home()): "~"}
+    for path in sorted(names, key=len, reverse=True):  # one may be inside another
+        text = text.replace(path, names[path])
     return text
 
 
