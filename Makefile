@@ -61,4 +61,5 @@ test-lowest: .venv-lowest/installed  ## the tests that take seconds, with the lo
 	@touch $@
 
 clean:  ## remove the files of the other targets
-	rm -rf .venv .venv-lowest demo site docs/reference .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-lowest demo site docs/reference .mypy_cache .pytest_cache .ruff_cache .hypothesis \
+		.simulated-device *.egg-info

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -22,7 +23,7 @@ from qwen_train.memory.predict import Memory, SampleSize, predict_memory, tokens
 from qwen_train.model.qwen_image_21.transformer import QwenImage21MultiResTransformer2DModel
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
-from .support.commands import run
+from .support.commands import refused, run
 from .support.full_size import EDIT, EDIT_21, REAL, REAL_21, bench
 from .support.marks import slow
 
@@ -339,3 +340,22 @@ def test_wrong_input_is_one_sentence(built: Callable[[str], Path], tmp_path: Pat
     assert "configuration cannot be read" in refused(cache, "--model", tmp_path)
     (real_model / "transformer" / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
     assert "found FluxTransformer2DModel)" in refused(cache, "--model", real_model)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ('{"_class_name": "AutoencoderKL"}', "this VAE is not supported (expected AutoencoderKLQwenImage"),
+        ("{", "the vae's configuration cannot be read"),
+    ],
+)
+def test_plan_names_an_encoder_that_it_cannot_read(
+    built: Callable[[str], Path], tiny_model: Callable[[str], Path], tmp_path: Path, config: str, message: str
+) -> None:
+    """It is needed for `build` and `predict`; without the encoders only training is planned."""
+    model = shutil.copytree(tiny_model("edit-plus"), tmp_path / "model")
+    (model / "vae" / "config.json").write_text(config, encoding="utf-8")
+    refused(run("qwen-train", "plan", built("edit-plus"), "--model", model), message)
+    shutil.rmtree(model / "vae")
+    code, found = plan(built("edit-plus"), "--model", model)
+    assert (code, "memory" in found, "build" in found) == (0, True, False)

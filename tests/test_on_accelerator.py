@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from qwen_cache import open_cache
 from qwen_cache.settings.load import load_config
 from qwen_train.inference.memory import Components, memory_beside_training
-from qwen_train.memory.plan import plan
+from qwen_train.memory.plan import Workload, plan
 from qwen_train.memory.predict import FRAGMENTATION, RESERVED, SampleSize
 
 from .support.caches import SMALL as SMALL_BUILD
@@ -384,7 +384,7 @@ def test_the_plan_is_within_8_percent_of_the_active_memory(name: str, wide: dict
     job, report = wide[name]
     _, cache, _, model, *assignments = job["arguments"]
     config = load_config(None, assignments[1::2], cache__path=cache, model__path=model)
-    memory = plan(config, None)["memory"]
+    memory = plan(config, Workload.of(config), None)["memory"]
     predicted, found = memory["total"] - memory["reserved"], done(report)["peaks"]["0"]["active"]
     assert predicted == pytest.approx(found, rel=0.08)
     assert found <= 1.1 * predicted
@@ -408,7 +408,8 @@ def test_what_a_build_needs_for_its_largest_sample(
     arguments = ["build", *sources(variant), "--out", str(out), "--model", str(model), *LARGE, *TWO_DEVICES]
     job = {"program": "qwen-cache", "arguments": arguments}
     peaks = done(run_jobs(folder / "large" / variant, {"build": job})["build"])["peaks"]
-    lanes = memory_beside_training(load_config(None, [], cache__path=str(out), model__path=str(model)))["build"]
+    config = load_config(None, [], cache__path=str(out), model__path=str(model))
+    lanes = memory_beside_training(config, Workload.of(config))["build"]
     for lane, device in (("vae", "0"), ("text_encoder", "1")):
         needed = (lanes[lane] - RESERVED) / (1 + FRAGMENTATION)
         assert needed == pytest.approx(peaks[device]["active"], rel=0.08), lane

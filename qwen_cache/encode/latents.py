@@ -96,16 +96,21 @@ def vae_class(model: ModelFolder) -> type[Any]:
     except (OSError, ValueError, LookupError, TypeError) as error:
         what = f"the class of the VAE cannot be read: {first_line(error)}"
         raise ModelError(what, where=file, do="download this component again") from None
+    return supported_vae(found, file)
+
+
+def supported_vae(name: object, where: object) -> type[Any]:
+    """The class of a VAE by its name; ModelError if it is not supported."""
     classes = {kind.__name__: kind for kind in LATENT_SPACES}
-    if str(found) not in classes:
+    if str(name) not in classes:
         raise ModelError(
             "this VAE is not supported",
-            where=file,
+            where=where,
             expected=" or ".join(classes),
-            found=found,
+            found=name,
             do="use a model of the Qwen-Image family",
         )
-    return classes[found]
+    return classes[str(name)]
 
 
 def _mean_and_std(vae: Any, z: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ from qwen_cache.errors import ModelError, SourceError
 from qwen_cache.format.identity import Phrase
 from qwen_cache.grounding.attention import AttentionRows, ImageTokens, attention_rows, image_tokens
 from qwen_cache.grounding.phrase import token_positions
-from qwen_cache.models.devices import has_streams, is_accelerator, joined, to_device
+from qwen_cache.models.devices import has_streams, is_accelerator, join_on_device, to_device
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.models.processor import load_processor
 from qwen_cache.models.template import VISION_END, Template
@@ -288,7 +288,7 @@ class TextEncoder:
         tokens = {"input_ids": _padded(ids), "mm_token_type_ids": _padded(types), "image_grid_thw": grids}
         row_images = image_tokens(self.model.config, tokens["input_ids"], grids) if self.attend else []
         positions, deltas = self.model.get_rope_index(**tokens, attention_mask=valid)
-        pixels = joined([to_device(each["pixel_values"], self.device) for each in inputs])
+        pixels = join_on_device([each["pixel_values"] for each in inputs], self.device)
         tokens = self._sent(tokens | {"position_ids": positions})
         # The padding is on the right, where no token looks.
         output = self.model(**tokens, pixel_values=pixels, use_cache=True)

@@ -18,7 +18,7 @@ from PIL import Image
 from qwen_cache.encode.latents import latent_space, vae_class
 from qwen_cache.encode.single_frame import for_single_frames
 from qwen_cache.encode.tiles import VaeThatFits
-from qwen_cache.models.devices import has_streams, joined, to_device
+from qwen_cache.models.devices import has_streams, join_on_device
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.models.loading import load_whole
 from qwen_cache.sources.sizes import Size
@@ -51,6 +51,6 @@ class VaeEncoder:
 
     @torch.inference_mode()
     def _encode(self, vae: Any, images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        pixels = joined([to_device(image, self.device) for image in images])
+        pixels = join_on_device(images, self.device)
         packed = self.space.encode(vae, pixels)
         return [latents.clone() for latents in packed.cpu()]

@@ -105,9 +105,10 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensors one after the other; a single one is not copied."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+def join_on_device(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """`to_device` of each, one after the other; a single one is not copied again."""
+    sent = [to_device(tensor, device) for tensor in tensors]
+    return sent[0] if len(sent) == 1 else torch.cat(sent)
 
 
 def full_float32() -> None:

@@ -8,14 +8,16 @@ from qwen_cache.console import FAULTS, human_bytes, plural, print_json
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config
 from qwen_train.inference.memory import memory_beside_training
-from qwen_train.memory.plan import plan
+from qwen_train.memory.plan import Workload, plan
 
 LEAST_MEMORY = 1 << 20  # bytes; less means a forgotten unit
 
 
 def run_plan(settings: Config, gpu_memory: str | None, *, as_json: bool) -> int:
     """Report the memory of training, and whether it fits; the exit code."""
-    report = plan(settings, capacity_of(gpu_memory) if gpu_memory else None) | memory_beside_training(settings)
+    capacity = capacity_of(gpu_memory) if gpu_memory else None
+    workload = Workload.of(settings)
+    report = plan(settings, workload, capacity) | memory_beside_training(settings, workload)
     (print_json if as_json else print_plan)(report)
     return 0 if report.get("fits", True) else FAULTS
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from qwen_cache.encode.latents import latent_space
+from qwen_cache.encode.latents import latent_space, supported_vae
 from qwen_cache.encode.single_frame import for_single_frames
 from qwen_cache.errors import ModelError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, token_count
@@ -29,11 +30,9 @@ from qwen_cache.models.text_encoder import MODELS, known_type
 from qwen_cache.models.vision_tower import batch_windows
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.sizes import calculate_dimensions
-from qwen_train.data.batches import Batches, in_order
-from qwen_train.data.samples import open_samples
-from qwen_train.flow import NoiseSchedule
-from qwen_train.memory.plan import config_path, read_config, transformer_config
-from qwen_train.memory.predict import FRAGMENTATION, RESERVED, SampleSize, frozen_bytes, largest_batch, quantization_of
+from qwen_train.data.batches import in_order
+from qwen_train.memory.plan import Workload, config_path, read_config
+from qwen_train.memory.predict import FRAGMENTATION, RESERVED, SampleSize, frozen_bytes, quantization_of
 from qwen_train.model.stock import trained_class
 
 CHANNELS = {"RGB": 3, "RGBA": 4}
@@ -170,8 +169,9 @@ class Components:
 
     def _vae(self) -> Any:
         config = self.configs["vae"]
+        kind = supported_vae(config.get("_class_name"), "vae/config.json")
         with torch.device("meta"):
-            return self._in_dtype(getattr(diffusers, config["_class_name"]).from_config(config))
+            return self._in_dtype(kind.from_config(config))
 
     def _in_dtype(self, model: Any) -> Any:
         for tensor in (*model.parameters(), *model.buffers()):
@@ -188,22 +188,22 @@ class Components:
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
 
-def memory_beside_training(settings: Config) -> dict[str, dict[str, int]]:
+def memory_beside_training(settings: Config, workload: Workload) -> dict[str, dict[str, int]]:
     """What `build` and `predict` need for the largest sample of the cache, in bytes on one device, for `plan`.
 
-    `build` by lane and for both on one device, `predict` by `--offload`. {} for a model without its encoders.
+    `build` by lane and for both on one device, `predict` by `--offload`. {} where only the transformer is at hand.
+    Raises ModelError for an encoder that is not supported, or whose config.json cannot be read.
     """
-    model, batches = settings.model, Batches(open_samples(settings), settings.train, NoiseSchedule())
-    configs = {"transformer": transformer_config(model)}
-    try:
-        configs |= {part: read_config(config_path(model, part)) for part in ("vae", "text_encoder")}
-    except ModelError:  # only the transformer is here
+    paths: dict[str, Path] = {}
+    with suppress(ModelError):  # of the hub, offline
+        paths = {part: config_path(settings.model, part) for part in ("vae", "text_encoder")}
+    if not paths or not all(path.is_file() for path in paths.values()):
         return {}
-    _, largest = largest_batch(batches)
-    recipe = batches.cache.recipe.recipe
-    area, kind = recipe.get("condition_image_size"), quantization_of(configs["transformer"], settings)
-    encoding = Components(configs, largest, area, torch_dtype(str(recipe.get("dtype", "bfloat16"))))
-    generating = Components(configs, largest, area, torch_dtype(settings.predict.dtype), kind)
+    configs = {"transformer": workload.transformer, **{part: read_config(path) for part, path in paths.items()}}
+    recipe = workload.recipe
+    area, kind = recipe.get("condition_image_size"), quantization_of(workload.transformer, settings)
+    encoding = Components(configs, workload.sample, area, torch_dtype(recipe.get("dtype", "bfloat16")))
+    generating = Components(configs, workload.sample, area, torch_dtype(settings.predict.dtype), kind)
     lanes = {"vae": encoding.vae_lane.total, "text_encoder": encoding.text_encoder.total}
     lanes["one_device"] = sum(lanes.values())
     both = {"build": lanes, "predict": generating.generating()}

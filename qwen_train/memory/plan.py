@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +47,35 @@ SAVINGS: tuple[dict[str, Any], ...] = (
 LINEAR_FROM = 2048  # tokens: from here on a batch takes more memory than any optimizer's update of a LoRA
 
 
-def plan(settings: Config, capacity: int | None) -> dict[str, Any]:
-    """The report of `qwen-train plan` as a JSON value: the largest batch, its memory by part, and what fits."""
+@dataclass(frozen=True)
+class Workload:
+    """What is planned for: a transformer, and the largest batch and sample of the cache that it is trained on."""
+
+    transformer: dict[str, Any]
+    """Its config.json."""
+    recipe: dict[str, Any]
+    """Of the cache."""
+    batch: list[SampleSize]
+    sample: SampleSize
+
+    @classmethod
+    def of(cls, settings: Config) -> Workload:
+        """Raises ModelError for a cache of another family, TrainError for an empty one."""
+        settings = with_layout(settings, ACCELERATOR)
+        transformer = transformer_config(settings.model)
+        batches = Batches(open_samples(settings), settings.train, NoiseSchedule())
+        check_family(batches, transformer)
+        return cls(transformer, batches.cache.recipe.recipe, *largest_batch(batches))
+
+
+def plan(settings: Config, workload: Workload, capacity: int | None) -> dict[str, Any]:
+    """What `qwen-train plan` reports of training, as a JSON value: the largest batch, its memory by part, what fits."""
     settings = with_layout(settings, ACCELERATOR)
-    transformer = transformer_config(settings.model)
-    batches = Batches(open_samples(settings), settings.train, NoiseSchedule())
-    check_family(batches, transformer)
-    batch, largest = largest_batch(batches)
-    memory = predict_memory(transformer, settings, batch)
+    transformer, batch, largest = workload.transformer, workload.batch, workload.sample
+    family, memory = family_of_transformer(transformer), predict_memory(transformer, settings, batch)
     report: dict[str, Any] = {
-        "largest_batch": {"samples": len(batch), "tokens": tokens_of(batch, settings.train, batches.family)},
-        "largest_sample": tokens_of([largest], settings.train, batches.family),
+        "largest_batch": {"samples": len(batch), "tokens": tokens_of(batch, settings.train, family)},
+        "largest_sample": tokens_of([largest], settings.train, family),
         "memory": {**asdict(memory), "total": memory.total},
         "host_memory": host_bytes(transformer, settings),
     }

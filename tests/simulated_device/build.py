@@ -1,7 +1,7 @@
-"""Compiles `device.cpp` once per machine and loads it.
+"""Compiles `device.cpp` once per checkout and loads it.
 
-One g++ command of about 20 seconds, without ninja and cmake. The library is in the user's cache folder, under a name
-that depends on the source, the command, torch and Python, so that a change of any of them compiles again. Processes
+One g++ command of about 20 seconds, without ninja and cmake. The library is in `.simulated-device` of the checkout. Its
+name depends on the source, the command, torch and Python, so that a change of any of them compiles again. Processes
 that want it at once wait for the first; a killed compiler leaves nothing that would be loaded.
 """
 
@@ -19,13 +19,13 @@ import sysconfig
 from pathlib import Path
 from types import ModuleType
 
-import platformdirs
 import torch
 from filelock import FileLock
 from torch.utils import cpp_extension
 
 NAME = "simulated_device"
 SOURCE = Path(__file__).with_name("device.cpp")
+FOLDER = Path(__file__).parents[2] / ".simulated-device"  # the tests have a user's cache folder for each session
 SUPPORTED = (2, 13)
 """The version of torch whose internals `device.cpp` uses; they change from one to the next."""
 LIBRARIES = ("torch", "torch_cpu", "c10", "torch_python")
@@ -61,7 +61,7 @@ def build() -> Path:
     """The compiled library; RuntimeError with the compiler's messages if it refuses the source."""
     key = (SOURCE.read_text(encoding="utf-8"), torch.__version__, sysconfig.get_config_var("SOABI"), *command())
     digest = hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()[:16]
-    library = platformdirs.user_cache_path("qwen-cache") / "simulated-device" / digest / f"{NAME}.so"
+    library = FOLDER / digest / f"{NAME}.so"
     library.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(library.with_suffix(".lock")):
         if not library.exists():

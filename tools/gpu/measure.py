@@ -7,6 +7,7 @@ times are those of the host's clock, from one moment when the device has nothing
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import sys
 import time
@@ -15,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
+from qwen_cache.cli.doctor import probe_memory
 from qwen_cache.models.devices import choose_device, device_module, is_accelerator, reports_memory
 
 ROOT = Path(__file__).parents[2]
@@ -129,8 +130,9 @@ def limit_memory(device: torch.device, size: int) -> None:
     module.set_per_process_memory_fraction(min(1.0, size / module.mem_get_info(device)[1]), device)
 
 
-def free_host_memory() -> int:
-    return int(psutil.virtual_memory().available)
+def free_host_memory() -> float:
+    """Bytes, within the limit of the container; as good as unlimited where the system does not say."""
+    return probe_memory()[1] or math.inf
 
 
 def need_host_memory(size: float, what: str) -> None:

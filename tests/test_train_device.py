@@ -1,0 +1,58 @@
+"""What a run takes from its device: the layout of its batches, and advice when memory runs out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from qwen_cache.errors import DeviceError
+from qwen_cache.settings.load import load_config
+from qwen_train import train as training
+from qwen_train.memory.exhausted import memory_for_training
+from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.weights import with_layout
+
+from .support.commands import refused
+from .support.runs import Trainer
+
+
+@pytest.mark.parametrize(
+    ("setting", "where"),
+    [
+        (None, (training, "compute_loss")),
+        ("expandable_segments:True", (training, "wrap")),
+        (None, (QwenImageMultiResTransformer2DModel, "from_pretrained")),
+    ],
+)
+def test_running_out_of_memory_says_what_to_do(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch, setting: str | None, where: tuple[Any, str]
+) -> None:
+    """Loading, moving and training, with torch's own figures; batches of many sizes leave fragments, unless the
+    allocator is told to reuse them."""
+    reason = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+    def out_of_memory(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError(reason)
+
+    monkeypatch.setattr(*where, out_of_memory)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting) if setting else monkeypatch.delenv("PYTORCH_ALLOC_CONF", False)
+    result = train.try_()
+    refused(result, "cpu has too little memory for this run", reason, "qwen-train plan", "--resume")
+    with pytest.raises(DeviceError) as error, memory_for_training(torch.device("cuda", 0)):
+        out_of_memory()
+    assert ("PYTORCH_ALLOC_CONF=expandable_segments:True" in str(error.value)) == (setting is None)
+
+
+def test_the_layout_follows_from_the_device(train: Trainer) -> None:
+    """A saved run names what it used, so that it continues like that anywhere."""
+    chosen = {kind: with_layout(train.config(), torch.device(kind)).train.layout for kind in ("cpu", "cuda", "mps")}
+    assert chosen == {"cpu": "padded", "cuda": "packed", "mps": "packed"}
+    given = train.config(train__layout="padded")
+    assert with_layout(given, torch.device("cuda")) == given
+    out = train(train__max_steps=1)
+    assert load_config(out / "qwen.yaml").train.layout == "padded"
+    assert with_layout(train.config(), torch.device("cuda"), out).train.layout == "padded", (
+        "a run continues as it began"
+    )
