@@ -19,6 +19,10 @@ from typing import ClassVar
 
 RESTORE = "restore the file from a copy, or run `qwen-cache build` into an empty folder"
 RESTORE_SHARD = "restore the shard from a copy, or delete it and run `qwen-cache build` again"
+REBUILD_MANIFEST = (
+    "restore cache.json from a copy, or delete it and run the same `qwen-cache build` again: "
+    "it keeps the whole shards of its recipe"
+)
 UPGRADE = "install a newer version: `git pull && pip install .` in its repository"
 
 
@@ -233,6 +237,13 @@ class ThumbnailError(FormatError):
 
     rule = "F20"
     fix = RESTORE_SHARD
+
+
+class ManifestChecksumError(FormatError):
+    """The bytes of cache.json do not match its checksum."""
+
+    rule = "F21"
+    fix = REBUILD_MANIFEST
 
 
 class CodecError(FormatError):

@@ -535,6 +535,26 @@ def test_a_deleted_shard_is_built_again(pairs: Path, tmp_path: Path, model: Path
     assert before.keys() == contents(out).keys()
 
 
+def test_a_deleted_manifest_is_written_again_and_nothing_is_encoded(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+) -> None:
+    """The fix that F21 names."""
+    out, manifest = tmp_path / "shards", tmp_path / "shards" / "cache.json"
+    assert build(pairs, out, model).code == 0
+    before, loaded = contents(out), len(fast)
+    manifest.write_bytes(before["cache.json"].replace(b'"default"', b'"Default"'))
+    for refused in (run("qwen-cache", "verify", out), build(pairs, out, model)):
+        assert "cache.json: the file was changed after it was written (expected " in refused.stderr
+        assert (
+            "[F21]\n  → restore cache.json from a copy, or delete it and run the same `qwen-cache build` again: "
+            "it keeps the whole shards of its recipe\n" in refused.stderr
+        )
+    manifest.unlink()
+    assert build(pairs, out, model).code == 0
+    assert contents(out) == before
+    assert len(fast) == loaded
+
+
 # ---- lanes -----------------------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,7 @@ from qwen_cache.format import shards
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import write_index
+from qwen_cache.format.manifest import with_checksum
 from qwen_cache.settings.load import load_config
 from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage import local_copies
@@ -529,7 +530,7 @@ def test_a_copy_is_never_outside_its_folder(served: Server, local: Path, tmp_pat
     (served.folder / "index.parquet").write_bytes(index)
     value = json.loads(path.read_text())
     value["index"] |= {"bytes": len(index), "xxh3_128": content_hash(index)}
-    path.write_text(json.dumps(value))
+    path.write_bytes(with_checksum(value))
     with pytest.raises(FormatError, match=r"not the name of a shard .*found \.\./\.\./\.\./elsewhere\) \[F6\]"):
         tensors(open_cache(served.url)[0])
     assert not list(tmp_path.rglob("elsewhere*"))
@@ -541,7 +542,7 @@ def test_a_sample_beyond_its_shard_is_refused(served: Server) -> None:
     value = json.loads(path.read_text())
     for shard in value["shards"]:
         shard["bytes"] = 1000
-    path.write_text(json.dumps(value))
+    path.write_bytes(with_checksum(value))
     with pytest.raises(FormatError, match=r"reaches beyond its shard \(expected at most 1000 bytes\) \[F16\]"):
         tensors(open_cache(served.url)[0])
     assert served.requests == []

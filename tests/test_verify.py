@@ -16,7 +16,7 @@ import pytest
 from qwen_cache import FormatError, open_cache
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import IndexRow, write_index
-from qwen_cache.format.manifest import parse_manifest
+from qwen_cache.format.manifest import parse_manifest, with_checksum
 from qwen_cache.format.shard import ShardWriter, tensor_bytes
 
 from .support.commands import run
@@ -46,11 +46,11 @@ def flip(path: Path, offset: int) -> None:
 
 
 def rewrite(shards: Path, change: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
-    """Change the manifest as JSON."""
+    """Change the manifest as JSON, with a new checksum."""
     path = shards / "cache.json"
     value = json.loads(path.read_text())
     change(value)
-    path.write_text(json.dumps(value))
+    path.write_bytes(with_checksum(value))
 
 
 def test_a_fresh_cache_is_clean(shards: Path) -> None:

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from qwen_cache.format.directory import STAGING
 from qwen_cache.format.identity import Inputs, content_hash, dataset_identity, recipe_id
 from qwen_cache.format.index import INDEX_NAME, index_schema
-from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recipe, Shard
+from qwen_cache.format.manifest import CHECKSUM, MANIFEST_NAME, IndexFile, Manifest, Recipe, Shard, with_checksum
 from qwen_cache.format.sample import SampleMeta, token_count
 from qwen_cache.format.shard import END_OF_ARCHIVE
 from qwen_cache.format.tensor import PLANES_ZSTD, TensorSpec
@@ -63,6 +63,10 @@ def manifest(format_version: int, samples: int) -> dict[str, Any]:
         {"qwen-cache": "0.1.0"},
     )
     return json.loads(made.to_bytes())
+
+
+def without_checksum(value: dict[str, Any]) -> dict[str, Any]:
+    return {name: item for name, item in value.items() if name != CHECKSUM}
 
 
 def sample(
@@ -108,8 +112,9 @@ ATTENTION = sample(2, 1, mask="file", attention=True)
 THUMBNAILS = sample(2, 1, thumbnails=True)
 TEXT_ALONE = sample(2, 2, positions=(7, 15))
 VALID = {
-    "empty.cache.v1.json": manifest(1, 0),
-    "small.cache.v1.json": manifest(1, 3),
+    "empty.cache.v1.json": without_checksum(manifest(1, 0)),
+    "small.cache.v1.json": without_checksum(manifest(1, 3)),
+    "checksum.cache.v1.json": manifest(1, 3),
     "empty.cache.v2.json": manifest(2, 0),
     "small.cache.v2.json": CACHE,
     "ignorable-key.cache.v2.json": {**CACHE, "x-notes": {"must_understand": False, "text": "made on a Tuesday"}},
@@ -126,6 +131,7 @@ VALID = {
 INVALID = {
     "F1-another-format.cache.v2.json": broken(CACHE, lambda v: v.update(format="webdataset")),
     "F1-no-shards.cache.v2.json": broken(CACHE, lambda v: v.pop("shards")),
+    "F1-no-checksum.cache.v2.json": without_checksum(CACHE),
     "F1-negative-count.cache.v2.json": broken(CACHE, lambda v: v["index"].update(bytes=-1)),
     "F1-hash-too-short.cache.v2.json": broken(CACHE, lambda v: v["index"].update(xxh3_128="abc")),
     "F2-version-3.cache.v2.json": broken(CACHE, lambda v: v.update(format_version=3)),
@@ -168,6 +174,9 @@ INVALID = {
     ),
     "F6-path-out-of-the-directory.cache.v2.json": broken(CACHE, rename_shard),
     "F6-name-is-not-the-hash.cache.v2.json": broken(CACHE, lambda v: v["shards"][0].update(xxh3_128=digest("another"))),
+    "F21-recipe-renamed.cache.v1.json": with_checksum(manifest(1, 3)).replace(b'"default"', b'"Default"'),
+    "F21-recipe-renamed.cache.v2.json": with_checksum(CACHE).replace(b'"default"', b'"Default"'),
+    "F21-white-space-changed.cache.v2.json": with_checksum(CACHE) + b"\n",
     "F9-no-prompt.sample.v2.json": broken(SAMPLE, lambda v: v.pop("prompt")),
     "F9-prompt-is-a-number.sample.v2.json": broken(SAMPLE, lambda v: v.update(prompt=7)),
     "F9-mask-is-not-a-hash.sample.v2.json": broken(SAMPLE, lambda v: v["inputs"].update(mask="mask.png")),
@@ -397,7 +406,7 @@ def forge(
     size, hashed = sink.tell(), content_hash(sink.getvalue())
     value["index"] = IndexFile(value["index"]["samples"], size, hashed).to_json()
     manifest(value)
-    (folder / MANIFEST_NAME).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / MANIFEST_NAME).write_bytes(with_checksum(value))
 
 
 def damage(folder: Path, change: Callable[[bytes], bytes]) -> None:
@@ -416,7 +425,7 @@ def sign_index(folder: Path, data: bytes) -> None:
     forged = {"bytes": len(data), "xxh3_128": content_hash(data)}
     value = json.loads((folder / MANIFEST_NAME).read_bytes())
     value["index"] |= forged
-    (folder / MANIFEST_NAME).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / MANIFEST_NAME).write_bytes(with_checksum(value))
 
 
 def members(data: bytes) -> list[tuple[tarfile.TarInfo, bytes]]:
@@ -620,14 +629,20 @@ def write_invalid_cache(folder: Path, name: str) -> None:
     INVALID_CACHES.get(name, lambda _: None)(folder)
 
 
+def example_bytes(value: dict[str, Any]) -> bytes:
+    """The file of a manifest, with a new checksum if it has one, or of a sample's metadata."""
+    if CHECKSUM in value:
+        return with_checksum(value)
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
+
+
 def write_examples(out: Path) -> None:
     """Write all examples; replaces the folder."""
     shutil.rmtree(out, ignore_errors=True)
     for folder, examples in (("valid", VALID), ("invalid", INVALID)):
         (out / folder).mkdir(parents=True)
         for name, value in examples.items():
-            text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-            (out / folder / name).write_text(text, encoding="utf-8")
+            (out / folder / name).write_bytes(value if isinstance(value, bytes) else example_bytes(value))
     for name, (format_version, samples) in VALID_CACHES.items():
         write_cache(out / "valid" / name, format_version, samples, SHARD_SIZE)
     for name in (*INVALID_CACHES, *INVALID_SAMPLES):

@@ -1,7 +1,7 @@
 """cache.json: the contents of a cache, and the one place that sets the format version.
 
-Parsing refuses unknown format versions, and unknown keys whose value does not have `"must_understand": false`. It never
-fills in missing values.
+Parsing refuses unknown format versions, unknown keys whose value does not have `"must_understand": false`, and a file
+whose checksum does not match its bytes. It never fills in missing values.
 """
 
 from __future__ import annotations
@@ -12,13 +12,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.errors import CountError, ManifestError, RecipeError, ShardError, VersionError
+from qwen_cache.errors import (
+    CountError,
+    ManifestChecksumError,
+    ManifestError,
+    RecipeError,
+    ShardError,
+    VersionError,
+)
 from qwen_cache.format.fields import Fields
-from qwen_cache.format.identity import HASH_PATTERN, recipe_id
+from qwen_cache.format.identity import HASH_PATTERN, content_hash, recipe_id
 
 FORMAT = "qwen-cache"
 VERSIONS = (1, 2)
 MANIFEST_NAME = "cache.json"
+CHECKSUM = "checksum"
+HASH_KEY = "xxh3_128"
+ZEROS = "0" * 32
+"""In place of the checksum's digits while the file is hashed."""
 DEFAULT_RECIPE = "default"  # the name of a recipe that the user did not name
 SHARD_PATTERN = re.compile(HASH_PATTERN.pattern + r"\.tar")
 
@@ -94,7 +105,15 @@ class Manifest:
             "written_by": dict(sorted(self.written_by.items())),
             **self.ignorable,
         }
-        return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode("utf-8")
+        return with_checksum(value)
+
+
+def with_checksum(value: dict[str, Any]) -> bytes:
+    """The bytes of cache.json for the JSON object `value`, with the checksum of these bytes at the end."""
+    checksum = {"must_understand": False, HASH_KEY: ZEROS}
+    text = json.dumps({**value, CHECKSUM: checksum}, indent=1, ensure_ascii=False) + "\n"
+    before, _, after = text.rpartition(ZEROS)
+    return f"{before}{content_hash(text.encode('utf-8'))}{after}".encode()
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -116,6 +135,7 @@ def parse_manifest(data: bytes, where: str = MANIFEST_NAME) -> Manifest:
     if fields.take("format", str) != FORMAT:
         raise ManifestError("not a qwen-cache manifest", where=where, expected=f'"format": "{FORMAT}"')
     version = check_version(fields.take("format_version", int), where)
+    _check_checksum(data, fields, version)
     recipes = {
         name: _recipe(Fields(value, f"{where}: recipes.{name}")) for name, value in fields.take("recipes", dict).items()
     }
@@ -139,6 +159,22 @@ def check_version(version: int, where: str) -> int:
             found=version,
         )
     return version
+
+
+def _check_checksum(data: bytes, fields: Fields, version: int) -> None:
+    """Take the checksum, and compare it with the bytes. Version 1 may lack one, but not have one under another name."""
+    named = [name for name, value in fields.left.items() if isinstance(value, dict) and HASH_KEY in value]
+    if version == 1 and CHECKSUM not in fields.left and named == ["index"]:
+        return
+    checksum = Fields(fields.take(CHECKSUM, dict), f"{fields.where}: {CHECKSUM}", ManifestChecksumError)
+    claimed = checksum.hash(HASH_KEY)
+    if checksum.take("must_understand", bool):
+        raise ManifestChecksumError('"must_understand" must be false', where=checksum.where)
+    checksum.finish()
+    before, _, after = data.rpartition(claimed.encode())
+    if (found := content_hash(before + ZEROS.encode() + after)) != claimed:
+        what = "the file was changed after it was written"
+        raise ManifestChecksumError(what, where=fields.where, expected=claimed, found=found)
 
 
 def _check_counts(manifest: Manifest, where: str) -> None:
