@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -542,13 +543,14 @@ def test_a_deleted_manifest_is_written_again_and_nothing_is_encoded(
     out, manifest = tmp_path / "shards", tmp_path / "shards" / "cache.json"
     assert build(pairs, out, model).code == 0
     before, loaded = contents(out), len(fast)
-    manifest.write_bytes(before["cache.json"].replace(b'"default"', b'"Default"'))
-    for refused in (run("qwen-cache", "verify", out), build(pairs, out, model)):
-        assert "cache.json: the file was changed after it was written (expected " in refused.stderr
-        assert (
-            "[F21]\n  → restore cache.json from a copy, or delete it and run the same `qwen-cache build` again: "
-            "it keeps the whole shards of its recipe\n" in refused.stderr
-        )
+    for name, fault in (
+        ("default", r"the file was changed after it was written \(expected \w{32}, found \w{32}\) \[F21\]"),
+        ("checksum", r'the key "checksum" is missing \[F1\]'),
+    ):
+        manifest.write_bytes(before["cache.json"].replace(f'"{name}"'.encode(), f'"{name.title()}"'.encode()))
+        fix = "restore cache.json from a copy, or delete it and run the same `qwen-cache build` again: it keeps"
+        for refused in (run("qwen-cache", "verify", out), build(pairs, out, model)):
+            assert re.search(f"cache.json: {fault}\n  → {fix} the whole shards of its recipe\n", refused.stderr)
     manifest.unlink()
     assert build(pairs, out, model).code == 0
     assert contents(out) == before

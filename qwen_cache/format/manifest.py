@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen_cache.errors import (
+    REBUILD_MANIFEST,
     CountError,
     ManifestChecksumError,
     ManifestError,
@@ -166,6 +167,8 @@ def _check_checksum(data: bytes, fields: Fields, version: int) -> None:
     named = [name for name, value in fields.left.items() if isinstance(value, dict) and HASH_KEY in value]
     if version == 1 and CHECKSUM not in fields.left and named == ["index"]:
         return
+    if CHECKSUM not in fields.left:
+        raise ManifestError(f'the key "{CHECKSUM}" is missing', where=fields.where, do=REBUILD_MANIFEST)
     checksum = Fields(fields.take(CHECKSUM, dict), f"{fields.where}: {CHECKSUM}", ManifestChecksumError)
     claimed = checksum.hash(HASH_KEY)
     if checksum.take("must_understand", bool):
