@@ -263,7 +263,7 @@ def test_refuses_files_of_something_else(
     result = ground("--image", cat, "--phrase", "cat", "--head", head, "--sam", cat.parent)
     refused(result, cat.parent, "there is no model here", str(cat.parent))
     result = ground("--image", head, "--phrase", "cat")
-    refused(result, cat.parent, "not an image that Pillow can read", str(head))
+    refused(result, cat.parent, "not an image in a supported format", str(head))
 
 
 @pytest.mark.parametrize("out", ["cat.png", "other.png"])

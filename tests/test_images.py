@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import subprocess
+import sys
 import time
 import warnings
 import zlib
@@ -22,7 +26,10 @@ from PIL import Image, ImageCms, features
 
 from qwen_cache.encode.latents import PROCESSOR
 from qwen_cache.errors import SourceError
-from qwen_cache.sources.images import open_mask, open_rgb, open_rgba, over_white
+from qwen_cache.sources.images import FORMATS, open_mask, open_rgb, open_rgba, over_white
+from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
+
+from .support.waiting import HANG
 
 SKLEARN = Path(sklearn.__file__).parent / "datasets/images"
 SKIMAGE = Path(skimage.__file__).parent / "data"
@@ -307,14 +314,107 @@ def test_a_flipped_bit_in_a_png_is_refused_even_where_pillow_decodes_it() -> Non
     assert decoded > 0
 
 
+def tiff_with(compression: int) -> bytes:
+    """A TIFF that claims another compression than it has."""
+    data = bytearray(encoded(photo(), "TIFF"))
+    tag = data.index(b"\x03\x01\x03\x00\x01\x00\x00\x00") + 8
+    data[tag : tag + 2] = compression.to_bytes(2, "little")
+    return bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "BMP", "GIF", "TIFF"])
+def test_a_supported_format_whose_header_cannot_be_read_is_damaged(kind: str) -> None:
+    data = encoded(photo(), kind)[:12] if kind != "TIFF" else tiff_with(9)
+    assert f"damaged or incomplete (found a {kind} whose header cannot be read)" in refusal(open_rgb, data)
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+SUPPORTED = "PNG, JPEG, WEBP, AVIF, TIFF, BMP, GIF, PPM"
+
+
 @pytest.mark.parametrize(
     ("data", "found"),
-    [(b"", "found an empty file"), (b"<html><body>404", "found a file that begins with b'<html><body>'")],
+    [
+        (b"", "an empty file"),
+        (b"\n <HTML><body>404", "an HTML page"),
+        (POSTSCRIPT, "PostScript"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS, which `git lfs pull` replaces"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0", "HEIC"),
+        (b"\0\0\0\x18ftypisom\0\0\0\0", "a video"),
+        (b"root:x:0:0:root:/root:/bin/bash\n", "32 bytes of another kind"),
+    ],
 )
-def test_what_is_no_image_is_refused(data: bytes, found: str) -> None:
+def test_what_is_no_image_is_refused_by_what_it_is_and_never_shown(data: bytes, found: str) -> None:
     message = refusal(open_rgb, data)
-    assert "this is not an image that Pillow can read" in message
-    assert found in message
+    expected = f"not an image in a supported format (expected {SUPPORTED}, found {found}"
+    assert message.startswith(f"data/a.png: this is {expected}")
+    assert "root" not in message
+
+
+def test_every_file_name_that_a_folder_takes_is_of_a_supported_format() -> None:
+    assert {Image.registered_extensions()[extension] for extension in IMAGE_EXTENSIONS} <= {*FORMATS, "MPO"}
+
+
+def bmp_with(compression: int, content: bytes) -> bytes:
+    data = bytearray(encoded(photo(), "BMP"))
+    data[30:34] = compression.to_bytes(4, "little")
+    return bytes(data[:54]) + content
+
+
+HOSTILE = [
+    POSTSCRIPT,
+    b"\xc5\xd0\xd3\xc6" + (32).to_bytes(4, "little") + len(POSTSCRIPT).to_bytes(4, "little") + bytes(20) + POSTSCRIPT,
+    b"%PDF-1.7\n",
+    b"\xd7\xcd\xc6\x9a" + bytes(36),  # WMF
+    *(tiff_with(kind) for kind in (2, 3, 4, 5, 6, 7, 8, 9, 32773, 32809, 34676, 34712, 34925, 50000, 50001)),
+    bmp_with(4, encoded(photo(), "JPEG")),
+    bmp_with(5, encoded(photo())),
+    encoded(photo(), "JPEG") + POSTSCRIPT,
+    encoded(photo(), "MPO", save_all=True, append_images=[Image.new("RGB", (8, 8))])[:-600] + POSTSCRIPT,
+    encoded(photo(), "ICO"),
+    encoded(photo(), "GIF")[:-9] + POSTSCRIPT,
+    encoded(photo(), "WEBP")[:40] + POSTSCRIPT,
+]
+PROGRAMS = ("gs", "gswin64c", "djpeg", "convert", "magick", "xdg-open", "display")
+OPENED_BY_A_PROCESS = """
+import json, sys
+from PIL import Image
+Image.init()  # as other code in the process may have done: now Pillow knows every parser
+from qwen_cache.errors import SourceError
+from qwen_cache.sources.images import open_mask, open_rgb, upright_size
+started, messages = [], []
+events = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.startfile")
+sys.addaudithook(lambda event, arguments: started.append(event) if event in events else None)
+for data in map(bytes.fromhex, json.load(sys.stdin)):
+    for open_it in (open_rgb, open_mask, upright_size):
+        try:
+            open_it(data, "a.png")
+            messages.append("")
+        except SourceError as error:
+            messages.append(str(error))
+print(json.dumps([started, messages]))
+"""
+
+
+def test_no_image_starts_a_program(tmp_path: Path) -> None:
+    """Least of all PostScript, which Pillow's own parser hands to Ghostscript."""
+    for name in PROGRAMS:
+        (tmp_path / name).write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+        (tmp_path / name).chmod(0o755)
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", OPENED_BY_A_PROCESS],
+        input=json.dumps([data.hex() for data in HOSTILE]),
+        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HANG,
+    )
+    started, messages = json.loads(process.stdout)
+    assert (started, (tmp_path / "started").exists()) == ([], False)
+    assert len(messages) == 3 * len(HOSTILE)
+    assert all("found PostScript" in message for message in messages[:6])
+    assert all("not an image in a supported format" in message for message in messages[6:12])
 
 
 def png_of(width: int, height: int) -> bytes:
@@ -325,9 +425,11 @@ def png_of(width: int, height: int) -> bytes:
     return bytes(data)
 
 
-def test_a_decompression_bomb_is_refused() -> None:
-    message = refusal(open_rgb, png_of(20000, 20000))
-    assert "too large to decode (found Image size (400000000 pixels) exceeds limit" in message
+def test_a_decompression_bomb_is_refused_whatever_pillows_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = "too large to decode (found Image size (400000000 pixels) exceeds limit of 178956970 pixels"
+    assert limit in refusal(open_rgb, png_of(20000, 20000))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as other code in the process may do
+    assert limit in refusal(open_rgb, png_of(20000, 20000))
 
 
 @pytest.mark.slow
@@ -339,9 +441,9 @@ def test_a_large_image_is_fine_and_does_not_warn() -> None:
 
 
 def test_threads_do_not_disturb_each_others_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slowly(stream: io.BytesIO, opening: Callable[[io.BytesIO], Image.Image] = Image.open) -> Image.Image:
+    def slowly(stream: io.BytesIO, opening: Callable[..., Image.Image] = Image.open, **options: Any) -> Image.Image:
         time.sleep(0.01)
-        return opening(stream)
+        return opening(stream, **options)
 
     monkeypatch.setattr(Image, "open", slowly)
     before = list(warnings.filters)

@@ -246,7 +246,7 @@ def test_images_that_cannot_be_read_are_reported_and_the_others_generated(
     assert [path.stem for path in done.written] == ["a", "d#2"]
     assert [(problem.where, problem.what.split(" (")[0]) for problem in done.failed] == [
         (f"b: {tmp_path / 'missing.png'}", "the file does not exist"),
-        (f"folder/c: {broken}", "this is not an image that Pillow can read"),
+        (f"folder/c: {broken}", "this is not an image in a supported format"),
     ]
     assert generation.run(jobs)[1] == ["b", "folder/c"]
 

@@ -5,9 +5,11 @@ that transparent pixels are not edited); 16-bit grey, and floats from 0 to 1, ar
 palette, CMYK, LAB, YCbCr and 1-bit images are converted. ICC profiles are ignored, as the stock pipelines use the pixel
 values as stored.
 
-Refuses, with a `SourceError` that names the file: files that are damaged or not images, more pixels than Pillow's
-limit, sides beyond 1:200 (the limit of Qwen2.5-VL), several frames or pages (which one was meant? an MPO from a phone
-is a photo with extras and counts as one), values without an agreed white, and a mask whose white is 1 instead of 255.
+Refuses, with a `SourceError` that names the file: files that are damaged or in none of `FORMATS`, more than
+`MAX_PIXELS`, sides beyond 1:200 (the limit of Qwen2.5-VL), several frames or pages (which one was meant? an MPO from a
+phone is a photo with extras and counts as one), values without an agreed white, and a mask whose white is 1 instead of
+255. No other parser of Pillow sees the bytes, whatever this process has loaded: its parser of PostScript would run
+Ghostscript on them. An error never shows the bytes of a file that is not an image; it may be any file of this machine.
 """
 
 from __future__ import annotations
@@ -23,9 +25,54 @@ from pathlib import Path
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL.AvifImagePlugin import AvifImageFile
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.PpmImagePlugin import PpmImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+from PIL.WebPImagePlugin import WebPImageFile
 
 from qwen_cache.errors import SourceError
 
+PARSERS = (
+    *(PngImageFile, JpegImageFile, WebPImageFile, AvifImageFile, TiffImageFile, BmpImageFile, GifImageFile),
+    PpmImageFile,  # PGM too: masks and depth of 16 bits in research datasets
+)
+FORMATS = [str(parser.format) for parser in PARSERS]
+"""The formats that are read, by Pillow's names: what cameras, browsers, editors and published datasets write. An MPO
+counts as JPEG. Importing a parser registers it; were one missing, `Image.open` would load all that Pillow has."""
+KNOWN = (
+    (b"\x89PNG", "PNG"),
+    (b"\xff\xd8\xff", "JPEG"),
+    (b"GIF8", "GIF"),
+    (b"BM", "BMP"),
+    (b"II*\0", "TIFF"),
+    (b"MM\0*", "TIFF"),
+    (b"%!PS", "PostScript"),
+    (b"\xc5\xd0\xd3\xc6", "PostScript"),
+    (b"%PDF", "PDF"),
+    (b"8BPS", "Photoshop (PSD)"),
+    (b"\0\0\0\x0cjP  ", "JPEG 2000"),
+    (b"\xff\x4f\xff\x51", "JPEG 2000"),
+    (b"\0\0\0\x0cJXL ", "JPEG XL"),
+    (b"\xff\x0a", "JPEG XL"),
+    (b"\0\0\1\0", "an icon (ICO)"),
+    (b"<svg", "SVG"),
+    (b"<?xml", "XML, perhaps SVG"),
+    (b"<!doctype html", "an HTML page"),
+    (b"<html", "an HTML page"),
+    (b"PK\3\4", "ZIP"),
+    (b"\x1f\x8b", "gzip"),
+    (b"version https://git-lfs", "a pointer of Git LFS, which `git lfs pull` replaces by the file"),
+)
+"""The first bytes of files that are found in place of images, in lower case where they are text; none is a secret."""
+BRANDS = {b"avif": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIC or AVIF", b"msf1": "HEIC or AVIF"}
+"""Brands of ISO media files; all others are videos."""
+MAX_PIXELS = 178_956_970
+"""The most pixels of an image: Pillow's default, stated here because any code in the process may change Pillow's. The
+largest sensors have 151 million; decoding takes 0.7 GB per image and some seconds."""
 MAX_ASPECT_RATIO = 200
 """Beyond this, Qwen2.5-VL's image processor raises."""
 
@@ -140,23 +187,47 @@ def _refusals(data: bytes, where: str) -> Iterator[None]:
     except Image.DecompressionBombError as error:
         raise SourceError("the image is too large to decode", where=where, found=error, do="make it smaller") from error
     except UnidentifiedImageError as error:
-        raise SourceError(
-            "this is not an image that Pillow can read",
-            where=where,
-            found=f"a file that begins with {data[:12]!r}" if data else "an empty file",
-            do="save it as PNG, JPEG or WebP, or fetch it again",
-        ) from error
+        raise _unidentified(data, where) from error
     except _DAMAGE as error:
         raise SourceError(
             "the image is damaged or incomplete", where=where, found=error, do="copy or download the file again"
         ) from error
 
 
+def _unidentified(data: bytes, where: str) -> SourceError:
+    kind = _kind_of(data)
+    if kind in FORMATS:
+        found, do = f"a {kind} whose header cannot be read", "copy or download it again, or save it again as PNG"
+        return SourceError("the image is damaged or incomplete", where=where, found=found, do=do)
+    return SourceError(
+        "this is not an image in a supported format",
+        where=where,
+        expected=", ".join(FORMATS),
+        found=kind,
+        do="save it as PNG, JPEG or WebP, or fetch it again",
+    )
+
+
+def _kind_of(data: bytes) -> str:
+    """What a file is, by its first bytes, without showing them."""
+    start = data[:64].lstrip(b"\xef\xbb\xbf\r\n\t ").lower()
+    if data[4:8] == b"ftyp":
+        return BRANDS.get(data[8:12], "a video")
+    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        return "WEBP"
+    found = (kind for magic, kind in KNOWN if data.startswith(magic) or start.startswith(magic))
+    return next(found, f"{len(data)} bytes of another kind" if data else "an empty file")
+
+
 def _open(data: bytes) -> Image.Image:
-    """`Image.open` without its warning at half of Pillow's pixel limit; at the limit it raises as usual."""
+    """`Image.open` without its warning at half of the pixel limit; beyond the limit it raises."""
     with _opening, warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        return Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    if (pixels := image.width * image.height) > MAX_PIXELS:
+        image.close()
+        raise Image.DecompressionBombError(f"Image size ({pixels} pixels) exceeds limit of {MAX_PIXELS} pixels")
+    return image
 
 
 def _check_shape(image: Image.Image, where: str) -> None:

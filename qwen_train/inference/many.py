@@ -29,6 +29,7 @@ from qwen_train.inference.cached import generate_cached, guidance_from_cache, in
 from qwen_train.inference.devices import memory_for
 from qwen_train.inference.generator import Generator
 from qwen_train.inference.grid import Row
+from qwen_train.inference.images import open_images
 from qwen_train.inference.jobs import (
     GenerateJob,
     JobResults,
@@ -146,7 +147,7 @@ def compared(
         paths = [folder / f"{job.name}{suffix}.png" for suffix in (("", WITHOUT) if with_lora else ("",))]
         if not all(path.is_file() for path in paths) or failed_names & {job.name, job.name + WITHOUT}:
             continue
-        images = [Image.open(path).convert(family.image_mode) for path in paths]
+        images = open_images(paths, family)
         new, old = (images[0], images[1]) if with_lora else (None, images[0])
         target = control_images(replace(job, controls=(job.target,)), family)[0] if job.target else None
         rows.append((job, Row(tuple(control_images(job, family)), old, new, target)))
