@@ -1,4 +1,7 @@
-"""qwen.yaml and options: names that changed are still read, and reported; nothing is read under two names."""
+"""qwen.yaml and options: names that changed are still read, and reported; nothing is read under two names.
+
+No text of settings takes longer or more memory than it looks.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from qwen_cache.encode.slices import SourceSlice, refuse_other_slices
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import RENAMED, RENAMED_VALUES, Config, known_keys, load_config
+from qwen_cache.settings.yaml_text import MAX_BYTES
 
 from .support.commands import command, run
 
@@ -55,6 +60,64 @@ def test_a_setting_under_both_names_is_refused() -> None:
     both = ["train.shuffle_window=7", "train.bucketing_window=8"]
     with pytest.raises(ConfigError, match=r"train.shuffle_window is the old name of train.bucketing_window"):
         load_config(None, both)
+
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)
+)
+MERGED_LAUGHS = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 10)
+)
+BEYOND = {
+    "aliases of aliases": (LAUGHS, "the settings have more than 10000 values, with aliases expanded"),
+    "merged aliases": (MERGED_LAUGHS, "the settings have more than 10000 values, with aliases expanded"),
+    "an alias in its own value": ("data: &a [*a]", "the settings contain an alias inside its own value: *a"),
+    "brackets": ("[" * 50_000, "the settings are nested more than 32 deep"),
+    "indents": ("- " * 50_000, "the settings are nested more than 32 deep"),
+    "a long integer": ("data: " + "9" * 5000, "the settings contain an integer of 5000 digits; at most 100 are read"),
+    "a long one to base 60": ("data: " + "1:" * 3000 + "1", "the settings contain an integer of 6001 digits"),
+    "megabytes": ("#" * (MAX_BYTES + 1), f"the settings are too long (expected at most {MAX_BYTES} characters)"),
+    "an object": ("data: !!python/object/apply:os.mkdir [run]", "this is not YAML: could not determine a constructor"),
+    "a month 13": ("data: 2020-13-45", "a value does not fit its YAML type: month must be in 1..12"),
+    "an empty integer": ("data: !!int ''", "a value does not fit its YAML type: string index out of range"),
+}
+
+
+@pytest.mark.parametrize("case", BEYOND)
+def test_what_no_settings_need_is_refused_at_once(
+    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a file, in --set, and in the qwen.yaml of a cache of somebody else."""
+    monkeypatch.chdir(tmp_path)
+    text, expected = BEYOND[case]
+    cache = tmp_path / "shards"
+    cache.mkdir()
+    file = cache / "qwen.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert str(caught.value).startswith(f"{file}: {expected}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [f"data={text}"])
+    assert str(caught.value).startswith(f"--set data: {expected}")
+    result = run("qwen-cache", "inspect", cache, "--source", tmp_path)
+    assert result.code == 2
+    assert f"{file}: {expected}" in result.stderr
+    with pytest.raises(ConfigError, match="holds 1 samples of other slices"):
+        refuse_other_slices(cache, SourceSlice(1, 2), ["a"], ["a"])
+    assert not Path("run").exists()
+
+
+def test_anchors_aliases_and_merge_keys_work(tmp_path: Path) -> None:
+    file = tmp_path / "qwen.yaml"
+    file.write_text(
+        "train: &shared {max_steps: &steps 7, batch_size: 2}\n"
+        "validation: {validation_steps: *steps}\n"
+        "lr_scheduler: {<<: {name: constant}, warmup_steps: *steps}\n"
+    )
+    config = load_config(file)
+    assert (config.train.max_steps, config.train.batch_size, config.validation.validation_steps) == (7, 2, 7)
+    assert (config.lr_scheduler.name, config.lr_scheduler.warmup_steps) == ("constant", 7)
 
 
 def test_options_by_their_old_names(tmp_path: Path) -> None:

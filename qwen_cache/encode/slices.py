@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import yaml
-
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import CONFIG_NAME
+from qwen_cache.settings.yaml_text import read_yaml
 
 T = TypeVar("T")
 
@@ -70,7 +69,7 @@ def refuse_other_slices(
 def _built_as(folder: Path) -> str | None:
     """The slice that a finished build recorded beside its cache; `part` is the setting's former name."""
     try:
-        data = yaml.safe_load((folder / CONFIG_NAME).read_text(encoding="utf-8"))["data"]
+        data = read_yaml(folder / CONFIG_NAME)["data"]
         return str(data["slice"] if "slice" in data else data["part"])
-    except (OSError, UnicodeError, yaml.YAMLError, KeyError, TypeError):
+    except (OSError, ConfigError, KeyError, TypeError):
         return None

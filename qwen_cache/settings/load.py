@@ -31,6 +31,7 @@ from qwen_cache.settings.train import (
     TrainConfig,
     ValidationConfig,
 )
+from qwen_cache.settings.yaml_text import parse_yaml, read_yaml
 
 CONFIG_NAME = "qwen.yaml"
 
@@ -66,7 +67,7 @@ def load_config(path: Path | None, assignments: Sequence[str] = (), **options: A
         name, equals, text = assignment.partition("=")
         if not equals:
             raise ConfigError("--set takes section.key=value", found=assignment)
-        _assign(value, name.strip(), yaml.safe_load(text))
+        _assign(value, name.strip(), parse_yaml(text, f"--set {name}"))
     for name, option in options.items():
         if option is not None:
             _assign(value, name.replace("__", "."), option)
@@ -121,11 +122,9 @@ def parse_config(text: str) -> Config:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        value = read_yaml(path)
     except FileNotFoundError:
         raise ConfigError("no such file", where=path) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"this is not YAML: {error}", where=path) from None
     if value is None:
         return {}
     if not isinstance(value, dict):

@@ -1,0 +1,81 @@
+"""YAML from a file or the command line, with bounds: also the qwen.yaml in a cache of somebody else is read.
+
+Plain values only, never objects. Anchors and aliases work, but count each time that they are used, so no text becomes
+larger than it looks. Refuses what is larger, deeper or longer than any settings, and an alias of a value inside itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qwen_cache.errors import ConfigError, first_line
+
+MAX_BYTES = 1 << 20  # a qwen.yaml with every setting and a comment on each has 20 kB
+MAX_NODES = 10_000  # keys and values, aliases expanded; all settings are 300, module names of a LoRA at most 2,000
+MAX_DEPTH = 32  # settings have five levels
+MAX_DIGITS = 100  # of an integer; Python's own limit is 4,300, and it raises wherever a longer one is shown
+FIX = "shorten it; settings need none of this"
+
+
+def read_yaml(path: Path) -> Any:
+    """The value of a file of YAML; OSError if it cannot be read, ConfigError as `parse_yaml`."""
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    try:
+        return parse_yaml(data.decode("utf-8"), path)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"this is not YAML: {error}", where=path) from None
+
+
+def parse_yaml(text: str, where: object | None = None) -> Any:
+    """The value of a YAML document; ConfigError, which names `where`, if it is not one within the bounds."""
+    if len(text) > MAX_BYTES:
+        raise ConfigError("the settings are too long", where=where, expected=f"at most {MAX_BYTES} characters", do=FIX)
+    try:
+        return yaml.load(text, _BoundedLoader)
+    except _BeyondError as error:
+        raise ConfigError(f"the settings {error}", where=where, do=FIX) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"this is not YAML: {error}", where=where) from None
+    except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:  # of int, datetime, …
+        raise ConfigError(f"a value does not fit its YAML type: {first_line(error)}", where=where) from None
+
+
+class _BeyondError(Exception):
+    """A bound is exceeded."""
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    """SafeLoader with the bounds, checked before any value is made."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.depth = self.count = 0
+        self.sizes: dict[str | None, int] = {}
+        """Nodes in the value of each anchor, itself included, aliases expanded."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) and event.anchor in self.anchors and event.anchor not in self.sizes:
+            raise _BeyondError(f"contain an alias inside its own value: *{event.anchor}")
+        before = self.count
+        self.count += self.sizes.get(event.anchor, 0) if isinstance(event, yaml.AliasEvent) else 1
+        if self.count > MAX_NODES:
+            raise _BeyondError(f"have more than {MAX_NODES} values, with aliases expanded")
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise _BeyondError(f"are nested more than {MAX_DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        if isinstance(event, yaml.NodeEvent) and not isinstance(event, yaml.AliasEvent) and event.anchor:
+            self.sizes[event.anchor] = self.count - before
+        return node
+
+    def compose_scalar_node(self, anchor: dict[Any, yaml.Node]) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MAX_DIGITS:
+            raise _BeyondError(f"contain an integer of {len(node.value)} digits; at most {MAX_DIGITS} are read")
+        return node
