@@ -120,6 +120,12 @@ def test_anchors_aliases_and_merge_keys_work(tmp_path: Path) -> None:
     assert (config.lr_scheduler.name, config.lr_scheduler.warmup_steps) == ("constant", 7)
 
 
+@pytest.mark.parametrize("prefix", ["images.example.com", "/srv/images", ""])
+def test_data_allow_urls_are_urls(prefix: str) -> None:
+    with pytest.raises(ConfigError, match=r"data.allow_urls.0: String should match pattern"):
+        load_config(None, [f"data.allow_urls=['{prefix}']"])
+
+
 def test_options_by_their_old_names(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     for arguments, new in (

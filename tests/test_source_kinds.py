@@ -609,23 +609,117 @@ def put(files: dict[str, bytes | str]) -> None:
         )
 
 
-def test_paths_in_a_remote_table_are_relative_to_it_and_never_files_of_this_machine(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(png())
-    names = ["a.png", "../other/./b.png", "memory://bucket/else/c.png", f"{tmp_path}/a.png", f"file://{tmp_path}/a.png"]
-    put({"data/a.png": png(1), "other/b.png": png(2), "else/c.png": png(3)})
+def remote_table(*names: str) -> Url:
     put({"data/t.jsonl": "\n".join(json.dumps({"image": name, "text": "x"}) for name in names)})
-    rows, problems = make_images(location("memory://bucket/data/t.jsonl"))
-    assert [row.target.read() for row in rows] == [png(1), png(2), png(3)]
-    assert [row.name for row in rows] == ["a", "../other/b", "bucket/else/c"]
-    assert [problem.where for problem in problems] == [f"memory://bucket/data/t.jsonl:{line}" for line in (4, 5)]
-    assert all("a remote table names a file of this machine" in problem.what for problem in problems)
+    return Url("memory://bucket/data/t.jsonl")
+
+
+def test_a_remote_table_names_files_of_its_own_server(tmp_path: Path) -> None:
+    put({"data/a.png": png(1), "other/b.png": png(2), "else/c.png": png(3), "d.png": png(4)})
+    inside = ["a.png", "../other/./b.png", "memory://bucket/else/c.png", "../../../../../d.png"]
+    rows, problems = make_images(remote_table(*inside))
+    assert problems == []
+    assert [row.target.read() for row in rows] == [png(1), png(2), png(3), png(4)]
+    assert [row.name for row in rows] == ["a", "../other/b", "bucket/else/c", "../../../../../d"]
+
+
+def test_a_remote_table_names_nothing_of_this_machine_and_of_other_servers(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    fsspec.filesystem("memory").pipe_file("/bucket2/a.png", png())
+    here, chain, elsewhere = "a file of this machine", "a chain of addresses", "another server than its own"
+    refused = {
+        f"{tmp_path}/a.png": here,
+        f"file://{tmp_path}/a.png": here,
+        f"local://{tmp_path}/a.png": here,
+        f"file:{tmp_path}/a.png": here,
+        "C:\\a.png": here,
+        "\\\\server\\share\\a.png": here,
+        **{f"{cache}::file://{tmp_path}/a.png": chain for cache in ("simplecache", "blockcache", "filecache")},
+        "zip://a.png::memory://bucket/a.zip": chain,
+        "a::b/c.png": chain,
+        "memory://bucket2/a.png": elsewhere,
+        "memory://bucket@bucket2/a.png": elsewhere,
+        "memory://bucket/../bucket2/a.png": elsewhere,
+        "memory://bucket/%2e%2e/bucket2/a.png": elsewhere,
+        "https://169.254.169.254/latest/meta-data": elsewhere,
+        "github://me:repository@main/a.png": elsewhere,
+    }
+    rows, problems = make_images(remote_table(*refused))
+    assert rows == []
+    for (name, why), problem in zip(refused.items(), problems, strict=True):
+        assert problem.what.endswith(f"a remote table names {why}: {name}")
+    assert (
+        problems[-1].do
+        == "if you trust the table, allow it: --set 'data.allow_urls=[\"github://me:repository@main/\"]'"
+    )
+
+
+def test_data_allow_urls_lets_a_remote_table_name_more(tmp_path: Path, model: Path) -> None:
+    fsspec.filesystem("memory").pipe({"/bucket2/pub/a.png": png(1, 64), "/bucket2/public.png": png(2, 64)})
+    refused = ["memory://bucket2/public.png", "memory://bucket2/pub/../public.png", "memory://bucket2/b.png"]
+    table = remote_table("memory://bucket2/pub/a.png", *refused)
+    rows, problems = read_source(table, needs_control=False, allow_urls=["memory://bucket2/pub"])
+    assert [row.target.read() for row in rows] == [png(1, 64)]
+    assert [problem.where for problem in problems] == [f"{table}:{line}" for line in (2, 3, 4)]
+    _, problems = read_source(
+        remote_table("https://a.png", "file:/a.png"), needs_control=False, allow_urls=["https://", "file://"]
+    )
+    assert [problem.what.partition(" names ")[2].partition(":")[0] for problem in problems] == [
+        "another server than its own",
+        "a file of this machine",
+    ]
+    pairs = "image,control,prompt\nmemory://bucket2/pub/a.png,memory://bucket2/public.png,red\n"
+    put({"data/t.csv": pairs})
+    allowed = 'data.allow_urls=["memory://"]'
+    result = build("memory://bucket/data/t.csv", tmp_path / "o", model, "--dry-run", "--json", "--set", allowed)  # type: ignore[arg-type]
+    assert json.loads(result.stdout)["problems"] == []
+
+
+def test_a_remote_parquet_names_files_of_its_own_server_only(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    cells = [{"bytes": None, "path": path} for path in (f"{tmp_path}/a.png", "b.png")]
+    pq.write_table(pa.table({"image": pa.array(cells, IMAGE), "text": ["x", "y"]}), tmp_path / "t.parquet")
+    put({"t.parquet": (tmp_path / "t.parquet").read_bytes(), "b.png": png(2)})
+    rows, _ = make_images(Url("memory://bucket/t.parquet"))
+    assert rows[1].target.read() == png(2)
+    with pytest.raises(SourceError, match="a remote table names a file of this machine"):
+        rows[0].target.read()
+
+
+def test_a_pickle_in_arrow_metadata_is_never_opened(tmp_path: Path) -> None:
+    """CVE-2023-47248: an extension type of Python's, which pyarrow unpickled before 14.0.1."""
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (os.mkdir, (str(tmp_path / "run"),))
+
+    metadata = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": pickle.dumps(Evil())}
+    schema = pa.schema([pa.field("image", pa.string(), metadata=metadata), pa.field("text", pa.string())])
+    pq.write_table(pa.table([["a.png"], ["x"]], schema=schema), tmp_path / "a.parquet")
+    (tmp_path / "a.png").write_bytes(png())
+    make_images(tmp_path / "a.parquet")
+    (tmp_path / "saved").mkdir()
+    with pa.ipc.new_stream(tmp_path / "saved/data.arrow", schema) as file:
+        file.write_table(pa.table([["../a.png"], ["x"]], schema=schema))
+    (tmp_path / "saved/state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    make_images(tmp_path / "saved")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_name_of_a_megabyte_in_a_tar_is_not_shown(tmp_path: Path) -> None:
+    message = refusal(tar(tmp_path / "a.tar", {"x" * 1_000_000: "", "a.png": png()}))
+    assert "x…: the name is too long (expected at most 4096 bytes, found 1000000)" in message
+    assert len(message) < 500
 
 
 def test_a_local_table_may_name_images_behind_urls(tmp_path: Path) -> None:
     put({"c.png": png(3)})
-    (tmp_path / "t.csv").write_text("image_path,text\nmemory://bucket/c.png,red\n")
-    [row], problems = make_images(tmp_path / "t.csv")
-    assert (row.name, row.target.read(), problems) == ("bucket/c", png(3), [])
+    (tmp_path / "d.png").write_bytes(png(4))
+    lines = ["image_path,text", "memory://bucket/c.png,red", f"file://{tmp_path}/d.png,red"]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    rows, problems = make_images(tmp_path / "t.csv")
+    assert ([row.target.read() for row in rows], problems) == ([png(3), png(4)], [])
+    assert rows[0].name == "bucket/c"
 
 
 def test_a_missing_remote_image_is_a_problem_of_its_row(tmp_path: Path, model: Path) -> None:

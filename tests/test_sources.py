@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +19,7 @@ from qwen_cache.sources import detect as source
 from qwen_cache.sources.columns import COLUMNS, LIST_COLUMNS
 from qwen_cache.sources.detect import Row, read_source
 from qwen_cache.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS
-from qwen_cache.sources.places import File
+from qwen_cache.sources.places import MAX_TEXT, File
 
 
 def fill(folder: Path, files: dict[str, str | bytes] | list[str]) -> Path:
@@ -161,6 +164,96 @@ def test_a_linked_subfolder_is_read(tmp_path: Path) -> None:
     (tmp_path / "target_images/x").symlink_to(tmp_path / "elsewhere")
     rows, problems = edit(tmp_path)
     assert (names(rows), problems) == (["b", "x/a"], [])
+
+
+@pytest.mark.parametrize("links", [["a"], ["a", "b"]])
+def test_links_back_into_the_source_lead_nowhere(tmp_path: Path, links: list[str]) -> None:
+    """With two there are more paths than anybody can read."""
+    fill(tmp_path, ["target_images/1.png", "target_images/1.txt", "control_images/1.png", "control_images/x/y.txt"])
+    for name in links:
+        for folder in (tmp_path, tmp_path / "target_images", tmp_path / "control_images/x"):
+            (folder / name).symlink_to(folder)
+        (tmp_path / f"target_images/up-{name}").symlink_to(tmp_path)
+    (tmp_path / "target_images/itself").symlink_to("itself")
+    rows, problems = edit(tmp_path)
+    assert (names(rows), problems) == (["1"], [])
+    fill(tmp_path / "flat", ["1.png", "1.txt"])
+    for name in links:
+        (tmp_path / "flat" / name).symlink_to(".")
+    rows, problems = read_source(tmp_path / "flat", needs_control=False)
+    assert (names(rows), problems) == (["1"], [])
+
+
+def test_a_folder_may_have_two_names(tmp_path: Path) -> None:
+    fill(tmp_path, ["cats/1.png", "cats/1.txt"])
+    (tmp_path / "again").symlink_to("cats")
+    rows, problems = read_source(tmp_path, needs_control=False)
+    assert (names(rows), problems) == (["again/1", "cats/1"], [])
+
+
+def test_links_to_links_to_links_are_refused(tmp_path: Path) -> None:
+    """40 folders, each with two links to the next: no loop, and 2⁴⁰ paths to the last."""
+    for number in range(40):
+        (tmp_path / f"flat/.{number}").mkdir(parents=True)
+        for name in ("a", "b"):
+            (tmp_path / f"flat/.{number}/{name}").symlink_to(tmp_path / f"flat/.{number + 1}")
+    fill(tmp_path, ["flat/.40/1.png", "flat/1.png", "flat/1.txt"])
+    (tmp_path / "flat/a").symlink_to(tmp_path / "flat/.0")
+    message = refusal(tmp_path / "flat", needs_control=False)
+    assert "links lead to this folder by more than 100 paths" in message
+    assert "remove the links between folders" in message
+
+
+SWAPPED = {
+    "a pipe": os.mkfifo,
+    "a socket": lambda path: socket.socket(socket.AF_UNIX).bind(os.fspath(path)),
+    "a device without end": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:unclosed.*socket")
+@pytest.mark.parametrize("kind", SWAPPED)
+def test_what_never_ends_is_not_read(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an image was when the source was listed."""
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    fill(tmp_path, [f"{folder}_images/{name}.png" for folder in ("target", "control") for name in "ab"])
+    fill(tmp_path, ["target_images/b.txt"])
+    SWAPPED[kind](Path("target_images/a.txt"))
+    [row], problems = edit(tmp_path)
+    assert "a.txt cannot be read: the file cannot be read (found " in only(problems).what
+    image = Path("target_images/b.png")
+    image.unlink()
+    SWAPPED[kind](image)
+    with pytest.raises(SourceError, match=r"b\.png: the file cannot be read") as caught:
+        row.target.read()
+    assert caught.value.found in ("not a regular file", os.strerror(errno.ENXIO))
+    assert "does not exist" in edit(tmp_path)[1][-1].what
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.parquet", "a.jsonl"])
+def test_a_pipe_is_no_table(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    assert "not a regular file" in refusal(tmp_path / name)
+
+
+def test_a_prompt_of_megabytes_is_a_problem(tmp_path: Path) -> None:
+    fill(tmp_path, ["1.png"])
+    (tmp_path / "1.txt").write_text("x" * (MAX_TEXT + 1))
+    _, problems = read_source(tmp_path, needs_control=False)
+    assert f"the file is too large (expected at most {MAX_TEXT} bytes, found {MAX_TEXT + 1})" in only(problems).what
+
+
+def test_a_file_beyond_memory_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "a.png").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(SourceError, match=r"a\.png: the file is too large .* found 1099511627776"):
+        File(tmp_path / "a.png").read()
+
+
+def test_a_path_too_long_to_be_one_is_a_problem(tmp_path: Path) -> None:
+    rows, problems = edit(table(tmp_path, "a.csv", f"image,control,prompt\n{'x' * 5000},b.png,red\n"))
+    assert rows == []
+    assert only(problems).what == "the name is too long (expected at most 4096 bytes, found 5000)"
 
 
 BROKEN_FOLDERS = {
@@ -596,6 +689,14 @@ REFUSED_TABLES = {
     "no JSON": ("a.jsonl", '{"image": "a"}\n{"image" "b"}\n', "a.jsonl:2: this is not JSON", "at column 10"),
     "no JSON either": ("a.json", '[\n{"image": "a"},\n{"image" "b"}]', "a.json:3: this is not JSON", "Expecting ':'"),
     "no list": ("a.json", '{"image": "a"}', "this is not a table", "found dict"),
+    "deep": ("a.jsonl", "[" * 100_000 + "]" * 100_000, "a.jsonl:1: this is not JSON", "nested more than 100 deep"),
+    "deep in a value": (
+        "a.json",
+        f'[{{"image": {"[" * 200}{"]" * 200}}}]',
+        "a.json: this is not JSON",
+        "nested more than 100 deep",
+    ),
+    "a long integer": ("a.jsonl", f'{{"image": {"9" * 5000}}}', "a.jsonl:1: this is not JSON", "4300 digits"),
     "no object": ("a.jsonl", '["a", "b"]\n', "a.jsonl:1: this is not a sample", "found ['a', 'b']"),
 }
 

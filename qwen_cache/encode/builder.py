@@ -194,6 +194,7 @@ def read_rows(
         needs_control=model.needs_controls,
         takes_control=model.takes_controls,
         allow_empty_prompt=config.data.allow_empty_prompt,
+        allow_urls=config.data.allow_urls,
     )
     source_slice = SourceSlice.parse(config.data.slice) if config.data.slice else None
     rows, problems = (source_slice.take(every), source_slice.take(problems)) if source_slice else (every, problems)

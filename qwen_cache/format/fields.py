@@ -1,6 +1,7 @@
 """Strict reading of JSON: every key is taken by name and type, and unknown keys are refused.
 
 A key whose value has `"must_understand": false` may be ignored; repeated keys, NaN and Infinity are not valid JSON.
+`parse_json` reads JSON that is not of the format, within bounds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,24 @@ from typing import Any
 
 from qwen_cache.errors import FormatError, ManifestError, UnknownKeyError
 from qwen_cache.format.identity import HASH_PATTERN, canonical_json
+
+MAX_DEPTH = 100
+"""Far below what Python's recursion survives; tables and metadata have at most five levels."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of JSON; ValueError if it is none, or is nested too deeply for code that walks through it."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        inner = (child for each in level for child in (each.values() if isinstance(each, dict) else each))
+        level = [child for child in inner if isinstance(child, dict | list)]
+        if not level:
+            return value
+    raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
 
 
 class Fields:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qwen_cache.settings.section import Areas, Positive, Resolutions, Section
+from qwen_cache.settings.section import Areas, Positive, Resolutions, Section, UrlPrefix
 
 
 class DataConfig(Section):
@@ -19,6 +19,9 @@ class DataConfig(Section):
     auto (experimental): diff, else head. none: no masks at all."""
     mask_head: str | None = None
     """The file that `qwen-train mask-head` wrote, for head and auto. Experimental."""
+    allow_urls: list[UrlPrefix] = []
+    """What a remote table may name besides files of its own server: the first parts of URLs, such as
+    https://images.example.com/ or https://. A local table may name anything."""
     allow_empty_prompt: bool = False
     """Accept samples without an instruction."""
     vae_image_size: Areas | None = None

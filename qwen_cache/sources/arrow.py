@@ -9,7 +9,6 @@ to find the empty cells. Refuses columns that differ between files.
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_right
 from collections import OrderedDict
@@ -26,8 +25,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from qwen_cache.errors import Problem, SourceError
+from qwen_cache.format.fields import parse_json
 from qwen_cache.sources.columns import Columns, Record, find_columns, read_rows, role_of
-from qwen_cache.sources.places import Location, RangeFile, base_name, name_in, parent, read_bytes, resolve
+from qwen_cache.sources.places import (
+    Location,
+    RangeFile,
+    TableFolder,
+    base_name,
+    open_regular,
+    parent,
+    read_bytes,
+)
 from qwen_cache.sources.rows import Draft, Needs
 from qwen_cache.storage.url import Url
 
@@ -42,6 +50,7 @@ class Table(Protocol):
     """A table whose cells may hold images."""
 
     path: Location
+    folder: TableFolder
     schema: Any
 
     def records(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -71,7 +80,7 @@ class Cell:
     @property
     def name(self) -> str:
         if self.path:
-            return name_in(parent(self.table.path), self.path)
+            return self.table.folder.name(self.path)
         return f"{base_name(self.table.path).rpartition('.')[0]}/{self.row}"
 
     def read(self) -> bytes:
@@ -80,7 +89,7 @@ class Cell:
         content = value if self.item is None else value[self.item]
         data = content.get("bytes") if isinstance(content, dict) else content
         if data is None and self.path:
-            return read_bytes(resolve(parent(self.table.path), self.path))
+            return read_bytes(self.table.folder.file(self.path))
         if data is None:
             raise SourceError("the cell has neither bytes nor a path", where=self, do="fill it, or remove the row")
         return bytes(data)
@@ -103,7 +112,9 @@ class ArrowTable:
 
     def __init__(self, path: Path) -> None:
         self.path: Location = path
+        self.folder = TableFolder(path.parent)
         with _explained(path):
+            _require_regular(path)
             self.table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
             self.table.validate(full=True)  # damaged offsets become an error instead of a crash
         self.schema = self.table.schema
@@ -122,8 +133,8 @@ class ArrowTable:
 class ParquetTable:
     """A Parquet file; all files of a source share `groups`."""
 
-    def __init__(self, path: Location, groups: OpenGroups) -> None:
-        self.path, self.groups = path, groups
+    def __init__(self, path: Location, groups: OpenGroups, allow_urls: tuple[str, ...]) -> None:
+        self.path, self.groups, self.folder = path, groups, TableFolder(parent(path), allow_urls)
         with _explained(path):
             self.metadata = pq.read_metadata(_source(path))
             self.schema = self.metadata.schema.to_arrow_schema()
@@ -133,7 +144,7 @@ class ParquetTable:
         self.starts = list(accumulate(counts, initial=0))[:-1]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened_here, (ParquetTable, self.path, self.groups)
+        return _opened_here, (ParquetTable, self.path, self.groups, self.folder.allow_urls)
 
     def open(self) -> Any:
         remote = isinstance(self.path, Url)
@@ -171,7 +182,16 @@ def _groups_here() -> OpenGroups:
 
 
 def _source(path: Location) -> Any:
-    return RangeFile(path) if isinstance(path, Url) else str(path)
+    if isinstance(path, Url):
+        return RangeFile(path)
+    _require_regular(path)
+    return str(path)
+
+
+def _require_regular(path: Path) -> None:
+    """OSError for a pipe: pyarrow opens files by name, and would wait for it."""
+    with open_regular(path):
+        pass
 
 
 class OpenGroups:
@@ -217,14 +237,14 @@ class _Group:
 def read_parquet(paths: Sequence[Location], needs: Needs) -> Iterator[Problem | Draft]:
     """The rows of Parquet files, in order."""
     groups = OpenGroups()
-    return _read_tables((ParquetTable(path, groups) for path in paths), paths[0], needs)
+    return _read_tables((ParquetTable(path, groups, needs.allow_urls) for path in paths), paths[0], needs)
 
 
 def read_saved(folder: Path, needs: Needs) -> Iterator[Problem | Draft]:
     """The rows of a folder that `datasets` saved."""
     state = folder / "state.json"
     try:
-        names = [each["filename"] for each in json.loads(read_bytes(state))["_data_files"]]
+        names = [each["filename"] for each in parse_json(read_bytes(state))["_data_files"]]
         plain = all(re.fullmatch(r"[^/\\]+\.arrow", name) for name in names)
     except (ValueError, LookupError, TypeError) as error:
         raise SourceError(
@@ -254,7 +274,7 @@ def _read_tables(tables: Iterable[Table], where: Location, needs: Needs) -> Iter
             if name not in table.schema.names or table.schema.field(name).type != first.schema.field(name).type:
                 expected, do = f"{name!r} as in {first.path}", "name the files that belong together"
                 raise SourceError("the columns differ between files", where=table.path, expected=expected, do=do)
-        for draft in read_rows(_records(table, columns, used), columns, parent(table.path), taken):
+        for draft in read_rows(_records(table, columns, used), columns, table.folder, taken):
             rows += 1
             yield draft
     if not rows:

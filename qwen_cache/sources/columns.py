@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from qwen_cache.errors import Problem, SourceError
-from qwen_cache.sources.places import File, Location, name_in, resolve
+from qwen_cache.sources.places import File, Location, TableFolder
 from qwen_cache.sources.rows import Draft, Embedded, FieldProblems, Needs, Readable, Row, unique
 
 LIST_COLUMNS = ("prompts", "captions")
@@ -132,7 +132,7 @@ def _check_controls(controls: dict[int, str], where: Location, takes_control: bo
 
 
 def read_rows(
-    records: Iterable[Record | Problem], columns: Columns, folder: Location, taken: dict[str, int]
+    records: Iterable[Record | Problem], columns: Columns, folder: TableFolder, taken: dict[str, int]
 ) -> Iterator[Problem | Draft]:
     """The rows of a table in `folder` as drafts; `taken` has the names so far."""
     for record in records:
@@ -140,7 +140,7 @@ def read_rows(
 
 
 def _read_row(
-    where: str, values: dict[str, Any], columns: Columns, folder: Location, taken: dict[str, int]
+    where: str, values: dict[str, Any], columns: Columns, folder: TableFolder, taken: dict[str, int]
 ) -> Problem | Draft:
     field_problems: FieldProblems = {}
     cells: dict[str, list[Any]] = {role: [] for role in columns}
@@ -162,14 +162,14 @@ def _read_row(
         painted = _image(mask[0], folder) if mask and mask[0] else None
     except SourceError as error:
         return Problem(where, error.fault, error.do or "correct the path")
-    name = name_in(folder, target) if isinstance(target, str) else target.name
+    name = folder.name(target) if isinstance(target, str) else target.name
     row = (where, images[0], tuple(images[1:]), painted)
     phrase = cells["phrase"][0] if cells["phrase"] else ""
     return Draft(tuple(Row(unique(name, taken), *row, prompt) for prompt in prompts), field_problems, phrase)
 
 
-def _image(value: str | Embedded, folder: Location) -> Readable:
-    return File(resolve(folder, value)) if isinstance(value, str) else value
+def _image(value: str | Embedded, folder: TableFolder) -> Readable:
+    return File(folder.file(value)) if isinstance(value, str) else value
 
 
 def _items(role: str, column: str, value: Any, field_problems: FieldProblems) -> list[Any]:

@@ -48,7 +48,7 @@ from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.grounding.phrase import find, parse
 from qwen_cache.sources.arrow import read_parquet, read_saved, splits
 from qwen_cache.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS, read_pairs
-from qwen_cache.sources.places import File, Folder, Location, base_name, file_at, open_folder, read_bytes, suffix
+from qwen_cache.sources.places import File, Folder, Location, base_name, file_at, open_folder, suffix
 from qwen_cache.sources.rows import Draft, FieldProblems, Needs, Readable, Row
 from qwen_cache.sources.text_table import READERS, read_text_table
 from qwen_cache.sources.webdataset import read_tars
@@ -76,6 +76,7 @@ def read_source(
     needs_target: bool = True,
     needs_prompt: bool = True,
     allow_empty_prompt: bool = False,
+    allow_urls: Sequence[str] = (),
 ) -> tuple[list[Row], list[Problem]]:
     """The usable rows of `source`, and the problems of the others.
 
@@ -83,9 +84,10 @@ def read_source(
     editing model, every target needs a control; without `takes_control`, for text-to-image, there must be none (by
     default `needs_control` decides both). Without
     `needs_target`, to generate images, the first control of a row without target takes the target's place, and the
-    folder may hold only controls.
+    folder may hold only controls. `allow_urls` is what a remote table may name besides its own server.
     """
-    needs = Needs(needs_control, needs_target, needs_prompt, needs_control if takes_control is None else takes_control)
+    takes_control = needs_control if takes_control is None else takes_control
+    needs = Needs(needs_control, needs_target, needs_prompt, takes_control, tuple(allow_urls))
     rows: list[Row] = []
     problems: list[Problem] = []
     for draft in _read(source, needs):
@@ -205,7 +207,7 @@ def _refuse(folder: Folder, ways: list[list[Location]]) -> None:
             "the folder holds several splits",
             where=folder.path,
             expected="one",
-            found=read_bytes(folder.path / SAVED_SPLITS).decode("utf-8", "replace")[:200],
+            found=", ".join(folder.folders) or "none of their folders",
             do=f"name one of its folders: {', '.join(str(folder.path / name) for name in folder.folders)}",
         )
     if len(readable) > 1:

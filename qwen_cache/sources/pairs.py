@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from qwen_cache.errors import Problem, SourceError
-from qwen_cache.sources.places import File, Folder, Location, read_bytes
+from qwen_cache.sources.places import MAX_TEXT, File, Folder, Location, read_bytes
 from qwen_cache.sources.rows import Draft, FieldProblems, Needs, Row
 
 TARGET_FOLDERS = ("target_images", "training_images", "targets", "target")
@@ -139,7 +139,7 @@ def _further(name: str, targets: Collection[str]) -> tuple[str | None, int]:
 
 def _read_prompt(files: list[Location]) -> str | Exception:
     try:
-        return read_bytes(files[0]).decode("utf-8-sig").strip() if files else ""
+        return read_bytes(files[0], MAX_TEXT).decode("utf-8-sig").strip() if files else ""
     except (SourceError, UnicodeDecodeError) as error:
         return error
 

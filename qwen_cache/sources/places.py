@@ -1,23 +1,40 @@
 """Files and folders, local or at any URL that fsspec reads.
 
-Paths in a table are relative to its folder. A remote table may name other URLs, but no file of this machine.
+A local file is opened only if it is a regular one: a pipe or a device may never end. Links to folders are followed,
+except back into a folder that contains them.
+
+Paths in a table are relative to its folder. A local table may name any file and any URL; a remote one only its own
+server, and what `data.allow_urls` lists: never a file of this machine, a chain of addresses (`zip://a::…`), or, with
+the rights and from the network of whoever builds, another server.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import posixpath
 import re
+import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PureWindowsPath
+from typing import Any, BinaryIO
+from urllib.parse import unquote
 
 from qwen_cache.errors import QwenCacheError, SourceError
 from qwen_cache.storage.url import Url, location
 
 Location = Path | Url
+
+MAX_FILE = 1 << 31  # bytes read at once: an uncompressed image of the most pixels, 16 bits and alpha has 1.4 GB
+MAX_TEXT = 1 << 20  # bytes of a prompt: far more than an encoder takes
+MAX_NAME = 4096  # bytes of a path, URL or name in a tar: the limit of Linux
+MAX_PATHS_TO_A_FOLDER = 100  # by links; links to links to links have more paths than anybody can read
+FILE_URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/]*/.")
+"""A URL with a path: `https://x` alone would be split into a folder `https:/`, which is a local one."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +50,24 @@ class File:
         return read_bytes(self.path)
 
 
-def read_bytes(path: Location) -> bytes:
-    """The bytes of a file. SourceError if this file alone cannot be read; a server that does not answer stops all."""
+def read_bytes(path: Location, limit: int = MAX_FILE) -> bytes:
+    """The bytes of a file. SourceError if this file alone cannot be read, or has more bytes than `limit`; a server that
+    does not answer stops all."""
     try:
-        return path.read_bytes()
+        if isinstance(path, Url):
+            data = path.read_bytes()
+            _check_size(len(data), limit, path)
+            return data
+        with open_regular(path) as file:
+            _check_size(os.fstat(file.fileno()).st_size, limit, path)
+            return file.read()
     except FileNotFoundError as error:
         do = "put the file there, or correct the path (in a table it starts at the table's folder)"
         raise SourceError("the file does not exist", where=path, do=do) from error
     except OSError as error:
         raise SourceError("the file cannot be read", where=path, found=error.strerror, do="restore it") from error
+    except SourceError:
+        raise
     except QwenCacheError as error:
         if isinstance(error.__cause__, PermissionError):  # S3 answers 403 for a missing file without the right to list
             what = "the file does not exist, or may not be read"
@@ -49,12 +75,32 @@ def read_bytes(path: Location) -> bytes:
         raise
 
 
+def _check_size(size: int, limit: int, path: Location) -> None:
+    if size > limit:
+        expected, do = f"at most {limit} bytes", "name the right file, or leave it out"
+        raise SourceError("the file is too large", where=path, expected=expected, found=size, do=do)
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """A local file, for reading; OSError for a folder, and for a pipe, a device or a socket, without waiting for it."""
+
+    def without_waiting(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))  # Windows has neither
+
+    with open(path, "rb", opener=without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # of what is open: the name may lead elsewhere by now
+            raise OSError(errno.EINVAL, "not a regular file")
+        yield file
+
+
 def read_range(path: Location, begin: int, end: int) -> bytes:
     """The bytes from `begin` to `end` of a file; SourceError if it has become shorter."""
+    _check_size(end - begin, MAX_FILE, path)
     try:
         if isinstance(path, Url):
             return path.read_range(begin, end)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(begin)
             data = file.read(end - begin)
     except OSError as error:
@@ -113,29 +159,57 @@ def suffix(path: Location) -> str:
     return posixpath.splitext(base_name(path))[1].lower()
 
 
-def resolve(folder: Location, text: str) -> Location:
-    """The file that `text` names in a table in `folder`."""
-    if isinstance(folder, Path) and "://" not in text:
-        return folder / text
-    named = location(text) if "://" in text else Path(text)
-    if isinstance(named, Url):
-        return file_at(named)
-    if named.is_absolute():
-        raise SourceError(
-            f"a remote table names a file of this machine: {text}",
-            where=folder,
-            do="name it relative to the table",
-        )
-    protocol, _, path = str(folder).partition("://")
-    return file_at(Url(f"{protocol}://{posixpath.normpath(posixpath.join(path, text))}"))
+def check_name(name: str, where: object) -> None:
+    """SourceError for a name that is too long to be one."""
+    if (length := len(name.encode("utf-8", "surrogatepass"))) > MAX_NAME:
+        expected, do = f"at most {MAX_NAME} bytes", "correct it"
+        raise SourceError("the name is too long", where=where, expected=expected, found=length, do=do)
 
 
-def name_in(folder: Location, text: str) -> str:
-    """The name of a sample whose target is `text` in a table in `folder`."""
-    stem = posixpath.splitext(text)[0]
-    if "://" in text:
-        return stem.partition("://")[2]
-    return os.path.relpath(folder / stem, folder) if isinstance(folder, Path) else posixpath.normpath(stem)
+@dataclass(frozen=True)
+class TableFolder:
+    """The folder of a table, which the paths in it start from."""
+
+    path: Location
+    allow_urls: tuple[str, ...] = ()
+    """What a remote table may name besides its own server: the first parts of URLs, up to a `/`."""
+
+    def file(self, text: str) -> Location:
+        """The file that `text` names; SourceError if the table may not name it."""
+        check_name(text, self.path)
+        if isinstance(self.path, Path):
+            named = location(text) if "://" in text else self.path / text
+            return file_at(named) if isinstance(named, Url) else self.path / named
+        server = "/".join(str(self.path).split("/", 3)[:3])
+        if "::" in text:
+            raise self._refusal("names a chain of addresses", text, "name the image itself, relative to the table")
+        if any(_begins(text, allowed) for allowed in (server, *self.allow_urls)):
+            return file_at(location(text))
+        if text.startswith(("/", "\\", "file:", "local:")) or PureWindowsPath(text).is_absolute():
+            raise self._refusal("names a file of this machine", text, "name it relative to the table")
+        if "://" in text:
+            other = "/".join(text.split("/", 3)[:3]) + "/"
+            do = f"if you trust the table, allow it: --set 'data.allow_urls=[\"{other}\"]'"
+            raise self._refusal("names another server than its own", text, do)
+        inside = posixpath.normpath("/" + posixpath.join(str(self.path)[len(server) :].strip("/"), text))
+        return file_at(Url(server + inside))
+
+    def _refusal(self, what: str, text: str, do: str) -> SourceError:
+        return SourceError(f"a remote table {what}: {text}", where=self.path, do=do)
+
+    def name(self, text: str) -> str:
+        """The name of a sample whose target is `text`."""
+        stem = posixpath.splitext(text)[0]
+        if "://" in text:
+            return stem.partition("://")[2]
+        folder = self.path
+        return os.path.relpath(folder / stem, folder) if isinstance(folder, Path) else posixpath.normpath(stem)
+
+
+def _begins(url: str, allowed: str) -> bool:
+    """Whether a URL is below `allowed`. Up to a `/`, every program understands a URL as the same server."""
+    below = url.startswith(allowed if allowed.endswith("/") else allowed + "/")
+    return below and bool(FILE_URL.match(url)) and ".." not in re.split(r"[/\\]", unquote(url))
 
 
 @dataclass(frozen=True)
@@ -163,18 +237,46 @@ def open_folder(path: Location, probed: Iterable[str] = ()) -> Folder:
         raise SourceError("the folder cannot be read", where=path, found=error.strerror) from error
     folders = [name for name in names if (path / name).is_dir()]
     files = [name for name in names if name not in set(folders)]
-    return Folder(path, files, folders, lambda name: sorted(_walk(path / name)))
+    return Folder(path, files, folders, lambda name: sorted(_walk(path / name, [] if name == "." else [path])))
 
 
-def _walk(folder: Path) -> Iterator[str]:
-    def refuse(error: OSError) -> None:
-        raise SourceError("the folder cannot be read", where=error.filename, found=error.strerror) from error
+def _walk(folder: Path, above: Iterable[Path] = ()) -> Iterator[str]:
+    """The files below a folder, by relative paths. Links to folders are followed, except into a folder that contains
+    them, or that is one of `above`: its files have names without the link.
+    """
+    paths_to: Counter[tuple[int, int]] = Counter()
+    waiting = [(folder, frozenset(map(_identity, above)))]
+    while waiting:
+        here, containing = waiting.pop()
+        try:
+            if (identity := _identity(here)) in containing:
+                continue
+            entries = list(os.scandir(here))
+        except OSError as error:
+            raise SourceError("the folder cannot be read", where=here, found=error.strerror) from error
+        paths_to[identity] += 1
+        if paths_to[identity] > MAX_PATHS_TO_A_FOLDER:
+            what = f"links lead to this folder by more than {MAX_PATHS_TO_A_FOLDER} paths"
+            raise SourceError(what, where=here, do="remove the links between folders")
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if _is_folder(entry):
+                waiting.append((here / entry.name, containing | {identity}))
+            else:
+                yield (here / entry.name).relative_to(folder).as_posix()
 
-    for root, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            if not name.startswith("."):
-                yield Path(root, name).relative_to(folder).as_posix()
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 class _ListingUrl(Url):
@@ -198,6 +300,8 @@ def _remote_folder(url: Url, probed: Iterable[str]) -> Folder:
     if not paths:
         do = "correct the address, or name a table (.csv, .jsonl, .json, .parquet): it needs no listing"
         raise SourceError("there is no such folder, or the server does not list it", where=url, do=do)
+    for path in paths:
+        check_name(path, url)
     visible = sorted(path for path in paths if not re.search(r"(^|/)\.", path))
 
     def below(name: str) -> list[str]:

@@ -30,7 +30,7 @@ class Embedded(Readable, Protocol):
 
 @dataclass(frozen=True)
 class Needs:
-    """The parts that every row of a source must have."""
+    """The parts that every row of a source must have, and what a remote table may name."""
 
     control: bool
     """A control: for an editing model."""
@@ -39,6 +39,8 @@ class Needs:
     prompt: bool = True
     takes_control: bool = True
     """If False, for a text-to-image model, there must be no control."""
+    allow_urls: tuple[str, ...] = ()
+    """The setting `data.allow_urls`."""
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from qwen_cache.errors import Problem, SourceError
+from qwen_cache.errors import Problem, SourceError, first_line
+from qwen_cache.format.fields import parse_json
 from qwen_cache.sources.columns import Record, find_columns, read_rows
-from qwen_cache.sources.places import Location, parent, read_bytes, suffix
+from qwen_cache.sources.places import Location, TableFolder, parent, read_bytes, suffix
 from qwen_cache.sources.rows import Draft, Needs
 
 
@@ -19,7 +20,7 @@ def read_text_table(path: Location, needs: Needs) -> Iterator[Problem | Draft]:
     if not records:
         raise SourceError("the table has no rows", where=path, expected="one row per sample", do="name another source")
     columns = find_columns(names, path, needs)
-    yield from read_rows(records, columns, parent(path), {})
+    yield from read_rows(records, columns, TableFolder(parent(path), needs.allow_urls), {})
 
 
 def _read_text(path: Location) -> str:
@@ -64,9 +65,11 @@ def _csv_records(path: Location, text: str) -> tuple[list[str], list[Record | Pr
 
 def _json_records(path: Location, text: str) -> tuple[list[str], list[Record | Problem]]:
     try:
-        items = json.loads(text)
+        items = parse_json(text)
     except json.JSONDecodeError as error:
         raise _not_json(f"{path}:{error.lineno}", error) from error
+    except ValueError as error:
+        raise _not_json(str(path), error) from error
     if not isinstance(items, list):
         raise SourceError("this is not a table", where=path, expected="a list of objects", found=type(items).__name__)
     return _objects((f"{path}[{index}]", item) for index, item in enumerate(items))
@@ -76,16 +79,15 @@ def _jsonl_records(path: Location, text: str) -> tuple[list[str], list[Record | 
     items = []
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would also break at U+2028, which JSON may hold
         try:
-            items += [(f"{path}:{number}", json.loads(line))] if line.strip() else []
-        except json.JSONDecodeError as error:
+            items += [(f"{path}:{number}", parse_json(line))] if line.strip() else []
+        except ValueError as error:
             raise _not_json(f"{path}:{number}", error) from error
     return _objects(items)
 
 
-def _not_json(where: str, error: json.JSONDecodeError) -> SourceError:
-    return SourceError(
-        "this is not JSON", where=where, found=f"{error.msg} at column {error.colno}", do="correct the line"
-    )
+def _not_json(where: str, error: ValueError) -> SourceError:
+    found = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else first_line(error)
+    return SourceError("this is not JSON", where=where, found=found, do="correct the line")
 
 
 def _objects(items: Iterable[tuple[str, Any]]) -> tuple[list[str], list[Record | Problem]]:

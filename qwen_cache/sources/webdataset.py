@@ -11,21 +11,28 @@ tar, a link or another special file, and two members for one image or prompt.
 from __future__ import annotations
 
 import io
-import json
 import tarfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from qwen_cache.errors import Problem, SourceError
+from qwen_cache.format.fields import parse_json
 from qwen_cache.sources.columns import COLUMNS, LIST_COLUMNS, Record, find_columns, read_rows, role_of
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
-from qwen_cache.sources.places import Location, RangeFile, parent, read_range
+from qwen_cache.sources.places import (
+    MAX_TEXT,
+    Location,
+    RangeFile,
+    TableFolder,
+    check_name,
+    open_regular,
+    parent,
+    read_range,
+)
 from qwen_cache.sources.rows import Draft, Needs
 from qwen_cache.storage.url import BLOCK, Url
-
-MAX_TEXT = 1 << 20  # bytes of a prompt or its .json: far more than an encoder takes
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ def read_tars(paths: Iterable[Location], needs: Needs) -> Iterator[Problem | Dra
         do = "name another source"
         raise SourceError("there is no sample in the tar", where=first, expected="KEY.png and KEY.txt", do=do)
     columns = find_columns(names, first, needs)
-    return read_rows(records, columns, parent(first), {})
+    return read_rows(records, columns, TableFolder(parent(first)), {})
 
 
 def _read_tar(path: Location) -> Iterator[Record | Problem]:
@@ -89,9 +96,8 @@ def _read_tar(path: Location) -> Iterator[Record | Problem]:
 def _opened(path: Location) -> Iterator[BinaryIO]:
     try:
         remote = isinstance(path, Url)
-        file = io.BufferedReader(RangeFile(path), BLOCK) if isinstance(path, Url) else path.open("rb")
-        with file:
-            yield cast(BinaryIO, file)
+        with io.BufferedReader(RangeFile(path), BLOCK) if isinstance(path, Url) else open_regular(path) as file:
+            yield file
     except FileNotFoundError as error:
         raise SourceError("the file does not exist", where=path, do="correct the path") from error
     except (tarfile.TarError, OSError, ValueError, EOFError, MemoryError, OverflowError) as error:
@@ -103,6 +109,7 @@ def _members(path: Location) -> Iterator[tarfile.TarInfo]:
     """The members except folders and hidden files; SourceError for a damaged tar, or a shard of a cache."""
     with _opened(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
         for info in tar:
+            check_name(info.name, f"{path}:{info.name[:60]}…")
             if info.name.endswith(".safetensors"):
                 raise SourceError(
                     "this is a shard of a cache, or of tensors, and holds no images",
@@ -154,7 +161,7 @@ def _record(path: Location, key: str, values: dict[str, Any]) -> Record | Proble
         if member.size > MAX_TEXT:
             raise ValueError(f"{member.size} bytes are too long for a prompt")
         text = member.read().decode("utf-8-sig")
-        prompt = [text] if kind == "text" else _prompts_in(json.loads(text))
+        prompt = [text] if kind == "text" else _prompts_in(parse_json(text))
     except (SourceError, ValueError) as error:
         return Problem(where, f"the prompt {member} cannot be read: {error}", "save it as UTF-8 text, or JSON")
     return where, {**values, "prompts": prompt}

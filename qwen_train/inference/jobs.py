@@ -74,6 +74,7 @@ def source_jobs(
         needs_target=not model.takes_controls,
         needs_prompt=not prompts,
         allow_empty_prompt=config.allow_empty_prompt or bool(prompts),
+        allow_urls=config.allow_urls,
     )
     jobs = [GenerateJob(row.name, row.controls, row.prompt, _target(row)) for row in rows]
     if not prompts:
