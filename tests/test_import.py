@@ -13,6 +13,7 @@ import random
 import sqlite3
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -556,6 +557,7 @@ def change(path: Path, **changes: Any) -> None:
         ({"image_latents": None}, ["not the metadata of a sample"]),
         ({"control_latents": None}, ["do not fit the image sizes", "'control_latents': [24, 64]"]),
         ({"img_shapes": [[3, 64, 80], [3, 64, 96]]}, ["do not fit the image sizes", "[20, 64]", "[24, 64]"]),
+        ({"img_shapes": [[1, float("inf"), 6]]}, ["img_shapes is not a list of sizes", "found [1, inf, 6]"]),
         ({"img_shapes": [[1, 4, 6], [1, 2]]}, ["img_shapes is not a list of sizes", "found [1, 2]"]),
     ],
 )
@@ -576,6 +578,7 @@ def test_impossible_qflux_metadata(
         ("prompt_embeds", torch.ones(11, WIDTH, dtype=torch.int64), ["float16, bfloat16 or float32", "torch.int64"]),
         ("prompt_embeds", torch.ones(1, 11, WIDTH), ["expected [L, D]", "found [1, 11, 64]"]),
         ("prompt_embeds", [1, 2], ["expected [L, D]", "found list"]),
+        ("prompt_embeds", torch.ones(11, WIDTH, device="meta"), ["found [11, 64] in torch.float32 on meta"]),
         (
             "prompt_embeds",
             torch.ones(1).expand(11, WIDTH),
@@ -597,6 +600,38 @@ def test_impossible_qflux_tensors(
     refused(import_("qflux", source, tmp_path / "out"), *parts)
 
 
+def test_qflux_metadata_that_is_too_deep_is_refused(made: list[TrainerSample], tmp_path: Path) -> None:
+    source = write_qflux(tmp_path / "theirs", made[:1])
+    path = next((source / "metadata").glob("*.json"))
+    for text in ("[" * 100_000, '{"img_shapes": ' + "[" * 500 + "]" * 500 + "}"):
+        path.write_text(text)
+        refused(import_("qflux", source, tmp_path / "out"), f"{path}: not JSON: it is nested more than 100 deep")
+
+
+def test_a_view_in_place_of_a_table_is_refused(made: list[TrainerSample], tmp_path: Path) -> None:
+    """A view computes whatever it likes: this one has no end."""
+    source = write_diffusion_pipe(tmp_path / "theirs", made[:1])
+    index = next(source.glob("*/latents/metadata.db"))
+    endless = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT 0 FROM n) SELECT i AS shard, i AS shard_index FROM n"
+    with closing(sqlite3.connect(index)) as database:
+        database.executescript(f"ALTER TABLE items RENAME TO old; CREATE VIEW items AS {endless}")
+    refused(import_("diffusion-pipe", source, tmp_path / "out"), f"{index}: not an index of", "it has no table items")
+
+
+def test_more_image_sizes_than_can_be_tried_are_refused(made: list[TrainerSample], tmp_path: Path) -> None:
+    source = write_qflux(tmp_path / "theirs", made[:1], shapes="none")
+    path = next((source / "metadata").glob("*.json"))
+    name = json.loads(path.read_text())["image_latents"]
+    (control,) = (source / "control_latents").glob("*.pt")
+    (source / "image_latents" / f"{name}.pt").rename(source / "image_latents" / f"{name[:16]}.pt")
+    many = control.rename(control.with_stem("0123456789abcdef" * 15))
+    change(path, image_latents=name[:16], control_latents=many.stem)
+    sizes = [f"{size}x{size}" for size in range(512, 512 + 16 * 3, 16)]
+    options = [part for size in sizes for part in ("--image-size", size)]
+    message = "too many image sizes for this many controls (found 3 and 15)"
+    refused(import_("qflux", source, tmp_path / "out", *options), message)
+
+
 def rewrite(path: Path, architecture: str = "qwen_image_edit", **tensors: torch.Tensor | None) -> None:
     """Change tensors of a safetensors file; None removes one."""
     new = {name: tensor for name, tensor in (load_file(path) | tensors).items() if tensor is not None}
@@ -614,6 +649,7 @@ MUSUBI_TEXT = "varlen_vl_embed_bfloat16"
         ("latents", {MUSUBI_LATENT: None}, ["not the tensors that musubi-tuner writes", "found none"]),
         ("latents", {"mask_weights_1x8x8_float16": torch.ones(1)}, ["not the tensors that", "mask_weights_1x8x8"]),
         ("latents", {MUSUBI_CONTROL: None, "latents_control_1_1x2x2_bfloat16": torch.ones(16, 1, 2, 2)}, ["found [1]"]),
+        ("latents", {f"latents_control_{'9' * 5000}_1x2x2_bfloat16": torch.ones(1)}, ["not the tensors that", "9999"]),
         ("latents", {MUSUBI_LATENT: torch.ones(16, 3, 8, 12)}, ["not the latents of one image", "[16, 3, 8, 12]"]),
         ("latents", {MUSUBI_LATENT: torch.ones(16, 1, 7, 12)}, ["with even H and W", "found [16, 1, 7, 12]"]),
         ("latents", {MUSUBI_LATENT: torch.ones(16, 8, 12)}, ["expected [C, F, H, W]", "found [16, 8, 12]"]),

@@ -133,19 +133,24 @@ def open_pieces(index: Path) -> Pieces:
     folder = index.parent
     try:
         with closing(sqlite3.connect(f"{index.absolute().as_uri()}?mode=ro", uri=True)) as database:
-            items = database.execute("SELECT shard, shard_index FROM items ORDER BY rowid").fetchall()
+            items = _rows(database, "items", "shard, shard_index")
             numbers = {shard for shard, _ in items}
             if not all(isinstance(number, int) for number in numbers):
                 raise SourceError("a shard has no number", where=index)
-            shards = {
-                n: database.execute(f"SELECT offset, size FROM shard_{n:d} ORDER BY rowid").fetchall() for n in numbers
-            }
+            shards = {n: _rows(database, f"shard_{n:d}", "offset, size") for n in numbers}
         locations = tuple((folder / f"shard_{n}.bin", *shards[n][i]) for n, i in items)
         if any(not isinstance(number, int) or number < 0 for _, *numbers in locations for number in numbers):
             raise SourceError("an offset or a size is not a number", where=index)
     except (sqlite3.Error, LookupError, TypeError, UnicodeDecodeError) as error:
         raise SourceError(f"not an index of diffusion-pipe: {error}", where=index) from None
     return Pieces(folder, locations)
+
+
+def _rows(database: sqlite3.Connection, table: str, columns: str) -> list[Any]:
+    """Rows of a table that is stored: a view may compute forever."""
+    if not database.execute("SELECT 1 FROM sqlite_schema WHERE name = ? AND rootpage > 0", (table,)).fetchone():
+        raise sqlite3.DatabaseError(f"it has no table {table}")
+    return database.execute(f"SELECT {columns} FROM {table} ORDER BY rowid").fetchall()
 
 
 def _text_index(bucket: Path) -> Path:

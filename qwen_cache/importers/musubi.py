@@ -29,7 +29,7 @@ from qwen_cache.importers.source import FoundSample, ImportedSample, Options, ch
 LATENT_FILE = re.compile(r"(?P<stem>.+)_\d{4,}x\d{4,}_(?P<arch>qie?)\.safetensors")
 TEXT_FILE = re.compile(r"(?P<stem>.+)_(?P<arch>qie?)_te\.safetensors")
 TARGET = re.compile(r"latents_\d+x\d+x\d+_\w+")
-CONTROL = re.compile(r"latents_control_(\d+)_\d+x\d+x\d+_\w+")
+CONTROL = re.compile(r"latents_control_(\d{1,3})_\d+x\d+x\d+_\w+")
 EMBEDS = re.compile(r"varlen_vl_embed_\w+")
 ARCHITECTURES = ("qwen_image", "qwen_image_edit")
 

@@ -21,8 +21,8 @@ store which files belong together.
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -32,13 +32,16 @@ from typing import Any
 import torch
 
 from qwen_cache.errors import SourceError
+from qwen_cache.format.fields import parse_json
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, ImgShapes, token_count
 from qwen_cache.importers.source import FoundSample, ImportedSample, Options, check_tensor, load_pickled, unpad
+from qwen_cache.sources.places import MAX_TEXT, read_bytes
 
 TENSORS = ("image_latents", "control_latents", "prompt_embeds", "empty_prompt_embeds")
 MASKS = {"prompt_embeds": "prompt_embeds_mask", "empty_prompt_embeds": "empty_prompt_embeds_mask"}
 KINDS = {*TENSORS, *MASKS.values(), "img_shapes"}
 HASH = re.compile(r"[0-9a-f]{16,}")
+MAX_CHOICES = 1_000_000  # of sizes for the controls of a sample: a second
 MD5_DIGITS = 32  # digits of a file's hash; a perceptual hash has 16
 
 
@@ -80,8 +83,8 @@ def _no_samples(folder: Path) -> SourceError:
 def _parse(path: Path) -> dict[str, Any]:
     """The JSON of a sample; SourceError for unknown contents."""
     try:
-        entry = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        entry = parse_json(read_bytes(path, MAX_TEXT).decode("utf-8"))
+    except ValueError as error:
         raise SourceError(f"not JSON: {error}", where=path, do="make this sample's cache again") from None
     if not isinstance(entry, dict) or not {"image_latents", "prompt_embeds"} <= entry.keys():
         raise SourceError("not the metadata of a sample", where=path, expected="image_latents and prompt_embeds")
@@ -153,7 +156,11 @@ def _stored_shapes(rows: list[Any], where: str) -> ImgShapes:
     shapes = []
     for row in rows:
         numbers = isinstance(row, list) and len(row) == 3 and all(isinstance(n, (int, float)) for n in row)
-        if not numbers or row[0] not in (1, 3) or not all(n > 0 and n == int(n) for n in row):
+        if (
+            not numbers
+            or row[0] not in (1, 3)
+            or not all(n > 0 and (isinstance(n, int) or n.is_integer()) for n in row)
+        ):
             expected = "[1, h, w] in tokens or [3, height, width] in pixels"
             raise SourceError("img_shapes is not a list of sizes", where=where, expected=expected, found=row)
         scale = PIXELS_PER_TOKEN if row[0] == 3 else 1
@@ -170,6 +177,10 @@ def _shapes_from_sizes(tensors: Mapping[str, torch.Tensor], controls: int, optio
             do="give all sizes that occur, as in --image-size 832x576 (width and height after resizing)",
         )
     sizes = [(1, h, w) for h, w in dict.fromkeys(options.image_sizes)]
+    if len(sizes) ** controls > MAX_CHOICES:
+        raise SourceError(
+            "too many image sizes for this many controls", where=where, found=f"{len(sizes)} and {controls}"
+        )
     target = len(tensors["image_latents"])
     control = len(tensors["control_latents"]) if "control_latents" in tensors else 0
     first = [shape for shape in sizes if token_count([shape]) == target]
@@ -194,7 +205,7 @@ def _prompts(folder: Path | None) -> dict[str, str]:
     prompts = {}
     for path in sorted(folder.rglob("*.txt")):
         try:
-            text = path.read_text(encoding="utf-8").strip()
+            text = io.StringIO(read_bytes(path, MAX_TEXT).decode("utf-8"), newline=None).read().strip()
         except UnicodeDecodeError as error:
             raise SourceError(f"not UTF-8: {error}", where=path) from None
         prompts[hashlib.md5(text.encode("utf-8"), usedforsecurity=False).hexdigest()] = text

@@ -81,6 +81,7 @@ def check_tensor(value: Any, shape: str, where: str) -> torch.Tensor:
     if (
         not isinstance(value, torch.Tensor)
         or value.layout != torch.strided
+        or value.device.type != "cpu"  # a tensor on the meta device has no values, wherever it is loaded
         or value.dtype not in EXACT_IN
         or value.ndim != axes
         or 0 in value.shape
@@ -90,7 +91,7 @@ def check_tensor(value: Any, shape: str, where: str) -> torch.Tensor:
             "not a tensor of the expected kind",
             where=where,
             expected=f"{shape} in float16, bfloat16 or float32",
-            found=f"{list(value.shape)} in {value.dtype}" if is_tensor else type(value).__name__,
+            found=f"{list(value.shape)} in {value.dtype} on {value.device}" if is_tensor else type(value).__name__,
         )
     if value.untyped_storage().nbytes() < value.numel() * value.element_size():
         raise SourceError(
