@@ -26,7 +26,8 @@ from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.format.cache import Sample
 from qwen_cache.settings.load import load_config
 from qwen_train import train as training
-from qwen_train.lora.adapter import lora_weights, origin_of, write_lora
+from qwen_train.lora.adapter import METADATA_KEY, lora_weights, origin_of, start_from, write_lora
+from qwen_train.lora.export import read_lora
 
 from .support.caches import build
 from .support.judge import TOLERANCE
@@ -235,3 +236,16 @@ def test_starting_from_what_is_no_lora_is_refused(fit: Callable[..., Trained], t
     (tmp_path / "text.safetensors").write_text("not one", encoding="utf-8")
     with pytest.raises(TrainError, match="the LoRA cannot be read"):
         fit(weights=str(tmp_path / "text.safetensors"))
+    for metadata, message in (
+        ("[" * 100_000, "the LoRA cannot be read: it is nested more than 100 deep"),
+        ("9" * 5000, "the LoRA cannot be read: Exceeds the limit (4300 digits)"),
+        ("[]", "the LoRA's metadata is not a JSON object (found list)"),
+    ):
+        file = tmp_path / "metadata.safetensors"
+        save_file({"x": torch.zeros(1)}, file, {METADATA_KEY: metadata})
+        with pytest.raises(TrainError) as caught:
+            start_from(None, file)
+        assert str(caught.value).startswith(f"{file}: {message}")
+        with pytest.raises(TrainError, match="this is not a LoRA file: "):
+            read_lora(file)
+        assert origin_of(file) == {}

@@ -20,6 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.format.fields import parse_json
 from qwen_cache.settings.train import LoraConfig
 from qwen_cache.storage.durable import write_durably
 from qwen_train.model.sharding import assign
@@ -95,7 +96,7 @@ def origin_of(path: Path) -> dict[str, Any]:
     """The model and cache recorded in a LoRA file; {} for a file of another trainer."""
     with safe_open(path, framework="np") as file:
         try:
-            origin = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}")).get(ORIGIN)
+            origin = parse_json((file.metadata() or {}).get(METADATA_KEY, "{}")).get(ORIGIN)
         except (ValueError, AttributeError):
             return {}
     return origin if isinstance(origin, dict) else {}
@@ -115,8 +116,11 @@ def start_from(transformer: Any, path: Path) -> None:
 def load_lora(transformer: Any, path: Path) -> None:
     """Load an adapter into the one added by `add_lora`; TrainError unless shape and scale are equal."""
     with safe_open(path, framework="pt") as file:
-        metadata = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
+        metadata = parse_json((file.metadata() or {}).get(METADATA_KEY, "{}"))
         weights = {name.removeprefix(f"{PREFIX}."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if not isinstance(metadata, dict):
+        found = type(metadata).__name__
+        raise TrainError("the LoRA's metadata is not a JSON object", where=path, found=found)
     _check_scale(metadata, transformer.peft_config["default"].to_dict(), path)
     expected = lora_weights(transformer)
     wrong = sorted(

@@ -29,6 +29,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from qwen_cache.errors import ConfigError, ModelError, TrainError
+from qwen_cache.format.fields import parse_json
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.load import CONFIG_NAME, load_config
 from qwen_cache.storage.durable import whole_folder, write_durably
@@ -100,12 +101,12 @@ def read_lora(file: Path) -> Lora:
             tensors = {name: opened.get_tensor(name) for name in sorted(opened.keys())}
             header = opened.metadata() or {}
         if METADATA_KEY in header:
-            named = json.loads(header[METADATA_KEY]).items()
+            named = parse_json(header[METADATA_KEY]).items()
             given = {name.removeprefix(f"{PREFIX}."): value for name, value in named}
         else:
-            given = json.loads(header.get(COMFYUI_METADATA_KEY, "{}"))
+            given = parse_json(header.get(COMFYUI_METADATA_KEY, "{}"))
         origin = given.pop(ORIGIN, {})
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, AttributeError, TypeError) as error:
         raise TrainError(f"this is not a LoRA file: {error}", where=file) from None
     weights, alphas = peft_names(tensors, file)
     check_pairs(weights, file)
