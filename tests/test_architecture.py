@@ -120,6 +120,41 @@ def test_cuda_is_named_only_where_nothing_else_is_meant() -> None:
     assert named == CUDA_ALONE.keys()
 
 
+NAMES_ITS_PARSER = {
+    "Image.open": "formats",
+    "torch.load": "weights_only",
+    "AutoTokenizer.from_pretrained": "trust_remote_code",
+    "tarfile.open": "mode",
+    "yaml.load": "Loader",
+}
+"""Calls that would let a file choose what reads it, and the argument that takes the choice."""
+CHOOSES_ITS_PARSER = ("eval", "exec", "os.system", "yaml.safe_load", "yaml.full_load", *("pickle.load", "pickle.loads"))
+
+
+def test_no_file_chooses_what_reads_it() -> None:
+    """An image Ghostscript, a pickle its code, a model's folder its Python, YAML a loader without bounds."""
+    calls = {*NAMES_ITS_PARSER, *CHOOSES_ITS_PARSER}
+    pattern = re.compile(rf"(?<![.\w])({'|'.join(map(re.escape, calls))})\(")
+    found = {}
+    for path in [*(ROOT / "qwen_cache").rglob("*.py"), *(ROOT / "qwen_train").rglob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        if not pattern.search(text):
+            continue
+        for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+            if (name := ast.unparse(call.func)) in calls:
+                arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+                found[path.relative_to(ROOT).as_posix(), name] = arguments.get(NAMES_ITS_PARSER.get(name))
+    assert found == {
+        ("qwen_cache/importers/source.py", "torch.load"): "True",
+        ("qwen_cache/models/processor.py", "AutoTokenizer.from_pretrained"): "False",
+        ("qwen_cache/settings/yaml_text.py", "yaml.load"): "_BoundedLoader",
+        ("qwen_cache/sources/images.py", "Image.open"): "FORMATS",
+        ("qwen_cache/sources/webdataset.py", "tarfile.open"): "'r:'",
+        ("qwen_train/inference/jobs.py", "Image.open"): "['PNG']",
+        ("qwen_train/report.py", "Image.open"): "['PNG']",
+    }
+
+
 @pytest.mark.parametrize("package", [qwen_cache, qwen_train])
 def test_public_names(package: ModuleType) -> None:
     assert list(package.__all__) == sorted(package.__all__)

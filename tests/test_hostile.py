@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from qwen_cache import FormatError, QwenCacheError, open_cache
-from qwen_cache.errors import RULES
+from qwen_cache.errors import RULES, ModelError
 from qwen_cache.format import directory
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.verify import verify_cache
@@ -232,3 +233,47 @@ def test_a_tar_that_the_manifest_does_not_name_is_found_whatever_it_is_called(ca
     """Stock webdataset would read it with `shards/*.tar`."""
     shutil.copy(cache / examples.first_shard(cache), cache / "more.tar")
     assert rules(cache) == {"F17"}
+
+
+# ---- a model's folder ------------------------------------------------------------------------------------------------
+
+OWN_CODE = """
+from pathlib import Path
+Path({mark!r}).touch()
+class Own:
+    pass
+"""
+
+
+def change(file: Path, **settings: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **settings}), encoding="utf-8")
+
+
+def test_a_models_folder_runs_no_code_and_asks_nobody(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks on the terminal whether to run a tokenizer's own code, and takes attention from config.json."""
+    from qwen_cache.models.folder import open_model
+    from qwen_cache.models.processor import load_processor
+    from qwen_cache.models.text_encoder import load_text_encoder
+
+    mark = tmp_path / "executed"
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model("edit-plus"), folder)
+    for name in ("processor", "text_encoder"):
+        (folder / name / "own.py").write_text(OWN_CODE.format(mark=str(mark)), encoding="utf-8")
+    model = open_model(str(folder), ["text_encoder", "tokenizer", "processor"])
+    images = {"auto_map": {"AutoImageProcessor": "own.Own", "AutoProcessor": "own.Own"}, "processor_class": "Own"}
+    change(folder / "processor" / "preprocessor_config.json", **images)
+    load_processor(model)
+    own = {"auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}, "tokenizer_class": "Own"}
+    change(folder / "processor" / "tokenizer_config.json", **own)
+    with pytest.raises(ModelError) as caught:
+        load_processor(model)
+    assert str(caught.value).startswith(f"{folder / 'processor'}: the tokenizer cannot be loaded: ")
+    config = {"auto_map": {"AutoModel": "own.Own"}, "architectures": ["Own"], "attn_implementation": "own/kernel"}
+    change(folder / "text_encoder" / "config.json", **config)
+    encoder = load_text_encoder(model.component("text_encoder"), torch.float32)
+    assert encoder.config._attn_implementation == encoder.config.vision_config._attn_implementation == "sdpa"
+    assert not mark.exists()

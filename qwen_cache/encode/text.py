@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float, Int
 from PIL import Image
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
 from qwen_cache.errors import ModelError, SourceError
 from qwen_cache.format.identity import Phrase
@@ -36,7 +36,7 @@ from qwen_cache.grounding.attention import AttentionRows, ImageTokens, attention
 from qwen_cache.grounding.phrase import token_positions
 from qwen_cache.models.devices import has_streams, is_accelerator, join_on_device, to_device
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.models.processor import load_processor
+from qwen_cache.models.processor import load_processor, load_tokenizer
 from qwen_cache.models.template import VISION_END, Template
 from qwen_cache.models.text_encoder import load_text_encoder
 from qwen_cache.models.vision_tower import batch_windows
@@ -121,7 +121,7 @@ def kept_tokens(model: ModelFolder, prompts: Sequence[tuple[str, Sequence[Size]]
     """
     template = model.template
     processor = load_processor(model) if model.takes_controls else None
-    tokenizer = processor.tokenizer if processor else AutoTokenizer.from_pretrained(model.tokenizer)
+    tokenizer = processor.tokenizer if processor else load_tokenizer(model.tokenizer)
     dropped = dropped_tokens(template, processor)
 
     @cache
@@ -188,7 +188,7 @@ class TextEncoder:
     ) -> None:
         family, self.template = model.family, model.template
         self.processor = load_processor(model) if model.takes_controls else None
-        self.tokenizer = self.processor.tokenizer if self.processor else AutoTokenizer.from_pretrained(model.tokenizer)
+        self.tokenizer = self.processor.tokenizer if self.processor else load_tokenizer(model.tokenizer)
         self.drop_idx, self.text_rows_only = dropped_tokens(self.template, self.processor), family.text_rows_only
         self.model = load_text_encoder(model.component("text_encoder"), dtype).model.to(device)
         if not family.final_norm:

@@ -43,7 +43,7 @@ def load_sam(folder: Path) -> Any:
         raise ModelError("there is no model here", where=folder, found=error, do="name a folder of SAM") from None
     if model_type not in KINDS:
         raise ModelError("this is not SAM", where=folder, expected=", ".join(KINDS), found=model_type)
-    return load_whole(KINDS[model_type], folder)
+    return load_whole(KINDS[model_type], folder, attn_implementation="sdpa")  # not what its config.json names
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer, Qwen2VLProcessor, Qwen3VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from qwen_cache.errors import ModelError, first_line
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.models.text_encoder import text_encoder_type
 
@@ -40,8 +41,20 @@ PROCESSORS: dict[str, type[Any]] = {"qwen2_5_vl": ImageOnlyQwen2VLProcessor, "qw
 def make_processor(model_type: str, name: str | PathLike[str]) -> Any:
     """The processor of a text encoder of that type, with the patch size and limits in a folder or repository."""
     kind = PROCESSORS[model_type]
-    images, tokenizer = Qwen2VLImageProcessorPil.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    images, tokenizer = Qwen2VLImageProcessorPil.from_pretrained(name), load_tokenizer(name)
     return kind(images, tokenizer, chat_template=kind.get_processor_dict(name)[0].get("chat_template"))
+
+
+def load_tokenizer(name: str | PathLike[str]) -> Any:
+    """The tokenizer in a folder or repository, of a class of transformers; ModelError for any other.
+
+    By default, transformers would ask on the terminal whether to run the code that a folder brings.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        do = "download the component again, from the model's own repository"
+        raise ModelError(f"the tokenizer cannot be loaded: {first_line(error)}", where=name, do=do) from None
 
 
 def load_processor(model: ModelFolder) -> Any:

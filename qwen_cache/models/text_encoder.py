@@ -45,5 +45,8 @@ def known_type(model_type: object, where: object | None = None) -> str:
 
 
 def load_text_encoder(folder: Path, dtype: torch.dtype) -> Any:
-    """The frozen text encoder in `folder`, with its `lm_head`; ModelError if it is another model or incomplete."""
-    return load_whole(MODELS[text_encoder_type(folder)], folder, dtype=dtype)
+    """The frozen text encoder in `folder`, with its `lm_head`; ModelError if it is another model or incomplete.
+
+    Attention is torch's: a config.json may name another one, such as a kernel that would be downloaded from the hub.
+    """
+    return load_whole(MODELS[text_encoder_type(folder)], folder, dtype=dtype, attn_implementation="sdpa")

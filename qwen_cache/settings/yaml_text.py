@@ -35,7 +35,7 @@ def parse_yaml(text: str, where: object | None = None) -> Any:
     if len(text) > MAX_BYTES:
         raise ConfigError("the settings are too long", where=where, expected=f"at most {MAX_BYTES} characters", do=FIX)
     try:
-        return yaml.load(text, _BoundedLoader)
+        return yaml.load(text, Loader=_BoundedLoader)
     except _BeyondError as error:
         raise ConfigError(f"the settings {error}", where=where, do=FIX) from None
     except yaml.YAMLError as error:
