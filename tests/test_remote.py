@@ -412,7 +412,10 @@ def test_permanent_errors_are_not_retried(served: Server) -> None:
     [
         ("s3://bucket/nothing", r"s3://bucket/nothing: no cache.json here(.|\n)*\[F1\]\n  → check the address"),
         ("s3://no-such-bucket/x", r"s3://no-such-bucket/x: no cache.json here(.|\n)*→ check the address"),
-        ("gopher://x/y", r"gopher://x/y/cache.json: reading is not possible \(found ValueError: Protocol not known"),
+        ("gopher://x/y", r"gopher://x/y: this protocol is not supported \(.*found gopher\)\n  → copy the files"),
+        ("reference::https://x/y", r"this protocol is not supported \(expected https, s3, .* found reference\)"),
+        ("zip://y::dask::https://x", r"this protocol is not supported \(.*found dask\)"),
+        ("simplecache::memory://x", r"this protocol is not supported \(.*found simplecache\)"),
         ("gs://x/y", r"gs:// needs a package that is missing \(found ImportError(.|\n)*→ pip install 'qwen-cache\[gs"),
     ],
 )

@@ -11,6 +11,7 @@ import os
 import pickle
 import socket
 import tarfile
+import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -583,6 +584,12 @@ def test_a_folder_of_two_kinds_is_refused(tmp_path: Path) -> None:
     assert "found metadata.csv, t.tar" in message
 
 
+def test_braces_that_stand_for_more_files_than_anybody_has_are_refused(tmp_path: Path) -> None:
+    for pattern in ("{0..999999999}.tar", "{1..999}{1..999}.parquet"):
+        message = refusal(tmp_path / pattern)
+        assert f"{tmp_path / pattern}: the braces stand for too many files (expected at most 100000)" in message
+
+
 @pytest.mark.parametrize(
     ("pattern", "names"),
     [
@@ -654,6 +661,17 @@ def test_a_remote_table_names_nothing_of_this_machine_and_of_other_servers(tmp_p
     )
 
 
+def test_a_table_in_a_remote_archive_names_files_of_the_archive() -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("set/images/a.png", png(1))
+        archive.writestr("set/metadata.csv", "file_name,text\nimages/a.png,red\n../../images/./a.png,red\n/a.png,red\n")
+    put({"a.zip": buffer.getvalue()})
+    rows, problems = make_images(location("zip://set::memory://bucket/a.zip"))
+    assert [row.target.read() for row in rows] == [png(1), png(1)]
+    assert [problem.where for problem in problems] == ["zip://set::memory://bucket/a.zip/metadata.csv:4"]
+
+
 def test_data_allow_urls_lets_a_remote_table_name_more(tmp_path: Path, model: Path) -> None:
     fsspec.filesystem("memory").pipe({"/bucket2/pub/a.png": png(1, 64), "/bucket2/public.png": png(2, 64)})
     refused = ["memory://bucket2/public.png", "memory://bucket2/pub/../public.png", "memory://bucket2/b.png"]
@@ -715,11 +733,12 @@ def test_a_name_of_a_megabyte_in_a_tar_is_not_shown(tmp_path: Path) -> None:
 def test_a_local_table_may_name_images_behind_urls(tmp_path: Path) -> None:
     put({"c.png": png(3)})
     (tmp_path / "d.png").write_bytes(png(4))
-    lines = ["image_path,text", "memory://bucket/c.png,red", f"file://{tmp_path}/d.png,red"]
+    lines = ["image_path,text", "memory://bucket/c.png,red", f"file://{tmp_path}/d.png,red", "git://x/a.png,red"]
     (tmp_path / "t.csv").write_text("\n".join(lines))
     rows, problems = make_images(tmp_path / "t.csv")
-    assert ([row.target.read() for row in rows], problems) == ([png(3), png(4)], [])
+    assert [row.target.read() for row in rows] == [png(3), png(4)]
     assert rows[0].name == "bucket/c"
+    assert [problem.what for problem in problems] == ["git:// is not supported (found git://x/a.png)"]
 
 
 def test_a_missing_remote_image_is_a_problem_of_its_row(tmp_path: Path, model: Path) -> None:
@@ -728,6 +747,24 @@ def test_a_missing_remote_image_is_a_problem_of_its_row(tmp_path: Path, model: P
     [problem] = json.loads(result.stdout)["problems"]
     assert problem["where"] == "memory://bucket/data/t.csv:2"
     assert problem["what"] == "memory://bucket/data/missing.png: the file does not exist"
+
+
+def test_postscript_in_a_png_is_a_problem_of_its_row(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "started"
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {mark}\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    Image.init()  # Pillow knows the parser of PostScript now
+    write_pairs(tmp_path / "data")
+    image = tmp_path / "data/target_images/china.png"
+    image.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
+    for options in (("--dry-run", "--json"), ()):
+        result = build(tmp_path / "data", tmp_path / "out", model, *options)
+        assert f"{image}: this is not an image in a supported format" in result.stdout + result.stderr
+        assert "found PostScript" in result.stdout + result.stderr
+        assert not mark.exists()
 
 
 def test_a_server_that_lists_nothing_may_have_a_table_and_a_missing_one_is_reported(

@@ -41,6 +41,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from qwen_cache.errors import Problem, SourceError
@@ -56,6 +57,7 @@ from qwen_cache.storage.url import Url, location
 
 __all__ = ["Problem", "Readable", "Row", "read_source"]
 
+MAX_FILES = 100_000  # of a pattern: tars of one image each would still be a set for days
 METADATA_TABLES = ("metadata.csv", "metadata.jsonl")
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
 ARCHIVES: dict[str, Callable[[Sequence[Location], Needs], Iterator[Problem | Draft]]] = {
@@ -157,7 +159,7 @@ def _read(source: Location, needs: Needs) -> Iterator[Problem | Draft]:
         paths = (
             [source]
             if isinstance(source, Path) and source.exists()
-            else [file_at(location(name)) for name in expand(str(source))]
+            else [file_at(location(name)) for name in _expanded(str(source))]
         )
         return ARCHIVES[kind](paths, needs)
     if isinstance(source, Url):
@@ -166,9 +168,17 @@ def _read(source: Location, needs: Needs) -> Iterator[Problem | Draft]:
     raise SourceError(what, where=source, expected=KINDS, do="correct the path")
 
 
+def _expanded(pattern: str) -> list[str]:
+    names = list(islice(expand(pattern), MAX_FILES + 1))
+    if len(names) > MAX_FILES:
+        what, expected = "the braces stand for too many files", f"at most {MAX_FILES}"
+        raise SourceError(what, where=pattern, expected=expected, do="name the folder, or correct the numbers")
+    return names
+
+
 def expand(pattern: str) -> Iterator[str]:
     """The names of a pattern with braces, as in a shell: `{000..009}` and `{a,b}`."""
-    match = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", pattern)
+    match = re.search(r"\{(?:(\d{1,9})\.\.(\d{1,9})|([^{}]*,[^{}]*))\}", pattern)
     if match is None:
         yield pattern
         return

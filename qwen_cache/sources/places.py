@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 from urllib.parse import unquote
 
 from qwen_cache.errors import QwenCacheError, SourceError
+from qwen_cache.storage.protocols import refused_protocol
 from qwen_cache.storage.url import Url, location
 
 Location = Path | Url
@@ -178,21 +179,28 @@ class TableFolder:
         """The file that `text` names; SourceError if the table may not name it."""
         check_name(text, self.path)
         if isinstance(self.path, Path):
-            named = location(text) if "://" in text else self.path / text
+            named = self._located(text) if "://" in text else self.path / text
             return file_at(named) if isinstance(named, Url) else self.path / named
         server = "/".join(str(self.path).split("/", 3)[:3])
         if "::" in text:
             raise self._refusal("names a chain of addresses", text, "name the image itself, relative to the table")
         if any(_begins(text, allowed) for allowed in (server, *self.allow_urls)):
-            return file_at(location(text))
+            return file_at(self._located(text))
         if text.startswith(("/", "\\", "file:", "local:")) or PureWindowsPath(text).is_absolute():
             raise self._refusal("names a file of this machine", text, "name it relative to the table")
         if "://" in text:
             other = "/".join(text.split("/", 3)[:3]) + "/"
             do = f"if you trust the table, allow it: --set 'data.allow_urls=[\"{other}\"]'"
             raise self._refusal("names another server than its own", text, do)
+        if "::" in str(self.path):  # in an archive, below the table's folder
+            return Url(str(self.path), posixpath.normpath(f"/{text}").lstrip("/"))
         inside = posixpath.normpath("/" + posixpath.join(str(self.path)[len(server) :].strip("/"), text))
         return file_at(Url(server + inside))
+
+    def _located(self, text: str) -> Location:
+        if protocol := refused_protocol(text):
+            raise SourceError(f"{protocol}:// is not supported", where=self.path, found=text, do="correct the address")
+        return location(text)
 
     def _refusal(self, what: str, text: str, do: str) -> SourceError:
         return SourceError(f"a remote table {what}: {text}", where=self.path, do=do)

@@ -1,4 +1,4 @@
-"""Remote files: any protocol of fsspec (s3://, gs://, hf://, https://, …), read by byte ranges, with retries.
+"""Remote files by fsspec (s3://, gs://, hf://, https://, …), read by byte ranges, with retries.
 
 Remote files are never written.
 """
@@ -21,6 +21,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 
 from qwen_cache.errors import ConfigError, QwenCacheError
 from qwen_cache.storage.durable import write_at
+from qwen_cache.storage.protocols import refused_protocol
 
 URL = re.compile(r"([a-z][a-z0-9+.-]*)(://|::)")
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "https": "http", "hf": "hf"}
@@ -207,12 +208,15 @@ def _status(error: Exception) -> int | None:
 
 
 def location(address: str | Path | Url) -> Path | Url:
-    """An address as a local path (also for `file://`) or a URL."""
+    """An address as a local path (also for `file://`) or a URL; ConfigError for a protocol that is not read."""
     if not isinstance(address, str):
         return address
     match = URL.match(address)
     if match and match[1] in ("file", "local") and match[2] == "://":
         return Path(address[match.end() :])
+    if match and (protocol := refused_protocol(address)):
+        expected, do = "https, s3, gs, hf, …, or zip and tar around them", "copy the files to a disk or such a server"
+        raise ConfigError("this protocol is not supported", where=address, expected=expected, found=protocol, do=do)
     return Url(address) if match else Path(address)
 
 
