@@ -76,7 +76,7 @@ BEYOND = {
     "indents": ("- " * 50_000, "the settings are nested more than 32 deep"),
     "a long integer": ("data: " + "9" * 5000, "the settings contain an integer of 5000 digits; at most 100 are read"),
     "a long one to base 60": ("data: " + "1:" * 3000 + "1", "the settings contain an integer of 6001 digits"),
-    "megabytes": ("#" * (MAX_BYTES + 1), f"the settings are too long (expected at most {MAX_BYTES} characters)"),
+    "megabytes": ("ü" * (MAX_BYTES + 1), f"the settings are too long (expected at most {MAX_BYTES} bytes)"),
     "an object": ("data: !!python/object/apply:os.mkdir [run]", "this is not YAML: could not determine a constructor"),
     "a month 13": ("data: 2020-13-45", "a value does not fit its YAML type: month must be in 1..12"),
     "an empty integer": ("data: !!int ''", "a value does not fit its YAML type: string index out of range"),

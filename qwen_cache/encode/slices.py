@@ -68,8 +68,11 @@ def refuse_other_slices(
 
 def _built_as(folder: Path) -> str | None:
     """The slice that a finished build recorded beside its cache; `part` is the setting's former name."""
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        return None
     try:
-        data = read_yaml(folder / CONFIG_NAME)["data"]
+        data = read_yaml(path)["data"]
         return str(data["slice"] if "slice" in data else data["part"])
     except (OSError, ConfigError, KeyError, TypeError):
         return None

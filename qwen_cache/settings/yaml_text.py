@@ -13,8 +13,8 @@ import yaml
 
 from qwen_cache.errors import ConfigError, first_line
 
-MAX_BYTES = 1 << 20  # a qwen.yaml with every setting and a comment on each has 20 kB
-MAX_NODES = 10_000  # keys and values, aliases expanded; all settings are 300, module names of a LoRA at most 2,000
+MAX_BYTES = 1 << 20  # a file of all settings has 3 kB
+MAX_NODES = 10_000  # keys and values, aliases expanded; all settings make 250, naming each layer for a LoRA 850
 MAX_DEPTH = 32  # settings have five levels
 MAX_DIGITS = 100  # of an integer; Python's own limit is 4,300, and it raises wherever a longer one is shown
 FIX = "shorten it; settings need none of this"
@@ -24,6 +24,8 @@ def read_yaml(path: Path) -> Any:
     """The value of a file of YAML; OSError if it cannot be read, ConfigError as `parse_yaml`."""
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise _too_long(path)
     try:
         return parse_yaml(data.decode("utf-8"), path)
     except UnicodeDecodeError as error:
@@ -33,7 +35,7 @@ def read_yaml(path: Path) -> Any:
 def parse_yaml(text: str, where: object | None = None) -> Any:
     """The value of a YAML document; ConfigError, which names `where`, if it is not one within the bounds."""
     if len(text) > MAX_BYTES:
-        raise ConfigError("the settings are too long", where=where, expected=f"at most {MAX_BYTES} characters", do=FIX)
+        raise _too_long(where)
     try:
         return yaml.load(text, Loader=_BoundedLoader)
     except _BeyondError as error:
@@ -42,6 +44,10 @@ def parse_yaml(text: str, where: object | None = None) -> Any:
         raise ConfigError(f"this is not YAML: {error}", where=where) from None
     except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:  # of int, datetime, …
         raise ConfigError(f"a value does not fit its YAML type: {first_line(error)}", where=where) from None
+
+
+def _too_long(where: object) -> ConfigError:
+    return ConfigError("the settings are too long", where=where, expected=f"at most {MAX_BYTES} bytes", do=FIX)
 
 
 class _BeyondError(Exception):
