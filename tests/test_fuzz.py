@@ -33,6 +33,7 @@ from qwen_cache.format.shard import Entry, check_tensors, compress, safetensors_
 from qwen_cache.format.tensor import PLANES_ZSTD, TensorSpec
 from qwen_cache.format.verify import verify_cache
 
+from .support import bombs
 from .support.marks import slow
 from .support.paths import load_tool
 from .support.schemas import schema_of
@@ -211,9 +212,10 @@ def test_any_other_byte_anywhere_in_a_manifest_is_refused(data: st.DataObject) -
 def test_an_index_that_is_damaged_and_signed_again_gives_rows_or_is_refused(damage: Damage, cache: Path) -> None:
     version = open_cache(cache).format_version
     data, chance = (cache / "index.parquet").read_bytes(), random.Random(damage.__name__)
+    samples = len(open_cache(cache))
     for _ in range(120):
         with suppress(FormatError):
-            table = read_index(damage(data, chance), version, "an index")
+            table = read_index(damage(data, chance), version, "an index", samples)
             for record in table.to_pylist():
                 index_row(record, version, "an index")
 
@@ -401,7 +403,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, l
     for version, made in examples.VALID_CACHES.values():
         folder = tmp_path_factory.mktemp("caches") / f"v{version}"
         examples.write_cache(folder, version, made, examples.SHARD_SIZE)
-        found[version] = folder, read_index((folder / "index.parquet").read_bytes(), version, "an index").to_pylist()
+        found[version] = folder, open_cache(folder).table.to_pylist()
     return found
 
 
@@ -470,8 +472,7 @@ from qwen_cache.format.cache import open_cache
 from qwen_cache.errors import FormatError
 from qwen_cache.format.verify import verify_cache
 
-for folder in sys.argv[1:]:
-    verify_cache(Path(folder))  # what is imported late is there
+verify_cache(Path(sys.argv[1]))  # what is imported late is there
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (512 << 20),) * 2)
 for folder in sys.argv[1:]:
@@ -487,7 +488,8 @@ for folder in sys.argv[1:]:
 
 
 def test_no_bomb_takes_memory(tmp_path: Path) -> None:
-    """With 512 MB to spend: what claims 2^40 and 2^60 bytes, and a frame of 32 kB that holds a gigabyte."""
+    """With 512 MB to spend: what claims 2^40 and 2^60 bytes, a frame of 32 kB that holds a gigabyte, and indexes of
+    three gigabytes: one prompt in a dictionary, and one codec in a dictionary of a struct."""
     names = ["F18-frame-claims-a-terabyte", "F18-plane-of-2-to-63-bytes", "F9-header-claims-2-to-60-bytes"]
     for name in names:
         examples.write_invalid_cache(tmp_path / name, name)
@@ -496,6 +498,17 @@ def test_no_bomb_takes_memory(tmp_path: Path) -> None:
     data = examples.planes(bytes(size), examples.frame(size, [(1 << 17, 0)] * (1 << 13)))
     big = examples.with_stored(big, "image_latents", data, codec=PLANES_ZSTD, compressed_bytes=len(data))
     examples.write_cache(tmp_path / "F18-gigabyte", 2, [big], 1)
+    for column in ("prompt", "image_latents.codec"):
+        examples.write_cache(tmp_path / column, 2, [examples.EDIT], 1)
+        data = bombs.dictionary(tmp_path / column / "index.parquet", 3000, 1_000_000, column)
+        examples.forge(tmp_path / column, manifest=of_3000_samples)
+        examples.sign_index(tmp_path / column, data)
+        names.append(column)
     folders = [tmp_path / "F18-gigabyte", *(tmp_path / name for name in names)]
     done = subprocess.run([sys.executable, "-c", LIMITED, *folders], capture_output=True, text=True, timeout=HANG)
-    assert done.stdout.split() == ["F18", "F18", "F18", "F9"], done.stderr
+    assert done.stdout.split() == ["F18", "F18", "F18", "F9", "F7", "F7"], done.stderr
+
+
+def of_3000_samples(manifest: dict[str, Any]) -> None:
+    for counted in (manifest["index"], manifest["recipes"]["default"], manifest["shards"][0]):
+        counted["samples"] = 3000

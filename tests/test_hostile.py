@@ -146,7 +146,7 @@ def test_two_names_for_one_recipe_count_twice(cache: Path) -> None:
         value["shards"][0]["samples"] = 3
 
     examples.forge(cache, manifest=lie)
-    assert rules(cache) == {"F4"}
+    assert rules(cache) == {"F7"}
 
 
 def test_a_row_of_another_recipe_is_refused_by_readers(cache: Path) -> None:

@@ -71,7 +71,7 @@ def _open(path: str | Path | Url, recipe: str | None, copies: LocalCopies) -> Ca
     folder = location(path)
     manifest, index = directory.load(folder)
     name = _choose(manifest, recipe, folder)
-    table = read_index(index, manifest.format_version, str(folder / INDEX_NAME))
+    table = read_index(index, manifest.format_version, str(folder / INDEX_NAME), manifest.index.samples)
     if table["recipe"].unique().to_pylist() != [manifest.recipes[name].id]:
         table = table.filter(pyarrow.compute.equal(table["recipe"], manifest.recipes[name].id)).combine_chunks()
     if table.num_rows != manifest.recipes[name].samples:

@@ -3,6 +3,9 @@
 Rows are in the order of the source. Each tensor is a struct column (dtype, shape, offset, length, xxh3_128, codec),
 null if the sample does not have it; offsets are from the beginning of the shard. Format v1 has image sizes in pixels
 instead of `img_shapes` and `prefix_length`.
+
+An index is read in memory that follows from its size: what decodes to more than `MAX_RATIO` times its bytes is refused
+before it is decoded.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from qwen_cache.errors import IndexFileError, SampleKeyError
 from qwen_cache.format.identity import HASH_PATTERN, Inputs
+from qwen_cache.format.pages import read_claims
 from qwen_cache.format.sample import (
     PIXELS_PER_TOKEN,
     TENSORS,
@@ -27,9 +32,12 @@ from qwen_cache.format.sample import (
     parse_positions,
 )
 from qwen_cache.format.shard import Entry
-from qwen_cache.format.tensor import TensorSpec
+from qwen_cache.format.tensor import MAX_RATIO, TensorSpec
 
 INDEX_NAME = "index.parquet"
+LEAST_BOUND = 1 << 26  # bytes that any index may decode to, however small it is
+FOOTER = {"thrift_string_size_limit": 1 << 20, "thrift_container_size_limit": 1 << 16}
+"""Limits of a footer: ours has strings of 12 kB, 130 elements in its schema, and a row group per million rows."""
 NULLABLE = {"mask", "edit_mask_from", *TENSORS[2]}
 
 _TENSOR = pa.struct(
@@ -99,26 +107,76 @@ class IndexRow:
 def write_index(rows: Sequence[IndexRow], format_version: int) -> bytes:
     """The bytes of index.parquet; equal rows give equal bytes."""
     table = pa.Table.from_pylist([_to_record(row, format_version) for row in rows], index_schema(format_version))
+    data = _parquet(table, compression="zstd")
+    if decoded_bytes(table) > bound(len(data)):  # the same long prompts everywhere: readers would refuse it
+        data = _parquet(table, compression="none", use_dictionary=False)
+    return data
+
+
+def _parquet(table: pa.Table, **options: Any) -> bytes:
     sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd")
+    pq.write_table(table, sink, **options)
     return sink.getvalue()
 
 
-def read_index(data: bytes, format_version: int, where: str) -> pa.Table:
-    """The table; FormatError F7 if its columns are not those of the version."""
+def bound(size: int) -> int:
+    """The bytes that an index of `size` bytes may decode to."""
+    return max(LEAST_BOUND, MAX_RATIO * size)
+
+
+def read_index(data: bytes, format_version: int, where: str, samples: int) -> pa.Table:
+    """The table of `samples` rows; FormatError F7 if it has other columns or rows, or decodes to too many bytes."""
     try:
-        # read_table would take 0.1 s to import pyarrow.dataset; pyarrow's threads can abort a short process with torch
-        table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
-        table.validate(full=True)  # UTF-8 and offsets, because `record_reader` reads the buffers
-        other = ", ".join(f"{f.name}: {f.type}" for f in table.schema if f not in list(index_schema(format_version)))
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise IndexFileError(f"this is not a Parquet file: {error}", where=where) from None
-    expected = index_schema(format_version)
-    if not table.schema.equals(expected):
+        return _read_index(data, format_version, where, samples)
+    except (pa.ArrowException, OSError, UnicodeDecodeError, ValueError) as error:
+        raise IndexFileError(f"this is not a Parquet file that can be read: {error}", where=where) from None
+
+
+def _read_index(data: bytes, format_version: int, where: str, samples: int) -> pa.Table:
+    claims = read_claims(memoryview(data), bound(len(data)))
+    if claims.rows != samples:
+        what = "index and manifest have different numbers of samples"
+        raise IndexFileError(what, where=where, expected=samples, found=claims.rows)
+    _refuse_bomb(claims.bytes, data, where)
+    file = pq.ParquetFile(pa.BufferReader(data), **FOOTER)
+    found, expected = file.schema, index_schema(format_version)
+    if not (columns := found.to_arrow_schema()).equals(expected):
+        other = ", ".join(f"{field.name}: {field.type}" for field in columns if field not in list(expected))
         raise IndexFileError(
             "the columns are not those of this format version", where=where, expected=expected.names, found=other
         )
-    return table.combine_chunks()
+    if claims.rows and claims.columns != len(found):
+        raise ValueError("a row group has another number of columns than the schema")
+    texts = [field.name for field in expected if pa.types.is_string(field.type)]
+    # read_table would take 0.1 s to import pyarrow.dataset; pyarrow's threads can abort a short process with torch
+    file = pq.ParquetFile(pa.BufferReader(data), metadata=file.metadata, read_dictionary=texts)
+    table = file.read(use_threads=False)
+    table.validate(full=True)  # UTF-8, indices and offsets, because `record_reader` reads the buffers
+    _refuse_bomb(decoded_bytes(table), data, where)
+    batches = table.to_batches(max_chunksize=1 << 16)  # a chunk holds at most 2 GB of text
+    return pa.Table.from_batches(batches, table.schema).cast(expected).combine_chunks()
+
+
+def _refuse_bomb(size: int, data: bytes, where: str) -> None:
+    if size > bound(len(data)):
+        expected = f"at most {bound(len(data))} bytes from {len(data)}"
+        raise IndexFileError("the index decodes to too much", where=where, expected=expected, found=size)
+
+
+def decoded_bytes(table: pa.Table) -> int:
+    """The bytes of the table, with every value of a dictionary as often as it occurs."""
+    return sum(_decoded_bytes(chunk) for column in table.columns for chunk in column.chunks)
+
+
+def _decoded_bytes(array: pa.Array) -> int:
+    if pa.types.is_struct(array.type):
+        return sum(_decoded_bytes(array.field(i)) for i in range(array.type.num_fields))
+    if pa.types.is_list(array.type):
+        return int(array.nbytes - array.values.nbytes) + _decoded_bytes(array.values)
+    if pa.types.is_dictionary(array.type):
+        lengths = pc.binary_length(array.dictionary).cast(pa.int64())
+        return int(array.nbytes) + (pc.sum(lengths.take(array.indices)).as_py() or 0)
+    return int(array.nbytes)
 
 
 def record_reader(table: pa.Table) -> Callable[[int], dict[str, Any]]:

@@ -97,7 +97,7 @@ def read_existing(folder: Path | Url, format_version: int) -> Existing:
         return Existing(Manifest.empty(format_version), [])
     manifest, index = directory.load(folder)
     where = str(folder / INDEX_NAME)
-    records = read_index(index, manifest.format_version, where).to_pylist()
+    records = read_index(index, manifest.format_version, where, manifest.index.samples).to_pylist()
     return Existing(manifest, [index_row(record, manifest.format_version, where) for record in records])
 
 

@@ -58,7 +58,7 @@ def verify_cache(path: str | Path, on_bytes: Callable[[int], None] = lambda _: N
         (folder / MANIFEST_NAME).require_ranges()
     try:
         manifest, index = directory.load(folder)
-        table = read_index(index, manifest.format_version, str(folder / INDEX_NAME))
+        table = read_index(index, manifest.format_version, str(folder / INDEX_NAME), manifest.index.samples)
     except FormatError as error:
         return [error]
     rows, faults = _index_rows(table.to_pylist(), manifest, folder)
