@@ -6,12 +6,14 @@ Errors that a user can cause become a message and an exit code; options by an ol
 from __future__ import annotations
 
 import errno
+import faulthandler
 import io
 import logging
 import os
 import platform
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, NoReturn
 
 import typer
@@ -41,6 +43,7 @@ def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoRet
     """
     write_utf8()
     quiet_libraries()
+    explain_crashes()
     try:
         code = app(_with_new_names(sys.argv[1:], renamed), standalone_mode=False)
     except QwenCacheError as error:
@@ -102,6 +105,13 @@ def write_utf8() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not stream.isatty():
             stream.reconfigure(encoding="utf-8", errors=stream.errors)
+
+
+def explain_crashes() -> None:
+    """Print where each thread is when SIGBUS, SIGSEGV or SIGABRT ends the process, which would end without a word."""
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():  # pytest has its own
+        with suppress(OSError, ValueError):  # stderr is closed, or no file
+            faulthandler.enable(sys.__stderr__)
 
 
 def quiet_libraries() -> None:

@@ -21,8 +21,10 @@ from qwen_cache import FormatError, QwenCacheError, open_cache
 from qwen_cache.errors import RULES, ModelError
 from qwen_cache.format import directory
 from qwen_cache.format.identity import content_hash
+from qwen_cache.format.shard import ShardWriter
 from qwen_cache.format.verify import verify_cache
 
+from .support.commands import run
 from .support.paths import load_tool
 
 examples: Any = load_tool("make_examples")
@@ -96,6 +98,64 @@ def test_a_folder_in_place_of_a_file_is_refused(name: str, cache: Path) -> None:
         open_cache(cache)
     with pytest.raises(FormatError):
         raise verify_cache(cache)[0]
+
+
+def link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, link_to_a_device], ids=["a pipe", "a folder", "a device"])
+def test_a_shard_that_is_no_file_is_refused(
+    make: Callable[[Path], None], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is opened before it is judged, so that nothing can be exchanged in between; and opening it never waits."""
+    shard = cache / examples.first_shard(cache)
+    shard.unlink()
+    make(shard)
+    with pytest.raises(FormatError) as refused:
+        open_cache(cache)[0].buffer("image_latents")
+    assert str(refused.value).startswith(f"{shard}: this is not a regular file [F6]\n  → restore the shard")
+    assert [str(fault) for fault in verify_cache(cache)] == [str(refused.value)]
+    merged = run("qwen-cache", "merge", cache, "--out", tmp_path / "out")
+    assert (merged.code, "this is not a regular file [F6]" in merged.stderr) == (2, True)
+
+
+def test_a_shard_that_the_manifest_does_not_name_is_not_read(cache: Path) -> None:
+    """Even if the index names it, and it is there (F17)."""
+    other = cache / f"{'0' * 32}.tar"
+    shutil.copy(cache / examples.first_shard(cache), other)
+    examples.forge(cache, rows=lambda rows: rows[0].update(shard=other.name))
+    with pytest.raises(FormatError) as refused:
+        open_cache(cache)[0].buffer("image_latents")
+    assert refused.value.fault == "the index names a shard that is not in the manifest [F6]"
+
+
+def test_a_manifest_larger_than_any_is_not_parsed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(cache / "cache.json", "r+b") as file:
+        file.truncate(directory.MAX_MANIFEST + 1)
+    with pytest.raises(FormatError) as refused:
+        open_cache(cache)
+    assert str(refused.value).startswith(f"{cache}/cache.json: the manifest is too large (expected at most 67108864")
+    monkeypatch.setattr(directory, "MAX_MANIFEST", 100)
+    with pytest.raises(QwenCacheError) as full:  # so none is written
+        examples.write_cache(cache.parent / "many", 2, [examples.EDIT, examples.PLAIN], 1)
+    many = f"{cache.parent}/many: too many shards for one cache (found 2)\n  → set a larger cache.shard_size"
+    assert str(full.value) == many
+    assert not (cache.parent / "many" / "cache.json").exists()
+
+
+def test_metadata_of_more_than_a_megabyte_is_neither_read_nor_written(cache: Path) -> None:
+    """A prompt has at most four bytes for each position of the encoder with the longest context."""
+    examples.forge(cache, shard=examples.with_metadata(lambda text: text[:-1] + b" " * (1 << 20) + b"}"))
+    [fault] = [fault for fault in verify_cache(cache) if fault.rule == "F9"]
+    assert fault.what == "the metadata is too large"
+    writer = ShardWriter(cache.parent / "open.tar", 2)
+    long = examples.make("long", "x" * (1 << 20), (1, 1))
+    with pytest.raises(FormatError) as refused:
+        writer.add(long.meta, {})
+    writer.close()
+    assert "the metadata of a sample is too large (expected at most 1048576 bytes, found 104" in str(refused.value)
+    assert refused.value.do == "shorten its prompt"
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["a pipe", "a folder"])

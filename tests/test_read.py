@@ -1,23 +1,42 @@
-"""Reading a cache: by position, by key, in order; without copying; with stock readers; and the same in v1 and v2."""
+"""Reading a cache: by position, by key, in order; without copying; with stock readers; and the same in v1 and v2.
+
+Also beside a writer: readers take no lock, and no moment of a commit or of `gc` may be seen by them.
+"""
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
+import os
 import pickle
+import shutil
+import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 import safetensors.torch
 import torch
 import webdataset
 
 from qwen_cache import FormatError, QwenCacheError, open_cache
+from qwen_cache.command_line import explain_crashes
+from qwen_cache.format import directory
+from qwen_cache.format.shards import OPEN_SHARDS
+from qwen_cache.format.verify import verify_cache
+from qwen_cache.storage import mapped
+from qwen_cache.storage.url import Url
 
-from .support.paths import ROOT
+from .support.commands import run
+from .support.paths import ROOT, load_tool
 
+examples: Any = load_tool("make_examples")
 Built = Callable[..., Path]
 EXAMPLES = ROOT / "schemas" / "examples" / "valid"
 
@@ -194,3 +213,253 @@ def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
+
+
+# ---- beside a writer -------------------------------------------------------------------------------------------------
+
+READERS: dict[str, Callable[[Path, Path], Any]] = {
+    "open_cache": lambda cache, _: [sample.tensors() for sample in open_cache(cache)],
+    "verify": lambda cache, _: run("qwen-cache", "verify", cache).code,
+    "inspect": lambda cache, _: run("qwen-cache", "inspect", cache, "--scan").code,
+    "merge": lambda cache, out: run("qwen-cache", "merge", cache, "--out", out).code,
+    "merge, recompressed": lambda cache, out: (
+        run("qwen-cache", "merge", cache, "--out", out, "--set", "cache.compression=zstd").code
+    ),
+    "migrate": lambda cache, out: run("qwen-cache", "migrate", "v1", "v2", cache, "--out", out).code,
+}
+
+
+def move_when_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Move each shard between a look at it and its opening: to `.replaced/`, or back if it is there.
+
+    Returns the names of moved shards.
+    """
+    opening, moved = os.open, list[str]()
+
+    def racing(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        path = Path(os.fsdecode(path)) if not isinstance(path, int) else Path()
+        if path.suffix == ".tar" and path.parent in (folder, folder / ".replaced") and path.name not in moved:
+            here, there = folder / path.name, folder / ".replaced" / path.name
+            if here.exists():
+                moved.append(path.name)
+                os.replace(here, there)
+            elif path == there:  # the other place was looked at already
+                moved.append(path.name)
+                os.replace(there, here)
+        return opening(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", racing)
+    return moved
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["it is replaced", "it comes back"])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_shard_that_is_moved_as_it_is_opened_is_found(
+    reader: str, replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit moves it to `.replaced/`, and `gc` or another commit back."""
+    version = "v1" if reader == "migrate" else "v2"
+    cache = Path(shutil.copytree(EXAMPLES / f"cache.{version}", tmp_path / "cache"))
+    names = sorted(path.name for path in cache.glob("*.tar"))
+    (cache / ".replaced").mkdir()
+    for name in names if replaced else ():
+        os.replace(cache / name, cache / ".replaced" / name)
+    with monkeypatch.context() as patch:
+        moved = move_when_opened(cache, patch)
+        result = READERS[reader](cache, tmp_path / "out")
+    assert result == 0 or reader == "open_cache"
+    assert sorted(moved) == names
+    if (tmp_path / "out").exists():
+        assert verify_cache(tmp_path / "out") == []
+
+
+def test_a_remote_shard_that_is_moved_between_two_requests_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = fsspec.filesystem("memory")
+    files.put(str(EXAMPLES / "cache.v1"), "/moved", recursive=True)
+    names = [path.name for path in (EXAMPLES / "cache.v1").glob("*.tar")]
+    for name in names:
+        files.mv(f"/moved/{name}", f"/moved/.replaced/{name}")
+    reading = Url.read_range
+
+    def racing(url: Url, begin: int, end: int) -> bytes:
+        if ".replaced" in url.path and files.exists(f"/moved/.replaced/{url.name}"):
+            files.mv(f"/moved/.replaced/{url.name}", f"/moved/{url.name}")
+        return reading(url, begin, end)
+
+    monkeypatch.setattr(Url, "read_range", racing)
+    remote = open_cache("memory://moved", local_copies=tmp_path / "copies")
+    for sample, expected in zip(remote, open_cache(EXAMPLES / "cache.v1"), strict=True):
+        assert all(torch.equal(sample[name], tensor) for name, tensor in expected.tensors().items())
+    assert not any(files.exists(f"/moved/.replaced/{name}") for name in names)
+    files.rm("/moved", recursive=True)
+
+
+def test_a_shard_that_gc_removed_meanwhile_is_not_called_damaged(tmp_path: Path) -> None:
+    """The reader holds the manifest of before a build and a `gc`."""
+    cache = tmp_path / "cache"
+    examples.write_cache(cache, 2, [examples.EDIT, examples.PLAIN], 1)
+    reader, old = open_cache(cache), examples.first_shard(cache)
+    missing = cache / old
+    missing.rename(tmp_path / "elsewhere")
+    with pytest.raises(FormatError) as lost:
+        reader[0].buffer("image_latents")
+    assert lost.value.fault == "a shard of the manifest is missing [F6]"
+    shutil.rmtree(cache)
+    examples.write_cache(cache, 2, [examples.PLAIN], 1)
+    with pytest.raises(FormatError) as changed:
+        reader[0].buffer("image_latents")
+    assert str(changed.value) == (
+        f"{missing}: the cache was changed while it was read: its manifest no longer names this shard, and it is "
+        "removed [F6]\n  → run the command again: it reads the cache as it is now"
+    )
+
+
+@pytest.mark.slow
+def test_a_reader_beside_a_loop_of_commits_never_sees_an_error(tmp_path: Path) -> None:
+    """Two datasets in turn: every pass reads one of them, whole. `verify` may list shards that a commit moves in."""
+    cache, one, two = tmp_path / "cache", tmp_path / "one", tmp_path / "two"
+    made = [examples.make(f"sample {i}", f"edit {i}", (1, 1), (1, 2)) for i in range(6)]
+    examples.write_cache(one, 2, made, 1)
+    examples.write_cache(two, 2, made[3:], 1 << 20)
+    shutil.copytree(one, cache)
+    expected = {len(open_cache(folder)): values(folder) for folder in (one, two)}
+    stop, passes = threading.Event(), 0
+
+    def write() -> None:
+        while not stop.is_set():
+            for source in (two, one):
+                manifest, index = directory.load(source)
+                with directory.writing(cache):
+                    staged = cache / directory.STAGING / "loop"
+                    staged.mkdir(parents=True, exist_ok=True)
+                    for shard in manifest.shards:
+                        shutil.copy(source / shard.name, staged)
+                    directory.commit(cache, manifest, index, [staged / shard.name for shard in manifest.shards])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for passes in range(300):
+            found = values(cache)
+            assert found == expected[len(found)], passes
+            if not passes % 20:
+                with suppress(QwenCacheError):
+                    assert {fault.rule for fault in verify_cache(cache)} <= {"F17"}
+    finally:
+        stop.set()
+        writer.join()
+
+
+def values(folder: Path) -> list[dict[str, bytes]]:
+    return [{name: bytes(s.buffer(name)) for name in s.row.meta.tensors} for s in open_cache(folder)]
+
+
+# ---- descriptors, mappings, and files that become shorter ------------------------------------------------------------
+
+FEW_DESCRIPTORS = """
+import resource, sys
+from qwen_cache import open_cache
+
+cache = open_cache(sys.argv[1])
+views = [cache[0].buffer("image_latents")]  # what is imported late is there
+used = len(__import__("os").listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2,) * 2)
+views += [sample.buffer("image_latents") for sample in cache]
+assert views[0] == views[1]
+print(len(views) - 1, len({bytes(view) for view in views}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
+def test_views_of_any_number_of_shards_hold_no_descriptor(tmp_path: Path) -> None:
+    """`ulimit -n` says nothing about how many shards may be mapped and their tensors kept."""
+    count = OPEN_SHARDS + 6
+    made = [examples.make(f"sample {i}", f"edit {i}", (1, 1)) for i in range(count)]
+    examples.write_cache(tmp_path / "cache", 2, made, 1)
+    done = subprocess.run(
+        [sys.executable, "-c", FEW_DESCRIPTORS, str(tmp_path / "cache")], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == [str(count), str(count)], done.stderr
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_mapping_ends_with_its_last_view(windows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "WINDOWS", windows)
+    path = tmp_path / "a file"
+    path.write_bytes(bytes(range(256)) * 100)
+
+    def is_mapped() -> bool:
+        return str(path) in Path("/proc/self/maps").read_text()
+
+    data = mapped.map_file(path)
+    view = data[256:512]
+    assert (data.nbytes, data.format, data.readonly, bytes(view)) == (25600, "B", False, bytes(range(256)))
+    view[0] = 7  # a copy of the reader's own
+    assert path.read_bytes()[256] == 0
+    del data
+    assert is_mapped()
+    del view
+    assert not is_mapped()
+
+
+def test_a_system_that_maps_no_more_shards_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First, the mappings that only wait for another sample are given up."""
+    cache, calls = open_cache(EXAMPLES / "cache.v2"), 0
+
+    def full(path: Path) -> memoryview:
+        nonlocal calls
+        calls += 1
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path))
+
+    cache[0].buffer("image_latents")
+    monkeypatch.setattr(directory, "map_file", full)
+    with pytest.raises(QwenCacheError) as refused:
+        cache[-1].buffer("image_latents")
+    assert calls == 2
+    assert str(refused.value) == (
+        f"{cache.folder / cache[-1].row.shard}: the system maps no more shards: tensors that are views of them keep "
+        "too many mapped (found Cannot allocate memory)\n  → keep copies of tensors (`tensor.clone()`), or raise "
+        "vm.max_map_count or `ulimit -v`"
+    )
+
+
+def can_tell(tmp_path: Path) -> bool:
+    """Whether this system says that a mapped file became shorter."""
+    path = tmp_path / "short"
+    path.write_bytes(bytes(8192))
+    data = mapped.map_file(path)
+    os.truncate(path, 0)
+    return not mapped.is_readable(data)
+
+
+def test_a_shard_cut_short_under_a_reader_is_named(tmp_path: Path) -> None:
+    """Where the system can tell; otherwise such a read ends the process with SIGBUS, and a traceback."""
+    if not can_tell(tmp_path):
+        pytest.skip("Linux 5.14 and later can tell")
+    examples.write_cache(tmp_path / "cache", 2, [examples.make("large", "a cat", (16, 16))], 1)
+    cache = open_cache(tmp_path / "cache")
+    path = tmp_path / "cache" / cache[0].row.shard
+    before = bytes(cache[0].buffer("image_latents"))
+    size = path.stat().st_size
+    os.truncate(path, 4096)
+    with pytest.raises(FormatError) as refused:
+        cache[0].buffer("image_latents")
+    assert str(refused.value).startswith(
+        f"{path}: image_latents of sample {cache[0].key} cannot be read: its shard became shorter, or its disk fails "
+        "[F14]\n  → restore the shard from a copy"
+    )
+    os.truncate(path, size)  # longer again, with other bytes
+    with pytest.raises(FormatError, match="does not have the bytes that were written"):
+        cache[0].buffer("image_latents")
+    assert before != bytes(len(before))
+
+
+def test_a_crash_by_a_signal_says_where() -> None:
+    code = (
+        f"from qwen_cache.command_line import {explain_crashes.__name__} as f; f(); import os; os.kill(os.getpid(), 7)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "Fatal Python error: Bus error" in done.stderr
+    assert 'File "<string>", line 1' in done.stderr

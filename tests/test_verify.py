@@ -6,21 +6,29 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from qwen_cache import FormatError, open_cache
+from qwen_cache.format import directory
+from qwen_cache.format import manifest as manifest_module
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import IndexRow, write_index
-from qwen_cache.format.manifest import parse_manifest, with_checksum
+from qwen_cache.format.manifest import Manifest, parse_manifest, with_checksum
 from qwen_cache.format.shard import ShardWriter, tensor_bytes
+from qwen_cache.format.verify import verify_cache
 
 from .support.commands import run
 from .support.paths import load_tool
+
+examples: Any = load_tool("make_examples")
 
 
 @pytest.fixture
@@ -61,6 +69,65 @@ def test_no_cache_is_not_a_finding_but_an_error(tmp_path: Path) -> None:
     result = run("qwen-cache", "verify", tmp_path)
     assert result.code == 2
     assert "not a cache" in result.stderr
+
+
+class Counted(tuple):  # type: ignore[type-arg]
+    """A tuple that counts how often it is walked through."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        Counted.walks += 1
+        return super().__iter__()
+
+
+def test_time_grows_with_shards_rows_and_strays_not_with_their_product(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list of shards is walked through a fixed number of times, and a recipe hashed, whatever the cache holds."""
+    load, hashed, counts = directory.load, manifest_module.recipe_id, Counter[str]()
+
+    def loaded(folder: Path) -> tuple[Manifest, bytes]:
+        manifest, index = load(folder)
+        return replace(manifest, shards=Counted(manifest.shards)), index
+
+    def hashing(recipe: dict[str, Any]) -> str:
+        counts["recipe"] += 1
+        return hashed(recipe)
+
+    monkeypatch.setattr(directory, "load", loaded)
+    monkeypatch.setattr(manifest_module, "recipe_id", hashing)
+    found = []
+    for count in (2, 7):
+        cache = tmp_path / str(count)
+        examples.write_cache(cache, 2, [examples.make(f"{i}", f"edit {i}", (1, 1)) for i in range(count)], 1)
+        for i in range(count):
+            shutil.copy(cache / examples.first_shard(cache), cache / f"stray {i}.tar")
+        Counted.walks = 0
+        counts.clear()
+        assert [fault.rule for fault in verify_cache(cache)] == ["F17"] * count
+        found.append((Counted.walks, dict(counts)))
+    assert found[0] == found[1]
+
+
+def test_a_cache_that_changed_meanwhile_is_not_called_damaged(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build and `gc` after the manifest was read: its shards are removed, and others are there."""
+    load = directory.load
+
+    def racing(folder: Path) -> tuple[Manifest, bytes]:
+        read = load(folder)
+        monkeypatch.setattr(directory, "load", load)
+        shutil.rmtree(folder)
+        examples.write_cache(folder, 2, [examples.EDIT], 1)
+        return read
+
+    monkeypatch.setattr(directory, "load", racing)
+    result = run("qwen-cache", "verify", shards)
+    assert result.code == 2
+    expected = f"error: {shards}: the cache was changed while it was checked\n  → run this command again"
+    assert expected in result.stderr
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -236,19 +303,36 @@ def test_a_commit_between_two_reads_is_noticed(shards: Path, tmp_path: Path, mon
     shutil.copytree(shards, newer)
     replace_index(newer, list(open_cache(newer).rows())[::-1])
     rewrite(newer, lambda value: value["written_by"].update(later="yes"))
-    read_bytes, calls = Path.read_bytes, 0
+    read_file, calls = directory.read_file, 0
 
-    def racing(path: Path) -> bytes:
+    def racing(path: Path, size: int) -> bytes:
         nonlocal calls
         calls += 1
-        data = read_bytes(path)
+        data = read_file(path, size)
         if calls == 1:
             for name in ("cache.json", "index.parquet"):
                 os.replace(newer / name, shards / name)
         return data
 
-    monkeypatch.setattr(Path, "read_bytes", racing)
+    monkeypatch.setattr(directory, "read_file", racing)
     assert open_cache(shards).manifest.written_by["later"] == "yes"
+
+
+def test_an_index_that_gets_its_name_between_two_looks_is_found(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest stays the same: the reader looked for the index where it was not yet, and where it no longer was."""
+    manifest, read_file = parse_manifest((shards / "cache.json").read_bytes()), directory.read_file
+    pending = shards / f"index-{manifest.index.xxh3_128}.parquet"
+    (shards / "index.parquet").rename(pending)
+
+    def racing(path: Path, size: int) -> bytes:
+        if path == pending and pending.exists():
+            pending.rename(shards / "index.parquet")
+        return read_file(path, size)
+
+    monkeypatch.setattr(directory, "read_file", racing)
+    assert len(open_cache(shards)) == 4
 
 
 def test_the_index_is_plain_parquet(shards: Path) -> None:
@@ -268,7 +352,6 @@ def test_the_index_is_plain_parquet(shards: Path) -> None:
 
 @pytest.mark.parametrize("positions", [(), (2,)])
 def test_embeddings_of_text_alone_need_the_positions_of_the_images(positions: tuple[int, ...], tmp_path: Path) -> None:
-    examples = load_tool("make_examples")
     recipe = examples.TEXT_ALONE_RECIPE
     edit = examples.make("edit", "make it night", (1, 1), (1, 2), prefix=4, positions=positions, recipe=recipe)
     examples.write_cache(tmp_path / "shards", 2, [edit], examples.SHARD_SIZE, recipe)

@@ -30,6 +30,7 @@ from qwen_cache.format.shards import LocalShards, RemoteShards, SampleBytes
 from qwen_cache.format.tensor import TensorSpec
 from qwen_cache.settings.cache import LOCAL_COPIES_SIZE, CacheConfig
 from qwen_cache.storage.local_copies import LocalCopies
+from qwen_cache.storage.mapped import is_readable
 from qwen_cache.storage.url import Url, location
 
 if TYPE_CHECKING:
@@ -63,15 +64,23 @@ def open_configured(config: CacheConfig, path: str | Path | Url | None = None) -
 
 def open_recipes(path: str | Path | Url, copies: LocalCopies) -> dict[str, Cache]:
     """A cache for every recipe, by its name, sorted."""
-    manifest, _ = directory.load(location(path))
-    return {name: _open(path, name, copies) for name in sorted(manifest.recipes)}
+    folder = location(path)
+    manifest, table = _load(folder)
+    return {name: _of_recipe(folder, manifest, table, name, copies) for name in sorted(manifest.recipes)}
 
 
 def _open(path: str | Path | Url, recipe: str | None, copies: LocalCopies) -> Cache:
     folder = location(path)
+    manifest, table = _load(folder)
+    return _of_recipe(folder, manifest, table, _choose(manifest, recipe, folder), copies)
+
+
+def _load(folder: Path | Url) -> tuple[Manifest, pa.Table]:
     manifest, index = directory.load(folder)
-    name = _choose(manifest, recipe, folder)
-    table = read_index(index, manifest.format_version, str(folder / INDEX_NAME), manifest.index.samples)
+    return manifest, read_index(index, manifest.format_version, str(folder / INDEX_NAME), manifest.index.samples)
+
+
+def _of_recipe(folder: Path | Url, manifest: Manifest, table: pa.Table, name: str, copies: LocalCopies) -> Cache:
     if table["recipe"].unique().to_pylist() != [manifest.recipes[name].id]:
         table = table.filter(pyarrow.compute.equal(table["recipe"], manifest.recipes[name].id)).combine_chunks()
     if table.num_rows != manifest.recipes[name].samples:
@@ -98,7 +107,9 @@ class Cache:
         self.copies = copies
         self._record = record_reader(table)
         self._rows: dict[int, IndexRow] = {}
-        self.shards = LocalShards(folder) if isinstance(folder, Path) else RemoteShards(folder, manifest, copies)
+        self.shards = (
+            LocalShards(folder, manifest) if isinstance(folder, Path) else RemoteShards(folder, manifest, copies)
+        )
 
     @property
     def format_version(self) -> int:
@@ -282,6 +293,8 @@ class Sample:
         if stored.nbytes != spec.stored_bytes:
             size = f"{stored.nbytes} of {spec.stored_bytes} bytes"
             raise ChecksumError(f"{what} reaches beyond its shard", where=where, found=size)
+        if not is_readable(stored):  # reading it would end the process
+            raise ChecksumError(f"{what} cannot be read: its shard became shorter, or its disk fails", where=where)
         data = decode(stored, spec, f"{where}: {what}")
         digest = content_hash(data) if target is None else copy_hashed(data, target)
         if digest != spec.xxh3_128:

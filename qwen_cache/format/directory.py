@@ -3,14 +3,15 @@
 cache.json is the commit point. Shards are named by their content, and complete before they get their name; a new index
 is `index-<hash>.parquet` until the manifest that names it is in place. A crash anywhere leaves the old dataset or the
 new one. A commit moves replaced shards to `.replaced/`, where a run that still reads them finds them until `gc` removes
-them.
+them; readers take no lock, and open a shard wherever it is at that moment.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,29 +30,35 @@ from qwen_cache.storage.durable import (
     unless_in_use,
     write_durably,
 )
+from qwen_cache.storage.mapped import NotAFileError, map_file, open_file, read_file
 from qwen_cache.storage.url import Url
 
+T = TypeVar("T")
 Folder = TypeVar("Folder", Path, Url, Path | Url)  # a Path gives Paths, a Url gives Urls
 
 STAGING = ".staging"  # shards of unfinished builds
 REPLACED = ".replaced"  # shards of earlier manifests
 LOCK = ".lock"
+LOOKS = 3  # at every place, before a file counts as missing: a commit moves it away while `gc` moves it back
+MAX_MANIFEST = 1 << 26  # bytes: room for 400,000 shards; parsing hostile JSON takes up to 30 times as much memory
 
 
 def load(folder: Path | Url) -> tuple[Manifest, bytes]:
     """The manifest and its index, also while another process commits; FormatError if they are missing or invalid."""
-    for _ in range(10):  # a commit between the two reads makes them disagree; then read both again
-        data = _read(folder / MANIFEST_NAME)
+    looks = Counter[bytes]()
+    for _ in range(10):  # a commit between two of these reads makes them disagree, or moves the index
+        data = _read_manifest(folder)
         if data is None:
             raise _no_manifest(folder)
         manifest, index_found = parse_manifest(data, str(folder / MANIFEST_NAME)), "no file"
         for path in (folder / INDEX_NAME, pending_index(folder, manifest)):
-            if (index := _read(path)) is None:
+            if (index := _read(path, manifest.index.bytes + 1)) is None:
                 continue
             if (len(index), content_hash(index)) == (manifest.index.bytes, manifest.index.xxh3_128):
                 return manifest, index
             index_found = "another hash"
-        if _read(folder / MANIFEST_NAME) == data:
+        looks[data] += 1
+        if looks[data] == LOOKS and _read_manifest(folder) == data:
             break
     raise IndexFileError(
         "the index is not the one that the manifest names",
@@ -68,12 +75,37 @@ def shard_paths(folder: Folder, name: str) -> tuple[Folder, Folder]:
     return folder / name, folder / REPLACED / name
 
 
-def shard_path(folder: Folder, name: str) -> Folder:
-    """The path of a shard; FormatError if it is missing, or its name could lead out of the folder."""
-    for path in shard_paths(folder, name):
-        if path.is_file():
-            return path
-    raise ShardError("a shard of the manifest is missing", where=folder / name)
+def find_shard(folder: Folder, name: str, use: Callable[[Folder], T]) -> T | None:
+    """`use(path)` for the path where the shard is; None if there is none, or `use` raises FileNotFoundError for all.
+
+    A commit or `gc` may move the shard at any moment, so nothing is looked up first, and every path is tried again.
+    """
+    for path in shard_paths(folder, name) * LOOKS:
+        try:
+            return use(path)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except NotAFileError as error:
+            raise ShardError(str(error.strerror), where=path) from None
+    return None
+
+
+def map_shard(folder: Path, name: str) -> memoryview:
+    """The mapped bytes of a shard; ShardError if it is missing."""
+    data = find_shard(folder, name, map_file)
+    if data is None:
+        raise missing_shard(folder, name)
+    return data
+
+
+def missing_shard(folder: Path | Url, name: str) -> ShardError:
+    """The error for a shard that a reader needs and that is nowhere: lost, or replaced and removed meanwhile."""
+    with suppress(QwenCacheError):
+        data = _read_manifest(folder)
+        if data and name not in {shard.name for shard in parse_manifest(data).shards}:
+            what = "the cache was changed while it was read: its manifest no longer names this shard, and it is removed"
+            return ShardError(what, where=folder / name, do="run the command again: it reads the cache as it is now")
+    return ShardError("a shard of the manifest is missing", where=folder / name)
 
 
 def shards_here(folder: Path | Url, manifest: Manifest) -> set[str]:
@@ -81,7 +113,14 @@ def shards_here(folder: Path | Url, manifest: Manifest) -> set[str]:
     names = {shard.name for shard in manifest.shards}
     if not isinstance(folder, Path):
         return names
-    return {name for name in names if any(path.is_file() for path in shard_paths(folder, name))}
+    return {name for name in names if find_shard(folder, name, _exists)}
+
+
+def _exists(path: Path) -> bool:
+    with suppress(NotAFileError):
+        os.close(open_file(path))
+        return True
+    return False
 
 
 @contextmanager
@@ -104,6 +143,11 @@ def writing(folder: Path) -> Iterator[None]:
         raise QwenCacheError(what, where=folder, found=error.strerror, do=do) from None
 
 
+def is_same(source: Path | Url, target: Path) -> bool:
+    """Whether both are one folder of this machine, however it is spelled and through whatever links."""
+    return isinstance(source, Path) and target.exists() and source.exists() and os.path.samefile(source, target)
+
+
 def _refuse_links(folder: Path) -> None:
     """QwenCacheError for links among the files that we write and delete: they could lead to any file of the user."""
     ours = [folder / name for name in (LOCK, STAGING, REPLACED)]
@@ -113,17 +157,24 @@ def _refuse_links(folder: Path) -> None:
 
 
 def commit(folder: Path, manifest: Manifest, index: bytes, shards: Sequence[Path]) -> None:
-    """Atomically make `shards` (sealed, elsewhere in the folder), `index` and `manifest` the dataset."""
+    """Atomically make `shards` (sealed, elsewhere in the folder), `index` and `manifest` the dataset.
+
+    Raises ConfigError for more shards than a manifest has room for.
+    """
+    data = manifest.to_bytes()
+    if len(data) > MAX_MANIFEST:
+        what, do = "too many shards for one cache", "set a larger cache.shard_size"
+        raise ConfigError(what, where=folder, found=len(manifest.shards), do=do)
     for path in shards:
         move(path, folder / path.name)  # synced with the rename of the index
     write_durably(pending_index(folder, manifest), index)
-    write_durably(folder / MANIFEST_NAME, manifest.to_bytes())
+    write_durably(folder / MANIFEST_NAME, data)
     _finish_commit(folder)
 
 
 def _finish_commit(folder: Path) -> None:
     """The steps after the commit point, also after a crash: rename the index and move replaced shards."""
-    data = _read(folder / MANIFEST_NAME)
+    data = _read_manifest(folder)
     if data is None:
         return
     manifest = parse_manifest(data, str(folder / MANIFEST_NAME))
@@ -157,6 +208,15 @@ def leftovers(folder: Path, manifest: Manifest) -> list[Path]:
     return [*unlisted_shards(folder, manifest), *(path for path in hidden if path not in needed), *sorted(temporary)]
 
 
+def garbage(folder: Path, manifest: Manifest) -> dict[Path, int]:
+    """The bytes of every leftover, without those that a writer has just removed or renamed."""
+    sizes = {}
+    for path in leftovers(folder, manifest):
+        with suppress(FileNotFoundError):
+            sizes[path] = path.lstat().st_size
+    return sizes
+
+
 def _only_replaced(folder: Path, manifest: Manifest) -> set[Path]:
     """Shards of the dataset that exist only in `.replaced/`, where readers find them too."""
     return {folder / REPLACED / shard.name for shard in manifest.shards if not (folder / shard.name).is_file()}
@@ -170,9 +230,9 @@ def collect_garbage(folder: Path, *, dry_run: bool) -> dict[Path, int]:
     if not folder.is_dir():
         raise ManifestError("no such folder", where=folder)
     with writing(folder):
-        data = _read(folder / MANIFEST_NAME)
+        data = _read_manifest(folder)
         manifest = parse_manifest(data, str(folder / MANIFEST_NAME)) if data else Manifest.empty(VERSIONS[-1])
-        sizes = {path: path.stat().st_size for path in leftovers(folder, manifest)}
+        sizes = garbage(folder, manifest)
         if not dry_run:
             for path in sizes:
                 with unless_in_use():
@@ -192,10 +252,20 @@ def _no_manifest(folder: Path | Url) -> ManifestError:
     return ManifestError(f"no {MANIFEST_NAME} here: not a cache", where=folder, do=do)
 
 
-def _read(path: Path | Url) -> bytes | None:
-    if isinstance(path, Path) and path.exists() and not path.is_file():  # reading a pipe would wait forever
-        raise ManifestError("this is not a regular file", where=path)
+def _read_manifest(folder: Path | Url) -> bytes | None:
+    """The bytes of cache.json; None if there is none, ManifestError if it is larger than any."""
+    data = _read(folder / MANIFEST_NAME, MAX_MANIFEST + 1)
+    if data is not None and len(data) > MAX_MANIFEST:
+        expected = f"at most {MAX_MANIFEST} bytes"
+        raise ManifestError("the manifest is too large", where=folder / MANIFEST_NAME, expected=expected)
+    return data
+
+
+def _read(path: Path | Url, size: int) -> bytes | None:
+    """At most the first `size` bytes of a local file, a remote file whole; None if it does not exist."""
     try:
-        return path.read_bytes()
+        return read_file(path, size) if isinstance(path, Path) else path.read_bytes()
     except FileNotFoundError:
         return None
+    except NotAFileError as error:
+        raise ManifestError(str(error.strerror), where=path) from None

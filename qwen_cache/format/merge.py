@@ -8,14 +8,13 @@ versions are refused, and different recipes of one name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, open_recipes
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import Manifest
@@ -94,11 +93,14 @@ def plan_merge(sources: Sequence[Path | Url], target: Path, select: Selection, c
     rows = existing.listed
     origins: dict[str, tuple[Cache, IndexRow]] = {}
     present = {row.key for row in rows}
+    taken: dict[int, list[IndexRow]] = {}
     for cache, row in _selected(caches, select):
-        if row.meta.key not in present | origins.keys():
+        if row.meta.key not in present:
+            present.add(row.meta.key)
+            taken.setdefault(id(cache), []).append(row)
             rows.append(ListedSample(row.name, row.meta.key, row.source_rows))
             origins[row.meta.key] = cache, row
-    order = [key for cache in caches for key in by_position(cache.manifest, _taken_from(cache, origins))]
+    order = [key for cache in caches for key in by_position(cache.manifest, taken.get(id(cache), []))]
     return Merge(plan_update(target, existing, max(versions), rows, order), recipes, origins)
 
 
@@ -125,10 +127,6 @@ def merge(
             staging.add(*compress(row.meta, {name: sample.buffer(name) for name in row.meta.tensors}, compression))
 
     return carry_out(plan.update, staging, write, plan.recipes, {"qwen-cache": version}, on_sample)
-
-
-def _taken_from(cache: Cache, origins: Mapping[str, tuple[Cache, IndexRow]]) -> list[IndexRow]:
-    return [row for source, row in origins.values() if source is cache]
 
 
 def _selected(caches: Sequence[Cache], select: Selection) -> Iterator[tuple[Cache, IndexRow]]:
@@ -161,4 +159,4 @@ def _whole_shards(plan: Merge, compression: str | None) -> list[Path]:
         for shard in manifest.shards
         if isinstance(folder, Path) and selected[folder, shard.name] == shard.samples
     )
-    return [directory.shard_path(folder, name) for folder, name in whole]
+    return [folder / name for folder, name in whole]

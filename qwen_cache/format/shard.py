@@ -27,12 +27,13 @@ from qwen_cache.format.sample import SampleMeta, parse_sample
 from qwen_cache.format.tensor import MAX_RATIO, PLANES_ZSTD, TensorSpec
 from qwen_cache.storage.durable import replace as replace_file
 from qwen_cache.storage.durable import sync
+from qwen_cache.storage.mapped import is_readable
 
 BLOCK = 512
 END_OF_ARCHIVE = bytes(2 * BLOCK)
 ALIGNMENT = 64  # a cache line, and the largest alignment that vector loads need
 MEMBER_PATTERN = re.compile(rf"({HASH_PATTERN.pattern})\.(json|safetensors)")
-MAX_HEADER = 1 << 20  # ours are below 1 kB; a header that claims more is forged
+MAX_HEADER = 1 << 20  # bytes of a JSON member or a safetensors header; ours take a few kB (F9 says why)
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,15 @@ class ShardWriter:
         self.file.truncate(self.size)
 
     def add(self, meta: SampleMeta, tensors: Mapping[str, memoryview]) -> None:
-        """Append a sample; `tensors` are the stored bytes of each of `meta.tensors`, by name."""
+        """Append a sample; `tensors` are the stored bytes of each of `meta.tensors`, by name.
+
+        Raises MemberError for metadata that readers refuse: too long a prompt.
+        """
         start = self.size
         metadata = meta.to_bytes(self.format_version)
+        if len(metadata) > MAX_HEADER:
+            what, expected = "the metadata of a sample is too large", f"at most {MAX_HEADER} bytes"
+            raise MemberError(what, where=meta.key, expected=expected, found=len(metadata), do="shorten its prompt")
         header = safetensors_header(meta.tensors)
         data = sum(spec.stored_bytes for spec in meta.tensors.values())
         self._write(_tar_header(f"{meta.key}.json", len(metadata)), metadata, _padding(len(metadata)))
@@ -153,6 +160,9 @@ def scan_shard(data: memoryview, where: str, format_version: int) -> Iterator[En
         key, kind, begin, size = _member(data, position, where)
         if kind != "json":
             raise ArchiveError("a sample begins with its .json member", where=where, found=f"{key}.{kind}")
+        if size > MAX_HEADER:
+            expected = f"at most {MAX_HEADER} bytes"
+            raise MemberError("the metadata is too large", where=f"{where}: {key}.json", expected=expected, found=size)
         meta = parse_sample(data[begin : begin + size], f"{where}: {key}.json", format_version)
         position = _after(begin, size)
         other, kind, begin, size = _member(data, position, where)
@@ -187,6 +197,8 @@ def check_tensors(entry: Entry, data: memoryview, where: str) -> None:
     """ChecksumError or CodecError for a tensor in this mapped shard that does not match its hash."""
     for name, stored in tensor_bytes(entry, data):
         spec, what = entry.meta.tensors[name], f"{name} of sample {entry.meta.key}"
+        if not is_readable(stored):
+            raise ChecksumError(f"{what} cannot be read: its shard became shorter, or its disk fails", where=where)
         if (digest := content_hash(decode(stored, spec, f"{where}: {what}"))) != spec.xxh3_128:
             what += " does not have the bytes that were written"
             raise ChecksumError(what, where=where, expected=spec.xxh3_128, found=digest)

@@ -18,8 +18,8 @@ from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import SHARD_PATTERN, Shard
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.shard import Entry, ShardWriter, check_tensors, recover, scan_shard
-from qwen_cache.format.shards import map_file
 from qwen_cache.storage.durable import replace
+from qwen_cache.storage.mapped import NotAFileError, map_file
 
 OPEN = "open.tar"
 
@@ -79,8 +79,7 @@ class Staging:
 
     def _adopt(self) -> None:
         """Adopt existing shards that are the beginning of `order`; remember all other samples by key."""
-        shards = (path for path in sorted(self.folder.glob("*.tar")) if SHARD_PATTERN.fullmatch(path.name))
-        paths = [path for path in shards if path.is_file() and not path.is_symlink()]  # neither pipes nor folders
+        paths = [path for path in sorted(self.folder.glob("*.tar")) if SHARD_PATTERN.fullmatch(path.name)]
         by_first_key: dict[str, list[tuple[Path, list[Entry]]]] = {}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for path, entries in zip(paths, pool.map(self._valid_entries, paths), strict=True):
@@ -98,9 +97,9 @@ class Staging:
     def _valid_entries(self, path: Path) -> list[Entry]:
         """The samples of a shard; none if its bytes do not match its name, or it has another format version."""
         try:
-            data = map_file(path)
+            data = map_file(path, follow_links=False)
             return list(scan_shard(data, path.name, self.format_version)) if content_hash(data) == path.stem else []
-        except (FormatError, OSError, ValueError):  # ValueError: an empty file cannot be mapped
+        except (FormatError, OSError):  # pipes, links and folders among them
             return []
 
     def _next_shard(
@@ -116,7 +115,7 @@ class Staging:
     def _adopt_open(self) -> None:
         """Continue the open shard if its samples are next in `order`; else keep its samples by key."""
         path = self.folder / OPEN
-        entries = recover(map_file(path), self.format_version) if path.is_file() else []
+        entries = self._recovered(path)
         if entries and self._is_next(entries):
             self.writer = ShardWriter(path, self.format_version, entries)
             self.position += len(entries)
@@ -124,5 +123,11 @@ class Staging:
         elif entries:
             kept = self.folder / f"left-{len(list(self.folder.glob('left-*.tar')))}.tar"
             replace(path, kept)
-        for path in filter(Path.is_file, self.folder.glob("left-*.tar")):
-            self._left |= {entry.meta.key: (path, entry) for entry in recover(map_file(path), self.format_version)}
+        for path in self.folder.glob("left-*.tar"):
+            self._left |= {entry.meta.key: (path, entry) for entry in self._recovered(path)}
+
+    def _recovered(self, path: Path) -> list[Entry]:
+        try:
+            return recover(map_file(path, follow_links=False), self.format_version)
+        except (FileNotFoundError, NotAFileError):
+            return []

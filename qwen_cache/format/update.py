@@ -7,7 +7,7 @@ every shard. New shards are written in one order, into staging.
 from __future__ import annotations
 
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,12 +17,12 @@ from typing import Any
 from qwen_cache.errors import ConfigError, FormatError
 from qwen_cache.format import directory
 from qwen_cache.format.identity import content_hash, dataset_identity, recipe_id
-from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, write_index
+from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, record_reader, write_index
 from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recipe
 from qwen_cache.format.shard import Entry, scan_shard
-from qwen_cache.format.shards import map_file
 from qwen_cache.format.staging import Staging
 from qwen_cache.storage.durable import link_or_copy, move, unless_in_use
+from qwen_cache.storage.mapped import map_file
 from qwen_cache.storage.url import Url
 
 
@@ -36,7 +36,8 @@ class Existing:
     def of_recipe(self, name: str) -> dict[str, IndexRow]:
         """The rows of the recipe `name`, by key."""
         recipe = self.manifest.recipes.get(name)
-        return {row.meta.key: row for row in self.rows if recipe and row.meta.recipe == recipe.id}
+        id_ = recipe and recipe.id
+        return {row.meta.key: row for row in self.rows if row.meta.recipe == id_}
 
     @property
     def recipes(self) -> dict[str, dict[str, Any]]:
@@ -97,8 +98,9 @@ def read_existing(folder: Path | Url, format_version: int) -> Existing:
         return Existing(Manifest.empty(format_version), [])
     manifest, index = directory.load(folder)
     where = str(folder / INDEX_NAME)
-    records = read_index(index, manifest.format_version, where, manifest.index.samples).to_pylist()
-    return Existing(manifest, [index_row(record, manifest.format_version, where) for record in records])
+    table = read_index(index, manifest.format_version, where, manifest.index.samples)
+    read = record_reader(table)
+    return Existing(manifest, [index_row(read(i), manifest.format_version, where) for i in range(table.num_rows)])
 
 
 def plan_update(
@@ -137,15 +139,22 @@ def open_staging(update: Update, name: str, shard_size: int, linked: Iterable[Pa
     for path in directory.unlisted_shards(update.folder, update.existing.manifest):
         move(path, folder / path.name)
     for path in linked:
-        link_or_copy(path, folder / path.name)
+        if directory.find_shard(path.parent, path.name, lambda found: _link(found, folder)) is None:
+            raise directory.missing_shard(path.parent, path.name)
     return Staging(folder, update.order, update.format_version, shard_size)
+
+
+def _link(shard: Path, folder: Path) -> Path:
+    map_file(shard)  # no pipe or device is copied
+    link_or_copy(shard, folder / shard.name)
+    return folder / shard.name
 
 
 def replaced_shards(folder: Path, keys: Set[str], format_version: int) -> list[Path]:
     """The replaced shards that contain a sample of `keys`, without damaged ones."""
     paths = []
     for path in sorted((folder / directory.REPLACED).glob("*.tar")):
-        with suppress(FormatError, OSError, ValueError):  # ValueError: an empty file cannot be mapped
+        with suppress(FormatError, OSError):
             entries = scan_shard(map_file(path), path.name, format_version)
             if any(entry.meta.key in keys for entry in entries):
                 paths.append(path)
@@ -157,8 +166,7 @@ def copy_if_there(update: Update, staging: Staging, key: str) -> bool:
     if (left := staging.left_over(key)) is not None:
         staging.add_copy(*left)
     elif (row := update.moved.get(key)) is not None:
-        path = directory.shard_path(update.folder, row.shard)
-        staging.add_copy(row.entry, map_file(path), path)
+        staging.add_copy(row.entry, directory.map_shard(update.folder, row.shard), update.folder / row.shard)
     else:
         return False
     return True
@@ -203,7 +211,7 @@ def commit_update(
     manifest = replace(
         old,
         format_version=update.format_version,
-        recipes={name: _describe(recipe, rows) for name, recipe in recipes.items()},
+        recipes=_described(recipes, rows),
         index=IndexFile(len(rows), len(index), content_hash(index)),
         shards=(*(shard for shard in old.shards if shard.name in kept), *(shard for shard, _ in shards)),
         written_by=written_by,
@@ -214,6 +222,9 @@ def commit_update(
     return manifest
 
 
-def _describe(recipe: dict[str, Any], rows: Sequence[IndexRow]) -> Recipe:
-    mine = [row.meta.key for row in rows if row.meta.recipe == recipe_id(recipe)]
-    return Recipe(recipe, len(mine), dataset_identity(mine))
+def _described(recipes: dict[str, dict[str, Any]], rows: Iterable[IndexRow]) -> dict[str, Recipe]:
+    keys = defaultdict[str, list[str]](list)
+    for row in rows:
+        keys[row.meta.recipe].append(row.meta.key)
+    mine = {name: keys[recipe_id(recipe)] for name, recipe in recipes.items()}
+    return {name: Recipe(recipe, len(mine[name]), dataset_identity(mine[name])) for name, recipe in recipes.items()}

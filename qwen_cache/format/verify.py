@@ -1,20 +1,24 @@
 """Check a whole cache: structure, every hash, every shape, every number.
 
 Each fault is an error of `errors.RULES`, with the rule of schemas/FORMAT.md that it breaks and the fix; nothing is
-repaired. A remote cache is downloaded again without the local copies, two shards on the disk at a time.
+repaired. A remote cache is downloaded again without the local copies, two shards on the disk at a time. Time grows with
+rows, shards and recipes, not with their products; memory with the index, whose rows are parsed twice and not kept.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from qwen_cache.errors import (
     ChecksumError,
@@ -23,6 +27,7 @@ from qwen_cache.errors import (
     FormatError,
     ManifestError,
     NotFiniteError,
+    QwenCacheError,
     RecipeError,
     SampleKeyError,
     ShapeError,
@@ -33,21 +38,24 @@ from qwen_cache.errors import (
 from qwen_cache.format import directory
 from qwen_cache.format.codec import decode
 from qwen_cache.format.identity import content_hash, dataset_identity
-from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index
+from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, record_reader
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest, Shard
 from qwen_cache.format.sample import UNIT_RANGE
 from qwen_cache.format.shard import Entry, scan_shard, tensor_bytes
-from qwen_cache.format.shards import map_file
+from qwen_cache.storage.mapped import is_readable, map_file
 from qwen_cache.storage.url import Url, location
 
+HASHED = 1 << 23  # bytes between two questions whether a shard is still as long as it was
 REMOTE_SHARDS = 2  # on the disk at a time: one is downloaded while the other is hashed
+MISSING, STRAY = "a shard of the manifest is missing", "this file is not in the manifest"
 
 
 def verify_cache(path: str | Path, on_bytes: Callable[[int], None] = lambda _: None) -> list[FormatError]:
     """Every fault of the cache at `path`, a folder or a URL; an empty list if it is valid.
 
     `on_bytes` is called with the number of bytes of each checked shard. Faults are returned, not raised. Raises
-    ManifestError (a FormatError) if there is no cache, QwenCacheError if a server cannot be read.
+    ManifestError (a FormatError) if there is no cache, QwenCacheError if a server cannot be read, or if another process
+    replaced shards meanwhile.
     """
     folder = location(path)
     if not (folder / MANIFEST_NAME).is_file():
@@ -61,84 +69,99 @@ def verify_cache(path: str | Path, on_bytes: Callable[[int], None] = lambda _: N
         table = read_index(index, manifest.format_version, str(folder / INDEX_NAME), manifest.index.samples)
     except FormatError as error:
         return [error]
-    rows, faults = _index_rows(table.to_pylist(), manifest, folder)
-    faults += _index_faults(rows, manifest, folder)
-    by_shard: dict[str, list[IndexRow]] = {shard.name: [] for shard in manifest.shards}
-    for row in rows:
-        by_shard.setdefault(row.shard, []).append(row)
+    rows = _Rows(record_reader(table), manifest.format_version, str(folder / INDEX_NAME))
+    faults, of_shard = _index_faults(rows, table.num_rows, manifest, folder)
     with ThreadPoolExecutor(os.cpu_count() if isinstance(folder, Path) else REMOTE_SHARDS) as pool:
-        version = manifest.format_version
-        of_shards = pool.map(lambda s: list(_shard_faults(folder, version, s, by_shard[s.name])), manifest.shards)
-        for shard, of_shard in zip(manifest.shards, of_shards, strict=True):
-            faults += of_shard
+
+        def check(shard: Shard) -> list[FormatError]:
+            return list(_shard_faults(folder, manifest.format_version, shard, map(rows, of_shard[shard.name])))
+
+        for shard, found in zip(manifest.shards, pool.map(check, manifest.shards), strict=True):
+            faults += found
             on_bytes(shard.bytes)
-    return faults + list(_stray_faults(folder, manifest))
+    faults += _stray_faults(folder, manifest)
+    moved = any(fault.what in (MISSING, STRAY) for fault in faults)
+    if moved and directory.load(folder)[0] != manifest:
+        raise QwenCacheError("the cache was changed while it was checked", where=folder, do="run this command again")
+    return faults
 
 
 def _stray_faults(folder: Path | Url, manifest: Manifest) -> Iterator[FormatError]:
     """Files that stock readers of `*.tar` would take for shards; `gc` removes only those with the name of a shard."""
     ours = {path.name for path in directory.unlisted_shards(folder, manifest)}
+    listed = {shard.name for shard in manifest.shards}
     archives: list[Path | Url] = [*folder.glob("*.tar")]
     for path in sorted(archives, key=lambda path: path.name):
-        if path.name not in {shard.name for shard in manifest.shards}:
+        if path.name not in listed:
             fix = None if path.name in ours and isinstance(folder, Path) else "move it out of the folder"
-            yield StrayFileError("this file is not in the manifest", where=path, do=fix)
+            yield StrayFileError(STRAY, where=path, do=fix)
 
 
-def _index_rows(
-    records: list[dict[str, Any]], manifest: Manifest, folder: Path | Url
-) -> tuple[list[IndexRow], list[FormatError]]:
-    rows, faults = [], []
-    for record in records:
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of an index, parsed whenever they are asked for."""
+
+    read: Callable[[int], dict[str, Any]]
+    format_version: int
+    where: str
+
+    def __call__(self, position: int) -> IndexRow:
+        return index_row(self.read(position), self.format_version, self.where)
+
+
+def _index_faults(
+    rows: _Rows, count: int, manifest: Manifest, folder: Path | Url
+) -> tuple[list[FormatError], dict[str, array[int]]]:
+    """The faults of the index, and the positions of the valid rows of each shard."""
+    where, faults = folder / INDEX_NAME, list[FormatError]()
+    recipes = {recipe.id: recipe.recipe for recipe in manifest.recipes.values()}
+    of_shard = {shard.name: array("q") for shard in manifest.shards}
+    keys = defaultdict[str, list[str]](list)
+    for position in range(count):
         try:
-            rows.append(index_row(record, manifest.format_version, str(folder / INDEX_NAME)))
+            row = rows(position)
         except FormatError as error:
             faults.append(error)
-    return rows, faults
-
-
-def _index_faults(rows: Sequence[IndexRow], manifest: Manifest, folder: Path | Url) -> Iterator[FormatError]:
-    where = folder / INDEX_NAME
-    for key, count in Counter(row.meta.key for row in rows).items():
-        if count > 1:
-            yield SampleKeyError(f"key {key} occurs {count} times", where=where)
-    recipes = {recipe.id for recipe in manifest.recipes.values()}
-    shards = {shard.name for shard in manifest.shards}
-    for row in rows:
+            continue
+        key = row.meta.key
+        keys[row.meta.recipe].append(key)
         if row.meta.recipe not in recipes:
-            yield RecipeError(f"{row.meta.key} belongs to a recipe that is not in the manifest", where=where)
-        if row.shard not in shards:
-            yield ShardError(f"{row.meta.key} is in {row.shard}, which is not in the manifest", where=where)
-    yield from _position_faults(rows, manifest, where)
+            faults.append(RecipeError(f"{key} belongs to a recipe that is not in the manifest", where=where))
+        if row.shard in of_shard:
+            of_shard[row.shard].append(position)
+        else:
+            faults.append(ShardError(f"{key} is in {row.shard}, which is not in the manifest", where=where))
+        faults += _position_faults(row, recipes.get(row.meta.recipe, {}), where)
+    for key, times in Counter(key for of_recipe in keys.values() for key in of_recipe).items():
+        if times > 1:
+            faults.append(SampleKeyError(f"key {key} occurs {times} times", where=where))
     for name, recipe in manifest.recipes.items():
-        mine = [row.meta.key for row in rows if row.meta.recipe == recipe.id]
+        mine = keys.get(recipe.id, [])
         if (len(mine), dataset_identity(mine)) != (recipe.samples, recipe.identity):
             what = f"the samples of recipe {name!r} differ from those of the index"
-            yield RecipeError(what, where=folder / MANIFEST_NAME)
+            faults.append(RecipeError(what, where=folder / MANIFEST_NAME))
+    return faults, of_shard
 
 
-def _position_faults(rows: Sequence[IndexRow], manifest: Manifest, where: Path | Url) -> Iterator[FormatError]:
-    """Samples whose embeddings hold text alone, with controls but without the positions of their images."""
-    text_alone = {recipe.id for recipe in manifest.recipes.values() if recipe.recipe.get("text_rows_only") is True}
-    for row in rows:
-        controls, positions = len(row.meta.img_shapes) - 1, row.meta.image_positions
-        if row.meta.recipe in text_alone and len(positions) != controls:
-            what = f"{row.meta.key} lacks image_positions"
-            yield ShapeError(what, where=where, expected=controls, found=len(positions))
+def _position_faults(row: IndexRow, recipe: dict[str, Any], where: Path | Url) -> Iterator[FormatError]:
+    """A sample whose embeddings hold text alone, with controls but without the positions of their images."""
+    controls, positions = len(row.meta.img_shapes) - 1, row.meta.image_positions
+    if recipe.get("text_rows_only") is True and len(positions) != controls:
+        what = f"{row.meta.key} lacks image_positions"
+        yield ShapeError(what, where=where, expected=controls, found=len(positions))
 
 
 def _shard_faults(
-    folder: Path | Url, format_version: int, shard: Shard, rows: Sequence[IndexRow]
+    folder: Path | Url, format_version: int, shard: Shard, rows: Iterable[IndexRow]
 ) -> Iterator[FormatError]:
     """The faults of one shard, from its bytes alone, compared with its rows of the index."""
     try:
-        path = directory.shard_path(folder, shard.name)
-        size = path.stat().st_size if isinstance(path, Path) else path.size()
-        if size not in (shard.bytes, None):
-            yield ShardError("the shard has another size", where=path, expected=shard.bytes, found=size)
+        found = directory.find_shard(folder, shard.name, lambda path: (path, _read(path, shard)))
+        if found is None:
+            yield ShardError(MISSING, where=folder / shard.name)
             return
-        data = map_file(path) if isinstance(path, Path) else path.download(shard.bytes)
-        if (digest := content_hash(data)) != shard.xxh3_128:
+        path, data = found
+        if (digest := _hash(data, path)) != shard.xxh3_128:
             yield ShardError("the bytes do not match the name of the shard", where=path, found=digest)
         indexed, samples = {row.meta.key: row.entry for row in rows}, 0
         for entry in scan_shard(data, str(path), format_version):
@@ -155,6 +178,25 @@ def _shard_faults(
             yield DisagreementError(f"sample {key} of the index is not in its shard", where=path)
     except FormatError as error:
         yield error
+
+
+def _read(path: Path | Url, shard: Shard) -> memoryview:
+    """The bytes of a shard; ShardError if it has another size, FileNotFoundError if it is not at `path`."""
+    data = map_file(path) if isinstance(path, Path) else memoryview(b"")
+    size = data.nbytes if isinstance(path, Path) else path.size()
+    if size not in (shard.bytes, None):
+        raise ShardError("the shard has another size", where=path, expected=shard.bytes, found=size)
+    return data if isinstance(path, Path) else path.download(shard.bytes)
+
+
+def _hash(data: memoryview, path: Path | Url) -> str:
+    state = xxhash.xxh3_128()
+    for begin in range(0, data.nbytes, HASHED):
+        block = data[begin : begin + HASHED]
+        if not is_readable(block):
+            raise ShardError("the shard became shorter while it was read, or its disk fails", where=path)
+        state.update(block)
+    return state.hexdigest()
 
 
 def _tensor_faults(entry: Entry, data: memoryview, path: Path | Url) -> Iterator[FormatError]:

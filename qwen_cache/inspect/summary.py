@@ -76,7 +76,7 @@ def survey(
         "recipes": {name: _recipe(*each, scan) for name, each in opened.items()},
     }
     if isinstance(folder, Path):
-        overview["garbage_bytes"] = sum(path.stat().st_size for path in directory.leftovers(folder, manifest))
+        overview["garbage_bytes"] = sum(directory.garbage(folder, manifest).values())
     return overview, opened
 
 
