@@ -20,7 +20,7 @@ from qwen_cache.format.tensor import TensorSpec
 from qwen_cache.format.update import ListedSample, commit_update, open_staging, plan_update, read_existing
 
 from .support.caches import build, contents
-from .support.commands import Result, run
+from .support.commands import Result, refused, run
 from .support.crash import Crash, crash_after
 from .support.marks import slow
 
@@ -164,6 +164,28 @@ def test_a_damaged_tensor_is_never_copied(plain: Callable[[str], Path], tmp_path
     assert result.code == 2
     assert f"empty_prompt_embeds of sample {sample.key} does not have the bytes that were written" in result.stderr
     assert open_cache(shards).format_version == 1
+
+
+def test_one_folder_under_two_names_is_one_folder(
+    plain: Callable[[str], Path], tmp_path: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    """`migrate` is then in place; what would mix a result with its source is refused before anything is written."""
+    shards, link = Path(shutil.copytree(plain("v1"), tmp_path / "shards")), tmp_path / "link"
+    link.symlink_to(shards)
+    before = contents(shards)
+    for program, target in (("merge", link), ("merge", tmp_path / "x" / ".." / "shards")):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        merged = run("qwen-cache", program, shards, "--out", target)
+        refused(merged, f"{target}: a cache cannot be merged into itself", "choose another folder with --out")
+    imported = run("qwen-cache", "import", "musubi", shards, "--out", link, "--model", "Qwen/Qwen-Image-Edit-2509")
+    refused(imported, f"{shards}: a cache cannot be imported into itself", "choose another folder with --out")
+    built = build(shards, link, tiny_model("edit-plus"))
+    refused(built, f"{link}: the cache would be among the images that it is made from", "choose another folder")
+    assert contents(shards) == before
+    result = migrate("v1", "v2", link, "--out", shards)
+    assert result.code == 0, result.stderr
+    assert contents(plain("v2")).items() <= contents(shards).items()
+    assert open_cache(shards).format_version == 2
 
 
 def test_wrong_requests_are_refused(plain: Callable[[str], Path], built: Built, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from qwen_cache.cli.migrate import OnSample, write_update
 from qwen_cache.errors import ConfigError
 from qwen_cache.format import directory
@@ -21,7 +19,7 @@ def run_merge(config: Config, caches: list[str], select: list[str], *, as_json: 
     Samples keep their compression unless `cache.compression` is set.
     """
     sources, target = [location(cache) for cache in caches], local_folder(config.cache.path)
-    if any(isinstance(source, Path) and source.resolve() == target.resolve() for source in sources):
+    if any(directory.is_same(source, target) for source in sources):
         raise ConfigError("a cache cannot be merged into itself", where=target, do="choose another folder with --out")
     selection = Selection.of(select)
     for source in sources:

@@ -137,6 +137,9 @@ def prepare_build(config: Config, source: str | None, on_bytes: Callable[[int], 
     """Find the model, read the source, fingerprint the weights. ConfigError, ModelError or SourceError if one fails."""
     Resolution.of(config.data)  # refuses contradictory settings early
     check_compression(config.cache.format, config.cache.compression)
+    if directory.is_same(location(source or config.data.source), Path(config.cache.path)):
+        what = "the cache would be among the images that it is made from"
+        raise ConfigError(what, where=config.cache.path, do="choose another folder with --out")
     masks = EditMasks.of(config)
     model = open_model(config.model.path, ENCODER_PARTS, config.model.revision)
     check_family(model, config)

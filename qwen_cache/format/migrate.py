@@ -49,9 +49,10 @@ def plan_migration(source: Path | Url, target: Path, old: int, new: int) -> Upda
             found=", ".join(unfit[:SHOWN]) + more,
             do=f"stay with v{given.manifest.format_version}, or build without them",
         )
-    existing = given if source == target else read_existing(target, new)
+    in_place = directory.is_same(source, target)
+    existing = given if in_place else read_existing(target, new)
     update = plan_update(target, existing, new, given.listed, by_position(given.manifest, given.rows))
-    if source != target and existing.rows and not update.is_nothing:
+    if not in_place and existing.rows and not update.is_nothing:
         raise ConfigError("this folder holds another dataset", where=target, do="choose an empty folder with --out")
     return update
 

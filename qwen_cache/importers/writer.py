@@ -19,6 +19,7 @@ import torch
 
 from qwen_cache.console import plural
 from qwen_cache.errors import ConfigError, ModelError, SourceError
+from qwen_cache.format import directory
 from qwen_cache.format.identity import Inputs, canonical_json, content_hash, recipe_id
 from qwen_cache.format.manifest import DEFAULT_RECIPE, Manifest
 from qwen_cache.format.sample import LATENT_CHANNELS, TENSORS, SampleMeta, shared_rows, token_count
@@ -115,6 +116,8 @@ def prepare(
         raise ConfigError(f"--image-size and --captions are for qflux; {tool} stores both")
     if not source.is_dir():
         raise SourceError("no such folder", where=source, do="give the folder of the cache to import")
+    if directory.is_same(source, Path(config.cache.path)):
+        raise ConfigError("a cache cannot be imported into itself", where=source, do="choose another folder with --out")
     return ImportJob(config, tool, source, model, options, dtype)
 
 
