@@ -18,9 +18,10 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from qwen_cache.console import FAILED, INTERRUPTED, console
+from qwen_cache.console import FAILED, INTERRUPTED, console, print_text
 from qwen_cache.errors import QwenCacheError
 from qwen_cache.extras import advice, installed
+from qwen_cache.plain_text import plain
 from qwen_cache.version import __version__
 
 IN_BUG_REPORTS = ("torch", "diffusers", "transformers", "peft", "accelerate")
@@ -41,7 +42,10 @@ def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoRet
 
     `renamed` maps each command to its renamed options: old name to new name.
     """
+    from qwen_cache.plain_output import install_plain_streams
+
     write_utf8()
+    install_plain_streams()
     quiet_libraries()
     explain_crashes()
     try:
@@ -80,7 +84,7 @@ def _with_new_names(arguments: list[str], renamed: Mapping[str, Mapping[str, str
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if new := options.get(name):
-            console().print(f"{name} is called {new} now", markup=False)
+            console().print(f"{plain(name)} is called {new} now", markup=False)
         updated.append((new or name) + equals + value)
     return updated
 
@@ -118,6 +122,7 @@ def quiet_libraries() -> None:
     """Turn off the libraries' progress bars and advice; we report their errors ourselves."""
     for name, value in {
         "DIFFUSERS_VERBOSITY": "error",
+        "PYTHON_COLORS": "0",  # of Python's tracebacks, which would be escaped
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -135,7 +140,7 @@ def version_lines(program: str) -> str:
 
 def _print_version(context: typer.Context, value: bool) -> None:
     if value:
-        print(version_lines(str(context.command.name)))
+        print_text(version_lines(str(context.command.name)))
         raise typer.Exit
 
 

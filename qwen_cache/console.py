@@ -1,5 +1,6 @@
-"""Terminal output of both programs: messages on stderr, one document on stdout, and exit codes.
+"""Terminal output of both programs: messages on stderr, results on stdout, and exit codes.
 
+Values from outside, such as names and prompts, enter a message through `plain`, or `verbatim` where rich reads markup.
 0: done. 1: the check found faults. 2: failed. 130: interrupted, as shells report it.
 """
 
@@ -12,10 +13,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from qwen_cache.errors import Problem
+from qwen_cache.plain_text import json_without_controls, plain
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress
+
+    from qwen_cache.plain_output import PlainConsole
 
 FAULTS = 1
 FAILED = 2
@@ -23,11 +26,25 @@ INTERRUPTED = 130
 PROBLEMS_SHOWN = 20
 
 
-def console() -> Console:
-    """The console for messages, on stderr; stdout is for results."""
-    from rich.console import Console
+def console() -> PlainConsole:
+    """The console for messages, on stderr."""
+    from qwen_cache.plain_output import PlainConsole
 
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return PlainConsole(stderr=True, soft_wrap=True)
+
+
+def results(*, soft_wrap: bool = False) -> PlainConsole:
+    """The console for results, on stdout. Lines that are too long are wrapped, or with `soft_wrap` left as they are."""
+    from qwen_cache.plain_output import PlainConsole
+
+    return PlainConsole(stderr=False, soft_wrap=soft_wrap)
+
+
+def verbatim(value: object) -> str:
+    """A value for text with rich's markup: plain, with its brackets as brackets."""
+    from rich.markup import escape
+
+    return escape(plain(value))
 
 
 def progress(*, remaining: bool = True, transient: bool = False) -> Progress:
@@ -35,7 +52,8 @@ def progress(*, remaining: bool = True, transient: bool = False) -> Progress:
     at the end."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = [TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[count]}")]
+    description = TextColumn("{task.description}", markup=False)
+    columns = [description, BarColumn(bar_width=24), TextColumn("{task.fields[count]}", markup=False)]
     columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()] if remaining else []
     return Progress(*columns, console=console(), transient=transient)
 
@@ -47,7 +65,7 @@ def counting(
     """A progress line; yields a function that adds to the work done. `transient` removes the line at the end."""
     begin, done = time.monotonic(), 0
     with progress(remaining=total is not None, transient=transient) as bar:
-        task = bar.add_task(what, total=total, count="")
+        task = bar.add_task(plain(what), total=total, count="")
 
         def advance(count: int) -> None:
             nonlocal done
@@ -67,14 +85,19 @@ def print_problems(problems: Sequence[Problem], of: str = "the source") -> None:
     out = console()
     out.print(f"[bold red]{plural(len(problems), 'problem')}[/] in {of}:")
     for problem in problems[:PROBLEMS_SHOWN]:
-        out.print(f"  {problem.where}: {problem.what}\n    → {problem.do}", markup=False)
+        out.print(f"  {problem}".replace("\n", "\n  "), markup=False)
     if len(problems) > PROBLEMS_SHOWN:
         out.print(f"  and {len(problems) - PROBLEMS_SHOWN} more; --dry-run --json lists all")
 
 
 def print_json(value: Any) -> None:
     """Print the one document of `--json` on stdout."""
-    print(json.dumps(value, indent=1, ensure_ascii=False))
+    print_text(json_without_controls(json.dumps(value, indent=1, ensure_ascii=False)))
+
+
+def print_text(text: str) -> None:
+    """Print lines for other programs on stdout, exactly as they are."""
+    print(text)
 
 
 def plural(count: float, noun: str) -> str:
@@ -104,6 +127,4 @@ def human_time(seconds: float) -> str:
 
 def print_done(what: object) -> None:
     """The last line of a command that made something."""
-    from rich.markup import escape
-
-    console().print(f"[bold green]done[/]: {escape(str(what))}", highlight=False)
+    console().print(f"[bold green]done[/]: {verbatim(what)}")

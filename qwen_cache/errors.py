@@ -14,8 +14,11 @@ lines, without a traceback, and exit with code 2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
+
+from qwen_cache.plain_text import one_line, plain
 
 RESTORE = "restore the file from a copy, or run `qwen-cache build` into an empty folder"
 RESTORE_SHARD = "restore the shard from a copy, or delete it and run `qwen-cache build` again"
@@ -28,18 +31,25 @@ UPGRADE = "install a newer version: `git pull && pip install .` in its repositor
 
 @dataclass(frozen=True)
 class Problem:
-    """Why one row of a source cannot be used: reported together with all others, not raised."""
+    """Why one row of a source cannot be used: reported together with all others, not raised.
+
+    `str(problem)` is the message for people; the fields are as long as they are.
+    """
 
     where: str
     what: str
     do: str
 
+    def __str__(self) -> str:
+        return f"{plain(self.where)}: {plain(one_line(self.what))}\n  → {plain(one_line(self.do))}"
+
 
 class QwenCacheError(Exception):
-    """The base class of every error that a user can cause; `str(error)` is the whole message.
+    """The base class of every error that a user can cause; `str(error)` is the message, fit for a terminal.
 
     `what` says what is wrong. `where` (the location), `expected`, `found` and `do` (the fix) are None where they do not
-    apply.
+    apply. The attributes and `fault` are as they were given; in the message, control characters are escaped and long
+    parts shortened.
     """
 
     def __init__(
@@ -57,13 +67,18 @@ class QwenCacheError(Exception):
     @property
     def fault(self) -> str:
         """What is wrong, expected and found, without the location and the fix."""
+        return self._fault(str)
+
+    def _fault(self, shown: Callable[[object], str]) -> str:
         pairs = (("expected", self.expected), ("found", self.found))
-        sides = ", ".join(f"{name} {value}" for name, value in pairs if value is not None)
-        return f"{self.what} ({sides})" if sides else self.what
+        sides = ", ".join(f"{name} {shown(value)}" for name, value in pairs if value is not None)
+        what = shown(one_line(self.what))
+        return f"{what} ({sides})" if sides else what
 
     def __str__(self) -> str:
-        text = f"{self.where}: {self.fault}" if self.where is not None else self.fault
-        return f"{text}\n  → {self.do}" if self.do else text
+        fault = self._fault(plain)
+        text = f"{plain(self.where)}: {fault}" if self.where is not None else fault
+        return f"{text}\n  → {plain(one_line(self.do))}" if self.do else text
 
 
 class SourceError(QwenCacheError):
@@ -106,13 +121,12 @@ class FormatError(QwenCacheError):
     ) -> None:
         super().__init__(what, where=where, expected=expected, found=found, do=do or self.fix)
 
-    @property
-    def fault(self) -> str:
-        return f"{super().fault} [{self.rule}]"
+    def _fault(self, shown: Callable[[object], str]) -> str:
+        return f"{super()._fault(shown)} [{self.rule}]"
 
     def to_json(self) -> dict[str, str]:
         """The entry in the output of `verify --json`."""
-        return {"rule": self.rule, "where": str(self.where), "what": super().fault, "do": str(self.do)}
+        return {"rule": self.rule, "where": str(self.where), "what": super()._fault(str), "do": str(self.do)}
 
 
 class ManifestError(FormatError):

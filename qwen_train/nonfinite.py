@@ -12,6 +12,7 @@ from typing import Any
 
 from qwen_cache.console import console
 from qwen_cache.errors import TrainError
+from qwen_cache.plain_text import escaped
 from qwen_train.signals import any_process
 
 MAX_CONSECUTIVE = 10
@@ -43,7 +44,7 @@ class NonFiniteGuard:
             return False
         self.consecutive += 1
         if mine:
-            console().print(f"skipped: {what} is {value} for the samples {', '.join(keys)}")
+            console().print(f"skipped: {what} is {value} for the samples {escaped(', '.join(keys))}", markup=False)
         if self.consecutive == MAX_CONSECUTIVE:
             raise TrainError(
                 f"{what} is not a number, for the {MAX_CONSECUTIVE}th time in a row",

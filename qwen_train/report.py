@@ -29,6 +29,7 @@ from qwen_cache.console import console, human_bytes, human_time, plural
 from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.html.charts import Curve, CurveChart, curve_chart, number
 from qwen_cache.html.page import render
+from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.durable import write_durably
 from qwen_train.checkpoint import checkpoints
@@ -74,7 +75,7 @@ def renew_report(folder: Path) -> None:
         write_report(folder)
     except Exception as error:  # noqa: BLE001 (a run is worth more than its page)
         cause = str(error) if isinstance(error, QwenCacheError) else f"{type(error).__name__}: {error}"
-        text = f"warning: {NAME} was not renewed: {' '.join(cause.split())}"
+        text = f"warning: {NAME} was not renewed: {plain(' '.join(cause.split()))}"
         console().print(text, style="yellow", markup=False)
 
 

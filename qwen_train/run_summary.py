@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from qwen_cache.batching.batch_plan import Summary
-from qwen_cache.console import console, human_bytes, plural
+from qwen_cache.console import console, human_bytes, plural, verbatim
 from qwen_cache.errors import ConfigError
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config, load_config
@@ -28,9 +28,10 @@ def print_plan(
 ) -> None:
     """Print what will be trained."""
     t, cache, v, out = config.train, batches.cache, config.validation, console()
+    pipeline = cache.recipe.recipe.get("pipeline")
     per_step = plan.samples_per_batch * t.gradient_accumulation_steps * accelerator.num_processes
     epochs = t.max_steps * per_step / plan.in_epoch
-    out.print(f"[bold]cache[/]    {cache.folder}: {len(cache)} samples, {cache.recipe.recipe.get('pipeline')}")
+    out.print(f"[bold]cache[/]    {verbatim(cache.folder)}: {len(cache)} samples, {verbatim(pipeline)}")
     method = f"LoRA of rank {t.lora.rank}" if t.method == "lora" else "every weight"
     trainable = sum(parameter.numel() for parameter in parameters)
     out.print(f"[bold]training[/] {method}, {trainable:,} trainable parameters, on {accelerator.device}")

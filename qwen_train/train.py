@@ -19,9 +19,10 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from qwen_cache.batching.batch_plan import sequence_settings
-from qwen_cache.console import console, progress
+from qwen_cache.console import console, progress, verbatim
 from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.models.folder import ModelFolder, open_model
+from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.durable import write_durably
@@ -279,9 +280,9 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
         write_durably(out / RUN_FACTS_NAME, run_facts(batches, plan, parameters, accelerator))
         print_plan(config, batches, plan, parameters, accelerator, run.step)
         if distilled:
-            console().print(distilled, markup=False)
+            console().print(plain(distilled), markup=False)
         if changed:
-            console().print(f"[bold]changed[/] from here on: {', '.join(changed)}", highlight=False)
+            console().print(f"[bold]changed[/] from here on: {verbatim(', '.join(changed))}")
         print_memory(config, batches, json.loads(transformer_config), accelerator.device.type)
     accelerator.wait_for_everyone()
     return Prepared(

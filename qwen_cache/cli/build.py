@@ -18,6 +18,7 @@ from qwen_cache.console import (
     plural,
     print_json,
     print_problems,
+    verbatim,
 )
 from qwen_cache.encode import builder
 from qwen_cache.encode.builder import BuildJob, Encoders, Encoding
@@ -31,6 +32,7 @@ from qwen_cache.format import directory
 from qwen_cache.format.sample import LATENT_CHANNELS, token_count
 from qwen_cache.format.update import Existing, Update
 from qwen_cache.models.family import estimate_tokens
+from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_cache.storage.durable import write_durably
 
@@ -138,7 +140,7 @@ def _encode(job: BuildJob, existing: Existing, plan: BuildPlan, encoders: Encode
 
 
 def _nothing_to_do(why: str, samples: int, as_json: bool) -> int:
-    console().print(f"nothing to do: {why}")
+    console().print(f"nothing to do: {plain(why)}", markup=False)
     if as_json:
         print_json({"encoded": 0, "samples": samples, "up_to_date": True})
     return 0
@@ -166,7 +168,7 @@ def _run(job: BuildJob, update: Update, plan: BuildPlan, encoders: Encoders) -> 
 def _print_report(job: BuildJob, report: builder.Report, seconds: float) -> None:
     out, shards = console(), f"{plural(report.shards, 'shard')}, {human_bytes(report.bytes)}"
     out.print(f"[bold green]done[/] in {human_time(seconds)}: {report.encoded} encoded")
-    out.print(f"{job.folder} holds {plural(report.samples, 'sample')} in {shards}", markup=False)
+    out.print(f"{plain(job.folder)} holds {plural(report.samples, 'sample')} in {shards}", markup=False)
     if report.replaced:
         replaced = plural(report.replaced, "replaced shard")
         out.print(f"{replaced} kept for runs that read them; `qwen-cache gc` removes them")
@@ -219,8 +221,8 @@ def _measure(job: BuildJob, plan: BuildPlan, to_encode: Sequence[PlannedSample])
 def _print_plan(job: BuildJob, plan: BuildPlan, seconds: float | None = None) -> None:
     """The plan as lines on stderr; `seconds` is the measured time."""
     out = console()
-    out.print(f"[bold]model[/]    {job.model.name}  ({job.model.pipeline}, {job.recipe['dtype']})")
-    out.print(f"[bold]plan[/]     {plan.summary()}")
+    out.print(f"[bold]model[/]    {verbatim(job.model.name)}  ({job.model.pipeline}, {job.recipe['dtype']})")
+    out.print(f"[bold]plan[/]     {verbatim(plan.summary())}")
     if plan.to_encode:
         time_taken = f", {human_time(seconds)}" if seconds else ""
         out.print(f"[bold]estimate[/] {_estimate(plan.to_encode, job)}{time_taken}")
@@ -238,7 +240,7 @@ def _print_plan(job: BuildJob, plan: BuildPlan, seconds: float | None = None) ->
     if len(changed) > FEW_CHANGED and len({sample.reasons for sample in changed}) == 1:
         changed = []  # the summary has the reason
     for sample in changed[:MAX_CHANGED]:
-        out.print(f"{INDENT}{sample.row.name}: {', '.join(sample.reasons)}", markup=False)
+        out.print(f"{INDENT}{plain(sample.row.name)}: {plain(', '.join(sample.reasons))}", markup=False)
     if len(changed) > MAX_CHANGED:
         out.print(f"{INDENT}and {len(changed) - MAX_CHANGED} more")
     print_problems(plan.problems)

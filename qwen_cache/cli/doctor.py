@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from qwen_cache.command_line import IN_BUG_REPORTS
-from qwen_cache.console import FAULTS, human_bytes, plural, print_json
+from qwen_cache.console import FAULTS, human_bytes, plural, print_json, results
 from qwen_cache.errors import ConfigError, first_line
 from qwen_cache.extras import EXTRAS, PACKAGE, installed, requirements
+from qwen_cache.plain_text import plain
 from qwen_cache.storage.durable import cache_home
 from qwen_cache.version import __version__
 
@@ -121,16 +122,15 @@ def examine(path: Path) -> list[Check]:
 
 def print_checks(checks: Iterable[Check], missing: int) -> None:
     """The checks as a table, on stdout."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    out, table = Console(highlight=False), Table.grid(padding=(0, 2))
+    out, table = results(), Table.grid(padding=(0, 2))
     for check in checks:
         colour = COLOURS[check.status if check.essential or check.status != "missing" else "warning"]
-        found = Text(check.found)
+        found = Text(plain(check.found))
         if check.do:
-            found.append(f"\n→ {check.do}", style=colour)
+            found.append(f"\n→ {plain(check.do)}", style=colour)
         table.add_row(Text(check.status, style=colour), Text(check.name, style="bold"), found)
     out.print(table)
     out.print(f"[bold red]{plural(missing, 'essential thing')} missing[/]" if missing else "nothing essential missing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qwen_cache.console import console, human_bytes, plural, print_json
 from qwen_cache.format.directory import collect_garbage
+from qwen_cache.plain_text import plain
 from qwen_cache.storage.url import local_folder
 
 
@@ -16,6 +17,6 @@ def run_gc(cache: str, *, dry_run: bool, as_json: bool) -> int:
         print_json({"cache": cache, "removed": not dry_run, "files": files, "bytes": total})
         return 0
     for path, size in sizes.items():
-        console().print(f"{path}  {human_bytes(size)}", markup=False)
+        console().print(f"{plain(path)}  {human_bytes(size)}", markup=False)
     console().print(f"{plural(len(sizes), 'file')}, {human_bytes(total)} {'to remove' if dry_run else 'removed'}")
     return 0

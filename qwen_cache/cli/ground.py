@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.nn.functional import interpolate, max_pool2d
 
-from qwen_cache.console import console, plural
+from qwen_cache.console import plural, print_done
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.grounding.frozen_qwen import FrozenQwen, spans_of_phrases
@@ -87,8 +87,7 @@ def run_ground(
     grey = (mask.cpu().clamp(0, 1) * 255).round().byte().numpy()
     _write_pngs({out: Image.fromarray(grey), overlaid: overlay(images[0], grey)})
     summary = _summary(grey / 255, is_mask=mask_head is not None)
-    console().print("[bold green]done[/]:", end=" ")
-    console().print(f"{out}, {overlaid}: {summary}", markup=False)
+    print_done(f"{out}, {overlaid}: {summary}")
     return 0
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.console import FAILED, console, counting, human_bytes, plural, print_json
+from qwen_cache.console import FAILED, console, counting, human_bytes, plural, print_json, verbatim
 from qwen_cache.errors import ConfigError
 from qwen_cache.format import directory
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
@@ -24,6 +24,7 @@ from qwen_cache.importers.writer import (
     prepare,
     run,
 )
+from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import Config
 
 MAX_PROBLEMS = 20  # that are listed
@@ -76,15 +77,13 @@ def parse_size(text: str) -> tuple[int, int]:
 def _write(job: ImportJob, plan: ImportPlan, update: Update, as_json: bool) -> int:
     _print_plan(job, plan, update, as_json=False)
     if up_to_date := update.is_nothing:
-        console().print(f"nothing to do: {job.folder} already holds this source")
+        console().print(f"nothing to do: {plain(job.folder)} already holds this source", markup=False)
     else:
         with counting("writing", total=len(update.order)) as on_samples:
             manifest = run(job, plan, update, on_samples)
         size = human_bytes(sum(shard.bytes for shard in manifest.shards))
-        shards = plural(len(manifest.shards), "shard")
-        console().print(
-            f"[bold green]done[/]: {job.folder} holds {plural(len(plan.samples), 'sample')} in {shards}, {size}"
-        )
+        shards, samples = plural(len(manifest.shards), "shard"), plural(len(plan.samples), "sample")
+        console().print(f"[bold green]done[/]: {verbatim(job.folder)} holds {samples} in {shards}, {size}")
     if as_json:
         imported = 0 if up_to_date else len(update.order)
         print_json({"imported": imported, "samples": len(plan.samples), "up_to_date": up_to_date})
@@ -97,8 +96,10 @@ def _print_plan(job: ImportJob, plan: ImportPlan, update: Update, as_json: bool)
         print_json(facts)
         return
     out = console()
-    out.print(f"[bold]source[/]  {job.source}  ({job.tool})")
-    out.print(f"[bold]claimed[/] {job.model.name}  ({job.model.pipeline}); the source does not name its model")
+    out.print(f"[bold]source[/]  {verbatim(job.source)}  ({job.tool})")
+    out.print(
+        f"[bold]claimed[/] {verbatim(job.model.name)}  ({job.model.pipeline}); the source does not name its model"
+    )
     size = human_bytes(facts["bytes"])
     counts = f"{facts['to_import']} to import, {facts['cached']} already cached"
     out.print(f"[bold]plan[/]    {counts}; {size} in {plan.recipe['dtype']}")

@@ -14,6 +14,7 @@ from qwen_cache.inspect.images import ImageSource, decoded_images, stored_images
 from qwen_cache.inspect.page import check_page_path, write_page
 from qwen_cache.inspect.summary import SourceComparison, describe, survey
 from qwen_cache.inspect.terminal import print_overview, print_sample
+from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.url import location
@@ -65,7 +66,7 @@ def run_inspect(options: Inspection) -> int:
         overview = flagged(overview, doubtful)
     if options.html is not None:
         write_page(options.html, overview, opened, _image_source(options, settings), _thumbnails(options))
-        console().print(f"wrote {options.html}", markup=False)
+        console().print(f"wrote {plain(options.html)}", markup=False)
     if options.as_json:
         print_json(overview | (doubtful.to_json() if doubtful else {}))
         return 0

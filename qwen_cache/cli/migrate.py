@@ -9,6 +9,7 @@ from qwen_cache.format import directory
 from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.migrate import migrate, plan_migration
 from qwen_cache.format.update import Update
+from qwen_cache.plain_text import plain
 from qwen_cache.settings.cache import check_compression
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.local_copies import LocalCopies
@@ -50,7 +51,8 @@ def write_update(update: Update, write: Callable[[OnSample], Manifest], what: st
     out.print("nothing to do" if update.is_nothing else "[bold green]done[/]", end=": ")
     version, shards = f"v{manifest.format_version}", plural(len(manifest.shards), "shard")
     out.print(
-        f"{update.folder} holds {plural(samples, 'sample')} in {shards}, {human_bytes(size)}, {version}", markup=False
+        f"{plain(update.folder)} holds {plural(samples, 'sample')} in {shards}, {human_bytes(size)}, {version}",
+        markup=False,
     )
     if {shard.name for shard in update.existing.manifest.shards} - {shard.name for shard in manifest.shards}:
         out.print("replaced shards are kept for runs that read them; `qwen-cache gc` removes them")

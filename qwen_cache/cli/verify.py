@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qwen_cache.console import FAULTS, console, counting, plural, print_json
 from qwen_cache.format.verify import verify_cache
+from qwen_cache.plain_text import plain
 
 
 def run_verify(cache: str, *, as_json: bool) -> int:
@@ -15,7 +16,6 @@ def run_verify(cache: str, *, as_json: bool) -> int:
         return FAULTS if findings else 0
     for finding in findings:
         console().print(str(finding), markup=False)
-    console().print(
-        f"{cache}: {plural(len(findings), 'fault')}" if findings else f"{cache}: every byte is as it was written"
-    )
+    summary = plural(len(findings), "fault") if findings else "every byte is as it was written"
+    console().print(f"{plain(cache)}: {summary}", markup=False)
     return FAULTS if findings else 0

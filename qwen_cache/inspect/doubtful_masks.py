@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 from PIL import Image
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from qwen_cache.console import counting, plural
+from qwen_cache.console import counting, plural, results, verbatim
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample, open_recipes
 from qwen_cache.format.identity import recipe_id
@@ -115,9 +113,9 @@ def flagged(overview: Mapping[str, Any], doubtful: DoubtfulMasks) -> dict[str, A
     return {**overview, "recipes": recipes}
 
 
-def print_doubtful(doubtful: DoubtfulMasks, out: Console | None = None) -> None:
+def print_doubtful(doubtful: DoubtfulMasks) -> None:
     """The masks as a table, on stdout."""
-    out = out or Console(highlight=False)
+    out = results()
     compared = plural(doubtful.compared, "mask")
     out.print(f"\n[bold]doubtful masks[/]  {compared} compared with the head's, mean IoU {doubtful.mean_iou:.2f}")
     table = Table(box=None, header_style="dim")
@@ -128,7 +126,7 @@ def print_doubtful(doubtful: DoubtfulMasks, out: Console | None = None) -> None:
     table.add_column("name", overflow="fold")
     for each in doubtful.top:
         numbers = (f"{each.iou:.2f}", f"{each.area:.1%}", f"{each.head_area:.1%}")
-        table.add_row(*numbers, each.origin, each.sample.key[:KEY_DIGITS], escape(each.sample.name))
+        table.add_row(*numbers, verbatim(each.origin), each.sample.key[:KEY_DIGITS], verbatim(each.sample.name))
     out.print(table)
 
 

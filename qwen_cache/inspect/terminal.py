@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from qwen_cache.console import human_bytes, plural
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from qwen_cache.console import human_bytes, plural, results, verbatim
 from qwen_cache.inspect.summary import (
     BATCH_COLUMNS,
     MAX_BINS,
@@ -20,25 +17,23 @@ from qwen_cache.inspect.summary import (
     savings_rows,
     source_state,
 )
+from qwen_cache.plain_text import escaped
 
 BAR_WIDTH = 24
 
 
-def print_overview(overview: dict[str, Any], out: Console | None = None) -> None:
+def print_overview(overview: dict[str, Any]) -> None:
     """The summary as tables, on stdout."""
-    from rich.console import Console
-    from rich.markup import escape
-
-    out = out or Console(highlight=False)
-    cache = f"[bold]{escape(overview['cache'])}[/]"
+    out = results()
+    cache = f"[bold]{verbatim(overview['cache'])}[/]"
     if overview["state"] == "partial":
-        out.print(f"{cache}  [yellow]partial[/]: {escape(partial_state(overview))}")
+        out.print(f"{cache}  [yellow]partial[/]: {verbatim(partial_state(overview))}")
         return
     size = human_bytes(overview["bytes"])
     shards = plural(overview["shards"], "shard")
     out.print(f"{cache}  format v{overview['format_version']}, {shards}, {size}")
     if "source" in overview:
-        out.print(source_state(overview), markup=False)
+        out.print(verbatim(source_state(overview)))
     if overview.get("garbage_bytes"):
         out.print(f"{human_bytes(overview['garbage_bytes'])} are not part of the dataset; `qwen-cache gc` removes them")
     for name, recipe in overview["recipes"].items():
@@ -47,17 +42,16 @@ def print_overview(overview: dict[str, Any], out: Console | None = None) -> None
 
 def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
     from rich.columns import Columns
-    from rich.markup import escape
     from rich.table import Table
 
     settings = recipe["recipe"]
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     kind = f"{settings['pipeline']}, {settings['dtype']}"
-    facts.add_row("recipe", f"[bold]{escape(name)}[/]  {escape(kind)}")
+    facts.add_row("recipe", f"[bold]{verbatim(name)}[/]  {verbatim(kind)}")
     facts.add_row("model", f"{recipe['family']}, licence {recipe['license']}")
     if "imported_from" in settings:
-        facts.add_row("imported", escape(import_origin(settings)))
+        facts.add_row("imported", verbatim(import_origin(settings)))
     facts.add_row("samples", f"{recipe['samples']}, {recipe['edit_masks']} with an edit mask")
     for kind in ("image", "text"):
         spread = recipe[f"{kind}_tokens"]
@@ -105,26 +99,25 @@ def _two_columns(title: str, second: str, values: dict[str, str]) -> Any:
     return table
 
 
-def print_sample(sample: Mapping[str, Any], out: Console | None = None) -> None:
-    """One sample as tables, on stdout."""
-    from rich.console import Console
+def print_sample(sample: Mapping[str, Any]) -> None:
+    """One sample as tables, on stdout; its prompt in full."""
     from rich.markup import escape
     from rich.table import Table
 
-    out = out or Console(highlight=False)
+    out = results()
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column(overflow="fold")
     for name in ("key", "name", "recipe", "prompt", "source_rows"):
-        facts.add_row(name.replace("_", " "), escape(str(sample[name])))
+        facts.add_row(name.replace("_", " "), escape(escaped(sample[name])))
     if sample["phrase"]:
-        facts.add_row("phrase", escape(" … ".join(sample["phrase"])))
+        facts.add_row("phrase", escape(escaped(" … ".join(sample["phrase"]))))
     target, *controls = sample["images"]
     facts.add_row("target", f"{target}  {sample['inputs']['target']}")
     for size, digest in zip(controls, sample["inputs"]["controls"], strict=True):
         facts.add_row("control", f"{size}  {digest}")
     if sample["edit_mask_from"]:
-        facts.add_row("edit mask", escape(f"from {sample['edit_mask_from']}  {sample['inputs']['mask'] or ''}"))
+        facts.add_row("edit mask", verbatim(f"from {sample['edit_mask_from']}  {sample['inputs']['mask'] or ''}"))
     facts.add_row("prefix", f"{plural(sample['prefix_length'], 'token')} shared with the empty prompt")
     facts.add_row("stored in", f"{sample['shard']}, {human_bytes(sample['length'])} from byte {sample['offset']}")
     out.print(facts)

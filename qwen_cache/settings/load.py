@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from qwen_cache.console import console
 from qwen_cache.errors import ConfigError
+from qwen_cache.plain_text import plain
 from qwen_cache.settings.cache import CacheConfig
 from qwen_cache.settings.data import DataConfig
 from qwen_cache.settings.inference import PredictConfig
@@ -107,7 +108,7 @@ def _with_new_names(value: dict[str, Any], where: str) -> dict[str, Any]:
         setting = section.pop(before)
         names = RENAMED_VALUES.get(old, {})
         section[after] = names.get(setting, setting) if isinstance(setting, str) else setting
-        console().print(f"{where}: {old} is called {new} now", markup=False)
+        console().print(f"{plain(where)}: {old} is called {new} now", markup=False)
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qwen_cache.console import FAULTS, human_bytes, plural, print_json
+from qwen_cache.console import FAULTS, human_bytes, plural, print_json, results
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config
 from qwen_train.inference.memory import memory_beside_training
@@ -48,10 +48,9 @@ PARTS = {
 
 def print_plan(report: dict[str, Any]) -> None:
     """Print the report as text on stdout."""
-    from rich.console import Console
     from rich.table import Table
 
-    out, table = Console(highlight=False, soft_wrap=True), Table(box=None, show_header=False)
+    out, table = results(soft_wrap=True), Table(box=None, show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for name, words in (PARTS | {"total": "[bold]total[/]"}).items():

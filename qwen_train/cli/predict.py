@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.markup import escape
-
-from qwen_cache.console import FAILED, FAULTS, INTERRUPTED, console, plural, print_problems
+from qwen_cache.console import FAILED, FAULTS, INTERRUPTED, console, plural, print_problems, verbatim
 from qwen_cache.errors import ConfigError, Problem
 from qwen_cache.format.cache import open_configured
 from qwen_cache.grounding.phrase import parse
@@ -162,7 +160,7 @@ def _many(settings: Config, generator: Generator, options: PredictOptions) -> in
     results = generate_jobs(generator, jobs, folder, compare=options.compare, pages=pages)
     existing = f", {len(results.skipped)} already there" if results.skipped else ""
     console().print(
-        f"[bold green]done[/]: {plural(len(results.written), 'new image')} in {escape(str(folder))}{existing}",
+        f"[bold green]done[/]: {plural(len(results.written), 'new image')} in {verbatim(folder)}{existing}",
         highlight=False,
     )
     if options.compare:
@@ -205,4 +203,4 @@ def _print_grid(paths: Sequence[Path]) -> None:
 
 def _joined(paths: Sequence[Path]) -> str:
     """The paths, escaped for rich."""
-    return escape(", ".join(map(str, paths)))
+    return ", ".join(map(verbatim, paths))

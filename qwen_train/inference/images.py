@@ -15,6 +15,7 @@ from PIL import Image
 from qwen_cache.console import console
 from qwen_cache.errors import ConfigError
 from qwen_cache.models.family import Family
+from qwen_cache.plain_text import plain
 from qwen_cache.sources.images import open_rgb_file, open_rgba_file, over_white
 from qwen_cache.storage.durable import write_durably
 from qwen_train.inference.jobs import png_metadata
@@ -56,5 +57,7 @@ def save_images(images: Sequence[Image.Image], out: Path) -> list[Path]:
         shown.save(data, kind, **({"pnginfo": png_metadata("by itself")} if kind == "PNG" else {}))
         write_durably(path, data.getvalue())
         if shown is not image and image.getchannel("A").getextrema() != (255, 255):
-            console().print(f"{path}: {kind} has no transparency, so it is over white; a .png keeps it", markup=False)
+            console().print(
+                f"{plain(path)}: {kind} has no transparency, so it is over white; a .png keeps it", markup=False
+            )
     return paths

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from qwen_cache.console import console
 from qwen_cache.errors import ConfigError, TrainError, first_line
 from qwen_cache.models.folder import ModelFolder
+from qwen_cache.plain_text import plain
 from qwen_train.lora.adapter import PREFIX, origin_of
 from qwen_train.lora.export import check_pairs, find_lora
 from qwen_train.lora.names import only_export_reads
@@ -75,7 +76,9 @@ def check_loras(
         origin = origin_of(lora.file)
         if origin.get("pipeline", model.pipeline) != model.pipeline:
             base = f"{origin.get('model')} ({origin['pipeline']})"
-            console().print(f"{lora.file}: trained on {base}, but used with {model.pipeline}", markup=False)
+            console().print(
+                f"{plain(lora.file)}: trained on {plain(base)}, but used with {model.pipeline}", markup=False
+            )
 
 
 def load_loras(pipeline: Any, loras: Sequence[WeightedLora], merge: bool = False) -> None:

@@ -1,0 +1,52 @@
+"""Text from outside as text: names, prompts and other programs' messages, made fit for a terminal and for messages.
+
+Control characters move the cursor, clear the screen, and set the window's title and the clipboard; bidirectional
+controls and line separators reorder and fake lines. They are shown escaped, as `\\x1b` or `\\u202e`, never dropped, so
+that two names that differ look different. JSON has them as its own escapes, and is equal after parsing.
+"""
+
+from __future__ import annotations
+
+import re
+
+SHOWN = 2000
+"""Characters of a value in a message: a terminal of 80 × 25. Names, paths and the keys of a batch fit; a longer value
+loses its middle."""
+_BEYOND_ASCII = "\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+_CONTROL = re.compile(f"[\x00-\x08\x0b-\x1f{_BEYOND_ASCII}]")
+_CONTROL_OR_BREAK = re.compile(f"[\x00-\x1f{_BEYOND_ASCII}]")
+_NOT_ASCII = re.compile(f"[{_BEYOND_ASCII}]")
+_SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+
+
+def escaped(value: object) -> str:
+    """A value on one line: every control character is escaped, line breaks and tabs too."""
+    return _CONTROL_OR_BREAK.sub(_escape, str(value))
+
+
+def plain(value: object) -> str:
+    """A value for a message: escaped, and without its middle if it has more than SHOWN characters."""
+    text = str(value)
+    if (hidden := len(text) - SHOWN) > 0:
+        text = f"{text[: SHOWN // 2]} … {hidden} characters … {text[-SHOWN // 2 :]}"
+    return escaped(text)
+
+
+def without_controls(text: str) -> str:
+    """Text whose line breaks and tabs are our own: every other control character is escaped."""
+    return _CONTROL.sub(_escape, text)
+
+
+def json_without_controls(document: str) -> str:
+    """A JSON document (whose C0 characters are escaped already) with the other ones as JSON escapes."""
+    return _NOT_ASCII.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
+
+
+def one_line(text: str) -> str:
+    """A sentence on one line, for the messages of libraries: a line break and the spaces around it are one space."""
+    return re.sub(r"[ \t]*[\r\n][ \t\r\n]*", " ", text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return _SHORT.get(match[0]) or (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")
