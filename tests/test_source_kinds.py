@@ -778,7 +778,7 @@ def test_a_server_that_lists_nothing_may_have_a_table_and_a_missing_one_is_repor
     assert (row.target.read(), problems) == (png(), [])
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        with pytest.raises(QwenCacheError, match=r"metadata\.csv") as caught:
+        with pytest.raises(QwenCacheError, match=r"/data/: listing failed 5 times \(found ClientConn") as caught:
             make_images(Url(f"http://127.0.0.1:{unused.getsockname()[1]}/data/"))
     assert not isinstance(caught.value, SourceError)
 

@@ -19,6 +19,7 @@ from qwen_cache.errors import ConfigError, IndexFileError, ManifestError, QwenCa
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN, VERSIONS, Manifest, parse_manifest
+from qwen_cache.storage.bounds import TooLargeError
 from qwen_cache.storage.durable import (
     LockHeldError,
     NoLocksError,
@@ -52,7 +53,12 @@ def load(folder: Path | Url) -> tuple[Manifest, bytes]:
             raise _no_manifest(folder)
         manifest, index_found = parse_manifest(data, str(folder / MANIFEST_NAME)), "no file"
         for path in (folder / INDEX_NAME, pending_index(folder, manifest)):
-            if (index := _read(path, manifest.index.bytes + 1)) is None:
+            try:
+                index = _read(path, manifest.index.bytes)
+            except TooLargeError:
+                index_found = "a larger file"
+                continue
+            if index is None:
                 continue
             if (len(index), content_hash(index)) == (manifest.index.bytes, manifest.index.xxh3_128):
                 return manifest, index
@@ -254,17 +260,22 @@ def _no_manifest(folder: Path | Url) -> ManifestError:
 
 def _read_manifest(folder: Path | Url) -> bytes | None:
     """The bytes of cache.json; None if there is none, ManifestError if it is larger than any."""
-    data = _read(folder / MANIFEST_NAME, MAX_MANIFEST + 1)
-    if data is not None and len(data) > MAX_MANIFEST:
-        expected = f"at most {MAX_MANIFEST} bytes"
-        raise ManifestError("the manifest is too large", where=folder / MANIFEST_NAME, expected=expected)
-    return data
-
-
-def _read(path: Path | Url, size: int) -> bytes | None:
-    """At most the first `size` bytes of a local file, a remote file whole; None if it does not exist."""
     try:
-        return read_file(path, size) if isinstance(path, Path) else path.read_bytes()
+        return _read(folder / MANIFEST_NAME, MAX_MANIFEST)
+    except TooLargeError:
+        expected = f"at most {MAX_MANIFEST} bytes"
+        where = folder / MANIFEST_NAME
+        raise ManifestError("the manifest is too large", where=where, expected=expected) from None
+
+
+def _read(path: Path | Url, most: int) -> bytes | None:
+    """A file, None if it does not exist; TooLargeError if it has more than `most` bytes."""
+    try:
+        if isinstance(path, Url):
+            return path.read_bytes(most)
+        if len(data := read_file(path, most + 1)) > most:
+            raise TooLargeError("the file is too large", where=path, expected=f"at most {most} bytes")
+        return data
     except FileNotFoundError:
         return None
     except NotAFileError as error:

@@ -10,12 +10,10 @@ the rights and from the network of whoever builds, another server.
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import posixpath
 import re
-import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +23,8 @@ from typing import Any, BinaryIO
 from urllib.parse import unquote
 
 from qwen_cache.errors import QwenCacheError, SourceError
+from qwen_cache.storage.bounds import WHOLE_FILE, TooLargeError
+from qwen_cache.storage.mapped import open_file
 from qwen_cache.storage.protocols import refused_protocol
 from qwen_cache.storage.url import Url, location
 
@@ -56,9 +56,7 @@ def read_bytes(path: Location, limit: int = MAX_FILE) -> bytes:
     does not answer stops all."""
     try:
         if isinstance(path, Url):
-            data = path.read_bytes()
-            _check_size(len(data), limit, path)
-            return data
+            return path.read_bytes(min(limit, WHOLE_FILE))
         with open_regular(path) as file:
             _check_size(os.fstat(file.fileno()).st_size, limit, path)
             return file.read()
@@ -67,8 +65,8 @@ def read_bytes(path: Location, limit: int = MAX_FILE) -> bytes:
         raise SourceError("the file does not exist", where=path, do=do) from error
     except OSError as error:
         raise SourceError("the file cannot be read", where=path, found=error.strerror, do="restore it") from error
-    except SourceError:
-        raise
+    except TooLargeError as error:
+        raise SourceError(error.what, where=path, expected=error.expected, found=error.found, do=error.do) from None
     except QwenCacheError as error:
         if isinstance(error.__cause__, PermissionError):  # S3 answers 403 for a missing file without the right to list
             what = "the file does not exist, or may not be read"
@@ -85,13 +83,7 @@ def _check_size(size: int, limit: int, path: Location) -> None:
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
     """A local file, for reading; OSError for a folder, and for a pipe, a device or a socket, without waiting for it."""
-
-    def without_waiting(name: str, flags: int) -> int:
-        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))  # Windows has neither
-
-    with open(path, "rb", opener=without_waiting) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # of what is open: the name may lead elsewhere by now
-            raise OSError(errno.EINVAL, "not a regular file")
+    with open(open_file(path), "rb") as file:
         yield file
 
 
@@ -287,21 +279,9 @@ def _identity(folder: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-class _ListingUrl(Url):
-    """A URL whose server lists its files."""
-
-    def find(self) -> list[str]:
-        def ask(files: Any, path: str) -> list[str]:
-            files.invalidate_cache()
-            start = path.rstrip("/") + "/"
-            return [str(name).removeprefix(start) for name in files.find(path.rstrip("/"))]
-
-        return self._call(ask, "listing")
-
-
 def _remote_folder(url: Url, probed: Iterable[str]) -> Folder:
     try:
-        paths = _ListingUrl(str(url)).find()
+        paths = Url(str(url)).find()
     except FileNotFoundError:
         paths = []
     paths = paths or [name for name in probed if (url / name).is_file()]

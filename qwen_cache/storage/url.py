@@ -1,6 +1,6 @@
 """Remote files by fsspec (s3://, gs://, hf://, https://, …), read by byte ranges, with retries.
 
-Remote files are never written.
+Remote files are never written. What a server may send and how long it may take is bounded: `storage/bounds.py`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,9 +17,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
 
 from qwen_cache.errors import ConfigError, QwenCacheError
+from qwen_cache.plain_text import one_line
+from qwen_cache.storage import bounds
+from qwen_cache.storage.bounds import TooLargeError
 from qwen_cache.storage.durable import write_at
 from qwen_cache.storage.protocols import refused_protocol
 
@@ -29,7 +32,9 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "htt
 BLOCK = 8_000_000  # bytes per request: the most that a broken connection loses; under 0.1 s at 1 Gbit/s
 ATTEMPTS = 5
 FIRST_WAIT = 0.5  # the longest first wait in seconds; every failure doubles it: about four seconds in all
+HTTP = ("http", "https")
 FETCHERS = 16  # concurrent requests: at 100 ms each, 100 samples of 6 MB per second
+GROUP = 8 * FETCHERS * BLOCK  # bytes: 1 GB
 
 T = TypeVar("T")
 
@@ -51,11 +56,27 @@ class Url:
     def name(self) -> str:
         return self.path.rpartition("/")[2]
 
-    def read_bytes(self) -> bytes:
-        """The whole file; FileNotFoundError if it does not exist. A file of up to one block is read in one request."""
-        first: bytes = self._call(lambda files, path: files.cat_file(path, start=0, end=BLOCK), "reading")
-        rest = self.read_range(BLOCK, self.size() or BLOCK) if len(first) == BLOCK else b""
-        return first + rest
+    def read_bytes(self, most: int = bounds.WHOLE_FILE) -> bytes:
+        """The whole file. FileNotFoundError if it does not exist, TooLargeError if it has more than `most` bytes.
+
+        A file of less than a block is read in one request.
+        """
+        step = min(BLOCK, most + 1)
+        first: bytes = self._call(lambda files, path: _cat(files, path, 0, step), "reading")
+        if len(first) < step:
+            return first
+        if len(first) > step:
+            raise self._no_ranges(f"{step} bytes")
+        size = self.size()
+        if size is None:
+            do = "copy it to a local disk, or to a server that does, such as nginx or S3"
+            raise QwenCacheError("the server does not say how large the file is", where=self, do=do)
+        if size > most:
+            do = "copy it to a local disk, or check what wrote it"
+            raise TooLargeError(
+                "the file is too large", where=self, expected=f"at most {most} bytes", found=size, do=do
+            )
+        return first + self.read_range(step, size)
 
     def read_range(self, begin: int, end: int) -> bytes:
         """Bytes `begin` to `end`, by blocks: a broken connection loses only one of them."""
@@ -63,21 +84,24 @@ class Url:
 
     def _read_block(self, begin: int, end: int) -> bytes:
         def read(files: Any, path: str) -> bytes:
-            data: bytes = files.cat_file(path, start=begin, end=end)
+            data = _cat(files, path, begin, end)
             if len(data) < end - begin:
                 raise EOFError(f"{len(data)} of {end - begin} bytes came")
             return data
 
         data = self._call(read, f"reading the bytes {begin} to {end}")
         if len(data) > end - begin:
-            raise QwenCacheError(
-                "the server does not answer requests for a range of bytes",
-                where=self,
-                expected=f"{end - begin} bytes",
-                found=f"{len(data)} bytes",
-                do="copy the cache to a local disk, or to a server that does, such as nginx or S3",
-            )
+            raise self._no_ranges(f"{end - begin} bytes")
         return data
+
+    def _no_ranges(self, expected: str) -> QwenCacheError:
+        return QwenCacheError(
+            "the server does not answer requests for a range of bytes",
+            where=self,
+            expected=expected,
+            found="more",
+            do="copy the files to a local disk, or to a server that does, such as nginx or S3",
+        )
 
     def require_ranges(self) -> None:
         """QwenCacheError if the server ignores byte ranges."""
@@ -88,7 +112,7 @@ class Url:
 
         def ask(files: Any, path: str) -> int | None:
             files.invalidate_cache()
-            size: int | None = files.info(path).get("size")
+            size: int | None = files.info(path, **_within(files, bounds.seconds_for(0))).get("size")
             return size
 
         return self._call(ask, "asking for its size")
@@ -105,22 +129,41 @@ class Url:
 
         def ask(files: Any, path: str) -> list[str]:
             files.invalidate_cache()
-            return [str(each).rstrip("/").rpartition("/")[2] for each in files.ls(path, detail=False)]
+            within = _within(files, bounds.PAGE_SECONDS)
+            return [str(each).rstrip("/").rpartition("/")[2] for each in files.ls(path, detail=False, **within)]
 
         with suppress(FileNotFoundError, QwenCacheError):
             return [self / name for name in self._call(ask, "listing") if fnmatchcase(name, pattern)]
         return []
 
+    def find(self) -> list[str]:
+        """The paths of all files below this folder; FileNotFoundError or none if the server does not list them.
+
+        TooLargeError for more names than fit into memory; servers of HTTP could list folders without end.
+        """
+
+        def ask(files: Any, path: str) -> list[str]:
+            files.invalidate_cache()
+            top = path.rstrip("/")
+            names = _walk(files, top) if _is_http(files) else files.find(top)
+            return [str(name).removeprefix(top + "/") for name in names]
+
+        return self._call(ask, "listing")
+
     def download(self, size: int) -> memoryview:
         """The first `size` bytes, mapped from an unnamed file in the folder for temporary files (TMPDIR)."""
+        if not size:  # the system refuses to map an empty file
+            return memoryview(b"")
         with tempfile.TemporaryFile() as file, ThreadPoolExecutor(FETCHERS, "download") as pool:
+            self.read_range(size - 1, size)  # the size is another's claim
             file.truncate(size)
 
             def fill(begin: int) -> None:
                 write_at(file.fileno(), begin, self.read_range(begin, min(begin + BLOCK, size)))
 
-            for _ in pool.map(fill, range(0, size, BLOCK)):
-                pass
+            for group in range(0, size, GROUP):  # a pool keeps all that it was given
+                for _ in pool.map(fill, range(group, min(group + GROUP, size), BLOCK)):
+                    pass
             return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
 
     def _call(self, operation: Callable[[Any, str], T], what: str) -> T:
@@ -131,14 +174,14 @@ class Url:
         from fsspec.core import url_to_fs
 
         retrying = Retrying(
-            stop=stop_after_attempt(ATTEMPTS),
+            stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(bounds.PATIENCE),
             wait=wait_random_exponential(FIRST_WAIT),
             retry=retry_if_exception(_is_transient),
             reraise=True,
         )
 
         def call() -> T:
-            files, base = url_to_fs(self.root)
+            files, base = url_to_fs(self.root, **_options(self.root))
             try:
                 return operation(files, f"{base.rstrip('/')}/{self.path}")
             except Exception as raised:
@@ -148,13 +191,15 @@ class Url:
 
         try:
             return retrying(call)
-        except FileNotFoundError:
+        except (FileNotFoundError, QwenCacheError):
             raise
         except Exception as error:
             raise self._refusal(error, what, retrying.statistics["attempt_number"]) from error
 
     def _refusal(self, error: Exception, what: str, attempts: int) -> QwenCacheError:
-        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        reason = one_line(f"{type(error).__name__}: {error}".removesuffix(": "))
+        if isinstance(error, TimeoutError):
+            reason = f"no answer, or less than {bounds.SLOWEST} bytes a second, for {bounds.SILENCE:g} seconds"
         protocol = self.root.partition(":")[0]
         if isinstance(error, ImportError):
             extra = EXTRAS.get(protocol)
@@ -166,7 +211,58 @@ class Url:
         if _is_final(error):
             return QwenCacheError(f"{what} is not possible", where=self, found=reason, do="check the address")
         do = "check the connection and run the same command again; it keeps what it has fetched"
-        return QwenCacheError(f"{what} failed {attempts} times", where=self, found=reason, do=do)
+        times = "once" if attempts == 1 else f"{attempts} times"
+        return QwenCacheError(f"{what} failed {times}", where=self, found=reason, do=do)
+
+
+def _options(address: str) -> dict[str, Any]:
+    """fsspec's options for an address. They are part of its key for instances: other users of fsspec in this process
+    keep theirs."""
+    protocols = [protocol for protocol in HTTP if f"{protocol}://" in address]
+    if not protocols:
+        return {}
+    from qwen_cache.storage.http_client import bounded_client
+
+    return {protocol: {"get_client": bounded_client} for protocol in protocols}
+
+
+def _is_http(files: Any) -> bool:
+    return "http" in ([files.protocol] if isinstance(files.protocol, str) else files.protocol)
+
+
+def _within(files: Any, seconds: float) -> dict[str, float]:
+    """The option that ends a call after `seconds`; file systems without asyncio have none."""
+    from fsspec.asyn import AsyncFileSystem
+
+    return {"timeout": seconds} if isinstance(files, AsyncFileSystem) else {}
+
+
+def _cat(files: Any, path: str, begin: int, end: int) -> bytes:
+    """The bytes from `begin` to `end`: fewer at the end of the file, one more from a server without ranges."""
+    data: bytes = files.cat_file(path, start=begin, end=end, **_within(files, bounds.seconds_for(end - begin)))
+    return data
+
+
+def _walk(files: Any, top: str) -> Iterator[str]:
+    """The files below `top`, by one page after the other; TooLargeError when all names together are too large."""
+    folders, left = [top], bounds.LISTING
+    while folders:
+        folder = folders.pop()
+        try:
+            page = files.ls(folder, detail=True, **_within(files, bounds.PAGE_SECONDS))
+        except FileNotFoundError:
+            if folder == top:
+                raise
+            continue  # a link that leads nowhere
+        for name, kind in ((str(each["name"]).rstrip("/"), each["type"]) for each in page):
+            if (left := left - len(name)) < 0:
+                do = "name a table (.csv, .jsonl, .json, .parquet): it needs no listing"
+                what = "the listing of this folder is too large"
+                raise TooLargeError(what, where=top, expected=f"at most {bounds.LISTING} bytes", do=do)
+            if kind == "directory" and name != folder:
+                folders.append(name)
+            elif kind != "directory":
+                yield name
 
 
 def _is_transient(error: BaseException) -> bool:
@@ -176,7 +272,7 @@ def _is_transient(error: BaseException) -> bool:
 
 def _is_final(error: Exception) -> bool:
     """Whether another attempt cannot succeed."""
-    kinds = (PermissionError, IsADirectoryError, NotADirectoryError, ImportError, ValueError, TypeError)
+    kinds = (QwenCacheError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, ValueError, TypeError)
     status = _status(error)
     return (
         isinstance(error, (*kinds, NotImplementedError))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,9 @@ class Server(ThreadingHTTPServer):
         self.before_answer: Callable[[], object] = lambda: None
         self.ranges = True
         self.hidden: set[str] = set()
+        self.trick: str | None = None
+        self.sent = 0
+        self.closing = threading.Event()
 
     @property
     def url(self) -> str:
@@ -36,6 +42,10 @@ class Server(ThreadingHTTPServer):
     def fail(self, *failures: str | int) -> None:
         """How the next requests for a shard fail: `cut` in the middle, `short` without a length, or with a status."""
         self.failures = iter(failures)
+
+    def shutdown(self) -> None:
+        self.closing.set()
+        super().shutdown()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -50,6 +60,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, *, body: bool) -> None:
         path = self.server.folder / self.path.lstrip("/")
+        if self.server.trick:
+            return self.play(self.server.trick)
         if not path.is_file():
             return self.send_error(404)
         if path.name in self.server.hidden:
@@ -72,6 +84,38 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = failure is not None
         self.wfile.write(data[: len(data) // 2] if failure else data if body else b"")
         return None
+
+    def play(self, trick: str) -> None:
+        """Answer as a server that means harm: `silent`, `drip`, `slow header`, `endless`, `huge`, `gzip`, `folders`.
+
+        What it sends without end is counted in `server.sent`, with what the system has not delivered yet.
+        """
+        self.close_connection = True
+        pieces: Iterable[bytes] = itertools.repeat(bytes(65_536))
+        header = b"HTTP/1.1 206 Partial Content\r\nContent-Type: text/html\r\n"
+        if trick == "silent":
+            header, pieces = b"", ()
+        elif trick == "drip":
+            pieces = self.now_and_then(b"x")
+        elif trick == "slow header":
+            header, pieces = header + b"X-More: ", self.now_and_then(b"x")
+        elif trick == "huge":
+            header += b"Content-Length: 1000000000000\r\n"
+        elif trick == "gzip":
+            header, pieces = header + b"Content-Encoding: gzip\r\n", [gzip.compress(bytes(10_000_000))]
+        elif trick == "folders":
+            pieces = [b'<a href="a/">a</a> <a href="b/">b</a>']
+        with suppress(OSError):  # the client has closed the connection
+            self.wfile.write(header + (b"" if trick in ("silent", "slow header") else b"\r\n"))
+            for piece in pieces:
+                self.wfile.write(piece)
+                self.server.sent += len(piece)
+        if trick == "silent":
+            self.server.closing.wait()
+
+    def now_and_then(self, piece: bytes) -> Iterator[bytes]:
+        while not self.server.closing.wait(0.02):
+            yield piece
 
     def log_message(self, *_: Any) -> None:
         pass

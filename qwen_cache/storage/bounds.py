@@ -1,0 +1,29 @@
+"""How much a server may send and how long it may be silent: whoever gives an address may also have chosen the server.
+
+A request over HTTP holds at most the bytes that were asked for, and ends when the server is silent for `SILENCE` or
+slower than `SLOWEST`. No attempt begins later than `PATIENCE` after the first, so a server that never answers is an
+error after at most 90 seconds. Every other request ends after `seconds_for` its size. The clients of S3 and the hub
+have time limits of their own besides, and their servers are trusted to send no more than they were asked for.
+"""
+
+from __future__ import annotations
+
+from qwen_cache.errors import QwenCacheError
+
+SILENCE = 30.0  # seconds; busy object stores answer within 10
+SLOWEST = 10_000  # bytes per second of one of 16 requests: together 1.3 Mbit/s
+PATIENCE = 60.0  # seconds; an overloaded server that says so is asked again after 4 seconds in all
+WHOLE_FILE = (
+    1_000_000_000  # bytes of a file that is read whole into memory: an image or a table; shards are read by range
+)
+LISTING = 100_000_000  # bytes of a folder's listing, or of all its names: about a million
+PAGE_SECONDS = 600.0  # of one page of a listing in all: pages of a million names take minutes to write
+
+
+class TooLargeError(QwenCacheError):
+    """A file or a listing on a server is larger than what is read into memory."""
+
+
+def seconds_for(size: int) -> float:
+    """The longest that a request for `size` bytes may take in all, its connection and headers included."""
+    return 2 * SILENCE + size / SLOWEST
