@@ -628,7 +628,7 @@ def test_a_damaged_copy_is_fetched_again(
         cache = open_cache(server.url)
         shard, offset = place(cache, 1)
         tensors(cache[1])
-        copy = copies / f"{shard}.part"
+        [copy] = copies.glob(f"{shard}.*.part")
         assert copy.read_bytes()[offset] == (local / shard).read_bytes()[offset]
         if damage == "flipped":
             flip(copy, offset)
@@ -718,7 +718,9 @@ def test_the_least_recently_used_is_removed_first(
     assert len(served.requests) == 4
     smaller = int((disk_bytes(copies) - 5000) / 0.9)  # one must go
     local_copies.LocalCopies(copies, smaller).evict()
-    assert {path.name.removesuffix(".part") for path in copies.glob("*.part")} == {rows[i].shard for i in (0, 2, 3)}
+    assert {path.name.split(".tar.")[0] + ".tar" for path in copies.glob("*.part")} == {
+        rows[i].shard for i in (0, 2, 3)
+    }
 
 
 def test_the_disk_gets_the_bytes_of_removed_copies_back(served: Server, copies: Path) -> None:
@@ -756,6 +758,77 @@ def test_copies_go_where_the_settings_say(served: Server, copies: Path, tmp_path
     tensors(pickle.loads(pickle.dumps(cache))[1])
     assert len(list((tmp_path / "mine").glob("*.part"))) == 2
     assert not copies.exists()
+
+
+HOLDER = """
+import sys
+from qwen_cache import open_cache
+
+cache = open_cache(sys.argv[1])
+views = [sample.buffer(name) for sample in cache for name in sample.row.meta.tensors]
+print("mapped", flush=True)
+sys.stdin.readline()
+print(sum(sum(view[:: 64]) for view in views), flush=True)
+"""
+
+
+def test_a_false_size_in_a_manifest_disturbs_no_other_reader(built: Callable[..., Path], tmp_path: Path) -> None:
+    """Half the size of a shard that another process has mapped from the same folder: its pages stay."""
+    served = Path(shutil.copytree(built("edit-plus"), tmp_path / "served"))
+    with serving(Server(served)) as server:
+        holder = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, server.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert holder.stdout
+        assert holder.stdout.readline() == "mapped\n"
+        manifest = json.loads((served / "cache.json").read_text(encoding="utf-8"))
+        manifest["shards"][0]["bytes"] //= 2
+        (served / "cache.json").write_text(json.dumps(manifest), encoding="utf-8")
+        cache = open_cache(server.url)
+        first = min(range(4), key=lambda i: cache.row(i).entry.offset)
+        tensors(cache[first])
+        found, _ = holder.communicate("\n", HANG)
+        assert holder.returncode == 0
+    views = [sample.buffer(name) for sample in open_cache(built("edit-plus")) for name in sample.row.meta.tensors]
+    assert int(found) == sum(sum(view[::64]) for view in views)
+
+
+@pytest.mark.parametrize("size", [1 << 62, (1 << 63) - 1])
+def test_a_size_that_no_disk_has_names_the_settings(size: int, served: Server) -> None:
+    manifest = json.loads((served.folder / "cache.json").read_text(encoding="utf-8"))
+    for shard in manifest["shards"]:
+        shard["bytes"] = size
+    (served.folder / "cache.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(
+        QwenCacheError, match=r"local copy of a shard cannot be stored \(found .*\)\n  → set cache.local"
+    ):
+        tensors(open_cache(served.url)[0])
+
+
+HOLE = """
+import sys
+from qwen_cache.storage.local_copies import Copy
+
+copy = Copy(sys.argv[1], 10_000_000)
+try:
+    copy.write(0, memoryview(b"x" * 9_000_000))
+except Exception as error:
+    print(error)
+print(copy.has(5_000_000), copy.has(9_999_999))
+"""
+
+
+@pytest.mark.slow
+def test_a_copy_in_memory_that_is_full_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
+    """Reading where nothing was written would need a page of the tmpfs."""
+    script = 'mount -t tmpfs -o size=1m tmpfs "$1" && exec "$2" -c "$3" "$1/copy.part"'
+    arguments = [str(tmp_path), sys.executable, HOLE]
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", script, "sh", *arguments], capture_output=True, text=True)
+    if "mount" in done.stderr or "unshare" in done.stderr:
+        pytest.skip("this user may not mount a tmpfs")
+    assert done.returncode == 0, done.stderr
+    assert "the local copy of a shard cannot be stored (found No space left on device)" in done.stdout
+    assert done.stdout.endswith("False False\n")
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------

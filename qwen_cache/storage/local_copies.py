@@ -2,7 +2,8 @@
 
 A local copy is a sparse file that fills sample by sample, as samples are requested. There is no bookkeeping to get
 wrong: bytes are checked against the index before they are written and whenever they are read, so torn writes, killed
-processes and two processes that fill one file are harmless.
+processes and two processes that fill one file are harmless. No process shrinks a copy that another one may have mapped:
+the size that a manifest claims is part of the copy's name, so a false claim makes another file.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class LocalCopies:
         """The copy of the shard `name` of `size` bytes; an empty one if there is none yet."""
         with _explained(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            return Copy(self.folder / (name + SUFFIX), size)
+            return Copy(self.folder / f"{name}.{size}{SUFFIX}", size)
 
     def evict(self) -> None:
         """Remove the least recently used copies until they take 0.9 of the bound; one process at a time does this.
@@ -73,7 +74,7 @@ class Copy:
         self.path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
         weakref.finalize(self, os.close, self._file)
-        if os.fstat(self._file).st_size != size:
+        if os.fstat(self._file).st_size < size:
             os.ftruncate(self._file, size)
         self.data = memoryview(mmap.mmap(self._file, size, access=mmap.ACCESS_COPY))
         self._touched = 0.0
@@ -81,9 +82,11 @@ class Copy:
     def has(self, offset: int) -> bool:
         """Whether the first byte of the sample at `offset` has been written: cheap, and only a hint.
 
-        A sample begins with a file name, so its first byte is not zero.
+        A sample begins with a file name, so its first byte is not zero. Not read through the mapping where the system
+        allows: in memory (tmpfs), that needs a page, and without space the process would end (SIGBUS).
         """
-        return any(self.data[offset : offset + 1])
+        first = os.pread(self._file, 1, offset) if hasattr(os, "pread") else self.data[offset : offset + 1]
+        return any(first)
 
     def write(self, begin: int, data: memoryview) -> None:
         """Store a sample, its first byte last."""
