@@ -114,10 +114,10 @@ def test_a_shard_that_is_no_file_is_refused(
     make(shard)
     with pytest.raises(FormatError) as refused:
         open_cache(cache)[0].buffer("image_latents")
-    assert str(refused.value).startswith(f"{shard}: this is not a regular file [F6]\n  → restore the shard")
+    assert str(refused.value).startswith(f"{shard}: not a regular file [F6]\n  → restore the shard")
     assert [str(fault) for fault in verify_cache(cache)] == [str(refused.value)]
     merged = run("qwen-cache", "merge", cache, "--out", tmp_path / "out")
-    assert (merged.code, "this is not a regular file [F6]" in merged.stderr) == (2, True)
+    assert (merged.code, "not a regular file [F6]" in merged.stderr) == (2, True)
 
 
 def test_a_shard_that_the_manifest_does_not_name_is_not_read(cache: Path) -> None:

@@ -21,6 +21,7 @@ import pytest
 from qwen_cache import QwenCacheError, open_cache
 from qwen_cache.console import console, counting
 from qwen_cache.errors import Problem
+from qwen_cache.format.manifest import with_checksum
 
 from .support.caches import build
 from .support.commands import Result, command, run
@@ -100,7 +101,7 @@ def test_verify_of_a_hostile_manifest(tmp_path: Path) -> None:
     examples.write_cache(folder, 2, [examples.EDIT], 1)
     manifest = json.loads((folder / "cache.json").read_text(encoding="utf-8"))
     manifest["shards"][0]["name"] = HOSTILE
-    (folder / "cache.json").write_text(json.dumps(manifest), encoding="utf-8")
+    (folder / "cache.json").write_bytes(with_checksum(manifest))
     assert_shown(command("qwen-cache", "verify", folder), code=1)
     for name, *options in (["inspect"], ["gc"], ["merge", "--out", tmp_path / "x"], ["migrate", "v2", "v1"]):
         arguments = [*options, folder] if name == "migrate" else [folder, *options]
@@ -202,7 +203,7 @@ def test_a_long_name_loses_its_middle_in_a_message_and_not_in_json(tmp_path: Pat
     examples.write_cache(folder, 2, [examples.EDIT], 1)
     manifest = json.loads((folder / "cache.json").read_text(encoding="utf-8"))
     manifest["shards"][0]["name"] = name
-    (folder / "cache.json").write_text(json.dumps(manifest), encoding="utf-8")
+    (folder / "cache.json").write_bytes(with_checksum(manifest))
     assert name in json.loads(run("qwen-cache", "verify", folder, "--json").stdout)["findings"][0]["what"]
     assert len(run("qwen-cache", "verify", folder).stderr) < 9_000
 

@@ -28,7 +28,7 @@ class NotAFileError(OSError):
     """The path is a folder, a pipe, a socket, a device, or a symbolic link where none is followed."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(errno.EINVAL, "this is not a regular file", str(path))
+        super().__init__(errno.EINVAL, "not a regular file", str(path))
 
 
 def open_file(path: Path, *, follow_links: bool = True) -> int:
