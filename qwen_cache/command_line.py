@@ -5,7 +5,6 @@ Errors that a user can cause become a message and an exit code; options by an ol
 
 from __future__ import annotations
 
-import errno
 import faulthandler
 import io
 import logging
@@ -22,19 +21,10 @@ from qwen_cache.console import FAILED, INTERRUPTED, console, print_text
 from qwen_cache.errors import QwenCacheError
 from qwen_cache.extras import advice, installed
 from qwen_cache.plain_text import plain
+from qwen_cache.system_errors import message_of
 from qwen_cache.version import __version__
 
 IN_BUG_REPORTS = ("torch", "diffusers", "transformers", "peft", "accelerate")
-USERS_ERRNO = (
-    errno.ENOSPC,
-    errno.EEXIST,
-    errno.EFBIG,
-    errno.EDQUOT,
-    errno.EACCES,
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.EISDIR,
-)
 
 
 def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoReturn:
@@ -62,10 +52,10 @@ def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoRet
         if (message := _missing(error, str(app.info.name))) is None:
             raise
         code = fail(message)
-    except OSError as error:
-        if error.errno not in USERS_ERRNO:
+    except (OSError, MemoryError) as error:
+        if (message := message_of(error)) is None:
             raise
-        code = fail(f"{error.filename or 'writing'}: {error.strerror}")
+        code = fail(message)
     except Exception as error:
         show = getattr(error, "show", None)  # a usage error of click; typer has its own copy of click
         if show is None:

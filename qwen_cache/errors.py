@@ -7,6 +7,7 @@ lines, without a traceback, and exit with code 2.
     ├── SourceError      the images, prompts and tables of a source
     ├── ModelError       the model folder: missing parts, another architecture
     ├── ConfigError      qwen.yaml, --set, and options that contradict each other
+    ├── TooLargeError    a file or a listing on a server that does not fit into memory
     ├── DeviceError      a device that does not exist or has too little memory
     ├── FormatError      a cache that breaks a rule of schemas/FORMAT.md (`rule` names it)
     └── TrainError       a run that cannot start, continue or resume
@@ -95,6 +96,10 @@ class ConfigError(QwenCacheError):
 
 class DeviceError(QwenCacheError):
     """A device does not exist on this machine, or has too little memory."""
+
+
+class TooLargeError(QwenCacheError):
+    """A file or a listing on a server is larger than what is read into memory."""
 
 
 class TrainError(QwenCacheError):

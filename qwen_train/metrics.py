@@ -18,6 +18,7 @@ from qwen_cache.console import human_time
 from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.durable import write_durably
+from qwen_cache.system_errors import naming
 from qwen_train.data.batches import Batch
 
 METRICS_NAME = "metrics.jsonl"
@@ -113,7 +114,7 @@ class MetricsLog:
         self.main = bool(accelerator.is_main_process)
         if not self.main:
             return
-        path = folder / METRICS_NAME
+        self.path = path = folder / METRICS_NAME
         kept = [line for line in read_metrics(path) if line["step"] <= step]
         write_durably(path, "".join(f"{json.dumps(line)}\n" for line in kept).encode("utf-8"))
         self.file = open(path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115 (closed by close)
@@ -123,8 +124,9 @@ class MetricsLog:
         """Log every `logging.logging_steps`-th step, or any step if `always`."""
         if not self.main or (step % self.every_steps and not always):
             return
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
-        self.file.flush()
+        with naming(self.path):
+            self.file.write(json.dumps({"step": step, **values}) + "\n")
+            self.file.flush()
         self.accelerator.log(values, step=step)
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from qwen_cache import FormatError, QwenCacheError, open_cache
-from qwen_cache.errors import SourceError
+from qwen_cache.errors import SourceError, TooLargeError
 from qwen_cache.format import shards
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import content_hash
@@ -42,7 +42,6 @@ from qwen_cache.settings.train import TrainConfig
 from qwen_cache.sources.places import read_bytes
 from qwen_cache.storage import bounds, local_copies
 from qwen_cache.storage import url as remote
-from qwen_cache.storage.bounds import TooLargeError
 from qwen_cache.storage.http_client import bounded_client
 from qwen_train.data.batches import Batches
 from qwen_train.data.mixture import Mixture

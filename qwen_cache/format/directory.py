@@ -15,11 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from qwen_cache.errors import ConfigError, IndexFileError, ManifestError, QwenCacheError, ShardError
+from qwen_cache.errors import ConfigError, IndexFileError, ManifestError, QwenCacheError, ShardError, TooLargeError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN, VERSIONS, Manifest, parse_manifest
-from qwen_cache.storage.bounds import TooLargeError
 from qwen_cache.storage.durable import (
     LockHeldError,
     NoLocksError,

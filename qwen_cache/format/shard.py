@@ -28,6 +28,7 @@ from qwen_cache.format.tensor import MAX_RATIO, PLANES_ZSTD, TensorSpec
 from qwen_cache.storage.durable import replace as replace_file
 from qwen_cache.storage.durable import sync
 from qwen_cache.storage.mapped import is_readable
+from qwen_cache.system_errors import naming
 
 BLOCK = 512
 END_OF_ARCHIVE = bytes(2 * BLOCK)
@@ -99,9 +100,10 @@ class ShardWriter:
     def seal(self, folder: Path) -> tuple[Shard, list[Entry]]:
         """End the archive, make it durable, and give it its name in `folder`."""
         self._write(END_OF_ARCHIVE)
-        self.file.flush()
-        sync(self.file)
-        self.file.close()
+        with naming(self.path):
+            self.file.flush()
+            sync(self.file)
+            self.file.close()
         shard = Shard(f"{self.hash.hexdigest()}.tar", len(self.entries), self.size)
         replace_file(self.path, folder / shard.name)
         return shard, self.entries
@@ -112,7 +114,8 @@ class ShardWriter:
 
     def _write(self, *pieces: bytes | memoryview) -> None:
         for piece in pieces:
-            self.file.write(piece)
+            with naming(self.path):
+                self.file.write(piece)
             self.hash.update(piece)
             self.size += len(piece) if isinstance(piece, bytes) else piece.nbytes
 

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from qwen_cache.errors import ConfigError, first_line
+from qwen_cache.system_errors import naming
 
 MAX_BYTES = 1 << 20  # a file of all settings has 3 kB
 MAX_NODES = 10_000  # keys and values, aliases expanded; all settings make 250, naming each layer for a LoRA 850
@@ -22,7 +23,7 @@ FIX = "shorten it; settings need none of this"
 
 def read_yaml(path: Path) -> Any:
     """The value of a file of YAML; OSError if it cannot be read, ConfigError as `parse_yaml`."""
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise _too_long(path)

@@ -22,8 +22,8 @@ from pathlib import Path, PureWindowsPath
 from typing import Any, BinaryIO
 from urllib.parse import unquote
 
-from qwen_cache.errors import QwenCacheError, SourceError
-from qwen_cache.storage.bounds import WHOLE_FILE, TooLargeError
+from qwen_cache.errors import QwenCacheError, SourceError, TooLargeError
+from qwen_cache.storage.bounds import WHOLE_FILE
 from qwen_cache.storage.mapped import open_file
 from qwen_cache.storage.protocols import refused_protocol
 from qwen_cache.storage.url import Url, location

@@ -8,20 +8,12 @@ have time limits of their own besides, and their servers are trusted to send no 
 
 from __future__ import annotations
 
-from qwen_cache.errors import QwenCacheError
-
 SILENCE = 30.0  # seconds; busy object stores answer within 10
 SLOWEST = 10_000  # bytes per second of one of 16 requests: together 1.3 Mbit/s
 PATIENCE = 60.0  # seconds; an overloaded server that says so is asked again after 4 seconds in all
-WHOLE_FILE = (
-    1_000_000_000  # bytes of a file that is read whole into memory: an image or a table; shards are read by range
-)
+WHOLE_FILE = 1_000_000_000  # bytes of a file that is read whole, such as an image or a table; shards are not
 LISTING = 100_000_000  # bytes of a folder's listing, or of all its names: about a million
 PAGE_SECONDS = 600.0  # of one page of a listing in all: pages of a million names take minutes to write
-
-
-class TooLargeError(QwenCacheError):
-    """A file or a listing on a server is larger than what is read into memory."""
 
 
 def seconds_for(size: int) -> float:

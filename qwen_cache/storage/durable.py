@@ -18,6 +18,8 @@ from pathlib import Path
 from threading import Lock
 from typing import IO
 
+from qwen_cache.system_errors import naming
+
 try:
     import fcntl
 except ImportError:  # on Windows
@@ -111,7 +113,7 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)  # no temporary name: Windows would not rename a link to a file in use
     except OSError:
         temporary = target.with_name(f".{target.name}.tmp")
-        with open(source, "rb") as original, open(temporary, "wb") as copy:
+        with naming(target), open(source, "rb") as original, open(temporary, "wb") as copy:
             shutil.copyfileobj(original, copy, BLOCK)
             copy.flush()
             sync(copy)
@@ -152,7 +154,7 @@ def sync(file: IO[bytes] | int) -> None:
 
 def sync_file(path: Path) -> None:
     """Flush a closed file to the disk."""
-    with open(path, "r+b") as file:  # Windows syncs only files that are open for writing
+    with naming(path), open(path, "r+b") as file:  # Windows syncs only files that are open for writing
         sync(file)
 
 
@@ -165,7 +167,8 @@ def sync_folder(folder: Path) -> None:
             return
         raise
     try:
-        sync(descriptor)
+        with naming(folder):
+            sync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -175,7 +178,7 @@ def allocate(path: Path) -> None:
 
     OSError if the disk is full. Systems without such a call get a file filled with zeros.
     """
-    with open(path, "r+b") as file:
+    with naming(path), open(path, "r+b") as file:
         size = os.fstat(file.fileno()).st_size
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)

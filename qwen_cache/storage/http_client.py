@@ -11,9 +11,8 @@ from typing import Any
 
 import aiohttp
 
-from qwen_cache.errors import QwenCacheError
+from qwen_cache.errors import QwenCacheError, TooLargeError
 from qwen_cache.storage import bounds
-from qwen_cache.storage.bounds import TooLargeError
 
 
 async def bounded_client(**options: Any) -> aiohttp.ClientSession:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen_cache.storage.durable import WINDOWS
+from qwen_cache.system_errors import naming
 
 POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: reads pages as an access does, but fails where that gets SIGBUS
 UNREADABLE = (errno.EFAULT, getattr(errno, "EHWPOISON", 133))
@@ -49,7 +50,7 @@ def open_file(path: Path, *, follow_links: bool = True) -> int:
 
 def read_file(path: Path, size: int) -> bytes:
     """At most the first `size` bytes of a regular file; NotAFileError for anything else."""
-    with open(open_file(path), "rb") as file:
+    with naming(path), open(open_file(path), "rb") as file:
         return file.read(size)
 
 

@@ -19,10 +19,9 @@ from typing import Any, TypeVar
 
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
 
-from qwen_cache.errors import ConfigError, QwenCacheError
+from qwen_cache.errors import ConfigError, QwenCacheError, TooLargeError
 from qwen_cache.plain_text import one_line
 from qwen_cache.storage import bounds
-from qwen_cache.storage.bounds import TooLargeError
 from qwen_cache.storage.durable import write_at
 from qwen_cache.storage.protocols import refused_protocol
 
