@@ -36,6 +36,7 @@ def system_error(number: int) -> OSError:
     return OSError(number, os.strerror(number))
 
 
+@pytest.mark.fast_cases(12)
 @pytest.mark.parametrize("name", sorted(ADVICE.keys() - {"ENOENT"}))
 def test_reading(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     number = getattr(errno, name)
@@ -55,8 +56,9 @@ class FailingFile:
         return failing(self.error) if name == self.call else getattr(self.file, name)
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE])
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("call", ["write", "flush", "fsync", "index"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE])
 def test_writing(call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is named, nothing is left under a final name, and the same command then does it."""
     out, error, begin = tmp_path / "out", system_error(number), ShardWriter.__init__

@@ -154,6 +154,7 @@ def test_arguments_that_a_shell_took_from_outside(
     assert without_spaces(SHOWN) in without_spaces(result.stderr.replace(r"\x0a", r"\n"))
 
 
+@pytest.mark.slow
 def test_problems_of_a_source(pairs: Path, tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
     (pairs / "target_images" / f"{HOSTILE.replace('/', '')}.png").write_bytes(HOSTILE.encode())
     result = build(pairs, tmp_path / "shards", tiny_model("edit-plus"), "--dry-run")
