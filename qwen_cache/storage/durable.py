@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import IO
@@ -35,10 +35,10 @@ BLOCK = 1 << 20
 # ---- all or nothing --------------------------------------------------------------------------------------------------
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Write `data` to `path` atomically, synced before it gets its name; a failure leaves nothing behind."""
+def write_durably(path: Path, *parts: bytes | memoryview) -> None:
+    """Write `parts` to `path` atomically, synced before it gets its name; a failure leaves nothing behind."""
     with whole_file(path) as temporary, open(temporary, "wb") as file:
-        file.write(data)
+        file.writelines(parts)
         file.flush()
         sync(file)
 
@@ -67,9 +67,11 @@ def whole_file(path: Path, *, shared: bool = False) -> Iterator[Path]:
 def whole_folder(path: Path) -> Iterator[Path]:
     """A new folder to fill, which is then synced and replaces `path`; an error leaves nothing behind.
 
-    The next call removes what a killed process left.
+    No system replaces a folder in one step, so the old one is moved aside first. If the process dies in between, the
+    next call gives it its name back; it also removes what a killed process left.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
+    _name_again(old, path)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
@@ -77,12 +79,21 @@ def whole_folder(path: Path) -> Iterator[Path]:
         for each in temporary.rglob("*"):
             (sync_folder if each.is_dir() else sync_file)(each)
         sync_folder(temporary)
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            replace(path, old)
+        replace(temporary, path)
     except Exception:
         shutil.rmtree(temporary, ignore_errors=True)  # other writers may need its disk space
+        _name_again(old, path)
         raise
-    shutil.rmtree(path, ignore_errors=True)
-    replace(temporary, path)
     sync_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _name_again(old: Path, path: Path) -> None:
+    if old.exists() and not path.exists():
+        replace(old, path)
 
 
 def replace(source: Path, target: Path) -> None:
@@ -203,20 +214,24 @@ class NoLocksError(OSError):
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock on the file `path` until the end of the block or of the process, however it ends; the file stays.
+def locked(path: Path, *, remove: bool = False) -> Iterator[None]:
+    """Hold a lock on the file `path` until the end of the block or of the process, however it ends.
 
-    Raises LockHeldError immediately when another process has the lock, NoLocksError if the kernel cannot lock this
-    file, and OSError if the path is a symbolic link.
+    The file stays, or is removed at the end of the block with `remove`. Programs started meanwhile do not hold the
+    lock. Raises LockHeldError immediately when another process has the lock, NoLocksError if the kernel cannot lock
+    this file, and OSError if the path is a symbolic link.
     """
     from filelock import lock_descriptor, unlock_descriptor  # only its wrappers of the kernel's lock on an open file
 
-    with open(path, "a+b", opener=_open_no_link) as file:
+    with ExitStack() as stack:
+        if remove and WINDOWS:
+            stack.callback(_try_to_remove, path)  # once it is closed
+        file = stack.enter_context(open(path, "a+b", opener=_open_no_link))
         try:
             free = lock_descriptor(file.fileno(), blocking=False)
         except OSError as error:
             raise NoLocksError(error.errno, error.strerror, str(path)) from None
-        if not free:
+        if not (free and _is_at(path, file)):
             raise LockHeldError(_holder(file))
         try:
             file.truncate(0)
@@ -225,7 +240,22 @@ def locked(path: Path) -> Iterator[None]:
             yield
             file.truncate(0)
         finally:
+            if remove and not WINDOWS:
+                path.unlink(missing_ok=True)  # while it is locked: who opens it later opens another file
             unlock_descriptor(file.fileno())
+
+
+def _try_to_remove(path: Path) -> None:
+    with suppress(OSError):  # Windows does not remove a file that a process has open
+        path.unlink()
+
+
+def _is_at(path: Path, file: IO[bytes]) -> bool:
+    """Whether the file is still the one at `path`; its last holder may just have removed it."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _open_no_link(path: str, flags: int) -> int:
