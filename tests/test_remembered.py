@@ -97,11 +97,11 @@ def test_a_file_that_changes_while_it_is_read_is_not_remembered(file: Path) -> N
     assert digest(file) == ("other", 1)
 
 
-@pytest.mark.parametrize("damage", [b"", b"[]", b'{"digest": "x"}', b"\xff"])
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"digest": "x"}', b"\xff", b"another digest"])
 def test_a_damaged_entry_is_computed_again(file: Path, home: Path, damage: bytes) -> None:
     digest(file)
     (entry,) = home.iterdir()
-    entry.write_bytes(damage)
+    entry.write_bytes(entry.read_bytes().replace(b"first", b"firrt") if damage == b"another digest" else damage)
     assert [digest(file) for _ in range(2)] == [("first", 1), ("first", 0)]
 
 
@@ -123,10 +123,8 @@ def test_a_second_build_reads_no_weights(
     tmp_path: Path, pairs: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[Path] = []
-    from qwen_cache.encode import recipe
-
-    read = recipe._hash_file
-    monkeypatch.setattr(recipe, "_hash_file", lambda path, on_bytes: reads.append(path) or read(path, on_bytes))
+    read = module.file_digest
+    monkeypatch.setattr(module, "file_digest", lambda path, on_bytes: reads.append(path) or read(path, on_bytes))
     counts = []
     for _ in range(2):
         assert build(pairs, tmp_path / "shards", tiny_model("edit-plus"), "--dry-run").code == 0

@@ -7,21 +7,15 @@ the encoding code that changes its output.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from qwen_cache.encode.edit_mask import EditMasks
-from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.models.family import QWEN_IMAGE, Family
-from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.folder import ModelFolder, fingerprint
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.sizes import Resolution
-from qwen_cache.storage.remembered import remembered
 
 ENCODER_VERSION = 2
-_CHUNK = 1 << 24
 _CONFIGURATION = (".json", ".txt", ".jinja")
 
 
@@ -33,10 +27,10 @@ def make_recipe(model: ModelFolder, config: Config, on_bytes: Callable[[int], No
         "encoder_version": ENCODER_VERSION,
         "pipeline": model.pipeline,
         "dtype": config.cache.dtype,
-        "vae": _fingerprint([model.component("vae")], (".safetensors", "config.json"), on_bytes),
+        "vae": fingerprint([model.component("vae")], on_bytes=on_bytes),
         **Resolution.of(config.data).recipe(),
-        "text_encoder": _fingerprint([model.component("text_encoder")], (".safetensors", "config.json"), on_bytes),
-        "processor": _fingerprint(processor, _CONFIGURATION, on_bytes),
+        "text_encoder": fingerprint([model.component("text_encoder")], on_bytes=on_bytes),
+        "processor": fingerprint(processor, _CONFIGURATION, on_bytes),
         "template": template.frame,
         "picture_template": template.image,
     }
@@ -65,25 +59,3 @@ def _family(family: Family) -> dict[str, Any]:
         "final_norm": family.final_norm,
         "text_rows_only": family.text_rows_only,
     }
-
-
-def _fingerprint(folders: list[Path], endings: tuple[str, ...], on_bytes: Callable[[int], None]) -> str:
-    """One hash over the names and contents of the files with these endings."""
-    files = [path for folder in folders for path in sorted(folder.iterdir()) if path.name.endswith(endings)]
-    return content_hash(
-        canonical_json([[f"{path.parent.name}/{path.name}", _digest(path, on_bytes)] for path in files])
-    )
-
-
-def _digest(path: Path, on_bytes: Callable[[int], None]) -> str:
-    """The hash of a file's content; weights are read again only when the file has changed."""
-    return remembered("xxh3-128", [path], lambda: _hash_file(path, on_bytes))
-
-
-def _hash_file(path: Path, on_bytes: Callable[[int], None]) -> str:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            on_bytes(len(chunk))
-    return digest.hexdigest()

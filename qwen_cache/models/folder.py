@@ -7,16 +7,22 @@ the encoders. Imports neither torch nor diffusers.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from qwen_cache.errors import ModelError, first_line
+from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.models.family import NOT_YET, PIPELINES, SUPPORTED, Family, Pipeline, PipelineName, family_of
 from qwen_cache.models.template import Template
+from qwen_cache.storage.checksums import NAME as CHECKSUMS
+from qwen_cache.storage.checksums import find_fault
+from qwen_cache.storage.remembered import remembered_digest
 
 ENCODER_PARTS = ("vae", "text_encoder", "tokenizer", "processor")
 """The folders of the frozen encoders; a model has those of its pipeline."""
+WEIGHTS = (".safetensors", "config.json")
+"""Endings of the files that decide what a component computes."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,30 @@ def open_model(name: str | None, components: Sequence[str], revision: str | None
             do="download the whole model, or name another with --model",
         )
     return ModelFolder(name, path, pipeline)
+
+
+def fingerprint(
+    folders: Sequence[Path], endings: tuple[str, ...] = WEIGHTS, on_bytes: Callable[[int], None] = lambda _: None
+) -> str:
+    """One hash over the names and contents of the files in these folders with these endings, wherever they are.
+
+    Files are read again only when they have changed; `on_bytes` gets the number of bytes just read. ModelError for one
+    that cannot be read, such as the link of a broken download.
+    """
+    files = [path for folder in folders for path in sorted(folder.iterdir()) if path.name.endswith(endings)]
+    try:
+        digests = [[f"{path.parent.name}/{path.name}", remembered_digest(path, on_bytes)] for path in files]
+    except OSError as error:
+        do = "download this component again"
+        raise ModelError(f"this file cannot be read: {error.strerror}", where=error.filename, do=do) from None
+    return content_hash(canonical_json(digests))
+
+
+def check_component(folder: Path) -> None:
+    """Raise ModelError if a component that this project wrote has changed since; another one cannot be checked."""
+    if (folder / CHECKSUMS).is_file() and (fault := find_fault(folder, remembered_digest)):
+        do = f"restore the folder from a copy; if it was changed on purpose, remove its {CHECKSUMS}"
+        raise fault.error(ModelError, do)
 
 
 def _download(name: str, components: Sequence[str], revision: str | None) -> Path:

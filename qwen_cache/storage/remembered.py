@@ -3,7 +3,8 @@
 A file counts as unchanged while its path, size, times of modification and change, inode and device are: an archive or a
 copy can set the first time, but no program the second. A file that was modified in the last seconds before it was read
 is not remembered: another change in the same tick of its clock would not show.
-Where nothing can be remembered, digests are computed each time; a damaged entry is computed again.
+Where nothing can be remembered, digests are computed each time; a damaged entry is computed again. A bit that flips on
+the disk changes none of a file's times, so it shows only when the file is read again.
 """
 
 from __future__ import annotations
@@ -13,12 +14,35 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import xxhash
 
 from qwen_cache.storage.durable import cache_home, sync, whole_file
 
+BLOCK = 1 << 20  # bytes; larger blocks are not hashed faster
 SETTLED_NS = 2_000_000_000  # the coarsest clock of a common file system, FAT's, ticks every 2 seconds
+
+
+def remembered_digest(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> str:
+    """`file_digest`, remembered; `on_bytes` is called only if the file is read."""
+    return remembered("xxh3-128", [path], lambda: file_digest(path, on_bytes))
+
+
+def file_digest(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> str:
+    """The xxh3-128 of a file, as 32 hexadecimal digits; `on_bytes` gets the number of bytes just read."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as file:
+        update_from(file, digest, on_bytes)
+    return digest.hexdigest()
+
+
+def update_from(file: IO[bytes], digest: xxhash.xxh3_128, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+    """Add the rest of an open file to `digest`."""
+    block = memoryview(bytearray(BLOCK))
+    while count := file.readinto(block):  # type: ignore[attr-defined]  # files in binary mode have it
+        digest.update(block[:count])
+        on_bytes(count)
 
 
 def remembered(kind: str, files: Sequence[Path], compute: Callable[[], str]) -> str:
@@ -31,13 +55,19 @@ def remembered(kind: str, files: Sequence[Path], compute: Callable[[], str]) -> 
     name = xxhash.xxh3_128_hexdigest(json.dumps([kind, *(str(path.resolve()) for path in files)]).encode())
     with suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
         known = json.loads(_entry(name).read_text(encoding="utf-8"))
-        if known["files"] == states:
+        if known == _checked(states, known["digest"]):
             return str(known["digest"])
     digest = compute()
     settled = all(max(times) + SETTLED_NS < now for _, *times, _, _ in states)
     if digest and settled and states == [_state(path) for path in files]:
-        _remember(name, {"files": states, "digest": digest})
+        _remember(name, _checked(states, digest))
     return digest
+
+
+def _checked(states: list[list[int]], digest: str) -> dict[str, object]:
+    """An entry, with a checksum of itself."""
+    entry: dict[str, object] = {"files": states, "digest": digest}
+    return entry | {"xxh3_128": xxhash.xxh3_128_hexdigest(json.dumps(entry).encode())}
 
 
 def _state(path: Path) -> list[int]:
