@@ -55,7 +55,8 @@ def progress(*, remaining: bool = True, transient: bool = False) -> Progress:
     description = TextColumn("{task.description}", markup=False)
     columns = [description, BarColumn(bar_width=24), TextColumn("{task.fields[count]}", markup=False)]
     columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()] if remaining else []
-    return Progress(*columns, console=console(), transient=transient)
+    out = console()
+    return Progress(*columns, console=out, transient=transient, disable=transient and not out.is_terminal)
 
 
 @contextmanager

@@ -4,13 +4,16 @@
       pytorch_lora_weights.safetensors   the adapter, as the stock pipeline loads it; or all weights, in transformer/
       pytorch_lora_weights_ema.safetensors   their EMA, if there is one; or transformer_ema/
       state.safetensors, state.json      optimizer, learning rate, random state; step and samples; cache, seed
+      checksums.json                     size and xxh3-128 of all of these; read and compared before anything is used
 
-A checkpoint is complete under its name or absent: if writing fails, the earlier ones stay. It contains no pickle. It
-does not depend on the number of processes: sharded tensors are gathered when saved and sharded again on resume.
+A checkpoint is complete under its name or absent: if writing fails, the earlier ones stay. It is never replaced. It
+contains no pickle. It does not depend on the number of processes: sharded tensors are gathered when saved and sharded
+again on resume. A damaged checkpoint is refused, and so is one of a run with other settings or another transformer.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -26,15 +29,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qwen_cache.errors import TrainError
+from qwen_cache.console import counting
+from qwen_cache.errors import QwenCacheError, TrainError, first_line
 from qwen_cache.models.devices import accelerator, device_module
+from qwen_cache.storage.checksums import NAME as CHECKSUMS
+from qwen_cache.storage.checksums import UNLISTED, Fault, find_fault, write_checksums
 from qwen_cache.storage.durable import sync_file, whole_file, whole_folder, write_durably
+from qwen_cache.storage.remembered import file_digest
 from qwen_train.model.ema import Ema
 from qwen_train.model.sharding import all_gather_object, distribute_like, full_tensor
 from qwen_train.weights import gather_weights, read_weights, weights_path, write_weights
 
 NAME = re.compile(r"checkpoint-(\d+)")
 EMA_SUFFIX = "_ema"
+STATE = "state.json"
+TRANSFORMER = "transformer"
+"""The entry of `Run.fixed` with the hash of the frozen weights."""
 
 
 @dataclass
@@ -45,10 +55,10 @@ class Run:
     optimizer: Any
     lr_scheduler: Any
     fixed: dict[str, Any]
-    """What a resumed run must share with the checkpoint: the cache's identity, the seed, the training method, the
-    optimizer, and the batch settings, which decide which samples were trained so far."""
+    """What a resumed run must share with the checkpoint: the transformer's weights, the cache's identity, the seed, the
+    training method, the optimizer, and the batch settings, which decide which samples were trained so far."""
     origin: dict[str, Any] = field(default_factory=dict)
-    """Written into the LoRA file: the model and the cache that it was trained on."""
+    """Written into the LoRA file and the checkpoint: the model and the cache that it was trained on."""
     step: int = 0
     consumed_samples: int = 0
     """Samples that all processes have trained; this number determines the next batch (`batch_plan`)."""
@@ -58,7 +68,7 @@ class Run:
 def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
     """Write `checkpoint-<step>`, then remove all but the newest `keep` (0 keeps all); every process takes part.
 
-    Raises TrainError in every process if writing fails.
+    Raises TrainError in every process if writing fails, or if there is a checkpoint of this step.
     """
     main, final = PartialState().is_main_process, folder / f"checkpoint-{run.step}"
     weights = _all_weights(run, main)
@@ -67,6 +77,7 @@ def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
         "step": run.step,
         "samples": run.consumed_samples,
         "fixed": run.fixed,
+        "origin": run.origin,
         "ema": run.ema and run.ema.updates,
         "optimizer": _flatten(run.optimizer.state_dict(), "optimizer", tensors),
         "lr_scheduler": _flatten(run.lr_scheduler.state_dict(), "lr_scheduler", tensors),
@@ -74,6 +85,8 @@ def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
     }
     with _raised_everywhere(f"checkpoint-{run.step}", folder):
         if tensors is not None:
+            if final.exists():  # only another run can have written it; where files cannot be locked there may be one
+                raise FileExistsError(errno.EEXIST, "another run has written it", str(final))
             _write(final, run, weights, tensors, state)
             for _, old in checkpoints(folder)[:-keep] if keep else []:
                 shutil.rmtree(old)
@@ -94,6 +107,7 @@ def save_result(folder: Path, run: Run, dtype: torch.dtype) -> Path:
                 continue
             with whole_folder(path) as temporary:
                 write_weights(run.transformer, cast, temporary, run.origin)
+                write_checksums(temporary)
     return weights_path(run.transformer, folder)
 
 
@@ -113,7 +127,8 @@ def _write(
         for suffix, values in weights.items():
             write_weights(run.transformer, values, weights_path(run.transformer, temporary, suffix), run.origin)
         _write_tensors(temporary / "state.safetensors", tensors)
-        write_durably(temporary / "state.json", json.dumps(state).encode("utf-8"))
+        write_durably(temporary / STATE, json.dumps(state).encode("utf-8"))
+        write_checksums(temporary)
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -133,18 +148,16 @@ def _raised_everywhere(what: str, folder: Path) -> Iterator[None]:
     problem = None
     try:
         yield
+    except FileExistsError as error:
+        problem = str(error.strerror), "stop the other run, or set another train.output_dir"
     except (OSError, SafetensorError) as error:
-        problem = getattr(error, "strerror", None) or str(error)
+        problem = getattr(error, "strerror", None) or str(error), "free disk space"
     problem = all_gather_object(problem)[0]
     if problem is not None:
-        newest = checkpoints(folder)
-        raise TrainError(
-            f"{what} cannot be written: {problem}",
-            where=folder,
-            do=f"free disk space; {newest[-1][1].name} is kept, continue with --resume"
-            if newest
-            else "free disk space",
-        )
+        reason, do = problem
+        if newest := checkpoints(folder):
+            do = f"{do}; {newest[-1][1].name} is kept, continue with --resume"
+        raise TrainError(f"{what} cannot be written: {reason}", where=folder, do=do)
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -154,45 +167,85 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def load_checkpoint(path: Path, run: Run) -> None:
-    """Restore the run from the checkpoint; TrainError if it is damaged, or belongs to other settings."""
-    with _reading(path / "state.json") as file:
-        state = json.loads(file.read_text(encoding="utf-8"))
-        _check_fixed(path, state["fixed"], run.fixed)
-    with _reading(path / "state.safetensors") as file:
-        tensors = load_file(file)
-    with _reading(weights_path(run.transformer, path)) as weights:
-        read_weights(run.transformer, weights)
-    if run.ema:
-        run.ema.updates = int(state["ema"])
-        with _reading(weights_path(run.transformer, path, EMA_SUFFIX)) as weights, run.ema.swapped():
-            read_weights(run.transformer, weights)
-    run.optimizer.load_state_dict(_distributed(_unflatten(state["optimizer"], tensors), run.optimizer))
-    run.lr_scheduler.load_state_dict(_unflatten(state["lr_scheduler"], tensors))
-    run.step, run.consumed_samples = int(state["step"]), int(state["samples"])
-    _set_random_state(_unflatten(state["random"], tensors), run)
+    """Restore the run from the checkpoint; TrainError if it is damaged, or belongs to other settings.
+
+    Every file is compared with its checksum first, by one process of each machine.
+    """
+    fault = _find_fault(path) if PartialState().is_local_main_process else None
+    if fault := next(filter(None, all_gather_object(fault)), None):
+        raise fault.error(TrainError, _advice(path, fault))
+    with restoring(path):
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        _check_fixed(path, state, run)
+        tensors = load_file(path / "state.safetensors")
+        read_weights(run.transformer, weights_path(run.transformer, path))
+        if run.ema:
+            run.ema.updates = _count(state["ema"])
+            with run.ema.swapped():
+                read_weights(run.transformer, weights_path(run.transformer, path, EMA_SUFFIX))
+        run.optimizer.load_state_dict(_distributed(_unflatten(state["optimizer"], tensors), run.optimizer))
+        run.lr_scheduler.load_state_dict(_unflatten(state["lr_scheduler"], tensors))
+        run.step, run.consumed_samples = _count(state["step"]), _count(state["samples"])
+        _set_random_state(_unflatten(state["random"], tensors), run)
+
+
+def _find_fault(path: Path) -> Fault | None:
+    """`find_fault` with a progress line: the files of full training can be 240 GB."""
+    total = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    with counting(f"reading {path.name}", total, in_bytes=True, transient=True) as advance:
+        return find_fault(path, lambda file: file_digest(file, advance))
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[Path]:
-    """Turn any fault of the file into a TrainError that names it."""
+def restoring(path: Path) -> Iterator[None]:
+    """Turn a failure to restore a whole checkpoint into a TrainError: this version did not write it, or not so."""
     try:
-        yield path
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        do = "remove this checkpoint, and resume from the previous one"
-        raise TrainError(f"this checkpoint is damaged: {error}", where=path, do=do) from None
+        yield
+    except (QwenCacheError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 (optimizers raise what they like)
+        what = f"this version cannot restore this checkpoint: {type(error).__name__}: {first_line(error)}"
+        raise TrainError(what, where=path / STATE, do=_advice(path)) from None
 
 
-def _check_fixed(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
+def _advice(path: Path, fault: Fault | None = None) -> str:
+    """What to do about a checkpoint that cannot be used; earlier ones are read to find one that is whole."""
+    name, step = path.name, int(NAME.fullmatch(path.name)[1])  # type: ignore[index]
+    older = [earlier for number, earlier in reversed(checkpoints(path.parent)) if number < step]
+    whole = next((earlier.name for earlier in older if _find_fault(earlier) is None), None)
+    if whole:
+        skipped = ", ".join([name, *(each.name for each in older[: [it.name for it in older].index(whole)])])
+        do = f"remove {skipped}; {whole} is whole, and --resume continues from it"
+    else:
+        do = "no earlier checkpoint is whole: start again with another train.output_dir"
+    if fault and fault.what == UNLISTED:
+        return f"remove this file, if it came there by mistake; else {do}"
+    if fault and fault.where == path / CHECKSUMS and not fault.where.exists():
+        return f"if an earlier version wrote it, which had no {CHECKSUMS}, finish the run with that version; else {do}"
+    return do
+
+
+def _check_fixed(path: Path, state: dict[str, Any], run: Run) -> None:
+    saved, current = state["fixed"], run.fixed
     for name in saved | current:
         if saved.get(name) != current.get(name):
             was, now = _differing(saved.get(name), current.get(name))
+            if name == TRANSFORMER:
+                was, now = f"{state['origin']['model']}, xxh3-128 {was}", f"{run.origin.get('model')}, xxh3-128 {now}"
             raise TrainError(
                 f"this checkpoint was trained with another {name}, so it cannot be resumed",
-                where=path,
+                where=path / STATE,
                 expected=was,
                 found=now,
                 do=f"use the same {name}, or start again with another train.output_dir",
             )
+
+
+def _count(value: Any) -> int:
+    """The value, if it is a number of steps or samples."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is no number of steps or samples")
+    return value
 
 
 def _differing(was: Any, now: Any) -> tuple[str, str]:

@@ -1,7 +1,8 @@
 """Training, top to bottom: `prepare` sets a run up, `train` is the loop.
 
 Loads only the transformer: no VAE, no text encoder, no pipeline. It reads the cache, and writes weights that the stock
-pipeline loads. A run that is stopped and resumed equals an uninterrupted one.
+pipeline loads. A run that is stopped and resumed equals an uninterrupted one. A second run in the same output folder is
+refused while the first lasts.
 """
 
 from __future__ import annotations
@@ -9,24 +10,33 @@ from __future__ import annotations
 import json
 import math
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate import Accelerator, PartialState
+from accelerate.utils import parse_flag_from_env, set_seed
 
 from qwen_cache.batching.batch_plan import sequence_settings
-from qwen_cache.console import console, progress, verbatim
+from qwen_cache.console import console, counting, progress, verbatim
 from qwen_cache.errors import ConfigError, TrainError
-from qwen_cache.models.folder import ModelFolder, open_model
+from qwen_cache.models.folder import WEIGHTS, ModelFolder, fingerprint, open_model
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_cache.settings.train import TrainConfig
-from qwen_cache.storage.durable import write_durably
-from qwen_train.checkpoint import Run, checkpoints, load_checkpoint, save_checkpoint, save_result
+from qwen_cache.storage.durable import LockHeldError, NoLocksError, locked, write_durably
+from qwen_train.checkpoint import (
+    TRANSFORMER,
+    Run,
+    checkpoints,
+    load_checkpoint,
+    restoring,
+    save_checkpoint,
+    save_result,
+)
 from qwen_train.data.batches import Batch, Batches
 from qwen_train.data.samples import Samples, open_samples
 from qwen_train.flow import NoiseSchedule, flow_loss, interpolate
@@ -36,7 +46,7 @@ from qwen_train.metrics import MetricsLog, StepStats, Throughput, check_tracker,
 from qwen_train.model.ema import Ema
 from qwen_train.model.modulation import tabulate
 from qwen_train.model.offload import offload_blocks
-from qwen_train.model.sharding import full_tensor, wrap
+from qwen_train.model.sharding import all_gather_object, full_tensor, wrap
 from qwen_train.nonfinite import NonFiniteGuard
 from qwen_train.optimizers import apply_settings, make_optimizer
 from qwen_train.report import RUN_FACTS_NAME, renew_report
@@ -53,6 +63,7 @@ from qwen_train.weights import (
 )
 
 TRANSFORMER_PARTS = ("transformer", "scheduler")
+LOCK = ".lock"
 GLOO_SECONDS = 0.5  # long enough for a waiting thread to get the interpreter, on a busy machine too
 
 
@@ -77,6 +88,46 @@ def train(config: Config, *, resume: bool = False, encode_from: str | None = Non
 
     Raises KeyboardInterrupt after SIGINT or SIGTERM, once the current step is finished and saved.
     """
+    with only_run(Path(config.train.output_dir)):
+        return _train(config, resume, encode_from)
+
+
+@contextmanager
+def only_run(out: Path) -> Iterator[None]:
+    """Keep other runs out of the output folder until the end of the block, by a lock that the main process holds.
+
+    Raises TrainError in every process if another run has the lock. Where files cannot be locked the run goes ahead,
+    with a warning: all its files are written whole and checked when read, so a second run can cost time, not mix up a
+    checkpoint. A new folder that is still empty at the end is removed.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError("not a folder", where=out, do="set train.output_dir")
+    holder, is_new = None, not out.exists()
+    with ExitStack() as held:
+        if PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).is_main_process:  # as Accelerator asks for it
+            out.mkdir(parents=True, exist_ok=True)
+            if is_new:
+                held.callback(_remove_empty, out)
+            try:
+                held.enter_context(locked(out / LOCK, remove=True))
+            except LockHeldError as error:
+                holder = error.holder
+            except NoLocksError as error:
+                (out / LOCK).unlink(missing_ok=True)
+                text = f"warning: {out}: files cannot be locked here ({error.strerror}): start no second run in it"
+                console().print(text, style="yellow", markup=False)
+        if holder := all_gather_object(holder)[0]:
+            do = "wait for it, or stop it first; or set another train.output_dir"
+            raise TrainError("another run is writing to this folder", where=out, found=holder, do=do)
+        yield
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _train(config: Config, resume: bool, encode_from: str | None) -> Path:
     p = prepare(config, resume, encode_from)
     config, settings = p.config, p.config.train
     run, accelerator, optimizer, lr_scheduler = p.run, p.accelerator, p.run.optimizer, p.run.lr_scheduler
@@ -229,8 +280,6 @@ def zero_loss(transformer: Any, batch: Batch) -> torch.Tensor:
 def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Prepared:
     """Load the transformer, add the LoRA, and load the newest checkpoint if there is one."""
     settings, out = config.train, Path(config.train.output_dir)
-    if out.exists() and not out.is_dir():
-        raise ConfigError("not a folder", where=out, do="set train.output_dir")
     earlier = checkpoints(out)
     if earlier and not resume:
         raise ConfigError(
@@ -256,6 +305,7 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
     schedule = NoiseSchedule.of_config(scheduler)
     batches = Batches(cache, settings, schedule, rank=accelerator.process_index, world_size=accelerator.num_processes)
     validation = make_validation(config, batches, scheduler)
+    weights = hash_transformer(model, accelerator)
     set_seed(settings.seed)
     with memory_for_training(accelerator.device):
         transformer = load_for_training(config, model, cache, accelerator.device, is_new=not earlier)
@@ -266,12 +316,13 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
         if settings.offload_blocks:
             offload_blocks(transformer, settings.offload_blocks, accelerator.device)
         transformer = wrap(accelerator, transformer, settings)
-    run = start_run(config, accelerator.unwrap_model(transformer), accelerator, cache.identity)
+    run = start_run(config, accelerator.unwrap_model(transformer), accelerator, cache.identity, weights)
     run.origin = {"model": public_name(model), "pipeline": model.pipeline, "cache": cache.identity}
     changed = settings_changed(out / CONFIG_NAME, config) if earlier else []
     if earlier:
         load_checkpoint(earlier[-1][1], run)
-        apply_settings(config, run.optimizer, run.lr_scheduler)
+        with restoring(earlier[-1][1]):
+            apply_settings(config, run.optimizer, run.lr_scheduler)
     parameters = trainable(run.transformer)
     if accelerator.is_main_process:
         plan = batches.plan.summary(batches.world_size, settings.gradient_accumulation_steps)
@@ -305,11 +356,22 @@ def load_for_training(config: Config, model: ModelFolder, cache: Samples, device
     return transformer
 
 
-def start_run(config: Config, transformer: Any, accelerator: Accelerator, cache: str) -> Run:
+def hash_transformer(model: ModelFolder, accelerator: Accelerator) -> str:
+    """The hash of the transformer's files, which the main process reads if they have changed since the last run."""
+    digest, folder = "", model.component("transformer")
+    if accelerator.is_main_process:
+        total = sum(path.stat().st_size for path in folder.iterdir() if path.name.endswith(WEIGHTS) and path.exists())
+        with counting("hashing the transformer", total, in_bytes=True, transient=True) as advance:
+            digest = fingerprint([folder], on_bytes=advance)
+    return all_gather_object(digest)[0]
+
+
+def start_run(config: Config, transformer: Any, accelerator: Accelerator, cache: str, weights: str) -> Run:
     """The run at step 0: its optimizer, and the settings that a checkpoint must share with it."""
     settings, parameters = config.train, trainable(transformer)
     optimizer, lr_scheduler = make_optimizer(config, parameters)
-    fixed = {"cache": cache, "seed": settings.seed, "train.method": settings.method}
+    fixed: dict[str, Any] = {TRANSFORMER: weights, "model.quantization": config.model.quantization}
+    fixed |= {"cache": cache, "seed": settings.seed, "train.method": settings.method}
     if settings.method == "lora":
         fixed["lora"] = settings.lora.model_dump(mode="json", exclude={"weights"})
     fixed |= {"optimizer.name": config.optimizer.name, "train.ema_decay": settings.ema_decay}

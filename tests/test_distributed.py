@@ -20,6 +20,7 @@ from diffusers import QwenImage21Transformer2DModel, QwenImageTransformer2DModel
 from safetensors.torch import load_file
 
 from qwen_cache.models.folder import open_model
+from qwen_cache.storage.durable import locked
 from qwen_train import checkpoint
 from qwen_train.weights import load_transformer
 
@@ -99,6 +100,20 @@ def test_two_stopped_processes_resume_bit_for_bit(train: Trainer, fsdp: bool, me
     whole = written(by_two(train, settings=settings, out="whole"))
     by_two(train, settings=settings, train__max_steps=2)
     assert differences(written(by_two(train, "--resume", settings=settings)), whole) == []
+
+
+def test_both_processes_refuse_a_second_run_and_a_damaged_checkpoint(train: Trainer) -> None:
+    """The first checks for both, and none waits for the other."""
+    out = train(settings=STEPS, train__max_steps=1)
+    with locked(out / ".lock"):
+        done = two(train, "--resume", settings=STEPS)
+    message = f"{out}: another run is writing to this folder (found process {os.getpid()} on "
+    assert (done.returncode, done.stderr.count(message)) == (1, 2), done.stderr
+    file = out / "checkpoint-1" / LORA
+    file.write_bytes(file.read_bytes()[:-2] + b"\1\1")
+    done = two(train, "--resume", settings=STEPS)
+    message = f"{file}: this file was changed after it was written"
+    assert (done.returncode, done.stderr.count(message)) == (1, 2), done.stderr
 
 
 def test_weights_stored_in_bfloat16_are_trained_in_float32(train: Trainer, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run that died anywhere, with any method and optimizer, resumes as if it had not.
+"""A run that died anywhere, with any method and optimizer, resumes as if it had not, or says why it cannot.
 
 The judge is the run that was not interrupted, bit for bit, in float32 on the CPU. A process that dies leaves what is on
 disk and nothing else, and so does an exception here that nothing catches; tests/test_train.py kills real processes.
@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Callable
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from qwen_train import checkpoint
+from qwen_cache.errors import TrainError
+from qwen_cache.storage import durable
+from qwen_cache.storage.checksums import write_checksums
+from qwen_cache.storage.durable import LockHeldError, locked
+from qwen_train import checkpoint, weights
 from qwen_train import train as training
 
 from .support.commands import refused
@@ -110,18 +120,20 @@ def test_resuming_as_something_else_is_refused(train: Trainer, change: dict[str,
     refused(train.try_("--resume", settings={**EVERYTHING_RANDOM, **change}), "checkpoint-1", message)
 
 
-@pytest.mark.parametrize("method", ["lora", slow("full")])
+@pytest.mark.parametrize(("method", "library"), [("lora", True), slow("lora", False), slow("full", False)])
 def test_a_full_disk_stops_the_run_and_keeps_the_checkpoint_before(
-    train: Trainer, monkeypatch: pytest.MonkeyPatch, method: str
+    train: Trainer, monkeypatch: pytest.MonkeyPatch, method: str, library: bool
 ) -> None:
-    """The disk is full when the second checkpoint has its weights and the optimizer's state is to be written."""
+    """The disk is full when the second checkpoint has its weights and the optimizer's state is to be written; the
+    safetensors library has an error of its own for that."""
     settings = {**DYING, "train.method": method}
     save_file, calls = checkpoint.save_file, itertools.count()
 
     def full_disk(tensors: dict[str, torch.Tensor], path: Path) -> None:
         if next(calls) == 1:
             path.write_bytes(b"half of it")
-            raise OSError(errno.ENOSPC, "No space left on device")
+            message = "No space left on device"
+            raise SafetensorError(message) if library else OSError(errno.ENOSPC, message)
         save_file(tensors, path)
 
     with monkeypatch.context() as patch:
@@ -153,10 +165,12 @@ def test_a_result_that_cannot_be_written_is_said_and_written_by_resuming(
 
 
 def test_a_checkpoint_of_full_training_with_a_weight_missing_is_refused(train: Trainer) -> None:
+    """Written so: damage is found before."""
     settings = {**EVERYTHING_RANDOM, "train.method": "full", "train.max_steps": 1}
     (file,) = (train(settings=settings) / "checkpoint-1" / "transformer").glob("*.safetensors")
     weights = load_file(file)
     checkpoint.save_file({name: weight for name, weight in weights.items() if name != "img_in.bias"}, file)
+    write_checksums(file.parent.parent)
     refused(train.try_("--resume", settings={**settings, "train.max_steps": 2}), "weights are missing", "img_in.bias")
 
 
@@ -182,6 +196,101 @@ def test_settings_of_the_optimizer_that_changed_count_from_the_checkpoint_on(tra
     assert ['["weight_decay", 0.5]' in text for text in saved] == [False, True]
 
 
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1 << at % 8
+    file.write_bytes(data)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("method", ["lora", slow("full")])
+def test_one_changed_bit_anywhere_in_a_checkpoint_is_found(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(weights, "MAX_SHARD_SIZE", "400KB")
+    settings = {**DYING, "train.method": method, "train.max_steps": 2}
+    out = train(settings=settings)
+    folder, whole = out / "checkpoint-2", files_of(out / "checkpoint-2")
+    assert len(whole) == 5 if method == "lora" else len(whole) > 10
+    do = "remove checkpoint-2; checkpoint-1 is whole, and --resume continues from it"
+    for file in whole:
+        data, size = file.read_bytes(), file.stat().st_size
+        for at in (0, 9, size // 3, size // 2, 2 * size // 3, size - 2, size - 1):
+            flip(file, at)
+            with pytest.raises(TrainError) as error:
+                checkpoint.load_checkpoint(folder, None)  # type: ignore[arg-type]  # refused before it is needed
+            assert (error.value.where, error.value.do) == (file, do)
+            file.write_bytes(data)
+        file.unlink()
+        with pytest.raises(TrainError, match="a file is missing") as error:
+            checkpoint.load_checkpoint(folder, None)  # type: ignore[arg-type]
+        assert error.value.where == file
+        file.write_bytes(data)
+    flip(folder / "state.safetensors", 5000)
+    refused(train.try_("--resume", settings=settings), str(folder / "state.safetensors"), "was changed after", do)
+    shutil.rmtree(folder)
+    assert train.try_("--resume", settings=settings).code == 0
+
+
+def test_what_to_do_about_damage_names_the_newest_whole_checkpoint(train: Trainer) -> None:
+    out = train(settings=DYING, train__ema_decay=0, train__checkpoints_total_limit=0)
+    for step, do in (
+        (4, "remove checkpoint-4; checkpoint-3 is whole, and --resume continues from it"),
+        (3, "remove checkpoint-4, checkpoint-3; checkpoint-2 is whole, and --resume continues from it"),
+        (2, "remove checkpoint-4, checkpoint-3, checkpoint-2; checkpoint-1 is whole, and --resume continues from it"),
+        (1, "no earlier checkpoint is whole: start again with another train.output_dir"),
+    ):
+        flip(out / f"checkpoint-{step}" / LORA, 500)
+        with pytest.raises(TrainError) as error:
+            checkpoint.load_checkpoint(out / "checkpoint-4", None)  # type: ignore[arg-type]
+        assert error.value.where == out / "checkpoint-4" / LORA
+        assert error.value.do == do
+    shutil.rmtree(out / "checkpoint-4")
+    shutil.copytree(out / "checkpoint-1", out / "checkpoint-4")
+    (strange := out / "checkpoint-4" / "._state.json").touch()
+    with pytest.raises(TrainError, match="remove this file, if it came there by mistake; else") as error:
+        checkpoint.load_checkpoint(out / "checkpoint-4", None)  # type: ignore[arg-type]
+    assert (error.value.where, error.value.what) == (strange, "checksums.json does not list this file")
+    (out / "checkpoint-4" / "checksums.json").unlink()
+    refused(
+        train.try_("--resume", settings=DYING, train__ema_decay=0),
+        "checkpoint-4/checksums.json: a file is missing",
+        "if an earlier version wrote it, which had no checksums.json, finish the run with that version; else no",
+    )
+
+
+def other_states(state: dict[str, Any]) -> Iterator[Any]:
+    """Contents that no version of state.json has; the checksums are right."""
+    yield from (None, 1, "x", [], {}, {"fixed": state["fixed"]})
+    strange = (None, -1, 1.5, 10**30, 1e999, "x", [], {}, {"tensor": "no"}, {"list": 3}, {"dict": [[[], 1]]}, [[1]])
+    for name in state.keys() - {"origin"}:  # which only names the model in a message
+        yield {key: value for key, value in state.items() if key != name}
+        if name != "fixed":
+            yield from ({**state, name: value} for value in strange if (name, value) != ("random", []))
+
+
+def test_no_content_of_state_json_ends_in_a_traceback(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+    prepare = training.prepare
+    monkeypatch.setattr(training, "prepare", lambda *a: runs.append(prepare(*a)) or runs[-1])
+    path = train(settings=DYING, train__max_steps=1) / "checkpoint-1" / "state.json"
+    state = json.loads(path.read_text(encoding="utf-8"))
+    texts = [*map(json.dumps, other_states(state)), "", "{", 100_000 * "[", 100_000 * '{"list":']
+    deep = 400 * '{"list": [' + "1" + 400 * "]}"
+    for other in [*texts, json.dumps({**state, "random": None}).replace('"random": null', f'"random": {deep}')]:
+        path.write_text(other, encoding="utf-8")
+        write_checksums(path.parent)
+        with pytest.raises(TrainError, match=r"cannot restore|was trained with another") as error:
+            checkpoint.load_checkpoint(path.parent, runs[0].run)
+        assert error.value.where == path
+
+
 def test_a_run_that_is_done_says_so(train: Trainer) -> None:
     train(settings=DYING, train__max_steps=2)
     for steps in (1, 2):
@@ -194,3 +303,159 @@ def test_another_lora_is_told_by_what_differs(train: Trainer) -> None:
     train(settings=DYING, train__max_steps=1)
     result = train.try_("--resume", settings=DYING, train__lora__rank=3)
     assert "(expected rank 16, found rank 3)" in result.stderr
+
+
+# ---- the same transformer --------------------------------------------------------------------------------------------
+
+
+def test_another_transformer_of_the_same_shapes_is_refused(train: Trainer) -> None:
+    """The same one is taken from any path; others are refused, also under the same path."""
+    digest = json.loads((train(settings=DYING, train__max_steps=1) / "checkpoint-1" / "state.json").read_text())
+    same = digest["fixed"]["transformer"]
+    name, train.model = train.model.name, Path(shutil.copytree(train.model, train.folder / "moved"))
+    assert train.try_("--resume", settings=DYING, train__max_steps=2).code == 0
+    (file,) = (train.model / "transformer").glob("*.safetensors")
+    flip(file, file.stat().st_size - 2)
+    result = train.try_("--resume", settings=DYING)
+    refused(result, "checkpoint-2/state.json: this checkpoint was trained with another transformer")
+    refused(result, f"(expected moved, xxh3-128 {same}, found moved, xxh3-128 ", "use the same transformer")
+    shutil.rmtree(train.folder / "out" / "checkpoint-2")
+    refused(train.try_("--resume", settings=DYING), f"(expected {name}, xxh3-128 {same}, found moved, xxh3-128 ")
+
+
+def test_other_weights_by_quantisation_are_refused(train: Trainer) -> None:
+    train(settings=DYING, train__max_steps=1)
+    result = train.try_("--resume", settings=DYING, model__quantization="int8")
+    refused(result, "trained with another model.quantization", "(expected none, found int8)")
+
+
+# ---- one run in a folder ---------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_is_refused_at_once_and_told_of_the_first(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is in its first batch; it holds the lock before that, and lets it go however it ends."""
+    out, seen, compute_loss = train.folder / "out", list[str](), training.compute_loss
+
+    def second(*arguments: Any) -> torch.Tensor:
+        with pytest.raises(TrainError) as error, training.only_run(out):
+            pytest.fail("two runs in a folder")
+        seen.append(str(error.value))
+        return compute_loss(*arguments)
+
+    monkeypatch.setattr(training, "compute_loss", second)
+    train(train__max_steps=1)
+    assert seen == [
+        f"{out}: another run is writing to this folder (found process {os.getpid()} on {os.uname().nodename})\n"
+        "  → wait for it, or stop it first; or set another train.output_dir"
+    ]
+    assert not (out / ".lock").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        dying_in(0, patch)
+        with pytest.raises(Crash):
+            train.try_("--resume", train__max_steps=2)
+    with locked(out / ".lock"):
+        refused(train.try_("--resume"), "another run is writing to this folder", f"process {os.getpid()}")
+    train("--resume")
+
+
+def test_the_lock_comes_before_the_look_for_checkpoints(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(out: Path) -> list[tuple[int, Path]]:
+        with pytest.raises(LockHeldError), locked(out / ".lock"):
+            pytest.fail("two hold the lock")
+        raise Crash
+
+    monkeypatch.setattr(training, "checkpoints", look)
+    with pytest.raises(Crash):
+        train.try_()
+    assert list(train.folder.iterdir()) == []
+
+
+def test_programs_that_a_run_starts_do_not_hold_its_lock(tmp_path: Path) -> None:
+    with locked(tmp_path / ".lock", remove=True):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+    with child, locked(tmp_path / ".lock"):
+        child.kill()
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_lock_file_that_was_removed_meanwhile_locks_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, windows: bool
+) -> None:
+    """Its holder ends between the opening and the locking of another process, which then has the lock of no file."""
+    path, open_ = tmp_path / ".lock", os.open
+
+    def opened(*arguments: Any) -> int:
+        descriptor = open_(*arguments)
+        path.unlink()
+        return descriptor
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opened)
+        with pytest.raises(LockHeldError), locked(path):
+            pytest.fail("the lock of a removed file")
+    monkeypatch.setattr(durable, "WINDOWS", windows)
+    with locked(path, remove=True):
+        assert path.exists()
+    assert not path.exists()
+
+
+def test_without_locks_a_run_goes_ahead_and_says_so(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> bool:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr("filelock.lock_descriptor", refuse)
+    result = train.try_(train__max_steps=1)
+    assert result.code == 0, result.stderr
+    out = train.folder / "out"
+    warning = f"warning: {out}: files cannot be locked here (Operation not supported): start no second run in it"
+    assert warning in " ".join(result.stderr.split())
+    assert not (out / ".lock").exists()
+
+
+def test_a_checkpoint_of_another_run_is_not_replaced(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where files cannot be locked, there may be one."""
+    (other := train.folder / "out" / "checkpoint-1").mkdir(parents=True)
+    monkeypatch.setattr(training, "checkpoints", lambda _: [])
+    result = train.try_(train__max_steps=1)
+    refused(result, "checkpoint-1 cannot be written: another run has written it", "stop the other run")
+    assert list(other.iterdir()) == []
+
+
+# ---- on the disk -----------------------------------------------------------------------------------------------------
+
+
+def test_older_checkpoints_are_removed_when_the_new_one_is_on_the_disk(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, events, rmtree, sync = train.folder / "out", list[str](), shutil.rmtree, durable.sync_folder
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **more: (events.append(f"-{path.name}"), rmtree(path, **more)))
+    monkeypatch.setattr(durable, "sync_folder", lambda path: (events.append(path.name), sync(path)))
+    train(train__max_steps=2, train__checkpointing_steps=1, train__checkpoints_total_limit=1)
+    assert events[events.index("-checkpoint-1") - 2 :][:3] == ["out", "-.checkpoint-2.old", "-checkpoint-1"]
+    assert (out / "checkpoint-2").is_dir()
+
+
+@pytest.mark.parametrize("renames", [0, 1])
+def test_a_death_while_a_folder_is_replaced_leaves_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    calls, replace, path = itertools.count(), os.replace, tmp_path / "transformer"
+
+    def dying(source: Path, target: Path) -> None:
+        if next(calls) == renames:
+            raise Crash
+        replace(source, target)
+
+    def write(text: str) -> None:
+        with durable.whole_folder(path) as folder:
+            (folder / "weights").write_text(text, encoding="utf-8")
+
+    write("old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", dying)
+        with pytest.raises(Crash):
+            write("new")
+    with pytest.raises(OSError, match="full"), durable.whole_folder(path):
+        raise OSError("full")
+    assert [each.name for each in tmp_path.iterdir()] == ["transformer"]
+    assert (path / "weights").read_text(encoding="utf-8") == "old"
