@@ -147,7 +147,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         try:
             values = json.loads(line)
             metrics.append(values | {"step": int(values["step"])})
-        except (ValueError, KeyError, TypeError, OverflowError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             do = "remove that line; only the curves lose its step"
             raise TrainError("this line was not written by a run", where=f"{path}:{number}", do=do) from None
     return metrics

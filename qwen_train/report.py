@@ -31,6 +31,7 @@ from qwen_cache.html.charts import Curve, CurveChart, curve_chart, number
 from qwen_cache.html.page import render
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.storage.checksums import check_safetensors
 from qwen_cache.storage.durable import write_durably
 from qwen_train.checkpoint import checkpoints
 from qwen_train.inference.cached import FOLDER
@@ -246,9 +247,10 @@ def _validation_sample(folder: Path, decoded: Path) -> ValidationSample:
 def _name_and_prompt(latents: Path) -> tuple[str, str]:
     """The name and prompt of the sample of these latents; empty if the file is missing or damaged."""
     try:
+        check_safetensors(latents, TrainError)
         with safe_open(latents, framework="np") as file:
             metadata = file.metadata() or {}
-    except (OSError, SafetensorError):
+    except (OSError, SafetensorError, TrainError):
         return "", ""
     return metadata.get("name", ""), metadata.get("prompt", "")
 
@@ -256,7 +258,10 @@ def _name_and_prompt(latents: Path) -> tuple[str, str]:
 def _image(path: Path, caption: str) -> tuple[str, str]:
     """The caption, and a thumbnail as a data URL; an image that cannot be read only changes the caption."""
     try:
-        with warnings.catch_warnings(action="ignore"), Image.open(path, formats=["PNG"]) as image:
+        content = BytesIO(path.read_bytes())
+        with warnings.catch_warnings(action="ignore"), Image.open(content, formats=["PNG"]) as image:
+            image.verify()  # the checksums of its chunks, which decoding ignores
+        with warnings.catch_warnings(action="ignore"), Image.open(content, formats=["PNG"]) as image:
             image.load()
             white = Image.new("RGBA", image.size, "white")
             small = (Image.alpha_composite(white, image) if image.mode == "RGBA" else image).convert("RGB")

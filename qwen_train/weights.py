@@ -24,7 +24,7 @@ from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.format.sample import LATENT_CHANNELS
 from qwen_cache.models.devices import full_float32, is_accelerator
 from qwen_cache.models.family import SUPPORTED
-from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.folder import ModelFolder, check_component
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.lora.adapter import WEIGHTS_NAME, add_lora, has_lora, load_lora, lora_weights, write_lora
@@ -46,12 +46,13 @@ MAX_SHARD_SIZE = "10GB"  # as save_pretrained
 def load_transformer(model: ModelFolder, config: Config, device: torch.device = CPU) -> Any:
     """The model's transformer for training on `device`, still without its LoRA and its modulation table.
 
-    Raises ModelError if it cannot be loaded, ConfigError for settings that it cannot take. Weights that are
-    trained keep their stored dtype, so that all processes of a machine map the same bytes; `wrap` converts them to
+    Raises ModelError if it is damaged or cannot be loaded, ConfigError for settings that it cannot take. Weights that
+    are trained keep their stored dtype, so that all processes of a machine map the same bytes; `wrap` converts them to
     float32, on the device or, for FSDP2, block by block. What computes in float32 does so without TF32, in the whole
     process.
     """
     folder, settings, kind = model.component("transformer"), config.train, config.model.quantization
+    check_component(folder)
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if settings.method == "full":
         _refuse_quantised(folder, kind)

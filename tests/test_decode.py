@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from qwen_cache import open_cache
+from qwen_cache.storage.checksums import sealed
 
 from .support.commands import refused, run
 from .support.judge import stock_pipeline
@@ -77,7 +78,7 @@ def test_a_folder_of_latents_and_another_model_can_be_named(train: Trainer) -> N
     assert {path.parent for path in out.rglob("*.png")} == {step}
 
 
-@pytest.mark.parametrize("damage", ["cut off", "without shapes", "of other shapes", "of odd shapes"])
+@pytest.mark.parametrize("damage", ["cut off", "without shapes", "of other shapes", "of odd shapes", "changed"])
 def test_files_that_are_no_latents_of_a_run_are_named(train: Trainer, damage: str) -> None:
     path = train.folder / "latents" / "a.safetensors"
     path.parent.mkdir()
@@ -89,12 +90,15 @@ def test_files_that_are_no_latents_of_a_run_are_named(train: Trainer, damage: st
         save_file({"latents": torch.zeros(6, 64)}, path, {"img_shapes": "[6]"})
     if damage == "cut off":
         path.write_bytes(path.read_bytes()[:100])
+    if damage == "changed":
+        data = b"".join(sealed(save({"latents": torch.zeros(6, 64)}, shapes)))
+        path.write_bytes(data[:-1] + b"\1")
     result = run("qwen-train", "decode", path.parent, "--model", train.model)
-    refused(
-        result,
-        str(path),
-        "the number of latents does not fit the images" if "other" in damage else "not the latents of a run",
-    )
+    messages = {
+        "of other shapes": "the number of latents does not fit the images",
+        "changed": "this file was changed after it was written (expected xxh3-128 ",
+    }
+    refused(result, str(path), messages.get(damage, "not the latents of a run"))
     assert "remove" not in result.stderr, "it may be anything"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qwen_cache.errors import ModelError, TrainError
-from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.folder import ModelFolder, open_model
+from qwen_cache.settings.train import LoraConfig
 from qwen_train.inference.loras import WeightedLora, check_loras
-from qwen_train.lora.adapter import lora_weights, write_lora
+from qwen_train.lora.adapter import add_lora, lora_weights, start_from, write_lora
 from qwen_train.lora.export import merge, read_lora
 from qwen_train.lora.names import dotted
 from qwen_train.model.stock import stock_class
@@ -92,6 +94,29 @@ def export(source: Path, form: str, out: Path, *options: str | Path) -> Path:
 def assert_same(found: Tensor, expected: Tensor, model: Path) -> None:
     assert relative_error(found, expected) < TOLERANCE
     assert relative_error(output(stock(model)), expected) > 0.01, "the LoRA changes nothing"
+
+
+def test_a_changed_lora_is_refused_wherever_it_is_read(model: Path, tmp_path: Path) -> None:
+    """In each form that this project writes; diffusers' loader, which ignores the checksum, takes them all."""
+    file, _ = random_lora(model, tmp_path / "run")
+    forms = {form: export(file, form, tmp_path / form / "style.safetensors") for form in ("diffusers", "comfyui")}
+    transformer = stock(model)
+    add_lora(transformer, LoraConfig(rank=4, target_modules=ATTENTION))
+    for path in (file, *forms.values()):
+        stock_with(path, model)
+        path.write_bytes(path.read_bytes()[:-2] + b"\1\1")
+        message = f"{path}: this file was changed after it was written (expected xxh3-128 "
+        result = run("qwen-train", "export", path, "--to", "diffusers", "--out", tmp_path / "again.safetensors")
+        assert result.code == 2
+        assert message in result.stderr
+        assert "delete qwen_cache.xxh3_128 from its metadata" in result.stderr
+        for read in (
+            lambda path: start_from(transformer, path),
+            lambda path: check_loras(open_model(str(model), ("transformer",)), [WeightedLora(path)], False, "none"),
+        ):
+            with pytest.raises(TrainError, match=re.escape(message)):
+                read(path)
+        stock_with(path, model)
 
 
 # ---- ComfyUI ---------------------------------------------------------------------------------------------------------

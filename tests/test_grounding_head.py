@@ -235,7 +235,8 @@ def test_refuses_what_is_no_head(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(weights))
     refused("found")
     path.write_bytes(whole[:-1])
-    refused("found")
+    with pytest.raises(ModelError, match="this file was changed after it was written"):
+        load_head(path)
     save_file(weights, path)
     refused("a safetensors file of something else")
     for broken, found in (
@@ -245,6 +246,7 @@ def test_refuses_what_is_no_head(tmp_path: Path) -> None:
         (text.replace(', "encoder": ""', ""), "encoder"),
         ("[]", "does not fit"),
         ("{", "does not fit"),
+        (100_000 * "[", "recursion"),
     ):
         save_file(weights, path, {METADATA_KEY: broken})
         with pytest.raises(ModelError) as refusal:

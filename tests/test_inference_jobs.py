@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from qwen_cache.errors import QwenCacheError
+from qwen_cache.errors import ConfigError, QwenCacheError
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.data import DataConfig
 from qwen_cache.sources.places import File
-from qwen_train.inference.jobs import GenerateJob, JobResults, control_images, prompt_jobs, run_jobs, source_jobs
+from qwen_train.inference.jobs import (
+    GenerateJob,
+    JobResults,
+    control_images,
+    prompt_jobs,
+    recorded_hash,
+    run_jobs,
+    source_jobs,
+    write_image,
+)
 
 from .support.caches import contents
 from .support.crash import Crash, crash_after
@@ -172,6 +182,18 @@ def test_a_damaged_image_is_generated_again(damage: str, generation: Generation,
     path.write_bytes(parts[damage])
     assert generation.run(jobs)[1] == ["b"]
     assert path.read_bytes() == whole
+
+
+def test_no_changed_byte_of_an_image_passes_for_the_image(tmp_path: Path) -> None:
+    """A PNG has a checksum for each chunk; only the empty last one, length and checksum, is not looked at."""
+    path = tmp_path / "a.png"
+    write_image(path, photograph("china.jpg").resize((12, 8)), "ab" * 16)
+    whole, same = path.read_bytes(), 0
+    for i in range(len(whole)):
+        path.write_bytes(whole[:i] + bytes([whole[i] ^ 1 << i % 8]) + whole[i + 1 :])
+        with suppress(ConfigError):  # it does not look like one of ours
+            same += recorded_hash(path) is not None
+    assert same == 8
 
 
 # ---- what is in the way ----------------------------------------------------------------------------------------------

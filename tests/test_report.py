@@ -21,12 +21,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from qwen_cache import open_cache
 from qwen_cache.console import human_bytes
 from qwen_cache.errors import TrainError
 from qwen_cache.html.charts import GRID, POINTS
+from qwen_cache.storage.checksums import sealed
 from qwen_train import report
 from qwen_train.metrics import METRICS_NAME
 from qwen_train.report import moving_mean, write_report
@@ -220,6 +221,16 @@ def test_text_of_a_run_stays_text(tmp_path: Path) -> None:
     assert page.html.count("<script>") == 1
 
 
+def test_the_prompt_of_changed_latents_is_not_shown(tmp_path: Path) -> None:
+    folder = validation(tmp_path, {"step-5/a.png": png()})
+    file = folder / "validation" / "step-5" / "a.safetensors"
+    data = b"".join(sealed(save({"latents": torch.zeros(1)}, {"name": "cat", "prompt": "a cat"})))
+    for content, shown in ((data, True), (data.replace(b"a cat", b"a bat"), False)):
+        file.write_bytes(content)
+        words = Page(write_report(folder)).words
+        assert ("cat" in words, "a cat" in words, "a bat" in words) == (shown, shown, False)
+
+
 GOOD = [f'{{"step": {i}, "loss": {i / 8}}}'.encode() for i in range(1, 9)]
 
 
@@ -381,6 +392,7 @@ def header(side: int, colours: int = 2) -> bytes:
     [
         pytest.param(b"", id="empty"),
         pytest.param(png()[:40], id="cut off"),
+        pytest.param(png()[:-13] + bytes([png()[-13] ^ 1]) + png()[-12:], id="a changed bit that decoding ignores"),
         pytest.param(SIGNATURE + chunk(b"IHDR", b"12345"), id="half a header"),
         pytest.param(header(60_000) + chunk(b"IDAT", PIXELS), id="a bomb"),
         pytest.param(header(8) + chunk(b"IDAT", PIXELS[:6]) + chunk(b"I\xb7AT", PIXELS[6:]), id="a broken chunk"),

@@ -21,8 +21,14 @@ from safetensors.torch import load_file
 from torchao.quantization import Int8WeightOnlyConfig
 
 from qwen_cache import open_cache
+from qwen_cache.errors import ModelError
+from qwen_cache.models.folder import open_model
+from qwen_cache.settings.inference import PredictConfig
 from qwen_train import train as training
 from qwen_train import weights
+from qwen_train.inference.devices import choose
+from qwen_train.inference.pipeline import load_pipeline
+from qwen_train.lora.export import Lora, merge
 from qwen_train.model.packed import QwenImageMultiResTransformerBlock as Block
 
 from .support.commands import refused
@@ -90,6 +96,25 @@ def test_full_training_in_bf16_keeps_float32_and_leaves_bfloat16(train: Trainer)
     full = train(settings=FULL, optimizer__learning_rate=1e-3, out="full")
     assert column(half, "loss") == pytest.approx(column(full, "loss"), rel=0.02)
     assert column(half, "loss") != pytest.approx(column(full, "loss"), rel=1e-5)
+
+
+def test_a_changed_result_is_refused_wherever_it_is_loaded(train: Trainer) -> None:
+    model, out = train.folder / "model", train(settings=FULL, train__max_steps=1)
+    shutil.copytree(train.model, model, ignore=shutil.ignore_patterns("transformer"))
+    shutil.copytree(out / "transformer", model / "transformer")
+    (file,) = (model / "transformer").glob("*.safetensors")
+    train.model = model
+    train(out="whole", train__max_steps=1)
+    file.write_bytes(file.read_bytes()[:-2] + b"\1\1")
+    do = "restore the folder from a copy; if it was changed on purpose, remove its checksums.json"
+    refused(train.try_(out="changed"), f"{file}: this file was changed after it was written (expected xxh3-128", do)
+    opened = open_model(str(model), ("transformer", "vae", "scheduler"))
+    for load in (
+        lambda: load_pipeline(opened, PredictConfig(), choose("cpu", None, None, None)),
+        lambda: merge(Lora({}, {}, {}), train.folder / "merged", model / "transformer"),
+    ):
+        with pytest.raises(ModelError, match="was changed after it was written"):
+            load()
 
 
 # ---- quantised bases -------------------------------------------------------------------------------------------------

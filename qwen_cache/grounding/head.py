@@ -23,6 +23,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, interpolate, p
 
 from qwen_cache.errors import ModelError
 from qwen_cache.format.identity import canonical_json, content_hash
+from qwen_cache.storage.checksums import check_safetensors, sealed
 from qwen_cache.storage.durable import write_durably
 
 METADATA_KEY = "qwen_cache.mask_head"
@@ -210,12 +211,13 @@ def save_head(head: MaskHead, path: Path, metadata: HeadMetadata) -> None:
     """Write one safetensors file, atomically."""
     description = {"version": 1, "channels": head.channels, "base": head.base, "size": head.size, **asdict(metadata)}
     weights = {name: weight.detach().cpu().contiguous() for name, weight in head.state_dict().items()}
-    write_durably(path, save(weights, {METADATA_KEY: json.dumps(description, sort_keys=True)}))
+    write_durably(path, *sealed(save(weights, {METADATA_KEY: json.dumps(description, sort_keys=True)})))
 
 
 def load_head(path: Path) -> tuple[MaskHead, HeadMetadata]:
     """The head in `path`, in eval mode, and its metadata; ModelError for any other file."""
     try:
+        check_safetensors(path, ModelError)
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(METADATA_KEY)
             weights = {name: file.get_tensor(name) for name in sorted(file.keys())}
@@ -235,7 +237,7 @@ def load_head(path: Path) -> tuple[MaskHead, HeadMetadata]:
             head = MaskHead(description.pop("channels"), description.pop("base"), description.pop("size"))
         head.load_state_dict(weights, assign=True)
         return head.requires_grad_(False).eval(), HeadMetadata(**description)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:  # a RecursionError is the last
         raise _refusal(path, f"metadata that does not fit: {error}") from None
 
 

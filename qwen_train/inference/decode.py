@@ -1,7 +1,7 @@
 """`qwen-train decode`: decode the latents of a run's validation images.
 
 Each image in a file of latents gets a PNG beside the file. Any device will do, at any time. Existing PNGs are skipped,
-and new ones are written atomically. Files without metadata about their images are refused.
+and new ones are written atomically. Damaged files, and files without metadata about their images, are refused.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from qwen_cache.encode.decode import decode_latents, load_vae, parts_of
 from qwen_cache.errors import TrainError
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.sources.sizes import Size
+from qwen_cache.storage.checksums import check_safetensors
 from qwen_cache.storage.durable import write_durably
 from qwen_train.inference.cached import FOLDER
 from qwen_train.metrics import METRICS_NAME
@@ -74,11 +75,12 @@ def latents_files(folder: Path) -> list[Path]:
 def latents_in(path: Path) -> Iterator[Latents]:
     """The images in a file; the first PNG has the file's name, the others also a number."""
     try:
+        check_safetensors(path, TrainError)
         with safe_open(path, framework="pt") as file:
             shapes = json.loads((file.metadata() or {})["img_shapes"])
             parts = list(parts_of(shapes))
             tokens = file.get_slice("latents").get_shape()[0]
-    except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise TrainError(
             f"these are not the latents of a run: {error}",
             where=path,

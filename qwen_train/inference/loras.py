@@ -1,8 +1,8 @@
 """LoRAs of a pipeline: read by the stock loader, each with a weight; as adapters, or merged into the base weights.
 
-Refused before anything large is loaded: a LoRA of another base (the error names the first key that does not fit), a
-matrix without its partner, and merging into quantised weights, which would round the LoRA away. Pickles are never
-opened.
+Refused before anything large is loaded: a damaged LoRA, one of another base (the error names the first key that does
+not fit), a matrix without its partner, and merging into quantised weights, which would round the LoRA away. Pickles are
+never opened.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from qwen_cache.console import console
 from qwen_cache.errors import ConfigError, TrainError, first_line
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.plain_text import plain
+from qwen_cache.storage.checksums import check_safetensors
 from qwen_train.lora.adapter import PREFIX, origin_of
 from qwen_train.lora.export import check_pairs, find_lora
 from qwen_train.lora.names import only_export_reads
@@ -101,6 +102,7 @@ def load_loras(pipeline: Any, loras: Sequence[WeightedLora], merge: bool = False
 def _check_fit(file: Path, layers: dict[str, Any]) -> None:
     """Raise TrainError with the first key that fits no layer, by name or shape."""
     try:
+        check_safetensors(file, TrainError)
         # of the mixin that the pipelines of all models share
         state: dict[str, Tensor] = QwenImagePipeline.lora_state_dict(str(file.parent), weight_name=file.name)
     except UNREADABLE as error:

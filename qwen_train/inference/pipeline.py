@@ -26,7 +26,7 @@ from qwen_cache.encode.latents import vae_class
 from qwen_cache.encode.tiles import VaeThatFits
 from qwen_cache.models.devices import torch_dtype
 from qwen_cache.models.family import PipelineName
-from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.folder import ModelFolder, check_component
 from qwen_cache.models.loading import load_whole
 from qwen_cache.settings.inference import PredictConfig
 from qwen_train.flow import NoiseSchedule
@@ -51,16 +51,18 @@ def load_pipeline(
 ) -> Any:
     """The model's pipeline, called like the stock one; the text encoder is not loaded yet.
 
-    Only the settings `dtype`, `offload` and `tabulated_modulation` are used here; the others apply to the call.
+    Only the settings `dtype`, `offload` and `tabulated_modulation` are used here; the others apply to the call. Raises
+    ModelError for a damaged transformer.
     """
     offload, tabulated, dtype = config.offload, config.tabulated_modulation, torch_dtype(config.dtype)
     check_offload(offload, devices)
+    folder = model.component("transformer")
+    check_component(folder)
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.component("scheduler"))
     with memory_for("loading the VAE", devices.vae):
         vae = PlacedVae(load_whole(vae_class(model), model.component("vae"), torch_dtype=dtype), devices.vae)
         if offload == "none":
             vae.to(devices.vae)
-    folder = model.component("transformer")
     stock = stock_class(folder)
     kind = TabulatedTransformer2DModel if tabulated else stock
     whole = trained_class({"_class_name": stock.__name__}, folder).NOT_QUANTISED

@@ -1,7 +1,8 @@
 """LoRA by peft on the transformer, and its file: `pytorch_lora_weights.safetensors` as diffusers' pipelines load it.
 
-Rank, alpha, rsLoRA and DoRA are in the file's metadata; without it a loader would have to guess them. An adapter whose
-shape or scale differs from the settings is refused. Initialisations that change the base weights (PiSSA, OLoRA) are not
+Rank, alpha, rsLoRA and DoRA are in the file's metadata; without it a loader would have to guess them. So is a checksum:
+a file that was changed after it was written is refused, and so is an adapter whose shape or scale differs from the
+settings. Initialisations that change the base weights (PiSSA, OLoRA) are not
 offered: the file would fit no published base.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch import Tensor
 from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.format.fields import parse_json
 from qwen_cache.settings.train import LoraConfig
+from qwen_cache.storage.checksums import check_safetensors, sealed
 from qwen_cache.storage.durable import write_durably
 from qwen_train.model.sharding import assign
 
@@ -29,8 +32,7 @@ WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer"
 METADATA_KEY = "lora_adapter_metadata"  # where diffusers' loader reads rank and alpha
 ORIGIN = "trained_on"
-"""Key in that JSON text: the model, its pipeline and the identity of the cache. It is not a metadata entry of its own,
-because safetensors writes several entries in any order, and equal weights must give equal files."""
+"""Key in that JSON text: the model, its pipeline and the identity of the cache."""
 SCALE = ("r", "lora_alpha", "use_rslora", "use_dora")
 """The metadata without which an adapter's weights are meaningless."""
 
@@ -89,17 +91,24 @@ def write_lora(transformer: Any, weights: Mapping[str, Tensor], path: Path, orig
     settings = transformer.peft_config["default"].to_dict()
     metadata = {f"{PREFIX}.{name}": sorted(v) if isinstance(v, set) else v for name, v in settings.items()}
     text = json.dumps(metadata | ({ORIGIN: dict(origin)} if origin else {}), indent=2, sort_keys=True)
-    write_durably(path, save({f"{PREFIX}.{name}": it for name, it in weights.items()}, {METADATA_KEY: text}))
+    prefixed = {f"{PREFIX}.{name}": tensor for name, tensor in weights.items()}
+    write_durably(path, *sealed(save(prefixed, {METADATA_KEY: text})))
+
+
+def settings_in(header: Mapping[str, str] | None, key: str = METADATA_KEY) -> dict[str, Any]:
+    """The JSON object under `key` in a file's metadata; {} without one, ValueError for something else."""
+    settings = parse_json((header or {}).get(key, "{}"))
+    if not isinstance(settings, dict):
+        raise ValueError(f"{key} in its metadata is not a JSON object")  # noqa: TRY004 (callers name the file)
+    return settings
 
 
 def origin_of(path: Path) -> dict[str, Any]:
     """The model and cache recorded in a LoRA file; {} for a file of another trainer."""
-    with safe_open(path, framework="np") as file:
-        try:
-            origin = parse_json((file.metadata() or {}).get(METADATA_KEY, "{}")).get(ORIGIN)
-        except (ValueError, AttributeError):
-            return {}
-    return origin if isinstance(origin, dict) else {}
+    with safe_open(path, framework="np") as file, suppress(ValueError):
+        origin = settings_in(file.metadata()).get(ORIGIN)
+        return origin if isinstance(origin, dict) else {}
+    return {}
 
 
 def start_from(transformer: Any, path: Path) -> None:
@@ -108,6 +117,7 @@ def start_from(transformer: Any, path: Path) -> None:
     if not file.is_file():
         raise ConfigError("train.lora.weights: no LoRA here", where=path, expected=f"{WEIGHTS_NAME}, or another file")
     try:
+        check_safetensors(file, TrainError)
         load_lora(transformer, file)
     except (OSError, ValueError, SafetensorError) as error:
         raise TrainError(f"the LoRA cannot be read: {error}", where=file) from None
@@ -116,11 +126,8 @@ def start_from(transformer: Any, path: Path) -> None:
 def load_lora(transformer: Any, path: Path) -> None:
     """Load an adapter into the one added by `add_lora`; TrainError unless shape and scale are equal."""
     with safe_open(path, framework="pt") as file:
-        metadata = parse_json((file.metadata() or {}).get(METADATA_KEY, "{}"))
+        metadata = settings_in(file.metadata())
         weights = {name.removeprefix(f"{PREFIX}."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if not isinstance(metadata, dict):
-        found = type(metadata).__name__
-        raise TrainError("the LoRA's metadata is not a JSON object", where=path, found=found)
     _check_scale(metadata, transformer.peft_config["default"].to_dict(), path)
     expected = lora_weights(transformer)
     wrong = sorted(

@@ -6,8 +6,8 @@
 
 Either file can be converted to the other without any loss; `merged` needs as much memory as the model once. Files of
 musubi-tuner, ai-toolkit and diffusion-pipe are read, too.
-Refused: a file that is not a LoRA of this transformer, DoRA for ComfyUI, and merging into quantised weights, which
-would round the LoRA away.
+Refused: a damaged file, one that is not a LoRA of this transformer, DoRA for ComfyUI, and merging into quantised
+weights, which would round the LoRA away.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from qwen_cache.errors import ConfigError, ModelError, TrainError
-from qwen_cache.format.fields import parse_json
-from qwen_cache.models.folder import open_model
+from qwen_cache.models.folder import check_component, open_model
 from qwen_cache.settings.load import CONFIG_NAME, load_config
+from qwen_cache.storage.checksums import check_safetensors, sealed, write_checksums
 from qwen_cache.storage.durable import whole_folder, write_durably
-from qwen_train.lora.adapter import METADATA_KEY, ORIGIN, PREFIX, WEIGHTS_NAME
+from qwen_train.lora.adapter import METADATA_KEY, ORIGIN, PREFIX, WEIGHTS_NAME, settings_in
 from qwen_train.lora.names import COMFYUI_NAMES, DOWN, UP, comfyui_prefix, peft_names
 from qwen_train.model.stock import stock_class
 
@@ -76,7 +76,7 @@ def export(source: Path, form: str, out: Path, model: str | None = None) -> Path
     write: dict[str, Callable[[Lora], bytes]] = {"diffusers": diffusers_file, "comfyui": comfyui_file}
     data = write[form](lora)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(out, data)
+    write_durably(out, *sealed(data))
     return out
 
 
@@ -97,14 +97,14 @@ def find_lora(source: Path) -> Path:
 def read_lora(file: Path) -> Lora:
     """Read a LoRA with diffusers' or ComfyUI's names; settings missing in its header follow from its tensors."""
     try:
+        check_safetensors(file, TrainError)
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in sorted(opened.keys())}
             header = opened.metadata() or {}
         if METADATA_KEY in header:
-            named = parse_json(header[METADATA_KEY]).items()
-            given = {name.removeprefix(f"{PREFIX}."): value for name, value in named}
+            given = {name.removeprefix(f"{PREFIX}."): value for name, value in settings_in(header).items()}
         else:
-            given = parse_json(header.get(COMFYUI_METADATA_KEY, "{}"))
+            given = settings_in(header, COMFYUI_METADATA_KEY)
         origin = given.pop(ORIGIN, {})
     except (SafetensorError, OSError, ValueError, AttributeError, TypeError) as error:
         raise TrainError(f"this is not a LoRA file: {error}", where=file) from None
@@ -209,6 +209,7 @@ def merge(lora: Lora, out: Path, base: Path) -> Path:
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError("merged weights go into a new folder", where="--out", found=f"{out}, which is not empty")
+    check_component(base)
     kind = stock_class(base)
     try:
         transformer = kind.from_pretrained(base, torch_dtype=stored_dtype(base), use_safetensors=True)
@@ -217,6 +218,7 @@ def merge(lora: Lora, out: Path, base: Path) -> Path:
     add_to_weights(lora, transformer)
     with whole_folder(out) as temporary:
         transformer.save_pretrained(temporary)
+        write_checksums(temporary)
         if out.exists():
             out.rmdir()  # fails if it is no longer empty
     return out
