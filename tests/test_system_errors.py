@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ def system_error(number: int) -> OSError:
 @pytest.mark.parametrize("name", sorted(ADVICE.keys() - {"ENOENT"}))
 def test_reading(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     number = getattr(errno, name)
-    monkeypatch.setattr(Path, "read_bytes", failing(system_error(number)))
+    monkeypatch.setattr("qwen_cache.storage.mapped.open_file", failing(system_error(number)))
     advice = ADVICE[errno.errorcode[number]]  # some numbers have two names
     result = run("qwen-cache", "verify", EXAMPLE)
     refused(result, f"error: {EXAMPLE}/cache.json: {os.strerror(number)}\n  → {advice}\n")
@@ -94,16 +93,9 @@ def failing_at_the_name(error: OSError) -> Any:
     return write
 
 
-def test_a_file_that_vanishes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(shutil.copytree(EXAMPLE, tmp_path / "cache"))
-    vanished = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / "x.tar"))
-    monkeypatch.setattr("qwen_cache.format.verify.map_file", failing(vanished))
-    refused(run("qwen-cache", "verify", folder), f"{folder}/x.tar: No such file or directory\n  → check the path")
-
-
 @pytest.mark.parametrize("text", ["", "Unable to allocate 3.00 TiB\nfor an array"])
 def test_no_memory_is_no_bug(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "read_bytes", failing(MemoryError(text) if text else MemoryError()))
+    monkeypatch.setattr("qwen_cache.storage.mapped.open_file", failing(MemoryError(text) if text else MemoryError()))
     found = " (Unable to allocate 3.00 TiB for an array)" if text else ""
     refused(run("qwen-cache", "verify", EXAMPLE), f"error: not enough memory{found}\n  → close other programs, or")
 
@@ -112,7 +104,7 @@ def test_no_memory_is_no_bug(text: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_bug_keeps_its_traceback(number: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """None: an error of a library that only calls itself an OSError."""
     error = system_error(number) if number else OSError("cannot identify the image")
-    monkeypatch.setattr(Path, "read_bytes", failing(error))
+    monkeypatch.setattr("qwen_cache.storage.mapped.open_file", failing(error))
     with pytest.raises(OSError, match=r"Invalid argument|Bad file descriptor|Bad address|cannot identify"):
         run("qwen-cache", "verify", EXAMPLE)
 
