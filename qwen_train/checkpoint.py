@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from qwen_cache.errors import QwenCacheError, TrainError, first_line
 from qwen_cache.models.devices import accelerator, device_module
 from qwen_cache.storage.checksums import NAME as CHECKSUMS
 from qwen_cache.storage.checksums import UNLISTED, Fault, find_fault, write_checksums
-from qwen_cache.storage.durable import sync_file, whole_file, whole_folder, write_durably
+from qwen_cache.storage.durable import remove_folder, sync_file, whole_file, whole_folder, write_durably
 from qwen_cache.storage.remembered import file_digest
 from qwen_train.model.ema import Ema
 from qwen_train.model.sharding import all_gather_object, distribute_like, full_tensor
@@ -89,7 +88,7 @@ def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
                 raise FileExistsError(errno.EEXIST, "another run has written it", str(final))
             _write(final, run, weights, tensors, state)
             for _, old in checkpoints(folder)[:-keep] if keep else []:
-                shutil.rmtree(old)
+                remove_folder(old)
     return final
 
 

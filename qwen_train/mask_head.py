@@ -22,6 +22,7 @@ from qwen_cache.format.cache import Cache
 from qwen_cache.grounding.cached import MaskedSamples, masked_positions, no_masked_samples
 from qwen_cache.grounding.head import HeadMetadata, TrainSettings, encoder_of, iou, save_head, train_head
 from qwen_cache.settings.train import MaskHeadConfig
+from qwen_cache.storage.durable import make_folder
 from qwen_train.data.split import split
 
 AVERAGED = 1000
@@ -60,7 +61,7 @@ def train_mask_head(cache: Cache, settings: MaskHeadConfig, device: torch.device
     targets = cache.table["target"].take(positions).to_pylist()
     parts = split(targets, settings.validation_split, "mask_head.validation_split")
     training, held_out = (MaskedSamples(cache, [positions[i] for i in part]) for part in parts)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     baseline = constant_mask_iou(training, held_out, settings.mask_size)
     console().print(f"[bold]training[/] on {plural(len(training), 'mask')}, {len(held_out)} held out, on {device}")
     train_settings = TrainSettings(

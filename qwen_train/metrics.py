@@ -17,7 +17,7 @@ from accelerate.tracking import get_available_trackers
 from qwen_cache.console import human_time
 from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.settings.load import Config
-from qwen_cache.storage.durable import write_durably
+from qwen_cache.storage.durable import sync, write_durably
 from qwen_cache.system_errors import naming
 from qwen_train.data.batches import Batch
 
@@ -129,20 +129,31 @@ class MetricsLog:
             self.file.flush()
         self.accelerator.log(values, step=step)
 
+    def sync(self) -> None:
+        """Make the lines durable, before a checkpoint from which a resumed run would not repeat them."""
+        if self.main:
+            with naming(self.file.name):
+                sync(self.file.fileno())
+
     def close(self) -> None:
         if self.main:
-            self.file.close()
+            self.sync()
+            with naming(self.file.name):
+                self.file.close()
             for tracker in self.accelerator.trackers:
                 tracker.finish()
             self.accelerator.trackers.clear()
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl without an incomplete one that a killed run left; TrainError for a damaged line."""
+    """The lines of metrics.jsonl without incomplete ones; TrainError for a damaged line.
+
+    A kill leaves the beginning of a line, a power loss zeros.
+    """
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     metrics = []
     for number, line in enumerate(lines, 1):
-        if not (line.startswith(b"{") and line.endswith(b"}")):
+        if not (line.startswith(b"{") and line.endswith(b"}")) or b"\0" in line:
             continue
         try:
             values = json.loads(line)

@@ -27,7 +27,7 @@ from qwen_cache.models.folder import WEIGHTS, ModelFolder, fingerprint, open_mod
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_cache.settings.train import TrainConfig
-from qwen_cache.storage.durable import LockHeldError, NoLocksError, locked, write_durably
+from qwen_cache.storage.durable import LockHeldError, NoLocksError, locked, make_folder, write_durably
 from qwen_train.checkpoint import (
     TRANSFORMER,
     Run,
@@ -189,6 +189,7 @@ def _train(config: Config, resume: bool, encode_from: str | None) -> Path:
             stop = any_process(accelerator, signals.stop)
             save_requested = any_process(accelerator, signals.take_save())
             if save_requested or run.step % settings.checkpointing_steps == 0:
+                log.sync()
                 saved = save(p, settings.checkpoints_total_limit)
             if save_requested and accelerator.is_main_process:
                 bar.console.print(f"saved checkpoint-{saved}", highlight=False)
@@ -326,7 +327,7 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
     parameters = trainable(run.transformer)
     if accelerator.is_main_process:
         plan = batches.plan.summary(batches.world_size, settings.gradient_accumulation_steps)
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         write_durably(out / CONFIG_NAME, config.to_yaml().encode("utf-8"))
         write_durably(out / RUN_FACTS_NAME, run_facts(batches, plan, parameters, accelerator))
         print_plan(config, batches, plan, parameters, accelerator, run.step)

@@ -28,7 +28,7 @@ from qwen_cache.models.family import Family
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import ValidationConfig
 from qwen_cache.storage.checksums import sealed
-from qwen_cache.storage.durable import write_durably
+from qwen_cache.storage.durable import make_folder, write_durably
 from qwen_train.data.batches import Batch, Batches, NoiseDraw, NoisedSample, collate
 from qwen_train.inference.cached import FOLDER, generate_cached
 
@@ -169,7 +169,7 @@ def noised_samples(sample: Sample) -> Iterator[NoisedSample]:
 
 def save_latents(folder: Path, sample: Sample, latents: Float[Tensor, "S 64"], img_shapes: ImgShapes) -> None:
     """Write packed latents of one or more images, with the metadata that `qwen-train decode` needs."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     metadata = {"img_shapes": json.dumps(img_shapes), "name": sample.name, "prompt": sample.prompt}
     data = save({"latents": latents.cpu().contiguous()}, metadata)
     write_durably(folder / f"{sample.key}.safetensors", *sealed(data))

@@ -109,6 +109,10 @@ def test_a_second_build_does_nothing_and_says_so(
     assert "nothing to do" in result.stderr
     assert {path: path.stat().st_mtime_ns for path in out.iterdir() if path.name != ".lock"} == before
     assert len(fast) == 1
+    settings = (out / "qwen.yaml").read_bytes()
+    (out / "qwen.yaml").unlink()  # as a kill after the commit leaves it
+    assert build(pairs, out, model).code == 0
+    assert (out / "qwen.yaml").read_bytes() == settings
 
 
 def change_both(pairs: Path) -> None:
@@ -318,7 +322,7 @@ def test_a_later_build_that_dies_anywhere_leaves_the_old_dataset_or_the_new(
 
 def test_work_that_is_done_is_not_done_again(pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]) -> None:
     out = tmp_path / "shards"
-    assert crashing_build(pairs, out, model, 7)  # three writes a sample: two are whole, the third is torn
+    assert crashing_build(pairs, out, model, 8)  # a sync, three writes a sample: two are whole, the third is torn
     assert "partial" in run("qwen-cache", "inspect", out).stdout
     assert build(pairs, out, model).code == 0
     assert fast[-1].encoded == ["cup", "flower"]
@@ -328,7 +332,7 @@ def test_a_build_that_continues_with_another_source_reuses_what_it_can(
     pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
 ) -> None:
     out = tmp_path / "shards"
-    assert crashing_build(pairs, out, model, 10)
+    assert crashing_build(pairs, out, model, 11)
     shutil.copy(pairs / "control_images" / "cat.png", pairs / "control_images" / "ant.png")
     shutil.copy(pairs / "target_images" / "cat.png", pairs / "target_images" / "ant.png")
     (pairs / "target_images" / "ant.txt").write_text("comes first")

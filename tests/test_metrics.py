@@ -117,7 +117,8 @@ def test_the_progress_line_says_the_same(train: Trainer, monkeypatch: pytest.Mon
 
 def test_half_a_line_that_a_killed_run_left_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / METRICS_NAME
-    path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo', encoding="utf-8")
+    zeros = "\0" * 9  # as a power loss leaves them
+    path.write_text(f'{{"step": 1, "loss": 0.5}}\n{{"step": 2,{zeros}9}}\n{zeros}\n{{"step": 2, "lo', encoding="utf-8")
     assert read_metrics(path) == [{"step": 1, "loss": 0.5}]
     assert read_metrics(tmp_path / "absent") == []
     for damaged in (

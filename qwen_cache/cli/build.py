@@ -127,16 +127,24 @@ def _encode(job: BuildJob, existing: Existing, plan: BuildPlan, encoders: Encode
         return FAILED
     update = builder.make_update(job, existing, plan)
     if update.is_nothing:
+        _save_settings(job)  # those of a build that was killed before it could
         return _nothing_to_do(f"{job.folder} already holds this source", len(plan.samples), as_json)
     begin = time.monotonic()
     encoders = replace(encoders, load=_loader(job, plan, _cached(job, existing), encoders))
     report = _run(job, update, plan, encoders)
     seconds = time.monotonic() - begin
-    write_durably(job.folder / CONFIG_NAME, job.config.to_yaml().encode("utf-8"))
+    _save_settings(job)
     _print_report(job, report, seconds)
     if as_json:
         print_json({"encoded": report.encoded, "samples": report.samples, "up_to_date": False})
     return 0
+
+
+def _save_settings(job: BuildJob) -> None:
+    """Save the settings beside the dataset, unless they are there."""
+    path, settings = job.folder / CONFIG_NAME, job.config.to_yaml().encode("utf-8")
+    if not path.is_file() or path.read_bytes() != settings:
+        write_durably(path, settings)
 
 
 def _nothing_to_do(why: str, samples: int, as_json: bool) -> int:

@@ -33,7 +33,7 @@ from qwen_cache.models.text_encoder import load_text_encoder
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.images import open_rgb_file
 from qwen_cache.sources.sizes import Size, calculate_dimensions
-from qwen_cache.storage.durable import write_durably
+from qwen_cache.storage.durable import make_folder, write_durably
 
 RED = (255, 0, 0)
 OPACITY = 0.5  # of the red where the mask is 1: the image still shows through
@@ -179,5 +179,5 @@ def _write_pngs(images: dict[Path, Image.Image]) -> None:
         image.save(data, "PNG")
         encoded[path] = data.getvalue()
     for path, content in encoded.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_durably(path, content)

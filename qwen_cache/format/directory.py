@@ -24,6 +24,7 @@ from qwen_cache.storage.durable import (
     NoLocksError,
     is_link,
     locked,
+    make_folder,
     move,
     replace,
     sync_folder,
@@ -132,7 +133,7 @@ def _exists(path: Path) -> bool:
 def writing(folder: Path) -> Iterator[None]:
     """Lock the directory for writing; QwenCacheError immediately if another process has the lock."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except (FileExistsError, NotADirectoryError):
         raise ConfigError("not a folder", where=folder, do="choose another with --out") from None
     _refuse_links(folder)
@@ -186,9 +187,11 @@ def _finish_commit(folder: Path) -> None:
     pending = pending_index(folder, manifest)
     if pending.exists():
         for path in unlisted_shards(folder, manifest):
-            (folder / REPLACED).mkdir(exist_ok=True)
+            make_folder(folder / REPLACED)
             with unless_in_use():  # if it stays, readers still find it, and `gc` removes it
                 os.replace(path, folder / REPLACED / path.name)
+        if (folder / REPLACED).is_dir():
+            sync_folder(folder / REPLACED)  # first: once the index has its name, nothing moves the shards any more
         with unless_in_use():  # `load` finds it under either name
             replace(pending, folder / INDEX_NAME)
         sync_folder(folder)

@@ -68,10 +68,11 @@ class ShardWriter:
         self.entries = list(entries or [])
         self.size = self.entries[-1].offset + self.entries[-1].length if self.entries else 0
         self.hash = xxhash.xxh3_128()
-        self.file: BinaryIO = open(path, "r+b" if self.entries else "w+b")  # noqa: SIM115 (closed by seal or close)
-        while block := self.file.read(min(1 << 20, self.size - self.file.tell())):
-            self.hash.update(block)
-        self.file.truncate(self.size)
+        with naming(path):
+            self.file: BinaryIO = open(path, "r+b" if self.entries else "w+b")  # noqa: SIM115 (closed by seal or close)
+            while block := self.file.read(min(1 << 20, self.size - self.file.tell())):
+                self.hash.update(block)
+            self.file.truncate(self.size)
 
     def add(self, meta: SampleMeta, tensors: Mapping[str, memoryview]) -> None:
         """Append a sample; `tensors` are the stored bytes of each of `meta.tensors`, by name.
@@ -110,7 +111,8 @@ class ShardWriter:
 
     def close(self) -> None:
         """Leave the file as it is, for a later run to continue."""
-        self.file.close()
+        with naming(self.path):
+            self.file.close()
 
     def _write(self, *pieces: bytes | memoryview) -> None:
         for piece in pieces:

@@ -99,7 +99,7 @@ class Staging:
         try:
             data = map_file(path, follow_links=False)
             return list(scan_shard(data, path.name, self.format_version)) if content_hash(data) == path.stem else []
-        except (FormatError, OSError):  # pipes, links and folders among them
+        except (FormatError, NotAFileError):  # pipes, links and folders among them
             return []
 
     def _next_shard(

@@ -21,7 +21,7 @@ from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index,
 from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recipe
 from qwen_cache.format.shard import Entry, scan_shard
 from qwen_cache.format.staging import Staging
-from qwen_cache.storage.durable import link_or_copy, move, unless_in_use
+from qwen_cache.storage.durable import link_or_copy, move
 from qwen_cache.storage.mapped import map_file
 from qwen_cache.storage.url import Url
 
@@ -217,8 +217,7 @@ def commit_update(
         written_by=written_by,
     )
     directory.commit(update.folder, manifest, index, [staging.folder / shard.name for shard, _ in shards])
-    with unless_in_use():
-        shutil.rmtree(staging.folder)
+    shutil.rmtree(staging.folder, ignore_errors=True)  # the dataset is complete; `gc` removes what stays
     return manifest
 
 

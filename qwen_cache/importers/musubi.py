@@ -100,7 +100,7 @@ def _load(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: torch cannot open it
         raise SourceError(f"not a safetensors file: {error}", where=path, do="make it again") from None
     if metadata.get("architecture") not in ARCHITECTURES:
         raise SourceError(

@@ -36,7 +36,7 @@ from qwen_cache.inspect.images import overlaid
 from qwen_cache.models.devices import choose_device, torch_dtype
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.load import Config
-from qwen_cache.storage.durable import write_durably
+from qwen_cache.storage.durable import make_folder, write_durably
 from qwen_cache.storage.local_copies import LocalCopies
 
 MAX_IMAGE_ROWS = 24
@@ -71,7 +71,7 @@ def review_masks(path: str, head: Path, top: int, device: str, image: Path | Non
         return find_doubtful(path, head, torch_device, top, LocalCopies.of_settings(settings.cache))
     if image.suffix.lower() != ".png" or image.is_dir():
         raise ConfigError("this names no PNG", where="--save-images", expected="a file such as masks.png", found=image)
-    image.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(image.parent)
     vae = open_model(settings.model.path, ("vae",), settings.model.revision)
     doubtful = find_doubtful(path, head, torch_device, top, LocalCopies.of_settings(settings.cache))
     save_images(doubtful, image, vae, torch_device, torch_dtype(settings.predict.dtype))

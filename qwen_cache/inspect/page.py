@@ -37,7 +37,7 @@ from qwen_cache.inspect.summary import (
     savings_rows,
     source_state,
 )
-from qwen_cache.storage.durable import write_durably
+from qwen_cache.storage.durable import make_folder, write_durably
 from qwen_cache.storage.url import location
 
 COLUMNS = ("key", "name", "prompt", "sizes", "text_tokens", "image_tokens", "edit_mask_from", "recipe", "images")
@@ -78,7 +78,7 @@ def write_page(
     path: Path, overview: Mapping[str, Any], opened: OpenRecipes, source: ImageSource | None = None, thumbnails: int = 0
 ) -> None:
     """Write the page of what `survey` returned, with images of at most `thumbnails` samples; replace an older one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     rows = [sample_row(row, recipe) for recipe, (_, index) in opened.items() for row in index]
     folder = path.with_name(f"{path.stem}_files")
     written = add_images(rows, opened, source, thumbnails, folder) if source else set()
@@ -146,8 +146,10 @@ def _within(image: TitledImage) -> str:
 
 
 def _beside(folder: Path, name: str, image: TitledImage) -> str:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_bytes(image.data)
+    make_folder(folder)
+    path = folder / name
+    if not path.is_file() or path.read_bytes() != image.data:
+        write_durably(path, image.data)
     return f"{quote(os.fsencode(folder.name))}/{name}"
 
 

@@ -58,5 +58,11 @@ def load_tokenizer(name: str | PathLike[str]) -> Any:
 
 
 def load_processor(model: ModelFolder) -> Any:
-    """The processor of a model that takes images, on PIL."""
-    return make_processor(text_encoder_type(model.component("text_encoder")), model.component("processor"))
+    """The processor of a model that takes images, on PIL; ModelError if it cannot be read."""
+    kind, folder = text_encoder_type(model.component("text_encoder")), model.component("processor")
+    try:
+        return make_processor(kind, folder)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"the processor cannot be loaded: {error}", where=folder, do="download this component again"
+        ) from None

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from threading import Lock
 from typing import IO
@@ -29,6 +30,7 @@ WINDOWS = sys.platform == "win32"
 WAITS = (0.01, 0.05, 0.2, 0.5, 1.0)  # seconds; a virus scanner or a reader of the old file needs less than one
 JUNCTION = 0xA0000003  # IO_REPARSE_TAG_MOUNT_POINT: a link to a folder on Windows, not a symbolic link
 APP = "qwen-cache"
+REMOVED = ".removed.tmp"  # the end of a folder's name that is being removed
 BLOCK = 1 << 20
 
 
@@ -70,11 +72,12 @@ def whole_folder(path: Path) -> Iterator[Path]:
     No system replaces a folder in one step, so the old one is moved aside first. If the process dies in between, the
     next call gives it its name back; it also removes what a killed process left.
     """
+    make_folder(path.parent)
     temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
     _name_again(old, path)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
+        temporary.mkdir()
         yield temporary
         for each in temporary.rglob("*"):
             (sync_folder if each.is_dir() else sync_file)(each)
@@ -94,6 +97,28 @@ def whole_folder(path: Path) -> Iterator[Path]:
 def _name_again(old: Path, path: Path) -> None:
     if old.exists() and not path.exists():
         replace(old, path)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, each durable in its own parent; nothing to do if it exists."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    with suppress(PermissionError):  # a folder that may be written to but not read cannot be synced
+        sync_folder(folder.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder under another name, so that what a crash leaves of it is not taken for a whole one.
+
+    Also removes what crashes left.
+    """
+    for left in folder.parent.glob(f".*{REMOVED}"):
+        shutil.rmtree(left, ignore_errors=True)
+    removed = folder.with_name(f".{folder.name}{REMOVED}")
+    replace(folder, removed)
+    shutil.rmtree(removed)
 
 
 def replace(source: Path, target: Path) -> None:
@@ -124,7 +149,7 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)  # no temporary name: Windows would not rename a link to a file in use
     except OSError:
         temporary = target.with_name(f".{target.name}.tmp")
-        with naming(target), open(source, "rb") as original, open(temporary, "wb") as copy:
+        with naming(temporary), open(source, "rb") as original, open(temporary, "wb") as copy:
             shutil.copyfileobj(original, copy, BLOCK)
             copy.flush()
             sync(copy)
@@ -226,7 +251,7 @@ def locked(path: Path, *, remove: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         if remove and WINDOWS:
             stack.callback(_try_to_remove, path)  # once it is closed
-        file = stack.enter_context(open(path, "a+b", opener=_open_no_link))
+        file = stack.enter_context(_closed(FileIO(str(path), "a+", opener=_open_no_link)))
         try:
             free = lock_descriptor(file.fileno(), blocking=False)
         except OSError as error:
@@ -234,15 +259,26 @@ def locked(path: Path, *, remove: bool = False) -> Iterator[None]:
         if not (free and _is_at(path, file)):
             raise LockHeldError(_holder(file))
         try:
-            file.truncate(0)
-            file.write(f"\nprocess {os.getpid()} on {socket.gethostname()}".encode())
-            file.flush()
+            with suppress(OSError):  # the name of the holder is for messages alone: `gc` works on a full disk
+                file.truncate(0)
+                file.write(f"\nprocess {os.getpid()} on {socket.gethostname()}".encode())
             yield
-            file.truncate(0)
         finally:
             if remove and not WINDOWS:
                 path.unlink(missing_ok=True)  # while it is locked: who opens it later opens another file
-            unlock_descriptor(file.fileno())
+            with suppress(OSError):  # closing the file unlocks it, too
+                file.truncate(0)
+                unlock_descriptor(file.fileno())
+
+
+@contextmanager
+def _closed(file: FileIO) -> Iterator[FileIO]:
+    """Close a file of which nothing is kept, so its errors are not of interest."""
+    try:
+        yield file
+    finally:
+        with suppress(OSError):
+            file.close()
 
 
 def _try_to_remove(path: Path) -> None:
@@ -262,7 +298,7 @@ def _open_no_link(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
-def _holder(file: IO[bytes]) -> str:
+def _holder(file: FileIO) -> str:
     """The holder of the lock, from the file: after the first byte, which Windows lets nobody else read."""
     file.seek(1)
     return file.read().decode("utf-8", "replace").strip() or "unknown"

@@ -19,6 +19,7 @@ from typing import IO
 import xxhash
 
 from qwen_cache.storage.durable import cache_home, sync, whole_file
+from qwen_cache.system_errors import naming
 
 BLOCK = 1 << 20  # bytes; larger blocks are not hashed faster
 SETTLED_NS = 2_000_000_000  # the coarsest clock of a common file system, FAT's, ticks every 2 seconds
@@ -32,7 +33,7 @@ def remembered_digest(path: Path, on_bytes: Callable[[int], None] = lambda _: No
 def file_digest(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> str:
     """The xxh3-128 of a file, as 32 hexadecimal digits; `on_bytes` gets the number of bytes just read."""
     digest = xxhash.xxh3_128()
-    with open(path, "rb", buffering=0) as file:
+    with naming(path), open(path, "rb", buffering=0) as file:
         update_from(file, digest, on_bytes)
     return digest.hexdigest()
 

@@ -13,6 +13,7 @@ from qwen_cache.format.cache import open_configured
 from qwen_cache.grounding.phrase import parse
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.load import Config
+from qwen_cache.storage.durable import make_folder
 from qwen_train.inference.cached import find_sample
 from qwen_train.inference.devices import Devices
 from qwen_train.inference.generator import Generator
@@ -117,7 +118,7 @@ def _check_folder(out: Path, source: str) -> None:
 def _check_files(options: PredictOptions, images: int) -> None:
     """Raise ConfigError unless --out can be written, and is none of the control images."""
     image_format(options.out)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(options.out.parent)
     given = {image.resolve() for image in options.images}
     for path in image_paths(options.out, max(images, len(options.keys))):
         if path.is_dir():

@@ -17,7 +17,7 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.models.family import Family
 from qwen_cache.plain_text import plain
 from qwen_cache.sources.images import open_rgb_file, open_rgba_file, over_white
-from qwen_cache.storage.durable import write_durably
+from qwen_cache.storage.durable import make_folder, write_durably
 from qwen_train.inference.jobs import png_metadata
 
 FORMATS = {"PNG": True, "WEBP": True, "TIFF": True, "JPEG": False, "BMP": False}
@@ -49,7 +49,7 @@ def save_images(images: Sequence[Image.Image], out: Path) -> list[Path]:
 
     A PNG records that it was generated here, so `run_jobs` may replace it.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     kind, paths = image_format(out), image_paths(out, len(images))
     for path, image in zip(paths, images, strict=True):
         data = BytesIO()

@@ -27,7 +27,7 @@ from qwen_cache.settings.data import DataConfig
 from qwen_cache.sources.detect import Readable, Row, read_source
 from qwen_cache.sources.images import open_rgb, open_rgba
 from qwen_cache.sources.places import File
-from qwen_cache.storage.durable import WINDOWS, write_durably
+from qwen_cache.storage.durable import WINDOWS, make_folder, write_durably
 from qwen_cache.storage.url import location
 
 CHUNK = "qwen-train job"
@@ -161,7 +161,7 @@ def png_metadata(digest: str) -> PngImagePlugin.PngInfo:
 
 
 def write_image(path: Path, image: Image.Image, digest: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     data = BytesIO()
     image.save(data, "PNG", pnginfo=png_metadata(digest))
     write_durably(path, data.getvalue())

@@ -32,7 +32,7 @@ from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.models.folder import check_component, open_model
 from qwen_cache.settings.load import CONFIG_NAME, load_config
 from qwen_cache.storage.checksums import check_safetensors, sealed, write_checksums
-from qwen_cache.storage.durable import whole_folder, write_durably
+from qwen_cache.storage.durable import make_folder, whole_folder, write_durably
 from qwen_train.lora.adapter import METADATA_KEY, ORIGIN, PREFIX, WEIGHTS_NAME, settings_in
 from qwen_train.lora.names import COMFYUI_NAMES, DOWN, UP, comfyui_prefix, peft_names
 from qwen_train.model.stock import stock_class
@@ -75,7 +75,7 @@ def export(source: Path, form: str, out: Path, model: str | None = None) -> Path
         raise ConfigError("a LoRA is one file", where="--out", expected="a name that ends in .safetensors", found=out)
     write: dict[str, Callable[[Lora], bytes]] = {"diffusers": diffusers_file, "comfyui": comfyui_file}
     data = write[form](lora)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     write_durably(out, *sealed(data))
     return out
 

@@ -22,12 +22,12 @@ def crash_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     left = count
 
     def dying(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             nonlocal left
             left -= 1
             if left < 0:
                 raise Crash
-            return function(*arguments)
+            return function(*arguments, **options)
 
         return call
 
