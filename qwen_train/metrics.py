@@ -132,13 +132,13 @@ class MetricsLog:
     def sync(self) -> None:
         """Make the lines durable, before a checkpoint from which a resumed run would not repeat them."""
         if self.main:
-            with naming(self.file.name):
+            with naming(self.path):
                 sync(self.file.fileno())
 
     def close(self) -> None:
         if self.main:
             self.sync()
-            with naming(self.file.name):
+            with naming(self.path):
                 self.file.close()
             for tracker in self.accelerator.trackers:
                 tracker.finish()
