@@ -30,7 +30,7 @@ from qwen_cache.format.shards import LocalShards, RemoteShards, SampleBytes
 from qwen_cache.format.tensor import TensorSpec
 from qwen_cache.settings.cache import LOCAL_COPIES_SIZE, CacheConfig
 from qwen_cache.storage.local_copies import LocalCopies
-from qwen_cache.storage.mapped import is_readable
+from qwen_cache.storage.mapped import is_cut_short
 from qwen_cache.storage.url import Url, location
 
 if TYPE_CHECKING:
@@ -293,8 +293,8 @@ class Sample:
         if stored.nbytes != spec.stored_bytes:
             size = f"{stored.nbytes} of {spec.stored_bytes} bytes"
             raise ChecksumError(f"{what} reaches beyond its shard", where=where, found=size)
-        if not is_readable(stored):  # reading it would end the process
-            raise ChecksumError(f"{what} cannot be read: its shard became shorter, or its disk fails", where=where)
+        if is_cut_short(stored):  # reading it would end the process
+            raise ChecksumError(f"{what} cannot be read: its shard became shorter", where=where)
         data = decode(stored, spec, f"{where}: {what}")
         digest = content_hash(data) if target is None else copy_hashed(data, target)
         if digest != spec.xxh3_128:

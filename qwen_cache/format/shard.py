@@ -27,8 +27,12 @@ from qwen_cache.format.sample import SampleMeta, parse_sample
 from qwen_cache.format.tensor import MAX_RATIO, PLANES_ZSTD, TensorSpec
 from qwen_cache.storage.durable import replace as replace_file
 from qwen_cache.storage.durable import sync
+<<<<<<< ours
 from qwen_cache.storage.mapped import is_readable
 from qwen_cache.system_errors import naming
+=======
+from qwen_cache.storage.mapped import is_cut_short
+>>>>>>> theirs
 
 BLOCK = 512
 END_OF_ARCHIVE = bytes(2 * BLOCK)
@@ -202,8 +206,8 @@ def check_tensors(entry: Entry, data: memoryview, where: str) -> None:
     """ChecksumError or CodecError for a tensor in this mapped shard that does not match its hash."""
     for name, stored in tensor_bytes(entry, data):
         spec, what = entry.meta.tensors[name], f"{name} of sample {entry.meta.key}"
-        if not is_readable(stored):
-            raise ChecksumError(f"{what} cannot be read: its shard became shorter, or its disk fails", where=where)
+        if is_cut_short(stored):
+            raise ChecksumError(f"{what} cannot be read: its shard became shorter", where=where)
         if (digest := content_hash(decode(stored, spec, f"{where}: {what}"))) != spec.xxh3_128:
             what += " does not have the bytes that were written"
             raise ChecksumError(what, where=where, expected=spec.xxh3_128, found=digest)

@@ -42,7 +42,7 @@ from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index,
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest, Shard
 from qwen_cache.format.sample import UNIT_RANGE
 from qwen_cache.format.shard import Entry, scan_shard, tensor_bytes
-from qwen_cache.storage.mapped import is_readable, map_file
+from qwen_cache.storage.mapped import is_cut_short, map_file
 from qwen_cache.storage.url import Url, location
 
 HASHED = 1 << 23  # bytes between two questions whether a shard is still as long as it was
@@ -193,8 +193,8 @@ def _hash(data: memoryview, path: Path | Url) -> str:
     state = xxhash.xxh3_128()
     for begin in range(0, data.nbytes, HASHED):
         block = data[begin : begin + HASHED]
-        if not is_readable(block):
-            raise ShardError("the shard became shorter while it was read, or its disk fails", where=path)
+        if is_cut_short(block):
+            raise ShardError("the shard became shorter while it was read", where=path)
         state.update(block)
     return state.hexdigest()
 

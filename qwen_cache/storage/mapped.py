@@ -79,18 +79,17 @@ def _mapped(file: int, size: int, path: Path) -> memoryview:
     return memoryview(pages).cast("B")
 
 
-def is_readable(data: memoryview) -> bool:
-    """Whether mapped `data` can be read: False where its file has become shorter since, or the disk fails.
+def is_cut_short(data: memoryview) -> bool:
+    """Whether the file of mapped, non-empty `data` no longer reaches to its end; reading it would end the process.
 
-    Without the question, reading such a page ends the process (SIGBUS). True wherever the system cannot tell: before
-    Linux 5.14, on macOS, and for memory that is not mapped.
+    Asks for the last page alone, in 1 µs. False wherever the system cannot tell: before Linux 5.14, on macOS, and for
+    memory that is not mapped. A disk that fails on another page still ends the process (SIGBUS).
     """
     if sys.platform != "linux" or data.readonly or not data.nbytes:
-        return True
-    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(data))
-    before = address % mmap.PAGESIZE
-    failed = _libc().madvise(address - before, data.nbytes + before, POPULATE_READ)
-    return not (failed and ctypes.get_errno() in UNREADABLE)
+        return False
+    last = ctypes.addressof(ctypes.c_ubyte.from_buffer(data, data.nbytes - 1))
+    failed = _libc().madvise(last - last % mmap.PAGESIZE, 1, POPULATE_READ)
+    return bool(failed) and ctypes.get_errno() in UNREADABLE
 
 
 @cache
