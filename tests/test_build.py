@@ -711,6 +711,14 @@ def test_weights_that_lack_tensors_are_refused(pairs: Path, tmp_path: Path, mode
     failing(build(pairs, tmp_path / "shards", broken), "missing keys", "encoder.conv_in.weight")
 
 
+def test_a_tokenizer_without_its_vocabulary_is_refused(pairs: Path, tmp_path: Path, model: Path) -> None:
+    """transformers would make one that is empty, so that every prompt is encoded as if it had no words."""
+    broken = Path(shutil.copytree(model, tmp_path / "model"))
+    (broken / "processor" / "tokenizer.json").unlink()
+    message = "the tokenizer loses text (expected 'a prompt, 提示', found '')\n  → download this component again"
+    failing(build(pairs, tmp_path / "shards", broken), f"error: {broken / 'processor'}: {message}")
+
+
 def test_a_device_that_is_not_there_lists_those_that_are(pairs: Path, tmp_path: Path, model: Path) -> None:
     result = build(pairs, tmp_path / "shards", model, "--vae-device", "cuda:7")
     failing(result, "--vae-device: no such device", "found cuda:7", "cpu")

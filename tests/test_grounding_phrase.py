@@ -56,7 +56,7 @@ def test_marks_that_enclose_nothing_whole_are_refused(prompt: str, message: str)
     with pytest.raises(SourceError, match=message) as caught:
         parse(prompt, where="data/cat.txt")
     assert str(caught.value).startswith("data/cat.txt: ")
-    assert prompt in str(caught.value)
+    assert caught.value.found == prompt
     assert caught.value.do
 
 

@@ -331,7 +331,7 @@ def test_a_models_folder_runs_no_code_and_asks_nobody(
     change(folder / "processor" / "tokenizer_config.json", **own)
     with pytest.raises(ModelError) as caught:
         load_processor(model)
-    assert str(caught.value).startswith(f"{folder / 'processor'}: the tokenizer cannot be loaded: ")
+    assert str(caught.value).startswith(f"{folder / 'processor'}: processor cannot be loaded: ")
     config = {"auto_map": {"AutoModel": "own.Own"}, "architectures": ["Own"], "attn_implementation": "own/kernel"}
     change(folder / "text_encoder" / "config.json", **config)
     encoder = load_text_encoder(model.component("text_encoder"), torch.float32)

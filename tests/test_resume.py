@@ -431,7 +431,8 @@ def test_older_checkpoints_are_removed_when_the_new_one_is_on_the_disk(
     monkeypatch.setattr(shutil, "rmtree", lambda path, **more: (events.append(f"-{path.name}"), rmtree(path, **more)))
     monkeypatch.setattr(durable, "sync_folder", lambda path: (events.append(path.name), sync(path)))
     train(train__max_steps=2, train__checkpointing_steps=1, train__checkpoints_total_limit=1)
-    assert events[events.index("-checkpoint-1") - 2 :][:3] == ["out", "-.checkpoint-2.old", "-checkpoint-1"]
+    removed = "-.checkpoint-1.removed.tmp"
+    assert events[events.index(removed) - 2 :][:3] == ["out", "-.checkpoint-2.old", removed]
     assert (out / "checkpoint-2").is_dir()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_writing(call: str, number: int, tmp_path: Path, monkeypatch: pytest.Mon
         if call in ("write", "flush"):
             patch.setattr(ShardWriter, "__init__", opened)
         elif call == "fsync":
-            patch.setattr(os, "fsync", failing(error))
+            patch.setattr(os, "fsync", failing_for_files(error))
         else:
             patch.setattr("qwen_cache.format.directory.write_durably", failing_at_the_name(error))
         result = run("qwen-cache", *arguments)
@@ -80,6 +81,18 @@ def test_writing(call: str, number: int, tmp_path: Path, monkeypatch: pytest.Mon
     assert not (out / "cache.json").exists()
     assert run("qwen-cache", *arguments).code == 0
     assert run("qwen-cache", "verify", out).code == 0
+
+
+def failing_for_files(error: OSError) -> Any:
+    """`os.fsync` of a disk that syncs folders alone."""
+    fsync = os.fsync
+
+    def sync(file: int) -> None:
+        if not stat.S_ISDIR(os.fstat(file).st_mode):
+            raise error
+        fsync(file)
+
+    return sync
 
 
 def failing_at_the_name(error: OSError) -> Any:

@@ -121,7 +121,7 @@ def kept_tokens(model: ModelFolder, prompts: Sequence[tuple[str, Sequence[Size]]
     """
     template = model.template
     processor = load_processor(model) if model.takes_controls else None
-    tokenizer = processor.tokenizer if processor else load_tokenizer(model.tokenizer)
+    tokenizer = processor.tokenizer if processor else load_tokenizer(model)
     dropped = dropped_tokens(template, processor)
 
     @cache
@@ -188,7 +188,7 @@ class TextEncoder:
     ) -> None:
         family, self.template = model.family, model.template
         self.processor = load_processor(model) if model.takes_controls else None
-        self.tokenizer = self.processor.tokenizer if self.processor else load_tokenizer(model.tokenizer)
+        self.tokenizer = self.processor.tokenizer if self.processor else load_tokenizer(model)
         self.drop_idx, self.text_rows_only = dropped_tokens(self.template, self.processor), family.text_rows_only
         self.model = load_text_encoder(model.component("text_encoder"), dtype).model.to(device)
         if not family.final_norm:

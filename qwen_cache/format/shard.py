@@ -27,12 +27,8 @@ from qwen_cache.format.sample import SampleMeta, parse_sample
 from qwen_cache.format.tensor import MAX_RATIO, PLANES_ZSTD, TensorSpec
 from qwen_cache.storage.durable import replace as replace_file
 from qwen_cache.storage.durable import sync
-<<<<<<< ours
-from qwen_cache.storage.mapped import is_readable
-from qwen_cache.system_errors import naming
-=======
 from qwen_cache.storage.mapped import is_cut_short
->>>>>>> theirs
+from qwen_cache.system_errors import naming
 
 BLOCK = 512
 END_OF_ARCHIVE = bytes(2 * BLOCK)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, Qwen2VLProcessor, Qwen3VLProcessor
@@ -11,6 +14,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from qwen_cache.errors import ModelError, first_line
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.models.text_encoder import text_encoder_type
+
+PROBE = "a prompt, 提示"  # every byte is a token of its own at least, so no text is lost
+AGAIN = "download this component again"
 
 
 class _ImageOnly:
@@ -41,28 +47,42 @@ PROCESSORS: dict[str, type[Any]] = {"qwen2_5_vl": ImageOnlyQwen2VLProcessor, "qw
 def make_processor(model_type: str, name: str | PathLike[str]) -> Any:
     """The processor of a text encoder of that type, with the patch size and limits in a folder or repository."""
     kind = PROCESSORS[model_type]
-    images, tokenizer = Qwen2VLImageProcessorPil.from_pretrained(name), load_tokenizer(name)
+    images, tokenizer = Qwen2VLImageProcessorPil.from_pretrained(name), _tokenizer(name)
     return kind(images, tokenizer, chat_template=kind.get_processor_dict(name)[0].get("chat_template"))
-
-
-def load_tokenizer(name: str | PathLike[str]) -> Any:
-    """The tokenizer in a folder or repository, of a class of transformers; ModelError for any other.
-
-    By default, transformers would ask on the terminal whether to run the code that a folder brings.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        do = "download the component again, from the model's own repository"
-        raise ModelError(f"the tokenizer cannot be loaded: {first_line(error)}", where=name, do=do) from None
 
 
 def load_processor(model: ModelFolder) -> Any:
     """The processor of a model that takes images, on PIL; ModelError if it cannot be read."""
     kind, folder = text_encoder_type(model.component("text_encoder")), model.component("processor")
+    with _explained(folder):
+        processor = make_processor(kind, folder)
+    _check_tokenizer(processor.tokenizer, folder)
+    return processor
+
+
+def load_tokenizer(model: ModelFolder) -> Any:
+    """The tokenizer of a model that takes no images; ModelError if it cannot be read."""
+    with _explained(model.tokenizer):
+        tokenizer = _tokenizer(model.tokenizer)
+    _check_tokenizer(tokenizer, model.tokenizer)
+    return tokenizer
+
+
+def _tokenizer(name: str | PathLike[str]) -> Any:
+    """A tokenizer of transformers. By default, it would ask on the terminal whether to run the code that a folder
+    brings."""
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
     try:
-        return make_processor(kind, folder)
+        yield
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"the processor cannot be loaded: {error}", where=folder, do="download this component again"
-        ) from None
+        raise ModelError(f"{folder.name} cannot be loaded: {first_line(error)}", where=folder, do=AGAIN) from None
+
+
+def _check_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """ModelError for a tokenizer that loses text: without its file, transformers makes one with an empty vocabulary."""
+    if (found := tokenizer.decode(tokenizer(PROBE).input_ids)) != PROBE:
+        raise ModelError("the tokenizer loses text", where=folder, expected=repr(PROBE), found=repr(found), do=AGAIN)

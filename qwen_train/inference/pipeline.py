@@ -29,6 +29,7 @@ from qwen_cache.models.family import PipelineName
 from qwen_cache.models.folder import ModelFolder, check_component
 from qwen_cache.models.loading import load_whole
 from qwen_cache.settings.inference import PredictConfig
+from qwen_cache.system_errors import naming
 from qwen_train.flow import NoiseSchedule
 from qwen_train.inference.devices import Devices, check_offload, memory_for
 from qwen_train.inference.loras import WeightedLora, load_loras
@@ -58,7 +59,8 @@ def load_pipeline(
     check_offload(offload, devices)
     folder = model.component("transformer")
     check_component(folder)
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.component("scheduler"))
+    with naming(model.component("scheduler")):
+        scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.component("scheduler"))
     with memory_for("loading the VAE", devices.vae):
         vae = PlacedVae(load_whole(vae_class(model), model.component("vae"), torch_dtype=dtype), devices.vae)
         if offload == "none":
