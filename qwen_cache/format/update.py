@@ -217,7 +217,8 @@ def commit_update(
         written_by=written_by,
     )
     directory.commit(update.folder, manifest, index, [staging.folder / shard.name for shard, _ in shards])
-    shutil.rmtree(staging.folder, ignore_errors=True)  # the dataset is complete; `gc` removes what stays
+    with suppress(OSError):  # the dataset is complete; `gc` removes what stays
+        shutil.rmtree(staging.folder)
     return manifest
 
 
