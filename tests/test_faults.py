@@ -18,7 +18,7 @@ from .support.paths import ROOT
 from .support.waiting import HANG
 
 pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
-EVERY = 67  # cases of each command: 300 in all, each with another call, error and duration
+EVERY = 139  # cases of each command: 160 in all, each with another call, error and duration
 SEEN = """
 import errno, sys
 from pathlib import Path
