@@ -202,11 +202,11 @@ def sync_folder(folder: Path) -> None:
         if WINDOWS:
             return
         raise
-    try:
-        with naming(folder):
+    with naming(folder):
+        try:
             sync(descriptor)
-    finally:
-        os.close(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def allocate(path: Path) -> None:
@@ -256,8 +256,9 @@ def locked(path: Path, *, remove: bool = False) -> Iterator[None]:
             free = lock_descriptor(file.fileno(), blocking=False)
         except OSError as error:
             raise NoLocksError(error.errno, error.strerror, str(path)) from None
-        if not (free and _is_at(path, file)):
-            raise LockHeldError(_holder(file))
+        with naming(path):
+            if not (free and _is_at(path, file)):
+                raise LockHeldError(_holder(file))
         try:
             with suppress(OSError):  # the name of the holder is for messages alone: `gc` works on a full disk
                 file.truncate(0)

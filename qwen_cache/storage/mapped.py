@@ -42,9 +42,13 @@ def open_file(path: Path, *, follow_links: bool = True) -> int:
         if other or (error.errno == errno.EACCES and path.is_dir()):  # a socket, a link, a folder on Windows
             raise NotAFileError(path) from None
         raise
-    if not stat.S_ISREG(os.fstat(file).st_mode):
+    try:
+        with naming(path):
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise NotAFileError(path)
+    except OSError:
         os.close(file)
-        raise NotAFileError(path)
+        raise
     return file
 
 
@@ -57,23 +61,24 @@ def read_file(path: Path, size: int) -> bytes:
 def map_file(path: Path, *, follow_links: bool = True) -> memoryview:
     """The bytes of a regular file, mapped copy-on-write because torch warns of tensors over read-only memory."""
     file = open_file(path, follow_links=follow_links)
-    try:
-        size = os.fstat(file).st_size
-        if not size:  # the system refuses to map an empty file
-            return memoryview(b"")
-        if WINDOWS:  # handles are not limited there
-            return memoryview(mmap.mmap(file, size, access=mmap.ACCESS_COPY))
-        return _mapped(file, size, path)
-    finally:
-        os.close(file)
+    with naming(path):
+        try:
+            size = os.fstat(file).st_size
+            if not size:  # the system refuses to map an empty file
+                return memoryview(b"")
+            if WINDOWS:  # handles are not limited there
+                return memoryview(mmap.mmap(file, size, access=mmap.ACCESS_COPY))
+            return _mapped(file, size)
+        finally:
+            os.close(file)
 
 
-def _mapped(file: int, size: int, path: Path) -> memoryview:
+def _mapped(file: int, size: int) -> memoryview:
     """`mmap.mmap` would keep a copy of the descriptor; from Python 3.13 on, `trackfd=False` does the same."""
     address = _libc().mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, file, 0)
     if address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(path))
+        raise OSError(number, os.strerror(number))
     pages = (ctypes.c_ubyte * size).from_address(address)
     weakref.finalize(pages, _libc().munmap, address, size).atexit = False  # views may outlive the interpreter's exit
     return memoryview(pages).cast("B")

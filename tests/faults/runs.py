@@ -68,14 +68,6 @@ def exit_code(program: Program) -> int:
         program()
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else 0 if leaving.code is None else TRACEBACK
-    except OSError as error:
-        from qwen_cache.command_line import _file_read
-
-        name = error.filename or _file_read(error) or (str(error) if error.errno is None else None)
-        if name is None:
-            raise
-        print(f"error: {name}: {error.strerror}", file=sys.stderr)
-        return 2
     return 0
 
 

@@ -258,6 +258,7 @@ def read_all(cache: Path) -> None:
     from qwen_cache import open_cache
     from qwen_cache.command_line import fail
     from qwen_cache.errors import QwenCacheError
+    from qwen_cache.system_errors import message_of
 
     try:
         for sample in open_cache(cache):
@@ -265,6 +266,10 @@ def read_all(cache: Path) -> None:
                 print(sample.key, name, hashlib.sha256(sample.buffer(name)).hexdigest())
     except QwenCacheError as error:
         raise SystemExit(fail(str(error))) from None
+    except OSError as error:
+        if (message := message_of(error)) is None:
+            raise
+        raise SystemExit(fail(message)) from None
 
 
 # ---- judges ----------------------------------------------------------------------------------------------------------
