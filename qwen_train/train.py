@@ -105,7 +105,7 @@ def only_run(out: Path) -> Iterator[None]:
     holder, is_new = None, not out.exists()
     with ExitStack() as held:
         if PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).is_main_process:  # as Accelerator asks for it
-            out.mkdir(parents=True, exist_ok=True)
+            make_folder(out)
             if is_new:
                 held.callback(_remove_empty, out)
             try:
@@ -327,7 +327,6 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
     parameters = trainable(run.transformer)
     if accelerator.is_main_process:
         plan = batches.plan.summary(batches.world_size, settings.gradient_accumulation_steps)
-        make_folder(out)
         write_durably(out / CONFIG_NAME, config.to_yaml().encode("utf-8"))
         write_durably(out / RUN_FACTS_NAME, run_facts(batches, plan, parameters, accelerator))
         print_plan(config, batches, plan, parameters, accelerator, run.step)
