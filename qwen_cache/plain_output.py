@@ -10,14 +10,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from qwen_cache.plain_text import without_controls
 
-_EDGES = re.compile(r"(\r*)(.*?)(\r*)", re.DOTALL)  # tqdm begins its line with a return
 _CURSOR_UP = re.compile(r"\n*(?:\x1b\[A)+")  # tqdm's, between lines: the whole of a `write`, never a part of it
 
 
@@ -31,11 +30,13 @@ class PlainStream:
         self.rich_proxied_file = below
 
     def write(self, text: str) -> int:
-        if not (self.rich_proxied_file.isatty() and _CURSOR_UP.fullmatch(text)):
-            begin, middle, end = cast(re.Match[str], _EDGES.fullmatch(text)).groups()
-            self.rich_proxied_file.write(begin + without_controls(middle) + end)
-        else:
+        if self.rich_proxied_file.isatty() and _CURSOR_UP.fullmatch(text):
             self.rich_proxied_file.write(text)
+        else:  # tqdm begins its line with a return
+            line = text.lstrip("\r")
+            middle = line.rstrip("\r")
+            begin, end = text[: len(text) - len(line)], line[len(middle) :]
+            self.rich_proxied_file.write(begin + without_controls(middle) + end)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

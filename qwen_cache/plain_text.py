@@ -43,8 +43,9 @@ def json_without_controls(document: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """A sentence on one line, for the messages of libraries: a line break and the spaces around it are one space."""
-    return re.sub(r"[ \t]*[\r\n][ \t\r\n]*", " ", text)
+    """A sentence on one line, for the messages of libraries: line breaks and the spaces around them are one space."""
+    lines = re.split(r"[\r\n]+", text)  # one pattern with the spaces takes time that grows with their square
+    return text if len(lines) == 1 else " ".join(filter(None, (line.strip(" \t") for line in lines)))
 
 
 def _escape(match: re.Match[str]) -> str:

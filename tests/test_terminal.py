@@ -6,6 +6,7 @@ The judge is Unicode's own data: categories and bidirectional classes of what th
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import pty
@@ -22,6 +23,7 @@ from qwen_cache import QwenCacheError, open_cache
 from qwen_cache.console import console, counting
 from qwen_cache.errors import Problem
 from qwen_cache.format.manifest import with_checksum
+from qwen_cache.plain_output import PlainStream
 
 from .support.caches import build
 from .support.commands import Result, command, run
@@ -212,6 +214,14 @@ def test_a_long_name_loses_its_middle_in_a_message_and_not_in_json(tmp_path: Pat
 def test_the_message_of_a_library_is_one_line() -> None:
     error = QwenCacheError("not YAML: a list\n   in line 1\r\n\n end", found="a\nname", do="do\nthis")
     assert str(error) == "not YAML: a list in line 1 end (found a\\nname)\n  → do this"
+
+
+def test_long_runs_of_spaces_and_returns_take_no_longer_than_other_text() -> None:
+    spaces, returns = " " * 1_000_000, "a" + "\r" * 1_000_000 + "b"  # hours where time grows with the square
+    assert str(QwenCacheError(f"unknown key {spaces}", found="x")).endswith(" (found x)")
+    stream = PlainStream(io.StringIO())
+    assert stream.write(returns) == len(returns)
+    assert stream.getvalue() == "a" + r"\r" * 1_000_000 + "b"
 
 
 # ---- what is not ours ------------------------------------------------------------------------------------------------
