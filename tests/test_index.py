@@ -152,6 +152,12 @@ def test_an_index_that_decodes_to_too_much_is_refused(kind: str, monkeypatch: py
     )
 
 
+def test_row_groups_that_claim_the_same_pages_are_refused() -> None:
+    """Or a megabyte of them would take days."""
+    assert read_claims(memoryview(bombs.overlapping(100, 1)), LEAST_BOUND).rows == 1
+    assert "its columns overlap" in refusal(bombs.overlapping(20_000, 60_000), 60_000)
+
+
 def test_texts_that_are_prefixes_of_each_other_are_refused() -> None:
     """No header tells what they decode to."""
     data = bombs.prefixes(EXAMPLE / "index.parquet", 100, 1000)

@@ -1,8 +1,8 @@
 """What a Parquet file takes in memory, before pyarrow allocates what its footer and the headers of its pages claim.
 
 Both are Thrift's compact protocol (https://github.com/apache/parquet-format, parquet.thrift), read here as pyarrow
-reads them: a field of another type than the specification's is refused, an unknown field is skipped. Whatever is odd is
-a ValueError. pyarrow's own access to a footer from Python ends the process where statistics contradict the schema.
+reads them: a field of another type than the specification's is refused, an unknown field is skipped. Every refusal is a
+ValueError. pyarrow's own access to a footer from Python ends the process where statistics contradict the schema.
 """
 
 from __future__ import annotations
@@ -52,18 +52,25 @@ class Claims:
 def read_claims(data: memoryview, limit: int) -> Claims:
     """The claims of a Parquet file, with `bytes` exact up to `limit`; ValueError unless footer and pages agree.
 
-    pyarrow.ArrowException or OSError if a dictionary cannot be decompressed.
+    Takes time that grows with the size of the file and with `limit`, whatever the file claims. pyarrow.ArrowException
+    or OSError if a dictionary cannot be decompressed.
     """
     length = int.from_bytes(data[-TAIL:-4], "little")
     if bytes(data[-4:]) != b"PAR1" or not 0 < length <= data.nbytes - TAIL:
         raise ValueError("it does not end with a footer")
     footer, _ = _struct(data[-TAIL - length : -TAIL], 0, FOOTER)
     groups: list[dict[int, Any]] = footer.get(GROUPS, [])
-    columns = {len(group.get(COLUMNS, ())) for group in groups}
-    if len(columns) > 1 or footer.get(ROWS) != sum(group.get(ROWS, -1) for group in groups):
+    counts = {len(group.get(COLUMNS, ())) for group in groups}
+    if len(counts) > 1 or footer.get(ROWS) != sum(group.get(ROWS, -1) for group in groups):
         raise ValueError("its row groups do not fit its footer")
-    size = sum(_column_bytes(data, column.get(META, {}), limit) for group in groups for column in group[COLUMNS])
-    return Claims(footer[ROWS], max(columns, default=0), size)
+    columns = [column.get(META, {}) for group in groups for column in group[COLUMNS]]
+    if sum(max(0, column.get(COMPRESSED, 0)) for column in columns if column.get(VALUES) != 0) > data.nbytes:
+        raise ValueError("its columns overlap")
+    size = 0
+    for column in columns:
+        if size <= limit:
+            size += _column_bytes(data, column, limit - size)
+    return Claims(footer[ROWS], max(counts, default=0), size)
 
 
 def _column_bytes(data: memoryview, column: dict[int, Any], limit: int) -> int:
@@ -96,8 +103,8 @@ def _longest(stored: memoryview, size: int, codec: int, count: int) -> int:
     for _ in range(count):
         length = int.from_bytes(plain[position : position + 4], "little")
         longest, position = max(longest, length), position + 4 + length
-    if position > plain.nbytes:
-        raise ValueError("a dictionary reaches beyond its page")
+        if position > plain.nbytes:
+            raise ValueError("a dictionary reaches beyond its page")
     return longest
 
 
