@@ -42,6 +42,8 @@ from qwen_train.weights import gather_weights, read_weights, weights_path, write
 NAME = re.compile(r"checkpoint-(\d+)")
 EMA_SUFFIX = "_ema"
 STATE = "state.json"
+FULL = (errno.ENOSPC, errno.EDQUOT, None)
+"""Errors of a full disk; those of the safetensors library have no number, and mean the same."""
 TRANSFORMER = "transformer"
 """The entry of `Run.fixed` with the hash of the frozen weights."""
 
@@ -150,7 +152,9 @@ def _raised_everywhere(what: str, folder: Path) -> Iterator[None]:
     except FileExistsError as error:
         problem = str(error.strerror), "stop the other run, or set another train.output_dir"
     except (OSError, SafetensorError) as error:
-        problem = getattr(error, "strerror", None) or str(error), "free disk space"
+        is_full = getattr(error, "errno", None) in FULL
+        do = "free disk space" if is_full else "check the disk, and that you may write to this folder"
+        problem = getattr(error, "strerror", None) or str(error), do
     problem = all_gather_object(problem)[0]
     if problem is not None:
         reason, do = problem
@@ -171,8 +175,9 @@ def load_checkpoint(path: Path, run: Run) -> None:
     Every file is compared with its checksum first, by one process of each machine.
     """
     fault = _find_fault(path) if PartialState().is_local_main_process else None
-    if fault := next(filter(None, all_gather_object(fault)), None):
-        raise fault.error(TrainError, _advice(path, fault))
+    told = (fault, _advice(path, fault)) if fault else None  # to give advice takes reading earlier checkpoints, too
+    for found in filter(None, all_gather_object(told)):
+        raise found[0].error(TrainError, found[1])
     with restoring(path):
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         _check_fixed(path, state, run)
@@ -243,7 +248,7 @@ def _check_fixed(path: Path, state: dict[str, Any], run: Run) -> None:
 def _count(value: Any) -> int:
     """The value, if it is a number of steps or samples."""
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r} is no number of steps or samples")
+        raise ValueError(f"{value!r} is not a number of steps or samples")
     return value
 
 

@@ -149,15 +149,18 @@ def test_a_full_disk_stops_the_run_and_keeps_the_checkpoint_before(
 def test_a_result_that_cannot_be_written_is_said_and_written_by_resuming(
     train: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_space(*arguments: Any) -> None:
+    def failing(*arguments: Any) -> None:
         if arguments[2].parent == train.folder / "out":
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(numbers[-1], os.strerror(numbers.pop()))
         write(*arguments)
 
-    write = checkpoint.write_weights
+    write, numbers = checkpoint.write_weights, [errno.EROFS, errno.ENOSPC]
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_weights", no_space)
-        refused(train.try_(), "the result cannot be written: No space left on device", "checkpoint-3 is kept")
+        patch.setattr(checkpoint, "write_weights", failing)
+        told = "the result cannot be written: No space left on device", "free disk space; checkpoint-3 is kept"
+        refused(train.try_(), *told)
+        told = "Read-only file system", "check the disk, and that you may write to this folder; checkpoint-3 is kept"
+        refused(train.try_("--resume"), *told)
     assert not (train.folder / "out" / LORA).exists()
     out = train("--resume")
     assert (out / LORA).read_bytes() == (out / "checkpoint-3" / LORA).read_bytes()
