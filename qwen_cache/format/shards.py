@@ -140,9 +140,8 @@ class RemoteShards:
 
     def _fetch(self, row: IndexRow, copy: Copy) -> None:
         if not self._has_ranges:
-            (
-                self.folder / MANIFEST_NAME
-            ).require_ranges()  # on a small file: without ranges, the server would send whole shards
+            manifest = self.folder / MANIFEST_NAME  # a small file: without ranges, the server would send whole shards
+            manifest.require_ranges()
             self._has_ranges = True
         entry, where = row.entry, self.folder / row.shard
         data = memoryview(self._read(row.shard, entry.offset, entry.offset + entry.length))

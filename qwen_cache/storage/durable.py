@@ -266,7 +266,7 @@ def locked(path: Path, *, remove: bool = False) -> Iterator[None]:
             yield
         finally:
             if remove and not WINDOWS:
-                path.unlink(missing_ok=True)  # while it is locked: who opens it later opens another file
+                _try_to_remove(path)  # while it is locked: who opens it later opens another file
             with suppress(OSError):  # closing the file unlocks it, too
                 file.truncate(0)
                 unlock_descriptor(file.fileno())
@@ -283,7 +283,7 @@ def _closed(file: FileIO) -> Iterator[FileIO]:
 
 
 def _try_to_remove(path: Path) -> None:
-    with suppress(OSError):  # Windows does not remove a file that a process has open
+    with suppress(OSError):  # on Windows a process may have it open; a lock file that stays locks nobody out
         path.unlink()
 
 
