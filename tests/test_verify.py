@@ -25,7 +25,7 @@ from qwen_cache.format.manifest import Manifest, parse_manifest, with_checksum
 from qwen_cache.format.shard import ShardWriter, tensor_bytes
 from qwen_cache.format.verify import verify_cache
 
-from .support.commands import run
+from .support.commands import refused, run
 from .support.paths import load_tool
 
 examples: Any = load_tool("make_examples")
@@ -69,6 +69,10 @@ def test_no_cache_is_not_a_finding_but_an_error(tmp_path: Path) -> None:
     result = run("qwen-cache", "verify", tmp_path)
     assert result.code == 2
     assert "not a cache" in result.stderr
+    staging = tmp_path / ".staging" / "default-v2"
+    staging.mkdir(parents=True)
+    (staging / "open.tar").touch()
+    refused(run("qwen-cache", "verify", tmp_path), "this cache is not finished", "run the same")
 
 
 class Counted(tuple):  # type: ignore[type-arg]

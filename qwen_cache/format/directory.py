@@ -50,7 +50,7 @@ def load(folder: Path | Url) -> tuple[Manifest, bytes]:
     for _ in range(10):  # a commit between two of these reads makes them disagree, or moves the index
         data = _read_manifest(folder)
         if data is None:
-            raise _no_manifest(folder)
+            raise no_manifest(folder)
         manifest, index_found = parse_manifest(data, str(folder / MANIFEST_NAME)), "no file"
         for path in (folder / INDEX_NAME, pending_index(folder, manifest)):
             try:
@@ -250,7 +250,8 @@ def collect_garbage(folder: Path, *, dry_run: bool) -> dict[Path, int]:
     return {path: size for path, size in sizes.items() if dry_run or not path.exists()}
 
 
-def _no_manifest(folder: Path | Url) -> ManifestError:
+def no_manifest(folder: Path | Url) -> ManifestError:
+    """The error for a folder without cache.json."""
     if not isinstance(folder, Path):
         return ManifestError(f"no {MANIFEST_NAME} here: not a cache", where=folder, do="check the address")
     if any((folder / STAGING).rglob("*.tar")):

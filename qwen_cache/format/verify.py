@@ -25,7 +25,6 @@ from qwen_cache.errors import (
     CountError,
     DisagreementError,
     FormatError,
-    ManifestError,
     NotFiniteError,
     QwenCacheError,
     RecipeError,
@@ -59,9 +58,7 @@ def verify_cache(path: str | Path, on_bytes: Callable[[int], None] = lambda _: N
     """
     folder = location(path)
     if not (folder / MANIFEST_NAME).is_file():
-        what = f"no {MANIFEST_NAME} here, so this is not a cache"
-        do = "run `qwen-cache build`" if isinstance(folder, Path) else "check the address"
-        raise ManifestError(what, where=folder, do=do)
+        raise directory.no_manifest(folder)
     if isinstance(folder, Url):
         (folder / MANIFEST_NAME).require_ranges()
     try:
