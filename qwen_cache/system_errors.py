@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,15 +106,8 @@ def message_of(error: OSError | MemoryError) -> str | None:
 
 def _place(error: OSError) -> str:
     """The file that the error names; not every call of the system knows it."""
-    name = error.filename or _file_read(error)
+    name = error.filename
     return "reading or writing" if name is None or isinstance(name, int) else plain(os.fsdecode(name))
-
-
-def _file_read(error: OSError) -> str | None:
-    """The file that pathlib's `read_bytes` or `read_text` was reading: an error of reading does not name it."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    paths = [frame.f_locals.get("self") for frame in frames if frame.f_code.co_name in ("read_bytes", "read_text")]
-    return str(paths[-1]) if paths and isinstance(paths[-1], os.PathLike) else None
 
 
 @contextmanager

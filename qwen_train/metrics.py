@@ -18,6 +18,7 @@ from qwen_cache.console import human_time
 from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.durable import sync, write_durably
+from qwen_cache.storage.mapped import read_file
 from qwen_cache.system_errors import naming
 from qwen_train.data.batches import Batch
 
@@ -150,7 +151,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
     A kill leaves the beginning of a line, a power loss zeros.
     """
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    lines = read_file(path).split(b"\n") if path.exists() else []
     metrics = []
     for number, line in enumerate(lines, 1):
         if not (line.startswith(b"{") and line.endswith(b"}")) or b"\0" in line:

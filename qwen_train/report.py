@@ -33,6 +33,7 @@ from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.checksums import check_safetensors
 from qwen_cache.storage.durable import write_durably
+from qwen_cache.storage.mapped import read_file
 from qwen_train.checkpoint import checkpoints
 from qwen_train.inference.cached import FOLDER
 from qwen_train.metrics import METRICS_NAME
@@ -278,7 +279,7 @@ def _image(path: Path, caption: str) -> tuple[str, str]:
 
 def _metrics(path: Path) -> tuple[Metrics, int]:
     """The valid lines, and the number of invalid ones."""
-    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    lines = [line for line in read_file(path).split(b"\n") if line.strip()]
     valid = [values for line in lines if (values := _parsed(line)) and _is_measured(values)]
     return valid, len(lines) - len(valid)
 

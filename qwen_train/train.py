@@ -7,7 +7,6 @@ refused while the first lasts.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from accelerate.utils import parse_flag_from_env, set_seed
 from qwen_cache.batching.batch_plan import sequence_settings
 from qwen_cache.console import console, counting, progress, verbatim
 from qwen_cache.errors import ConfigError, TrainError
-from qwen_cache.models.folder import WEIGHTS, ModelFolder, fingerprint, open_model
+from qwen_cache.models.folder import WEIGHTS, ModelFolder, fingerprint, open_model, read_config
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_cache.settings.train import TrainConfig
@@ -301,8 +300,8 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
     )
     config = with_layout(config, accelerator.device, out if earlier else None)
     settings = config.train
-    transformer_config = (model.component("transformer") / "config.json").read_text(encoding="utf-8")
-    scheduler = json.loads((model.component("scheduler") / "scheduler_config.json").read_text(encoding="utf-8"))
+    transformer_config = read_config(model.component("transformer") / "config.json")
+    scheduler = read_config(model.component("scheduler") / "scheduler_config.json")
     schedule = NoiseSchedule.of_config(scheduler)
     batches = Batches(cache, settings, schedule, rank=accelerator.process_index, world_size=accelerator.num_processes)
     validation = make_validation(config, batches, scheduler)
@@ -334,7 +333,7 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
             console().print(plain(distilled), markup=False)
         if changed:
             console().print(f"[bold]changed[/] from here on: {verbatim(', '.join(changed))}")
-        print_memory(config, batches, json.loads(transformer_config), accelerator.device.type)
+        print_memory(config, batches, transformer_config, accelerator.device.type)
     accelerator.wait_for_everyone()
     return Prepared(
         config, out, accelerator, transformer, compute_dtype(settings), parameters, run, batches, validation

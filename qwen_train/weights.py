@@ -8,7 +8,6 @@ the result is saved in bfloat16, as in diffusers' trainers. Full training of qua
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +23,7 @@ from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.format.sample import LATENT_CHANNELS
 from qwen_cache.models.devices import full_float32, is_accelerator
 from qwen_cache.models.family import SUPPORTED
-from qwen_cache.models.folder import ModelFolder, check_component
+from qwen_cache.models.folder import ModelFolder, check_component, read_config
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.lora.adapter import WEIGHTS_NAME, add_lora, has_lora, load_lora, lora_weights, write_lora
@@ -53,7 +52,7 @@ def load_transformer(model: ModelFolder, config: Config, device: torch.device = 
     """
     folder, settings, kind = model.component("transformer"), config.train, config.model.quantization
     check_component(folder)
-    saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    saved = read_config(folder / "config.json")
     if settings.method == "full":
         _refuse_quantised(folder, kind)
     if settings.offload_blocks:
@@ -203,8 +202,7 @@ def quantization_options(
 
 
 def _saved_quantization(folder: Path) -> dict[str, Any] | None:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return config.get("quantization_config")
+    return read_config(folder / "config.json").get("quantization_config")
 
 
 def _quantization_config(kind: str, dtype: torch.dtype, skipped: list[str]) -> Any:

@@ -694,6 +694,9 @@ def test_a_model_without_a_part_names_it(pairs: Path, tmp_path: Path, model: Pat
     failing(build(pairs, tmp_path / "shards", broken), "the model has no vae", str(broken))
     (broken / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     failing(build(pairs, tmp_path / "shards", broken), "this pipeline is not supported", "found FluxPipeline")
+    (broken / "model_index.json").write_text("{")
+    told = "model_index.json: this file cannot be read: Expecting property name"
+    failing(build(pairs, tmp_path / "shards", broken), told, "download this component again")
     (broken / "model_index.json").unlink()
     failing(build(pairs, tmp_path / "shards", broken), "it has no model_index.json")
     failing(build(pairs, tmp_path / "shards", tmp_path / "none"), "no such folder", "none")

@@ -337,7 +337,7 @@ def test_wrong_input_is_one_sentence(built: Callable[[str], Path], tmp_path: Pat
     cache = built("edit-plus")
     assert "no model is named" in refused(cache)
     assert "not the size of a GPU (expected such as 24GB" in refused(cache, "--model", real_model, "--gpu-memory", "24")
-    assert "configuration cannot be read" in refused(cache, "--model", tmp_path)
+    assert "this file cannot be read" in refused(cache, "--model", tmp_path)
     (real_model / "transformer" / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
     assert "found FluxTransformer2DModel)" in refused(cache, "--model", real_model)
 
@@ -346,7 +346,7 @@ def test_wrong_input_is_one_sentence(built: Callable[[str], Path], tmp_path: Pat
     ("config", "message"),
     [
         ('{"_class_name": "AutoencoderKL"}', "this VAE is not supported (expected AutoencoderKLQwenImage"),
-        ("{", "the vae's configuration cannot be read"),
+        ("{", "vae/config.json: this file cannot be read"),
     ],
 )
 def test_plan_names_an_encoder_that_it_cannot_read(

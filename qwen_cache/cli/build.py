@@ -35,6 +35,7 @@ from qwen_cache.models.family import estimate_tokens
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_cache.storage.durable import write_durably
+from qwen_cache.storage.mapped import read_file
 
 MAX_SIZES = 6  # target sizes in the plan
 FEW_CHANGED = 3  # changed samples: up to this many are listed even if all have the same reason
@@ -143,7 +144,7 @@ def _encode(job: BuildJob, existing: Existing, plan: BuildPlan, encoders: Encode
 def _save_settings(job: BuildJob) -> None:
     """Save the settings beside the dataset, unless they are there."""
     path, settings = job.folder / CONFIG_NAME, job.config.to_yaml().encode("utf-8")
-    if not path.is_file() or path.read_bytes() != settings:
+    if not path.is_file() or read_file(path) != settings:
         write_durably(path, settings)
 
 

@@ -16,13 +16,14 @@ from PIL import Image
 
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import ConfigError
-from qwen_cache.format.identity import content_hash, sample_key
+from qwen_cache.format.identity import sample_key
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, SampleMeta
 from qwen_cache.format.update import Existing
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.sizes import Size, crop_box
+from qwen_cache.storage.remembered import file_digest
 
 VERSION = 1  # goes up with any change that changes a mask or attention
 IN_RECIPE = ("edit_mask", "mask_head", "attention", "edit_mask_version")
@@ -86,7 +87,7 @@ class EditMasks:
                 where=self.head,
                 do="train one on a cache of this model: `qwen-train mask-head`",
             )
-        return content_hash(self.head.read_bytes())
+        return file_digest(self.head)
 
 
 def _head_metadata(head: Path) -> Any:

@@ -8,7 +8,6 @@ results are bitwise theirs. Refuses any other VAE.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +19,9 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
-from qwen_cache.errors import ModelError, first_line
+from qwen_cache.errors import ModelError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
-from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.folder import ModelFolder, read_config
 from qwen_cache.sources.sizes import Size
 
 PROCESSOR = VaeImageProcessor(vae_scale_factor=PIXELS_PER_TOKEN)
@@ -91,12 +90,7 @@ def latent_space(vae: Any) -> LatentSpace:
 def vae_class(model: ModelFolder) -> type[Any]:
     """The class of the model's VAE, by its `config.json`; ModelError if it is not supported."""
     file = model.component("vae") / "config.json"
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))["_class_name"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        what = f"the class of the VAE cannot be read: {first_line(error)}"
-        raise ModelError(what, where=file, do="download this component again") from None
-    return supported_vae(found, file)
+    return supported_vae(read_config(file).get("_class_name"), file)
 
 
 def supported_vae(name: object, where: object) -> type[Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from qwen_cache.errors import (
@@ -115,19 +114,6 @@ def with_checksum(value: dict[str, Any]) -> bytes:
     text = json.dumps({**value, CHECKSUM: checksum}, indent=1, ensure_ascii=False) + "\n"
     before, _, after = text.rpartition(ZEROS)
     return f"{before}{content_hash(text.encode('utf-8'))}{after}".encode()
-
-
-def read_manifest(path: Path) -> Manifest:
-    """The manifest at `path`; FormatError if it is missing or invalid."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise ManifestError(
-            f"no {MANIFEST_NAME} here, so this is not a finished cache",
-            where=path.parent,
-            do="run `qwen-cache build`",
-        ) from None
-    return parse_manifest(data, where=str(path))
 
 
 def parse_manifest(data: bytes, where: str = MANIFEST_NAME) -> Manifest:

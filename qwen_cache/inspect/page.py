@@ -38,6 +38,7 @@ from qwen_cache.inspect.summary import (
     source_state,
 )
 from qwen_cache.storage.durable import make_folder, write_durably
+from qwen_cache.storage.mapped import read_file
 from qwen_cache.storage.url import location
 
 COLUMNS = ("key", "name", "prompt", "sizes", "text_tokens", "image_tokens", "edit_mask_from", "recipe", "images")
@@ -148,7 +149,7 @@ def _within(image: TitledImage) -> str:
 def _beside(folder: Path, name: str, image: TitledImage) -> str:
     make_folder(folder)
     path = folder / name
-    if not path.is_file() or path.read_bytes() != image.data:
+    if not path.is_file() or read_file(path) != image.data:
         write_durably(path, image.data)
     return f"{quote(os.fsencode(folder.name))}/{name}"
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from qwen_cache.errors import ModelError, first_line
 from qwen_cache.format.identity import canonical_json, content_hash
@@ -17,6 +18,7 @@ from qwen_cache.models.family import NOT_YET, PIPELINES, SUPPORTED, Family, Pipe
 from qwen_cache.models.template import Template
 from qwen_cache.storage.checksums import NAME as CHECKSUMS
 from qwen_cache.storage.checksums import find_fault
+from qwen_cache.storage.mapped import read_file
 from qwen_cache.storage.remembered import remembered_digest
 
 ENCODER_PARTS = ("vae", "text_encoder", "tokenizer", "processor")
@@ -66,7 +68,7 @@ class ModelFolder:
     @property
     def text_width(self) -> int:
         """The width of the text encoder's embeddings."""
-        config = json.loads((self.component("text_encoder") / "config.json").read_text(encoding="utf-8"))
+        config = read_config(self.component("text_encoder") / "config.json")
         return int(config.get("text_config", config)["hidden_size"])
 
     @property
@@ -76,7 +78,7 @@ class ModelFolder:
         Raises ModelError unless they are numbers above 0 and up to 1.
         """
         index = self.path / "model_index.json"
-        sigmas = json.loads(index.read_text(encoding="utf-8")).get("sample_sigmas")
+        sigmas = read_config(index).get("sample_sigmas")
         if sigmas is None:
             return None
         if not isinstance(sigmas, list) or not sigmas or not all(map(_is_sigma, sigmas)):
@@ -95,6 +97,19 @@ class ModelFolder:
         return self.facts.max_controls
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model, such as config.json; ModelError if it cannot be read."""
+    try:
+        value = json.loads(read_file(path).decode("utf-8"))
+        if not isinstance(value, dict):
+            raise TypeError("it is not a JSON object")
+        return value
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else first_line(error)
+        what, do = f"this file cannot be read: {reason}", "download this component again"
+        raise ModelError(what, where=path, do=do) from None
+
+
 def _is_sigma(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
 
@@ -108,7 +123,7 @@ def open_model(name: str | None, components: Sequence[str], revision: str | None
     if not index.is_file():
         do = "name the folder that contains vae/, text_encoder/ and transformer/, or a repository on the hub"
         raise ModelError("not a diffusers model folder: it has no model_index.json", where=path, do=do)
-    pipeline = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
+    pipeline = read_config(index).get("_class_name")
     if pipeline not in PIPELINES:
         model = NOT_YET.get(str(pipeline))
         what = f"{model} is not supported yet" if model else "this pipeline is not supported"

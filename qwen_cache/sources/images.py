@@ -35,6 +35,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from qwen_cache.errors import SourceError
+from qwen_cache.storage.mapped import read_file
 
 PARSERS = (
     *(PngImageFile, JpegImageFile, WebPImageFile, AvifImageFile, TiffImageFile, BmpImageFile, GifImageFile),
@@ -140,7 +141,7 @@ def open_rgba_file(path: Path) -> Image.Image:
 
 def _bytes_of(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_file(path)
     except OSError as error:
         raise SourceError(f"cannot be read: {error.strerror}", where=path) from None
 

@@ -52,8 +52,8 @@ def open_file(path: Path, *, follow_links: bool = True) -> int:
     return file
 
 
-def read_file(path: Path, size: int) -> bytes:
-    """At most the first `size` bytes of a regular file; NotAFileError for anything else."""
+def read_file(path: Path, size: int = -1) -> bytes:
+    """The bytes of a regular file, at most the first `size`; NotAFileError for anything else. An OSError names it."""
     with naming(path), open(open_file(path), "rb") as file:
         return file.read(size)
 

@@ -27,6 +27,7 @@ from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import Recipe
 from qwen_cache.format.shard import recover
 from qwen_cache.settings.load import Config
+from qwen_cache.storage.mapped import read_file
 
 COMMAND = "from qwen_cache.cli import main; main()"
 
@@ -134,7 +135,7 @@ class OnTheFlySamples:
 
     def _receive(self) -> Sample:
         path = Path(self._reply()["file"])
-        data = memoryview(bytearray(path.read_bytes()))  # not mapped: Windows cannot remove a mapped file
+        data = memoryview(bytearray(read_file(path)))  # not mapped: Windows cannot remove a mapped file
         path.unlink()
         (entry,) = recover(data, self.format_version)
         return Sample(IndexRow(entry.meta.key, path.name, entry), OneSample(self.folder, data))

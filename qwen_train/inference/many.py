@@ -23,8 +23,9 @@ from qwen_cache.errors import ConfigError, Problem, SourceError
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import content_hash
 from qwen_cache.models.family import Family
-from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.folder import ModelFolder, read_config
 from qwen_cache.sources.places import File
+from qwen_cache.storage.remembered import file_digest
 from qwen_train.inference.cached import generate_cached, guidance_from_cache, initial_latents
 from qwen_train.inference.devices import memory_for
 from qwen_train.inference.generator import Generator
@@ -93,7 +94,7 @@ def _passes(
         "quantization": generator.quantization,
         "predict": settings_that_matter(generator),
     }
-    loras = [[content_hash(lora.file.read_bytes()), lora.weight] for lora in generator.loras]
+    loras = [[file_digest(lora.file), lora.weight] for lora in generator.loras]
     with_loras = {"loras": loras, "merge": generator.merge} if loras else {}
     passes = [(list(jobs), {**plain, **with_loras})]
     if compare and loras:
@@ -185,7 +186,7 @@ def generate_samples(generator: Generator, cache: Cache, samples: Sequence[Sampl
     model, config, devices = generator.model, generator.config, generator.devices
     sampling = generator.sampling
     guidance = guidance_from_cache(config.negative_prompt, sampling.true_cfg_scale)
-    check_cache(cache, model, json.loads((model.component("transformer") / "config.json").read_text(encoding="utf-8")))
+    check_cache(cache, model, read_config(model.component("transformer") / "config.json"))
     pipeline = generator.pipeline
     passes = 2 if compare and generator.loras else 1
     with Signals() as signals, counting("generating", len(samples) * passes * generator.steps) as advance:

@@ -25,13 +25,14 @@ from qwen_cache.errors import ModelError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, token_count
 from qwen_cache.models.devices import torch_dtype
 from qwen_cache.models.family import Family, family_of_transformer
+from qwen_cache.models.folder import read_config
 from qwen_cache.models.live_bytes import bytes_of, peak_of
 from qwen_cache.models.text_encoder import MODELS, known_type
 from qwen_cache.models.vision_tower import batch_windows
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.sizes import calculate_dimensions
 from qwen_train.data.batches import in_order
-from qwen_train.memory.plan import Workload, config_path, read_config
+from qwen_train.memory.plan import Workload, config_path
 from qwen_train.memory.predict import FRAGMENTATION, RESERVED, SampleSize, frozen_bytes, quantization_of
 from qwen_train.model.stock import trained_class
 

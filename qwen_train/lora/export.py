@@ -29,7 +29,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from qwen_cache.errors import ConfigError, ModelError, TrainError
-from qwen_cache.models.folder import check_component, open_model
+from qwen_cache.models.folder import check_component, open_model, read_config
 from qwen_cache.settings.load import CONFIG_NAME, load_config
 from qwen_cache.storage.checksums import check_safetensors, sealed, write_checksums
 from qwen_cache.storage.durable import make_folder, whole_folder, write_durably
@@ -193,7 +193,7 @@ def transformer_folder(source: Path, model: str | None) -> Path:
     settings = load_config(candidates[0]).model if model is None and candidates else None
     name, revision = (settings.path, settings.revision) if settings else (model, None)
     path = open_model(name, ("transformer",), revision).component("transformer")
-    if "quantization_config" in json.loads((path / "config.json").read_text(encoding="utf-8")):
+    if "quantization_config" in read_config(path / "config.json"):
         raise ModelError(
             "these weights are quantised: merging would round the LoRA away",
             where=path,

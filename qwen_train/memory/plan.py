@@ -16,6 +16,7 @@ from typing import Any
 from qwen_cache.console import human_bytes
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.models.family import family_of_transformer
+from qwen_cache.models.folder import read_config
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.model import ModelConfig
 from qwen_train.data.batches import Batches
@@ -151,15 +152,6 @@ def config_path(model: ModelConfig, component: str) -> Path:
     if Path(model.path).is_dir():
         return Path(model.path) / component / "config.json"
     return _download(model.path, component, model.revision)
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """A component's config.json; ModelError if it cannot be read."""
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the {path.parent.name}'s configuration cannot be read: {error}", where=path) from None
-    return config
 
 
 def check_family(batches: Batches, transformer: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ Refused: float32, which has too many timesteps; a LoRA on these layers; folders 
 from __future__ import annotations
 
 import functools
-import json
 import mmap
 import re
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,7 @@ from qwen_cache.console import console
 from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.models.devices import to_device
 from qwen_cache.models.family import QWEN_IMAGE_21
+from qwen_cache.models.folder import read_config
 from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.durable import allocate, cache_home, sync, whole_file
 from qwen_cache.storage.remembered import remembered
@@ -130,7 +130,7 @@ class Checkpoint:
         self.folder, index = folder, folder / SAFE_WEIGHTS_INDEX_NAME
         self.files: dict[str, str] = {}
         if index.is_file():
-            self.files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            self.files = read_config(index)["weight_map"]
 
     def __getitem__(self, name: str) -> Tensor:
         path = self.folder / self.files.get(name, SAFETENSORS_WEIGHTS_NAME)

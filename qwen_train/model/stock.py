@@ -5,13 +5,13 @@ Other classes are refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from qwen_cache.errors import ModelError
 from qwen_cache.models.family import FAMILIES
+from qwen_cache.models.folder import read_config
 from qwen_train.model.qwen_image_21.transformer import QwenImage21MultiResTransformer2DModel
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
@@ -23,7 +23,7 @@ def stock_class(folder: Path) -> Any:
     """The class in diffusers of the transformer in `folder`; ModelError for another one, or without a config.json."""
     import diffusers
 
-    return getattr(diffusers, _class_name(_read(folder / "config.json"), folder))
+    return getattr(diffusers, _class_name(read_config(folder / "config.json"), folder))
 
 
 def trained_class(config: Mapping[str, Any], where: object = "config.json") -> type[Any]:
@@ -31,13 +31,6 @@ def trained_class(config: Mapping[str, Any], where: object = "config.json") -> t
     name = _class_name(config, where)
     kinds: dict[str, type[Any]] = {each._stock_class.__name__: each for each in TRAINED_CLASSES}
     return kinds[name]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"the transformer's configuration cannot be read: {error}", where=path) from None
 
 
 def _class_name(config: Mapping[str, Any], where: object) -> str:
