@@ -96,8 +96,8 @@ def only_run(out: Path) -> Iterator[None]:
     """Keep other runs out of the output folder until the end of the block, by a lock that the main process holds.
 
     Raises TrainError in every process if another run has the lock. Where files cannot be locked the run goes ahead,
-    with a warning: all its files are written whole and checked when read, so a second run can cost time, not mix up a
-    checkpoint. A new folder that is still empty at the end is removed.
+    with a warning: all its files are written whole and checked when read, so a second run costs time but cannot mix up
+    a checkpoint. A new folder that is still empty at the end is removed.
     """
     if out.exists() and not out.is_dir():
         raise ConfigError("not a folder", where=out, do="set train.output_dir")

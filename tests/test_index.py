@@ -148,12 +148,12 @@ def test_an_index_that_decodes_to_too_much_is_refused(kind: str, monkeypatch: py
         monkeypatch.delattr(pq.ParquetFile, "read")
     found = refusal(data, samples)
     assert found.startswith(
-        f"the index decodes to too much (expected at most {bound(len(data))} bytes from {len(data)}, f"
+        f"the index decodes to too many bytes (expected at most {bound(len(data))} bytes from {len(data)}, f"
     )
 
 
 def test_row_groups_that_claim_the_same_pages_are_refused() -> None:
-    """Or a megabyte of them would take days."""
+    """Or an index of a megabyte would take hours."""
     assert read_claims(memoryview(bombs.overlapping(100, 1)), LEAST_BOUND).rows == 1
     assert "its columns overlap" in refusal(bombs.overlapping(20_000, 60_000), 60_000)
 
@@ -176,7 +176,7 @@ def test_the_writer_writes_nothing_that_readers_refuse(monkeypatch: pytest.Monke
     monkeypatch.setattr(index, "MAX_RATIO", 10)
     assert bound(len(small)) < 5000 * 100 < bound(len(write_index(rows, 2)))
     assert read_index(write_index(rows, 2), 2, "an index", 100)["prompt"].to_pylist() == ["x" * 5000] * 100
-    assert "decodes to too much" in refusal(small, 100)
+    assert "decodes to too many bytes" in refusal(small, 100)
 
 
 @pytest.mark.parametrize("size", [0, 1, HASHED_BLOCK - 1, HASHED_BLOCK, 2 * HASHED_BLOCK + 5])

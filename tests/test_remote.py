@@ -555,7 +555,7 @@ def test_a_listing_without_end_is_refused(trick: str, served: Server, monkeypatc
 def test_a_compressed_answer_is_refused_and_never_unpacked(served: Server) -> None:
     served.trick = "gzip"
     with pytest.raises(
-        QwenCacheError, match=r"compresses what was asked for as it is \(found Content-Encoding: gzip\)"
+        QwenCacheError, match=r"compresses a file that must be sent as it is \(found Content-Encoding: gzip\)"
     ):
         remote.Url(served.url, "cache.json").read_bytes()
 

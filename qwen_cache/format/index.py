@@ -4,8 +4,8 @@ Rows are in the order of the source. Each tensor is a struct column (dtype, shap
 null if the sample does not have it; offsets are from the beginning of the shard. Format v1 has image sizes in pixels
 instead of `img_shapes` and `prefix_length`.
 
-An index is read in memory that follows from its size: what decodes to more than `MAX_RATIO` times its bytes is refused
-before it is decoded.
+The memory for reading an index is bounded by its size: an index that decodes to more than `MAX_RATIO` times its bytes
+is refused before it is decoded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from qwen_cache.format.tensor import MAX_RATIO, TensorSpec
 
 INDEX_NAME = "index.parquet"
 LEAST_BOUND = 1 << 26  # bytes that any index may decode to, however small it is
-FOOTER = {"thrift_string_size_limit": 1 << 20, "thrift_container_size_limit": 1 << 16}
+FOOTER_LIMITS = {"thrift_string_size_limit": 1 << 20, "thrift_container_size_limit": 1 << 16}
 """Limits of a footer: ours has strings of 12 kB, 130 elements in its schema, and a row group per million rows."""
 NULLABLE = {"mask", "edit_mask_from", *TENSORS[2]}
 
@@ -138,7 +138,7 @@ def _read_index(data: bytes, format_version: int, where: str, samples: int) -> p
         what = "index and manifest have different numbers of samples"
         raise IndexFileError(what, where=where, expected=samples, found=claims.rows)
     _refuse_bomb(claims.bytes, data, where)
-    file = pq.ParquetFile(pa.BufferReader(data), **FOOTER)
+    file = pq.ParquetFile(pa.BufferReader(data), **FOOTER_LIMITS)
     found, expected = file.schema, index_schema(format_version)
     if not (columns := found.to_arrow_schema()).equals(expected):
         other = ", ".join(f"{field.name}: {field.type}" for field in columns if field not in list(expected))
@@ -160,7 +160,7 @@ def _read_index(data: bytes, format_version: int, where: str, samples: int) -> p
 def _refuse_bomb(size: int, data: bytes, where: str) -> None:
     if size > bound(len(data)):
         expected = f"at most {bound(len(data))} bytes from {len(data)}"
-        raise IndexFileError("the index decodes to too much", where=where, expected=expected, found=size)
+        raise IndexFileError("the index decodes to too many bytes", where=where, expected=expected, found=size)
 
 
 def decoded_bytes(table: pa.Table) -> int:

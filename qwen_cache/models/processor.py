@@ -15,7 +15,7 @@ from qwen_cache.errors import ModelError, first_line
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.models.text_encoder import text_encoder_type
 
-PROBE = "a prompt, 提示"  # every byte is a token of its own at least, so no text is lost
+PROBE = "a prompt, 提示"  # a tokenizer on bytes loses no text
 AGAIN = "download this component again"
 
 

@@ -18,7 +18,7 @@ MAX_BYTES = 1 << 20  # a file of all settings has 3 kB
 MAX_NODES = 10_000  # keys and values, aliases expanded; all settings make 250, naming each layer for a LoRA 850
 MAX_DEPTH = 32  # settings have five levels
 MAX_DIGITS = 100  # of an integer; Python's own limit is 4,300, and it raises wherever a longer one is shown
-FIX = "shorten it; settings need none of this"
+FIX = "simplify it; settings need nothing of this kind"
 
 
 def read_yaml(path: Path) -> Any:

@@ -37,7 +37,7 @@ class BoundedResponse(aiohttp.ClientResponse):
         encoding = self.headers.get("Content-Encoding", "identity")
         if encoding not in ("identity", "") and self.status < 400:
             raise QwenCacheError(
-                "the server compresses what was asked for as it is",
+                "the server compresses a file that must be sent as it is",
                 where=self.url,
                 found=f"Content-Encoding: {encoding}",
                 do="turn that off for this file, or copy it to a local disk",

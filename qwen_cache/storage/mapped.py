@@ -1,6 +1,6 @@
 """Files opened and mapped without trusting their names.
 
-Opening never waits for a pipe and never looks first: what was opened is judged, so nothing can be exchanged in between.
+Opening never waits for a pipe. The opened file is checked, not its name, so nothing can be exchanged in between.
 A mapping holds no file descriptor, so any number of shards can be mapped, and views of them kept; it ends with its last
 view.
 """

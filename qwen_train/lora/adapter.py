@@ -1,9 +1,8 @@
 """LoRA by peft on the transformer, and its file: `pytorch_lora_weights.safetensors` as diffusers' pipelines load it.
 
-Rank, alpha, rsLoRA and DoRA are in the file's metadata; without it a loader would have to guess them. So is a checksum:
-a file that was changed after it was written is refused, and so is an adapter whose shape or scale differs from the
-settings. Initialisations that change the base weights (PiSSA, OLoRA) are not
-offered: the file would fit no published base.
+The file's metadata holds rank, alpha, rsLoRA and DoRA, which a loader would otherwise have to guess, and a checksum.
+Refused: a file that was changed after it was written, and an adapter whose shape or scale differs from the settings.
+Initialisations that change the base weights (PiSSA, OLoRA) are not offered: the file would fit no published base.
 """
 
 from __future__ import annotations
