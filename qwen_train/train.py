@@ -95,29 +95,35 @@ def train(config: Config, *, resume: bool = False, encode_from: str | None = Non
 def only_run(out: Path) -> Iterator[None]:
     """Keep other runs out of the output folder until the end of the block, by a lock that the main process holds.
 
-    Raises TrainError in every process if another run has the lock. Where files cannot be locked the run goes ahead,
-    with a warning: all its files are written whole and checked when read, so a second run costs time but cannot mix up
-    a checkpoint. A new folder that is still empty at the end is removed.
+    Raises TrainError in every process if another run has the lock, OSError if the folder cannot be made. Where files
+    cannot be locked the run goes ahead, with a warning: all its files are written whole and checked when read, so a
+    second run costs time but cannot mix up a checkpoint. A new folder that is still empty at the end is removed.
     """
     if out.exists() and not out.is_dir():
         raise ConfigError("not a folder", where=out, do="set train.output_dir")
-    holder, is_new = None, not out.exists()
+    problem: str | OSError | None = None
+    is_new = not out.exists()
     with ExitStack() as held:
         if PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).is_main_process:  # as Accelerator asks for it
-            make_folder(out)
-            if is_new:
-                held.callback(_remove_empty, out)
             try:
+                make_folder(out)
+                if is_new:
+                    held.callback(_remove_empty, out)
                 held.enter_context(locked(out / LOCK, remove=True))
             except LockHeldError as error:
-                holder = error.holder
+                problem = error.holder
             except NoLocksError as error:
                 (out / LOCK).unlink(missing_ok=True)
                 text = f"warning: {out}: files cannot be locked here ({error.strerror}): start no second run in it"
                 console().print(text, style="yellow", markup=False)
-        if holder := all_gather_object(holder)[0]:
+            except OSError as error:
+                problem = error
+        problem = all_gather_object(problem)[0]
+        if isinstance(problem, OSError):
+            raise problem
+        if problem:
             do = "wait for it, or stop it first; or set another train.output_dir"
-            raise TrainError("another run is writing to this folder", where=out, found=holder, do=do)
+            raise TrainError("another run is writing to this folder", where=out, found=problem, do=do)
         yield
 
 

@@ -103,13 +103,15 @@ def test_two_stopped_processes_resume_bit_for_bit(train: Trainer, fsdp: bool, me
 
 
 def test_both_processes_refuse_a_second_run_and_a_damaged_checkpoint(train: Trainer) -> None:
-    """The first checks for both, and none waits for the other."""
+    """And a folder that cannot be made. The first process checks for both, and none waits for the other."""
     out = train(settings=STEPS, train__max_steps=1)
     with locked(out / ".lock"):
         done = two(train, "--resume", settings=STEPS)
     message = f"{out}: another run is writing to this folder (found process {os.getpid()} on "
     assert (done.returncode, done.stderr.count(message)) == (1, 2), done.stderr
     file = out / "checkpoint-1" / LORA
+    done = two(train, settings=STEPS, out=file / "out")
+    assert (done.returncode, done.stderr.count(f"{file}/out: Not a directory")) == (1, 2), done.stderr
     file.write_bytes(file.read_bytes()[:-2] + b"\1\1")
     done = two(train, "--resume", settings=STEPS)
     message = f"{file}: this file was changed after it was written"
