@@ -552,6 +552,20 @@ def test_a_folder_stands_for_its_metadata_table(tmp_path: Path) -> None:
     assert rows == [Row("images/1", f"{path}:1", File(tmp_path / "images/1.png"), (), None, "a cat")]
 
 
+@pytest.mark.parametrize("source", ["tables", "tables/metadata.csv", "./tables/metadata.csv"])
+def test_paths_in_a_table_begin_at_its_folder_however_the_table_is_named(
+    tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets = ["1.png", "images/2.png", str(tmp_path / "tables/3.png"), (tmp_path / "4.png").as_uri()]
+    text = "\n".join(["image,prompt", *(f"{target},red" for target in targets)])
+    fill(tmp_path / "tables", {"metadata.csv": text, "1.png": "", "images/2.png": "", "3.png": "", "../4.png": ""})
+    monkeypatch.chdir(tmp_path)
+    rows, problems = read_source(Path(source), needs_control=False)
+    assert problems == []
+    absolute = [tmp_path / "tables/3.png", tmp_path / "4.png"]
+    assert paths(*(row.target for row in rows)) == [Path("tables/1.png"), Path("tables/images/2.png"), *absolute]
+
+
 def test_a_json_line_may_hold_a_unicode_line_separator(tmp_path: Path) -> None:
     line = '{"image": "t/1.png", "control": "c/1.png", "prompt": "one\u2028two"}'
     [row], problems = edit(table(tmp_path, "a.jsonl", f"\n{line}\r\n\n"))

@@ -171,7 +171,7 @@ class TableFolder:
         """The file that `text` names; SourceError if the table may not name it."""
         check_name(text, self.path)
         if isinstance(self.path, Path):
-            named = self._located(text) if "://" in text else self.path / text
+            named = self._located(text) if "://" in text else Path(text)
             return file_at(named) if isinstance(named, Url) else self.path / named
         server = "/".join(str(self.path).split("/", 3)[:3])
         if "::" in text:
