@@ -22,6 +22,7 @@ from accelerate.utils import parse_flag_from_env, set_seed
 from qwen_cache.batching.batch_plan import sequence_settings
 from qwen_cache.console import console, counting, progress, verbatim
 from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.models.folder import WEIGHTS, ModelFolder, fingerprint, open_model, read_config
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config
@@ -101,6 +102,8 @@ def only_run(out: Path) -> Iterator[None]:
     """
     if out.exists() and not out.is_dir():
         raise ConfigError("not a folder", where=out, do="set train.output_dir")
+    if (out / MANIFEST_NAME).exists():
+        raise ConfigError("this folder is a cache", where=out, do="set train.output_dir to another")
     problem: str | OSError | None = None
     is_new = not out.exists()
     with ExitStack() as held:

@@ -352,6 +352,9 @@ def test_a_second_run_is_refused_at_once_and_told_of_the_first(train: Trainer, m
         "  → wait for it, or stop it first; or set another train.output_dir"
     ]
     assert not (out / ".lock").exists()
+    assert {path.stat().st_mode for path in out.rglob("*") if path.is_file()} == {(out / "qwen.yaml").stat().st_mode}
+    into_the_cache = train.try_(train__output_dir=str(train.cache))
+    refused(into_the_cache, f"{train.cache}: this folder is a cache\n  → set train.output_dir to another")
     with pytest.MonkeyPatch.context() as patch:
         dying_in(0, patch)
         with pytest.raises(Crash):

@@ -209,7 +209,8 @@ def _mask_problems(row: Row, mask: Size, target: Size) -> list[Problem]:
 
 def as_problem(row: Row, path: object, error: SourceError) -> Problem:
     """The error about one image as a problem of its row."""
-    return Problem(row.where, f"{path}: {error.fault}", error.do or "replace the file")
+    what = error.fault if str(path) == row.where else f"{path}: {error.fault}"
+    return Problem(row.where, what, error.do or "replace the file")
 
 
 def read_again(file: Readable, expected: str) -> bytes:

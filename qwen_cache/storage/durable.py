@@ -69,8 +69,9 @@ def whole_file(path: Path, *, shared: bool = False) -> Iterator[Path]:
 def whole_folder(path: Path) -> Iterator[Path]:
     """A new folder to fill, which is then synced and replaces `path`; an error leaves nothing behind.
 
-    No system replaces a folder in one step, so the old one is moved aside first. If the process dies in between, the
-    next call gives it its name back; it also removes what a killed process left.
+    Its files get the rights of all new files: safetensors writes some that only their owner may read. No system
+    replaces a folder in one step, so the old one is moved aside first. If the process dies in between, the next call
+    gives it its name back; it also removes what a killed process left.
     """
     make_folder(path.parent)
     temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
@@ -80,7 +81,11 @@ def whole_folder(path: Path) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         for each in temporary.rglob("*"):
-            (sync_folder if each.is_dir() else sync_file)(each)
+            if each.is_dir():
+                sync_folder(each)
+            else:
+                each.chmod(temporary.stat().st_mode & 0o666)
+                sync_file(each)
         sync_folder(temporary)
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
