@@ -335,6 +335,7 @@ def prepare(config: Config, resume: bool, encode_from: str | None = None) -> Pre
     parameters = trainable(run.transformer)
     if accelerator.is_main_process:
         plan = batches.plan.summary(batches.world_size, settings.gradient_accumulation_steps)
+        make_folder(out)
         write_durably(out / CONFIG_NAME, config.to_yaml().encode("utf-8"))
         write_durably(out / RUN_FACTS_NAME, run_facts(batches, plan, parameters, accelerator))
         print_plan(config, batches, plan, parameters, accelerator, run.step)
