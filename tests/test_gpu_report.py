@@ -331,6 +331,7 @@ def test_failed_tests_are_counted_and_quoted(module: Callable[[str], Any], tmp_p
     assert tool.has_failures(report)
 
 
+@pytest.mark.slow
 def test_flops_are_those_of_the_formula(module: Callable[[str], Any]) -> None:
     """For the 20B model: 24 D² per token and block forward, 4 N² D for attention, and as much for the gradient of the
     inputs. The modulation of one timestep, a LoRA of rank 16 and the layers around them come to a few per cent."""

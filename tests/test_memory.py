@@ -146,6 +146,7 @@ def test_optimizer_state_of_prodigy(compare: Compare) -> None:
     assert found.optimizer == pytest.approx(measured.optimizer, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "accelerator"])
 @pytest.mark.parametrize("of_21", [True, slow(False)])
 def test_a_few_blocks_tell_of_all(monkeypatch: pytest.MonkeyPatch, of_21: bool, device: str) -> None:

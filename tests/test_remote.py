@@ -564,7 +564,7 @@ def test_files_that_are_read_whole_have_a_largest_size(served: Server, monkeypat
     """An index has that of its manifest."""
     monkeypatch.setattr(remote, "BLOCK", 1000)
     index = served.folder / "index.parquet"
-    index.write_bytes(index.read_bytes() + bytes(100_000))
+    index.write_bytes(index.read_bytes() + bytes(5_000))
     with pytest.raises(FormatError, match=r"not the one that the manifest names \(.*found a larger file\) \[F7\]"):
         open_cache(served.url)
     url, size = remote.Url(served.url, "index.parquet"), index.stat().st_size

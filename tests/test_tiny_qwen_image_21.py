@@ -252,6 +252,7 @@ def test_positions_and_deepstack_count(pipeline: Any) -> None:
 # ---- the VAE --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_vae_returns_the_block_averages_through_normalised_latents(folder: Path) -> None:
     vae = AutoencoderKLQwenImage21.from_pretrained(folder / "vae")

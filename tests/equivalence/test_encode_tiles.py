@@ -214,6 +214,7 @@ def test_a_narrower_halo_would_be_noticed(
     assert error(encode_in_tiles(ours, pixels, 64), whole) > 1e6 * EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", [narrower(1, 0), narrower(0, 1)])
 def test_a_narrower_halo_of_the_decoder_would_be_noticed(
     mutant: Any, kind: Kind, exact: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
