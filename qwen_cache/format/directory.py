@@ -33,6 +33,7 @@ from qwen_cache.storage.durable import (
 )
 from qwen_cache.storage.mapped import NotAFileError, map_file, open_file, read_file
 from qwen_cache.storage.url import Url
+from qwen_cache.system_errors import naming
 
 T = TypeVar("T")
 Folder = TypeVar("Folder", Path, Url, Path | Url)  # a Path gives Paths, a Url gives Urls
@@ -123,7 +124,7 @@ def shards_here(folder: Path | Url, manifest: Manifest) -> set[str]:
 
 
 def _exists(path: Path) -> bool:
-    with suppress(NotAFileError):
+    with suppress(NotAFileError), naming(path):
         os.close(open_file(path))
         return True
     return False

@@ -20,7 +20,9 @@ def load_whole(kind: type[Any], folder: Path, **options: Any) -> Any:
     """A frozen `kind` in eval mode from `folder`; ModelError for missing weights or other shapes."""
     transformers_logging.disable_progress_bar()
     try:
-        component, info = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
+        component, info = kind.from_pretrained(
+            folder, use_safetensors=True, local_files_only=True, output_loading_info=True, **options
+        )
     except torch.OutOfMemoryError:
         raise  # the files are not the reason
     except (OSError, ValueError, RuntimeError) as error:

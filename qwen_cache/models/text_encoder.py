@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedConfig, Qwen2_5_VLForConditionalGeneration, Qwen3VLForConditionalGeneration
 
 from qwen_cache.errors import ModelError, first_line
+from qwen_cache.models.folder import read_config
 from qwen_cache.models.loading import load_whole
 
 MODELS: dict[str, type[Any]] = {
@@ -48,5 +49,8 @@ def load_text_encoder(folder: Path, dtype: torch.dtype) -> Any:
     """The frozen text encoder in `folder`, with its `lm_head`; ModelError if it is another model or incomplete.
 
     Attention is torch's: a config.json may name another one, such as a kernel that would be downloaded from the hub.
+    The config is read here: for one that it cannot read, transformers would make random weights of the 7B model's size.
     """
-    return load_whole(MODELS[text_encoder_type(folder)], folder, dtype=dtype, attn_implementation="sdpa")
+    kind = MODELS[text_encoder_type(folder)]
+    config = kind.config_class.from_dict(read_config(folder / "config.json"))
+    return load_whole(kind, folder, config=config, dtype=dtype, attn_implementation="sdpa")
