@@ -63,9 +63,9 @@ def write_report(folder: Path) -> Path:
     if not (folder / METRICS_NAME).is_file():
         raise TrainError("no run here", where=folder, expected=METRICS_NAME, do="name the train.output_dir of a run")
     path = folder / NAME
-    text = re.sub(r"[\ud800-\udfff]", "\ufffd", page(folder))  # file names may not be valid Unicode
+    data = page(folder).encode("utf-8")
     try:
-        write_durably(path, text.encode("utf-8"))
+        write_durably(path, data)
     except OSError as error:
         raise TrainError(f"this page cannot be written: {error.strerror}", where=path) from None
     return path

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from qwen_cache import FormatError, QwenCacheError, open_cache
 from qwen_cache.errors import RULES, ModelError
@@ -334,6 +335,8 @@ def test_a_models_folder_runs_no_code_and_asks_nobody(
     assert str(caught.value).startswith(f"{folder / 'processor'}: processor cannot be loaded: ")
     config = {"auto_map": {"AutoModel": "own.Own"}, "architectures": ["Own"], "attn_implementation": "own/kernel"}
     change(folder / "text_encoder" / "config.json", **config)
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", lambda *_, **__: ({}, {}))  # what it does after EIO
     encoder = load_text_encoder(model.component("text_encoder"), torch.float32)
+    assert encoder.config.text_config.hidden_size < 1000  # not the 7B model with random weights
     assert encoder.config._attn_implementation == encoder.config.vision_config._attn_implementation == "sdpa"
     assert not mark.exists()

@@ -103,6 +103,10 @@ def test_text_of_the_source_stays_text(tmp_path: Path) -> None:
     assert (page.samples[0]["prompt"], page.samples[0]["name"]) == (HOSTILE, HOSTILE)
     assert page.tags["script"] == 3
     assert "<" not in page.texts["samples"] + page.texts["overview"]  # a comment would change where a script ends
+    written = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert not re.search(
+        r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u202e]", written
+    )  # a terminal obeys them, as `less` shows
 
 
 def test_nothing_is_loaded_from_anywhere(built: Built, tmp_path: Path) -> None:

@@ -207,15 +207,16 @@ def test_values_that_are_no_numbers_and_names_that_are_html_do_no_harm(tmp_path:
 
 def test_text_of_a_run_stays_text(tmp_path: Path) -> None:
     """Names of metrics and images, prompts, and what the run wrote of itself."""
-    hostile = "</script></pre><script>alert(1)</script><!-- <img src=x> & \"'"
+    hostile, control = "</script></pre><script>alert(1)</script><!-- <img src=x> & \"'", "\x1b]0;pwned\x07\u202e"
     folder = validation(tmp_path, {"step-5/<b>&'\".png": png(), "step-5/a.png": png()})
     (folder / METRICS_NAME).write_text(json.dumps({"step": 1, "loss": 2.0, hostile: 1.0}), encoding="utf-8")
-    (folder / "about.json").write_text(json.dumps({"cache": hostile, hostile: hostile}), encoding="utf-8")
+    (folder / "about.json").write_text(json.dumps({"cache": hostile + control, hostile: hostile}), encoding="utf-8")
     words = {"name": hostile, "prompt": f"{hostile}, please"}
     save_file({"latents": torch.zeros(1)}, folder / "validation" / "step-5" / "a.safetensors", words)
     page = Page(write_report(folder))
     assert hostile in page.charts()
-    assert page.facts()["cache"] == page.facts()[hostile] == hostile
+    assert page.facts()["cache"] == rf"{hostile}\x1b]0;pwned\x07\u202e"
+    assert page.facts()[hostile] == hostile
     assert {*words.values(), "<b>&'\""} < set(page.words)
     assert [source[:5] for source in page.references] == ["data:"] * 2
     assert page.html.count("<script>") == 1
@@ -265,11 +266,11 @@ def test_lines_that_no_run_writes_are_left_out_and_counted(line: bytes, tmp_path
 
 
 def test_names_of_metrics_may_be_of_any_letters(tmp_path: Path) -> None:
-    """Those that Python takes for the end of a line, and halves of surrogate pairs, among them."""
+    """Those that end a line in Python, and halves of surrogate pairs, which are escaped, among them."""
     line = '{"step": 1, "a\u2028b\x85c": 2.0, "\\ud800": 3.0}'
     (tmp_path / METRICS_NAME).write_text(line, encoding="utf-8")
     page = Page(write_report(tmp_path))
-    assert page.charts().keys() == {"a\u2028b\x85c", "\ufffd"}
+    assert page.charts().keys() == {r"a\u2028b\x85c", r"\ud800"}
     assert "could not be read" not in page.text
 
 
@@ -353,8 +354,8 @@ def test_names_of_files_need_not_be_unicode(tmp_path: Path) -> None:
     (folder / METRICS_NAME).write_bytes(GOOD[0])
     (folder / os.fsdecode(b"\xfe.safetensors")).write_bytes(b"12")
     page = Page(write_report(folder))
-    assert "run \ufffd" in page.words
-    assert page.facts()["output files"] == "\ufffd.safetensors, 2 B"
+    assert r"run \udcff" in page.words
+    assert page.facts()["output files"] == r"\udcfe.safetensors, 2 B"
 
 
 def png(colour: str = "red", size: tuple[int, int] = (8, 8)) -> bytes:

@@ -21,15 +21,14 @@ from qwen_cache.errors import (
     VersionError,
 )
 from qwen_cache.format.fields import Fields
-from qwen_cache.format.identity import HASH_PATTERN, content_hash, recipe_id
+from qwen_cache.format.identity import HASH_PATTERN, recipe_id
+from qwen_cache.storage.checksums import ZEROS, own_hash, with_own_hash
 
 FORMAT = "qwen-cache"
 VERSIONS = (1, 2)
 MANIFEST_NAME = "cache.json"
 CHECKSUM = "checksum"
 HASH_KEY = "xxh3_128"
-ZEROS = "0" * 32
-"""In place of the checksum's digits while the file is hashed."""
 DEFAULT_RECIPE = "default"  # the name of a recipe that the user did not name
 SHARD_PATTERN = re.compile(HASH_PATTERN.pattern + r"\.tar")
 
@@ -111,9 +110,7 @@ class Manifest:
 def with_checksum(value: dict[str, Any]) -> bytes:
     """The bytes of cache.json for the JSON object `value`, with the checksum of these bytes at the end."""
     checksum = {"must_understand": False, HASH_KEY: ZEROS}
-    text = json.dumps({**value, CHECKSUM: checksum}, indent=1, ensure_ascii=False) + "\n"
-    before, _, after = text.rpartition(ZEROS)
-    return f"{before}{content_hash(text.encode('utf-8'))}{after}".encode()
+    return with_own_hash(json.dumps({**value, CHECKSUM: checksum}, indent=1, ensure_ascii=False) + "\n")
 
 
 def parse_manifest(data: bytes, where: str = MANIFEST_NAME) -> Manifest:
@@ -160,8 +157,7 @@ def _check_checksum(data: bytes, fields: Fields, version: int) -> None:
     if checksum.take("must_understand", bool):
         raise ManifestChecksumError('"must_understand" must be false', where=checksum.where)
     checksum.finish()
-    before, _, after = data.rpartition(claimed.encode())
-    if (found := content_hash(before + ZEROS.encode() + after)) != claimed:
+    if (found := own_hash(data, claimed)) != claimed:
         what = "the file was changed after it was written"
         raise ManifestChecksumError(what, where=fields.where, expected=claimed, found=found)
 

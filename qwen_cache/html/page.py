@@ -6,11 +6,13 @@ own style and scripts are included unescaped. A missing value is an error. jinja
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qwen_cache.html.charts import number
+from qwen_cache.plain_text import json_without_controls, without_controls
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -26,21 +28,31 @@ def render(template: str, **values: Any) -> str:
 
 @cache
 def environment() -> Environment:
-    """The jinja2 environment: it escapes every value, and writes JSON without escaping non-ASCII letters."""
+    """The jinja2 environment: it escapes markup and control characters, and in JSON no other letters."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     templates = Environment(
         loader=FileSystemLoader(FOLDER / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_shown,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
+    templates.policies["json.dumps_function"] = _dumps
     templates.filters["number"] = number
     templates.globals["own_file"] = own_file
     return templates
+
+
+def _shown(value: object) -> object:
+    """Text of a source without control characters, which a terminal would obey; markup and numbers as they are."""
+    return without_controls(value) if type(value) is str else value
+
+
+def _dumps(value: object, **_: object) -> str:
+    return json_without_controls(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
 
 
 def own_file(name: str) -> Markup:

@@ -51,6 +51,7 @@ def load_text_encoder(folder: Path, dtype: torch.dtype) -> Any:
     Attention is torch's: a config.json may name another one, such as a kernel that would be downloaded from the hub.
     The config is read here: for one that it cannot read, transformers would make random weights of the 7B model's size.
     """
-    kind = MODELS[text_encoder_type(folder)]
-    config = kind.config_class.from_dict(read_config(folder / "config.json"))
+    settings = read_config(folder / "config.json")
+    kind = MODELS[known_type(settings.get("model_type"), folder)]
+    config = kind.config_class.from_dict(settings)
     return load_whole(kind, folder, config=config, dtype=dtype, attn_implementation="sdpa")

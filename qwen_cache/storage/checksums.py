@@ -45,6 +45,21 @@ class Fault:
         return kind(self.what, where=self.where, expected=self.expected, found=self.found, do=do)
 
 
+# ---- a file's own hash -----------------------------------------------------------------------------------------------
+
+
+def with_own_hash(text: str) -> bytes:
+    """The file of `text`, whose last 32 zeros become the xxh3-128 of the file with these zeros."""
+    before, _, after = text.rpartition(ZEROS)
+    return f"{before}{xxhash.xxh3_128_hexdigest(text.encode())}{after}".encode()
+
+
+def own_hash(data: bytes, claimed: str) -> str:
+    """The hash that a file by `with_own_hash` must have: that of its bytes with the last `claimed` as zeros."""
+    before, _, after = data.rpartition(claimed.encode())
+    return xxhash.xxh3_128_hexdigest(before + ZEROS.encode() + after)
+
+
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
 
@@ -54,8 +69,7 @@ def write_checksums(folder: Path) -> None:
         name: {"bytes": path.stat().st_size, "xxh3_128": file_digest(path)} for name, path in _files(folder).items()
     }
     text = json.dumps({"files": files, "xxh3_128": ZEROS}, indent=1, sort_keys=True) + "\n"
-    before, _, after = text.rpartition(ZEROS)
-    write_durably(folder / NAME, f"{before}{xxhash.xxh3_128_hexdigest(text.encode())}{after}".encode())
+    write_durably(folder / NAME, with_own_hash(text))
 
 
 def find_fault(folder: Path, digest: Callable[[Path], str] = file_digest) -> Fault | None:
@@ -64,8 +78,9 @@ def find_fault(folder: Path, digest: Callable[[Path], str] = file_digest) -> Fau
     try:
         data = path.read_bytes()
         listed = json.loads(data)
-        if fault := _fault_of_list(path, data, listed["xxh3_128"]):
-            return fault
+        claimed = str(listed["xxh3_128"])
+        if (found := own_hash(data, claimed)) != claimed:
+            return Fault(CHANGED, path, f"xxh3-128 {claimed}", found)
         expected = {name: (entry["bytes"], entry["xxh3_128"]) for name, entry in listed["files"].items()}
         here = _files(folder)
         return _fault_of_names(folder, expected.keys(), here) or next(
@@ -84,12 +99,6 @@ def _files(folder: Path) -> dict[str, Path]:
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     files.pop(NAME, None)
     return files
-
-
-def _fault_of_list(path: Path, data: bytes, claimed: str) -> Fault | None:
-    before, _, after = data.rpartition(claimed.encode())
-    found = xxhash.xxh3_128_hexdigest(before + ZEROS.encode() + after)
-    return None if found == claimed else Fault(CHANGED, path, f"xxh3-128 {claimed}", found)
 
 
 def _fault_of_names(folder: Path, expected: Set[str], here: dict[str, Path]) -> Fault | None:

@@ -7,6 +7,7 @@ everybody out. Windows refuses to rename or remove a file that a process has ope
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -109,7 +110,10 @@ def make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
     with suppress(PermissionError):  # a folder that may be written to but not read cannot be synced
         sync_folder(folder.parent)
 

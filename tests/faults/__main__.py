@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("what", choices=["calls", "power"])
     parser.add_argument("--only", default="", help="commands whose name begins so, or so")
     parser.add_argument("--every", type=int, default=1, help="calls: every n-th case of a command")
+    parser.add_argument("--all-errors", action="store_true", help="calls: each call with every error it may return")
     parser.add_argument(
         "--complete-every", type=int, default=10, help="power: run the command again for every n-th state"
     )
@@ -54,7 +55,7 @@ def judge(base: Path, options: argparse.Namespace) -> int:
             continue
         if options.what == "calls":
             shim.watch(scenarios.watched(base))
-            report = asdict(fail_each_call(scenario, base, shim, options.every, i))
+            report = asdict(fail_each_call(scenario, base, shim, options.every, i, all_errors=options.all_errors))
         else:
             shim.watch([base / scenarios.WORK])
             report = asdict(replay_power_losses(scenario, base, shim, options.complete_every, options.without))

@@ -1,4 +1,4 @@
-"""For every call of a command that reads or writes a file: the call fails, and then the same command runs again.
+"""Every call of a command that reads or writes a file fails in one run, and then the same command runs again.
 
 A command whose call fails ends with exit code 2 and a sentence that names a file, or with the right result. Then the
 old data are whole, or the new ones, and the same command, undisturbed, gives the undisturbed result, byte for byte.
@@ -66,16 +66,21 @@ class Report:
     """Different folders that were left, each judged."""
 
 
-def cases(calls: list[str], every: int, offset: int) -> Iterator[Case]:
-    """Every error of every call, and a disk that is dead or full from there on; or every `every`-th of these."""
-    made = (
-        Case(number, error, onwards)
-        for number, call in enumerate(calls, 1)
-        for error, onwards in (
-            *((error, False) for error in ERRORS.get(call, (errno.EIO,))),
-            *((error, True) for error in ONWARDS if error in ERRORS.get(call, (errno.EIO,))),
-        )
-    )
+def cases(calls: list[str], every: int, offset: int, *, all_errors: bool = False) -> Iterator[Case]:
+    """Each call once, or every `every`-th, with one error after another; with `all_errors` each call with each error.
+
+    Among them a disk that is dead or full from that call on.
+    """
+    turns = dict.fromkeys(calls, offset)
+    made: list[Case] = []
+    for number, call in enumerate(calls, 1):
+        errors = ERRORS.get(call, (errno.EIO,))
+        ways = [
+            *(Case(number, error, onwards=False) for error in errors),
+            *(Case(number, error, onwards=True) for error in ONWARDS if error in errors),
+        ]
+        made += ways if all_errors else [ways[turns[call] % len(ways)]]
+        turns[call] += 1
     return itertools.islice(made, offset % every, None, every)
 
 
@@ -116,12 +121,14 @@ class Judge:
         return f"another output {when}" if self.scenario.prints and ended.stdout != self.stdout else None
 
 
-def fail_each_call(scenario: Scenario, base: Path, shim: Shim, every: int = 1, offset: int = 0) -> Report:
+def fail_each_call(
+    scenario: Scenario, base: Path, shim: Shim, every: int = 1, offset: int = 0, *, all_errors: bool = False
+) -> Report:
     """Run the cases of a command."""
     judge = Judge(scenario, base)
     calls = list_calls(scenario, base, shim)
     report = Report(scenario.name, len(calls), dict(Counter(calls)))
-    for case in cases(calls, every, offset):
+    for case in cases(calls, every, offset, all_errors=all_errors):
         ended, call = run_case(scenario, base, shim, case)
         what, fault = verdict(scenario, ended, judge)
         what = what if call or fault else "not reached"

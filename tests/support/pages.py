@@ -21,7 +21,10 @@ from qwen_cache.format.update import Existing, ListedSample, commit_update, open
 from .commands import run
 
 RECIPE = {"encoder_version": 2, "pipeline": "QwenImageEditPlusPipeline", "dtype": "float32"}
-HOSTILE = "</script><script>alert(1)</script><!-- <img src=https://example.com/a.png> & \"'\u2028 \\u003c"
+HOSTILE = (
+    "</script><script>alert(1)</script><!-- <img src=https://example.com/a.png> & \"'\u2028 \\u003c"
+    " \x1b]0;pwned\x07 \x9b31m \u202e"
+)
 CELLS = (4, 6)
 
 
