@@ -1,16 +1,21 @@
 """The extras of this package: their purpose and requirements, from package metadata. Nothing heavy is imported.
 
 `pyproject.toml` alone defines the requirements. `advice` names the extra that installs a missing module; `require`
-checks for a module before a command starts its work. A source tree that was never installed has no metadata; its
-extras are unknown.
+checks for a module before a command starts its work. `install_command` installs an extra from where this package came
+from. A source tree that was never installed has no metadata; its extras are unknown.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -64,6 +69,26 @@ def _of_extra(extra: str, needs: list[Requirement]) -> Iterator[Requirement]:
             yield from _of_extra(other, needs)
 
 
+def install_command(extra: str) -> str:
+    """The command that adds an extra to this installation: from its checkout, wheel or repository, else by name.
+
+    Where it came from is in direct_url.json (PEP 610); the file is missing after an installation from an index.
+    """
+    try:
+        origin = json.loads(metadata.distribution(PACKAGE).read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        origin = {"url": Path(__file__).parents[1].as_uri(), "dir_info": {}}
+    url = str(origin.get("url", ""))
+    if vcs := origin.get("vcs_info"):
+        revision = f"@{vcs['requested_revision']}" if "requested_revision" in vcs else ""
+        return f"pip install '{PACKAGE}[{extra}] @ {vcs['vcs']}+{url}{revision}'"
+    path = url2pathname(urlsplit(url).path) if url.startswith("file:") else ""
+    if not path or not Path(path).exists():
+        return f"pip install '{PACKAGE}[{extra}]'"
+    editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
+    return f"pip install {editable}{shlex.quote(f'{path}[{extra}]')}"
+
+
 def require(module: str) -> None:
     """ModuleNotFoundError when the module is not installed, before any work is done; it is not imported."""
     if find_spec(module) is None:
@@ -77,4 +102,4 @@ def advice(module: str, program: str) -> str | None:
     if not candidates:
         return None
     preferred = PREFERRED.get(program)
-    return f"pip install '{PACKAGE}[{preferred if preferred in candidates else candidates[0]}]'"
+    return install_command(preferred if preferred in candidates else candidates[0])

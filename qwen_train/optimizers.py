@@ -15,6 +15,7 @@ from diffusers.optimization import get_scheduler
 from torch.distributed.tensor import DTensor
 
 from qwen_cache.errors import ConfigError
+from qwen_cache.extras import install_command
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import OptimizerConfig
 
@@ -27,7 +28,7 @@ CLASSES = {
 ADAM = ("betas", "weight_decay", "eps")
 SETTINGS = {"adamw": ADAM, "adamw8bit": ADAM, "adafactor": ("weight_decay",), "prodigy": ADAM}
 EXTRAS = {"bitsandbytes": "quantization", "prodigyopt": "prodigy"}
-"""Extras of this package (`pip install 'qwen-cache[...]'`), by the module that they install."""
+"""Extras of this package, by the module that they install."""
 
 NOT_SHARDABLE = ("adamw8bit", "adafactor", "prodigy")
 """Optimizers whose update depends on more of a weight than the FSDP2 shard of one process."""
@@ -84,7 +85,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         cls = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
         extra = EXTRAS.get(module.split(".")[0])
-        do = f"pip install 'qwen-cache[{extra}]'" if extra else "install its package, or correct optimizer.name"
+        do = install_command(extra) if extra else "install its package, or correct optimizer.name"
         raise ConfigError(f"the optimizer {name} cannot be imported: {error}", do=do) from None
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ConfigError(

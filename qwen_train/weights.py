@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from qwen_cache.errors import ConfigError, ModelError, TrainError
+from qwen_cache.extras import install_command
 from qwen_cache.format.sample import LATENT_CHANNELS
 from qwen_cache.models.devices import full_float32, is_accelerator
 from qwen_cache.models.family import SUPPORTED
@@ -221,7 +222,7 @@ def _quantization_config(kind: str, dtype: torch.dtype, skipped: list[str]) -> A
         weights = getattr(importlib.import_module("torchao.quantization"), name)()
         return diffusers.TorchAoConfig(weights, modules_to_not_convert=skipped)
     except ImportError as error:
-        raise ConfigError(f"model.quantization={kind}: {error}", do="pip install 'qwen-cache[quantization]'") from None
+        raise ConfigError(f"model.quantization={kind}: {error}", do=install_command("quantization")) from None
 
 
 def _refuse_quantised(folder: Path, kind: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from qwen_cache.errors import SourceError
+from qwen_cache.extras import install_command
 from qwen_cache.sources.detect import read_source
 
 TOOL = Path(__file__).parent.parent / "tools" / "make_demo_data.py"
@@ -156,4 +157,4 @@ def test_two_runs_write_the_same_bytes(demo, tmp_path):
 def test_a_missing_package_is_named_with_its_command(tool):
     with pytest.raises(SourceError) as caught:
         tool.installed("scikit-missing", "a.png")
-    assert str(caught.value) == "scikit-missing is not installed\n  → pip install 'qwen-cache[demo]'"
+    assert str(caught.value) == f"scikit-missing is not installed\n  → {install_command('demo')}"

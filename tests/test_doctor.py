@@ -32,6 +32,7 @@ from qwen_cache import extras
 from qwen_cache.cli import doctor
 from qwen_cache.cli.doctor import Device, Torch
 from qwen_cache.command_line import version_lines
+from qwen_cache.extras import install_command
 from qwen_cache.settings.train import LoggingConfig
 
 from .support.commands import HEAVY, command, imported_by, run
@@ -49,6 +50,7 @@ NEEDS = (
     "ray>=2.40; extra == 'ray'",
 )
 GB = 10**9
+HERE = "file:///here"
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +80,10 @@ def packages(monkeypatch: pytest.MonkeyPatch, present: dict[str, str], needs: It
         return present[name]
 
     fake = SimpleNamespace(
-        version=version, requires=lambda _: list(needs), PackageNotFoundError=metadata.PackageNotFoundError
+        version=version,
+        requires=lambda _: list(needs),
+        distribution=metadata.distribution,
+        PackageNotFoundError=metadata.PackageNotFoundError,
     )
     monkeypatch.setattr(extras, "metadata", fake)
 
@@ -242,7 +247,7 @@ def test_extras_are_not_essential(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks["extras"]["found"] == "build, s3"
     assert checks["extra train"]["found"] == "without peft; for `qwen-train`"
     assert (checks["extra ray"]["status"], checks["extra ray"]["essential"]) == ("missing", False)
-    assert checks["extra ray"]["do"] == "pip install 'qwen-cache[ray]'"
+    assert checks["extra ray"]["do"] == install_command("ray")
     assert "without ray; for `build --ray`" in checks["extra ray"]["found"]
     assert "extra s3" not in checks
 
@@ -251,10 +256,35 @@ def test_the_core_alone_lacks_nothing_essential(monkeypatch: pytest.MonkeyPatch)
     packages(monkeypatch, {"pyarrow": "26.0"})
     monkeypatch.setattr(doctor, "probe_torch", lambda: Torch(absent=True))
     checks = examined()
-    assert checks["extra build"]["do"] == "pip install 'qwen-cache[build]'"
+    assert checks["extra build"]["do"] == install_command("build")
     assert checks["extra train"]["found"] == "without torch and diffusers and peft; for `qwen-train`"
     assert "can be read and checked, not built or trained on" in checks["accelerator"]["found"]
-    assert checks["accelerator"]["do"] == "pip install 'qwen-cache[all]'"
+    assert checks["accelerator"]["do"] == install_command("all")
+
+
+@pytest.mark.parametrize(
+    ("origin", "expected"),
+    [
+        ({"url": HERE, "dir_info": {}}, "pip install '{here}[s3]'"),
+        ({"url": HERE, "dir_info": {"editable": True}}, "pip install -e '{here}[s3]'"),
+        ({"url": HERE + "/missing.whl", "archive_info": {}}, "pip install 'qwen-cache[s3]'"),
+        ({"url": "https://h/q.git", "vcs_info": {"vcs": "git"}}, "pip install 'qwen-cache[s3] @ git+https://h/q.git'"),
+        (
+            {"url": "https://h/q.git", "vcs_info": {"vcs": "git", "requested_revision": "v1"}},
+            "pip install 'qwen-cache[s3] @ git+https://h/q.git@v1'",
+        ),
+        (None, "pip install 'qwen-cache[s3]'"),
+    ],
+    ids=["a checkout", "an editable checkout", "a wheel that was removed", "git", "a tag in git", "an index"],
+)
+def test_an_extra_is_installed_from_where_the_package_came_from(
+    origin: dict[str, Any] | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    text = json.dumps(origin).replace(HERE, folder.as_uri()) if origin else None
+    monkeypatch.setattr(extras.metadata, "distribution", lambda _: SimpleNamespace(read_text=lambda _: text))
+    assert install_command("s3") == expected.format(here=folder)
 
 
 def test_a_version_that_is_not_a_number_is_a_local_build(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +323,7 @@ def test_an_odd_machine_is_no_reason_to_crash(tmp_path: Path, monkeypatch: pytes
     checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
     assert result.code == 0, result
     assert checks["memory"]["found"] == "unknown"
-    assert checks["qwen-cache"]["do"] == "pip install '.[all]' in its folder"
+    assert checks["qwen-cache"]["do"] == install_command("all")
 
 
 def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

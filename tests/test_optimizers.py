@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from qwen_cache.errors import ConfigError
+from qwen_cache.extras import install_command
 from qwen_cache.settings.load import Config
 from qwen_train.optimizers import make_optimizer, optimizer_class
 
@@ -73,7 +74,7 @@ def test_a_library_that_is_missing_is_said_with_what_brings_it(
     with pytest.raises(ConfigError) as refusal:
         optimizer_class(name)
     assert f"the optimizer {name} cannot be imported" in str(refusal.value)
-    assert str(refusal.value).endswith(f"→ pip install 'qwen-cache[{extra}]'")
+    assert str(refusal.value).endswith(f"→ {install_command(extra)}")
 
 
 @pytest.mark.parametrize(

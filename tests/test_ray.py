@@ -21,6 +21,7 @@ from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.cluster import Node, WorkerResources, choose_nodes, choose_resources
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import ModelError
+from qwen_cache.extras import install_command
 from qwen_cache.format.identity import content_hash, recipe_id
 from qwen_cache.format.sample import SampleMeta, token_count
 from qwen_cache.format.staging import Staging
@@ -303,7 +304,7 @@ def test_without_a_cluster_or_without_ray_it_says_so(
     monkeypatch.setitem(sys.modules, "ray", None)
     missing = build(table, tmp_path / "shards", model, "--ray", "local")
     assert missing.code == 2
-    assert "--ray: the package ray is not installed\n  → pip install 'qwen-cache[ray]'" in missing.stderr
+    assert f"--ray: the package ray is not installed\n  → {install_command('ray')}" in missing.stderr
 
 
 @pytest.mark.parametrize(

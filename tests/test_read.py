@@ -27,6 +27,7 @@ import webdataset
 
 from qwen_cache import FormatError, QwenCacheError, open_cache
 from qwen_cache.command_line import explain_crashes
+from qwen_cache.extras import install_command
 from qwen_cache.format import directory
 from qwen_cache.format.shards import OPEN_SHARDS
 from qwen_cache.format.verify import verify_cache
@@ -171,7 +172,7 @@ def test_without_torch_a_tensor_says_what_to_do(monkeypatch: pytest.MonkeyPatch)
         sample["image_latents"]
     assert str(refused.value) == (
         "sample['image_latents'] is a torch tensor, and torch is not installed\n"
-        "  → use sample.numpy('image_latents'), or pip install 'qwen-cache[build]'"
+        f"  → use sample.numpy('image_latents'), or {install_command('build')}"
     )
     assert sample.numpy("image_latents").shape == (6, 64)
 

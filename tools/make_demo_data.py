@@ -24,6 +24,7 @@ import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageOps
 
 from qwen_cache.errors import SourceError
+from qwen_cache.extras import install_command
 
 LANCZOS = Image.Resampling.LANCZOS
 ORIENTATION = 0x0112  # the EXIF tag
@@ -78,7 +79,7 @@ def installed(package: str, path: str) -> Path:
     try:
         return Path(distribution(package).locate_file(path))
     except PackageNotFoundError:
-        raise SourceError(f"{package} is not installed", do="pip install 'qwen-cache[demo]'") from None
+        raise SourceError(f"{package} is not installed", do=install_command("demo")) from None
 
 
 def photograph(name: str) -> Image.Image:

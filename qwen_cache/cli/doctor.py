@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from qwen_cache.command_line import IN_BUG_REPORTS
 from qwen_cache.console import FAULTS, human_bytes, plural, print_json, results
 from qwen_cache.errors import ConfigError, first_line
-from qwen_cache.extras import EXTRAS, PACKAGE, installed, requirements
+from qwen_cache.extras import EXTRAS, PACKAGE, install_command, installed, requirements
 from qwen_cache.plain_text import plain
 from qwen_cache.storage.durable import cache_home
 from qwen_cache.version import __version__
@@ -158,7 +158,7 @@ def check_packages(required: Sequence[Requirement], optional: Mapping[str, Seque
     if required:
         yield Check(PACKAGE, "ok", __version__)
     else:
-        yield Check(PACKAGE, "warning", f"{__version__}, not installed", "pip install '.[all]' in its folder")
+        yield Check(PACKAGE, "warning", f"{__version__}, not installed", install_command("all"))
     heavy = {need.name: need for extra in PROGRAMS for need in optional.get(extra, ()) if installed(need.name)}
     for need in (*required, *heavy.values()):
         version, fits = installed(need.name), satisfied(need)
@@ -177,7 +177,7 @@ def check_extras(optional: Mapping[str, Sequence[Requirement]]) -> Iterator[Chec
     for extra, names in lacking.items():
         if names:
             found = f"without {' and '.join(names)}; for {EXTRAS[extra]}"
-            yield Check(f"extra {extra}", "missing", found, f"pip install '{PACKAGE}[{extra}]'", essential=False)
+            yield Check(f"extra {extra}", "missing", found, install_command(extra), essential=False)
 
 
 def check_trackers() -> Check:
@@ -242,7 +242,7 @@ def check_accelerators(torch: Torch, nvidia: Sequence[str], visible: str | None)
     """Whether torch loads, then each device, or why there is none; `visible` is CUDA_VISIBLE_DEVICES."""
     if torch.absent:
         found = "torch is not installed: caches can be read and checked, not built or trained on"
-        yield Check("accelerator", "warning", found, f"pip install '{PACKAGE}[all]'")
+        yield Check("accelerator", "warning", found, install_command("all"))
         return
     if torch.broken:
         yield Check("torch's build", "missing", f"fails: {torch.complaint}", "install torch again, or its driver")

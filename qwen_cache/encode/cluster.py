@@ -29,6 +29,7 @@ from qwen_cache.encode.builder import IN_FLIGHT, BuildJob, Encoders, Encoding, c
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.encode.recipe import make_recipe
 from qwen_cache.errors import ConfigError, DeviceError, ModelError, QwenCacheError, SourceError
+from qwen_cache.extras import install_command
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.models.folder import ENCODER_PARTS, open_model
 from qwen_cache.settings.cache import CacheConfig
@@ -301,5 +302,5 @@ def _as_ours(error: ray.exceptions.RayTaskError, address: str) -> Exception:
 def on_cluster(address: str, load_lanes: Callable[[BuildJob], Encoding]) -> Encoders:
     """Encoders with the lanes of `load_lanes` on every node. ConfigError if Ray is not installed."""
     if find_spec("ray") is None:
-        raise ConfigError("--ray: the package ray is not installed", do="pip install 'qwen-cache[ray]'")
+        raise ConfigError("--ray: the package ray is not installed", do=install_command("ray"))
     return Encoders(lambda job: ClusterLanes(job, address, load_lanes), WINDOW)

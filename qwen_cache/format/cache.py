@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from qwen_cache.errors import ChecksumError, CodecError, IndexFileError, QwenCacheError, SampleKeyError
+from qwen_cache.extras import install_command
 from qwen_cache.format import directory
 from qwen_cache.format.codec import decode
 from qwen_cache.format.identity import content_hash, copy_hashed
@@ -356,7 +357,7 @@ def _require_torch(name: str) -> None:
         if error.name != "torch":
             raise
         what = f"sample[{name!r}] is a torch tensor, and torch is not installed"
-        do = f"use sample.numpy({name!r}), or pip install 'qwen-cache[build]'"
+        do = f"use sample.numpy({name!r}), or {install_command('build')}"
         raise QwenCacheError(what, do=do) from None
 
 

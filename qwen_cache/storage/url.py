@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
 
 from qwen_cache.errors import ConfigError, QwenCacheError, TooLargeError
+from qwen_cache.extras import install_command
 from qwen_cache.plain_text import one_line
 from qwen_cache.storage import bounds
 from qwen_cache.storage.durable import write_at
@@ -27,7 +28,7 @@ from qwen_cache.storage.protocols import refused_protocol
 
 URL = re.compile(r"([a-z][a-z0-9+.-]*)(://|::)")
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "https": "http", "hf": "hf"}
-"""The extra of `pip install 'qwen-cache[…]'` that a protocol needs."""
+"""The extra of this package that a protocol needs."""
 BLOCK = 8_000_000  # bytes per request: the most that a broken connection loses; under 0.1 s at 1 Gbit/s
 ATTEMPTS = 5
 FIRST_WAIT = 0.5  # the longest first wait in seconds; every failure doubles it: about four seconds in all
@@ -202,7 +203,7 @@ class Url:
         protocol = self.root.partition(":")[0]
         if isinstance(error, ImportError):
             extra = EXTRAS.get(protocol)
-            do = f"pip install 'qwen-cache[{extra}]'" if extra else "install what is missing"
+            do = install_command(extra) if extra else "install what is missing"
             return QwenCacheError(f"{protocol}:// needs a package that is missing", where=self, found=reason, do=do)
         if isinstance(error, PermissionError) or _status(error) in (401, 403) or _is_about_credentials(error):
             do = "check credentials and address: many servers answer 403 for files that do not exist"

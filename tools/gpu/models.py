@@ -19,6 +19,7 @@ from bench_memory import transformer_config
 from tiny_model_parts import make_scheduler
 from torch import Tensor, nn
 
+from qwen_cache.extras import install_command
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.load import Config
@@ -112,7 +113,7 @@ def quantise(block: nn.Module, kind: str, dtype: torch.dtype, device: torch.devi
     try:
         package = importlib.import_module("bitsandbytes" if kind == "nf4" else "torchao.quantization")
     except ImportError as error:
-        raise UnavailableError(f"{kind} weights: {error}; pip install 'qwen-cache[quantization]'") from None
+        raise UnavailableError(f"{kind} weights: {error}; {install_command('quantization')}") from None
     if kind == "nf4":
         quantise_4bit(block, package, dtype, device)
     else:
