@@ -42,13 +42,13 @@ def open_file(path: Path, *, follow_links: bool = True) -> int:
         if other or (error.errno == errno.EACCES and path.is_dir()):  # a socket, a link, a folder on Windows
             raise NotAFileError(path) from None
         raise
-    try:
-        with naming(path):
+    with naming(path):
+        try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise NotAFileError(path)
-    except OSError:
-        os.close(file)
-        raise
+        except OSError:
+            os.close(file)
+            raise
     return file
 
 
