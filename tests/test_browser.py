@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,13 +21,11 @@ from qwen_cache import open_cache
 from qwen_cache.inspect.page import COLUMNS, page
 from qwen_cache.inspect.summary import summarise
 
+from .support.browser import chromium
 from .support.commands import run
 from .support.pages import HOSTILE, CacheSample, write
 from .support.runs import IMAGES, Trainer
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="the pages are not tested in a browser: no playwright")
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PHONE, DESK = 390, 1600
 LONG = "unbroken" * 40
 Built = Callable[..., Path]
@@ -92,13 +89,8 @@ UNREADABLE = r"""
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A Chromium, started once."""
-    program = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if program is None:
-        pytest.skip(f"the pages are not tested in a browser: none of {', '.join(BROWSERS)} is in PATH")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from qwen_cache.settings.load import Config, known_keys, load_config
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.memory.predict import SampleSize, predict_memory, tokens_of
 
+from .support.browser import chromium
 from .support.commands import run
 from .support.imports import make, write_diffusion_pipe, write_musubi, write_qflux
 from .support.marks import slow
@@ -429,8 +430,8 @@ def test_the_python_reference_is_the_public_api(written: dict[str, str]) -> None
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("material", "mkdocstrings"))), reason="needs the extra `docs`"
 )
-def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
-    """Links and anchors too: `strict` is set in mkdocs.yml."""
+def test_the_site_builds_without_warnings_and_is_searched_from_the_disk(tmp_path: Path) -> None:
+    """Links and anchors too: `strict` is set in mkdocs.yml. Searched where there is a browser."""
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     shutil.copytree(DOCS, tmp_path / "docs")
     reference.write_reference(tmp_path / "docs" / "reference")
@@ -439,3 +440,11 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     process = subprocess.run([sys.executable, "-m", "mkdocs", "build"], cwd=tmp_path, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert 'id="qwen_cache.Cache.__getitem__"' in (tmp_path / "site/reference/python.html").read_text(encoding="utf-8")
+    with chromium() as browser:
+        page, asked = browser.new_page(), list[str]()
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto((tmp_path / "site" / "howto" / "resume-a-run.html").as_uri())
+        page.click(".md-search__input")
+        page.keyboard.type("caption dropout")
+        page.wait_for_selector(".md-search-result__link[href*='prefix.html']")
+        assert [url for url in asked if not url.startswith("file:")] == []

@@ -1,0 +1,25 @@
+"""A Chromium of this machine, for tests of pages; they are skipped without one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A started browser of playwright."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="the pages are not tested in a browser: no playwright")
+    program = next(filter(None, map(shutil.which, NAMES)), None)
+    if program is None:
+        pytest.skip(f"the pages are not tested in a browser: none of {', '.join(NAMES)} is in PATH")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
