@@ -11,13 +11,14 @@ import logging
 import os
 import platform
 import sys
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, NoReturn
 
 import typer
 
-from qwen_cache.console import FAILED, INTERRUPTED, console, print_text
+from qwen_cache.console import FAILED, INTERRUPTED, console, is_verbose, print_text, set_verbosity
 from qwen_cache.errors import QwenCacheError
 from qwen_cache.extras import advice, installed
 from qwen_cache.plain_text import plain
@@ -38,9 +39,12 @@ def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoRet
     install_plain_streams()
     quiet_libraries()
     explain_crashes()
+    set_verbosity()
     try:
         code = app(_with_new_names(sys.argv[1:], renamed), standalone_mode=False)
     except QwenCacheError as error:
+        if is_verbose():
+            console().print(traceback.format_exc(), markup=False)
         code = fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
@@ -60,10 +64,12 @@ def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoRet
         show = getattr(error, "show", None)  # a usage error of click; typer has its own copy of click
         if show is None:
             raise
+        if possibilities := getattr(error, "possibilities", None):
+            error.possibilities = possibilities[:1]  # type: ignore[attr-defined]  # the nearest option alone
         show()
         code = int(getattr(error, "exit_code", FAILED))
     if code == INTERRUPTED:  # typer turns a KeyboardInterrupt into this code
-        console().print("[yellow]interrupted[/]")
+        console(always=True).print("[yellow]interrupted[/]")
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -89,8 +95,9 @@ def _missing(error: ModuleNotFoundError, program: str) -> str | None:
 
 def fail(message: str) -> int:
     """Print an error message; return the exit code."""
-    console().print("[bold red]error:[/]", end=" ")
-    console().print(message, markup=False)
+    out = console(always=True)
+    out.print("[bold red]error:[/]", end=" ")
+    out.print(message, markup=False)
     return FAILED
 
 

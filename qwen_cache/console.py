@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qwen_cache.errors import Problem
@@ -26,11 +27,29 @@ INTERRUPTED = 130
 PROBLEMS_SHOWN = 20
 
 
-def console() -> PlainConsole:
-    """The console for messages, on stderr."""
+@dataclass
+class _Verbosity:
+    quiet: bool = False
+    verbose: bool = False
+
+
+_verbosity = _Verbosity()
+
+
+def set_verbosity(*, quiet: bool = False, verbose: bool = False) -> None:
+    """What this process prints from now on: with `quiet` errors and results alone."""
+    _verbosity.quiet, _verbosity.verbose = quiet, verbose
+
+
+def is_verbose() -> bool:
+    return _verbosity.verbose
+
+
+def console(*, always: bool = False) -> PlainConsole:
+    """The console for messages, on stderr; with `--quiet` it prints nothing, unless `always`: errors and results."""
     from qwen_cache.plain_output import PlainConsole
 
-    return PlainConsole(stderr=True, soft_wrap=True)
+    return PlainConsole(stderr=True, soft_wrap=True, quiet=_verbosity.quiet and not always)
 
 
 def results(*, soft_wrap: bool = False) -> PlainConsole:
@@ -56,7 +75,9 @@ def progress(*, remaining: bool = True, transient: bool = False) -> Progress:
     columns = [description, BarColumn(bar_width=24), TextColumn("{task.fields[count]}", markup=False)]
     columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()] if remaining else []
     out = console()
-    return Progress(*columns, console=out, transient=transient, disable=transient and not out.is_terminal)
+    return Progress(
+        *columns, console=out, transient=transient, disable=out.quiet or (transient and not out.is_terminal)
+    )
 
 
 @contextmanager
@@ -83,7 +104,7 @@ def print_problems(problems: Sequence[Problem], of: str = "the source") -> None:
     """Print the first problems, each with its fix."""
     if not problems:
         return
-    out = console()
+    out = console(always=True)
     out.print(f"[bold red]{plural(len(problems), 'problem')}[/] in {of}:")
     for problem in problems[:PROBLEMS_SHOWN]:
         out.print(f"  {problem}".replace("\n", "\n  "), markup=False)

@@ -50,11 +50,11 @@ class PlainStream:
 class PlainConsole(Console):
     """rich's console on stdout or stderr; of the text that it is given, control characters are shown escaped."""
 
-    def __init__(self, *, stderr: bool, soft_wrap: bool) -> None:
+    def __init__(self, *, stderr: bool, soft_wrap: bool, quiet: bool = False) -> None:
         stream: Any = sys.stderr if stderr else sys.stdout
         while (below := getattr(stream, "rich_proxied_file", None)) is not None:  # of PlainStream, of a progress line
             stream = below
-        super().__init__(file=stream, stderr=stderr, highlight=False, emoji=False, soft_wrap=soft_wrap)
+        super().__init__(file=stream, stderr=stderr, highlight=False, emoji=False, soft_wrap=soft_wrap, quiet=quiet)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):

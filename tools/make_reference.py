@@ -63,10 +63,11 @@ def commands(program: str) -> dict[str, Any]:
 def commands_page(program: str) -> str:
     parts = [f"# {program}", APPS[program].info.help]
     for name, command in commands(program).items():
-        context = command.context_class(command, info_name=f"{program} {name}")
-        parts += [f"## {name}", command.help, f"```text\n{usage(program, name, command)}\n```"]
-        rows = ((code(_name(p)), _value(p, context), code(_default(p)), p.help or "") for p in command.params)
+        shown = command.described()
+        parts += [f"## {name}", shown.help, f"```text\n{usage(program, name, shown)}\n```"]
+        rows = ((code(_name(p)), _value(p), code(_default(p)), p.help or "") for p in shown.params)
         parts.append(table(("name", "value", "default", "description"), rows))
+        parts.append("```sh\n" + "\n".join(inspect.cleandoc(each) for each in shown.examples) + "\n```")
     return "\n\n".join(parts)
 
 
@@ -80,16 +81,15 @@ def usage(program: str, name: str, command: Any) -> str:
 def _name(parameter: Any) -> str:
     if parameter.param_type_name == "option":
         return ", ".join([*parameter.opts, *parameter.secondary_opts])
-    name = (parameter.metavar or parameter.name.upper()).strip("[]")
-    return f"{name} …" if parameter.nargs != 1 else name
+    return f"{parameter.metavar} …" if parameter.nargs != 1 else str(parameter.metavar)
 
 
-def _value(parameter: Any, context: Any) -> str:
+def _value(parameter: Any) -> str:
     if getattr(parameter, "is_flag", False):
         return ""
-    repeated = " (may be repeated)" if parameter.multiple else ""
-    shown = parameter.display_type_rich(ctx=context).strip("<>").removeprefix("list[").rstrip("]")
-    return f"{code(shown)}{repeated}"
+    choices = "|".join(map(str, parameter.type_descriptor.choices or ()))
+    value = choices or ("" if parameter.param_type_name == "argument" else parameter.metavar)
+    return code(value) + (" (may be repeated)" if parameter.multiple else "")
 
 
 def _default(parameter: Any) -> str:

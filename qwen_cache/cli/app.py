@@ -2,104 +2,191 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from qwen_cache.command_line import run_app, version_option
+from qwen_cache.options import (
+    DEVICES,
+    INPUT,
+    MODEL,
+    OUTPUT,
+    SETTINGS,
+    Assignments,
+    CachePath,
+    ConfigFile,
+    DryRun,
+    Group,
+    Json,
+    Model,
+    ReadPath,
+    command,
+    setting,
+)
+from qwen_cache.settings.given import Given
 
 app = typer.Typer(
     name="qwen-cache",
     help="Run the frozen encoders of Qwen-Image-Edit once, and cache their outputs as a dataset.",
+    cls=Group,
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
-CachePath = Annotated[str, typer.Argument(help="The folder of the cache.", metavar="[CACHE]", show_default="shards")]
-ReadPath = Annotated[
-    str, typer.Argument(help="The folder or URL of the cache.", metavar="[CACHE]", show_default="shards")
-]
 Version = Literal["v1", "v2"]
 RENAMED = {
     "build": {"--part": "--slice"},
     "inspect": {"--gallery": "--thumbnails", "--pictures": "--save-images", "--worst": "--top"},
 }
 """Old names of options, by command."""
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")]
+OutCache = Annotated[
+    Given | None, setting("cache.path", "--out", panel=OUTPUT, metavar="FOLDER", help="The folder of the cache.")
+]
+NewCache = Annotated[
+    Given,
+    setting("cache.path", "--out", panel=OUTPUT, metavar="FOLDER", help="The cache to create or extend."),
+]
+TextDevice = Annotated[
+    Given | None,
+    setting(
+        "cache.text_device",
+        "--text-device",
+        panel=DEVICES,
+        metavar="DEVICE",
+        help="The device of the text encoder, such as cuda:1, or several: cuda:1,cuda:2.",
+    ),
+]
+Dtype = Annotated[
+    Given | None,
+    setting("cache.dtype", "--dtype", panel=MODEL, help="The dtype in which the encoders compute."),
+]
+OnError = Annotated[
+    Given | None,
+    setting("data.on_error", "--on-error", panel=INPUT, help="How to handle unusable samples."),
+]
 
 
-@app.command()
+@command(
+    app,
+    page="sources.md",
+    examples=[
+        "qwen-cache build data --model Qwen/Qwen-Image-Edit-2509",
+        "qwen-cache build data --vae-device cuda:0 --text-device cuda:1 --dry-run",
+    ],
+)
 def build(
     source: Annotated[
-        str | None, typer.Argument(help="A folder, table or tar files with images, or a URL. Default: data.source.")
-    ] = None,
-    out: Annotated[str | None, typer.Option(help="The folder of the cache.", show_default="shards")] = None,
-    model: Annotated[str | None, typer.Option(help="A diffusers folder, or a repository on the hub.")] = None,
-    vae_device: Annotated[
-        str | None, typer.Option(help="Device of the VAE: cuda:1, or several: cuda:0,cuda:1.")
-    ] = None,
-    text_device: Annotated[str | None, typer.Option(help="Device of the text encoder, such as cuda:2.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32, for computing and storing.")] = None,
-    format: Annotated[str | None, typer.Option(help="Format version: v2 or v1.", show_default="v2")] = None,
-    on_error: Annotated[str | None, typer.Option(help="What to do with unusable samples: stop or skip.")] = None,
-    edit_mask: Annotated[
         str | None,
-        typer.Option(help="Origin of edit masks: none, file or diff; experimental: head or auto."),
+        typer.Argument(
+            help="A folder, table or tars of images, or a URL.", metavar="SOURCE", show_default="data.source, or data"
+        ),
+    ] = None,
+    model: Model = None,
+    dtype: Annotated[
+        Given | None,
+        setting("cache.dtype", "--dtype", panel=MODEL, help="The dtype in which to compute and store."),
+    ] = None,
+    on_error: OnError = None,
+    edit_mask: Annotated[
+        Given | None,
+        setting(
+            "data.edit_mask",
+            "--edit-mask",
+            panel=INPUT,
+            help="Edit masks for rows without one: their difference, or experimental: a mask head's.",
+        ),
     ] = None,
     mask_head: Annotated[
-        str | None, typer.Option(help="Experimental: the mask head of --edit-mask head or auto.")
+        Given | None,
+        setting(
+            "data.mask_head",
+            "--mask-head",
+            panel=INPUT,
+            metavar="FILE",
+            help="Experimental: the mask head of --edit-mask head or auto.",
+        ),
     ] = None,
     slice_: Annotated[
-        str | None, typer.Option("--slice", help="Build one slice of the rows, such as 3/16, for job arrays.")
+        Given | None,
+        setting(
+            "data.slice",
+            "--slice",
+            panel=INPUT,
+            metavar="K/N",
+            help="Build one slice of the rows, such as 3/16, for job arrays.",
+        ),
     ] = None,
+    vae_device: Annotated[
+        Given | None,
+        setting(
+            "cache.vae_device",
+            "--vae-device",
+            panel=DEVICES,
+            metavar="DEVICE",
+            help="The device of the VAE, such as cuda:0, or several: cuda:0,cuda:1.",
+        ),
+    ] = None,
+    text_device: TextDevice = None,
     ray: Annotated[
-        str | None, typer.Option(help="Encode on a Ray cluster: its address, or local.", metavar="ADDRESS|local")
+        str | None,
+        typer.Option(
+            help="Encode on a Ray cluster: its address, or local.", metavar="ADDRESS", rich_help_panel=DEVICES
+        ),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="The settings file.", show_default="qwen.yaml")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")] = None,
+    out: OutCache = None,
+    format: Annotated[
+        Given | None, setting("cache.format", "--format", panel=OUTPUT, help="The format version to write.")
+    ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be encoded, and why; write nothing.")
+        bool,
+        typer.Option("--dry-run", help="Report what would be encoded and why; write nothing.", rich_help_panel=OUTPUT),
     ] = False,
-    check: Annotated[bool, typer.Option("--check", help="With --dry-run: exit with 1 if there is work.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="With --dry-run: exit with 1 if there is work.", rich_help_panel=OUTPUT),
+    ] = False,
     measure: Annotated[
         bool,
         typer.Option(
-            "--measure", help="With --dry-run: encode a few samples without storing them, and estimate the time."
+            "--measure",
+            help="With --dry-run: encode a few samples without storing them, and estimate the time.",
+            rich_help_panel=OUTPUT,
         ),
     ] = False,
     json: Json = False,
+    config: ConfigFile = None,
+    set_: Assignments = None,
 ) -> int:
-    """Encode the samples of SOURCE that the cache lacks."""
+    """Encode new and changed samples from SOURCE into the cache."""
     from qwen_cache.cli.build import run_build
-    from qwen_cache.console import console
-    from qwen_cache.errors import ConfigError
     from qwen_cache.settings.load import load_config
     from qwen_cache.storage.url import local_folder
 
-    edit_mask, _, head = edit_mask.partition("=") if edit_mask else (None, "", "")  # head=PATH: the old spelling
-    if head and edit_mask not in ("head", "auto"):
-        found = f"--edit-mask {edit_mask}={head}"
-        raise ConfigError(f"--edit-mask {edit_mask} takes no mask head", found=found, do="give --edit-mask head")
-    if head:
-        console().print(f"--edit-mask {edit_mask}=PATH is called --edit-mask {edit_mask} --mask-head PATH now")
-    settings = load_config(
-        config,
-        set_ or (),
-        model__path=model,
-        cache__path=out,
-        cache__vae_device=vae_device,
-        cache__text_device=text_device,
-        cache__dtype=dtype,
-        cache__format=format,
-        data__on_error=on_error,
-        data__edit_mask=edit_mask,
-        data__mask_head=mask_head or head or None,
-        data__slice=slice_,
-    )
+    edit_mask, head = _mask_and_head(edit_mask)
+    given = (model, dtype, on_error, edit_mask, mask_head or head, slice_, vae_device, text_device, out, format)
+    settings = load_config(config, set_, given)
     local_folder(settings.cache.path)
     return run_build(settings, source, ray=ray, dry_run=dry_run, check=check, measure=measure, as_json=json)
+
+
+def _mask_and_head(edit_mask: Given | None) -> tuple[Given | None, Given | None]:
+    """`--edit-mask head=PATH`, the old spelling, as two options; ConfigError where no head is expected."""
+    from qwen_cache.console import console
+    from qwen_cache.errors import ConfigError
+
+    name, equals, path = edit_mask.value.partition("=") if edit_mask else ("", "", "")
+    if edit_mask is None or not equals:
+        return edit_mask, None
+    if name not in ("head", "auto"):
+        found = f"--edit-mask {edit_mask.value}"
+        raise ConfigError(f"--edit-mask {name} takes no mask head", found=found, do="give --edit-mask head")
+    console().print(f"--edit-mask {name}=PATH is called --edit-mask {name} --mask-head PATH now")
+    return replace(edit_mask, value=name), Given("--mask-head", "data.mask_head", path)
 
 
 @app.command("encode-worker", hidden=True)
@@ -111,68 +198,128 @@ def encode_worker(source: str, settings: str) -> int:
     return run_encode_worker(parse_config(settings), source)
 
 
-@app.command()
-def verify(cache: ReadPath = "shards", json: Json = False) -> int:
+@command(
+    app,
+    page="howto/troubleshooting.md",
+    examples=["qwen-cache verify", "qwen-cache verify s3://bucket/shards --json"],
+)
+def verify(cache: ReadPath = None, json: Json = False, config: ConfigFile = None, set_: Assignments = None) -> int:
     """Check every byte of a cache against its hashes."""
     from qwen_cache.cli.verify import run_verify
+    from qwen_cache.settings.load import load_config
 
-    return run_verify(cache, as_json=json)
+    return run_verify(load_config(config, set_, [cache]).cache.path, as_json=json)
 
 
-@app.command()
+WITH_HTML = "The page of --html"
+WITH_MASK_HEAD = "Doubtful masks (experimental)"
+
+
+@command(
+    app,
+    page="howto/find-bad-samples.md",
+    examples=["qwen-cache inspect --html page.html", "qwen-cache inspect shards --sample cats/017"],
+)
 def inspect(
-    cache: ReadPath = "shards",
-    html: Annotated[Path | None, typer.Option(help="Write a page with the report and a list of all samples.")] = None,
-    decode: Annotated[
-        bool, typer.Option("--decode", help="With --html: decode images with the VAE instead of showing thumbnails.")
-    ] = False,
-    thumbnails: Annotated[
-        int | None,
-        typer.Option(
-            help="With --html: show images of this many samples.",
-            min=0,
-            show_default="200; 0 for a remote cache without --decode",
-        ),
+    cache: ReadPath = None,
+    sample: Annotated[
+        str | None,
+        typer.Option(help="Show one sample, by name, key or start of the key.", metavar="NAME", rich_help_panel=OUTPUT),
     ] = None,
     scan: Annotated[
-        bool, typer.Option("--scan", help="Read every tensor; flag odd masks, odd numbers and near-duplicate targets.")
+        bool,
+        typer.Option(
+            "--scan",
+            help="Read every tensor; flag odd masks, odd numbers and near-duplicate targets.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
     source: Annotated[
         str | None,
         typer.Option(
             help="Report whether the cache is up to date with this source. `build --dry-run` reports the effect of "
-            "another model or other settings."
+            "another model or other settings.",
+            metavar="SOURCE",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
-    sample: Annotated[
-        str | None, typer.Option(help="Show one sample, by name, key or start of the key.", metavar="KEY")
+    json: Json = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a page with the report and a list of all samples.", metavar="FILE", rich_help_panel=WITH_HTML
+        ),
+    ] = None,
+    decode: Annotated[
+        bool,
+        typer.Option(
+            "--decode", help="Decode images with the VAE instead of showing thumbnails.", rich_help_panel=WITH_HTML
+        ),
+    ] = False,
+    thumbnails: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum number of samples shown with images.",
+            metavar="INT",
+            min=0,
+            show_default="200; of a remote cache without --decode, 0",
+            rich_help_panel=WITH_HTML,
+        ),
     ] = None,
     mask_head: Annotated[
-        Path | None, typer.Option(help="Experimental: list the edit masks that differ most from this mask head's.")
+        Path | None,
+        typer.Option(
+            help="List the edit masks that differ most from this mask head's.",
+            metavar="FILE",
+            rich_help_panel=WITH_MASK_HEAD,
+        ),
     ] = None,
     top: Annotated[
-        int | None, typer.Option(help="With --mask-head: list this many masks.", min=1, show_default="12")
+        int | None,
+        typer.Option(
+            help="Number of masks listed.", metavar="INT", min=1, show_default="12", rich_help_panel=WITH_MASK_HEAD
+        ),
     ] = None,
     save_images: Annotated[
         Path | None,
-        typer.Option(help="With --mask-head: write a PNG of these samples, at most 24, decoded by the VAE."),
+        typer.Option(
+            help="Write these samples as one PNG, 24 at most, decoded by the VAE.",
+            metavar="FILE",
+            rich_help_panel=WITH_MASK_HEAD,
+        ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="With --decode or --save-images: a diffusers folder, or a repository on the hub.")
+        Given | None,
+        setting(
+            "model.path",
+            "--model",
+            panel=MODEL,
+            metavar="MODEL",
+            help="With --decode or --save-images: a diffusers folder, or a repository on the hub.",
+        ),
     ] = None,
-    vae_device: Annotated[str, typer.Option(help="Device of the VAE and the mask head.")] = "auto",
+    vae_device: Annotated[
+        str, typer.Option(help="The device of the VAE and the mask head.", metavar="DEVICE", rich_help_panel=DEVICES)
+    ] = "auto",
     config: Annotated[
         Path | None,
-        typer.Option(help="The settings file.", show_default="qwen.yaml; with --source, that of the build"),
+        typer.Option(
+            help="The settings file.",
+            metavar="FILE",
+            show_default="qwen.yaml; with --source, that of the build",
+            rich_help_panel=SETTINGS,
+        ),
     ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")] = None,
-    json: Json = False,
+    set_: Assignments = None,
 ) -> int:
     """Report what a cache holds."""
     from qwen_cache.cli.inspect import Inspection, run_inspect
+    from qwen_cache.settings.load import load_config
 
+    settings = load_config(config, set_, [cache, model])
     options = Inspection(
-        cache=cache,
+        cache=settings.cache.path,
+        settings=settings,
         html=html,
         decode=decode,
         thumbnails=thumbnails,
@@ -182,7 +329,7 @@ def inspect(
         mask_head=mask_head,
         top=top,
         save_images=save_images,
-        model=model,
+        with_model=model is not None,
         vae_device=vae_device,
         config=config,
         assignments=tuple(set_ or ()),
@@ -191,83 +338,142 @@ def inspect(
     return run_inspect(options)
 
 
-@app.command()
+@command(
+    app,
+    page="howto/migrate-and-merge.md",
+    examples=["qwen-cache migrate v1 v2", "qwen-cache migrate v2 v1 shards --out shards-v1"],
+)
 def migrate(
-    old: Annotated[Version, typer.Argument(help="Format version of the cache.", metavar="v1|v2")],
-    new: Annotated[Version, typer.Argument(help="Format version to write.", metavar="v1|v2")],
-    cache: CachePath = "shards",
-    out: Annotated[str | None, typer.Option(help="The folder to write. Default: the same folder.")] = None,
-    config: Annotated[Path | None, typer.Option(help="The settings file.", show_default="qwen.yaml")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")] = None,
+    old: Annotated[Version, typer.Argument(help="Format version of the cache.", metavar="FROM")],
+    new: Annotated[Version, typer.Argument(help="Target format version.", metavar="TO")],
+    cache: CachePath = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            help="The folder to write.", metavar="FOLDER", show_default="CACHE itself", rich_help_panel=OUTPUT
+        ),
+    ] = None,
     json: Json = False,
+    config: ConfigFile = None,
+    set_: Assignments = None,
 ) -> int:
     """Convert a cache to another format version, without the encoders."""
     from qwen_cache.cli.migrate import run_migrate
     from qwen_cache.settings.load import load_config
 
-    settings = load_config(config, set_ or (), cache__path=out or cache)
-    return run_migrate(settings, cache, int(old[1:]), int(new[1:]), as_json=json)
+    path = load_config(config, set_, [cache]).cache.path
+    settings = load_config(config, set_, [cache, Given("--out", "cache.path", out)])
+    return run_migrate(settings, path, int(old[1:]), int(new[1:]), as_json=json)
 
 
-@app.command()
+@command(
+    app,
+    page="howto/migrate-and-merge.md",
+    examples=[
+        "qwen-cache merge shards-a shards-b --out shards",
+        "qwen-cache merge shards --select 'cats/*' --out cats",
+    ],
+)
 def merge(
-    caches: Annotated[list[str], typer.Argument(help="The caches to merge.")],
-    out: Annotated[str, typer.Option(help="The cache to create, or to extend.")],
+    caches: Annotated[list[str], typer.Argument(help="The caches to merge.", metavar="CACHE")],
+    out: NewCache,
     select: Annotated[
-        list[str] | None, typer.Option(help="Only samples with these names: 'cats/*', or @FILE with a name per line.")
+        list[str] | None,
+        typer.Option(
+            help="Only samples with these names: 'cats/*', or @FILE with a name per line.",
+            metavar="NAMES",
+            rich_help_panel=INPUT,
+        ),
     ] = None,
     compression: Annotated[
-        str | None, typer.Option(help="Compression of the merged cache: none or zstd.", show_default="unchanged")
+        Given | None,
+        setting(
+            "cache.compression",
+            "--compression",
+            panel=OUTPUT,
+            help="Compression of the merged cache.",
+            default="unchanged",
+        ),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="The settings file.", show_default="qwen.yaml")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")] = None,
     json: Json = False,
+    config: ConfigFile = None,
+    set_: Assignments = None,
 ) -> int:
     """Merge caches into one, or copy selected samples of one."""
     from qwen_cache.cli.merge import run_merge
     from qwen_cache.settings.load import load_config
 
-    settings = load_config(config, set_ or (), cache__path=out, cache__compression=compression)
-    return run_merge(settings, caches, select or [], as_json=json)
+    return run_merge(load_config(config, set_, [out, compression]), caches, select or [], as_json=json)
 
 
-@app.command("import")
+@command(
+    app,
+    "import",
+    page="howto/import-a-cache.md",
+    examples=[
+        "qwen-cache import musubi cache --out shards --model Qwen/Qwen-Image-Edit-2509",
+        "qwen-cache import qflux cache --out shards --model Qwen/Qwen-Image-Edit \\\n"
+        "     --image-size 832x480 --captions data/control_images",
+    ],
+)
 def import_(
     tool: Annotated[
         Literal["qflux", "musubi", "diffusion-pipe"],
-        typer.Argument(help="The trainer that wrote the cache.", metavar="qflux|musubi|diffusion-pipe"),
+        typer.Argument(help="The trainer that wrote the cache.", metavar="TOOL"),
     ],
-    source: Annotated[Path, typer.Argument(help="The folder of that cache.")],
-    out: Annotated[str, typer.Option(help="The folder of the new cache.")],
+    source: Annotated[Path, typer.Argument(help="The folder of that cache.", metavar="SOURCE")],
     model: Annotated[
-        str, typer.Option(help="The model that wrote it, such as Qwen/Qwen-Image-Edit-2509. Recorded as claimed.")
+        str,
+        typer.Option(
+            help="The model that wrote it, such as Qwen/Qwen-Image-Edit-2509. Recorded as claimed.",
+            metavar="MODEL",
+            rich_help_panel=MODEL,
+        ),
     ],
+    out: NewCache,
     pipeline: Annotated[
-        str | None, typer.Option(help="Its diffusers pipeline, if --model does not determine it.")
-    ] = None,
-    dtype: Annotated[
-        Literal["bfloat16", "float32"] | None,
-        typer.Option(help="The dtype to store.", show_default="the one that is exact"),
+        str | None,
+        typer.Option(
+            help="Its diffusers pipeline, if --model does not determine it.", metavar="CLASS", rich_help_panel=MODEL
+        ),
     ] = None,
     image_size: Annotated[
-        list[str] | None, typer.Option(help="qflux: WIDTHxHEIGHT of the resized images; repeat it for each size.")
+        list[str] | None,
+        typer.Option(
+            help="qflux: the size of the resized images; repeat it for each.",
+            metavar="WIDTHxHEIGHT",
+            rich_help_panel=INPUT,
+        ),
     ] = None,
-    captions: Annotated[Path | None, typer.Option(help="qflux: the folder with the .txt files of the prompts.")] = None,
-    on_error: Annotated[str | None, typer.Option(help="What to do with unusable samples: stop or skip.")] = None,
-    config: Annotated[Path | None, typer.Option(help="The settings file.", show_default="qwen.yaml")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")] = None,
+    captions: Annotated[
+        Path | None,
+        typer.Option(
+            help="qflux: the folder with the .txt files of the prompts.", metavar="FOLDER", rich_help_panel=INPUT
+        ),
+    ] = None,
+    on_error: OnError = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float32"] | None,
+        typer.Option(help="The dtype to store.", show_default="the one that is exact", rich_help_panel=OUTPUT),
+    ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Read everything and print what would be imported; write nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Read everything and report what would be imported; write nothing.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
     json: Json = False,
+    config: ConfigFile = None,
+    set_: Assignments = None,
 ) -> int:
     """Import the cache of another trainer, without the encoders."""
     from qwen_cache.cli.import_ import run_import
     from qwen_cache.settings.load import load_config
 
-    settings = load_config(config, set_ or (), cache__path=out, data__on_error=on_error)
     return run_import(
-        settings,
+        load_config(config, set_, [out, on_error]),
         tool,
         source,
         model=model,
@@ -280,55 +486,103 @@ def import_(
     )
 
 
-@app.command()
+@command(app, page="howto/troubleshooting.md", examples=["qwen-cache gc --dry-run", "qwen-cache gc shards"])
 def gc(
-    cache: CachePath = "shards",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be removed; remove nothing.")] = False,
+    cache: CachePath = None,
+    dry_run: DryRun = False,
     json: Json = False,
+    config: ConfigFile = None,
+    set_: Assignments = None,
 ) -> int:
-    """Remove files that are not part of the dataset: replaced shards, and samples of abandoned builds."""
+    """Delete unreferenced shards and leftovers of aborted builds."""
     from qwen_cache.cli.gc import run_gc
+    from qwen_cache.settings.load import load_config
 
-    return run_gc(cache, dry_run=dry_run, as_json=json)
+    return run_gc(load_config(config, set_, [cache]).cache.path, dry_run=dry_run, as_json=json)
 
 
-@app.command()
+@command(
+    app,
+    page="howto/train-with-edit-masks.md",
+    examples=[
+        "qwen-cache ground --image photo.jpg --phrase 'the red car'",
+        "qwen-cache ground --image photo.jpg --prompt 'remove [[the car]]' \\\n"
+        "     --head mask_head.safetensors --out mask.png",
+    ],
+)
 def ground(
-    image: Annotated[list[Path], typer.Option(help="The image; repeat it for more. The mask is for the first.")],
-    phrase: Annotated[str | None, typer.Option(help="The words to find; with --prompt, a part of it.")] = None,
+    image: Annotated[
+        list[Path],
+        typer.Option(
+            help="The image; repeat it for more. The mask is for the first.", metavar="FILE", rich_help_panel=INPUT
+        ),
+    ],
+    phrase: Annotated[
+        str | None,
+        typer.Option(help="The words to find; with --prompt, a part of it.", metavar="TEXT", rich_help_panel=INPUT),
+    ] = None,
     prompt: Annotated[
-        str | None, typer.Option(help="An edit prompt. Without --phrase: the words in [[ ]], or all.")
+        str | None,
+        typer.Option(
+            help="An edit prompt. Without --phrase: the words in [[ ]], or all.", metavar="TEXT", rich_help_panel=INPUT
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The PNG of the mask; NAME-overlay.png shows it over the image.")] = Path(
-        "mask.png"
-    ),
+    model: Model = None,
+    dtype: Dtype = None,
     head: Annotated[
-        Path | None, typer.Option(help="A mask head of `qwen-train mask-head`. Without it: a heat map.")
+        Path | None,
+        typer.Option(
+            help="A mask head of `qwen-train mask-head`. Without it: a heat map.",
+            metavar="FILE",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
-    sam: Annotated[Path | None, typer.Option(help="A folder with SAM or SAM 2, to refine the mask.")] = None,
-    model: Annotated[str | None, typer.Option(help="A diffusers folder, or a repository on the hub.")] = None,
-    text_device: Annotated[str | None, typer.Option(help="Device of the text encoder, such as cuda:1.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32, for computing.")] = None,
-    config: Annotated[Path | None, typer.Option(help="The settings file.", show_default="qwen.yaml")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: section.key=value.")] = None,
+    sam: Annotated[
+        Path | None,
+        typer.Option(help="A folder with SAM or SAM 2, to refine the mask.", metavar="FOLDER", rich_help_panel=MODEL),
+    ] = None,
+    text_device: TextDevice = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="The PNG of the mask; NAME-overlay.png shows it over the image.",
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = Path("mask.png"),
+    json: Json = False,
+    config: ConfigFile = None,
+    set_: Assignments = None,
 ) -> int:
     """Experimental: show where in an image the text encoder attends for a phrase. Loads only the text encoder."""
     from qwen_cache.cli.ground import GroundingQuery, run_ground
     from qwen_cache.settings.load import load_config
 
-    settings = load_config(config, set_ or (), model__path=model, cache__text_device=text_device, cache__dtype=dtype)
-    return run_ground(settings, image, GroundingQuery.of(phrase, prompt), out, head, sam)
+    settings = load_config(config, set_, [model, text_device, dtype])
+    return run_ground(settings, image, GroundingQuery.of(phrase, prompt), out, head, sam, as_json=json)
 
 
-@app.command()
+@command(app, page="howto/troubleshooting.md", examples=["qwen-cache doctor", "qwen-cache doctor --path s3://bucket"])
 def doctor(
-    path: Annotated[str, typer.Option(help="The folder of the cache, which need not exist yet.")] = "shards",
+    path: Annotated[
+        Given | None,
+        setting(
+            "cache.path",
+            "--path",
+            panel=INPUT,
+            metavar="FOLDER",
+            help="The folder or URL of the cache, which need not exist yet.",
+        ),
+    ] = None,
     json: Json = False,
+    config: ConfigFile = None,
+    set_: Assignments = None,
 ) -> int:
     """Check this machine: what is installed, what is missing, and how to get it."""
     from qwen_cache.cli.doctor import run_doctor
+    from qwen_cache.settings.load import load_config
 
-    return run_doctor(path, as_json=json)
+    return run_doctor(load_config(config, set_, [path]).cache.path, as_json=json)
 
 
 app.callback()(version_option)

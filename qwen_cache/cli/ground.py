@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.nn.functional import interpolate, max_pool2d
 
-from qwen_cache.console import plural, print_done
+from qwen_cache.console import plural, print_done, print_json
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.grounding.frozen_qwen import FrozenQwen, spans_of_phrases
@@ -65,6 +65,8 @@ def run_ground(
     out: Path,
     head: Path | None = None,
     sam: Path | None = None,
+    *,
+    as_json: bool = False,
 ) -> int:
     """Write the mask of the first image, and the image with the mask as overlay; return the exit code."""
     overlaid = out.with_stem(f"{out.stem}-overlay")
@@ -86,6 +88,10 @@ def run_ground(
         mask = refine(segmenter, images[0], mask.logit(1e-6))
     grey = (mask.cpu().clamp(0, 1) * 255).round().byte().numpy()
     _write_pngs({out: Image.fromarray(grey), overlaid: overlay(images[0], grey)})
+    if as_json:
+        masked = float(np.mean(grey > 127))
+        print_json({"mask": str(out), "overlay": str(overlaid), "is_mask": mask_head is not None, "masked": masked})
+        return 0
     summary = _summary(grey / 255, is_mask=mask_head is not None)
     print_done(f"{out}, {overlaid}: {summary}")
     return 0

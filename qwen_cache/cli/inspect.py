@@ -30,6 +30,7 @@ class Inspection:
     """The options of the command."""
 
     cache: str
+    settings: Config
     html: Path | None
     decode: bool
     thumbnails: int | None
@@ -39,7 +40,7 @@ class Inspection:
     mask_head: Path | None
     top: int | None
     save_images: Path | None
-    model: str | None
+    with_model: bool
     vae_device: str
     config: Path | None
     assignments: tuple[str, ...]
@@ -49,7 +50,7 @@ class Inspection:
 def run_inspect(options: Inspection) -> int:
     """Report what a cache holds; return the exit code."""
     check_options(options)
-    settings = load_config(options.config, options.assignments, model__path=options.model)
+    settings = options.settings
     copies = LocalCopies.of_settings(settings.cache)
     if options.sample is not None:
         (print_json if options.as_json else print_sample)(describe(options.cache, options.sample, copies))
@@ -87,12 +88,12 @@ def check_options(options: Inspection) -> None:
         "--mask-head": options.mask_head,
         "--source": options.source,
         "--scan": options.scan,
-        "--model": options.model,
+        "--model": options.with_model,
     }
     given = [name for name, value in others.items() if value]
     if options.sample is not None and given:
         raise ConfigError("--sample shows one sample", found=", ".join(given), do="leave them out")
-    if options.model is not None and not (options.decode or options.save_images):
+    if options.with_model and not (options.decode or options.save_images):
         raise ConfigError("--model goes with --decode or --save-images", do="give one of them too")
 
 

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from qwen_cache.console import console
 from qwen_cache.errors import ConfigError
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.cache import CacheConfig
 from qwen_cache.settings.data import DataConfig
+from qwen_cache.settings.given import Given
 from qwen_cache.settings.inference import PredictConfig
 from qwen_cache.settings.model import ModelConfig
 from qwen_cache.settings.section import Section
@@ -55,25 +59,46 @@ class Config(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def load_config(path: Path | None, assignments: Sequence[str] = (), **options: Any) -> Config:
-    """The settings of the file, overridden by `a.b=value`, overridden by command options.
+def load_config(
+    path: Path | None, assignments: Sequence[str] | None = (), given: Iterable[Given | None] = (), **options: Any
+) -> Config:
+    """The settings of the file, overridden by `a.b=value`, overridden by options of the command line.
 
     Without `path` the file is qwen.yaml of the working directory, if it exists. `options` are dotted names with `__`
-    for the dot; None means not given. Raises ConfigError.
+    for the dot. What is None was not given. Raises ConfigError, which names where a value was typed.
     """
     if path is None and Path(CONFIG_NAME).is_file():
         path = Path(CONFIG_NAME)
     value = _read(path) if path else {}
-    for assignment in assignments:
-        name, equals, text = assignment.partition("=")
+    origins = _Origins(str(path) if path else "the options given")
+    for assignment in assignments or ():
+        name, equals, text = (part.strip() for part in assignment.partition("="))
         if not equals:
             raise ConfigError("--set takes section.key=value", found=assignment)
-        _assign(value, name.strip(), parse_yaml(text, f"--set {name}"))
-    for name, option in options.items():
-        if option is not None:
-            _assign(value, name.replace("__", "."), option)
-    where = str(path) if path else "the options given"
-    return _validate(_with_new_names(value, where), where)
+        _assign(value, name, parse_yaml(text, f"--set {name}"), "--set")
+        origins.assigned[name] = "--set"
+    kwargs = (Given("the options given", name.replace("__", "."), option) for name, option in options.items())
+    for each in (*given, *kwargs):
+        if each is not None and each.value is not None:
+            _assign(value, each.key, each.value, each.option)
+            origins.assigned[each.key] = each.option
+    return _validate(_with_new_names(value, origins), origins)
+
+
+@dataclass(frozen=True)
+class _Origins:
+    """Where each setting was typed."""
+
+    otherwise: str
+    assigned: dict[str, str] = field(default_factory=dict)
+
+    def of(self, key: str) -> str:
+        """The place of a setting: the last assignment to it or to a section around it, else the file."""
+        near = (name for name in reversed(self.assigned) if f"{key}.".startswith(f"{name}."))
+        return next((self.assigned[name] for name in near), self.otherwise)
+
+    def is_option(self, key: str) -> bool:
+        return self.assigned.get(key, "--set") != "--set"
 
 
 RENAMED = {
@@ -95,7 +120,7 @@ RENAMED = {
 RENAMED_VALUES = {"train.loss_mean": {"samples": "per_sample", "tokens": "per_token"}}
 
 
-def _with_new_names(value: dict[str, Any], where: str) -> dict[str, Any]:
+def _with_new_names(value: dict[str, Any], origins: _Origins) -> dict[str, Any]:
     """The settings with old names replaced and reported; ConfigError for a setting under both names."""
     value = {name: dict(section) if isinstance(section, dict) else section for name, section in value.items()}
     for old, new in RENAMED.items():
@@ -104,11 +129,12 @@ def _with_new_names(value: dict[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(section, dict) or before not in section:
             continue
         if after in section:
-            raise ConfigError(f"{old} is the old name of {new}", where=where, found="both", do=f"remove {old}")
+            what = f"{old} is the old name of {new}"
+            raise ConfigError(what, where=origins.of(old), found="both", do=f"remove {old}")
         setting = section.pop(before)
         names = RENAMED_VALUES.get(old, {})
         section[after] = names.get(setting, setting) if isinstance(setting, str) else setting
-        console().print(f"{plain(where)}: {old} is called {new} now", markup=False)
+        console().print(f"{plain(origins.of(old))}: {old} is called {new} now", markup=False)
     return value
 
 
@@ -118,7 +144,7 @@ def parse_config(text: str) -> Config:
         value = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"this is not JSON: {error}") from None
-    return _validate(value if isinstance(value, dict) else {"": value}, "the settings given")
+    return _validate(value if isinstance(value, dict) else {"": value}, _Origins("the settings given"))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -133,27 +159,38 @@ def _read(path: Path) -> dict[str, Any]:
     return value
 
 
-def _assign(value: dict[str, Any], name: str, new: Any) -> None:
+def _assign(value: dict[str, Any], name: str, new: Any, where: str) -> None:
     *parents, last = name.split(".")
     for part in parents:
         value = value.setdefault(part, {})
         if not isinstance(value, dict):
-            raise ConfigError(f"{part} is not a section", found=name)
+            raise ConfigError(f"{part} is not a section", where=where, found=name)
     value[last] = new
 
 
-def _validate(value: Mapping[str, Any], where: str) -> Config:
+def _validate(value: Mapping[str, Any], origins: _Origins) -> Config:
     try:
         return Config.model_validate({key: {} if section is None else section for key, section in value.items()})
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            raise ConfigError(
-                f"unknown key {name}", where=where, do=_nearest([str(part) for part in first["loc"]])
-            ) from None
-        what = "is a section, with settings of its own" if first["type"] == "model_type" else first["msg"]
-        raise ConfigError(f"{name}: {what}", where=where, found=repr(first["input"])) from None
+        raise _error_of(error.errors()[0], origins) from None
+
+
+def _error_of(first: ErrorDetails, origins: _Origins) -> ConfigError:
+    """The message for one fault; an option is named instead of the setting that it overrides."""
+    parts = [str(part) for part in first["loc"]]
+    key, found = ".".join(parts), repr(first["input"])
+    where = origins.of(key)
+    if first["type"] == "extra_forbidden":
+        return ConfigError(f"unknown key {key}", where=where, do=_nearest(parts))
+    what, expected, do = first["msg"], None, None
+    if first["type"] == "model_type":
+        what = "is a section, with settings of its own"
+    elif first["type"] == "literal_error":
+        what, expected = "no such value", first["ctx"]["expected"].replace("'", "")
+        near = difflib.get_close_matches(str(first["input"]), re.split(", | or ", expected), n=1)
+        do, found = f"did you mean {near[0]}?" if near else None, str(first["input"])
+    name = "" if origins.is_option(key) else f"{key}: "
+    return ConfigError(f"{name}{what}", where=where, expected=expected, found=found, do=do)
 
 
 OTHER_NAMES = {
@@ -189,9 +226,9 @@ def _nearest(location: list[str]) -> str:
 def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     """Every dotted name that qwen.yaml may contain, sections included."""
     names: list[str] = []
-    for name, field in section.model_fields.items():
+    for name, each in section.model_fields.items():
         names.append(prefix + name)
-        for kind in (field.annotation, *get_args(field.annotation)):  # a section, or a list of them
+        for kind in (each.annotation, *get_args(each.annotation)):  # a section, or a list of them
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 names += known_keys(kind, f"{prefix}{name}.")
     return names

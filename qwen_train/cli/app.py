@@ -3,111 +3,301 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from qwen_cache.command_line import run_app, version_option
+from qwen_cache.options import (
+    DEVICES,
+    GENERATE,
+    INPUT,
+    MODEL,
+    OUTPUT,
+    SAMPLING,
+    TRAINING,
+    Assignments,
+    ConfigFile,
+    Group,
+    Json,
+    Model,
+    ReadPath,
+    command,
+    setting,
+    setting_argument,
+)
+from qwen_cache.settings.given import Given
 
 app = typer.Typer(
     name="qwen-train",
     help="Train a LoRA for Qwen-Image-Edit from a cache, and generate images with it.",
+    cls=Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 RENAMED = {"predict": {"--num-images": "--num-images-per-prompt", "--steps": "--num-inference-steps"}}
 """Old names of options."""
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="The settings.", show_default="qwen.yaml")]
-Assignments = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, overrides the settings.")]
-Model = Annotated[str | None, typer.Option(help="A diffusers folder, or a repository on the hub.")]
+SIZE_HELP = "In pixels, a multiple of 16 (Qwen-Image-2.1: 32)."
+SIZE_DEFAULT = "that of the last image, at about 1024² pixels"
+OutputFolder = Annotated[
+    Given | None,
+    setting_argument("train.output_dir", "FOLDER", help="The output folder of a run."),
+]
 
 
-@app.command()
+@command(
+    app,
+    page="howto/choose-what-is-trained.md",
+    examples=[
+        "qwen-train run --model Qwen/Qwen-Image-Edit-2509 --max-steps 2000 --rank 32",
+        "qwen-train run shards --out runs/cats --learning-rate 5e-5 --batch-size 2",
+    ],
+)
 def run(
     cache: Annotated[
-        str | None, typer.Argument(help="The cache; with --encode-on-the-fly, the source.", show_default="shards")
+        Given | None,
+        setting_argument(
+            "cache.path", "CACHE", help="The folder or URL of the cache; with --encode-on-the-fly, the source."
+        ),
     ] = None,
-    config: ConfigFile = None,
-    set_: Assignments = None,
-    model: Model = None,
     encode_on_the_fly: Annotated[
         bool,
         typer.Option(
-            "--encode-on-the-fly", help="Without a cache: another process encodes, on cache.vae_device and text_device."
+            "--encode-on-the-fly",
+            help="Train without a cache: another process encodes, on cache.vae_device and cache.text_device.",
+            rich_help_panel=INPUT,
         ),
     ] = False,
+    model: Model = None,
+    max_steps: Annotated[Given | None, setting("train.max_steps", "--max-steps", panel=TRAINING)] = None,
+    learning_rate: Annotated[
+        Given | None,
+        setting("optimizer.learning_rate", "--learning-rate", panel=TRAINING, help="The peak of the schedule."),
+    ] = None,
+    rank: Annotated[
+        Given | None, setting("train.lora.rank", "--rank", panel=TRAINING, help="The rank of the LoRA.")
+    ] = None,
+    batch_size: Annotated[
+        Given | None,
+        setting(
+            "train.batch_size",
+            "--batch-size",
+            panel=TRAINING,
+            help="Samples in one forward pass on one device.",
+            default="1 without train.max_tokens",
+        ),
+    ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint of train.output_dir, if there is one.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue from the newest checkpoint in the output folder, if there is one.",
+            rich_help_panel=TRAINING,
+        ),
     ] = False,
+    out: Annotated[
+        Given | None,
+        setting(
+            "train.output_dir",
+            "--out",
+            panel=OUTPUT,
+            metavar="FOLDER",
+            help="The folder for checkpoints, the LoRA and the report.",
+        ),
+    ] = None,
+    config: ConfigFile = None,
+    set_: Assignments = None,
 ) -> int:
     """Train on a cache. Only the transformer is loaded."""
     from qwen_cache.settings.load import load_config
 
-    source = cache if encode_on_the_fly else None
-    named = {} if encode_on_the_fly else _cache_settings(cache)
-    settings = load_config(config, set_ or (), model__path=model, **named)
-    encode_from = source or settings.data.source if encode_on_the_fly else None
+    named = [] if encode_on_the_fly else _only_cache(cache)
+    settings = load_config(config, set_, [model, max_steps, learning_rate, rank, batch_size, out, *named])
+    source = str(cache.value) if cache else settings.data.source
     from qwen_train.cli.run import run_train
 
-    return run_train(settings, resume=resume, encode_from=encode_from)
+    return run_train(settings, resume=resume, encode_from=source if encode_on_the_fly else None)
 
 
-@app.command()
+@command(
+    app,
+    page="howto/generate-images.md",
+    examples=[
+        "qwen-train predict --image photo.jpg --prompt 'make it night' --lora out",
+        "qwen-train predict --from-cache shards --key cats/017 --lora out --compare",
+    ],
+)
 def predict(
-    prompt: Annotated[list[str] | None, typer.Option(help="The instruction; repeat it for several images.")] = None,
-    image: Annotated[list[Path] | None, typer.Option(help="A control image; repeat it for more.")] = None,
-    negative_prompt: Annotated[str | None, typer.Option(help="The prompt to guide away from; may be empty.")] = None,
-    true_cfg_scale: Annotated[
-        float | None, typer.Option(help="Classifier-free guidance, which doubles the time; 1 turns it off.")
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="The instruction; repeat it for several images.", metavar="TEXT", rich_help_panel=GENERATE),
     ] = None,
-    guidance_scale: Annotated[float | None, typer.Option(help="For guidance-distilled models.")] = None,
-    num_inference_steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
-    sigmas: Annotated[str | None, typer.Option(help="Noise levels such as 1,0.6,0.2, in place of steps.")] = None,
-    num_images_per_prompt: Annotated[
-        int | None, typer.Option(help="Images per prompt: out-1.png, out-2.png, …")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="The seed of the noise.")] = None,
-    height: Annotated[int | None, typer.Option(help="Pixels, in steps of 16; Qwen-Image-2.1: 32.")] = None,
-    width: Annotated[int | None, typer.Option(help="Pixels, in steps of 16; Qwen-Image-2.1: 32.")] = None,
-    output_resolution: Annotated[
-        int | None,
-        typer.Option(help="Qwen-Image-2.1: about its square are the pixels of control images, and of the result."),
-    ] = None,
-    max_sequence_length: Annotated[
-        int | None, typer.Option(help="The maximum number of tokens of a prompt without images.")
-    ] = None,
-    lora: Annotated[
-        list[str] | None, typer.Option(help="PATH or PATH:weight, a file or the folder of a run; repeat it for more.")
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="A control image; repeat it for more.", metavar="FILE", rich_help_panel=GENERATE),
     ] = None,
     source: Annotated[
         str | None,
         typer.Option(
             help="An image per row, into --out: a folder of images with prompts (NAME.txt) or --prompt, or any source "
-            "of `qwen-cache build`, with or without targets."
+            "of `qwen-cache build`, with or without targets.",
+            metavar="SOURCE",
+            rich_help_panel=GENERATE,
         ),
     ] = None,
     from_cache: Annotated[
-        str | None, typer.Option(help="A cache whose samples --key names; loads no text encoder.", metavar="CACHE")
+        str | None,
+        typer.Option(
+            help="A cache whose samples --key names; loads no text encoder.", metavar="CACHE", rich_help_panel=GENERATE
+        ),
     ] = None,
     key: Annotated[
-        list[str] | None, typer.Option(help="A sample's name, or the first digits of its key; repeat it for more.")
+        list[str] | None,
+        typer.Option(
+            help="A sample's name, or the first digits of its key; repeat it for more.",
+            metavar="NAME",
+            rich_help_panel=GENERATE,
+        ),
+    ] = None,
+    model: Model = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A LoRA's file or the folder of a run, with a weight such as out:0.8; repeat it for more.",
+            metavar="PATH[:WEIGHT]",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    merge: Annotated[
+        bool,
+        typer.Option("--merge", help="Add the LoRAs to the weights before generating.", rich_help_panel=MODEL),
+    ] = False,
+    num_inference_steps: Annotated[
+        Given | None,
+        setting(
+            "predict.num_inference_steps",
+            "--num-inference-steps",
+            panel=SAMPLING,
+            help="Denoising steps.",
+            default="50; Qwen-Image-2.1: 40",
+        ),
+    ] = None,
+    sigmas: Annotated[
+        Given | None,
+        setting(
+            "predict.sigmas",
+            "--sigmas",
+            panel=SAMPLING,
+            metavar="NUMBERS",
+            help="Noise levels such as 1,0.6,0.2, in place of steps.",
+        ),
+    ] = None,
+    true_cfg_scale: Annotated[
+        Given | None,
+        setting(
+            "predict.true_cfg_scale",
+            "--true-cfg-scale",
+            panel=SAMPLING,
+            help="Classifier-free guidance, which doubles the time; 1 turns it off.",
+            default="4 with --negative-prompt, else 1",
+        ),
+    ] = None,
+    negative_prompt: Annotated[
+        Given | None,
+        setting(
+            "predict.negative_prompt",
+            "--negative-prompt",
+            panel=SAMPLING,
+            help="The prompt to guide away from; may be empty.",
+        ),
+    ] = None,
+    guidance_scale: Annotated[
+        Given | None, setting("predict.guidance_scale", "--guidance-scale", panel=SAMPLING)
+    ] = None,
+    seed: Annotated[
+        Given | None, setting("predict.seed", "--seed", panel=SAMPLING, help="The seed of the noise.")
+    ] = None,
+    height: Annotated[
+        Given | None, setting("predict.height", "--height", panel=SAMPLING, help=SIZE_HELP, default=SIZE_DEFAULT)
+    ] = None,
+    width: Annotated[
+        Given | None, setting("predict.width", "--width", panel=SAMPLING, help=SIZE_HELP, default=SIZE_DEFAULT)
+    ] = None,
+    output_resolution: Annotated[
+        Given | None,
+        setting(
+            "predict.output_resolution",
+            "--output-resolution",
+            panel=SAMPLING,
+            help="Qwen-Image-2.1: control images and the result have about the square of it in pixels.",
+            default="1024",
+        ),
+    ] = None,
+    max_sequence_length: Annotated[
+        Given | None,
+        setting(
+            "predict.max_sequence_length",
+            "--max-sequence-length",
+            panel=SAMPLING,
+            help="The maximum number of tokens of a prompt without images.",
+            default="512",
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="The device of all components.", metavar="DEVICE", rich_help_panel=DEVICES)
+    ] = "auto",
+    vae_device: Annotated[
+        str | None,
+        typer.Option(help="The device of the VAE.", metavar="DEVICE", show_default="--device", rich_help_panel=DEVICES),
+    ] = None,
+    text_device: Annotated[
+        str | None,
+        typer.Option(
+            help="The device of the text encoder.", metavar="DEVICE", show_default="--device", rich_help_panel=DEVICES
+        ),
+    ] = None,
+    transformer_device: Annotated[
+        str | None,
+        typer.Option(
+            help="The device of the transformer.", metavar="DEVICE", show_default="--device", rich_help_panel=DEVICES
+        ),
+    ] = None,
+    offload: Annotated[
+        Given | None,
+        setting(
+            "predict.offload",
+            "--offload",
+            panel=DEVICES,
+            help="Weights that stay in host memory until they compute: whole components (model), or layers "
+            "(sequential).",
+        ),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(help="The path of the image; with --source, a folder.", metavar="PATH", rich_help_panel=OUTPUT),
+    ] = Path("out.png"),
+    num_images_per_prompt: Annotated[
+        Given | None,
+        setting(
+            "predict.num_images_per_prompt",
+            "--num-images-per-prompt",
+            panel=OUTPUT,
+            help="Images per prompt: out-1.png, out-2.png, …",
+        ),
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Also generate without the LoRAs, and write a page with all side by side.")
+        bool,
+        typer.Option(
+            "--compare",
+            help="Also generate without the LoRAs, and write a page with all side by side.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
-    merge: Annotated[bool, typer.Option("--merge", help="Add the LoRAs to the weights before generating.")] = False,
-    out: Annotated[Path, typer.Option(help="The path of the image; with --source, a folder.")] = Path("out.png"),
-    model: Model = None,
-    device: Annotated[str, typer.Option(help="The device of all components.")] = "auto",
-    vae_device: Annotated[str | None, typer.Option(help="The device of the VAE.")] = None,
-    text_device: Annotated[str | None, typer.Option(help="The device of the text encoder.")] = None,
-    transformer_device: Annotated[str | None, typer.Option(help="The device of the transformer.")] = None,
-    offload: Annotated[
-        str | None, typer.Option(help="none, model or sequential: the weights that wait in host memory.")
-    ] = None,
     save_interrupted: Annotated[
-        bool, typer.Option("--save-interrupted", help="When interrupted, save the unfinished image.")
+        bool,
+        typer.Option("--save-interrupted", help="When interrupted, save the unfinished image.", rich_help_panel=OUTPUT),
     ] = False,
     config: ConfigFile = None,
     set_: Assignments = None,
@@ -115,31 +305,18 @@ def predict(
     """Generate images with the stock pipeline and LoRAs, from --prompt, rows of --source, or samples --from-cache."""
     from qwen_cache.settings.load import load_config
 
-    settings = load_config(
-        config,
-        set_ or (),
-        model__path=model,
-        predict__negative_prompt=negative_prompt,
-        predict__true_cfg_scale=true_cfg_scale,
-        predict__guidance_scale=guidance_scale,
-        predict__num_inference_steps=num_inference_steps,
-        predict__sigmas=sigmas,
-        predict__num_images_per_prompt=num_images_per_prompt,
-        predict__seed=seed,
-        predict__height=height,
-        predict__width=width,
-        predict__output_resolution=output_resolution,
-        predict__max_sequence_length=max_sequence_length,
-        predict__offload=offload,
-    )
+    sizes = (height, width, output_resolution)
+    guidance = (negative_prompt, true_cfg_scale, guidance_scale)
+    others = (model, num_inference_steps, sigmas, num_images_per_prompt, seed, max_sequence_length, offload)
+    settings = load_config(config, set_, [*others, *guidance, *sizes])
     from qwen_cache.errors import ConfigError
     from qwen_train.cli.predict import PredictOptions, run_predict
     from qwen_train.inference.devices import choose
     from qwen_train.inference.loras import parse_lora
     from qwen_train.inference.settings import check_guidance
 
-    check_guidance(settings.predict, true_cfg_scale)
-    if from_cache and (width or height or output_resolution):
+    check_guidance(settings.predict, settings.predict.true_cfg_scale if true_cfg_scale else None)
+    if from_cache and any(sizes):
         do = "leave out --width, --height and --output-resolution"
         raise ConfigError("a cached sample has a fixed size", do=do)
     options = PredictOptions(
@@ -157,83 +334,128 @@ def predict(
     return run_predict(settings, choose(device, vae_device, text_device, transformer_device), options)
 
 
-@app.command()
+@command(
+    app,
+    page="howto/watch-a-run.md",
+    examples=["qwen-train decode", "qwen-train decode runs/cats --vae-device cuda:1"],
+)
 def decode(
     folder: Annotated[
-        Path | None, typer.Argument(help="The output folder of a run, or a folder of latents.", show_default="out")
+        Given | None,
+        setting_argument("train.output_dir", "FOLDER", help="The output folder of a run, or a folder of latents."),
     ] = None,
     model: Model = None,
-    vae_device: Annotated[str, typer.Option(help="The device of the VAE.")] = "auto",
+    vae_device: Annotated[
+        str, typer.Option(help="The device of the VAE.", metavar="DEVICE", rich_help_panel=DEVICES)
+    ] = "auto",
     config: ConfigFile = None,
     set_: Assignments = None,
 ) -> int:
     """Decode the latents of validation images to PNGs. Only the VAE is loaded."""
     from qwen_train.cli.decode import run_decode
 
-    return run_decode(folder, model, vae_device, config, set_ or ())
+    return run_decode(Path(folder.value) if folder else None, model, vae_device, config, set_ or ())
 
 
-@app.command()
-def report(
-    folder: Annotated[Path, typer.Argument(help="The output folder of a run.")] = Path("out"),
-) -> int:
+@command(app, page="howto/watch-a-run.md", examples=["qwen-train report", "qwen-train report runs/cats"])
+def report(folder: OutputFolder = None, config: ConfigFile = None, set_: Assignments = None) -> int:
     """Write report.html again: curves, settings and images of a run on one page."""
+    from qwen_cache.settings.load import load_config
     from qwen_train.cli.report import run_report
 
-    return run_report(folder)
+    return run_report(Path(load_config(config, set_, [folder]).train.output_dir))
 
 
-@app.command()
+@command(
+    app,
+    page="howto/train-on-24gb.md",
+    examples=["qwen-train plan --gpu-memory 24GB", "qwen-train plan --set train.offload_blocks=20 --json"],
+)
 def plan(
-    cache: Annotated[str | None, typer.Argument(help="The cache.", show_default="shards")] = None,
-    gpu_memory: Annotated[str | None, typer.Option(help="The memory of the GPU, such as 24GB.")] = None,
+    cache: ReadPath = None,
     model: Model = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="The memory of the GPU, such as 24GB.",
+            metavar="SIZE",
+            show_default="that of this machine's",
+            rich_help_panel=DEVICES,
+        ),
+    ] = None,
+    json: Json = False,
     config: ConfigFile = None,
     set_: Assignments = None,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> int:
     """Predict the memory of training by part, and whether it fits. Loads no weights."""
     from qwen_cache.settings.load import load_config
 
-    settings = load_config(config, set_ or (), model__path=model, **_cache_settings(cache))
+    settings = load_config(config, set_, [model, *_only_cache(cache)])
     from qwen_train.cli.plan import run_plan
 
-    return run_plan(settings, gpu_memory, as_json=json_)
+    return run_plan(settings, gpu_memory, as_json=json)
 
 
-@app.command()
+@command(
+    app,
+    page="howto/generate-images.md",
+    examples=[
+        "qwen-train export out --to comfyui --out cats.safetensors",
+        "qwen-train export out --to merged --out merged --model Qwen/Qwen-Image-Edit-2509",
+    ],
+)
 def export(
-    source: Annotated[Path, typer.Argument(help="A LoRA: its file, or the folder of a run.")],
-    to: Annotated[str, typer.Option(help="diffusers, comfyui, or merged: the LoRA added to the model's weights.")],
-    out: Annotated[Path, typer.Option(help="The output: a .safetensors file; with --to merged, a folder.")],
+    source: Annotated[Path, typer.Argument(help="A LoRA: its file, or the folder of a run.", metavar="LORA")],
+    to: Annotated[
+        Literal["diffusers", "comfyui", "merged"],
+        typer.Option(help="The format; merged: the LoRA added to the model's weights.", rich_help_panel=OUTPUT),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="The output: a .safetensors file; with --to merged, a folder.", metavar="PATH", rich_help_panel=OUTPUT
+        ),
+    ],
     model: Model = None,
 ) -> int:
     """Convert a LoRA for other programs."""
     from qwen_train.cli.export import run_export
 
-    return run_export(source, to, out, model)
+    return run_export(source, to, out, str(model.value) if model else None)
 
 
-@app.command("mask-head")
+@command(
+    app,
+    "mask-head",
+    page="howto/train-with-edit-masks.md",
+    examples=[
+        "qwen-train mask-head shards --out mask_head.safetensors",
+        "qwen-train mask-head --set mask_head.steps=5000 --json",
+    ],
+)
 def mask_head(
-    cache: Annotated[str | None, typer.Argument(help="The cache.", show_default="shards")] = None,
-    out: Annotated[Path, typer.Option(help="The path of the head.")] = Path("mask_head.safetensors"),
-    device: Annotated[str | None, typer.Option(help="The device for training.", show_default="auto")] = None,
+    cache: ReadPath = None,
+    device: Annotated[
+        Given | None,
+        setting("mask_head.device", "--device", panel=DEVICES, metavar="DEVICE", help="The device for training."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The path of the head.", metavar="FILE", rich_help_panel=OUTPUT)] = Path(
+        "mask_head.safetensors"
+    ),
+    json: Json = False,
     config: ConfigFile = None,
     set_: Assignments = None,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> int:
     """Experimental: train a mask head on a cache with masks and attention. No part of the model is loaded."""
     from qwen_cache.settings.load import load_config
     from qwen_train.cli.mask_head import run_mask_head
 
-    settings = load_config(config, set_ or (), cache__path=cache, mask_head__device=device)
-    return run_mask_head(settings, out, as_json=json_)
+    return run_mask_head(load_config(config, set_, [cache, device]), out, as_json=json)
 
 
-def _cache_settings(cache: str | None) -> dict[str, Any]:
+def _only_cache(cache: Given | None) -> list[Given]:
     """Settings for a cache on the command line, which replaces all caches of qwen.yaml."""
-    return {"cache__path": cache, "train__caches": []} if cache else {}
+    return [cache, Given("CACHE", "train.caches", [])] if cache else []
 
 
 app.callback()(version_option)

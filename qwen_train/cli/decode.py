@@ -8,6 +8,7 @@ from pathlib import Path
 from qwen_cache.console import plural, print_done
 from qwen_cache.models.devices import choose_device, torch_dtype
 from qwen_cache.models.folder import open_model
+from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, load_config
 from qwen_train.inference.decode import decode_folder, latents_files
 from qwen_train.metrics import METRICS_NAME
@@ -15,11 +16,11 @@ from qwen_train.report import write_report
 
 
 def run_decode(
-    folder: Path | None, model: str | None, vae_device: str, config: Path | None, assignments: Sequence[str]
+    folder: Path | None, model: Given | None, vae_device: str, config: Path | None, assignments: Sequence[str]
 ) -> int:
     """Decode the latents of validation images; the exit code."""
     saved = folder / CONFIG_NAME if folder is not None and (folder / CONFIG_NAME).is_file() else None
-    settings = load_config(config or saved, assignments, model__path=model)
+    settings = load_config(config or saved, assignments, [model])
     folder = folder or Path(settings.train.output_dir)
     latents_files(folder)
     vae = open_model(settings.model.path, ("vae",), settings.model.revision)
