@@ -41,7 +41,8 @@ def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoRet
     explain_crashes()
     set_verbosity()
     try:
-        code = app(_with_new_names(sys.argv[1:], renamed), standalone_mode=False)
+        arguments = _with_new_names(sys.argv[1:], renamed)
+        code = app(arguments, prog_name=app.info.name, standalone_mode=False)
     except QwenCacheError as error:
         if is_verbose():
             console().print(traceback.format_exc(), markup=False)

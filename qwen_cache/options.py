@@ -2,8 +2,8 @@
 
 A command is a function under `@command`, which adds `-q`, `-v` and `-h`, two examples and a page of the documentation.
 An option is either typer's, or a setting of qwen.yaml (`setting`, `setting_argument`): it arrives as a `Given` for
-`load_config`, and its choices, default and, without `help`, its description are those of the setting. They are read
-when help is shown or completed, so that nothing imports the settings before.
+`load_config`, and its choices and default are those of the setting. They are read when help is shown or completed, so
+that nothing imports the settings before.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SettingOption:
 
 
 def setting(
-    key: str, name: str, *, panel: str, help: str | None = None, metavar: str | None = None, default: str | None = None
+    key: str, name: str, *, panel: str, help: str, metavar: str | None = None, default: str | None = None
 ) -> Any:
     """An option `name` that overrides the setting `key`. `default`: what help shows where the setting has none."""
     parse = SettingOption(name, key, default)
@@ -197,7 +197,7 @@ class Command(TyperCommand):
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
     def described(self) -> Command:
-        """This command, where options that override a setting show its values, default and description."""
+        """This command, where options that override a setting show its values and default."""
         from qwen_cache.settings.describe import describe
 
         described = copy(self)
@@ -206,8 +206,7 @@ class Command(TyperCommand):
             if (option := self.settings.get(str(each.name))) is not None:
                 found, shown = describe(option.key), cast(Any, each)
                 shown.metavar = shown.metavar or found.metavar
-                shown.help = shown.help or found.description
-                shown.show_default = option.default or found.default_text or False
+                shown.show_default = not shown.required and (option.default or found.default_text)
         return described
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -218,7 +217,7 @@ class Command(TyperCommand):
         super(Command, described).format_help(ctx, formatter)
         out = results(soft_wrap=True)  # so that a line can be copied
         out.print(" [bold]Examples[/]", *(f"   {escape(each)}" for each in self.examples), sep="\n")
-        out.print(f"\n [bold]Documentation[/]\n   {DOCUMENTATION}{self.page}\n")
+        out.print(f"\n [bold]Documentation[/]\n   {DOCUMENTATION}{self.page}")
 
 
 def _without_types(parameter: Any) -> Any:

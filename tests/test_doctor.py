@@ -431,6 +431,7 @@ def test_versions_are_read_without_imports_and_gaps_are_reported(monkeypatch: py
         ("qwen-cache", ["doc"], {"doctor"}),
         ("qwen-cache", ["build", "--vae"], {"--vae-device"}),
         ("qwen-cache", ["import", "mu"], {"musubi"}),
+        ("qwen-cache", ["build", "--edit-mask", "d"], {"diff"}),
         ("qwen-train", ["pre"], {"predict"}),
         ("qwen-train", ["run", "--enc"], {"--encode-on-the-fly"}),
     ],

@@ -23,9 +23,10 @@ from qwen_cache import open_cache
 from qwen_cache.encode.decode import decode_images, load_vae
 from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.format.cache import Cache, Sample
+from qwen_cache.format.find import find_sample
 from qwen_cache.models.family import QWEN_IMAGE
 from qwen_cache.models.folder import open_model
-from qwen_train.inference.cached import find_sample, generate_cached, guidance_from_cache, initial_latents
+from qwen_train.inference.cached import generate_cached, guidance_from_cache, initial_latents
 
 from .support.judge import (
     SMALL_AREA,
@@ -253,23 +254,22 @@ def opened(built: Callable[..., Path]) -> Cache:
 
 def test_a_sample_is_found_by_key_the_beginning_of_it_or_name(opened: Cache) -> None:
     for sample in opened:
-        for which in (sample.key, sample.key[:6], sample.key[:20].upper(), sample.name):
-            assert find_sample(opened, which).key == sample.key
+        for which in (sample.key, sample.key[:4], sample.key[:20].upper(), sample.name):
+            assert find_sample([opened], which)[1].key == sample.key
     assert by_name(opened).keys() == {"china", "flower", "cat", "cup"}
 
 
 @pytest.mark.parametrize(
     ("which", "message"),
     [
-        ("chinna", "for example: china;"),
-        ("12345", "(expected a name, a key, or the first 6 or more digits of a key, found 12345)"),
-        ("000000", "no sample of this key or name"),
-        ("", "no sample of this key or name"),
+        ("chinna", "(found chinna)\n  → did you mean china?"),
+        ("000000", "no sample has this name, key or start of a key (found 000000)\n  → name one, such as c"),
+        ("", "no sample has this name, key or start of a key"),
     ],
 )
 def test_what_names_no_sample_is_refused_with_names_like_it(which: str, message: str, opened: Cache) -> None:
     with pytest.raises(ConfigError) as error:
-        find_sample(opened, which)
+        find_sample([opened], which)
     assert message in str(error.value)
     assert str(opened.folder) in str(error.value)
 
@@ -282,5 +282,5 @@ def test_what_names_several_samples_is_refused_with_their_keys(opened: Cache) ->
     two = Cache(opened.folder, opened.manifest, opened.recipe_name, table, opened.copies)
     for which in ("cat", "abcdef"):
         with pytest.raises(QwenCacheError) as error:
-            find_sample(two, which)
+            find_sample([two], which)
         assert f"several samples match (found {keys[0]} (cat), {keys[1]} (cat))" in str(error.value)

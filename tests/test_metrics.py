@@ -89,7 +89,11 @@ def test_all_trackers_of_accelerate_can_be_named(train: Trainer) -> None:
     known = get_args(LoggingConfig.model_fields["report_to"].annotation)
     assert set(known) == {str(name) for name in LoggerType.list()} - {"all"} | {"none"}
     result = train.try_("--set", "logging.report_to=tensorbord")
-    refused(result, "logging.report_to: Input should be 'tensorboard', 'wandb'", "(found 'tensorbord')")
+    refused(
+        result,
+        "logging.report_to: not a valid value (expected tensorboard, wandb",
+        "found tensorbord)\n  → did you mean tensorboard?",
+    )
 
 
 @pytest.mark.slow

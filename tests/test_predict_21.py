@@ -253,7 +253,10 @@ def test_a_distilled_model_is_sampled_at_its_saved_levels(distilled: Path, tmp_p
         (("--negative-prompt", "blurry"), "without guidance by default, which would ignore the negative prompt"),
         (("--true-cfg-scale", "4"), "without a negative prompt there is nothing to guide away from"),
         (("--height", "16"), "the sides of Qwen-Image-2.1 are multiples of 32 pixels (expected 32 or more, found"),
-        (("--output-resolution", "100"), "predict.output_resolution: Input should be a multiple of 32"),
+        (
+            ("--output-resolution", "100"),
+            "--output-resolution: not a valid value (expected a multiple of 32, found 100)",
+        ),
         (("--offload", "model"), "predict.offload=model is for an accelerator"),
         (("--from-cache", "x", "--key", "y"), "a cached sample has a fixed size"),
     ],

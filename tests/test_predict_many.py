@@ -5,6 +5,7 @@ The judge is `qwen-train predict` for one image, which is held to the stock pipe
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -239,7 +240,7 @@ def test_a_cached_sample_is_generated_without_the_text_encoder(
     cache = open_cache(built("edit-plus"))
     monkeypatch.setattr(PromptEncoder, "_load", None)
     out = tmp_path / "out.png"
-    keys = ("--key", "cat", "--key", cache[1].key[:8])
+    keys = ("--key", "cat", "--key", cache[1].key[:4])
     options = ("--from-cache", built("edit-plus"), *keys, "--out", out)
     result = predict(*options, "--lora", lora, "--compare", size=())
     assert result.code == 0, result.stderr
@@ -247,9 +248,12 @@ def test_a_cached_sample_is_generated_without_the_text_encoder(
     _, h, w = by_name["cat"].img_shapes[0]
     assert pixels(tmp_path / "out-1.png").shape == (16 * h, 16 * w, 3)
     assert (tmp_path / "out-compare.png").is_file()
-    trained = pixels(tmp_path / "out-1.png")
-    assert predict(*options, size=()).code == 0
-    assert not np.array_equal(pixels(tmp_path / "out-1.png"), trained)
+    folder = tmp_path / "folder"
+    result = predict(*options[:-1], folder, "--json", size=())
+    names = [f"{name}.png" for name in ("cat", cache[1].name)]
+    assert json.loads(result.stdout)["images"] == [str(folder / name) for name in names]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+    assert not np.array_equal(pixels(folder / "cat.png"), pixels(tmp_path / "out-1.png"))
 
 
 @pytest.mark.slow
@@ -310,7 +314,10 @@ def test_images_from_a_cache_are_kept_when_the_next_fails(
         (("--prompt", "x", "--prompt", "y", "--image", "no.png"), "no.png: cannot be read: No such file"),
         (("--prompt", "x", "--prompt", "y", "--out", "a.jpg"), "resumable output must be .png"),
         (("--from-cache", "{cache}", "--key", "cat", "--width", "64"), "a cached sample has a fixed size"),
-        (("--from-cache", "{cache}", "--key", "nobody"), "no sample of this key or name"),
+        (
+            ("--from-cache", "{cache}", "--key", "nobody"),
+            "no sample has this name, key or start of a key (found",
+        ),
         (("--from-cache", "{cache}", "--key", "cat", "--negative-prompt", "x"), "only negative prompt in a cache"),
     ],
 )

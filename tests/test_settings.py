@@ -126,6 +126,33 @@ def test_data_allow_urls_are_urls(prefix: str) -> None:
         load_config(None, [f"data.allow_urls=['{prefix}']"])
 
 
+def error_of(tmp_path: Path, *arguments: str) -> str:
+    result = run("qwen-cache", "build", tmp_path, "--model", tmp_path, *arguments)
+    assert result.code == 2
+    return result.stderr
+
+
+def test_an_error_about_a_setting_names_where_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is innocent is not named."""
+    monkeypatch.chdir(tmp_path)
+    Path("qwen.yaml").write_text("data: {edit_mask: none}\n", encoding="utf-8")
+    option = "error: --edit-mask: not a valid value (expected none, file, diff, head or auto, found dif)\n"
+    assert error_of(tmp_path, "--edit-mask", "dif") == option + "  → did you mean diff?\n"
+    typed = "error: --set: data.edit_mask: not a valid value (expected none, file, diff, head or auto, found dif)\n"
+    assert error_of(tmp_path, "--set", "data.edit_mask=dif").startswith(typed)
+    misspelt = "error: --set: unknown key data.vae_imge_size\n  → did you mean data.vae_image_size?\n"
+    assert error_of(tmp_path, "--set", "data.vae_imge_size=9") == misspelt
+    assert error_of(tmp_path, "--set", "data={slise: 1/2}").startswith("error: --set: unknown key data.slise\n")
+    assert error_of(tmp_path, "--set", "data.edit_mask.x=1").startswith("error: --set: edit_mask is not a section")
+    Path("qwen.yaml").write_text("data: {edit_mask: dif}\n", encoding="utf-8")
+    assert error_of(tmp_path, "--dtype", "float32").startswith("error: qwen.yaml: data.edit_mask: not a valid value")
+    result = run("qwen-train", "run", "--max-steps", "0", "--config", tmp_path / "none.yaml")
+    assert result.stderr == f"error: {tmp_path / 'none.yaml'}: no such file\n"
+    Path("qwen.yaml").unlink()
+    result = run("qwen-train", "run", "--max-steps", "0")
+    assert result.stderr == "error: --max-steps: not a valid value (expected greater than 0, found 0)\n"
+
+
 def test_options_by_their_old_names(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     for arguments, new in (

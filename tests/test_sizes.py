@@ -261,11 +261,11 @@ def test_policies_of_one_recipe_give_every_image_the_same_sizes(one: dict[str, A
             "data.resolution and data.vae_image_size contradict each other\n  → leave one of them out",
         ),
         ({"resize_mode": "stretch"}, "data.resize_mode=stretch is for data.resolution; a pixel budget keeps"),
-        ({"resize_mode": "pad"}, "data.resize_mode: Input should be 'crop' or 'stretch' (found 'pad')"),
-        ({"vae_image_size": 0}, "data.vae_image_size.0: Input should be greater than 0 (found 0)"),
+        ({"resize_mode": "pad"}, "data.resize_mode: not a valid value (expected crop or stretch, found pad)"),
+        ({"vae_image_size": 0}, "data.vae_image_size.0: not a valid value (expected greater than 0, found 0)"),
         ({"vae_image_size": []}, "data.vae_image_size: List should have at least 1 item"),
-        ({"resolution": 512}, "data.resolution: Input should be a valid list (found 512)"),
-        ({"resolutions_per_sample": "both"}, "data.resolutions_per_sample: Input should be 'nearest' or 'all'"),
+        ({"resolution": 512}, "data.resolution: not a valid value (expected a valid list, found 512)"),
+        ({"resolutions_per_sample": "both"}, "data.resolutions_per_sample: not a valid value (expected nearest or all"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], said: str) -> None:

@@ -376,7 +376,7 @@ def migrate(
 )
 def merge(
     caches: Annotated[list[str], typer.Argument(help="The caches to merge.", metavar="CACHE")],
-    out: NewCache,
+    *,
     select: Annotated[
         list[str] | None,
         typer.Option(
@@ -385,6 +385,7 @@ def merge(
             rich_help_panel=INPUT,
         ),
     ] = None,
+    out: NewCache,
     compression: Annotated[
         Given | None,
         setting(
@@ -422,6 +423,7 @@ def import_(
         typer.Argument(help="The trainer that wrote the cache.", metavar="TOOL"),
     ],
     source: Annotated[Path, typer.Argument(help="The folder of that cache.", metavar="SOURCE")],
+    *,
     model: Annotated[
         str,
         typer.Option(
@@ -430,7 +432,6 @@ def import_(
             rich_help_panel=MODEL,
         ),
     ],
-    out: NewCache,
     pipeline: Annotated[
         str | None,
         typer.Option(
@@ -452,6 +453,7 @@ def import_(
         ),
     ] = None,
     on_error: OnError = None,
+    out: NewCache,
     dtype: Annotated[
         Literal["bfloat16", "float32"] | None,
         typer.Option(help="The dtype to store.", show_default="the one that is exact", rich_help_panel=OUTPUT),

@@ -15,9 +15,9 @@ from typing import Any
 from qwen_cache.batching.batch_plan import index_token_counts, row_tokens
 from qwen_cache.batching.budgets import budgets
 from qwen_cache.console import human_bytes, plural
-from qwen_cache.errors import ConfigError
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, Sample, open_recipes
+from qwen_cache.format.find import find_sample
 from qwen_cache.format.index import INDEX_NAME, IndexRow
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, token_count
@@ -235,30 +235,14 @@ def savings_rows(saved: Mapping[str, int]) -> list[tuple[str, str]]:
 # ---- one sample ------------------------------------------------------------------------------------------------------
 
 
-def find_sample(path: str | Path, key: str, copies: LocalCopies) -> tuple[str, Sample]:
-    """The recipe and the sample with this name, this key, or a key that starts with `key`, among all recipes."""
-    caches = open_recipes(path, copies)
-    pairs = {name: [cache.table[column].to_pylist() for column in ("key", "name")] for name, cache in caches.items()}
-    samples = [(recipe, k, name) for recipe, columns in pairs.items() for k, name in zip(*columns, strict=True)]
-    matches = [(recipe, k) for recipe, k, name in samples if key in (k, name)]
-    matches = matches or [(recipe, k) for recipe, k, _ in samples if k.startswith(key)]
-    if len(matches) != 1:
-        what = f"{plural(len(matches), 'sample')} of this cache match this name, key or start of a key"
-        raise ConfigError(
-            what, where=location(path), found=key, do="name one: `qwen-cache inspect --html FILE` lists all"
-        )
-    recipe, full_key = matches[0]
-    return recipe, caches[recipe][full_key]
-
-
 def describe(path: str | Path, key: str, copies: LocalCopies | None = None) -> dict[str, Any]:
     """Everything about one sample, as a JSON value. Reads its tensors and checks their hashes."""
-    recipe, sample = find_sample(path, key, copies or LocalCopies.of())
+    cache, sample = find_sample(list(open_recipes(path, copies or LocalCopies.of()).values()), key)
     row, meta, offsets = sample.row, sample.row.meta, sample.row.entry.tensor_offsets()
     return {
         "key": meta.key,
         "name": row.name,
-        "recipe": recipe,
+        "recipe": cache.recipe_name,
         "prompt": meta.prompt,
         "phrase": [meta.prompt[begin:end] for begin, end in meta.phrase],
         "images": [_resolution(row, i) for i in range(len(meta.img_shapes))],

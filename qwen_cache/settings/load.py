@@ -77,11 +77,13 @@ def load_config(
             raise ConfigError("--set takes section.key=value", found=assignment)
         _assign(value, name, parse_yaml(text, f"--set {name}"), "--set")
         origins.assigned[name] = "--set"
-    kwargs = (Given("the options given", name.replace("__", "."), option) for name, option in options.items())
-    for each in (*given, *kwargs):
-        if each is not None and each.value is not None:
+    for each in given:
+        if each is not None:
             _assign(value, each.key, each.value, each.option)
             origins.assigned[each.key] = each.option
+    for name, option in options.items():
+        if option is not None:
+            _assign(value, name.replace("__", "."), option, origins.otherwise)
     return _validate(_with_new_names(value, origins), origins)
 
 
@@ -96,9 +98,6 @@ class _Origins:
         """The place of a setting: the last assignment to it or to a section around it, else the file."""
         near = (name for name in reversed(self.assigned) if f"{key}.".startswith(f"{name}."))
         return next((self.assigned[name] for name in near), self.otherwise)
-
-    def is_option(self, key: str) -> bool:
-        return self.assigned.get(key, "--set") != "--set"
 
 
 RENAMED = {
@@ -178,19 +177,28 @@ def _validate(value: Mapping[str, Any], origins: _Origins) -> Config:
 def _error_of(first: ErrorDetails, origins: _Origins) -> ConfigError:
     """The message for one fault; an option is named instead of the setting that it overrides."""
     parts = [str(part) for part in first["loc"]]
-    key, found = ".".join(parts), repr(first["input"])
+    key, value = ".".join(parts), first["input"]
     where = origins.of(key)
     if first["type"] == "extra_forbidden":
         return ConfigError(f"unknown key {key}", where=where, do=_nearest(parts))
     what, expected, do = first["msg"], None, None
     if first["type"] == "model_type":
         what = "is a section, with settings of its own"
-    elif first["type"] == "literal_error":
-        what, expected = "no such value", first["ctx"]["expected"].replace("'", "")
-        near = difflib.get_close_matches(str(first["input"]), re.split(", | or ", expected), n=1)
-        do, found = f"did you mean {near[0]}?" if near else None, str(first["input"])
-    name = "" if origins.is_option(key) else f"{key}: "
+    elif what.startswith(INPUT):
+        what, expected = "not a valid value", what.removeprefix(INPUT).replace("'", "")
+    if first["type"] == "literal_error" and (near := difflib.get_close_matches(str(value), _choices(expected), n=1)):
+        do = f"did you mean {near[0]}?"
+    name = f"{key}: " if where in ("--set", origins.otherwise) else ""
+    found = value if isinstance(value, str) and value else repr(value)
     return ConfigError(f"{name}{what}", where=where, expected=expected, found=found, do=do)
+
+
+INPUT = "Input should be "
+"""The beginning of most of pydantic's messages."""
+
+
+def _choices(expected: str | None) -> list[str]:
+    return re.split(", | or ", expected or "")
 
 
 OTHER_NAMES = {

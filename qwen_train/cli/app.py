@@ -71,7 +71,9 @@ def run(
         ),
     ] = False,
     model: Model = None,
-    max_steps: Annotated[Given | None, setting("train.max_steps", "--max-steps", panel=TRAINING)] = None,
+    max_steps: Annotated[
+        Given | None, setting("train.max_steps", "--max-steps", panel=TRAINING, help="Optimizer steps.")
+    ] = None,
     learning_rate: Annotated[
         Given | None,
         setting("optimizer.learning_rate", "--learning-rate", panel=TRAINING, help="The peak of the schedule."),
@@ -107,6 +109,7 @@ def run(
             help="The folder for checkpoints, the LoRA and the report.",
         ),
     ] = None,
+    json: Json = False,
     config: ConfigFile = None,
     set_: Assignments = None,
 ) -> int:
@@ -118,7 +121,7 @@ def run(
     source = str(cache.value) if cache else settings.data.source
     from qwen_train.cli.run import run_train
 
-    return run_train(settings, resume=resume, encode_from=source if encode_on_the_fly else None)
+    return run_train(settings, resume=resume, encode_from=source if encode_on_the_fly else None, as_json=json)
 
 
 @command(
@@ -126,7 +129,7 @@ def run(
     page="howto/generate-images.md",
     examples=[
         "qwen-train predict --image photo.jpg --prompt 'make it night' --lora out",
-        "qwen-train predict --from-cache shards --key cats/017 --lora out --compare",
+        "qwen-train predict --from-cache shards --key cats/017 --lora out --out images",
     ],
 )
 def predict(
@@ -150,13 +153,15 @@ def predict(
     from_cache: Annotated[
         str | None,
         typer.Option(
-            help="A cache whose samples --key names; loads no text encoder.", metavar="CACHE", rich_help_panel=GENERATE
+            help="Generate samples of this cache, named by --key; loads no text encoder.",
+            metavar="CACHE",
+            rich_help_panel=GENERATE,
         ),
     ] = None,
     key: Annotated[
         list[str] | None,
         typer.Option(
-            help="A sample's name, or the first digits of its key; repeat it for more.",
+            help="A sample of --from-cache, by name, key or start of the key; repeat it for more.",
             metavar="NAME",
             rich_help_panel=GENERATE,
         ),
@@ -201,7 +206,7 @@ def predict(
             "--true-cfg-scale",
             panel=SAMPLING,
             help="Classifier-free guidance, which doubles the time; 1 turns it off.",
-            default="4 with --negative-prompt, else 1",
+            default="4 with --negative-prompt; Qwen-Image-2.1: 1",
         ),
     ] = None,
     negative_prompt: Annotated[
@@ -214,7 +219,10 @@ def predict(
         ),
     ] = None,
     guidance_scale: Annotated[
-        Given | None, setting("predict.guidance_scale", "--guidance-scale", panel=SAMPLING)
+        Given | None,
+        setting(
+            "predict.guidance_scale", "--guidance-scale", panel=SAMPLING, help="For guidance-distilled models only."
+        ),
     ] = None,
     seed: Annotated[
         Given | None, setting("predict.seed", "--seed", panel=SAMPLING, help="The seed of the noise.")
@@ -276,7 +284,11 @@ def predict(
     ] = None,
     out: Annotated[
         Path,
-        typer.Option(help="The path of the image; with --source, a folder.", metavar="PATH", rich_help_panel=OUTPUT),
+        typer.Option(
+            help="The image to write; with --source a folder, with --from-cache either.",
+            metavar="PATH",
+            rich_help_panel=OUTPUT,
+        ),
     ] = Path("out.png"),
     num_images_per_prompt: Annotated[
         Given | None,
@@ -299,6 +311,7 @@ def predict(
         bool,
         typer.Option("--save-interrupted", help="When interrupted, save the unfinished image.", rich_help_panel=OUTPUT),
     ] = False,
+    json: Json = False,
     config: ConfigFile = None,
     set_: Assignments = None,
 ) -> int:
@@ -330,6 +343,7 @@ def predict(
         merge=merge,
         compare=compare,
         save_interrupted=save_interrupted,
+        as_json=json,
     )
     return run_predict(settings, choose(device, vae_device, text_device, transformer_device), options)
 
@@ -348,22 +362,23 @@ def decode(
     vae_device: Annotated[
         str, typer.Option(help="The device of the VAE.", metavar="DEVICE", rich_help_panel=DEVICES)
     ] = "auto",
+    json: Json = False,
     config: ConfigFile = None,
     set_: Assignments = None,
 ) -> int:
     """Decode the latents of validation images to PNGs. Only the VAE is loaded."""
     from qwen_train.cli.decode import run_decode
 
-    return run_decode(Path(folder.value) if folder else None, model, vae_device, config, set_ or ())
+    return run_decode(Path(folder.value) if folder else None, model, vae_device, config, set_ or (), as_json=json)
 
 
 @command(app, page="howto/watch-a-run.md", examples=["qwen-train report", "qwen-train report runs/cats"])
-def report(folder: OutputFolder = None, config: ConfigFile = None, set_: Assignments = None) -> int:
+def report(folder: OutputFolder = None, json: Json = False, config: ConfigFile = None, set_: Assignments = None) -> int:
     """Write report.html again: curves, settings and images of a run on one page."""
     from qwen_cache.settings.load import load_config
     from qwen_train.cli.report import run_report
 
-    return run_report(Path(load_config(config, set_, [folder]).train.output_dir))
+    return run_report(Path(load_config(config, set_, [folder]).train.output_dir), as_json=json)
 
 
 @command(
@@ -379,7 +394,6 @@ def plan(
         typer.Option(
             help="The memory of the GPU, such as 24GB.",
             metavar="SIZE",
-            show_default="that of this machine's",
             rich_help_panel=DEVICES,
         ),
     ] = None,
@@ -401,11 +415,13 @@ def plan(
     page="howto/generate-images.md",
     examples=[
         "qwen-train export out --to comfyui --out cats.safetensors",
-        "qwen-train export out --to merged --out merged --model Qwen/Qwen-Image-Edit-2509",
+        "qwen-train export out --to merged --out merged",
     ],
 )
 def export(
     source: Annotated[Path, typer.Argument(help="A LoRA: its file, or the folder of a run.", metavar="LORA")],
+    *,
+    model: Model = None,
     to: Annotated[
         Literal["diffusers", "comfyui", "merged"],
         typer.Option(help="The format; merged: the LoRA added to the model's weights.", rich_help_panel=OUTPUT),
@@ -416,12 +432,16 @@ def export(
             help="The output: a .safetensors file; with --to merged, a folder.", metavar="PATH", rich_help_panel=OUTPUT
         ),
     ],
-    model: Model = None,
+    json: Json = False,
+    config: ConfigFile = None,
+    set_: Assignments = None,
 ) -> int:
-    """Convert a LoRA for other programs."""
+    """Convert a LoRA for other programs, or merge it into the model's weights."""
+    from qwen_cache.settings.load import load_config
     from qwen_train.cli.export import run_export
 
-    return run_export(source, to, out, str(model.value) if model else None)
+    named = load_config(config, set_, [model]).model if model or config or set_ else None
+    return run_export(source, to, out, named, as_json=json)
 
 
 @command(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from qwen_cache.console import plural, print_done
+from qwen_cache.console import plural, print_done, print_json
 from qwen_cache.models.devices import choose_device, torch_dtype
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.given import Given
@@ -16,7 +16,13 @@ from qwen_train.report import write_report
 
 
 def run_decode(
-    folder: Path | None, model: Given | None, vae_device: str, config: Path | None, assignments: Sequence[str]
+    folder: Path | None,
+    model: Given | None,
+    vae_device: str,
+    config: Path | None,
+    assignments: Sequence[str],
+    *,
+    as_json: bool,
 ) -> int:
     """Decode the latents of validation images; the exit code."""
     saved = folder / CONFIG_NAME if folder is not None and (folder / CONFIG_NAME).is_file() else None
@@ -28,5 +34,9 @@ def run_decode(
     made = decode_folder(folder, vae, device, dtype)
     if (folder / METRICS_NAME).is_file():
         write_report(folder)
-    print_done(f"{plural(len(made), 'new image')} in {folder}")
+    if as_json:
+        print_json({"folder": str(folder), "images": [str(path) for path in made]})
+        return 0
+    where = ", ".join(dict.fromkeys(str(path.parent) for path in made)) or folder
+    print_done(f"{plural(len(made), 'new image')} in {where}")
     return 0

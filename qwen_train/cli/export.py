@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qwen_cache.console import print_done
+from qwen_cache.console import print_done, print_json
+from qwen_cache.settings.model import ModelConfig
 from qwen_train.lora.export import export
 
 
-def run_export(source: Path, to: str, out: Path, model: str | None) -> int:
+def run_export(source: Path, to: str, out: Path, model: ModelConfig | None, *, as_json: bool) -> int:
     """Convert a LoRA for other programs; the exit code."""
-    print_done(export(source, to, out, model))
+    written = export(source, to, out, model)
+    if as_json:
+        print_json({"format": to, "out": str(written)})
+    else:
+        print_done(written)
     return 0

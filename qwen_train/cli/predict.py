@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from qwen_cache.console import FAILED, FAULTS, INTERRUPTED, console, plural, print_problems, verbatim
+from qwen_cache.console import FAILED, FAULTS, INTERRUPTED, console, plural, print_json, print_problems, verbatim
 from qwen_cache.errors import ConfigError, Problem
-from qwen_cache.format.cache import open_configured
+from qwen_cache.format.cache import Sample, open_configured
+from qwen_cache.format.find import find_sample
 from qwen_cache.grounding.phrase import parse
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.durable import make_folder
-from qwen_train.inference.cached import find_sample
 from qwen_train.inference.devices import Devices
 from qwen_train.inference.generator import Generator
 from qwen_train.inference.grid import Row, compare_grid
 from qwen_train.inference.images import image_format, image_paths, open_images, save_images
-from qwen_train.inference.jobs import prompt_jobs, source_jobs
+from qwen_train.inference.jobs import GenerateJob, output_paths, prompt_jobs, source_jobs
 from qwen_train.inference.loras import WeightedLora
 from qwen_train.inference.many import (
     COMPONENTS,
@@ -30,6 +31,7 @@ from qwen_train.inference.many import (
 )
 
 ROWS_ON_A_PAGE = 25
+COMPARE_NAME = "compare.png"
 WAYS = (("--prompt",), ("--image", "--prompt"), ("--source",), ("--prompt", "--source"), ("--from-cache",))
 """The valid combinations of options that select what to generate."""
 
@@ -48,6 +50,12 @@ class PredictOptions:
     merge: bool = False
     compare: bool = False
     save_interrupted: bool = False
+    as_json: bool = False
+
+    @property
+    def into_folder(self) -> bool:
+        """Whether --out is a folder: with --source always, with --from-cache unless it is the name of an image."""
+        return bool(self.source) or (self.cache is not None and not self.out.suffix)
 
     @property
     def is_one(self) -> bool:
@@ -102,7 +110,7 @@ def check(settings: Config, options: PredictOptions) -> None:
         raise ConfigError("--save-interrupted is for one image", do="leave it out: finished images are kept")
     if options.source:
         _check_folder(options.out, options.source)
-    else:
+    elif not options.into_folder:
         _check_files(options, images)
 
 
@@ -137,6 +145,9 @@ def _one(generator: Generator, options: PredictOptions) -> int:
     images = open_images(options.images, generator.model.family)
     generated = generator.generate(images, options.prompts[0], save_interrupted=options.save_interrupted)
     paths, steps = save_images(generated.images, options.out), generated.interrupted_after
+    if options.as_json:
+        _print_json(paths, interrupted_after=steps)
+        return 0 if steps is None else INTERRUPTED
     ended = "[bold green]done[/]" if steps is None else f"[yellow]interrupted after {plural(steps, 'step')}[/]"
     size = f"{generated.images[0].width}×{generated.images[0].height}"
     console().print(f"{ended}: {_joined(paths)}, {size}", highlight=False)
@@ -152,10 +163,10 @@ def _many(settings: Config, generator: Generator, options: PredictOptions) -> in
         folder, grid = options.out.parent, options.out.with_stem(f"{options.out.stem}-compare")
     else:
         jobs, problems = source_jobs(options.source, settings.data, generator.model, options.prompts)
-        folder, grid = options.out, options.out / "compare.png"
+        folder, grid = options.out, options.out / COMPARE_NAME
     print_problems(problems)
     if problems and settings.data.on_error == "stop":
-        console().print("nothing was generated; fix these rows, or skip them with --set data.on_error=skip")
+        console(always=True).print("nothing was generated; fix these rows, or skip them with --set data.on_error=skip")
         return FAILED
     pages = image_paths(grid, math.ceil(len(jobs) / ROWS_ON_A_PAGE)) if options.compare else ()
     results = generate_jobs(generator, jobs, folder, compare=options.compare, pages=pages)
@@ -164,30 +175,67 @@ def _many(settings: Config, generator: Generator, options: PredictOptions) -> in
         f"[bold green]done[/]: {plural(len(results.written), 'new image')} in {verbatim(folder)}{existing}",
         highlight=False,
     )
+    compare_pages: list[Path] = []
     if options.compare:
         with_lora, family = bool(options.loras), generator.model.family
         rows = compared(jobs, folder, family, with_lora=with_lora, failed=results.failed)
-        _print_grid(_save_grid([row for _, row in rows], [job.prompt for job, _ in rows], grid))
+        compare_pages = _save_grid([row for _, row in rows], [job.prompt for job, _ in rows], grid)
+        _print_grid(compare_pages)
     print_problems(results.failed)
+    if options.as_json:
+        _print_json(results.written, results.skipped, compare_pages, [*problems, *results.failed])
     return FAULTS if problems or results.failed else 0
 
 
 def _from_cache(settings: Config, generator: Generator, options: PredictOptions, path: str) -> int:
     """Generate the samples of a cache that --key names."""
     cache = open_configured(settings.cache, path)
-    samples = [find_sample(cache, key) for key in options.keys]
+    samples = [find_sample([cache], key)[1] for key in options.keys]
     rows, paths = [], []
+    outs = _paths_in_folder(samples, options.out) if options.into_folder else image_paths(options.out, len(samples))
     generated = generate_samples(generator, cache, samples, compare=options.compare)
-    for out, row in zip(image_paths(options.out, len(samples)), generated, strict=True):
+    for out, row in zip(outs, generated, strict=True):
         image = row.with_lora or row.without_lora
         assert image is not None
         paths += save_images([image], out)
         rows.append(row)
     console().print(f"[bold green]done[/]: {_joined(paths)}", highlight=False)
+    pages: list[Path] = []
     if options.compare:
-        grid = options.out.with_stem(f"{options.out.stem}-compare")
-        _print_grid(_save_grid(rows, [sample.prompt for sample in samples], grid))
+        compare = options.out.with_stem(f"{options.out.stem}-compare")
+        grid = options.out / COMPARE_NAME if options.into_folder else compare
+        pages = _save_grid(rows, [sample.prompt for sample in samples], grid)
+        _print_grid(pages)
+    if options.as_json:
+        _print_json(paths, pages=pages)
     return 0
+
+
+def _paths_in_folder(samples: Sequence[Sample], folder: Path) -> list[Path]:
+    """A PNG by the name of each sample, or by name and key where several have that name; none outside of the folder."""
+    names = Counter(sample.name for sample in samples)
+    return output_paths(
+        [
+            GenerateJob(
+                sample.name if names[sample.name] == 1 else f"{sample.name}-{sample.key[:8]}", (), sample.prompt
+            )
+            for sample in samples
+        ],
+        folder,
+    )
+
+
+def _print_json(
+    written: Sequence[Path],
+    skipped: Sequence[Path] = (),
+    pages: Sequence[Path] = (),
+    problems: Sequence[Problem] = (),
+    interrupted_after: int | None = None,
+) -> None:
+    """Print what was written, as the document of --json."""
+    files = {"images": written, "already_there": skipped, "compare": pages}
+    listed = {name: [str(path) for path in paths] for name, paths in files.items()}
+    print_json(listed | {"problems": [asdict(each) for each in problems], "interrupted_after": interrupted_after})
 
 
 def _save_grid(rows: Sequence[Row], captions: Sequence[str], path: Path) -> list[Path]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qwen_cache.console import print_done
+from qwen_cache.console import print_done, print_json
 from qwen_train.report import write_report
 
 
-def run_report(folder: Path) -> int:
+def run_report(folder: Path, *, as_json: bool) -> int:
     """Write report.html again; the exit code."""
-    print_done(write_report(folder))
+    report = write_report(folder)
+    if as_json:
+        print_json({"report": str(report)})
+    else:
+        print_done(report)
     return 0

@@ -8,7 +8,6 @@ prompt, which is the only negative prompt that it can have.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isqrt
@@ -21,20 +20,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qwen_cache.errors import ConfigError, TrainError
-from qwen_cache.format.cache import Cache, Sample
+from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import LATENT_CHANNELS, token_count
 from qwen_cache.models.family import Family
 from qwen_train.flow import NoiseSchedule
 
 FOLDER = "validation"
 """A run's folder for the latents of validation images, which `qwen-train decode` decodes."""
-LEAST_PREFIX = 6
-"""The fewest digits of a key that may identify a sample, as in git; fewer are more likely a mistake."""
-SHOWN = 5
-"""Samples listed in a message."""
 TOKENS_PER_SLOT = 4
 """Latents of Qwen-Image-2.1 for a token of its text encoder: 2×2."""
-HEXADECIMAL = set("0123456789abcdef")
 
 
 @torch.no_grad()
@@ -197,30 +191,3 @@ def initial_latents(sample: Sample, seed: int, dtype: torch.dtype, family: Famil
     shape = (1, 1, channels, patch * h, patch * w)
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     return noise.view(channels, h, patch, w, patch).permute(1, 3, 0, 2, 4).reshape(h * w, LATENT_CHANNELS)
-
-
-def find_sample(cache: Cache, key: str) -> Sample:
-    """The sample with this key, this name, or the only key with this prefix, in this order; else ConfigError."""
-    keys, names = (cache.table[column].to_pylist() for column in ("key", "name"))
-    if key in keys:
-        return cache[keys.index(key)]
-    matches = [i for i, name in enumerate(names) if name == key]
-    if not matches and len(key) >= LEAST_PREFIX and set(key.lower()) <= HEXADECIMAL:
-        matches = [i for i, each in enumerate(keys) if each.startswith(key.lower())]
-    if len(matches) == 1:
-        return cache[matches[0]]
-    if matches:
-        listed = [f"{keys[i]} ({names[i]})" for i in matches]
-        raise ConfigError("several samples match", where=cache.folder, found=_some(listed), do="give the full key")
-    near = difflib.get_close_matches(key, dict.fromkeys(names), SHOWN) or list(dict.fromkeys(names))
-    raise ConfigError(
-        "no sample of this key or name",
-        where=cache.folder,
-        expected=f"a name, a key, or the first {LEAST_PREFIX} or more digits of a key",
-        found=key,
-        do=f"name one of its samples, for example: {_some(near)}; index.parquet lists all",
-    )
-
-
-def _some(listed: Sequence[str]) -> str:
-    return ", ".join(listed[:SHOWN]) + (f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else "")

@@ -31,6 +31,7 @@ from torch import Tensor
 from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.models.folder import check_component, open_model, read_config
 from qwen_cache.settings.load import CONFIG_NAME, load_config
+from qwen_cache.settings.model import ModelConfig
 from qwen_cache.storage.checksums import check_safetensors, sealed, write_checksums
 from qwen_cache.storage.durable import make_folder, whole_folder, write_durably
 from qwen_train.lora.adapter import METADATA_KEY, ORIGIN, PREFIX, WEIGHTS_NAME, settings_in
@@ -64,7 +65,7 @@ class Lora:
         return alpha * math.sqrt(rank) if self.settings.get("use_rslora") else alpha
 
 
-def export(source: Path, form: str, out: Path, model: str | None = None) -> Path:
+def export(source: Path, form: str, out: Path, model: ModelConfig | None = None) -> Path:
     """Write the LoRA of `source`, a file or the folder of a run, to `out` in another form, and return its path."""
     if form not in get_args(Form):
         raise ConfigError("no such form", where="--to", expected=" or ".join(get_args(Form)), found=form)
@@ -186,13 +187,13 @@ def comfyui_file(lora: Lora) -> bytes:
 # ---- merged weights --------------------------------------------------------------------------------------------------
 
 
-def transformer_folder(source: Path, model: str | None) -> Path:
+def transformer_folder(source: Path, model: ModelConfig | None) -> Path:
     """The base model's transformer: that of `model`, or of the qwen.yaml beside the LoRA."""
     folder = source if source.is_dir() else source.parent
     candidates = [path for path in (folder / CONFIG_NAME, folder.parent / CONFIG_NAME) if path.is_file()]
-    settings = load_config(candidates[0]).model if model is None and candidates else None
-    name, revision = (settings.path, settings.revision) if settings else (model, None)
-    path = open_model(name, ("transformer",), revision).component("transformer")
+    if model is None:
+        model = load_config(candidates[0]).model if candidates else ModelConfig()
+    path = open_model(model.path, ("transformer",), model.revision).component("transformer")
     if "quantization_config" in read_config(path / "config.json"):
         raise ModelError(
             "these weights are quantised: merging would round the LoRA away",

@@ -1,0 +1,116 @@
+"""`--help` as people read it: panels, choices, defaults, examples that work, a page that exists, in 80 columns.
+
+Every command of both programs is walked, so that a new option or command keeps the same manner.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from qwen_cache.cli.app import app as cache_app
+from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
+from qwen_cache.options import DOCUMENTATION
+from qwen_cache.settings.describe import describe
+from qwen_cache.settings.given import Given
+from qwen_cache.settings.load import load_config
+from qwen_train.cli.app import app as train_app
+
+from .support.commands import run
+from .support.paths import ROOT
+
+APPS: dict[str, Any] = {"qwen-cache": cache_app, "qwen-train": train_app}
+COMMANDS: dict[str, Any] = {
+    f"{program} {name}": command
+    for program, app in APPS.items()
+    for name, command in get_command(app).commands.items()  # type: ignore[attr-defined]
+    if not command.hidden
+}
+EXAMPLE_WIDTH = 77
+TYPES = re.compile(r"<|(?<![\w-])(?:bool|str|int|float|list|path|None|Given|Path)\b(?=\s{2,}|$)", re.MULTILINE)
+"""The names of Python's types where help shows what a value is."""
+
+
+def shown(name: str, width: int, monkeypatch: pytest.MonkeyPatch, option: str = "--help") -> str:
+    monkeypatch.setenv("COLUMNS", str(width))
+    result = run(*name.split(), option)
+    assert result.code == 0
+    assert result.stderr == ""
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_the_terminal_and_shows_no_types(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in (80, 120):
+        text = shown(name, width, monkeypatch)
+        panels, examples = text.split(" Examples\n")
+        assert max(map(len, panels.splitlines())) <= width
+        assert not TYPES.findall(panels)
+        assert "\x1b" not in text
+        assert panels.count("╭") == panels.count("╰") >= 3
+        assert examples.splitlines()[-2].strip() == DOCUMENTATION + COMMANDS[name].page
+    assert shown(name, 120, monkeypatch, "-h") == text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_help_a_panel_and_its_default(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = COMMANDS[name].described()
+    text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", shown(name, 300, monkeypatch)).split())
+    for each in command.params:
+        assert each.help, each.name
+        assert each.help[0].isupper() or each.help.startswith("qflux"), each.help
+        assert each.help.endswith((".", "…")), each.help
+        if each.param_type_name == "argument":
+            assert re.fullmatch("[A-Z]+", each.metavar), each.metavar
+        else:
+            assert each.rich_help_panel, each.name
+            assert each.is_flag or each.metavar or each.type_descriptor.choices, each.name
+            assert any(option.startswith("--") for option in each.opts)
+        if (option := COMMANDS[name].settings.get(each.name)) is not None and not each.required:
+            default = option.default or describe(option.key).default_text
+            assert not default or f"{each.help} [default: {default}]" in text, each.name
+    assert {"--json", "--config", "--set"} <= {option for each in command.params for option in each.opts}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_are_accepted_and_the_page_exists(name: str) -> None:
+    command = COMMANDS[name]
+    nav = re.findall(r"([\w/.-]+\.md)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2])
+    assert command.page in nav
+    assert (ROOT / "docs" / command.page).is_file()
+    assert len(command.examples) == 2
+    for example in command.examples:
+        assert max(map(len, example.splitlines())) <= EXAMPLE_WIDTH
+        words = shlex.split(example.replace("\\\n", " "))
+        assert words[:2] == name.split()
+        given = command.make_context(name, words[2:]).params
+        load_config(None, given.get("set_"), [each for each in given.values() if isinstance(each, Given)])
+
+
+def test_the_documentation_is_that_of_the_repository() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["urls"]["Repository"] + "/blob/main/docs/" == DOCUMENTATION
+
+
+def test_defaults_that_a_model_decides_are_the_models() -> None:
+    settings = COMMANDS["qwen-train predict"].settings
+    ours, newer = QWEN_IMAGE.predict_defaults, QWEN_IMAGE_21.predict_defaults
+    assert settings["num_inference_steps"].default == (
+        f"{ours['num_inference_steps']}; Qwen-Image-2.1: {newer['num_inference_steps']}"
+    )
+    assert settings["true_cfg_scale"].default == (
+        f"{ours['true_cfg_scale']:g} with --negative-prompt; Qwen-Image-2.1: {newer['true_cfg_scale']:g}"
+    )
+    assert settings["output_resolution"].default == str(newer["output_resolution"])
+    assert settings["max_sequence_length"].default == str(ours["max_sequence_length"])
+
+
+def test_a_misspelt_option_is_answered_by_the_nearest_alone() -> None:
+    result = run("qwen-cache", "build", "--dryrun")
+    assert result.code == 2
+    assert "No such option: --dryrun (Possible options: --dry-run)" in result.stderr
