@@ -45,7 +45,8 @@ class StepStats:
     """Valid tokens of text, target and controls."""
     waited: float = 0.0
     """Seconds spent waiting for batches."""
-    keys: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    """What messages call the samples."""
     skipped_batches: int = 0
     """Batches without a finite loss, including those of earlier steps that were skipped whole."""
 
@@ -55,7 +56,7 @@ class StepStats:
         self.loss += batch.loss_scale * loss
         self.loss_scale += batch.loss_scale
         self.tokens += batch.image_tokens + text
-        self.keys += batch.keys
+        self.labels += batch.labels
 
     def reduced(self, accelerator: Any) -> StepStats:
         """The sums over all processes; `waited` is the mean, since processes wait at the same time."""
@@ -64,7 +65,7 @@ class StepStats:
         mine = torch.tensor([self.loss, self.loss_scale, self.tokens, self.waited], dtype=torch.float64)
         loss, loss_scale, tokens, waited = accelerator.reduce(mine.to(accelerator.device)).tolist()
         waited /= accelerator.num_processes
-        return StepStats(loss, loss_scale, round(tokens), waited, self.keys, self.skipped_batches)
+        return StepStats(loss, loss_scale, round(tokens), waited, self.labels, self.skipped_batches)
 
 
 @dataclass

@@ -26,8 +26,8 @@ class NonFiniteGuard:
     skip: bool
     consecutive: int = 0
 
-    def skips(self, accelerator: Any, what: str, value: float, keys: Sequence[str]) -> bool:
-        """Whether to skip `what`, computed on the samples `keys`, because it is not finite in some process.
+    def skips(self, accelerator: Any, what: str, value: float, labels: Sequence[str]) -> bool:
+        """Whether to skip `what`, computed on the samples `labels`, because it is not finite in some process.
 
         Raises TrainError if the run must stop.
         """
@@ -35,20 +35,20 @@ class NonFiniteGuard:
         if mine and not self.skip:
             raise TrainError(
                 f"{what} is not a number",
-                found=f"{value} for the samples {', '.join(keys)}",
-                do="lower optimizer.learning_rate, check these samples with `qwen-cache inspect`, or skip such batches "
-                "with train.on_nan=skip",
+                found=f"{value} for the samples {', '.join(labels)}",
+                do="lower optimizer.learning_rate, look at them with `qwen-cache inspect --sample NAME`, or skip such "
+                "batches with train.on_nan=skip",
             )
         if not self.skip or not any_process(accelerator, mine):
             self.consecutive = 0
             return False
         self.consecutive += 1
         if mine:
-            console().print(f"skipped: {what} is {value} for the samples {escaped(', '.join(keys))}", markup=False)
+            console().print(f"skipped: {what} is {value} for the samples {escaped(', '.join(labels))}", markup=False)
         if self.consecutive == MAX_CONSECUTIVE:
             raise TrainError(
                 f"{what} is not a number, for the {MAX_CONSECUTIVE}th time in a row",
-                found=f"last for the samples {', '.join(keys)}",
+                found=f"last for the samples {', '.join(labels)}",
                 do="lower optimizer.learning_rate, and continue with --resume from the newest checkpoint",
             )
         return True

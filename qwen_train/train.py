@@ -156,7 +156,7 @@ def _train(config: Config, resume: bool, encode_from: str | None) -> Path:
                 batch = batch.to(accelerator.device, p.dtype)
                 loss = compute_loss(p.transformer, batch)
                 value, run.consumed_samples = float(loss.detach()), batch.consumed_samples
-                if guard.skips(accelerator, f"the loss of step {run.step + 1}", value, batch.keys):
+                if guard.skips(accelerator, f"the loss of step {run.step + 1}", value, batch.labels):
                     loss, stats.skipped_batches = zero_loss(p.transformer, batch), stats.skipped_batches + 1
                 else:
                     stats.add(batch, value)
@@ -168,7 +168,7 @@ def _train(config: Config, resume: bool, encode_from: str | None) -> Path:
                     scale_gradients(p.parameters, batches_per_step(p, settings) / total.loss_scale)
                 norm = float(full_tensor(accelerator.clip_grad_norm_(p.parameters, settings.max_grad_norm or math.inf)))
                 gradient = f"the gradient of step {run.step + 1}"
-                if not total.loss_scale or guard.skips(accelerator, gradient, norm, stats.keys):
+                if not total.loss_scale or guard.skips(accelerator, gradient, norm, stats.labels):
                     optimizer.zero_grad()  # drop the whole step; the next batches repeat it
                     stats = StepStats(waited=stats.waited, skipped_batches=stats.skipped_batches)
                     continue

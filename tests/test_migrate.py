@@ -162,7 +162,8 @@ def test_a_damaged_tensor_is_never_copied(plain: Callable[[str], Path], tmp_path
     path.write_bytes(data)
     result = migrate("v1", "v2", shards)
     assert result.code == 2
-    assert f"empty_prompt_embeds of sample {sample.key} does not have the bytes that were written" in result.stderr
+    damaged = f"empty_prompt_embeds of sample {sample.row.label}"
+    assert f"{damaged} does not have the bytes that were written" in result.stderr
     assert open_cache(shards).format_version == 1
 
 

@@ -448,7 +448,7 @@ def test_a_shard_cut_short_under_a_reader_is_named(tmp_path: Path) -> None:
     with pytest.raises(FormatError) as refused:
         cache[0].buffer("image_latents")
     assert str(refused.value).startswith(
-        f"{path}: image_latents of sample {cache[0].key} cannot be read: its shard became shorter "
+        f"{path}: image_latents of sample {cache[0].row.label} cannot be read: its shard became shorter "
         "[F14]\n  → restore the shard from a copy"
     )
     os.truncate(path, size)  # longer again, with other bytes

@@ -104,7 +104,7 @@ def test_a_step_without_a_usable_batch_is_made_of_the_next_ones(
     break_loss(monkeypatch, lambda number: number == 1, how)
     result = train.try_(**changes, train__on_nan="skip")
     assert result.code == 0, result.stderr
-    (key,) = train.batches(**changes).batch(1).keys
+    (key,) = train.batches(**changes).batch(1).labels
     what = "loss" if how is nan else "gradient"
     assert f"skipped: the {what} of step 2 is nan for the samples {key}" in result.stderr
     out = train.folder / "out"
@@ -133,7 +133,7 @@ def test_the_step_is_the_mean_over_the_samples_that_are_left(
 
 def test_a_gradient_that_is_no_number_stops_the_run(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     break_loss(monkeypatch, lambda number: number == 1, nan_gradient)
-    (key,) = train.batches(**FAST).batch(1).keys
+    (key,) = train.batches(**FAST).batch(1).labels
     refused(train.try_(**FAST), "the gradient of step 2 is not a number", f"nan for the samples {key}", "train.on_nan")
     assert column(train.folder / "out", "step") == [1]
 
@@ -145,7 +145,7 @@ def test_many_in_a_row_stop_the_run(train: Trainer, monkeypatch: pytest.MonkeyPa
     break_loss(monkeypatch, lambda number: number not in (0, MAX_CONSECUTIVE), nan)
     result = train.try_(**changes)
     refused(result, f"the loss of step 3 is not a number, for the {MAX_CONSECUTIVE}th time in a row", "--resume")
-    (last,) = train.batches(**changes).batch(2 * MAX_CONSECUTIVE).keys
+    (last,) = train.batches(**changes).batch(2 * MAX_CONSECUTIVE).labels
     assert f"last for the samples {last}" in result.stderr
     assert column(train.folder / "out", "skipped_batches") == [0, MAX_CONSECUTIVE - 1]
     assert [step for step, _ in checkpoint.checkpoints(train.folder / "out")] == [1, 2]

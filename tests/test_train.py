@@ -559,7 +559,7 @@ def test_damaged_bytes_stop_the_run(train: Trainer) -> None:
     data = bytearray(shard.read_bytes())
     data[row.entry.data] ^= 1
     shard.write_bytes(data)
-    refused(train.try_(), row.shard, f"image_latents of sample {row.meta.key}", "[F14]")
+    refused(train.try_(), row.shard, f"image_latents of sample {row.label}", "[F14]")
 
 
 @pytest.mark.parametrize(
@@ -645,7 +645,8 @@ def test_a_loss_that_is_no_number_names_the_samples(train: Trainer) -> None:
     """A learning rate beyond all bounds ruins the weights in the first step, so that the second step's loss is NaN."""
     changes = {"optimizer__learning_rate": 1e30, "train__batch_size": 2, "train__checkpointing_steps": 1}
     result = train.try_(**changes)
-    names = ", ".join(train.batches(**changes).batch(2).keys)
+    samples = map(open_cache(train.cache).__getitem__, train.batches(**changes).batch(2).keys)
+    names = ", ".join(f"{sample.name} ({sample.key[:12]})" for sample in samples)
     refused(result, "the loss of step 2 is not a number", f"nan for the samples {names}", "optimizer.learning_rate")
     assert column(train.folder / "out", "step") == [1]
     assert not (train.folder / "out" / LORA).exists()

@@ -238,6 +238,8 @@ def test_a_tensor_that_is_not_finite_is_found(shards: Path) -> None:
     replace_index(shards, [IndexRow(row.name, shard.name, entries[0]), *list(cache.rows())[1:]])
     rewrite(shards, lambda value: value["shards"].__setitem__(_listed(value, row.shard), shard.to_json()))
     assert findings(shards) == {"F15"}
+    named = f"prompt_embeds of {row.name} ({row.meta.key[:12]}) has NaN or Inf [F15]"
+    assert named in run("qwen-cache", "verify", shards).stderr
 
 
 def test_a_symbolic_link_in_a_shard_is_refused(shards: Path) -> None:

@@ -79,6 +79,7 @@ def random_batch(config: dict[str, Any], settings: Config, samples: Sequence[Sam
     mask = torch.arange(max(texts)) < torch.tensor(texts)[:, None]
     return Batch(
         keys=tuple(map(str, range(len(samples)))),
+        labels=tuple(map(str, range(len(samples)))),
         img_shapes=tuple(in_order(sample.img_shapes, family) for sample in samples),
         clean=torch.randn(size),
         noise=torch.randn(size),

@@ -278,7 +278,7 @@ class Sample:
 
     def _read(self, name: str, target: memoryview | None = None) -> memoryview:
         if name not in self.row.meta.tensors:
-            raise KeyError(f"sample {self.key} has no {name!r}; it has {', '.join(self.row.meta.tensors)}")
+            raise KeyError(f"sample {self.row.label} has no {name!r}; it has {', '.join(self.row.meta.tensors)}")
         try:
             return self._checked(name, target)
         except (ChecksumError, CodecError):  # a local copy of a remote shard may be damaged
@@ -289,7 +289,7 @@ class Sample:
     def _checked(self, name: str, target: memoryview | None) -> memoryview:
         """The bytes of a tensor after a check of their hash, also copied to `target`; ChecksumError, CodecError."""
         spec, offset = self.row.meta.tensors[name], self.row.entry.tensor_offsets()[name]
-        what, where = f"{name} of sample {self.key}", self._shards.folder / self.row.shard
+        what, where = f"{name} of sample {self.row.label}", self._shards.folder / self.row.shard
         stored = self._shards.bytes_of(self.row)[offset : offset + spec.stored_bytes]
         if stored.nbytes != spec.stored_bytes:
             size = f"{stored.nbytes} of {spec.stored_bytes} bytes"

@@ -38,6 +38,7 @@ INDEX_NAME = "index.parquet"
 LEAST_BOUND = 1 << 26  # bytes that any index may decode to, however small it is
 FOOTER_LIMITS = {"thrift_string_size_limit": 1 << 20, "thrift_container_size_limit": 1 << 16}
 """Limits of a footer: ours has strings of 12 kB, 130 elements in its schema, and a row group per million rows."""
+KEY_DIGITS = 12  # of a key in messages: enough to find the sample in a million
 NULLABLE = {"mask", "edit_mask_from", *TENSORS[2]}
 
 _TENSOR = pa.struct(
@@ -102,6 +103,11 @@ class IndexRow:
     @property
     def meta(self) -> SampleMeta:
         return self.entry.meta
+
+    @property
+    def label(self) -> str:
+        """The name and the first digits of the key, for messages: people know the name, and the key is unique."""
+        return f"{self.name} ({self.meta.key[:KEY_DIGITS]})"
 
 
 def write_index(rows: Sequence[IndexRow], format_version: int) -> bytes:

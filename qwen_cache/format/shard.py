@@ -198,10 +198,13 @@ def recover(data: memoryview, format_version: int) -> list[Entry]:
     return entries
 
 
-def check_tensors(entry: Entry, data: memoryview, where: str) -> None:
-    """ChecksumError or CodecError for a tensor in this mapped shard that does not match its hash."""
+def check_tensors(entry: Entry, data: memoryview, where: str, label: str | None = None) -> None:
+    """ChecksumError or CodecError for a tensor in this mapped shard that does not match its hash.
+
+    Messages call the sample `label`, by default its key.
+    """
     for name, stored in tensor_bytes(entry, data):
-        spec, what = entry.meta.tensors[name], f"{name} of sample {entry.meta.key}"
+        spec, what = entry.meta.tensors[name], f"{name} of sample {label or entry.meta.key}"
         if is_cut_short(stored):
             raise ChecksumError(f"{what} cannot be read: its shard became shorter", where=where)
         if (digest := content_hash(decode(stored, spec, f"{where}: {what}"))) != spec.xxh3_128:

@@ -145,7 +145,7 @@ class RemoteShards:
             self._has_ranges = True
         entry, where = row.entry, self.folder / row.shard
         data = memoryview(self._read(row.shard, entry.offset, entry.offset + entry.length))
-        check_tensors(entry.moved(0), data, str(where))
+        check_tensors(entry.moved(0), data, str(where), row.label)
         copy.write(entry.offset, data)
         with self._lock:
             self._written += data.nbytes
@@ -167,7 +167,7 @@ class RemoteShards:
         directory.shard_paths(self.folder, row.shard)  # refuses names that lead out of a folder
         size = self._sizes.get(row.shard, 0)
         if row.entry.offset < 0 or row.entry.offset + row.entry.length > size:
-            what = f"sample {row.meta.key} reaches beyond its shard"
+            what = f"sample {row.label} reaches beyond its shard"
             raise DisagreementError(what, where=self.folder / row.shard, expected=f"at most {size} bytes")
         with self._lock:
             copy = self._open.pop(row.shard, None)

@@ -123,11 +123,11 @@ def _index_faults(
         key = row.meta.key
         keys[row.meta.recipe].append(key)
         if row.meta.recipe not in recipes:
-            faults.append(RecipeError(f"{key} belongs to a recipe that is not in the manifest", where=where))
+            faults.append(RecipeError(f"{row.label} belongs to a recipe that is not in the manifest", where=where))
         if row.shard in of_shard:
             of_shard[row.shard].append(position)
         else:
-            faults.append(ShardError(f"{key} is in {row.shard}, which is not in the manifest", where=where))
+            faults.append(ShardError(f"{row.label} is in {row.shard}, which is not in the manifest", where=where))
         faults += _position_faults(row, recipes.get(row.meta.recipe, {}), where)
     for key, times in Counter(key for of_recipe in keys.values() for key in of_recipe).items():
         if times > 1:
@@ -144,7 +144,7 @@ def _position_faults(row: IndexRow, recipe: dict[str, Any], where: Path | Url) -
     """A sample whose embeddings hold text alone, with controls but without the positions of their images."""
     controls, positions = len(row.meta.img_shapes) - 1, row.meta.image_positions
     if recipe.get("text_rows_only") is True and len(positions) != controls:
-        what = f"{row.meta.key} lacks image_positions"
+        what = f"{row.label} lacks image_positions"
         yield ShapeError(what, where=where, expected=controls, found=len(positions))
 
 
@@ -160,19 +160,20 @@ def _shard_faults(
         path, data = found
         if (digest := _hash(data, path)) != shard.xxh3_128:
             yield ShardError("the bytes do not match the name of the shard", where=path, found=digest)
-        indexed, samples = {row.meta.key: row.entry for row in rows}, 0
+        indexed, samples = {row.meta.key: row for row in rows}, 0
         for entry in scan_shard(data, str(path), format_version):
             samples += 1
-            if indexed.pop(entry.meta.key, None) != entry:
-                what = f"sample {entry.meta.key} differs from the index, or is not in it"
-                yield DisagreementError(what, where=path)
-            yield from _tensor_faults(entry, data, path)
+            row = indexed.pop(entry.meta.key, None)
+            label = row.label if row else entry.meta.key
+            if row is None or row.entry != entry:
+                yield DisagreementError(f"sample {label} differs from the index, or is not in it", where=path)
+            yield from _tensor_faults(entry, label, data, path)
         if samples != shard.samples:
             yield CountError(
                 "the manifest has another number of samples", where=path, expected=shard.samples, found=samples
             )
-        for key in indexed:
-            yield DisagreementError(f"sample {key} of the index is not in its shard", where=path)
+        for row in indexed.values():
+            yield DisagreementError(f"sample {row.label} of the index is not in its shard", where=path)
     except FormatError as error:
         yield error
 
@@ -196,9 +197,10 @@ def _hash(data: memoryview, path: Path | Url) -> str:
     return state.hexdigest()
 
 
-def _tensor_faults(entry: Entry, data: memoryview, path: Path | Url) -> Iterator[FormatError]:
+def _tensor_faults(entry: Entry, label: str, data: memoryview, path: Path | Url) -> Iterator[FormatError]:
+    """The faults of a sample's tensors; `label` is what messages call the sample."""
     for name, stored in tensor_bytes(entry, data):
-        spec, what = entry.meta.tensors[name], f"{name} of {entry.meta.key}"
+        spec, what = entry.meta.tensors[name], f"{name} of {label}"
         try:
             piece = decode(stored, spec, f"{path}: {what}")
         except FormatError as error:

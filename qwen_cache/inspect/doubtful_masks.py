@@ -22,6 +22,7 @@ from qwen_cache.console import counting, plural, results, verbatim
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample, open_recipes
 from qwen_cache.format.identity import recipe_id
+from qwen_cache.format.index import KEY_DIGITS
 from qwen_cache.grounding.cached import (
     Disagreement,
     disagreements,
@@ -44,7 +45,6 @@ MAX_IMAGE_ROWS = 24
 TITLES = ("control", "target", "mask of the cache", "mask of the head")
 MAX_FLAGGED_IOU = 0.2
 """In the tests, heads have an IoU of 0.45 or more with masks of the right phrase, of 0.15 or less with another's."""
-KEY_DIGITS = 12  # of a key in the table: enough for --sample
 
 
 @dataclass(frozen=True)

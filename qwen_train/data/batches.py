@@ -49,6 +49,8 @@ class Batch:
     """
 
     keys: tuple[str, ...]
+    labels: tuple[str, ...]
+    """What messages call the samples (`IndexRow.label`)."""
     img_shapes: tuple[ImgShapes, ...]
     """The images of each sample in that order, the target once."""
     clean: Float[Tensor, "B S 64"]
@@ -327,6 +329,7 @@ def collate(
     loss_tokens = [len(item.draws[0].noise) for item in noised] if loss_reduction == "per_token" else [1] * len(noised)
     return Batch(
         keys=tuple(sample.key for sample in samples),
+        labels=tuple(sample.row.label for sample in samples),
         img_shapes=tuple(in_order(sample.img_shapes, family) for sample in samples),
         clean=clean,
         noise=noise,
