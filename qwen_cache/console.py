@@ -67,13 +67,20 @@ def verbatim(value: object) -> str:
 
 
 def progress(*, remaining: bool = True, transient: bool = False) -> Progress:
-    """A progress line on stderr. `remaining` shows the time left, for work of known size; `transient` removes the line
-    at the end."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    """A progress line on stderr, with the time elapsed. `remaining` also shows the time left, for work of known size;
+    `transient` removes the line at the end."""
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.table import Column
+    from rich.text import Text
+
+    class Times(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            text = f"{clock(task.finished_time if task.finished else task.elapsed)} elapsed"
+            return Text(text if task.finished or not remaining else f"{text}, {clock(task.time_remaining)} left")
 
     description = TextColumn("{task.description}", markup=False)
-    columns = [description, BarColumn(bar_width=24), TextColumn("{task.fields[count]}", markup=False)]
-    columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()] if remaining else []
+    count = TextColumn("{task.fields[count]}", markup=False, table_column=Column(no_wrap=True))
+    columns = [description, BarColumn(bar_width=24), count, Times(table_column=Column(no_wrap=True))]
     out = console()
     return Progress(
         *columns, console=out, transient=transient, disable=out.quiet or (transient and not out.is_terminal)
@@ -135,6 +142,14 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def clock(seconds: float | None) -> str:
+    """`4:05`, `1:04:05`, and `-:--` where it is not known."""
+    if seconds is None:
+        return "-:--"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
 def human_time(seconds: float) -> str:

@@ -15,7 +15,7 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config, load_config
 from qwen_train.data.batches import Batches
-from qwen_train.memory.predict import largest_batch, predict_memory
+from qwen_train.memory.predict import PARTS, largest_batch, predict_memory
 
 
 def print_plan(
@@ -79,7 +79,8 @@ def print_memory(config: Config, batches: Batches, transformer: dict[str, Any], 
         return
     batch, _ = largest_batch(batches)
     memory = predict_memory(transformer, config, batch, "cpu" if device == "cpu" else "accelerator")
-    parts = f"weights {human_bytes(memory.weights)}, activations {human_bytes(memory.activations)}"
+    sizes = {words: getattr(memory, part) for part, words in PARTS.items()}
+    parts = ", ".join(f"{words} {human_bytes(size)}" for words, size in sizes.items() if size)
     console().print(f"[bold]memory[/]   about {human_bytes(memory.total)}: {parts}", highlight=False)
 
 

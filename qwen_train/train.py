@@ -147,7 +147,8 @@ def _train(config: Config, resume: bool, encode_from: str | None) -> Path:
 
     memory = memory_for_training(accelerator.device)
     with closing(log), closing(stream), memory, Signals() as signals, progress() as bar:
-        task = bar.add_task("training", total=settings.max_steps, completed=run.step, count="")
+        is_left = run.step < settings.max_steps
+        task = bar.add_task("training", total=settings.max_steps, completed=run.step, count="", visible=is_left)
         while run.step < settings.max_steps and not stop:
             wait_began = time.monotonic()
             batch = next(stream)

@@ -48,7 +48,7 @@ def test_images_are_the_stock_pipelines_bit_for_bit(train: Trainer) -> None:
             decoded += 1
         assert not len(latents)
     assert decoded == len(list(folder.rglob("*.png"))) == 2 * 3 + 3  # one of the two samples has a second control
-    assert f"{decoded} new images in {out}" in result.stderr
+    assert f"{decoded} new images in {out / 'validation'}" in result.stderr
 
 
 @pytest.mark.slow

@@ -349,8 +349,10 @@ def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("free", "status", "says"),
     [
-        (1100 * GB, "ok", "1.1 TB free, for about 100000 edits of a megapixel"),
-        (2 * GB, "warning", "more space"),
+        (1100 * GB, "ok", "1.1 TB free, for about 100,000 edits of a megapixel"),
+        (61 * GB, "ok", "61.0 GB free, for about 5,500 edits of a megapixel"),
+        (2 * GB, "warning", "2.0 GB free, for about 180 edits of a megapixel name a disk with more space"),
+        (0, "warning", "0 B free, for about 0 edits of a megapixel"),
     ],
 )
 def test_a_disk_may_be_small(free: int, status: str, says: str) -> None:

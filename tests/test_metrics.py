@@ -14,6 +14,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from accelerate.utils import LoggerType
 
 from qwen_cache import open_cache
+from qwen_cache.console import clock, progress
 from qwen_cache.errors import TrainError
 from qwen_cache.settings.train import LoggingConfig
 from qwen_train import train as training
@@ -110,13 +111,13 @@ def test_speeds_count_the_tokens_and_samples_of_the_step(train: Trainer, monkeyp
     assert column(out, "data_wait") == pytest.approx([2 / looks] * 3)
 
 
-def test_the_progress_line_says_the_same(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
+def test_the_progress_line_says_the_same_in_80_columns(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     result = train.try_(optimizer__learning_rate=0.02, train__max_steps=2)
     last = metrics(train.folder / "out")[-1]
-    assert re.search(rf"2/2, loss {last['loss']:.4f}, lr 2.00e-02, an epoch in \d", result.stderr)
-    speed = f"{last['tokens_per_second']:,.0f} tokens/s, {last['samples_per_second']:.2f} samples/s"
-    assert f"{speed}, data wait {100 * last['data_wait']:.0f} %" in result.stderr
+    assert re.search(rf"2/2, loss {last['loss']:.4f}, lr 2.00e-02 .*0:\d\d elapsed\n", result.stderr)
+    assert f"{last['tokens_per_second']:,.0f} tokens/s, {last['samples_per_second']:.2f} samples/s" in result.stderr
+    assert re.search(rf"\d s per epoch, data wait {100 * last['data_wait']:.0f} %", result.stderr)
 
 
 def test_half_a_line_that_a_killed_run_left_is_not_read(tmp_path: Path) -> None:
@@ -135,3 +136,10 @@ def test_half_a_line_that_a_killed_run_left_is_not_read(tmp_path: Path) -> None:
         path.write_bytes(b'{"step": 1}\n' + damaged + b"\n")
         with pytest.raises(TrainError, match=r"metrics.jsonl:2: this line was not written by a run"):
             read_metrics(path)
+
+
+def test_both_times_of_a_progress_line_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress() as bar:
+        bar.update(bar.add_task("training", total=4, count="1/4, loss 2.5"), completed=1)
+    assert re.search(r"training ━.* 1/4, loss 2.5 0:\d\d elapsed, \S+ left$", capsys.readouterr().err.strip())
+    assert [clock(seconds) for seconds in (None, 59.9, 61, 3845)] == ["-:--", "0:59", "1:01", "1:04:05"]

@@ -300,6 +300,7 @@ def test_a_run_that_is_done_says_so(train: Trainer) -> None:
         result = train.try_("--resume", settings=DYING, train__max_steps=steps)
         assert result.code == 0
         assert "after step 2: nothing is left to train; raise train.max_steps" in " ".join(result.stderr.split())
+        assert "elapsed" not in result.stderr, "no progress line of nothing"
 
 
 def test_another_lora_is_told_by_what_differs(train: Trainer) -> None:

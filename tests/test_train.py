@@ -614,8 +614,11 @@ def test_the_memory_of_the_largest_batch_is_said_before_training(train: Trainer)
     transformer = json.loads((train.model / "transformer" / "config.json").read_text(encoding="utf-8"))
     config, batches = train.config(train__batch_size=2), train.batches(train__batch_size=2)
     memory = predict_memory(transformer, config, largest_batch(batches)[0], "cpu")
-    parts = f"weights {human_bytes(memory.weights)}, activations {human_bytes(memory.activations)}"
-    assert f"memory   about {human_bytes(memory.total)}: {parts}" in result.stderr
+    named = {"frozen weights": memory.weights, "trained weights": memory.trained, "gradients": memory.gradients}
+    named |= {"optimizer": memory.optimizer, "activations": memory.activations}
+    assert sum(named.values()) == memory.total
+    parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in named.items())
+    assert f"memory   about {human_bytes(memory.total)}: {parts}\n" in result.stderr
 
 
 @pytest.mark.fast_cases(1)

@@ -338,9 +338,14 @@ def check_shards(path: Path) -> Check:
 def judge_disk(name: str, free: int) -> Check:
     """The check of a disk with this many bytes free."""
     samples = free // SAMPLE_BYTES
-    found = f"{human_bytes(free)} free, for about {samples} edits of a megapixel"
+    found = f"{human_bytes(free)} free, for about {_rounded(samples)} edits of a megapixel"
     do = "name a disk with more space with --path" if samples < SMALL_DATASET else None
     return Check(name, "warning" if do else "ok", found, do, facts={"free": free})
+
+
+def _rounded(count: int) -> str:
+    """An estimate, with two significant digits: `5,500` of 5546."""
+    return f"{round(count, 2 - len(str(count))):,}"
 
 
 def check_hub() -> Iterator[Check]:

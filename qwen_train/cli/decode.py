@@ -10,7 +10,7 @@ from qwen_cache.models.devices import choose_device, torch_dtype
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, load_config
-from qwen_train.inference.decode import decode_folder, latents_files
+from qwen_train.inference.decode import decode_folder, folder_of, latents_files
 from qwen_train.metrics import METRICS_NAME
 from qwen_train.report import write_report
 
@@ -37,6 +37,5 @@ def run_decode(
     if as_json:
         print_json({"folder": str(folder), "images": [str(path) for path in made]})
         return 0
-    where = ", ".join(dict.fromkeys(str(path.parent) for path in made)) or folder
-    print_done(f"{plural(len(made), 'new image')} in {where}")
+    print_done(f"{plural(len(made), 'new image')} in {folder_of(folder)}")
     return 0

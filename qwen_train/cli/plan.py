@@ -9,6 +9,7 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config
 from qwen_train.inference.memory import memory_beside_training
 from qwen_train.memory.plan import Workload, plan
+from qwen_train.memory.predict import PARTS
 
 LEAST_MEMORY = 1 << 20  # bytes; less means a forgotten unit
 
@@ -33,17 +34,6 @@ def capacity_of(text: str) -> int:
     if size < LEAST_MEMORY:
         raise ConfigError("not the size of a GPU", where="--gpu-memory", expected="such as 24GB or 80GiB", found=text)
     return size
-
-
-PARTS = {
-    "weights": "frozen weights",
-    "trained": "trained weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "average": "average (EMA)",
-    "activations": "activations",
-    "reserved": "driver and context, estimated",
-}
 
 
 def print_plan(report: dict[str, Any]) -> None:

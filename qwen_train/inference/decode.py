@@ -59,8 +59,8 @@ def latents_files(folder: Path) -> list[Path]:
     """The latents files: of a run, only its validation; of another folder, all; or the file itself."""
     if folder.is_file():
         return [folder]
-    is_run = (folder / METRICS_NAME).is_file() or (folder / FOLDER).is_dir()
-    files = sorted((folder / FOLDER if is_run else folder).rglob("*.safetensors"))
+    is_run = folder_of(folder) != folder
+    files = sorted(folder_of(folder).rglob("*.safetensors"))
     if is_run and not files:
         raise TrainError("this run generated no images", where=folder, do="set validation.num_images")
     if not files:
@@ -70,6 +70,14 @@ def latents_files(folder: Path) -> list[Path]:
             expected=f"the output folder of a run with validation.num_images, or a folder in its {FOLDER}/",
         )
     return files
+
+
+def folder_of(path: Path) -> Path:
+    """The folder of latents, with the PNGs beside them: of a run its validation folder, of a file the file's."""
+    if path.is_file():
+        return path.parent
+    is_run = (path / METRICS_NAME).is_file() or (path / FOLDER).is_dir()
+    return path / FOLDER if is_run else path
 
 
 def latents_in(path: Path) -> Iterator[Latents]:

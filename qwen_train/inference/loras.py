@@ -76,9 +76,9 @@ def check_loras(
         origin = origin_of(lora.file)
         if origin.get("pipeline", model.pipeline) != model.pipeline:
             base = f"{origin.get('model')} ({origin['pipeline']})"
-            console().print(
-                f"{plain(lora.file)}: trained on {plain(base)}, but used with {model.pipeline}", markup=False
-            )
+            what = f"trained on {base}, but used with {model.pipeline}: expect other images than in training"
+            text = f"warning: {plain(lora.file)}: {plain(what)}"
+            console().print(text, style="yellow", markup=False)
 
 
 def load_loras(pipeline: Any, loras: Sequence[WeightedLora], merge: bool = False) -> None:

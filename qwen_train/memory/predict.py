@@ -66,6 +66,18 @@ OPTIMIZER_STATE: dict[str, Callable[[Tensor], float]] = {
 }
 
 
+PARTS = {
+    "weights": "frozen weights",
+    "trained": "trained weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "average": "average (EMA)",
+    "activations": "activations",
+    "reserved": "driver and context, estimated",
+}
+"""The fields of `Memory` in words."""
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes on the device at the peak of a training step."""
