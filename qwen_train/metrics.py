@@ -1,5 +1,8 @@
 """The metrics of a run: `metrics.jsonl` with one line per logged step, the tracker's curves, and the progress line.
 
+A line has the step, its metrics, and its times: `time` in seconds since 1970, as trackers have it too, and
+`elapsed_seconds`, the time of training up to here without loading the model and without the pauses before a resume.
+
 The trackers are accelerate's, started in the main process only. A tracker whose package is not installed is refused
 before anything is loaded.
 """
@@ -7,6 +10,7 @@ before anything is loaded.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,8 @@ from qwen_cache.system_errors import naming
 from qwen_train.data.batches import Batch
 
 METRICS_NAME = "metrics.jsonl"
+TIMES = ("time", "elapsed_seconds")
+"""The entries of a line that are no metrics."""
 TENSORBOARD_FOLDER = "logs"
 RUN_NAME_OPTION = {
     "wandb": "name",
@@ -117,6 +123,9 @@ class MetricsLog:
             return
         self.path = path = folder / METRICS_NAME
         kept = [line for line in read_metrics(path) if line["step"] <= step]
+        elapsed = kept[-1].get("elapsed_seconds") if kept else 0.0
+        self.earlier = elapsed if isinstance(elapsed, float) else 0.0  # an older version did not write it
+        self.began = time.monotonic()
         write_durably(path, "".join(f"{json.dumps(line)}\n" for line in kept).encode("utf-8"))
         self.file = open(path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115 (closed by close)
         start_tracker(accelerator, config)
@@ -125,8 +134,10 @@ class MetricsLog:
         """Log every `logging.logging_steps`-th step, or any step if `always`."""
         if not self.main or (step % self.every_steps and not always):
             return
+        elapsed = self.earlier + time.monotonic() - self.began
+        times = {"time": round(time.time(), 3), "elapsed_seconds": round(elapsed, 3)}
         with naming(self.path):
-            self.file.write(json.dumps({"step": step, **values}) + "\n")
+            self.file.write(json.dumps({"step": step, **values, **times}) + "\n")
             self.file.flush()
         self.accelerator.log(values, step=step)
 

@@ -15,13 +15,13 @@ import warnings
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from io import BytesIO
 from itertools import count, takewhile
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any, TypeGuard
 
-import numpy as np
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 
@@ -36,14 +36,17 @@ from qwen_cache.storage.durable import write_durably
 from qwen_cache.storage.mapped import read_file
 from qwen_train.checkpoint import checkpoints
 from qwen_train.inference.cached import FOLDER
-from qwen_train.metrics import METRICS_NAME
+from qwen_train.metrics import METRICS_NAME, TIMES
 from qwen_train.validation import LOSS, LOSSES
 
 NAME = "report.html"
 RUN_FACTS_NAME = "about.json"
 OVERVIEW_FACTS = ("cache", "identity", "pipeline", "trainable_parameters", "device")
 """The entries of about.json that the overview shows."""
-SMOOTHED_OVER = 50  # a moving mean covers 1/50 of the curve
+SMOOTHED_SHARE, SMOOTHED_LEAST = 0.05, 20
+"""The smoothed loss averages over about this share of the logged steps, or this many: with one sample in a step, the
+noise levels of fewer would decide."""
+SHOWN_STEPS = 3  # with images: the first and the newest; with two controls and the target they fit into a row
 THUMBNAIL = 320  # pixels
 LARGEST = 1e100  # far above any float32, and small enough that sums and differences do not overflow
 STEP = re.compile(r"step-(\d+)")
@@ -91,7 +94,7 @@ def page(folder: Path) -> str:
     facts = facts or {}
     return render(
         "run.html.jinja",
-        title=folder.resolve().name,
+        title=f"Training run {folder.resolve().name}",
         facts=list(overview(folder, metrics, facts, per_step or 0)),
         unread=unread,
         logged=bool(metrics),
@@ -114,10 +117,11 @@ def overview(folder: Path, metrics: Metrics, facts: Mapping[str, Any], per_step:
         yield "steps", number(last) + of + (f", {plural(round(per_step, 1), 'sample')} in each" if per_step else "")
     each = facts.get("samples_in_an_epoch")
     if per_step and _is_number(each) and each > 0:
-        yield "epochs", f"{number(per_step * last / each)}, {plural(each, 'sample')} in each"
+        yield "epochs", f"{per_step * last / each:,.1f}, {plural(each, 'sample')} in each"
+    yield from times(metrics)
     speeds = [speed for _, speed in series(metrics, "samples_per_second") if speed > 0]
     if per_step and speeds and _is_number(taken := per_step / (usual := median(speeds))):
-        yield "time", f"{_duration(taken)} for a step, at {number(usual)} samples a second"
+        yield "speed", f"{_duration(taken)} for a step: {number(1 / taken)} steps/s, {number(usual)} samples/s"
     yield from losses(metrics)
     sizes = [f"{path}, {human_bytes(size)}" for path, size in outcome(folder)]
     if sizes:
@@ -129,6 +133,15 @@ def overview(folder: Path, metrics: Metrics, facts: Mapping[str, Any], per_step:
     for name in OVERVIEW_FACTS:
         if name in facts:
             yield name.replace("_", " "), _text_of(facts[name])
+
+
+def times(metrics: Metrics) -> Facts:
+    """The time of training until the last step, without loading and without pauses before a resume, and its dates."""
+    clock, elapsed = series(metrics, "time"), series(metrics, "elapsed_seconds")
+    if not (clock and elapsed):
+        return
+    begin, end = (_minute(at) for at in (clock[0][1] - elapsed[0][1], clock[-1][1]))
+    yield "time", f"{_duration(elapsed[-1][1])} of training, from {begin} to {end} UTC"
 
 
 def samples_per_step(folder: Path) -> float | None:
@@ -144,10 +157,8 @@ def losses(metrics: Metrics) -> Facts:
     """The last losses, and how they have changed."""
     loss, measured = series(metrics, "loss"), series(metrics, LOSS)
     if loss:
-        window = _window(loss)
-        first, last = (fmean(value for _, value in part) for part in (loss[:window], loss[-window:]))
-        over = f"; over {window} logged steps {number(first)} at first, {number(last)} at last" if window > 1 else ""
-        yield "loss", f"{number(loss[-1][1])}{over}"
+        (step, last), (_, raw) = smoothed(loss, smoothing(loss))[-1], loss[-1]
+        yield "loss", f"{number(last)} smoothed after step {number(step)}, {number(raw)} in that step alone"
     if measured:
         (first_step, first), (step, last) = measured[0], measured[-1]
         low_step, low = min(measured, key=lambda point: point[1])
@@ -176,14 +187,23 @@ def charts(metrics: Metrics) -> Iterator[CurveChart]:
 def _curves(metrics: Metrics) -> Iterator[tuple[str, list[Curve]]]:
     """Titles and curves; a curve may have no points."""
     loss = series(metrics, "loss")
-    window = _window(loss)
-    smooth = Curve(f"mean of {window} logged steps", moving_mean(loss, window))
-    yield "loss", [Curve("as logged", loss, "plain"), smooth] if window > 1 else [Curve("", loss)]
-    levels = [Curve(f"quarter {i}", series(metrics, name), f"quarter-{i}") for i, name in enumerate(LOSSES, 1)]
-    yield "validation loss, and by quarter of the noise", [Curve("all", series(metrics, LOSS)), *levels]
+    weight = smoothing(loss)
+    smooth = Curve(f"smoothed, {number(weight)}", smoothed(loss, weight))
+    yield "loss", [Curve("as logged", loss, "plain"), smooth] if len(loss) > 1 else [Curve("", loss)]
+    levels = [Curve(noise_level(i), series(metrics, name), f"quarter-{i + 1}") for i, name in enumerate(LOSSES)]
+    yield "validation loss by noise level", [Curve("all levels", series(metrics, LOSS)), *levels]
     for name in dict.fromkeys(name for line in metrics for name in line):
-        if name not in ("step", "loss", LOSS, *LOSSES):
+        if name == "data_wait":
+            yield "data wait, %", [Curve("", [(step, 100 * share) for step, share in series(metrics, name)])]
+        elif name not in ("step", "loss", LOSS, *LOSSES, *TIMES):
             yield name.replace("_", " "), [Curve("", series(metrics, name))]
+
+
+def noise_level(i: int) -> str:
+    """The noise levels of `LOSSES[i]` in words, with the share of noise in the noised sample."""
+    low, high = (round(100 * level / len(LOSSES)) for level in (i, i + 1))
+    ends = {0: ", almost clean", len(LOSSES) - 1: ", almost pure noise"}
+    return f"{low}–{high} % noise{ends.get(i, '')}"
 
 
 def series(metrics: Metrics, name: str) -> Points:
@@ -191,21 +211,23 @@ def series(metrics: Metrics, name: str) -> Points:
     return [(line["step"], line[name]) for line in metrics if math.isfinite(line.get(name, math.nan))]
 
 
-def _window(points: Points) -> int:
-    return max(1, len(points) // SMOOTHED_OVER)
+def smoothing(points: Points) -> float:
+    """The weight of `smoothed` for this curve: the slider "Smoothing" of TensorBoard shows the same with it."""
+    return 1 - 1 / max(SMOOTHED_LEAST, SMOOTHED_SHARE * len(points))
 
 
-def moving_mean(points: Points, window: int) -> Points:
-    """At each step, the mean of the last `window` values, each summed afresh: a running sum accumulates errors.
+def smoothed(points: Points, weight: float) -> Points:
+    """The exponential moving average with the bias towards its beginning at 0 removed, as in TensorBoard.
 
-    The values are in rows of `window`, so each window is the head of one row and the tail of the previous one.
+    With values v and weight w: `a_t = w·a_{t-1} + (1 - w)·v_t`, `a_0 = 0`, shown as `a_t / (1 - w^t)`: tensorboard's
+    webapp/widgets/line_chart_v2/data_transformer.ts at 412c86e5; the correction is that of Adam (arXiv:1412.6980,
+    section 3).
     """
-    rows = np.zeros((-(-len(points) // window), window))
-    rows.flat[: len(points)] = [value for _, value in points]
-    sums = rows.cumsum(axis=1)
-    sums[1:, :-1] += rows[:-1, :0:-1].cumsum(axis=1)[:, ::-1]
-    means = sums.ravel()[: len(points)] / np.minimum(np.arange(len(points)) + 1, window)
-    return [(step, mean) for (step, _), mean in zip(points, means.tolist(), strict=True)]
+    average, curve = 0.0, []
+    for t, (step, value) in enumerate(points, 1):
+        average = weight * average + (1 - weight) * value
+        curve.append((step, average / (1 - weight**t)))
+    return curve
 
 
 # ---- images ----------------------------------------------------------------------------------------------------------
@@ -222,25 +244,24 @@ class ValidationSample:
 
 
 def validation_samples(folder: Path) -> list[ValidationSample]:
-    """The newest decoded images, each with its target and controls."""
+    """The decoded images of the first and the newest steps, each with its target and controls."""
     decoded = {path.parent for path in (folder / FOLDER).glob("step-*/*.png")}
-    steps = [(int(match[1]), path) for path in decoded if (match := STEP.fullmatch(path.name))]
+    steps = sorted((int(match[1]), path) for path in decoded if (match := STEP.fullmatch(path.name)))
     if not steps:
         return []
-    _, newest = max(steps)
-    return [_validation_sample(folder / FOLDER, path) for path in sorted(newest.glob("*.png"))]
+    shown = steps if len(steps) <= SHOWN_STEPS else [steps[0], *steps[1 - SHOWN_STEPS :]]
+    newest = steps[-1][1]
+    return [_validation_sample(folder / FOLDER, path, shown) for path in sorted(newest.glob("*.png"))]
 
 
-def _validation_sample(folder: Path, decoded: Path) -> ValidationSample:
-    """A decoded image with those of its controls and target that are decoded."""
+def _validation_sample(folder: Path, decoded: Path, steps: Sequence[tuple[int, Path]]) -> ValidationSample:
+    """A decoded image with those of its controls, its target and the other steps that are decoded."""
     pngs = {path.name: path for path in (folder / "controls").glob("*.png")}
     names = (f"{decoded.stem}-{i}.png" if i > 1 else decoded.name for i in count(1))  # as `decode` numbers them
     controls = [pngs[name] for name in takewhile(pngs.__contains__, names)]
     row = [(path, f"control {i}" if controls[1:] else "control") for i, path in enumerate(controls, 1)]
-    row += [
-        (folder / "target" / decoded.name, "target"),
-        (decoded, f"generated after {decoded.parent.name.replace('-', ' ')}"),
-    ]
+    row.append((folder / "target" / decoded.name, "target"))
+    row += [(path / decoded.name, f"after step {step}" if step else "before training") for step, path in steps]
     name, prompt = _name_and_prompt(decoded.with_suffix(".safetensors"))
     return ValidationSample(name or decoded.stem, prompt, [_image(path, title) for path, title in row if path.exists()])
 
@@ -325,6 +346,14 @@ def _text_of(value: Any) -> str:
 
 def _duration(seconds: float) -> str:
     return human_time(seconds) if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+
+
+def _minute(seconds: float) -> str:
+    """The date and time, in UTC so that the page is the same everywhere; of a number that is no date, the number."""
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError, OSError):
+        return number(seconds)
 
 
 def _text(path: Path) -> str | None:

@@ -43,7 +43,9 @@ def print_plan(
     if held_out := len(batches.validation):
         losses = f"their loss every {plural(v.validation_steps, 'step')}" if v.validation_steps else "never measured"
         images = (
-            f", {plural(v.num_images, 'image')} every {plural(v.images_every_steps, 'step')}" if v.num_images else ""
+            f", {plural(v.num_images, 'image')} before training and every {plural(v.images_every_steps, 'step')}"
+            if v.num_images
+            else ""
         )
         out.print(f"[bold]held out[/] {plural(held_out, 'sample')} for validation: {losses}{images}")
     if t.edit_mask_weight != 1 and cache.has_index:

@@ -143,12 +143,15 @@ def _train(config: Config, resume: bool, encode_from: str | None) -> Path:
     log = MetricsLog(p.out, accelerator, config, run.step)
     guard, throughput = NonFiniteGuard(settings.on_nan == "skip"), Throughput(p.batches.plan.in_epoch)
     saved, stop = run.step, False
-    stats, began, before = StepStats(), time.monotonic(), run.consumed_samples
 
     memory = memory_for_training(accelerator.device)
     with closing(log), closing(stream), memory, Signals() as signals, progress() as bar:
         is_left = run.step < settings.max_steps
         task = bar.add_task("training", total=settings.max_steps, completed=run.step, count="", visible=is_left)
+        if run.step == 0 and p.validation and p.validation.generates_images(0):
+            bar.update(task, count="generating images before the first step")  # to compare the later ones with
+            generate_images(p, p.validation)
+        stats, began, before = StepStats(), time.monotonic(), run.consumed_samples
         while run.step < settings.max_steps and not stop:
             wait_began = time.monotonic()
             batch = next(stream)
@@ -239,15 +242,21 @@ def save(p: Prepared, keep: int) -> int:
 def validate(p: Prepared) -> dict[str, float]:
     """Validation losses, and images, if qwen.yaml schedules them after this step; {} without losses."""
     v, losses = p.validation, dict[str, float]()
-    if v is None or not (v.measures_loss(p.run.step) or v.generates_images(p.run.step)):
+    if v is None:
         return losses
-    with evaluating(p.transformer):
-        if v.measures_loss(p.run.step):
-            device = p.accelerator.device
+    if v.measures_loss(p.run.step):
+        device = p.accelerator.device
+        with evaluating(p.transformer):
             losses = v.losses(lambda batch: compute_loss(p.transformer, batch.to(device, p.dtype)), p.accelerator)
-        if v.generates_images(p.run.step):
-            v.generate_images(p.out, p.run.step, p.transformer, p.accelerator, p.dtype)
+    if v.generates_images(p.run.step):
+        generate_images(p, v)
     return losses
+
+
+def generate_images(p: Prepared, validation: Validation) -> None:
+    """The validation images of this step; every process takes part."""
+    with evaluating(p.transformer):
+        validation.generate_images(p.out, p.run.step, p.transformer, p.accelerator, p.dtype)
 
 
 def batches_per_step(p: Prepared, settings: TrainConfig) -> int:

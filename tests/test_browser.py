@@ -27,6 +27,7 @@ from .support.pages import HOSTILE, CacheSample, write
 from .support.runs import IMAGES, Trainer
 
 PHONE, DESK = 390, 1600
+GENERATED = ("before training", "after step 1", "after step 2")
 LONG = "unbroken" * 40
 Built = Callable[..., Path]
 UNREADABLE = r"""
@@ -318,7 +319,7 @@ def test_the_numbers_under_the_pointer_are_those_of_the_metrics(browser: Any, re
     lines = {line["step"]: line for line in map(json.loads, logged)}
     with opened(browser, report, width=PHONE if touch else DESK, has_touch=touch) as shown:
         for name in ("tokens_per_second", "validation_loss", "loss"):
-            title = "validation loss, and by quarter of the noise" if "valid" in name else name.replace("_", " ")
+            title = "validation loss by noise level" if "valid" in name else name.replace("_", " ")
             chart = shown.locator("figure.curves", has=shown.get_by_role("img", name=title, exact=True))
             plot, value, at = chart.locator("svg"), chart.locator(".value").first, chart.locator(".at")
             assert number(at.inner_text()) == 300
@@ -344,8 +345,8 @@ def test_images_of_a_sample_are_in_a_row(browser: Any, report: Path) -> None:
             boxes = [image.bounding_box() for image in card.locator("img").all()]
             captions = card.locator("figcaption").all_inner_texts()
             assert captions in (
-                ["control", "target", "generated after step 2"],
-                ["control 1", "control 2", "target", "generated after step 2"],
+                ["control", "target", *GENERATED],
+                ["control 1", "control 2", "target", *GENERATED],
             )
             assert len({box["y"] for box in boxes}) == 1
             assert all(box["width"] > 100 for box in boxes)

@@ -24,13 +24,13 @@ from PIL import Image
 from safetensors.torch import load_file, save, save_file
 
 from qwen_cache import open_cache
-from qwen_cache.console import human_bytes
+from qwen_cache.console import human_bytes, human_time
 from qwen_cache.errors import TrainError
 from qwen_cache.html.charts import GRID, POINTS
 from qwen_cache.storage.checksums import sealed
 from qwen_train import report
-from qwen_train.metrics import METRICS_NAME
-from qwen_train.report import moving_mean, write_report
+from qwen_train.metrics import METRICS_NAME, TIMES
+from qwen_train.report import smoothed, write_report
 
 from .support.commands import refused, run
 from .support.runs import IMAGES, LORA, Trainer, metrics
@@ -112,7 +112,8 @@ def test_a_run_ends_with_a_page_that_needs_nothing_else(train: Trainer) -> None:
         texts = [
             value(each.text) for each in page.charts().get(name.replace("_", " "), ElementTree.Element("a")).iter("b")
         ]
-        assert name == "step" or "validation" in name or texts == [pytest.approx(last, rel=1e-3)]
+        is_other = name in ("step", "data_wait", *TIMES) or "validation" in name
+        assert is_other or texts[:1] == [pytest.approx(last, rel=1e-3)]
 
 
 def test_the_overview_says_how_the_run_went(train: Trainer) -> None:
@@ -126,14 +127,18 @@ def test_the_overview_says_how_the_run_went(train: Trainer) -> None:
     with closing(train.batches(settings=settings).starting_at(0)) as stream:
         keys = [key for batch in itertools.islice(stream, 5) for key in batch.keys]
     assert facts["steps"] == f"5 of 5, {len(keys) / 5:g} samples in each"
-    assert facts["epochs"] == f"{len(keys) / len(set(keys)):.4g}, {len(set(keys))} samples in each"
-    assert facts["loss"] == f"{lines[-1]['loss']:.4g}"
+    assert facts["epochs"] == f"{len(keys) / len(set(keys)):.1f}, {len(set(keys))} samples in each"
+    average = np.average([line["loss"] for line in lines], weights=0.95 ** np.arange(5)[::-1])
+    assert facts["loss"] == f"{average:.4g} smoothed after step 5, {lines[-1]['loss']:.4g} in that step alone"
     assert facts["validation loss"] == (
         f"{losses[4]:.4g} after step 4; {losses[2]:.4g} after step 2, lowest {losses[low]:.4g} after step {low}"
     )
     speed = sorted(line["samples_per_second"] for line in lines)[2]
-    taken, unit = re.match(r"([\d.]+) (m?s) for a step, at ", facts["time"]).groups()  # type: ignore[union-attr]
+    found = re.match(r"([\d.]+) (m?s) for a step: ([\d.,]+) steps/s, ([\d.,]+) samples/s$", facts["speed"])
+    taken, unit, steps, samples = found.groups()  # type: ignore[union-attr]
     assert float(taken) * (0.001 if unit == "ms" else 1) == pytest.approx(len(keys) / 5 / speed, rel=0.1, abs=0.0006)
+    assert [value(steps), value(samples)] == pytest.approx([speed * 5 / len(keys), speed], rel=1e-3)
+    assert re.match(rf"{human_time(lines[-1]['elapsed_seconds'])} of training, from 20\d\d-", facts["time"])
     sizes = dict(part.rsplit(", ", 1) for part in facts["output files"].split("; "))
     assert sizes.keys() == {LORA, "checkpoint-3", "checkpoint-5"}
     assert sizes[LORA] == human_bytes((out / LORA).stat().st_size)
@@ -151,7 +156,7 @@ def test_the_curves_are_those_of_the_metrics(train: Trainer) -> None:
     for name in names:
         chart, values = charts[name.replace("_", " ")], np.array([line[name] for line in lines])
         assert labels(chart) == pytest.approx([values.max(), values.min(), 1, 5], rel=1e-3)
-        (curve,), (carried,) = curves(chart), numbers(chart)
+        (curve, *_), (carried, *_) = curves(chart), numbers(chart)
         assert carried == [pytest.approx((line["step"], line[name]), rel=1e-3) for line in lines]
         assert np.corrcoef(curve[:, 0], [1, 2, 3, 4, 5])[0, 1] > 0.99999
         assert np.corrcoef(curve[:, 1], values)[0, 1] < -0.99999, "down is more in an SVG"
@@ -173,23 +178,53 @@ def test_long_runs_are_thinned_and_smoothed(tmp_path: Path) -> None:
     assert POINTS / 2 < len(plain) <= POINTS + 1
     assert smooth[-1, 0] == plain[-1, 0] == curves(page.charts()["loss"])[0][:, 0].max()
     assert smooth[100:, 1].std() < 0.2 * plain[:, 1].std()
-    assert "mean of 100 logged steps" in page.text
+    assert "smoothed, 0.996" in page.text  # 1/20 of the steps
     assert len(page.html) < 100_000
 
 
-def test_the_moving_mean_is_over_the_last_values() -> None:
+def test_the_smoothed_curve_is_a_mean_with_weights_that_fall_exponentially() -> None:
+    """Which is what the correction for the beginning at 0 comes to: the weights of the values so far sum to 1."""
     points = [(float(i), float(value)) for i, value in enumerate(np.random.default_rng(0).normal(size=40))]
-    expected = [np.mean([value for _, value in points[max(0, i - 6) : i + 1]]) for i in range(40)]
-    assert [value for _, value in moving_mean(points, 7)] == pytest.approx(expected)
+    for weight in (0.0, 0.6, 0.95):
+        values = [[value for _, value in points[: i + 1]] for i in range(40)]
+        expected = [np.average(each, weights=weight ** np.arange(len(each))[::-1]) for each in values]
+        assert smoothed(points, weight) == [(i, pytest.approx(mean)) for i, mean in enumerate(expected)]
 
 
-def test_the_moving_mean_forgets_what_is_behind_it() -> None:
-    """Where a sum that is carried on would keep the error of a value that is far larger than others."""
-    for spike in range(20):
-        points = [(float(i), 1e17 if i == spike else 1.0) for i in range(20)]
-        means = [mean for _, mean in moving_mean(points, 4)]
-        assert all(mean == 1.0 for i, mean in enumerate(means) if not spike <= i < spike + 4), spike
-        assert all(mean > 1e16 for mean in means[spike : spike + 4])
+@pytest.mark.parametrize(
+    ("times", "says"),
+    [
+        ([{}, {}], None),
+        ([{"time": 1e9}, {"time": 2e9}], None),
+        (
+            [{"time": 1e9 + 90, "elapsed_seconds": 90.0}, {"time": 1e9 + 86_400, "elapsed_seconds": 7400.0}],
+            "2 h 03 min of training, from 2001-09-09 01:46 to 2001-09-10 01:46 UTC",
+        ),
+        (
+            [{"time": 1e99, "elapsed_seconds": 1.0}],
+            "1.0 s of training, from 1e+99 to 1e+99 UTC",
+        ),
+    ],
+)
+def test_the_time_of_training_is_without_pauses(times: list[dict[str, float]], says: str, tmp_path: Path) -> None:
+    lines = [json.dumps({"step": i, "loss": 1.0, **each}) for i, each in enumerate(times, 1)]
+    (tmp_path / METRICS_NAME).write_text("\n".join(lines), encoding="utf-8")
+    page = Page(write_report(tmp_path))
+    assert page.facts().get("time") == says
+    assert page.charts().keys() == {"loss"}
+
+
+def test_noise_levels_and_shares_of_time_are_in_words(tmp_path: Path) -> None:
+    levels = {f"validation_loss_q{i}": float(i) for i in (1, 2, 3, 4)}
+    line = {"step": 1, "loss": 1.0, "data_wait": 0.000155, "validation_loss": 2.5, **levels}
+    (tmp_path / METRICS_NAME).write_text(json.dumps(line), encoding="utf-8")
+    charts = Page(write_report(tmp_path)).charts()
+    keys = ["".join(each.itertext()).strip() for each in charts["validation loss by noise level"].findall(".//span")]
+    assert keys[:5] == [
+        *("all levels 2.5", "0–25 % noise, almost clean 1", "25–50 % noise 2", "50–75 % noise 3"),
+        "75–100 % noise, almost pure noise 4",
+    ]
+    assert numbers(charts["data wait, %"]) == [[(1, 0.0155)]]
 
 
 def test_values_that_are_no_numbers_and_names_that_are_html_do_no_harm(tmp_path: Path) -> None:
@@ -198,7 +233,7 @@ def test_values_that_are_no_numbers_and_names_that_are_html_do_no_harm(tmp_path:
     (folder / METRICS_NAME).write_text('{"step": 1, "loss": NaN}\n{"step": 2, "loss": 3.5}\n', encoding="utf-8")
     (folder / "qwen.yaml").write_text("a: </pre><script>\n", encoding="utf-8")
     page = Page(write_report(folder))
-    assert "<b>&run" in page.words
+    assert "Training run <b>&run" in page.words
     assert "</pre><script>" in page.text
     assert labels(page.charts()["loss"])[0] == 3.5
     (folder / METRICS_NAME).write_text("", encoding="utf-8")
@@ -260,7 +295,7 @@ def test_lines_that_no_run_writes_are_left_out_and_counted(line: bytes, tmp_path
     (tmp_path / METRICS_NAME).write_bytes(b"\n".join([*GOOD[:4], line, line, b"", *GOOD[4:]]))
     page = Page(write_report(tmp_path))
     assert "2 lines of metrics.jsonl could not be read" in page.words
-    assert numbers(page.charts()["loss"]) == [[(i, i / 8) for i in range(1, 9)]]
+    assert numbers(page.charts()["loss"])[0] == [(i, i / 8) for i in range(1, 9)]
     (tmp_path / METRICS_NAME).write_bytes(b"\n".join([*GOOD, line]))
     assert "1 line of metrics.jsonl could not be read" in Page(write_report(tmp_path)).words
 
@@ -316,7 +351,7 @@ def test_what_a_run_wrote_of_itself_may_be_damaged(
         [f"{left_out} could not be read"] if left_out else []
     )
     assert facts["steps"] == ("8, 2 samples in each" if state == STATE else "8")
-    assert facts.get("epochs") == ("1, 16 samples in each" if (about, state) == (ABOUT, STATE) else None)
+    assert facts.get("epochs") == ("1.0, 16 samples in each" if (about, state) == (ABOUT, STATE) else None)
     assert facts.get("device") == ("1 × cpu" if about == ABOUT else None)
 
 
@@ -335,7 +370,7 @@ def test_speeds_that_are_no_speeds_give_no_time(tmp_path: Path) -> None:
     for speed in ("0", "-1", "1e-320"):
         line = f'{{"step": 1, "samples_per_second": {speed}}}'
         (tmp_path / METRICS_NAME).write_text(line, encoding="utf-8")
-        assert "time" not in Page(write_report(tmp_path)).facts()
+        assert "speed" not in Page(write_report(tmp_path)).facts()
 
 
 @pytest.mark.parametrize("settings", [b"\xff\xfe", b"a: 2024-13-45\n", b"a: " + b"[" * 5000, b"1: 2\n", b"a: [\n"])
@@ -354,7 +389,7 @@ def test_names_of_files_need_not_be_unicode(tmp_path: Path) -> None:
     (folder / METRICS_NAME).write_bytes(GOOD[0])
     (folder / os.fsdecode(b"\xfe.safetensors")).write_bytes(b"12")
     page = Page(write_report(folder))
-    assert r"run \udcff" in page.words
+    assert r"Training run run \udcff" in page.words
     assert page.facts()["output files"] == r"\udcfe.safetensors, 2 B"
 
 
@@ -403,20 +438,21 @@ def header(side: int, colours: int = 2) -> bytes:
 )
 def test_images_that_are_damaged_are_named(damaged: bytes, tmp_path: Path) -> None:
     page = Page(write_report(validation(tmp_path, {"step-5/a.png": damaged, "step-5/b.png": png()})))
-    assert captions(page) == ["generated after step 5 a.png cannot be read", "generated after step 5"]
+    assert captions(page) == ["after step 5 a.png cannot be read", "after step 5"]
 
 
 def test_what_pillow_warns_of_is_no_matter(tmp_path: Path) -> None:
     """Warnings are errors here: an animation without images is an image all the same."""
     image = header(8) + chunk(b"acTL", bytes(8)) + png()[33:]
-    assert captions(Page(write_report(validation(tmp_path, {"step-5/a.png": image})))) == ["generated after step 5"]
+    assert captions(Page(write_report(validation(tmp_path, {"step-5/a.png": image})))) == ["after step 5"]
 
 
-def test_only_folders_of_steps_are_looked_into(tmp_path: Path) -> None:
-    """Not into what a file manager makes when it copies one."""
-    folders = ("step-5", "step-12", "step-foo", "step-12 copy", "step-99.bak", "step-")
-    page = Page(write_report(validation(tmp_path, {f"{folder}/a.png": png() for folder in folders})))
-    assert captions(page) == ["generated after step 12"]
+def test_the_first_and_the_newest_steps_are_side_by_side(tmp_path: Path) -> None:
+    """Without the folders that a file manager makes when it copies one, and samples that are no longer generated."""
+    folders = ("step-0", "step-3", "step-5", "step-12", "step-foo", "step-12 copy", "step-99.bak", "step-")
+    images = {f"{folder}/a.png": png() for folder in folders} | {"step-0/b.png": png()}
+    page = Page(write_report(validation(tmp_path, images)))
+    assert captions(page) == ["before training", "after step 5", "after step 12"]
 
 
 def test_names_of_images_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -429,9 +465,9 @@ def test_names_of_images_are_taken_as_they_are(tmp_path: Path) -> None:
     names = {f"{place}/[c]*.png": png() for place in ("step-5", "target", "controls")}
     page = Page(write_report(validation(tmp_path, {"step-5/cat.png": png(), **images, **names})))
     assert captions(page) == [
-        *("control", "target", "generated after step 5"),
+        *("control", "target", "after step 5"),
         *(f"control {i}" for i in range(1, 12)),
-        "generated after step 5",
+        "after step 5",
     ]
     data = [base64.b64decode(source.removeprefix("data:image/jpeg;base64,")) for source in page.references]
     reds = [Image.open(BytesIO(jpeg)).getpixel((0, 0))[0] for jpeg in data[3:14]]  # type: ignore[index]
@@ -449,7 +485,7 @@ def test_transparent_images_are_over_white(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_decoded_images_are_in_it(train: Trainer) -> None:
-    """Of the newest step alone, small, beside targets and controls."""
+    """Of the steps, small, beside targets and controls."""
     out = train(settings=IMAGES)
     assert Page(out / "report.html").references == []
     assert run("qwen-train", "decode", out).code == 0
@@ -457,9 +493,9 @@ def test_decoded_images_are_in_it(train: Trainer) -> None:
     data = [base64.b64decode(source.removeprefix("data:image/jpeg;base64,")) for source in page.references]
     shown = [Image.open(BytesIO(jpeg)) for jpeg in data]
     newest = sorted((out / "validation" / "step-2").glob("*.png"))
-    assert len(shown) == 2 * 2 + 3
-    assert page.text.count("generated after step 2") == len(newest)
-    assert "step 1" not in page.text
+    assert len(shown) == 2 * (1 + 3) + 3
+    steps = ("before training", "after step 1", "after step 2")
+    assert [captions(page).count(step) for step in steps] == [2, 2, 2]
     cache = open_cache(train.cache)
     for image in newest:
         assert {cache[image.stem].name, cache[image.stem].prompt} < set(page.words)

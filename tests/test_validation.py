@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -120,8 +121,8 @@ def test_held_out_samples_are_reported_before_training(train: Trainer) -> None:
     settings = {**FROZEN, "validation.validation_steps": 100, "validation.num_images": 1}
     result = train.try_(settings=settings)
     count = len(held_out_keys(train, settings=settings))
-    line = f"held out {count} samples for validation: their loss every 100 steps, 1 image every 500 steps"
-    assert line in result.stderr
+    line = f"held out {count} samples for validation: their loss every 100 steps, "
+    assert f"{line}1 image before training and every 500 steps" in result.stderr
     assert "for validation" not in train.try_(out="other").stderr
 
 
@@ -174,12 +175,31 @@ def test_images_are_those_of_the_stock_pipeline(
         assert float((found - expected).norm() / expected.norm()) < 1e-4
 
 
+def test_the_first_images_are_of_the_untrained_model_and_a_resume_leaves_them_alone(train: Trainer) -> None:
+    """A step of a large learning rate changes the images; without one they stay those of the base model."""
+    images = {"validation__num_images": 1, "validation__images_every_steps": 1, "validation__num_inference_steps": 2}
+    base = train(settings=FROZEN, train__max_steps=1, **images, out="base") / "validation"
+    changes = {"settings": FROZEN, "optimizer__learning_rate": 1.0, **images}
+    out = train(**changes, train__max_steps=1)
+    before, after, expected = (
+        next((folder / step).iterdir()).read_bytes()
+        for folder, step in ((out / "validation", "step-0"), (out / "validation", "step-1"), (base, "step-0"))
+    )
+    assert before == expected != after
+    shutil.rmtree(out / "validation" / "step-0")
+    train("--resume", **changes, train__max_steps=2)
+    assert {path.name for path in (out / "validation").iterdir()} == {"step-1", "step-2", "target", "controls"}
+    first, second = metrics(out)
+    assert 0 < first["elapsed_seconds"] < second["elapsed_seconds"]
+    assert first["time"] <= second["time"]
+
+
 @pytest.mark.slow
 def test_cached_targets_and_controls_are_stored_beside_the_images(train: Trainer) -> None:
     out = train(settings=FROZEN, train__max_steps=4, validation__num_images=2, validation__images_every_steps=2)
     keys = held_out_keys(train, settings=FROZEN)[:2]
     folders = {path.name: sorted(file.stem for file in path.iterdir()) for path in (out / "validation").iterdir()}
-    assert folders == {"step-2": keys, "step-4": keys, "target": keys, "controls": keys}
+    assert folders == {"step-0": keys, "step-2": keys, "step-4": keys, "target": keys, "controls": keys}
     cache = open_cache(train.cache)
     for key in keys:
         for folder, tensor, shapes in (

@@ -155,7 +155,7 @@ class ValidationConfig(Section):
     num_images: NotNegative = 0
     """Held-out samples for which the transformer generates an image, stored as latents for `qwen-train decode`."""
     images_every_steps: Positive = 500
-    """Generate these images every this many steps."""
+    """Generate these images every this many steps, and once before training."""
     num_inference_steps: Annotated[int, Field(ge=2)] = 20
     """Denoising steps of an image."""
     true_cfg_scale: Annotated[float, Field(ge=1)] = 1.0
