@@ -94,6 +94,11 @@ def browser() -> Iterator[Any]:
         yield browser
 
 
+def is_on_screen(element: Any, height: int = 900) -> bool:
+    box = element.bounding_box()
+    return bool(box["y"] >= 0 and box["y"] + box["height"] <= height)
+
+
 @contextmanager
 def opened(browser: Any, path: Path, anchor: str = "", width: int = DESK, **options: Any) -> Iterator[Any]:
     context = browser.new_context(viewport={"width": width, "height": 900}, **options)
@@ -142,7 +147,8 @@ def overview(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def flagged(overview: dict[str, Any]) -> dict[str, Any]:
     """The overview, with `FLAGGED`."""
     flags = {flag: [row[0] for row in rows] for flag, rows in FLAGGED.items()}
-    return overview | {"recipes": overview["recipes"] | {"default": overview["recipes"]["default"] | {"flags": flags}}}
+    recipe = overview["recipes"]["default"] | {"flags": flags, "names": {row[0]: row[1] for row in ROWS}}
+    return overview | {"recipes": overview["recipes"] | {"default": recipe}}
 
 
 ROWS = [
@@ -240,9 +246,9 @@ def test_filters(browser: Any, many: Path) -> None:
         assert keys(shown) == []
 
 
-def test_before_and_after(browser: Any, many: Path) -> None:
+def test_previous_and_next(browser: Any, many: Path) -> None:
     with opened(browser, many) as shown:
-        before, after = (shown.get_by_role("button", name=name) for name in ("Before", "After"))
+        before, after = (shown.get_by_role("button", name=name) for name in ("Previous", "Next"))
         for button, first, last in ((None, 1, 100), (after, 101, 200), (after, 201, 250), (before, 101, 200)):
             if button:
                 button.click()
@@ -303,6 +309,48 @@ def test_a_hundred_thousand_samples(browser: Any, overview: dict[str, Any], tmp_
         assert keys(shown) == [rows[98765][0]]
         shown.get_by_label("Search").fill("number")
         assert shown.locator("article").count() == 100
+
+
+@pytest.mark.parametrize("width", [PHONE, DESK])
+def test_the_page_begins_with_samples_and_the_search_stays(browser: Any, many: Path, width: int) -> None:
+    with opened(browser, many, width=width) as shown:
+        search, following = shown.get_by_label("Search"), shown.get_by_role("button", name="Next")
+        assert is_on_screen(search)
+        assert is_on_screen(shown.locator("article h3").first)
+        for name in ("Flags", "Details"):
+            heading = shown.get_by_role("heading", name=name, exact=True)
+            assert heading.bounding_box()["y"] > shown.locator("article").last.bounding_box()["y"]
+            shown.get_by_role("link", name=name, exact=True).click()
+            assert is_on_screen(heading)
+            shown.evaluate("scrollTo(0, 0)")
+        shown.locator("article").last.scroll_into_view_if_needed()
+        assert is_on_screen(search)
+        following.click()
+        assert is_on_screen(shown.locator("article h3").first)
+
+
+def test_near_duplicates_are_in_their_groups(browser: Any, overview: dict[str, Any], tmp_path: Path) -> None:
+    """Apart in the list; under their flag side by side, each group under a heading, each with links to its others."""
+    groups = [[ROWS[i][0] for i in group] for group in ((2, 200, 240), (1, 100))]
+    recipe = flagged(overview)["recipes"]["default"]
+    flags = recipe["flags"] | {"near_duplicate": [*groups[0], *groups[1]]}
+    recipes = {"default": recipe | {"flags": flags, "near_duplicates": groups}}
+    path = tmp_path / "inspect.html"
+    path.write_text(page(overview | {"recipes": recipes}, ROWS), encoding="utf-8")
+    with opened(browser, path) as shown:
+        shown.get_by_label("Flags").select_option("near_duplicate")
+        shown_ids = "all => all.map(each => each.id || each.textContent)"
+        assert shown.eval_on_selector_all("#samples-shown > *", shown_ids) == [
+            *("Near-duplicates, group 1 of 2", *groups[0]),
+            *("Near-duplicates, group 2 of 2", *groups[1]),
+        ]
+        assert shown.locator(".flag").first.inner_text() == "near-duplicate of photo-200, photo-240"
+        lines = shown.locator("dd").all_inner_texts()
+        assert lines[-2:] == ["photo-2, photo-200, photo-240", "photo-1, photo-100"]
+        shown.locator(".flag").first.get_by_role("link", name="photo-200").click()
+        assert shown.locator("article.chosen h3").inner_text() == "photo-200"
+        shown.get_by_label("Flags").select_option("")
+        assert keys(shown) == [row[0] for row in ROWS[:100]]
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -165,7 +166,12 @@ def test_inspect_lists_them_group_by_group(tmp_path: Path, tiny_model: Callable[
     cache = open_cache(tmp_path / "shards")
     expected = [f"0 {PHOTOGRAPHS[0]}", "4 grey", f"1 {PHOTOGRAPHS[1]}", "3 again"]
     assert [cache[key].name for key in keys] == expected
-    assert "near duplicate 4" in run("qwen-cache", "inspect", tmp_path / "shards", "--scan").stdout
+    recipe = report["recipes"]["default"]
+    groups = [[recipe["names"][key] for key in group] for group in recipe["near_duplicates"]]
+    assert groups == [expected[:2], expected[2:]]
+    lines = [line.strip() for line in run("qwen-cache", "inspect", tmp_path / "shards", "--scan").stdout.splitlines()]
+    first = next(i for i, line in enumerate(lines) if re.fullmatch(r"(flags +)?near duplicate 4", line))
+    assert lines[first + 1 : first + 4] == [", ".join(expected[:2]), ", ".join(expected[2:]), ""]
 
 
 def test_without_thumbnails_there_is_no_flag_for_duplicates(built: Callable[..., Path]) -> None:

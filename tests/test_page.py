@@ -115,7 +115,7 @@ def test_nothing_is_loaded_from_anywhere(built: Built, tmp_path: Path) -> None:
         tmp_path / "r",
     )
     keys = {sample["key"] for sample in page.samples}
-    assert {reference.removeprefix("#") for reference in page.references} == keys  # of the flag; no other reference
+    assert {reference.removeprefix("#") for reference in page.references} == {*keys, "flags", "details"}
     assert not re.search(r"url\(|@import|https?:", page.texts["style"])
     assert not re.search(r"https?:|fetch|XMLHttp|import|innerHTML|eval", page.texts["script"])
 
@@ -157,9 +157,16 @@ def test_flags(tmp_path: Path) -> None:
     assert {flag: [names[key] for key in keys] for flag, keys in found.items()} == {
         flag: [each.name for each in flagged] for flag, flagged in odd.items()
     }
-    assert {f"#{key}" for keys in found.values() for key in keys} == set(page.references)
+    links = {f"#{key}" for keys in found.values() for key in keys}
+    assert links | {"#flags", "#details"} == set(page.references)
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert all(f'<a href="#{key}">{names[key]}</a>' in html for keys in found.values() for key in keys)
     report = " ".join(run("qwen-cache", "inspect", cache).stdout.split())
-    assert "repeated target 2, identity pair 1, frequent prompt 10, long prompt 1; --html" in report
+    shown = "often 0, often 1, often 2, often 3, often 4, often 5, …"
+    assert (
+        f"repeated target 2 t1, t2 identity pair 1 same before frequent prompt 10 {shown} long prompt 1 long" in report
+    )
+    assert "4 more are in --html FILE and --json" in report
 
 
 def test_one_prompt_for_all_is_no_flag(tmp_path: Path) -> None:

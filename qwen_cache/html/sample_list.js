@@ -8,6 +8,9 @@ const flags = new Map();
 for (const recipe of Object.values(overview.recipes))
   for (const [flag, keys] of Object.entries(recipe.flags))
     for (const key of keys) flags.set(key, [...(flags.get(key) ?? []), flag]);
+const groups = Object.values(overview.recipes).flatMap((recipe) => recipe.near_duplicates ?? []);
+const groupOf = new Map(groups.flatMap((group, i) => group.map((key) => [key, i])));
+const nameOf = new Map(samples.map((sample) => [sample.key, sample.name]));
 const byId = (name) => document.getElementById(name);
 const sizeOf = (sample) => sample.sizes[0].join("×"), words = (flag) => flag.replaceAll("_", " ");
 let matching = samples, first = 0;
@@ -25,6 +28,24 @@ function image([title, source], [width, height]) {
   return figure;
 }
 
+function link(key, text) {
+  return element("a", text, { href: "#" + key });
+}
+
+// The flags of a sample, and of which others it is a near-duplicate.
+function reasons(key) {
+  const others = (groups[groupOf.get(key)] ?? []).filter((other) => other !== key);
+  const named = flags.get(key).filter((flag) => flag !== "near_duplicate").map(words);
+  if (others.length) named.push("near-duplicate of ");
+  const shown = element("p", named.join(", "), { className: "flag" });
+  others.forEach((other, i) => shown.append(i ? ", " : "", link(other, nameOf.get(other))));
+  return shown;
+}
+
+function heading(group) {
+  return element("h3", `Near-duplicates, group ${group + 1} of ${groups.length}`, { className: "group" });
+}
+
 function card(sample) {
   const article = element("article", "", { id: sample.key }), images = element("div", "", { className: "images" });
   const [target, ...before] = sample.sizes;
@@ -34,26 +55,34 @@ function card(sample) {
   facts.push(`${sample.image_tokens} image tokens`);
   if (sample.edit_mask_from) facts.push(`edit mask from ${sample.edit_mask_from}`);
   if (Object.keys(overview.recipes).length > 1) facts.push(`recipe ${sample.recipe}`);
-  const link = element("a", "", { href: "#" + sample.key });
-  link.append(element("code", sample.key));
   const key = element("p");
-  key.append(link);
+  key.append(link(sample.key, sample.key));
   if (sample.images.length) article.append(images);
   article.append(element("h3", sample.name), element("p", sample.prompt, { className: "prompt", dir: "auto" }));
   article.append(element("p", facts.join(" · ")));
-  const reasons = (flags.get(sample.key) ?? []).map(words).join(", ");
-  if (reasons) article.append(element("p", reasons, { className: "flag" }));
+  if (flags.has(sample.key)) article.append(reasons(sample.key));
   article.append(key);
   return article;
 }
 
 function show(begin) {
   first = begin;
-  byId("samples-shown").replaceChildren(...matching.slice(first, first + PAGE_SIZE).map(card));
+  const grouped = byId("flag").value === "near_duplicate", cards = [];
+  let group = -1;
+  for (const sample of matching.slice(first, first + PAGE_SIZE)) {
+    if (grouped && groupOf.get(sample.key) !== group) cards.push(heading(group = groupOf.get(sample.key)));
+    cards.push(card(sample));
+  }
+  byId("samples-shown").replaceChildren(...cards);
   const last = Math.min(first + PAGE_SIZE, matching.length);
   byId("range").textContent = matching.length ? `${first + 1} to ${last} of ${matching.length}` : "none";
-  byId("before").disabled = first === 0;
-  byId("after").disabled = last === matching.length;
+  byId("previous").disabled = first === 0;
+  byId("next").disabled = last === matching.length;
+}
+
+function turn(pages) {
+  show(first + pages * PAGE_SIZE);
+  byId("list").scrollIntoView();
 }
 
 function filter() {
@@ -63,6 +92,7 @@ function filter() {
     (!size || sizeOf(sample) === size) && (!recipe || sample.recipe === recipe) &&
     (!flag || (flags.get(sample.key) ?? []).some((each) => flag === "any" || flag === each)) &&
     (!text || [sample.prompt, sample.name, sample.key].some((each) => each.toLowerCase().includes(text))));
+  if (flag === "near_duplicate") matching.sort((a, b) => groupOf.get(a.key) - groupOf.get(b.key));
   show(0);
 }
 
@@ -94,8 +124,8 @@ if (samples.length) {
   choices("recipe", "all recipes", counted(samples.map((sample) => sample.recipe)));
   byId("filters").addEventListener("input", filter);
   byId("filters").addEventListener("submit", (event) => event.preventDefault());
-  byId("before").addEventListener("click", () => show(first - PAGE_SIZE));
-  byId("after").addEventListener("click", () => show(first + PAGE_SIZE));
+  byId("previous").addEventListener("click", () => turn(-1));
+  byId("next").addEventListener("click", () => turn(1));
   addEventListener("hashchange", follow);
   show(0);
   follow();

@@ -104,12 +104,13 @@ def find_doubtful(path: str, head_path: Path, device: torch.device, top: int, co
 
 def flagged(overview: Mapping[str, Any], doubtful: DoubtfulMasks) -> dict[str, Any]:
     """The report of `inspect`, with the flag `doubtful_mask` for masks that hardly overlap the head's."""
-    flagged_metas = [each.sample.row.meta for each in doubtful.top if each.iou < MAX_FLAGGED_IOU]
+    flagged_rows = [each.sample.row for each in doubtful.top if each.iou < MAX_FLAGGED_IOU]
     recipes = dict(overview["recipes"])
     for name in doubtful.recipes:
         recipe, identifier = recipes[name], recipe_id(recipes[name]["recipe"])
-        keys = [meta.key for meta in flagged_metas if meta.recipe == identifier]
-        recipes[name] = {**recipe, "flags": {**recipe["flags"], "doubtful_mask": keys}}
+        names = {row.meta.key: row.name for row in flagged_rows if row.meta.recipe == identifier}
+        flags = {**recipe["flags"], "doubtful_mask": list(names)}
+        recipes[name] = {**recipe, "flags": flags, "names": {**recipe["names"], **names}}
     return {**overview, "recipes": recipes}
 
 

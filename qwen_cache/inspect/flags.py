@@ -27,7 +27,7 @@ FLAGS = {
     "empty_mask": "An edit mask that masks nothing.",
     "full_mask": "An edit mask over more than nine tenths of the image.",
     "extreme_numbers": "Latents or embeddings much larger or smaller than those of the others.",
-    "near_duplicate": "A target that is nearly the same image as another; near-duplicates are listed side by side.",
+    "near_duplicate": "A target that is nearly the same image as others: each resembles the first of its group.",
     "doubtful_mask": "An edit mask that hardly overlaps the mask head's.",
 }
 FREQUENT = 0.1
@@ -64,15 +64,20 @@ def frequent_prompts(prompts: Counter[str]) -> set[str]:
     return often if len(prompts) > 1 else set()
 
 
-def scan_flags(cache: Cache, rows: Sequence[IndexRow]) -> dict[str, list[str]]:
-    """Flags that need tensors; `near_duplicate` only where the cache has thumbnails."""
+def scan_flags(cache: Cache, rows: Sequence[IndexRow]) -> tuple[dict[str, list[str]], list[list[str]]]:
+    """Flags that need tensors, and the groups of near-duplicates.
+
+    `near_duplicate` has the keys of all groups, and is a flag only where the cache has thumbnails. The targets of a
+    group are near-duplicates of that of its first sample.
+    """
     signatures: dict[str, Signature] = {}
     with counting(f"reading {cache.recipe_name}", len(cache)) as advance:
         flags = _tensor_flags(cache, rows, signatures, advance)
     if not signatures:
-        return flags
+        return flags, []
     with counting("comparing images", len(signatures)) as advance:
-        return flags | {"near_duplicate": _near_duplicates(rows, signatures, advance)}
+        groups = _near_duplicates(rows, signatures, advance)
+    return flags | {"near_duplicate": [key for group in groups for key in group]}, groups
 
 
 def _tensor_flags(
@@ -102,13 +107,13 @@ def _tensor_flags(
 
 def _near_duplicates(
     rows: Sequence[IndexRow], signatures: Mapping[str, Signature], advance: Callable[[int], None]
-) -> list[str]:
-    """Keys of samples whose targets are near-duplicates in different files, group by group."""
+) -> list[list[str]]:
+    """Groups of the keys of samples whose targets are near-duplicates in different files."""
     keys: defaultdict[str, list[str]] = defaultdict(list)
     for row in rows:
         keys[row.meta.inputs.target].append(row.meta.key)
     targets, groups = list(signatures), near_duplicates(list(signatures.values()), advance)
-    return [key for group in groups for i in group for key in keys[targets[i]]]
+    return [[key for i in group for key in keys[targets[i]]] for group in groups]
 
 
 def outliers(keys: Iterable[str], values: Sequence[float]) -> set[str]:

@@ -94,8 +94,10 @@ def page(overview: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
     return render(
         "cache.html.jinja",
         title=Path(overview["cache"].rstrip("/")).name or overview["cache"],
+        summary=summary_line(overview),
         facts=list(cache_facts(overview)),
         recipes=[recipe_section(name, recipe) for name, recipe in overview["recipes"].items()],
+        flags=[flag_section(name, recipe) for name, recipe in overview["recipes"].items()],
         overview=overview,
         samples={"columns": COLUMNS, "rows": rows},
     )
@@ -157,6 +159,17 @@ def _beside(folder: Path, name: str, image: TitledImage) -> str:
 # ---- overview --------------------------------------------------------------------------------------------------------
 
 
+def summary_line(overview: Mapping[str, Any]) -> str:
+    """The samples, their size and what is not as it should be, in one line."""
+    if overview["state"] == "partial":
+        return f"partial: {partial_state(overview)}"
+    samples = sum(recipe["samples"] for recipe in overview["recipes"].values())
+    flagged = {key for recipe in overview["recipes"].values() for keys in recipe["flags"].values() for key in keys}
+    parts = [plural(samples, "sample"), human_bytes(overview["bytes"])]
+    parts += [source_state(overview)] if "source" in overview else []
+    return ", ".join([*parts, f"{len(flagged)} flagged" if flagged else "none flagged"])
+
+
 def cache_facts(overview: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "cache", overview["cache"]
     if overview["state"] == "partial":
@@ -179,7 +192,6 @@ def recipe_section(name: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
         "settings": json.dumps(recipe["recipe"], indent=1, ensure_ascii=False),
         "charts": list(recipe_charts(recipe)),
         "batches": batch_section(recipe["batches"]),
-        "flags": flag_section(recipe["flags"]),
     }
 
 
@@ -201,10 +213,20 @@ def batch_section(batches: Sequence[Mapping[str, float]]) -> dict[str, Any] | No
     return {"titles": BATCH_COLUMNS, "lines": [batch_row(budget) for budget in batches], "note": batch_note(batches)}
 
 
-def flag_section(flags: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Description, count and the first `MAX_LINKS` keys of each flag, and whether tensors and images were checked."""
+def flag_section(recipe_name: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Each flag of a recipe: description, count, and groups of keys and names, of near-duplicates or a single one.
+
+    Of a flag, `MAX_LINKS` samples or groups; also whether tensors and images were checked.
+    """
+    flags, names, flagged = recipe["flags"], recipe["names"], []
+    for flag, keys in flags.items():
+        groups = recipe["near_duplicates"] if flag == "near_duplicate" else [keys[:MAX_LINKS]]
+        shown = [[(key, names[key]) for key in group[:MAX_LINKS]] for group in groups[:MAX_LINKS]]
+        if keys:
+            flagged.append((FLAGS[flag], len(keys), shown, len(keys) - sum(map(len, shown))))
     return {
-        "flagged": [(FLAGS[flag], len(keys), keys[:MAX_LINKS]) for flag, keys in flags.items() if keys],
+        "recipe": recipe_name,
+        "flagged": flagged,
         "scanned": "extreme_numbers" in flags,
         "compared": "near_duplicate" in flags,
     }

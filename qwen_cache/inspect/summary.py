@@ -7,7 +7,7 @@ imports no torch. A key that names no sample, or several, is an error.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,8 @@ def printable(name: object) -> str:
 
 def _recipe(cache: Cache, rows: Sequence[IndexRow], scan: bool) -> dict[str, Any]:
     texts, images = [row.meta.text_length for row in rows], [token_count(row.meta.img_shapes) for row in rows]
+    scanned, near_duplicates = scan_flags(cache, rows) if scan else ({}, [])
+    flags = index_flags(rows) | scanned
     shapes, family = [row.meta.img_shapes[0] for row in rows], family_of_recipe(cache.recipe.recipe)
     return {
         "family": family.name,
@@ -108,8 +110,15 @@ def _recipe(cache: Cache, rows: Sequence[IndexRow], scan: bool) -> dict[str, Any
         "batches": _batches(cache),
         "tensor_bytes": _tensor_bytes(rows),
         "saved": _savings(rows),
-        "flags": index_flags(rows) | (scan_flags(cache, rows) if scan else {}),
+        "flags": flags,
+        "near_duplicates": near_duplicates,
+        "names": _names(rows, {key for keys in flags.values() for key in keys}),
     }
+
+
+def _names(rows: Sequence[IndexRow], keys: Container[str]) -> dict[str, str]:
+    """The names of the samples with these keys."""
+    return {row.meta.key: row.name for row in rows if row.meta.key in keys}
 
 
 def _batches(cache: Cache) -> list[dict[str, float]]:
@@ -223,12 +232,16 @@ def batch_note(batches: Sequence[Mapping[str, float]]) -> str:
 
 def savings_rows(saved: Mapping[str, int]) -> list[tuple[str, str]]:
     """What the cache saves, as rows of two cells, without rows that would say 0."""
-    runs = [plural(saved[f"{kind}_passes"], f"{kind} run") for kind in ("vae", "prefix") if saved[f"{kind}_passes"]]
-    lines = [("not stored", f"{human_bytes(saved['prefix_bytes'])} of empty prompts: their prefix is the prompt's")]
+    kinds = {"vae_passes": "VAE run", "prefix_passes": "prefix run"}
+    runs = [plural(saved[kind], words) for kind, words in kinds.items() if saved[kind]]
+    stored = []
+    if saved["prefix_bytes"]:
+        stored.append(f"{human_bytes(saved['prefix_bytes'])} of empty prompts: their prefix is the prompt's")
     if saved["repeated_rows"]:
-        lines.append(("", f"{plural(saved['repeated_rows'], 'row')} of the source with the same content as another"))
+        stored.append(f"{plural(saved['repeated_rows'], 'row')} of the source with the same content as another")
     if saved["compression_bytes"]:
-        lines.append(("", f"{human_bytes(saved['compression_bytes'])} by compression"))
+        stored.append(f"{human_bytes(saved['compression_bytes'])} by compression")
+    lines = [("" if i else "not stored", line) for i, line in enumerate(stored)]
     return lines + ([("not computed", f"{' and '.join(runs)} over images seen before")] if runs else [])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from qwen_cache.console import human_bytes, plural, results, verbatim
@@ -20,6 +20,7 @@ from qwen_cache.inspect.summary import (
 from qwen_cache.plain_text import escaped
 
 BAR_WIDTH = 24
+NAMES_SHOWN, GROUPS_SHOWN = 6, 6  # of a flag: more belong on the page
 
 
 def print_overview(overview: dict[str, Any]) -> None:
@@ -60,10 +61,10 @@ def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
     facts.add_row("identity", recipe["identity"])
     for what, how_much in savings_rows(recipe["saved"]):
         facts.add_row(what, how_much)
-    flagged = [f"{flag.replace('_', ' ')} {len(keys)}" for flag, keys in recipe["flags"].items() if keys]
-    if flagged:
-        facts.add_row("flags", f"[yellow]{', '.join(flagged)}[/]; --html or --json lists them")
+    for i, line in enumerate(flag_lines(recipe)):
+        facts.add_row("" if i else "flags", line)
     out.print(facts)
+    out.print()
     sizes = {tensor: human_bytes(count) for tensor, count in recipe["tensor_bytes"].items()}
     tables = [
         _histogram("target", recipe["resolutions"]),
@@ -76,6 +77,22 @@ def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
         out.print()
         out.print(_table(*BATCH_COLUMNS, rows=map(batch_row, recipe["batches"])))
         out.print(f"[dim]{batch_note(recipe['batches'])}[/]")
+
+
+def flag_lines(recipe: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each flag with the names of its samples, and for each group of near-duplicates; rich's markup."""
+    hidden = 0
+    for flag, keys in recipe["flags"].items():
+        groups = recipe["near_duplicates"] if flag == "near_duplicate" else [keys]
+        if keys:
+            yield f"[yellow]{flag.replace('_', ' ')} {len(keys)}[/]"
+        for group in groups[:GROUPS_SHOWN] if keys else []:
+            hidden += max(0, len(group) - NAMES_SHOWN)
+            more = ", …" if len(group) > NAMES_SHOWN else ""
+            yield "  " + verbatim(", ".join(recipe["names"][key] for key in group[:NAMES_SHOWN])) + more
+        hidden += sum(map(len, groups[GROUPS_SHOWN:]))
+    if hidden:
+        yield f"[dim]{hidden} more are in --html FILE and --json[/]"
 
 
 def _histogram(title: str, counts: dict[str, int]) -> Any:
