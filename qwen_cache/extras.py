@@ -28,6 +28,8 @@ EXTRAS = {
     "gs": "sources and caches in Google Cloud Storage",
     "http": "sources and caches on http and https servers",
     "hf": "sources and caches on the Hugging Face hub",
+    "heic": "HEIC images in a source",
+    "jxl": "JPEG XL images in a source",
     "ray": "`build --ray`: encoding on a cluster",
     "prodigy": "optimizer.name: prodigy",
     "quantization": "model.quantization, and optimizer.name: adamw8bit",

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from PIL import Image, ImageCms, features
 
 from qwen_cache.encode.latents import PROCESSOR
 from qwen_cache.errors import SourceError
-from qwen_cache.sources.images import FORMATS, open_mask, open_rgb, open_rgba, over_white
+from qwen_cache.sources import images, jpeg_xl
+from qwen_cache.sources.images import FORMATS, open_mask, open_rgb, open_rgba, over_white, upright_size
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
 
 from .support.waiting import HANG
@@ -79,7 +81,7 @@ def grey_as_rgb(grey: np.ndarray) -> np.ndarray:
     return np.stack([grey] * 3, axis=-1)
 
 
-def refusal(open_it: Callable[[bytes, str], Image.Image], data: bytes) -> str:
+def refusal(open_it: Callable[[bytes, str], Any], data: bytes) -> str:
     with pytest.raises(SourceError) as caught:
         open_it(data, "data/a.png")
     assert caught.value.where == "data/a.png"
@@ -339,7 +341,6 @@ SUPPORTED = "PNG, JPEG, WEBP, AVIF, TIFF, BMP, GIF, PPM"
         (b"\n <HTML><body>404", "an HTML page"),
         (POSTSCRIPT, "PostScript"),
         (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS, which `git lfs pull` replaces"),
-        (b"\0\0\0\x18ftypheic\0\0\0\0", "HEIC"),
         (b"\0\0\0\x18ftypisom\0\0\0\0", "a video"),
         (b"root:x:0:0:root:/root:/bin/bash\n", "32 bytes of another kind"),
     ],
@@ -352,7 +353,109 @@ def test_what_is_no_image_is_refused_by_what_it_is_and_never_shown(data: bytes, 
 
 
 def test_a_folder_takes_files_of_every_supported_format() -> None:
-    assert {Image.registered_extensions()[extension] for extension in IMAGE_EXTENSIONS} == {*FORMATS} - {"MPO"}
+    known, by_a_package = Image.registered_extensions(), {".heic", ".heif", ".hif", ".jxl"}
+    assert {known[extension] for extension in IMAGE_EXTENSIONS if extension not in by_a_package} == {*FORMATS} - {"MPO"}
+    assert by_a_package < {*IMAGE_EXTENSIONS}
+
+
+HEIC = b"\0\0\0\x1cftypmif1\0\0\0\0mif1heicmiaf"
+JPEG_XL = jpeg_xl.CODESTREAM + b"\x0f\x07" + bytes(20)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (HEIC, "HEIC is not read here\n  → pip install pillow-heif, or save it as PNG, JPEG or WebP"),
+        (JPEG_XL, "JPEG XL is not read here\n  → pip install pillow-jxl-plugin, or save it as PNG, JPEG or WebP"),
+        (jpeg_xl.CONTAINER, "JPEG XL is not read here\n  → pip install pillow-jxl-plugin"),
+        (HEIC.replace(b"heic", b"avif"), "the image is damaged or incomplete (found a AVIF whose header"),
+    ],
+)
+def test_a_format_whose_package_is_missing_is_named(data: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "find_spec", lambda name: None)
+    images._is_installed.cache_clear()
+    for open_it in (open_rgb, open_mask, upright_size):
+        assert refusal(open_it, data).startswith(f"data/a.png: {message}")
+    images._is_installed.cache_clear()
+
+
+def test_heic_as_it_was_encoded() -> None:
+    pillow_heif = pytest.importorskip("pillow_heif")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    stored = pillow_heif.from_pillow(Image.fromarray(photo()))
+    buffer = io.BytesIO()
+    stored.save(buffer, quality=-1, chroma=444, matrix_coefficients=0, exif=exif.tobytes())
+    data = buffer.getvalue()
+    assert (rgb(data) == UPRIGHT[6](photo())).all()
+    assert upright_size(data, "a.heic") == (32, 48)
+    assert open_rgb(data, "a.heic").getexif().get(0x0112, 1) == 1
+    for cut in (20, len(data) // 2):
+        assert "damaged or incomplete" in refusal(open_rgb, data[:cut])
+    stored.add_from_pillow(Image.fromarray(photo()))
+    stored.save(buffer := io.BytesIO())
+    assert "more than one image (expected one frame or page, found 2)" in refusal(open_rgb, buffer.getvalue())
+
+
+def test_jpeg_xl_as_it_was_encoded(tmp_path: Path) -> None:
+    pytest.importorskip("pillow_jxl")
+    for size in ((48, 32), (1, 1), (33, 17), (190, 2), (3000, 20)):
+        for container in (False, True):
+            image = Image.fromarray(photo()).resize(size)
+            data = encoded(image, "JXL", lossless=True, use_container=container, effort=1)
+            assert upright_size(data, "a.jxl") == size
+            assert (rgb(data) == np.asarray(image)).all()
+    assert "damaged or incomplete" in refusal(open_rgb, data[: len(data) // 2])
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = encoded(photo(), "JXL", lossless=True, exif=exif.tobytes())
+    assert (rgb(turned) == photo()).all()
+    (tmp_path / "a.jpg").write_bytes(encoded(photo(), "JPEG", exif=exif))
+    jpeg = Image.open(tmp_path / "a.jpg")
+    data = encoded(jpeg, "JXL", lossless_jpeg=True)
+    assert upright_size(data, "a.jxl") == (32, 48)
+    assert (rgb(data) == rgb((tmp_path / "a.jpg").read_bytes())).all()
+
+
+def bits(*fields: tuple[int, int]) -> bytes:
+    """A JPEG XL codestream that begins with these numbers, each with its count of bits."""
+    value = shift = 0
+    for number, count in fields:
+        value, shift = value | number << shift, shift + count
+    return jpeg_xl.CODESTREAM + value.to_bytes(40, "little")
+
+
+PREVIEWS = {"by eight": [(1, 1), (0, 2), (1, 3)], "by one": [(0, 1), (1, 2), (7, 8), (0, 3), (0, 2), (7, 6)]}
+
+
+@pytest.mark.parametrize("preview", PREVIEWS)
+@pytest.mark.parametrize("animated", [False, True])
+def test_the_header_of_a_jpeg_xl_file(preview: str, animated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 pixels high, 3:2, turned, to be shown at 20×7, with a preview; the fields of ISO/IEC 18181-1."""
+    size, intrinsic = [(1, 1), (7, 5), (4, 3)], [(0, 1), (0, 2), (6, 9), (0, 3), (0, 2), (19, 9)]
+    data = bits(*size, (0, 1), (1, 1), (5, 3), (1, 1), *intrinsic, (1, 1), *PREVIEWS[preview], (animated, 1))
+    assert jpeg_xl.read_header(data) == jpeg_xl.Header(96, 64, 6, animated)
+    box = (8 + 4 + len(data)).to_bytes(4, "big") + b"jxlp" + bytes(4) + data
+    assert jpeg_xl.read_header(jpeg_xl.CONTAINER + bytes([0, 0, 0, 12]) + b"ftypjxl " + box).animated == animated
+    monkeypatch.setattr(images, "_is_installed", lambda kind: True)
+    assert upright_size(data, "a.jxl") == (64, 96)
+
+
+@pytest.mark.parametrize("data", [bits()[:4], jpeg_xl.CONTAINER + bytes(30), jpeg_xl.CONTAINER + b"\0\0\0\1jxlc"])
+def test_a_jpeg_xl_without_its_header_is_damaged(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "_is_installed", lambda kind: True)
+    assert "damaged or incomplete (found " in refusal(open_rgb, data)
+
+
+def test_a_jpeg_xl_bomb_never_reaches_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would decode it at once."""
+    decoder = SimpleNamespace(JXLImageFile=lambda file: pytest.fail("decoded"))
+    monkeypatch.setitem(sys.modules, "pillow_jxl", SimpleNamespace(JpegXLImagePlugin=decoder))
+    monkeypatch.setitem(sys.modules, "pillow_jxl.JpegXLImagePlugin", decoder)
+    monkeypatch.setattr(images, "_is_installed", lambda kind: True)
+    data = bits((0, 1), (3, 2), (19_999, 30), (1, 3), (1, 1))
+    for open_it in (open_rgb, upright_size):
+        assert "too large to decode (found Image size (400000000 pixels) exceeds" in refusal(open_it, data)
 
 
 def bmp_with(compression: int, content: bytes) -> bytes:

@@ -9,7 +9,8 @@ Refuses, with a `SourceError` that names the file: files that are damaged or in 
 `MAX_PIXELS`, sides beyond 1:200 (the limit of Qwen2.5-VL), several frames or pages (which one was meant? an MPO from a
 phone is a photo with extras and counts as one), values without an agreed white, and a mask whose white is 1 instead of
 255. No other parser of Pillow sees the bytes, whatever this process has loaded: its parser of PostScript would run
-Ghostscript on them. An error never shows the bytes of a file that is not an image; it may be any file of this machine.
+Ghostscript on them. HEIC and JPEG XL need a package of `PLUGINS`, and its parser sees files of that kind alone. An
+error never shows the bytes of a file that is not an image; it may be any file of this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -35,6 +39,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from qwen_cache.errors import SourceError
+from qwen_cache.sources import jpeg_xl
 from qwen_cache.storage.mapped import read_file
 
 PARSERS = (
@@ -57,8 +62,8 @@ KNOWN = (
     (b"8BPS", "Photoshop (PSD)"),
     (b"\0\0\0\x0cjP  ", "JPEG 2000"),
     (b"\xff\x4f\xff\x51", "JPEG 2000"),
-    (b"\0\0\0\x0cJXL ", "JPEG XL"),
-    (b"\xff\x0a", "JPEG XL"),
+    (jpeg_xl.CONTAINER, "JPEG XL"),
+    (jpeg_xl.CODESTREAM, "JPEG XL"),
     (b"\0\0\1\0", "an icon (ICO)"),
     (b"<svg", "SVG"),
     (b"<?xml", "XML, perhaps SVG"),
@@ -69,8 +74,13 @@ KNOWN = (
     (b"version https://git-lfs", "a pointer of Git LFS, which `git lfs pull` replaces by the file"),
 )
 """The first bytes of files that are found in place of images, in lower case where they are text; none is a secret."""
-BRANDS = {b"avif": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIC or AVIF", b"msf1": "HEIC or AVIF"}
-"""Brands of ISO media files; all others are videos."""
+BRANDS = {
+    **dict.fromkeys((b"avif", b"avis"), "AVIF"),
+    **dict.fromkeys((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"), "HEIC"),
+}
+"""Brands of ISO media files, of which a file lists several: AVIF counts first; all others are videos."""
+PLUGINS = {"HEIC": ("pillow_heif", "pillow-heif"), "JPEG XL": ("pillow_jxl", "pillow-jxl-plugin")}
+"""Formats that are read where a package is installed: its module, and its name for pip."""
 MAX_PIXELS = 178_956_970
 """The most pixels of an image: Pillow's default, stated here because any code in the process may change Pillow's. The
 largest sensors have 151 million; decoding takes 0.7 GB per image and some seconds."""
@@ -91,8 +101,15 @@ _opening = threading.Lock()
 
 def upright_size(data: bytes, where: str) -> tuple[int, int]:
     """Width and height as `open_rgb` gives them, from the header alone."""
-    with _refusals(data, where), _open(data) as image:
-        if image.format == "TIFF":  # Pillow has rotated it already
+    with _refusals(data, where):
+        if _reads(data, "JPEG XL"):
+            return _jpeg_xl_size(data)
+        return _upright_size(data)
+
+
+def _upright_size(data: bytes) -> tuple[int, int]:
+    with _open(data) as image:
+        if image.format in ("TIFF", "HEIC"):  # it is upright already
             return image.size
         # a PNG may have it after its pixels; Pillow decodes them to read it, so only ask if there is a marker
         end = data[data.rfind(b"IDAT") :] if image.format == "PNG" else b""
@@ -197,6 +214,9 @@ def _refusals(data: bytes, where: str) -> Iterator[None]:
 
 def _unidentified(data: bytes, where: str) -> SourceError:
     kind = _kind_of(data)
+    if kind in PLUGINS and not _is_installed(kind):
+        do = f"pip install {PLUGINS[kind][1]}, or save it as PNG, JPEG or WebP"
+        return SourceError(f"{kind} is not read here", where=where, do=do)
     if kind in FORMATS:
         found, do = f"a {kind} whose header cannot be read", "copy or download it again, or save it again as PNG"
         return SourceError("the image is damaged or incomplete", where=where, found=found, do=do)
@@ -213,7 +233,9 @@ def _kind_of(data: bytes) -> str:
     """What a file is, by its first bytes, without showing them."""
     start = data[:64].lstrip(b"\xef\xbb\xbf\r\n\t ").lower()
     if data[4:8] == b"ftyp":
-        return BRANDS.get(data[8:12], "a video")
+        size = min(int.from_bytes(data[:4], "big"), 256)  # of the first box, which lists the brands
+        brands = {BRANDS.get(data[begin : begin + 4]) for begin in range(8, max(size, 12), 4)}
+        return next((kind for kind in ("AVIF", "HEIC") if kind in brands), "a video")
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
         return "WEBP"
     found = (kind for magic, kind in KNOWN if data.startswith(magic) or start.startswith(magic))
@@ -222,13 +244,63 @@ def _kind_of(data: bytes) -> str:
 
 def _open(data: bytes) -> Image.Image:
     """`Image.open` without its warning at half of the pixel limit; beyond the limit it raises."""
-    with _opening, warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-    if (pixels := image.width * image.height) > MAX_PIXELS:
+    if _reads(data, "JPEG XL"):
+        return _open_jpeg_xl(data)
+    if _reads(data, "HEIC"):
+        image = _open_heic(data)
+    else:
+        with _opening, warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+    try:
+        _check_pixels(image.width, image.height)
+    except Image.DecompressionBombError:
         image.close()
-        raise Image.DecompressionBombError(f"Image size ({pixels} pixels) exceeds limit of {MAX_PIXELS} pixels")
+        raise
     return image
+
+
+def _reads(data: bytes, kind: str) -> bool:
+    """Whether the bytes are of this kind of `PLUGINS`, and its package is installed."""
+    return _kind_of(data) == kind and _is_installed(kind)
+
+
+@cache
+def _is_installed(kind: str) -> bool:
+    return find_spec(PLUGINS[kind][0]) is not None
+
+
+def _open_heic(data: bytes) -> Image.Image:
+    from pillow_heif import HeifImageFile
+
+    image: Image.Image = HeifImageFile(io.BytesIO(data))  # libheif has rotated it; its EXIF says so
+    image.format = "HEIC"
+    return image
+
+
+def _open_jpeg_xl(data: bytes) -> Image.Image:
+    _jpeg_xl_size(data)  # before the parser, which decodes at once
+    from pillow_jxl.JpegXLImagePlugin import JXLImageFile
+
+    image: Any = JXLImageFile(io.BytesIO(data))
+    if image.jpeg:  # the JPEG that it was made from, not rotated
+        image = ImageOps.exif_transpose(image)
+    image.info.pop("exif", None)  # libjxl has rotated all others, and left the tag as it was
+    image.format, image.is_animated = "JPEG XL", jpeg_xl.read_header(data).animated
+    return cast(Image.Image, image)
+
+
+def _jpeg_xl_size(data: bytes) -> tuple[int, int]:
+    """Width and height as they are decoded, within the pixel limit."""
+    header = jpeg_xl.read_header(data)
+    _check_pixels(header.width, header.height)
+    turned = header.orientation in _ON_ITS_SIDE
+    return (header.height, header.width) if turned else (header.width, header.height)
+
+
+def _check_pixels(width: int, height: int) -> None:
+    if (pixels := width * height) > MAX_PIXELS:
+        raise Image.DecompressionBombError(f"Image size ({pixels} pixels) exceeds limit of {MAX_PIXELS} pixels")
 
 
 def _check_shape(image: Image.Image, where: str) -> None:
@@ -242,12 +314,13 @@ def _check_shape(image: Image.Image, where: str) -> None:
             do="crop it",
         )
     frames = getattr(image, "n_frames", 1)
-    if frames > 1 and image.format != "MPO":
+    animated = image.format == "JPEG XL" and getattr(image, "is_animated", False)
+    if animated or (frames > 1 and image.format != "MPO"):
         raise SourceError(
             "the file holds more than one image",
             where=where,
             expected="one frame or page",
-            found=frames,
+            found="an animation" if animated else frames,
             do="save the right one as a file of its own",
         )
 

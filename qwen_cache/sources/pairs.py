@@ -18,7 +18,10 @@ from qwen_cache.sources.rows import Draft, FieldProblems, Needs, Row
 
 TARGET_FOLDERS = ("target_images", "training_images", "targets", "target")
 CONTROL_FOLDERS = ("control_images", "condition_images", "controls", "control")
-IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".gif", ".ppm", ".pgm")
+IMAGE_EXTENSIONS = (
+    *(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".gif"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".heic", ".heif", ".hif", ".jxl"),
+)
 READERS = 16  # prompts read in parallel: a remote one takes 0.1 s
 
 
