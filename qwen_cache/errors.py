@@ -22,7 +22,10 @@ from typing import ClassVar
 from qwen_cache.plain_text import one_line, plain
 
 RESTORE = "restore the file from a copy, or run `qwen-cache build` into an empty folder"
-RESTORE_SHARD = "restore the shard from a copy, or delete it and run `qwen-cache build` again"
+RESTORE_SHARD = (
+    "restore the shard from a copy, or run the same `qwen-cache build` with --repair: "
+    "it encodes the damaged samples again"
+)
 REBUILD_MANIFEST = (
     "restore cache.json from a copy, or delete it and run the same `qwen-cache build` again: "
     "it keeps the whole shards of its recipe"
@@ -228,7 +231,7 @@ class NotFiniteError(FormatError):
     """A tensor contains NaN, Inf or a number out of range."""
 
     rule = "F15"
-    fix = "delete the shard and run `qwen-cache build` again; if it happens again, check the source and the encoder"
+    fix = "run the same `qwen-cache build` with --repair; if it happens again, check the source and the encoder"
 
 
 class DisagreementError(FormatError):

@@ -171,8 +171,9 @@ def test_by_default_nothing_of_this_is_in_the_recipe(cache: Callable[..., Cache]
 def test_another_origin_is_another_recipe(cache: Callable[..., Cache], build: Callable[..., Result]) -> None:
     cache()
     result = build("--edit-mask", "diff", "--dry-run", "--json")
-    assert json.loads(result.stdout)["to_encode"] == 4
-    assert "recipe: edit_mask" in result.stdout
+    found = json.loads(result.stdout)
+    assert (found["to_encode"], found["new_masks"]) == (0, 4)
+    assert found["reasons"] == {"recipe: edit_mask unset → diff": 4}
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ def test_the_source_is_read_as_a_build_reads_it(
     source = report(cache, "--source", pairs)
     expected = plan(pairs, cache, tiny_model("edit-plus"), *options)
     new = sum(sample["reasons"] == ["new"] for sample in expected["samples"])
-    judged = (new, expected["to_encode"] - new, len(expected["removed"]), len(expected["problems"]))
+    judged = (new, len(expected["samples"]) - new, len(expected["removed"]), len(expected["problems"]))
     assert tuple(source["source"][name] for name in ("new", "changed", "removed", "problems")) == judged == counts
     checked = build(pairs, cache, tiny_model("edit-plus"), "--dry-run", "--check", *options)
     assert source["state"] == ("stale" if checked.code else "complete")

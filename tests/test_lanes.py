@@ -90,7 +90,7 @@ class Build:
             plan = builder.plan_build(self.job, existing)
             assert not plan.problems
             update = builder.make_update(self.job, existing, plan)
-            return builder.run(self.job, update, plan.to_encode, Encoders(self.load_lanes, IN_FLIGHT)).encoded
+            return len(builder.run(self.job, update, plan.missing, Encoders(self.load_lanes, IN_FLIGHT)).made)
 
     def load_lanes(self, job: BuildJob) -> Lanes:
         vae: Any = self.encoders["vae"]

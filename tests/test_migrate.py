@@ -91,7 +91,7 @@ def test_a_migrated_cache_is_up_to_date_for_build(
     assert migrate("v1", "v2", shards).code == 0
     found = build(pairs, shards, tiny_model("edit-plus"), "--dry-run", "--json")
     plan = json.loads(found.stdout)
-    assert (plan["cached"], plan["to_encode"]) == (3, 1)
+    assert (plan["cached"], plan["new_masks"], plan["to_encode"]) == (3, 1, 0)
     assert [(sample["name"], sample["reasons"]) for sample in plan["samples"]] == [("cup", ["mask"])]
 
 

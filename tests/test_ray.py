@@ -232,7 +232,7 @@ def test_an_interrupted_build_continues_without_ray(
     monkeypatch.setattr(Staging, "add", add_some)
     stopped = build_on(cluster, table, out, model)
     assert stopped.code == 130
-    assert "20 of 36 samples encoded and kept; run the same command to continue" in stopped.stderr
+    assert "20 of 36 samples finished and kept; run the same command to continue" in stopped.stderr
     monkeypatch.setattr(Staging, "add", add)
     log.clear()
     assert build(table, out, model, *SHARDS).code == 0

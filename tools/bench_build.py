@@ -250,7 +250,7 @@ def build_ours(vae: Any, text: Any, job: BuildJob, out: Path) -> None:
         plan = builder.plan_build(job, existing)
         assert not plan.problems, plan.problems
         update = builder.make_update(job, existing, plan)
-        builder.run(job, update, plan.to_encode, Encoders(lambda job: make_lanes(vae, text, job)))
+        builder.run(job, update, plan.missing, Encoders(lambda job: make_lanes(vae, text, job)))
 
 
 def make_lanes(vae: Any, text: Any, job: BuildJob) -> Lanes:

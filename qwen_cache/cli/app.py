@@ -158,6 +158,12 @@ def build(
             rich_help_panel=OUTPUT,
         ),
     ] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Encode all samples again if model or settings differ from the cache's.")
+    ] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Encode the damaged samples of the cache again, and nothing else.")
+    ] = False,
     json: Json = False,
     config: ConfigFile = None,
     set_: Assignments = None,
@@ -171,7 +177,17 @@ def build(
     given = (model, dtype, on_error, edit_mask, mask_head or head, slice_, vae_device, text_device, out, format)
     settings = load_config(config, set_, given)
     local_folder(settings.cache.path)
-    return run_build(settings, source, ray=ray, dry_run=dry_run, check=check, measure=measure, as_json=json)
+    return run_build(
+        settings,
+        source,
+        ray=ray,
+        dry_run=dry_run,
+        check=check,
+        measure=measure,
+        replace_recipe=replace,
+        repair=repair,
+        as_json=json,
+    )
 
 
 def _mask_and_head(edit_mask: Given | None) -> tuple[Given | None, Given | None]:

@@ -1,13 +1,20 @@
-"""Terminal front end of `qwen-cache build`: a plan before the work, a progress line, a summary after."""
+"""Terminal front end of `qwen-cache build`: a plan before the work, a progress line, a summary after.
+
+A dry run prints the same plan and every reason for which `build` would not begin, and ends with the exit code that
+`build` would have: 2 with such a reason, else 0, or with `--check` 1 if there is work.
+"""
 
 from __future__ import annotations
 
 import itertools
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from qwen_cache.command_line import fail
 from qwen_cache.console import (
     FAILED,
     FAULTS,
@@ -23,15 +30,17 @@ from qwen_cache.console import (
 from qwen_cache.encode import builder
 from qwen_cache.encode.builder import BuildJob, Encoders, Encoding
 from qwen_cache.encode.cluster import on_cluster
-from qwen_cache.encode.edit_mask import ReusableSamples, reusable_samples
+from qwen_cache.encode.edit_mask import EditMasks, ReusableSamples, reusable_samples
+from qwen_cache.encode.estimate import bytes_to_write, estimate, free_bytes
 from qwen_cache.encode.load import check_devices, load_lanes
-from qwen_cache.encode.plan import BuildPlan, PlannedSample
-from qwen_cache.errors import ConfigError
+from qwen_cache.encode.obstacles import changed_recipe, empty_source, full_disk, unusable_rows
+from qwen_cache.encode.plan import BuildPlan
+from qwen_cache.encode.repair import plan_repair
+from qwen_cache.errors import ConfigError, QwenCacheError, ShardError
 from qwen_cache.extras import require
 from qwen_cache.format import directory
-from qwen_cache.format.sample import LATENT_CHANNELS, token_count
-from qwen_cache.format.update import Existing, Update
-from qwen_cache.models.family import estimate_tokens
+from qwen_cache.format.identity import recipe_id
+from qwen_cache.format.update import Update
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_cache.storage.durable import write_durably
@@ -41,31 +50,46 @@ MAX_SIZES = 6  # target sizes in the plan
 FEW_CHANGED = 3  # changed samples: up to this many are listed even if all have the same reason
 MAX_CHANGED = 20  # changed samples that are listed
 INDENT = " " * 9  # of the lines below a label of the plan
+WORK = ("encoded", "copied", "kept", "new_masks")  # what was done for missing samples, in --json
 MEASURED = 4  # samples that --measure times: seconds of work with the real encoders on a GPU
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """The size of the encoded samples: tokens of latents and of prompt embeddings, and their bytes."""
+class Task:
+    """A planned build or repair."""
 
-    image_tokens: int
-    text_tokens: int
-    bytes: int
+    plan: BuildPlan
+    update: Update
+    cached: ReusableSamples
+    obstacles: list[QwenCacheError]
+    """Why it cannot begin."""
+    is_repair: bool = False
+    elsewhere: Mapping[str, list[str]] = field(default_factory=dict)
+    """Damaged shards that a repair leaves to the builds of other recipes, with the names of these."""
 
     @property
-    def tokens(self) -> int:
-        return self.image_tokens + self.text_tokens
-
-    def __str__(self) -> str:
-        tokens = f"{self.image_tokens:,} image tokens, {self.text_tokens:,} text tokens"
-        return f"{tokens}, {human_bytes(self.bytes)}"
+    def has_work(self) -> bool:
+        """Whether the cache is not up to date, or not whole."""
+        plan = self.plan
+        return bool(plan.missing or plan.removed or plan.problems or self.update.damaged)
 
 
 def run_build(
-    config: Config, source: str | None, *, ray: str | None, dry_run: bool, check: bool, measure: bool, as_json: bool
+    config: Config,
+    source: str | None,
+    *,
+    ray: str | None,
+    dry_run: bool,
+    check: bool,
+    measure: bool,
+    replace_recipe: bool,
+    repair: bool,
+    as_json: bool,
 ) -> int:
     """Plan, print the plan, encode, print a summary; return the exit code. `ray` is the address of a cluster."""
     _check_options(ray=ray, dry_run=dry_run, check=check, measure=measure)
+    if repair and replace_recipe:
+        raise ConfigError("--repair keeps the recipe, and --replace replaces it", do="leave one of them out")
     if not dry_run:
         require("torch")
     encoders = Encoders(load_lanes) if ray is None else on_cluster(ray, load_lanes)
@@ -73,10 +97,11 @@ def run_build(
         check_devices(config)
     with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
         job = builder.prepare_build(config, source, on_bytes)
+    plan = _plan_repair if repair else partial(_plan_build, replace_recipe=replace_recipe)
     if dry_run:
-        return _dry_run(job, check=check, measure=measure, as_json=as_json)
+        return _dry_run(job, plan(job), check=check, measure=measure, as_json=as_json)
     with directory.writing(job.folder):
-        return _build(job, encoders, as_json)
+        return _build(job, plan(job), encoders, as_json)
 
 
 def _check_options(*, ray: str | None, dry_run: bool, check: bool, measure: bool) -> None:
@@ -88,57 +113,67 @@ def _check_options(*, ray: str | None, dry_run: bool, check: bool, measure: bool
         raise ConfigError("--measure goes with --dry-run, and measures this machine", found=found)
 
 
-def _dry_run(job: BuildJob, *, check: bool, measure: bool, as_json: bool) -> int:
-    """Print the plan and write nothing; with `check`, the exit code says whether there is work."""
+def _plan_build(job: BuildJob, *, replace_recipe: bool) -> Task:
+    """What a build would do; without `replace_recipe` it may not replace most of the cache for another recipe."""
     existing = builder.load_existing(job)
-    plan = _plan(job, existing)
-    to_encode = _needs_encoder(plan, _cached(job, existing))
-    seconds = _measure(job, plan, to_encode) if measure and to_encode else None
-    if as_json:
-        print_json(_plan_json(job, plan, seconds))
-    else:
-        _print_plan(job, plan, seconds)
-        if to_encode and not measure:
-            console().print(f"{INDENT}add --measure to learn how long that takes")
-    return FAULTS if check and (plan.to_encode or plan.removed or plan.problems) else 0
-
-
-def _build(job: BuildJob, encoders: Encoders, as_json: bool) -> int:
-    """Plan, print the plan, encode unless there are problems; return the exit code."""
-    existing = builder.load_existing(job)
-    plan = _plan(job, existing)
-    _print_plan(job, plan)
-    if plan.problems and job.config.data.on_error == "stop":
-        console().print("nothing was encoded; fix these rows, or skip them with --on-error skip")
-        return FAILED
-    return _encode(job, existing, plan, encoders, as_json)
-
-
-def _plan(job: BuildJob, existing: Existing) -> BuildPlan:
+    cached = reusable_samples(job.config, job.recipe, existing, job.recipe_name)
     with counting("reading the source", total=len(job.rows)) as on_rows:
-        return builder.plan_build(job, existing, lambda: on_rows(1))
-
-
-def _encode(job: BuildJob, existing: Existing, plan: BuildPlan, encoders: Encoders, as_json: bool) -> int:
-    """Encode what the plan says; return the exit code."""
-    if job.slice and not plan.samples and not existing.rows:
-        return _nothing_to_do(f"slice {job.slice} of this source has no rows", 0, as_json)
-    if not plan.samples:
-        console().print("[bold red]error:[/] no usable sample is left, so there is nothing to build")
-        return FAILED
+        plan = builder.plan_build(job, existing, lambda: on_rows(1))
+    plan = builder.without_encoder(job, existing, plan, cached)
     update = builder.make_update(job, existing, plan)
-    if update.is_nothing:
-        _save_settings(job)  # those of a build that was killed before it could
-        return _nothing_to_do(f"{job.folder} already holds this source", len(plan.samples), as_json)
-    begin = time.monotonic()
-    encoders = replace(encoders, load=_loader(job, plan, _cached(job, existing), encoders))
-    report = _run(job, update, plan, encoders)
-    seconds = time.monotonic() - begin
-    _save_settings(job)
-    _print_report(job, report, seconds)
+    obstacles = [
+        unusable_rows(job, plan) or empty_source(job, existing, plan),
+        None if replace_recipe else changed_recipe(job, existing, plan, sys.argv[1:]),
+        full_disk(job, plan, update),
+    ]
+    return Task(plan, update, cached, [error for error in obstacles if error])
+
+
+def _plan_repair(job: BuildJob) -> Task:
+    """What a repair would do."""
+    with counting("verifying", in_bytes=True) as on_bytes:
+        repair = plan_repair(job, on_bytes)
+    plan, update = repair.plan, repair.update
+    obstacles = [unusable_rows(job, plan), full_disk(job, plan, update)]
+    nothing = ReusableSamples({}, EditMasks.of(job.config), attention_is_readable=False)
+    return Task(plan, update, nothing, [error for error in obstacles if error], True, repair.elsewhere)
+
+
+def _dry_run(job: BuildJob, task: Task, *, check: bool, measure: bool, as_json: bool) -> int:
+    """Print the plan and write nothing; return the exit code."""
+    seconds = _measure(job, task.plan) if measure and task.plan.to_encode else None
     if as_json:
-        print_json({"encoded": report.encoded, "samples": report.samples, "up_to_date": False})
-    return 0
+        print_json(_plan_json(job, task, seconds))
+    else:
+        _print_plan(job, task, seconds)
+        if task.plan.to_encode and not measure and not task.obstacles:
+            console().print(f"{INDENT}add --measure to learn how long that takes")
+    if task.obstacles:
+        return _refuse(task)
+    return _left_damaged(task) or (FAULTS if check and task.has_work else 0)
+
+
+def _refuse(task: Task) -> int:
+    for error in task.obstacles:
+        fail(str(error))
+    return FAILED
+
+
+def _build(job: BuildJob, task: Task, encoders: Encoders, as_json: bool) -> int:
+    """Print the plan, and carry it out unless something is in its way; return the exit code."""
+    _print_plan(job, task)
+    if task.obstacles:
+        return _refuse(task)
+    if task.update.is_nothing:
+        return _nothing_to_do(job, task, as_json)
+    begin = time.monotonic()
+    report = _run(job, task, encoders)
+    _save_settings(job)
+    counts = _counts(task, report)
+    _print_report(job, report, counts, time.monotonic() - begin, is_repair=task.is_repair)
+    if as_json:
+        print_json({**counts, "samples": report.samples, "up_to_date": False})
+    return _left_damaged(task)
 
 
 def _save_settings(job: BuildJob) -> None:
@@ -148,73 +183,100 @@ def _save_settings(job: BuildJob) -> None:
         write_durably(path, settings)
 
 
-def _nothing_to_do(why: str, samples: int, as_json: bool) -> int:
+def _nothing_to_do(job: BuildJob, task: Task, as_json: bool) -> int:
+    if task.is_repair:
+        why = f"no sample of recipe {job.recipe_name!r} in {job.folder} is damaged"
+    elif not task.plan.samples:
+        why = f"slice {job.slice} of this source has no rows"
+    else:
+        why = f"{job.folder} already holds this source"
+        _save_settings(job)  # those of a build that was killed before it could
     console().print(f"nothing to do: {plain(why)}", markup=False)
     if as_json:
-        print_json({"encoded": 0, "samples": samples, "up_to_date": True})
-    return 0
+        samples = sum(row.meta.recipe == recipe_id(job.recipe) for row in task.update.existing.rows)
+        print_json({**dict.fromkeys(WORK, 0), "samples": samples, "up_to_date": True})
+    return _left_damaged(task)
 
 
-def _run(job: BuildJob, update: Update, plan: BuildPlan, encoders: Encoders) -> builder.Report:
+def _left_damaged(task: Task) -> int:
+    """Name the damaged shards that are left to the builds of other recipes; return the exit code."""
+    for shard, recipes in task.elsewhere.items():
+        names, settings = ", ".join(recipes), " or ".join(f"cache.recipe={name}" for name in recipes)
+        error = ShardError(
+            "this shard is damaged, and has samples of other recipes alone",
+            where=task.update.folder / shard,
+            found=names,
+            do=f"run `qwen-cache build --repair` with their settings and --set {settings}",
+        )
+        fail(str(error))
+    return FAULTS if task.elsewhere else 0
+
+
+def _run(job: BuildJob, task: Task, encoders: Encoders) -> builder.Report:
     """Encode with a progress line; when interrupted, print how many samples are kept."""
-    encoded = 0
+    finished, missing, plan = 0, task.plan.missing, task.plan
+    what = "encoding" if plan.to_encode else "making masks" if plan.new_masks else "copying"
     try:
-        with counting("encoding", total=len(plan.to_encode)) as advance:
+        with counting(what, total=len(missing)) as advance:
 
             def count(samples: int) -> None:
-                nonlocal encoded
-                encoded += samples
+                nonlocal finished
+                finished += samples
                 advance(samples)
 
-            return builder.run(job, update, plan.to_encode, encoders, count)
+            loading = replace(encoders, load=_loader(task, encoders))
+            return builder.run(job, task.update, missing, loading, count)
     except BaseException:
-        if encoded:
-            total = plural(len(plan.to_encode), "sample")
-            console().print(f"{encoded} of {total} encoded and kept; run the same command to continue")
+        if finished:
+            total = plural(len(missing), "sample")
+            console().print(f"{finished} of {total} finished and kept; run the same command to continue")
         raise
 
 
-def _print_report(job: BuildJob, report: builder.Report, seconds: float) -> None:
-    out, shards = console(), f"{plural(report.shards, 'shard')}, {human_bytes(report.bytes)}"
-    out.print(f"[bold green]done[/] in {human_time(seconds)}: {report.encoded} encoded")
-    out.print(f"{plain(job.folder)} holds {plural(report.samples, 'sample')} in {shards}", markup=False)
-    if report.replaced:
-        replaced = plural(report.replaced, "replaced shard")
-        out.print(f"{replaced} kept for runs that read them; `qwen-cache gc` removes them")
-
-
-def _cached(job: BuildJob, existing: Existing) -> ReusableSamples:
-    return reusable_samples(job.config, job.recipe, existing, job.recipe_name)
-
-
-def _needs_encoder(plan: BuildPlan, cached: ReusableSamples) -> list[PlannedSample]:
-    """The samples that need an encoder; prints how many need a new mask only."""
-    to_encode = [sample for sample in plan.to_encode if cached.row_for(sample) is None]
-    if masks_only := len(plan.to_encode) - len(to_encode):
-        console().print(f"{INDENT}{plural(masks_only, 'sample')} with only a new mask: all else is cached")
-    return to_encode
-
-
-def _loader(
-    job: BuildJob, plan: BuildPlan, cached: ReusableSamples, encoders: Encoders
-) -> Callable[[BuildJob], Encoding]:
-    """Loads the encoders; samples that only get a new mask are not encoded again."""
-    if len(_needs_encoder(plan, cached)) == len(plan.to_encode):
+def _loader(task: Task, encoders: Encoders) -> Callable[[BuildJob], Encoding]:
+    """Loads the encoders; beside samples that only get a new mask, once another one is encoded."""
+    if not any(task.cached.row_for(sample) for sample in task.plan.missing):
         return encoders.load
 
     def load(job: BuildJob) -> Encoding:
         from qwen_cache.encode.masks import MaskUpdateLanes
 
-        return MaskUpdateLanes(job, cached, encoders.load)
+        return MaskUpdateLanes(job, task.cached, encoders.load)
 
     return load
 
 
-def _measure(job: BuildJob, plan: BuildPlan, to_encode: Sequence[PlannedSample]) -> float:
-    """Estimated seconds for all of `to_encode`, from a few samples that are encoded and not stored.
+def _counts(task: Task, report: builder.Report) -> dict[str, int]:
+    """The number of missing samples by what was done for them; a damaged copy counts as encoded."""
+    plan, made = task.plan, [sample for sample in task.plan.missing if sample.key in report.made]
+    masks, kept = sum(task.cached.row_for(sample) is not None for sample in made), len(plan.kept - report.made)
+    copied = len(plan.missing) - len(made) - kept
+    return dict(zip(WORK, (len(made) - masks, copied, kept, masks), strict=True))
+
+
+def _print_report(
+    job: BuildJob, report: builder.Report, counts: dict[str, int], seconds: float, *, is_repair: bool
+) -> None:
+    out, shards = console(), f"{plural(report.shards, 'shard')}, {human_bytes(report.bytes)}"
+    parts = [f"{counts['encoded']} encoded"]
+    parts += [f"{counts['copied']} copied from replaced shards"] if counts["copied"] else []
+    parts += [f"{counts['kept']} kept from an interrupted build"] if counts["kept"] else []
+    parts += [plural(counts["new_masks"], "new mask")] if counts["new_masks"] else []
+    out.print(f"[bold green]done[/] in {human_time(seconds)}: {', '.join(parts)}")
+    out.print(f"{plain(job.folder)} holds {plural(report.samples, 'sample')} in {shards}", markup=False)
+    if report.replaced and is_repair:
+        out.print(f"{plural(report.replaced, 'damaged shard')} moved to .replaced; `qwen-cache gc` removes them")
+    elif report.replaced:
+        replaced = plural(report.replaced, "replaced shard")
+        out.print(f"{replaced} kept for runs that read them: switching back costs nothing until `qwen-cache gc`")
+
+
+def _measure(job: BuildJob, plan: BuildPlan) -> float:
+    """Estimated seconds for all samples to encode, from a few that are encoded and not stored.
 
     Loading the encoders is not timed, nor is the first sample, which warms up, unless it is the only one.
     """
+    to_encode = plan.to_encode
     by_key = {sample.key: sample for sample in to_encode}
     few = list(itertools.islice((by_key[key] for key in plan.order if key in by_key), MEASURED + 1))
     with load_lanes(job) as lanes:
@@ -224,17 +286,18 @@ def _measure(job: BuildJob, plan: BuildPlan, to_encode: Sequence[PlannedSample])
             if number == 0 and len(few) > 1:
                 begin = time.monotonic()
         seconds = time.monotonic() - begin
-    return seconds * _estimate(to_encode, job).tokens / _estimate(few[1:] or few, job).tokens
+    return seconds * estimate(to_encode, job).tokens / estimate(few[1:] or few, job).tokens
 
 
-def _print_plan(job: BuildJob, plan: BuildPlan, seconds: float | None = None) -> None:
+def _print_plan(job: BuildJob, task: Task, seconds: float | None = None) -> None:
     """The plan as lines on stderr; `seconds` is the measured time."""
-    out = console()
+    out, plan = console(), task.plan
     out.print(f"[bold]model[/]    {verbatim(job.model.name)}  ({job.model.pipeline}, {job.recipe['dtype']})")
-    out.print(f"[bold]plan[/]     {verbatim(plan.summary())}")
-    if plan.to_encode:
-        time_taken = f", {human_time(seconds)}" if seconds else ""
-        out.print(f"[bold]estimate[/] {_estimate(plan.to_encode, job)}{time_taken}")
+    if task.is_repair:
+        _print_repair(task)
+    else:
+        out.print(f"[bold]plan[/]     {verbatim(plan.summary())}")
+    _print_cost(job, task, seconds)
     if sizes := plan.target_sizes():
         shown = [f"{width}×{height}: {count}" for (width, height), count in sizes.items()]
         more = f", and {plural(len(shown) - MAX_SIZES, 'size')} more" if len(shown) > MAX_SIZES else ""
@@ -243,40 +306,72 @@ def _print_plan(job: BuildJob, plan: BuildPlan, seconds: float | None = None) ->
         out.print(f"{INDENT}{plural(job.masks_left_out, 'edit mask')} skipped: format v1 has none")
     if plan.repeated:
         out.print(f"{INDENT}{plural(plan.repeated, 'row')} with the same content as another, stored once")
-    if plan.removed:
+    if plan.removed and not task.is_repair:
         out.print(f"{INDENT}{plural(len(plan.removed), 'sample')} removed from the source, and now from the dataset")
-    changed = [sample for sample in plan.to_encode if sample.reasons != ("new",)]
+    changed = [sample for sample in plan.missing if sample.reasons != ("new",)]
     if len(changed) > FEW_CHANGED and len({sample.reasons for sample in changed}) == 1:
         changed = []  # the summary has the reason
     for sample in changed[:MAX_CHANGED]:
         out.print(f"{INDENT}{plain(sample.row.name)}: {plain(', '.join(sample.reasons))}", markup=False)
     if len(changed) > MAX_CHANGED:
         out.print(f"{INDENT}and {len(changed) - MAX_CHANGED} more")
-    print_problems(plan.problems)
+    print_problems(plan.problems, "the damaged samples" if task.is_repair else "the source")
 
 
-def _plan_json(job: BuildJob, plan: BuildPlan, seconds: float | None) -> dict[str, Any]:
-    estimate = _estimate(plan.to_encode, job)
+def _print_repair(task: Task) -> None:
+    plan, out = task.plan, console()
+    lost = len(plan.samples) + len(plan.removed)
+    samples = f"{plural(lost, 'damaged sample')} in {plural(len(task.update.damaged), 'damaged shard')}"
+    out.print(f"[bold]repair[/]   {samples}, {len(plan.to_encode)} to encode; all other samples stay")
+    if plan.removed:
+        out.print(f"{INDENT}{plural(len(plan.removed), 'sample')} cannot be encoded again: see the problems")
+
+
+def _print_cost(job: BuildJob, task: Task, seconds: float | None) -> None:
+    """What the missing samples cost in time and space, and which of them cost neither."""
+    out, plan = console(), task.plan
+    if plan.to_encode:
+        time_taken = f", {human_time(seconds)}" if seconds else ""
+        out.print(f"[bold]estimate[/] {estimate(plan.to_encode, job)}{time_taken}")
+    if needed := bytes_to_write(job, plan, task.update):
+        free = free_bytes(job.folder)
+        left = "unknown free space" if free is None else f"{human_bytes(free)} free"
+        out.print(f"[bold]disk[/]     {human_bytes(needed)} to write, {left}")
+    if plan.kept:
+        out.print(f"{INDENT}{plural(len(plan.kept), 'sample')} kept from an interrupted build")
+    if plan.to_copy:
+        samples = plural(len(plan.to_copy), "sample")
+        out.print(f"{INDENT}{samples} from replaced shards: switching back costs nothing until `qwen-cache gc`")
+    if plan.new_masks:
+        out.print(f"{INDENT}{plural(len(plan.new_masks), 'sample')} with only a new mask: all else is cached")
+
+
+def _plan_json(job: BuildJob, task: Task, seconds: float | None) -> dict[str, Any]:
+    plan, size = task.plan, estimate(task.plan.to_encode, job)
     return {
         "to_encode": len(plan.to_encode),
+        "to_copy": len(plan.to_copy),
+        "kept": len(plan.kept),
+        "new_masks": len(plan.new_masks),
         "cached": plan.cached,
         "reasons": plan.reason_counts(),
-        "samples": [{"name": s.row.name, "key": s.key, "reasons": list(s.reasons)} for s in plan.to_encode],
+        "samples": [
+            {"name": s.row.name, "key": s.key, "work": plan.work(s.key), "reasons": list(s.reasons)}
+            for s in plan.missing
+        ],
         "target_sizes": [{"width": w, "height": h, "samples": n} for (w, h), n in plan.target_sizes().items()],
         "repeated": plan.repeated,
         "removed": list(plan.removed),
         "problems": [{"where": p.where, "what": p.what, "do": p.do} for p in plan.problems],
-        "image_tokens": estimate.image_tokens,
-        "text_tokens": estimate.text_tokens,
-        "bytes": estimate.bytes,
+        "damaged_shards": sorted([*task.update.damaged, *task.elsewhere]),
+        "refused": [
+            {"what": error.fault, "do": error.do, "commands": list(getattr(error, "commands", ()))}
+            for error in task.obstacles
+        ],
+        "image_tokens": size.image_tokens,
+        "text_tokens": size.text_tokens,
+        "bytes": size.bytes,
+        "bytes_to_write": bytes_to_write(job, plan, task.update),
+        "bytes_free": free_bytes(job.folder),
         "seconds": seconds,
     }
-
-
-def _estimate(samples: Sequence[PlannedSample], job: BuildJob) -> Estimate:
-    """An estimate of the size of the encoded samples."""
-    image = sum(token_count(sample.img_shapes) for sample in samples)
-    family = job.model.family
-    text = sum(estimate_tokens(family, s.row.prompt, job.encoder_pixels(s))[1] for s in samples)
-    elements = image * LATENT_CHANNELS + text * job.model.text_width
-    return Estimate(image, text, elements * (2 if job.recipe["dtype"] == "bfloat16" else 4))

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from qwen_cache.encode.edit_mask import EditMasks
+from qwen_cache.encode.edit_mask import EditMasks, ReusableSamples
 from qwen_cache.encode.plan import BuildPlan, PlannedSample, Rules, make_plan
-from qwen_cache.encode.recipe import make_recipe
+from qwen_cache.encode.recipe import make_recipe, recipe_changes
 from qwen_cache.encode.slices import SourceSlice, refuse_other_slices
 from qwen_cache.errors import ConfigError, Problem, ShardError
 from qwen_cache.format import directory
@@ -37,6 +37,7 @@ from qwen_cache.format.update import (
     Update,
     commit_update,
     copy_if_there,
+    finished_samples,
     open_staging,
     plan_update,
     read_existing,
@@ -125,7 +126,8 @@ class Encoders:
 class Report:
     """The result of a build."""
 
-    encoded: int
+    made: frozenset[str]
+    """The keys of the samples that were encoded, or got a new mask; all others were copied, or there already."""
     samples: int
     shards: int
     bytes: int
@@ -238,7 +240,13 @@ def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:
 
 
 def load_existing(job: BuildJob) -> Existing:
-    """The existing cache; ConfigError if it cannot take this recipe."""
+    """The existing cache, without the rows of missing shards; ConfigError if it cannot take this recipe."""
+    existing = load_every_row(job)
+    return replace(existing, rows=_present(job, existing))
+
+
+def load_every_row(job: BuildJob) -> Existing:
+    """The existing cache as its index has it; ConfigError if it cannot take this recipe."""
     existing = read_existing(job.folder, job.format_version)
     manifest = existing.manifest
     if manifest.format_version != job.format_version:
@@ -253,7 +261,7 @@ def load_existing(job: BuildJob) -> Existing:
     if job.slice:
         cached_names = [row.name for row in existing.of_recipe(job.recipe_name).values()]
         refuse_other_slices(job.folder, job.slice, cached_names, job.other_names)
-    return replace(existing, rows=_present(job, existing))
+    return existing
 
 
 def _present(job: BuildJob, existing: Existing) -> list[IndexRow]:
@@ -263,33 +271,47 @@ def _present(job: BuildJob, existing: Existing) -> list[IndexRow]:
     ours = {recipe_id(job.recipe), replaced.id if replaced else None}
     for row in existing.rows:
         if row.shard not in here and row.meta.recipe not in ours:
-            raise ShardError("a shard with samples of another recipe is missing", where=job.folder / row.shard)
+            name = next((name for name, it in existing.manifest.recipes.items() if it.id == row.meta.recipe), None)
+            raise ShardError(
+                "a shard with samples of another recipe is missing",
+                where=job.folder / row.shard,
+                found=f"samples of recipe {name!r}",
+                do="restore it from a copy, or run `qwen-cache build --repair` with the settings of that recipe",
+            )
     return [row for row in existing.rows if row.shard in here]
 
 
 def plan_build(job: BuildJob, existing: Existing, on_row: Callable[[], None] = lambda: None) -> BuildPlan:
-    """The samples to encode, and why. Reads every image of the source."""
+    """The missing samples, and why. Reads every image of the source."""
     recipe = existing.manifest.recipes.get(job.recipe_name)
-    rules = Rules(
+    changed = recipe_changes(recipe.recipe, job.recipe) if recipe else []
+    return make_plan(job.rows, job.problems, rules(job), existing.of_recipe(job.recipe_name), changed, on_row)
+
+
+def rules(job: BuildJob) -> Rules:
+    """What the model and the recipe of this build require of its source."""
+    return Rules(
         job.model.pipeline,
         recipe_id(job.recipe),
         job.resolution,
         job.condition_image_size,
         job.model.max_controls,
     )
-    changed = changed_settings(recipe.recipe, job.recipe) if recipe else []
-    return make_plan(job.rows, job.problems, rules, existing.of_recipe(job.recipe_name), changed, on_row)
 
 
-def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """The differences of two recipes: `dtype bfloat16 → float32`, or for a fingerprint its name alone."""
-    changes = []
-    for name in sorted(old.keys() | new.keys()):
-        a, b = old.get(name), new.get(name)
-        if a != b:
-            long = any(len(str(value)) > 24 for value in (a, b))
-            changes.append(name if long else f"{name} {a} → {b}")
-    return changes
+def without_encoder(job: BuildJob, existing: Existing, plan: BuildPlan, cached: ReusableSamples) -> BuildPlan:
+    """The plan, knowing which missing samples need no encoder: an interrupted build has finished them, they are in a
+    replaced shard, or `cached` with another mask."""
+    keys = {sample.key for sample in plan.missing}
+    finished = finished_samples(job.folder, existing, staging_name(job), keys)
+    found = finished.interrupted | finished.replaced
+    masks = {sample.key for sample in plan.missing if sample.key not in found and cached.row_for(sample) is not None}
+    return replace(plan, kept=finished.interrupted, to_copy=finished.replaced, new_masks=frozenset(masks))
+
+
+def staging_name(job: BuildJob, *, repair: bool = False) -> str:
+    """The staging of builds with this recipe; a repair has another, so that it leaves theirs alone."""
+    return recipe_id(job.recipe) + ("-repair" if repair else "")
 
 
 def make_update(job: BuildJob, existing: Existing, plan: BuildPlan) -> Update:
@@ -303,20 +325,21 @@ def make_update(job: BuildJob, existing: Existing, plan: BuildPlan) -> Update:
 def run(
     job: BuildJob,
     update: Update,
-    to_encode: Sequence[PlannedSample],
+    missing: Sequence[PlannedSample],
     encoders: Encoders,
     on_sample: Callable[[int], None] = lambda _: None,
 ) -> Report:
-    """Encode and commit; the caller holds `directory.writing(job.folder)`.
+    """Copy or encode the missing samples and commit; the caller holds `directory.writing(job.folder)`.
 
     `on_sample` gets the number of samples just finished: first those that an earlier run left, then one by one.
     """
-    encoded = {sample.key: sample for sample in to_encode}
-    reusable = replaced_shards(job.folder, encoded.keys(), job.format_version)
-    staging = open_staging(update, recipe_id(job.recipe), int(job.config.cache.shard_size), reusable)
+    samples = {sample.key: sample for sample in missing}
+    reusable = replaced_shards(job.folder, samples.keys(), job.format_version)
+    name = staging_name(job, repair=bool(update.damaged))
+    staging = open_staging(update, name, int(job.config.cache.shard_size), reusable)
     try:
-        on_sample(sum(key in encoded for key in update.order[: staging.position]))
-        _write(job, update, encoded, staging, encoders, on_sample)
+        on_sample(sum(key in samples for key in update.order[: staging.position]))
+        made = _write(job, update, samples, staging, encoders, on_sample)
         libraries = {name: version(name) for name in ("diffusers", "torch", "transformers")}
         written_by = {"qwen-cache": __version__, **libraries}
         manifest = commit_update(update, staging, {**update.existing.recipes, job.recipe_name: job.recipe}, written_by)
@@ -324,7 +347,7 @@ def run(
         staging.close()
     before, after = ({s.name for s in m.shards} for m in (update.existing.manifest, manifest))
     return Report(
-        encoded=len(encoded),
+        made=frozenset(made),
         samples=manifest.recipes[job.recipe_name].samples,
         shards=len(after),
         bytes=sum(shard.bytes for shard in manifest.shards),
@@ -335,35 +358,36 @@ def run(
 def _write(
     job: BuildJob,
     update: Update,
-    encoded: Mapping[str, PlannedSample],
+    samples: Mapping[str, PlannedSample],
     staging: Staging,
     encoders: Encoders,
     on_sample: Callable[[int], None],
-) -> None:
-    """Write the missing samples in order; load the encoders only if there is something to encode."""
+) -> set[str]:
+    """Write the samples of the update in order; returns the keys of those for which the encoders were loaded."""
     order = update.order[staging.position :]
-    missing = {key for key in order if key in encoded and staging.left_over(key) is None}
-    with encoders.load(job) if missing else nullcontext() as lanes:
-        for key, work in _ahead(order, encoded, missing, lanes, encoders.in_flight):
+    to_make = {key for key in order if key in samples and staging.left_over(key) is None}
+    with encoders.load(job) if to_make else nullcontext() as lanes:
+        for key, work in _ahead(order, samples, to_make, lanes, encoders.in_flight):
             if lanes is not None and work is not None:
                 staging.add(*compress(*lanes.result(work), job.config.cache.compression))
             else:
                 is_copied = copy_if_there(update, staging, key)
                 assert is_copied
-            on_sample(key in encoded)
+            on_sample(key in samples)
+    return to_make
 
 
 def _ahead(
     order: Sequence[str],
-    encoded: Mapping[str, PlannedSample],
-    missing: set[str],
+    samples: Mapping[str, PlannedSample],
+    to_make: set[str],
     lanes: Encoding | None,
     in_flight: int,
 ) -> Iterator[tuple[str, Any]]:
     """Each key with its submitted work, up to `in_flight` ahead; None for a sample that is copied."""
     waiting: deque[tuple[str, Any]] = deque()
     for key in order:
-        waiting.append((key, lanes.submit(encoded[key]) if lanes and key in missing else None))
+        waiting.append((key, lanes.submit(samples[key]) if lanes and key in to_make else None))
         if len(waiting) >= in_flight:
             yield waiting.popleft()
     yield from waiting

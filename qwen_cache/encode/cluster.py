@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from qwen_cache.encode.builder import IN_FLIGHT, BuildJob, Encoders, Encoding, changed_settings
+from qwen_cache.encode.builder import IN_FLIGHT, BuildJob, Encoders, Encoding
 from qwen_cache.encode.plan import PlannedSample
-from qwen_cache.encode.recipe import make_recipe
+from qwen_cache.encode.recipe import make_recipe, recipe_changes
 from qwen_cache.errors import ConfigError, DeviceError, ModelError, QwenCacheError, SourceError
 from qwen_cache.extras import install_command
 from qwen_cache.format.sample import SampleMeta
@@ -100,7 +100,7 @@ class Worker:
         job, config = self.job, self.job.config
         if not job.model.path.is_dir():
             job = replace(job, model=open_model(config.model.path, ENCODER_PARTS, config.model.revision))
-        if different := changed_settings(job.recipe, make_recipe(job.model, config)):
+        if different := recipe_changes(job.recipe, make_recipe(job.model, config)):
             raise ModelError(
                 "the model or the environment of this node gives another recipe",
                 where=job.model.path,

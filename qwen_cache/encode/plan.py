@@ -1,4 +1,4 @@
-"""The plan of a build: every image read and hashed, every problem listed, and which samples to encode and why.
+"""The plan of a build: every image read and hashed, every problem listed, and which samples are missing and why.
 
 The plan is complete before anything is encoded. Images to encode are also decoded once, so that a corrupt file stops
 the build in its first minutes and not in its last hour. Needs no torch.
@@ -22,12 +22,13 @@ from qwen_cache.sources.images import open_mask, open_rgb, upright_size
 from qwen_cache.sources.sizes import Resolution, Size, SourceImage, calculate_dimensions, img_shapes, sizes_of
 
 NEW = "new"
+RECIPE = "recipe: "  # begins the reasons that have nothing to do with the source
 ASPECT_TOLERANCE = 0.01  # a mask may have another size than its target, but not another shape
 
 
 @dataclass(frozen=True)
 class PlannedSample:
-    """One sample of the source, its key, and the reasons to encode it (none if the cache has it)."""
+    """One sample of the source, its key, and the reasons why the cache lacks it (none if it does not)."""
 
     row: Row
     inputs: Inputs
@@ -37,7 +38,7 @@ class PlannedSample:
     originals: tuple[Size, ...]
     """Pixels of target and controls in the source."""
     reasons: tuple[str, ...] = ()
-    """`new`, or what changed: `prompt`, `control 1`, `recipe: dtype`."""
+    """`new`, or what changed: `prompt`, `control 1`, `recipe: dtype bfloat16 → float32`."""
     source_rows: int = 1
     """How many rows of the source have this content."""
 
@@ -54,10 +55,27 @@ class BuildPlan:
     problems: tuple[Problem, ...]
     removed: tuple[str, ...]
     """Names in the cache that the source no longer has."""
+    kept: frozenset[str] = frozenset()
+    """The keys of missing samples that an interrupted build has finished."""
+    to_copy: frozenset[str] = frozenset()
+    """The keys of missing samples that are in replaced shards."""
+    new_masks: frozenset[str] = frozenset()
+    """The keys of missing samples of which the cache has everything but the mask."""
+
+    @property
+    def missing(self) -> list[PlannedSample]:
+        """The samples that the cache lacks."""
+        return [sample for sample in self.samples if sample.reasons]
 
     @property
     def to_encode(self) -> list[PlannedSample]:
-        return [sample for sample in self.samples if sample.reasons]
+        """The missing samples that need an encoder."""
+        return [sample for sample in self.missing if self.work(sample.key) == "to_encode"]
+
+    def work(self, key: str) -> str:
+        """What a missing sample needs: `to_encode`, `to_copy`, `kept` or `new_masks`."""
+        found = {"kept": self.kept, "to_copy": self.to_copy, "new_masks": self.new_masks}
+        return next((name for name, keys in found.items() if key in keys), "to_encode")
 
     @property
     def order(self) -> list[str]:
@@ -69,7 +87,7 @@ class BuildPlan:
 
     @property
     def cached(self) -> int:
-        return len(self.samples) - len(self.to_encode)
+        return len(self.samples) - len(self.missing)
 
     @property
     def repeated(self) -> int:
@@ -82,19 +100,23 @@ class BuildPlan:
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
     def reason_counts(self) -> dict[str, int]:
-        """The number of samples to encode for each reason, `new` first."""
-        counts = Counter(reason for sample in self.to_encode for reason in sample.reasons)
+        """The number of missing samples for each reason, `new` first."""
+        counts = Counter(reason for sample in self.missing for reason in sample.reasons)
         return dict(sorted(counts.items(), key=lambda item: (item[0] != NEW, -item[1], item[0])))
 
     def summary(self) -> str:
-        """`312 samples, 288 cached, 24 to encode: 20 new, 4 changed (prompt 3, control 1)`."""
+        """`312 samples, 288 cached, 21 to encode, 3 kept: 20 new, 4 changed (prompt: 3, control 1: 1)`."""
         counts = self.reason_counts()
         new = counts.pop(NEW, 0)
         parts = [f"{new} new"] if new else []
-        if changed := len(self.to_encode) - new:
+        if changed := len(self.missing) - new:
             parts.append(f"{changed} changed ({', '.join(f'{what}: {count}' for what, count in counts.items())})")
+        work = [f"{len(self.to_encode)} to encode"]
+        work += [f"{len(self.to_copy)} to copy"] if self.to_copy else []
+        work += [f"{len(self.kept)} kept"] if self.kept else []
+        work += [plural(len(self.new_masks), "new mask")] if self.new_masks else []
         reasons = ": " + ", ".join(parts) if parts else ""
-        return f"{plural(len(self.samples), 'sample')}, {self.cached} cached, {len(self.to_encode)} to encode{reasons}"
+        return f"{plural(len(self.samples), 'sample')}, {self.cached} cached, {', '.join(work)}{reasons}"
 
 
 @dataclass(frozen=True)
@@ -150,7 +172,7 @@ def _with_reasons(
     if old is not None:
         changes = differences(old.meta.inputs, old.meta.prompt, sample.inputs, sample.row.prompt)
         changes += ["phrase"] if old.meta.phrase != sample.row.phrase else []
-        reasons = changes + [f"recipe: {what}" for what in changed_recipe] or [NEW]
+        reasons = changes + [RECIPE + what for what in changed_recipe] or [NEW]
     return replace(sample, reasons=tuple(reasons))
 
 

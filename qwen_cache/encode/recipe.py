@@ -17,6 +17,16 @@ from qwen_cache.sources.sizes import Resolution
 
 ENCODER_VERSION = 2
 _CONFIGURATION = (".json", ".txt", ".jinja")
+_LONGEST = 28  # characters of a value that a message shows: every number and pipeline, no hash
+_VERSION, _PROMPT = "version of qwen-cache, which encodes differently", "prompt template"
+_PARTS = {"vae": "VAE", "text_encoder": "text encoder", "processor": "tokenizer or processor"}
+_INTERNAL = {
+    **dict.fromkeys(("encoder_version", "edit_mask_version", "image_backend", "positions"), _VERSION),
+    **dict.fromkeys(("family", "license", "image_mode", "final_norm", "text_rows_only"), _VERSION),
+    **dict.fromkeys(("template", "picture_template", "drop_idx"), _PROMPT),
+    "mask_head": "mask head",
+}
+"""What an entry that is no setting stands for. One that only one of two recipes has follows from their settings."""
 
 
 def make_recipe(model: ModelFolder, config: Config, on_bytes: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
@@ -59,3 +69,31 @@ def _family(family: Family) -> dict[str, Any]:
         "final_norm": family.final_norm,
         "text_rows_only": family.text_rows_only,
     }
+
+
+def recipe_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """The differences of two recipes for a message: `dtype bfloat16 → float32`, `another VAE`."""
+    if (tool := old.get("imported_from")) != new.get("imported_from"):
+        return [f"imported from {tool}" if tool else "built, not imported"]
+    changes: dict[str, None] = {}  # a set in this order
+    for name in sorted(old.keys() | new.keys()):
+        before, after = old.get(name), new.get(name)
+        if before == after or (
+            name in _INTERNAL and (None in (before, after) or old.get("pipeline") != new.get("pipeline"))
+        ):
+            continue
+        changes[_change(name, before, after)] = None
+    return list(changes) or ([f"another {_VERSION}"] if old != new else [])
+
+
+def _change(name: str, before: object, after: object) -> str:
+    sides = [_setting_value(value) for value in (before, after)]
+    if name in _PARTS or name in _INTERNAL:
+        return f"another {_PARTS.get(name) or _INTERNAL[name]}"
+    setting = {"attention": "store_attention"}.get(name, name)
+    return f"{setting} {sides[0]} → {sides[1]}" if max(map(len, sides)) <= _LONGEST else f"another {setting}"
+
+
+def _setting_value(value: object) -> str:
+    """A setting as qwen.yaml has it; a recipe has no entry for one that is not set."""
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

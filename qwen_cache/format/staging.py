@@ -2,15 +2,17 @@
 
 Samples are written in the order of the plan. Shards of an earlier run are adopted unchanged as long as they are the
 beginning of that order, so an interrupted build gives the same bytes as an uninterrupted one. Other complete samples of
-an earlier run are copied at their position in the order.
+an earlier run are copied at their position in the order. A shard is sealed at its size; a repair seals it after the
+sample that was the last of the damaged one.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from qwen_cache.errors import FormatError
@@ -25,16 +27,33 @@ OPEN = "open.tar"
 
 
 class Staging:
-    """Writes the samples with the keys `order`; the first `position` of them exist already."""
+    """Writes the samples with the keys `order`; the first `position` of them exist already.
 
-    def __init__(self, folder: Path, order: Sequence[str], format_version: int, shard_size: int) -> None:
+    A shard is sealed at `shard_size` bytes, or if there are `last` keys, after each of these.
+    """
+
+    def __init__(
+        self, folder: Path, order: Sequence[str], format_version: int, shard_size: int, last: Set[str] = frozenset()
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.order, self.format_version, self.shard_size = folder, order, format_version, shard_size
+        self.last = last
         self.position = 0
         self.sealed: list[tuple[Shard, list[Entry]]] = []
         self.writer: ShardWriter | None = None
         self._left: dict[str, tuple[Path, Entry]] = {}
         self._adopt()
+
+    @staticmethod
+    def finished(folder: Path, format_version: int) -> set[str]:
+        """The keys of the samples that an earlier run left in `folder`, without a hash of sealed shards."""
+        keys = set[str]()
+        for path in folder.glob("*.tar"):
+            if SHARD_PATTERN.fullmatch(path.name):
+                keys |= keys_in(path, format_version)
+            elif path.name == OPEN or path.match("left-*.tar"):
+                keys |= {entry.meta.key for entry in _recovered(path, format_version)}
+        return keys
 
     def left_over(self, key: str) -> tuple[Entry, memoryview] | None:
         """A complete sample that an earlier run left, and the bytes of its shard."""
@@ -70,7 +89,10 @@ class Staging:
         return self.writer
 
     def _seal_if_full(self) -> None:
-        if self.writer and self.writer.size >= self.shard_size:
+        if not (self.writer and self.position):
+            return
+        is_last = self.order[self.position - 1] in self.last if self.last else self.writer.size >= self.shard_size
+        if is_last:
             self._seal(self.writer)
 
     def _seal(self, writer: ShardWriter) -> None:
@@ -115,7 +137,7 @@ class Staging:
     def _adopt_open(self) -> None:
         """Continue the open shard if its samples are next in `order`; else keep its samples by key."""
         path = self.folder / OPEN
-        entries = self._recovered(path)
+        entries = _recovered(path, self.format_version)
         if entries and self._is_next(entries):
             self.writer = ShardWriter(path, self.format_version, entries)
             self.position += len(entries)
@@ -124,10 +146,18 @@ class Staging:
             kept = self.folder / f"left-{len(list(self.folder.glob('left-*.tar')))}.tar"
             replace(path, kept)
         for path in self.folder.glob("left-*.tar"):
-            self._left |= {entry.meta.key: (path, entry) for entry in self._recovered(path)}
+            self._left |= {entry.meta.key: (path, entry) for entry in _recovered(path, self.format_version)}
 
-    def _recovered(self, path: Path) -> list[Entry]:
-        try:
-            return recover(map_file(path, follow_links=False), self.format_version)
-        except (FileNotFoundError, NotAFileError):
-            return []
+
+def keys_in(shard: Path, format_version: int) -> set[str]:
+    """The keys of the samples of a shard, which is not hashed; none if it cannot be read."""
+    with suppress(FormatError, OSError):
+        return {entry.meta.key for entry in scan_shard(map_file(shard), shard.name, format_version)}
+    return set()
+
+
+def _recovered(path: Path, format_version: int) -> list[Entry]:
+    try:
+        return recover(map_file(path, follow_links=False), format_version)
+    except (FileNotFoundError, NotAFileError):
+        return []

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from qwen_cache.errors import ConfigError, FormatError
+from qwen_cache.errors import ConfigError
 from qwen_cache.format import directory
 from qwen_cache.format.identity import content_hash, dataset_identity, recipe_id
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, record_reader, write_index
 from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recipe
-from qwen_cache.format.shard import Entry, scan_shard
-from qwen_cache.format.staging import Staging
+from qwen_cache.format.shard import Entry, check_tensors, tensor_bytes
+from qwen_cache.format.staging import Staging, keys_in
 from qwen_cache.storage.durable import link_or_copy, move
 from qwen_cache.storage.mapped import map_file
 from qwen_cache.storage.url import Url
@@ -85,11 +86,15 @@ class Update:
     """Samples that stay but whose shards do not, by key."""
     order: list[str]
     """The keys to write, in their order in the new shards."""
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """Shards to write again although samples of theirs stay, each with the key of its last sample: a repair replaces
+    each by one with the same samples."""
 
     @property
     def is_nothing(self) -> bool:
         """Whether the dataset is up to date already."""
-        return self.format_version == self.existing.manifest.format_version and self.rows == self.existing.listed
+        same_version = self.format_version == self.existing.manifest.format_version
+        return same_version and not self.damaged and self.rows == self.existing.listed
 
 
 def read_existing(folder: Path | Url, format_version: int) -> Existing:
@@ -109,20 +114,23 @@ def plan_update(
     format_version: int,
     rows: Sequence[ListedSample],
     order: Iterable[str] | None = None,
+    damaged: Mapping[str, str] = MappingProxyType({}),
 ) -> Update:
     """Plan which samples stay, which move to other shards, and which have to be written.
 
-    `order` has the keys of `rows` in their order in new shards; by default the order of `rows`.
+    `order` has the keys of `rows` in their order in new shards; by default the order of `rows`. No sample stays in a
+    `damaged` shard.
     """
     keys = {row.key for row in rows} if format_version == existing.manifest.format_version else set()
     staying = {row.meta.key: row for row in existing.rows if row.meta.key in keys}
     count = Counter(row.shard for row in staying.values())
     whole = {shard.name for shard in existing.manifest.shards if count[shard.name] == shard.samples}
+    whole -= damaged.keys()
     kept = {key: row for key, row in staying.items() if row.shard in whole}
     moved = {key: row for key, row in staying.items() if key not in kept}
     in_order = [row.key for row in rows] if order is None else order
     to_write = [key for key in in_order if key not in kept]
-    return Update(folder, existing, format_version, list(rows), kept, moved, to_write)
+    return Update(folder, existing, format_version, list(rows), kept, moved, to_write, damaged)
 
 
 def by_position(manifest: Manifest, rows: Iterable[IndexRow]) -> list[str]:
@@ -134,14 +142,18 @@ def by_position(manifest: Manifest, rows: Iterable[IndexRow]) -> list[str]:
 def open_staging(update: Update, name: str, shard_size: int, linked: Iterable[Path] = ()) -> Staging:
     """The staging folder `name`, with its shards of an earlier run, shards that a crash left under their final names,
     and the shards `linked` from other caches."""
-    folder = update.folder / directory.STAGING / f"{name}-v{update.format_version}"
+    folder = staging_folder(update.folder, name, update.format_version)
     folder.mkdir(parents=True, exist_ok=True)
     for path in directory.unlisted_shards(update.folder, update.existing.manifest):
         move(path, folder / path.name)
     for path in linked:
         if directory.find_shard(path.parent, path.name, lambda found: _link(found, folder)) is None:
             raise directory.missing_shard(path.parent, path.name)
-    return Staging(folder, update.order, update.format_version, shard_size)
+    return Staging(folder, update.order, update.format_version, shard_size, frozenset(update.damaged.values()))
+
+
+def staging_folder(folder: Path, name: str, format_version: int) -> Path:
+    return folder / directory.STAGING / f"{name}-v{format_version}"
 
 
 def _link(shard: Path, folder: Path) -> Path:
@@ -150,15 +162,37 @@ def _link(shard: Path, folder: Path) -> Path:
     return folder / shard.name
 
 
-def replaced_shards(folder: Path, keys: Set[str], format_version: int) -> list[Path]:
-    """The replaced shards that contain a sample of `keys`, without damaged ones."""
-    paths = []
-    for path in sorted((folder / directory.REPLACED).glob("*.tar")):
-        with suppress(FormatError, OSError):
-            entries = scan_shard(map_file(path), path.name, format_version)
-            if any(entry.meta.key in keys for entry in entries):
-                paths.append(path)
-    return paths
+def replaced_shards(folder: Path, keys: Set[str], format_version: int) -> dict[Path, set[str]]:
+    """The replaced shards that contain a sample of `keys`, each with all of its keys; they are not hashed."""
+    paths = sorted((folder / directory.REPLACED).glob("*.tar")) if keys else []
+    found = {path: keys_in(path, format_version) for path in paths}
+    return {path: keys_of_shard for path, keys_of_shard in found.items() if not keys.isdisjoint(keys_of_shard)}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Samples of an update that are on the disk already, by key."""
+
+    interrupted: frozenset[str] = frozenset()
+    """In the staging of an interrupted run, or in shards that it could no longer add to the dataset."""
+    replaced: frozenset[str] = frozenset()
+    """In shards that the dataset no longer names, and in none of `interrupted`."""
+
+
+def finished_samples(folder: Path, existing: Existing, name: str, keys: Set[str]) -> Finished:
+    """Which samples of `keys` an update with the staging `name` would copy. Reads the archives only, writes nothing.
+
+    A shard with damaged tensors is found when it is copied: its samples are written again.
+    """
+    if not keys:
+        return Finished()
+    version = existing.manifest.format_version
+    interrupted = Staging.finished(staging_folder(folder, name, version), version)
+    for path in directory.unlisted_shards(folder, existing.manifest):
+        interrupted |= keys_in(path, version)
+    missing = keys - interrupted
+    replaced = set[str]().union(*replaced_shards(folder, missing, version).values())
+    return Finished(frozenset(keys & interrupted), frozenset(missing & replaced))
 
 
 def copy_if_there(update: Update, staging: Staging, key: str) -> bool:
@@ -166,7 +200,12 @@ def copy_if_there(update: Update, staging: Staging, key: str) -> bool:
     if (left := staging.left_over(key)) is not None:
         staging.add_copy(*left)
     elif (row := update.moved.get(key)) is not None:
-        staging.add_copy(row.entry, directory.map_shard(update.folder, row.shard), update.folder / row.shard)
+        shard = directory.map_shard(update.folder, row.shard)
+        if row.shard in update.damaged:  # its archive is not trusted, its tensors have their hashes
+            check_tensors(row.entry, shard, str(update.folder / row.shard))
+            staging.add(row.meta, dict(tensor_bytes(row.entry, shard)))
+        else:
+            staging.add_copy(row.entry, shard, update.folder / row.shard)
     else:
         return False
     return True
@@ -206,14 +245,19 @@ def commit_update(
     positions |= {key: (row.shard, row.entry) for key, row in update.kept.items()}
     rows = [IndexRow(row.name, *positions[row.key], row.source_rows) for row in update.rows]
     index = write_index(rows, update.format_version)
-    kept = {row.shard for row in update.kept.values()}
+    new = {shard.name: shard for shard, _ in shards}
+    kept = {row.shard for row in update.kept.values()} | new.keys()  # a shard that is built again keeps its place
     old = update.existing.manifest
+    names = {shard.name for shard in old.shards}
     manifest = replace(
         old,
         format_version=update.format_version,
         recipes=_described(recipes, rows),
         index=IndexFile(len(rows), len(index), content_hash(index)),
-        shards=(*(shard for shard in old.shards if shard.name in kept), *(shard for shard, _ in shards)),
+        shards=(
+            *(new.get(shard.name, shard) for shard in old.shards if shard.name in kept),
+            *(shard for shard, _ in shards if shard.name not in names),
+        ),
         written_by=written_by,
     )
     directory.commit(update.folder, manifest, index, [staging.folder / shard.name for shard, _ in shards])

@@ -1,8 +1,9 @@
 """Check a whole cache: structure, every hash, every shape, every number.
 
-Each fault is an error of `errors.RULES`, with the rule of schemas/FORMAT.md that it breaks and the fix; nothing is
-repaired. A remote cache is downloaded again without the local copies, two shards on the disk at a time. Time grows with
-rows, shards and recipes, not with their products; memory with the index, whose rows are parsed twice and not kept.
+Each fault is an error of `errors.RULES`, with the rule of schemas/FORMAT.md that it breaks and the fix. Nothing is
+repaired here; `build --repair` asks which samples are damaged. A remote cache is downloaded again without the local
+copies, two shards on the disk at a time. Time grows with rows, shards and recipes, not with their products; memory with
+the index, whose rows are parsed twice and not kept.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index,
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest, Shard
 from qwen_cache.format.sample import UNIT_RANGE
 from qwen_cache.format.shard import Entry, scan_shard, tensor_bytes
+from qwen_cache.format.update import Existing
 from qwen_cache.storage.mapped import is_cut_short, map_file
 from qwen_cache.storage.url import Url, location
 
@@ -81,6 +83,39 @@ def verify_cache(path: str | Path, on_bytes: Callable[[int], None] = lambda _: N
     if moved and directory.load(folder)[0] != manifest:
         raise QwenCacheError("the cache was changed while it was checked", where=folder, do="run this command again")
     return faults
+
+
+def damaged_shards(
+    folder: Path, existing: Existing, on_bytes: Callable[[int], None] = lambda _: None
+) -> dict[str, set[str]]:
+    """The damaged or missing shards of a local cache, each with the keys of its samples that cannot be read.
+
+    All other samples of a damaged shard can be: by the index, all of their tensors have their hashes.
+    """
+    version, of_shard = existing.manifest.format_version, defaultdict[str, list[IndexRow]](list)
+    for row in existing.rows:
+        of_shard[row.shard].append(row)
+
+    def check(shard: Shard) -> set[str] | None:
+        rows = of_shard[shard.name]
+        return set(_unreadable(folder, shard, rows)) if any(_shard_faults(folder, version, shard, rows)) else None
+
+    damaged = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for shard, keys in zip(existing.manifest.shards, pool.map(check, existing.manifest.shards), strict=True):
+            if keys is not None:
+                damaged[shard.name] = keys
+            on_bytes(shard.bytes)
+    return damaged
+
+
+def _unreadable(folder: Path, shard: Shard, rows: Iterable[IndexRow]) -> Iterator[str]:
+    """The keys of the samples that are not in the shard where the index has them."""
+    try:
+        data = directory.map_shard(folder, shard.name)
+    except ShardError:
+        data = memoryview(b"")
+    yield from (row.meta.key for row in rows if any(_tensor_faults(row.entry, data, folder / shard.name)))
 
 
 def _stray_faults(folder: Path | Url, manifest: Manifest) -> Iterator[FormatError]:

@@ -44,10 +44,10 @@ def compare(folder: Path | Url, manifest: Manifest | None, source: str, settings
     cache = open_configured(named, folder)
     _check(cache, settings)
     plan = _plan(cache, settings, source)
-    new = sum(sample.reasons == (NEW,) for sample in plan.to_encode)
+    new = sum(sample.reasons == (NEW,) for sample in plan.missing)
     counts = {
         "new": new,
-        "changed": len(plan.to_encode) - new,
+        "changed": len(plan.missing) - new,
         "removed": len(plan.removed),
         "problems": len(plan.problems),
     }

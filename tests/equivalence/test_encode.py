@@ -227,7 +227,7 @@ def test_a_missing_control_stops_the_build_and_names_its_row(
     assert result.code == 2
     assert f"{pairs / 'target_images' / missing}: the control {pairs / 'control_images' / missing}" in result.stderr
     assert "is missing" in result.stderr
-    assert "nothing was encoded" in result.stderr
+    assert "nothing will be encoded" in result.stderr
     assert not (tmp_path / "shards" / "cache.json").exists()
 
 

@@ -1,0 +1,67 @@
+"""What a build will write: tokens and bytes of its samples, estimated before anything is encoded, and the free space.
+
+Latents are exact; text is estimated from the number of characters. Headers, thumbnails and attention are not counted.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from qwen_cache.console import human_bytes
+from qwen_cache.encode.builder import BuildJob
+from qwen_cache.encode.plan import BuildPlan, PlannedSample
+from qwen_cache.format.sample import LATENT_CHANNELS, token_count
+from qwen_cache.format.update import Update
+from qwen_cache.models.family import estimate_tokens
+
+COMPRESSED = 0.7  # of the bytes, with zstd: settings/cache.py
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The size of encoded samples: tokens of latents and of prompt embeddings, and their bytes."""
+
+    image_tokens: int
+    text_tokens: int
+    bytes: int
+
+    @property
+    def tokens(self) -> int:
+        return self.image_tokens + self.text_tokens
+
+    def __str__(self) -> str:
+        tokens = f"{self.image_tokens:,} image tokens, {self.text_tokens:,} text tokens"
+        return f"{tokens}, {human_bytes(self.bytes)}"
+
+
+def estimate(samples: Sequence[PlannedSample], job: BuildJob) -> Estimate:
+    """An estimate of the size of `samples` once they are encoded."""
+    image = sum(token_count(sample.img_shapes) for sample in samples)
+    family = job.model.family
+    text = sum(estimate_tokens(family, s.row.prompt, job.encoder_pixels(s))[1] for s in samples)
+    elements = image * LATENT_CHANNELS + text * job.model.text_width
+    size = elements * (2 if job.recipe["dtype"] == "bfloat16" else 4)
+    return Estimate(image, text, round(size * (COMPRESSED if job.config.cache.compression == "zstd" else 1)))
+
+
+def bytes_to_write(job: BuildJob, plan: BuildPlan, update: Update) -> int:
+    """About how many bytes the build adds to the disk. Replaced shards stay there until `gc`.
+
+    What an interrupted build has finished is there already, and a replaced shard that comes back is linked.
+    """
+    made = {sample.key for sample in plan.to_encode} | plan.new_masks
+    written = estimate([sample for sample in plan.samples if sample.key in made], job).bytes
+    return written + sum(row.entry.length for row in update.moved.values())
+
+
+def free_bytes(folder: Path) -> int | None:
+    """The free space for files in `folder`, which need not exist; None where the system does not say."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    with suppress(OSError):
+        usage = shutil.disk_usage(there)
+        return usage.free if usage.total > 0 else None  # some network file systems report zeros
+    return None

@@ -1,0 +1,105 @@
+"""What stops a build after its plan, before an encoder is loaded: `build` refuses, and a dry run says so.
+
+Unusable rows, no usable row, too little disk space, and a recipe that changed by accident: a build that would encode
+more than half of the cached samples again because of it asks for `--replace`. Masks that need no encoder and samples
+that come back from replaced shards are free, and need none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from qwen_cache.console import human_bytes, plural
+from qwen_cache.encode.builder import BuildJob
+from qwen_cache.encode.estimate import bytes_to_write, free_bytes
+from qwen_cache.encode.plan import RECIPE, BuildPlan
+from qwen_cache.encode.recipe import recipe_changes
+from qwen_cache.errors import ConfigError, QwenCacheError, SourceError
+from qwen_cache.format.update import Existing, Update
+from qwen_cache.plain_text import plain
+
+SURE = 0.9  # of the estimated bytes: a build that may just fit is not refused
+
+
+def unusable_rows(job: BuildJob, plan: BuildPlan) -> SourceError | None:
+    """The error for rows that cannot be used, unless they are to be skipped."""
+    if not plan.problems or job.config.data.on_error == "skip":
+        return None
+    what = f"nothing will be encoded until {'this is' if len(plan.problems) == 1 else 'these are'} fixed"
+    do = "fix the rows, or skip them with --on-error skip"
+    return SourceError(what, found=plural(len(plan.problems), "problem"), do=do)
+
+
+def empty_source(job: BuildJob, existing: Existing, plan: BuildPlan) -> SourceError | None:
+    """The error for a build without a sample, unless it is one of more slices than rows."""
+    if plan.samples or (job.slice and not existing.rows):
+        return None
+    return SourceError("no usable sample is left, so there is nothing to build")
+
+
+class RecipeChangedError(ConfigError):
+    """A build would replace most of the cache because of its settings, which may be an accident."""
+
+    def __init__(self, what: str, where: Path, commands: Sequence[str]) -> None:
+        do = "keep these samples too, in another folder or as another recipe, or replace them"
+        super().__init__(what, where=where, do=do)
+        self.commands = tuple(commands)
+        """The command lines that do so."""
+
+    def __str__(self) -> str:
+        return super().__str__() + "".join(f"\n    {plain(command)}" for command in getattr(self, "commands", ()))
+
+
+def changed_recipe(
+    job: BuildJob, existing: Existing, plan: BuildPlan, command: Sequence[str]
+) -> RecipeChangedError | None:
+    """The error for a build that would encode more than half of the cached samples again for another recipe.
+
+    `command` has the arguments of the command line, for the proposals.
+    """
+    again = {sample.row.name for sample in plan.to_encode if any(r.startswith(RECIPE) for r in sample.reasons)}
+    cached = {row.name for row in existing.of_recipe(job.recipe_name).values()}
+    if 2 * len(again) <= len(cached):
+        return None
+    changes = "; ".join(recipe_changes(existing.recipes[job.recipe_name], job.recipe))
+    samples = f"{len(again)} of {plural(len(cached), 'cached sample')}"
+    folder = next(name for i in itertools.count(2) if not Path(name := f"{job.folder}-{i}").exists())
+    recipe = next(name for i in itertools.count(2) if (name := f"{job.recipe_name}-{i}") not in existing.recipes)
+    return RecipeChangedError(
+        f"{samples} would be encoded again, because the recipe changed: {changes}",
+        job.folder,
+        [
+            _shell([*_without_out(command), "--out", folder]),
+            _shell([*command, "--set", f"cache.recipe={recipe}"]),
+            _shell([*command, "--replace"]),
+        ],
+    )
+
+
+def full_disk(job: BuildJob, plan: BuildPlan, update: Update) -> QwenCacheError | None:
+    """The error for a build that does not fit on the disk."""
+    needed, free = bytes_to_write(job, plan, update), free_bytes(job.folder)
+    if free is None or SURE * needed <= free:
+        return None
+    return QwenCacheError(
+        "the disk has too little space for this build",
+        where=job.folder,
+        expected=f"about {human_bytes(needed)}",
+        found=human_bytes(free),
+        do="make room (`qwen-cache gc` removes replaced shards), or name a folder on another disk with --out",
+    )
+
+
+def _without_out(command: Sequence[str]) -> list[str]:
+    left = [word for i, word in enumerate(command) if word != "--out" and command[i - 1 : i] != ["--out"]]
+    return [word for word in left if not word.startswith("--out=")]
+
+
+def _shell(command: Sequence[str]) -> str:
+    words = ["qwen-cache", *command]
+    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)

@@ -1,0 +1,124 @@
+"""Repair: encode the damaged samples of a cache again, and nothing else.
+
+A damaged shard is replaced by one with the same samples in the same order. Those whose tensors still have their hashes
+are copied, the others are encoded from the source, which must be what it was. A damaged sample whose source has changed
+or is missing, or one of another recipe in the same shard, is a problem: `data.on_error` stops, or drops it from the
+cache. Shards that hold other recipes alone are left as they are, and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, replace
+
+from qwen_cache.encode.builder import BuildJob, load_every_row, rules, staging_name
+from qwen_cache.encode.plan import BuildPlan, PlannedSample, make_plan
+from qwen_cache.encode.recipe import recipe_changes
+from qwen_cache.errors import ConfigError, Problem
+from qwen_cache.format import directory
+from qwen_cache.format.identity import differences, recipe_id
+from qwen_cache.format.index import IndexRow
+from qwen_cache.format.manifest import MANIFEST_NAME
+from qwen_cache.format.update import Existing, Update, by_position, finished_samples, plan_update
+from qwen_cache.format.verify import damaged_shards
+
+DAMAGED = "damaged"
+_DROP = "or drop the sample with --on-error skip"
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What a repair will do."""
+
+    plan: BuildPlan
+    """The damaged samples that can be encoded; `removed` are the names of those that cannot."""
+    update: Update
+    elsewhere: dict[str, list[str]]
+    """The damaged shards that hold other recipes alone, each with the names of these."""
+
+
+def plan_repair(
+    job: BuildJob, on_bytes: Callable[[int], None] = lambda _: None, on_row: Callable[[], None] = lambda: None
+) -> Repair:
+    """Read every byte of the cache, then the rows of the damaged samples.
+
+    Raises ManifestError if there is no cache, ConfigError if it has another recipe, and FormatError if its manifest or
+    index is damaged, which no build can repair.
+    """
+    if not (job.folder / MANIFEST_NAME).exists():
+        raise directory.no_manifest(job.folder)
+    existing = load_every_row(job)
+    _check_recipe(job, existing)
+    damaged = damaged_shards(job.folder, existing, on_bytes)
+    mine = recipe_id(job.recipe)
+    ours = {row.shard for row in existing.rows if row.meta.recipe == mine} & damaged.keys()
+    lost = {row.meta.key: row for row in existing.rows if row.shard in ours and row.meta.key in damaged[row.shard]}
+    plan = _plan(job, existing, lost, on_row)
+    dropped = lost.keys() - {sample.key for sample in plan.samples}
+    whole = replace(existing, rows=[row for row in existing.rows if row.meta.key not in lost])
+    listed = [row for row in existing.listed if row.key not in dropped]
+    rewritten = [row for row in existing.rows if row.shard in ours and row.meta.key not in dropped]
+    order = by_position(existing.manifest, rewritten)
+    shard_of = {row.meta.key: row.shard for row in rewritten}
+    last = dict.fromkeys(ours, "") | {shard_of[key]: key for key in order}
+    update = plan_update(job.folder, whole, job.format_version, listed, order, last)
+    return Repair(_with_finished(job, existing, plan), update, _elsewhere(existing, damaged.keys() - ours))
+
+
+def _check_recipe(job: BuildJob, existing: Existing) -> None:
+    recipe = existing.recipes.get(job.recipe_name)
+    if recipe is None:
+        names = ", ".join(sorted(existing.recipes))
+        what, do = (
+            f"this cache has no recipe {job.recipe_name!r}",
+            "name one of its recipes with --set cache.recipe=NAME",
+        )
+        raise ConfigError(what, where=job.folder, found=names, do=do)
+    if changes := recipe_changes(recipe, job.recipe):
+        raise ConfigError(
+            "--repair needs the model and the settings that the cache was built with",
+            where=job.folder,
+            found="; ".join(changes),
+            do=f"give those; {job.folder / 'qwen.yaml'} has the settings of the last build",
+        )
+
+
+def _plan(job: BuildJob, existing: Existing, lost: Mapping[str, IndexRow], on_row: Callable[[], None]) -> BuildPlan:
+    """The samples of `lost` that the source still has, and the problems of all others."""
+    names, mine = {row.name for row in lost.values()}, recipe_id(job.recipe)
+    rows = [row for row in job.rows if row.name in names]
+    read = make_plan(rows, (), rules(job), {}, on_row=on_row)
+    found = tuple(replace(sample, reasons=(DAMAGED,)) for sample in read.samples if sample.key in lost)
+    now = {sample.row.name: sample for sample in read.samples}
+    unreadable = {row.name for row in rows} - now.keys()  # their problems are among those of `read`
+    problems, keys = list(read.problems), {sample.key for sample in found}
+    for key, row in lost.items():
+        where = str(job.folder / row.shard)
+        if row.meta.recipe != mine:
+            recipe = next((name for name, it in existing.manifest.recipes.items() if it.id == row.meta.recipe), "")
+            what = f"{row.name} is damaged, and of another recipe, {recipe}, which shares this shard"
+            problems.append(Problem(where, what, f"restore the shard from a copy, {_DROP} and build that recipe again"))
+        elif key not in keys and row.name not in unreadable:
+            problems.append(Problem(where, *_lost(row, now.get(row.name))))
+    return BuildPlan(found, tuple(problems), tuple(row.name for key, row in lost.items() if key not in keys))
+
+
+def _lost(row: IndexRow, now: PlannedSample | None) -> tuple[str, str]:
+    """What is wrong with a damaged sample that cannot be encoded again, and what to do."""
+    if now is None:
+        return f"{row.name} is damaged, and the source no longer has it", f"put it back, {_DROP}"
+    changes = differences(row.meta.inputs, row.meta.prompt, now.inputs, now.row.prompt) or ["size"]
+    what = f"{row.name} is damaged, and its source has changed since ({', '.join(changes)})"
+    return what, f"put the old one back, {_DROP}: the next build encodes the new one"
+
+
+def _with_finished(job: BuildJob, existing: Existing, plan: BuildPlan) -> BuildPlan:
+    keys = {sample.key for sample in plan.samples}
+    finished = finished_samples(job.folder, existing, staging_name(job, repair=True), keys)
+    return replace(plan, kept=finished.interrupted, to_copy=finished.replaced)
+
+
+def _elsewhere(existing: Existing, shards: Set[str]) -> dict[str, list[str]]:
+    names = {recipe.id: name for name, recipe in existing.manifest.recipes.items()}
+    held = {(row.shard, names.get(row.meta.recipe, "")) for row in existing.rows if row.shard in shards}
+    return {shard: sorted(name for other, name in held if other == shard) for shard in sorted(shards)}

@@ -1,0 +1,56 @@
+"""In place of the encoders of a build: noise, so that a build takes milliseconds."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+
+from qwen_cache.cli import build as build_command
+from qwen_cache.encode.builder import BuildJob
+from qwen_cache.encode.plan import PlannedSample
+from qwen_cache.format.identity import content_hash, recipe_id
+from qwen_cache.format.sample import SampleMeta, token_count
+from qwen_cache.format.tensor import TensorSpec
+
+
+def fake_lanes(monkeypatch: pytest.MonkeyPatch) -> list[FakeLanes]:
+    """Build without encoders from now on; every set of lanes that is loaded."""
+    loaded: list[FakeLanes] = []
+
+    def load(job: BuildJob) -> FakeLanes:
+        loaded.append(FakeLanes(job))
+        return loaded[-1]
+
+    monkeypatch.setattr(build_command, "load_lanes", load)
+    return loaded
+
+
+class FakeLanes(AbstractContextManager[Any]):
+    """Noise that depends on the key alone; `encoded` has the names of the samples."""
+
+    def __init__(self, job: BuildJob) -> None:
+        self.job, self.encoded = job, []  # type: ignore[var-annotated]
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, sample: PlannedSample) -> PlannedSample:
+        return sample
+
+    def result(self, sample: PlannedSample) -> tuple[SampleMeta, dict[str, memoryview]]:
+        shapes = sample.img_shapes
+        wanted = {"image_latents": (token_count(shapes[:1]), 64), "control_latents": (token_count(shapes[1:]), 64)}
+        wanted |= {"prompt_embeds": (20, 64), "empty_prompt_embeds": (5, 64)}
+        data = {name: memoryview(self._noise(sample.key + name, shape)) for name, shape in wanted.items()}
+        tensors = {name: TensorSpec("F32", shape, content_hash(data[name])) for name, shape in wanted.items()}
+        meta = SampleMeta(recipe_id(self.job.recipe), sample.inputs, sample.row.prompt, shapes, 15, tensors)
+        self.encoded.append(sample.row.name)
+        return meta, data
+
+    @staticmethod
+    def _noise(seed: str, shape: tuple[int, ...]) -> bytes:
+        generator = torch.Generator().manual_seed(int(content_hash(seed.encode())[:15], 16))
+        return bytes(torch.randn(shape, generator=generator).view(-1).view(torch.uint8).numpy().data)
