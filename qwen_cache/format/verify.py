@@ -115,7 +115,7 @@ def _unreadable(folder: Path, shard: Shard, rows: Iterable[IndexRow]) -> Iterato
         data = directory.map_shard(folder, shard.name)
     except ShardError:
         data = memoryview(b"")
-    yield from (row.meta.key for row in rows if any(_tensor_faults(row.entry, data, folder / shard.name)))
+    yield from (row.meta.key for row in rows if any(_tensor_faults(row.entry, row.label, data, folder / shard.name)))
 
 
 def _stray_faults(folder: Path | Url, manifest: Manifest) -> Iterator[FormatError]:
