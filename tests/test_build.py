@@ -701,8 +701,8 @@ def test_a_device_that_is_not_there_lists_those_that_are(pairs: Path, tmp_path: 
         (["--set", "data.vae_image_sise=7"], "did you mean data.vae_image_size?"),
         (["--set", "dat.source=x"], "did you mean data?"),
         (["--set", "data.source"], "--set takes section.key=value"),
-        (["--dtype", "float16"], "cache.dtype"),
-        (["--format", "v3"], "cache.format"),
+        (["--dtype", "float16"], "--dtype"),
+        (["--format", "v3"], "--format"),
         (["--config", "nowhere.yaml"], "nowhere.yaml: no such file"),
     ],
 )

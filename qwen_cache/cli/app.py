@@ -158,11 +158,21 @@ def build(
             rich_help_panel=OUTPUT,
         ),
     ] = False,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Encode all samples again if model or settings differ from the cache's.")
+    replace_recipe: Annotated[
+        bool,
+        typer.Option(
+            "--replace",
+            help="Encode all samples again if model or settings differ from the cache's.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Encode the damaged samples of the cache again, and nothing else.")
+        bool,
+        typer.Option(
+            "--repair",
+            help="Encode the damaged samples of the cache again, and nothing else.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
     json: Json = False,
     config: ConfigFile = None,
@@ -184,7 +194,7 @@ def build(
         dry_run=dry_run,
         check=check,
         measure=measure,
-        replace_recipe=replace,
+        replace_recipe=replace_recipe,
         repair=repair,
         as_json=json,
     )
