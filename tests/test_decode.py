@@ -47,7 +47,7 @@ def test_images_are_the_stock_pipelines_bit_for_bit(train: Trainer) -> None:
             assert np.array_equal(np.asarray(Image.open(png)), stock_image(train.model, part, h, w)), png
             decoded += 1
         assert not len(latents)
-    assert decoded == len(list(folder.rglob("*.png"))) == 2 * 3 + 3  # one of the two samples has a second control
+    assert decoded == len(list(folder.rglob("*.png"))) == 2 * 4 + 3  # one of the two samples has a second control
     assert f"{decoded} new images in {out / 'validation'}" in result.stderr
 
 
