@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from qwen_cache.grounding.phrase import parse
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.durable import make_folder
+from qwen_train.inference.comparison import Comparison, check_comparison, comparison_path, save_comparison
 from qwen_train.inference.devices import Devices
 from qwen_train.inference.generator import Generator
-from qwen_train.inference.grid import Row, compare_grid
 from qwen_train.inference.images import image_format, image_paths, open_images, save_images
 from qwen_train.inference.jobs import GenerateJob, output_paths, prompt_jobs, source_jobs
 from qwen_train.inference.loras import WeightedLora
@@ -30,7 +30,6 @@ from qwen_train.inference.many import (
     generate_samples,
 )
 
-ROWS_ON_A_PAGE = 25
 COMPARE_NAME = "compare.png"
 WAYS = (("--prompt",), ("--image", "--prompt"), ("--source",), ("--prompt", "--source"), ("--from-cache",))
 """The valid combinations of options that select what to generate."""
@@ -160,30 +159,28 @@ def _many(settings: Config, generator: Generator, options: PredictOptions) -> in
     if options.source is None:
         open_images(options.images, generator.model.family)  # an unreadable one is one error, not one per prompt
         jobs = prompt_jobs(options.out.stem, options.images, options.prompts)
-        folder, grid = options.out.parent, options.out.with_stem(f"{options.out.stem}-compare")
+        folder, png = options.out.parent, options.out.with_stem(f"{options.out.stem}-compare")
     else:
         jobs, problems = source_jobs(options.source, settings.data, generator.model, options.prompts)
-        folder, grid = options.out, options.out / COMPARE_NAME
+        folder, png = options.out, options.out / COMPARE_NAME
     print_problems(problems)
     if problems and settings.data.on_error == "stop":
         console(always=True).print("nothing was generated; fix these rows, or skip them with --set data.on_error=skip")
         return FAILED
-    pages = image_paths(grid, math.ceil(len(jobs) / ROWS_ON_A_PAGE)) if options.compare else ()
-    results = generate_jobs(generator, jobs, folder, compare=options.compare, pages=pages)
+    comparison = comparison_path(png, len(jobs)) if options.compare else None
+    results = generate_jobs(generator, jobs, folder, comparison=comparison)
     existing = f", {len(results.skipped)} already there" if results.skipped else ""
     console().print(
         f"[bold green]done[/]: {plural(len(results.written), 'new image')} in {verbatim(folder)}{existing}",
         highlight=False,
     )
-    compare_pages: list[Path] = []
-    if options.compare:
+    if comparison:
         with_lora, family = bool(options.loras), generator.model.family
         rows = compared(jobs, folder, family, with_lora=with_lora, failed=results.failed)
-        compare_pages = _save_grid([row for _, row in rows], [job.prompt for job, _ in rows], grid)
-        _print_grid(compare_pages)
+        _compare(comparison, rows, len(jobs))
     print_problems(results.failed)
     if options.as_json:
-        _print_json(results.written, results.skipped, compare_pages, [*problems, *results.failed])
+        _print_json(results.written, results.skipped, comparison, [*problems, *results.failed])
     return FAULTS if problems or results.failed else 0
 
 
@@ -193,6 +190,10 @@ def _from_cache(settings: Config, generator: Generator, options: PredictOptions,
     samples = [find_sample([cache], key)[1] for key in options.keys]
     rows, paths = [], []
     outs = _paths_in_folder(samples, options.out) if options.into_folder else image_paths(options.out, len(samples))
+    png = options.out / COMPARE_NAME if options.into_folder else options.out.with_stem(f"{options.out.stem}-compare")
+    comparison = comparison_path(png, len(samples)) if options.compare else None
+    if comparison and os.path.lexists(comparison):
+        check_comparison(comparison)
     generated = generate_samples(generator, cache, samples, compare=options.compare)
     for out, row in zip(outs, generated, strict=True):
         image = row.with_lora or row.without_lora
@@ -200,15 +201,20 @@ def _from_cache(settings: Config, generator: Generator, options: PredictOptions,
         paths += save_images([image], out)
         rows.append(row)
     console().print(f"[bold green]done[/]: {_joined(paths)}", highlight=False)
-    pages: list[Path] = []
-    if options.compare:
-        compare = options.out.with_stem(f"{options.out.stem}-compare")
-        grid = options.out / COMPARE_NAME if options.into_folder else compare
-        pages = _save_grid(rows, [sample.prompt for sample in samples], grid)
-        _print_grid(pages)
+    if comparison:
+        named = zip(samples, rows, paths, strict=True)
+        title = "with LoRA" if options.loras else "without LoRA"
+        shown = (Comparison(sample.name, sample.prompt, row, {title: path}) for sample, row, path in named)
+        _compare(comparison, shown, len(rows))
     if options.as_json:
-        _print_json(paths, pages=pages)
+        _print_json(paths, comparison=comparison)
     return 0
+
+
+def _compare(path: Path, rows: Iterable[Comparison], count: int) -> None:
+    """Write the rows side by side."""
+    save_comparison(path, rows, count)
+    console().print(f"side by side: {verbatim(path)}", highlight=False)
 
 
 def _paths_in_folder(samples: Sequence[Sample], folder: Path) -> list[Path]:
@@ -228,26 +234,14 @@ def _paths_in_folder(samples: Sequence[Sample], folder: Path) -> list[Path]:
 def _print_json(
     written: Sequence[Path],
     skipped: Sequence[Path] = (),
-    pages: Sequence[Path] = (),
+    comparison: Path | None = None,
     problems: Sequence[Problem] = (),
     interrupted_after: int | None = None,
 ) -> None:
     """Print what was written, as the document of --json."""
-    files = {"images": written, "already_there": skipped, "compare": pages}
+    files = {"images": written, "already_there": skipped, "compare": [comparison] if comparison else []}
     listed = {name: [str(path) for path in paths] for name, paths in files.items()}
     print_json(listed | {"problems": [asdict(each) for each in problems], "interrupted_after": interrupted_after})
-
-
-def _save_grid(rows: Sequence[Row], captions: Sequence[str], path: Path) -> list[Path]:
-    """Write the rows side by side, on one or more pages."""
-    starts = range(0, len(rows), ROWS_ON_A_PAGE)
-    pages = [compare_grid(rows[i : i + ROWS_ON_A_PAGE], captions[i : i + ROWS_ON_A_PAGE]) for i in starts]
-    return save_images(pages, path)
-
-
-def _print_grid(paths: Sequence[Path]) -> None:
-    if paths:
-        console().print(f"side by side: {_joined(paths)}", highlight=False)
 
 
 def _joined(paths: Sequence[Path]) -> str:

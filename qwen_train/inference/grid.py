@@ -20,6 +20,13 @@ class Row:
     target: Image.Image | None = None
 
 
+def titled(row: Row) -> list[tuple[str, Image.Image]]:
+    """The images of a row that exist, each with its title, in the order of the columns."""
+    titles = ["control"] if len(row.controls) == 1 else [f"control {i}" for i in range(1, len(row.controls) + 1)]
+    named = [*zip(titles, row.controls, strict=True), ("without LoRA", row.without_lora), ("with LoRA", row.with_lora)]
+    return [(title, image) for title, image in [*named, ("target", row.target)] if image is not None]
+
+
 def compare_grid(rows: Sequence[Row], captions: Sequence[str], height: int = HEIGHT) -> Image.Image:
     """A line of titles, then each row with its caption below; see `make_grid`."""
     controls = max((len(row.controls) for row in rows), default=0)

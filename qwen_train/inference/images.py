@@ -18,7 +18,7 @@ from qwen_cache.models.family import Family
 from qwen_cache.plain_text import plain
 from qwen_cache.sources.images import open_rgb_file, open_rgba_file, over_white
 from qwen_cache.storage.durable import make_folder, write_durably
-from qwen_train.inference.jobs import png_metadata
+from qwen_train.inference.jobs import PAGE_HASH, png_metadata
 
 FORMATS = {"PNG": True, "WEBP": True, "TIFF": True, "JPEG": False, "BMP": False}
 """Whether a format keeps transparency; other programs ignore that of a BMP."""
@@ -54,7 +54,7 @@ def save_images(images: Sequence[Image.Image], out: Path) -> list[Path]:
     for path, image in zip(paths, images, strict=True):
         data = BytesIO()
         shown = image if FORMATS[kind] else over_white(image)
-        shown.save(data, kind, **({"pnginfo": png_metadata("by itself")} if kind == "PNG" else {}))
+        shown.save(data, kind, **({"pnginfo": png_metadata(PAGE_HASH)} if kind == "PNG" else {}))
         write_durably(path, data.getvalue())
         if shown is not image and image.getchannel("A").getextrema() != (255, 255):
             console().print(

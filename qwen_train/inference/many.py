@@ -1,7 +1,7 @@
 """Many images with the model loaded once: jobs, with and without the LoRAs, and samples of a cache.
 
 The prompts of all missing images are encoded before the transformer is loaded. Refused: a row with the name of the
-comparison page, and a cache of another model.
+comparison, and a cache of another model.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from qwen_cache.models.folder import ModelFolder, read_config
 from qwen_cache.sources.places import File
 from qwen_cache.storage.remembered import file_digest
 from qwen_train.inference.cached import generate_cached, guidance_from_cache, initial_latents
+from qwen_train.inference.comparison import Comparison, check_comparison
 from qwen_train.inference.devices import memory_for
 from qwen_train.inference.generator import Generator
 from qwen_train.inference.grid import Row
@@ -37,7 +38,6 @@ from qwen_train.inference.jobs import (
     control_images,
     output_paths,
     pending_jobs,
-    recorded_hash,
     run_jobs,
 )
 from qwen_train.inference.prompts import PromptEncoder
@@ -51,17 +51,17 @@ COMPONENTS = (*COMPONENTS_FOR_A_CACHE, "text_encoder", "tokenizer", "processor")
 
 
 def generate_jobs(
-    generator: Generator, jobs: Sequence[GenerateJob], folder: Path, *, compare: bool, pages: Sequence[Path] = ()
+    generator: Generator, jobs: Sequence[GenerateJob], folder: Path, *, comparison: Path | None = None
 ) -> JobResults:
-    """Write a PNG for each job to `folder`; with `compare`, also one without the LoRAs, named -without-lora.
+    """Write a PNG for each job to `folder`; for a `comparison`, also one without the LoRAs, named -without-lora.
 
-    `pages` are the files that the caller writes afterwards. Raises ConfigError or SourceError before loading the model
-    if an output would overwrite something else.
+    The caller writes the file `comparison` afterwards. Raises ConfigError or SourceError before loading the model if an
+    output would overwrite something else.
     """
     for job in jobs:
         check_count(generator.model, len(job.controls))
-    passes = _passes(generator, jobs, compare)
-    check_paths([job for each, _ in passes for job in each], folder, pages)
+    passes = _passes(generator, jobs, comparison is not None)
+    check_paths([job for each, _ in passes for job in each], folder, comparison)
     todo = [job for each, inputs in passes for job in pending_jobs(each, folder, inputs)]
     embeds = encode(generator, todo)
 
@@ -102,13 +102,13 @@ def _passes(
     return passes
 
 
-def check_paths(jobs: Sequence[GenerateJob], folder: Path, pages: Sequence[Path]) -> None:
-    """Raise an error if a page or image would overwrite another one, a control or a target."""
-    for page in filter(os.path.lexists, pages):
-        recorded_hash(page)  # it was generated here
+def check_paths(jobs: Sequence[GenerateJob], folder: Path, comparison: Path | None) -> None:
+    """Raise an error if the comparison or an image would overwrite another one, a control or a target."""
+    if comparison and os.path.lexists(comparison):
+        check_comparison(comparison)
     paths = {path.resolve() for path in output_paths(jobs, folder)}
-    if taken := paths & {page.resolve() for page in pages}:
-        raise SourceError("a row has the name of the comparison page", where=min(taken), do="rename the row")
+    if comparison and comparison.resolve() in paths:
+        raise SourceError("a row has the name of the comparison", where=comparison, do="rename the row")
     for job in jobs:
         for image in (*job.controls, *([job.target] if job.target else [])):
             if isinstance(image, File) and Path(str(image)).resolve() in paths:
@@ -138,21 +138,20 @@ def encode(generator: Generator, jobs: Sequence[GenerateJob]) -> dict[str, dict[
 
 def compared(
     jobs: Sequence[GenerateJob], folder: Path, family: Family, *, with_lora: bool, failed: Sequence[Problem]
-) -> list[tuple[GenerateJob, Row]]:
+) -> Iterator[Comparison]:
     """The generated images of each job that has all of them, with its controls and target."""
-    rows = []
+    titles = {"with LoRA": "", "without LoRA": WITHOUT} if with_lora else {"without LoRA": ""}
     failed_names = {
         name for job in jobs for name in (job.name, job.name + WITHOUT) if any(_is_of(p, name) for p in failed)
     }
     for job in jobs:
-        paths = [folder / f"{job.name}{suffix}.png" for suffix in (("", WITHOUT) if with_lora else ("",))]
-        if not all(path.is_file() for path in paths) or failed_names & {job.name, job.name + WITHOUT}:
+        files = {title: folder / f"{job.name}{suffix}.png" for title, suffix in titles.items()}
+        if not all(path.is_file() for path in files.values()) or failed_names & {job.name, job.name + WITHOUT}:
             continue
-        images = open_images(paths, family)
-        new, old = (images[0], images[1]) if with_lora else (None, images[0])
+        images = dict(zip(files, open_images(list(files.values()), family), strict=True))
         target = control_images(replace(job, controls=(job.target,)), family)[0] if job.target else None
-        rows.append((job, Row(tuple(control_images(job, family)), old, new, target)))
-    return rows
+        row = Row(tuple(control_images(job, family)), images["without LoRA"], images.get("with LoRA"), target)
+        yield Comparison(job.name, job.prompt, row, files)
 
 
 def _is_of(problem: Problem, name: str) -> bool:

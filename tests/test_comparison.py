@@ -1,0 +1,113 @@
+"""`--compare`: up to 20 rows are one PNG, more a page with names and prompts, whose images are files beside it."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from PIL import Image
+
+from qwen_cache.errors import ConfigError
+from qwen_cache.plain_text import without_controls
+from qwen_train.inference import comparison
+from qwen_train.inference.comparison import Comparison
+from qwen_train.inference.grid import Row
+
+from .support.pages import HOSTILE
+
+HOSTILE_NAME = "a#b?c%20 d:e 'f'"
+
+
+class Compared(HTMLParser):
+    """The headings, prompts, titles, images and links of a page; checks that every tag is closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: dict[str, list[str]] = {"h2": [], "h3": [], "prompt": [], "figcaption": []}
+        self.headings: list[str] = []
+        self.sources: list[str] = []
+        self.links: list[str] = []
+        self.lazy = 0
+        self.feed(html)
+        self.close()
+        assert not self.open
+        self.prompts, self.titles = self.texts["prompt"], self.texts["figcaption"]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        if tag == "img":
+            self.sources.append(values["src"])
+            self.lazy += values["loading"] == "lazy"
+        elif tag != "meta":
+            self.open.append(values.get("class", tag) if tag == "p" else tag)
+        if tag == "a" and "figure" in self.open:
+            self.links.append(values["href"])
+        if self.open[-1] in self.texts and tag != "img":
+            self.texts[self.open[-1]].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() in (tag, "prompt", "parts")
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in self.texts:
+            self.texts[self.open[-1]][-1] += data
+        if self.open and self.open[-1] in ("h2", "h3"):
+            self.headings.append(data)
+
+
+def compared(count: int, folder: Path) -> list[Comparison]:
+    """Rows of one colour each: the number of the row in red, and of the column in green."""
+    folder.mkdir(exist_ok=True)
+    rows = []
+    for i in range(count):
+        control, without, trained, target = (Image.new("RGB", (900, 600), (i, 60 * column, 0)) for column in range(4))
+        name = HOSTILE_NAME if i == 0 else f"row {i}"
+        trained.save(folder / f"{name}.png")
+        files = {"with LoRA": folder / f"{name}.png"}
+        rows.append(Comparison(name, f"{HOSTILE} {i}", Row((control,), without, trained, target), files))
+    return rows
+
+
+def test_many_rows_are_a_page_in_parts_with_names_prompts_and_images(tmp_path: Path) -> None:
+    out = tmp_path / "generated"
+    rows = compared(21, out)
+    path = comparison.comparison_path(out / "compare.png", 21)
+    comparison.save_comparison(path, iter(rows), 21)
+    page = Compared(path.read_text(encoding="utf-8"))
+    assert page.headings == ["1 to 20", *(row.name for row in rows[:20]), "21 to 21", "row 20"]
+    assert page.prompts == [f"{without_controls(HOSTILE)} {i}" for i in range(21)]
+    assert page.titles == ["control", "without LoRA", "with LoRA", "target"] * 21
+    assert page.lazy == 4 * 21
+    shown = [Image.open(out / unquote(source)) for source in page.sources]
+    assert {image.size for image in shown} == {(640, 427)}
+    colours = [image.getpixel((9, 9)) for image in shown]
+    assert colours == [pytest.approx((i, 60 * column, 0), abs=4) for i in range(21) for column in range(4)]
+    opened = [out / unquote(link) for link in page.links]
+    assert opened[2] == out / f"./{HOSTILE_NAME}.png"
+    assert all(each.is_file() for each in opened)
+    assert not re.search(r"""(src|href)=["'](?!\./|#)""", path.read_text(encoding="utf-8"))
+
+
+def test_only_the_newest_comparison_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of others is removed."""
+    monkeypatch.setattr(comparison, "ROWS", 2)
+    out = tmp_path / "generated"
+    rows = compared(4, out)
+    (out / "compare_files").mkdir()
+    (out / "compare_files" / "mine.jpg").touch()
+    for count in (4, 3, 2, 3):
+        path = comparison.comparison_path(out / "compare.png", count)
+        if path.exists():
+            comparison.check_comparison(path)
+        comparison.save_comparison(path, rows[:count], count)
+        is_page = count > 2
+        assert {each.name for each in out.glob("compare.*")} == {"compare.html" if is_page else "compare.png"}
+        assert len(list((out / "compare_files").iterdir())) == 1 + 4 * count * is_page
+    for name in ("compare.png", "compare.html"):
+        (out / name).write_bytes(b"mine")
+        with pytest.raises(ConfigError, match=r"was not generated by .*, and would be overwritten"):
+            comparison.check_comparison(out / name)
