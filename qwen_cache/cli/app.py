@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from qwen_cache.command_line import run_app, version_option
+from qwen_cache.config_command import add_config_command
 from qwen_cache.options import (
     DEVICES,
     INPUT,
@@ -25,6 +26,7 @@ from qwen_cache.options import (
     ReadPath,
     command,
     setting,
+    setting_argument,
 )
 from qwen_cache.settings.given import Given
 
@@ -69,6 +71,43 @@ OnError = Annotated[
     Given | None,
     setting("data.on_error", "--on-error", panel=INPUT, help="How to handle unusable samples."),
 ]
+
+
+@command(
+    app,
+    page="tutorial.md",
+    examples=["qwen-cache init data", "qwen-cache init data.parquet --model Qwen/Qwen-Image-2.1 --out run.yaml"],
+)
+def init(
+    source: Annotated[
+        Given | None,
+        setting_argument("data.source", "SOURCE", help="A folder, table or tars of images, or a URL."),
+    ] = None,
+    model: Annotated[
+        Given | None,
+        setting(
+            "model.path",
+            "--model",
+            panel=MODEL,
+            metavar="MODEL",
+            help="A diffusers folder, or a repository on the hub.",
+            default="one that takes as many control images as the samples have",
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="The settings file to write.", metavar="FILE", rich_help_panel=OUTPUT)
+    ] = Path("qwen.yaml"),
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the file if it exists.", rich_help_panel=OUTPUT)
+    ] = False,
+    json: Json = False,
+    set_: Assignments = None,
+) -> int:
+    """Write a small commented qwen.yaml for the data in SOURCE and the devices of this machine."""
+    from qwen_cache.cli.init import run_init
+    from qwen_cache.settings.load import overridden
+
+    return run_init(overridden({}, assignments=set_, given=[source, model]), out, force=force, as_json=json)
 
 
 @command(
@@ -388,7 +427,7 @@ def migrate(
     from qwen_cache.settings.load import load_config
 
     path = load_config(config, set_, [cache]).cache.path
-    settings = load_config(config, set_, [cache, Given("--out", "cache.path", out)])
+    settings = load_config(config, set_, [cache, Given("--out", "cache.path", out) if out else None])
     return run_migrate(settings, path, int(old[1:]), int(new[1:]), as_json=json)
 
 
@@ -613,6 +652,7 @@ def doctor(
     return run_doctor(load_config(config, set_, [path]).cache.path, as_json=json)
 
 
+add_config_command(app)
 app.callback()(version_option)
 
 

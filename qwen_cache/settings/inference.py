@@ -21,20 +21,24 @@ class PredictConfig(Section):
     true_cfg_scale: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Classifier-free guidance, where a negative prompt is given; by default 4, for Qwen-Image-2.1 1 (none)."""
     negative_prompt: str | None = None
+    """The prompt to guide away from; may be empty."""
     guidance_scale: float | None = None
     """For guidance-distilled models only."""
     num_images_per_prompt: Positive = 1
+    """Images of one prompt, each from its own noise."""
     max_sequence_length: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Tokens kept of a prompt without images, by default 512; not for Qwen-Image-2.1."""
     height: Side | None = None
     """Rounded down to 16 pixels (Qwen-Image-2.1: 32), as the width; when not given, about 1024² (Qwen-Image-2.1:
     output_resolution²) in the shape of the last image."""
     width: Side | None = None
+    """As the height."""
     output_resolution: Annotated[int, Field(gt=0, multiple_of=32)] | None = None
     """Qwen-Image-2.1: about the square of it are the pixels of control images, and of the result; by default 1024."""
     use_kv_cache: bool | None = None
     """Qwen-Image-2.1: keep keys and values of text and control images after the first step; by default true."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of the noise."""
     tabulated_modulation: bool = False
     """Read the modulation from a table instead of loading its weights (a third of the model); bfloat16 only."""
     offload: Literal["none", "model", "sequential"] = "none"

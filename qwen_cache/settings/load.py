@@ -69,8 +69,21 @@ def load_config(
     """
     if path is None and Path(CONFIG_NAME).is_file():
         path = Path(CONFIG_NAME)
-    value = _read(path) if path else {}
-    origins = _Origins(str(path) if path else "the options given")
+    return overridden(_read(path) if path else {}, str(path) if path else GIVEN, assignments, given, **options)
+
+
+GIVEN = "the options given"
+
+
+def overridden(
+    value: dict[str, Any],
+    where: str = GIVEN,
+    assignments: Sequence[str] | None = (),
+    given: Iterable[Given | None] = (),
+    **options: Any,
+) -> Config:
+    """As `load_config`, of settings that are read already, from `where`."""
+    origins = _Origins(where)
     for assignment in assignments or ():
         name, equals, text = (part.strip() for part in assignment.partition("="))
         if not equals:

@@ -96,7 +96,9 @@ class MaskHeadConfig(Section):
     """`qwen-train mask-head`. Experimental: never trained on the real encoder's attention."""
 
     steps: Positive = 3000
+    """Optimizer steps."""
     batch_size: Positive = 8
+    """Masks in one step."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
     """For a few hundred masks, 1e-3 learns faster."""
     base_channels: Positive = 64
@@ -106,7 +108,9 @@ class MaskHeadConfig(Section):
     validation_split: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Fraction of the targets that is held out, by their hash."""
     device: str = "auto"
+    """The device for training; `auto` is the first accelerator, or the CPU."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of the initial weights and the order of the masks."""
 
 
 class OptimizerConfig(Section):
@@ -117,8 +121,11 @@ class OptimizerConfig(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
     """prodigy finds its own learning rate and multiplies it by this: set 1."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay of the running means of the gradient and its square."""
     weight_decay: Annotated[float, Field(ge=0)] = 1e-2
+    """Weight decay."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator of the update."""
 
 
 class LrSchedulerConfig(Section):
@@ -127,6 +134,7 @@ class LrSchedulerConfig(Section):
     )
     """Names as in diffusers."""
     warmup_steps: NotNegative = 0
+    """Steps over which the learning rate rises from 0."""
     num_cycles: Positive = 1
     """For cosine_with_restarts."""
     power: float = 1.0

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from qwen_cache.command_line import run_app, version_option
+from qwen_cache.config_command import add_config_command
 from qwen_cache.options import (
     DEVICES,
     GENERATE,
@@ -478,6 +479,7 @@ def _only_cache(cache: Given | None) -> list[Given]:
     return [cache, Given("CACHE", "train.caches", [])] if cache else []
 
 
+add_config_command(app)
 app.callback()(version_option)
 
 

@@ -155,6 +155,13 @@ class Maker:
             self.scenario("inspect --html", html, "pages", older, faults=partial(file_faults, "pages")),
             self.scenario("predict", self.predict(), "made", faults=partial(file_faults, "made")),
             self.scenario("mask-head", self.mask_head(), "heads", faults=partial(file_faults, "heads")),
+            self.scenario(
+                "init",
+                self.init(),
+                "settings",
+                self.init("--set=train.max_steps=5"),
+                faults=partial(file_faults, "settings"),
+            ),
         ]
 
     def predict(self) -> list[str | Path]:
@@ -162,6 +169,9 @@ class Maker:
         given: list[str | Path] = ["--prompt", "a fox", "--image", image, "--out", out, "--seed", "1"]
         small = ["--height", "32", "--width", "32", "--num-inference-steps", "2", "--set", "predict.dtype=float32"]
         return ["qwen-train", "predict", "--model", self.model, *given, *small]
+
+    def init(self, *options: str) -> list[str | Path]:
+        return ["qwen-cache", "init", self.data, "--force", "--out", self.work / "settings" / "qwen.yaml", *options]
 
     def mask_head(self) -> list[str | Path]:
         from tests.support.scenes import QUICK, RECIPE, scene, write_scenes

@@ -1,0 +1,252 @@
+"""Terminal front end of `qwen-cache init`: a small qwen.yaml for the data that it sees, with comments that say why.
+
+It reads the rows of the source, the headers of some images, and the devices of this machine; nothing is downloaded.
+Refused: a source with unusable rows, as in a build, and to overwrite a file without --force.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+from qwen_cache.cli.doctor import Device, Torch, probe_torch
+from qwen_cache.console import console, human_bytes, plural, print_json, print_problems
+from qwen_cache.errors import ConfigError, SourceError
+from qwen_cache.models.family import FAMILIES, QWEN_IMAGE, VAE_IMAGE_SIZE, Family
+from qwen_cache.plain_text import plain
+from qwen_cache.settings.listing import comment, settings_file
+from qwen_cache.settings.load import Config, overridden
+from qwen_cache.settings.yaml_text import parse_yaml
+from qwen_cache.sources.detect import Row, read_source
+from qwen_cache.sources.images import upright_size
+from qwen_cache.storage.durable import make_folder, write_durably
+from qwen_cache.storage.url import location
+
+HEADERS = 32
+"""Images whose size is read, at equal distances: enough for a median, and a second from a server."""
+SMALL = 0.75
+"""Of the default area: below it a smaller one is advised, since enlarged images cost time and show nothing more."""
+STEP = 32
+"""The sides of advised areas, as the pipelines make them."""
+FITTING: tuple[tuple[float, dict[str, Any]], ...] = (
+    (47.9e9, {}),
+    (33.8e9, {"train.tabulated_modulation": True}),
+    (21.3e9, {"train.offload_blocks": 40}),
+    (7.3e9, {"train.offload_blocks": 60}),
+)
+"""Bytes of GPU memory for a LoRA on the 20B model, 1024² with one control, and settings that need no more:
+docs/howto/train-on-24gb.md. Those that round nothing, the fastest first."""
+KINDS = {
+    "csv": "a CSV table",
+    "tsv": "a TSV table",
+    "jsonl": "a JSON Lines table",
+    "json": "a JSON table",
+    "parquet": "Parquet",
+    "arrow": "a dataset that `datasets` saved",
+    "tar": "tars of images",
+}
+"""What a row's place says of its source."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the source holds."""
+
+    kind: str
+    samples: int
+    controls: tuple[int, int]
+    """The fewest and the most controls of a sample."""
+    without_prompt: int
+    with_mask: int
+    sizes: Sequence[tuple[int, int]]
+    """Width and height of some targets, by area."""
+
+    @property
+    def median(self) -> tuple[int, int]:
+        return self.sizes[median_low(range(len(self.sizes)))]
+
+
+def run_init(config: Config, file: Path, *, force: bool, as_json: bool) -> int:
+    """Write the settings file; the exit code. It has those of `config` that are not the defaults too."""
+    if file.exists() and not force:
+        raise ConfigError("there is a settings file already", where=file, do="give --force to replace it, or --out")
+    survey = look_at(config)
+    models, torch = fitting_models(survey.controls), probe_torch()
+    entries = {key: (value, comment) for key, value, comment in chosen(config, survey, models, torch)}
+    defaults = Config().flat()
+    entries |= {key: (value, "As given.") for key, value in config.flat().items() if value != defaults[key]}
+    text = settings_file((key, *entries[key]) for key in sorted(entries, key=list(defaults).index))
+    text = f"{_head(config.data.source, survey)}\n\n{text}\n"
+    overridden(parse_yaml(text), str(file))
+    make_folder(file.parent)
+    write_durably(file, text.encode("utf-8"))
+    follow = _next_commands(file)
+    if as_json:
+        print_json(_to_json(file, config, survey, models, torch, follow))
+        return 0
+    console().print(f"wrote {plain(file)}: {plain(config.data.source)} is {summary(survey)}", markup=False)
+    console().print("\n".join(["next:", *(f"  {each}" for each in follow)]), markup=False)
+    return 0
+
+
+def look_at(config: Config) -> Survey:
+    """Read the rows of the source, and the size of some targets; SourceError where `build` would stop."""
+    source = config.data.source
+    rows, problems = read_source(
+        location(source),
+        needs_control=False,
+        takes_control=True,
+        allow_empty_prompt=True,
+        allow_urls=config.data.allow_urls,
+    )
+    print_problems(problems)
+    if not rows or (problems and config.data.on_error == "stop"):
+        do = "fix the problems above" + (", or skip these rows with --set data.on_error=skip" if rows else "")
+        what = "some rows of this source cannot be used" if rows else "no row of this source can be used"
+        raise SourceError(what, where=source, do=do)
+    sizes = sorted(_sizes(rows), key=math.prod)
+    if not sizes:
+        raise SourceError("no image of this source can be read", where=source, found=str(rows[0].target))
+    counts = [len(row.controls) for row in rows]
+    return Survey(
+        kind=_kind(rows[0], source),
+        samples=len(rows),
+        controls=(min(counts), max(counts)),
+        without_prompt=sum(not row.prompt for row in rows),
+        with_mask=sum(row.mask is not None for row in rows),
+        sizes=sizes,
+    )
+
+
+def _kind(row: Row, source: str) -> str:
+    inside = row.where.removeprefix(source)
+    ending = re.findall(rf"\.({'|'.join(KINDS)})\b", inside) or re.findall(r"\.(\w+)$", source)
+    return KINDS.get(ending[0], "a folder of images") if ending else "a folder of images"
+
+
+def _sizes(rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
+    for number in range(min(HEADERS, len(rows))):
+        target = rows[number * len(rows) // min(HEADERS, len(rows))].target
+        data = target.read()
+        with suppress(SourceError):  # no image: `build` reports it
+            yield upright_size(data, str(target))
+
+
+def fitting_models(controls: tuple[int, int]) -> list[tuple[str, Family]]:
+    """The published models that take so many controls, the advised one first: the newest of the 20B family."""
+    fewest, most = controls
+    return [
+        (name, family)
+        for family in FAMILIES
+        for pipeline in reversed(family.pipelines)
+        if pipeline.min_controls <= fewest and (pipeline.max_controls is None or most <= pipeline.max_controls)
+        for name in reversed(pipeline.models)
+    ]
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def chosen(
+    config: Config, survey: Survey, models: Sequence[tuple[str, Family]], torch: Torch
+) -> Iterator[tuple[str, Any, str]]:
+    """Each setting of the file, with its value and the comment that says why."""
+    name, family = next((each for each in models if each[0] == config.model.path), models[0])
+    others = "; ".join(f"{other} ({kind.licence})" for other, kind in models if other != name)
+    takes = "No control images" if not survey.controls[1] else f"{_controls(survey.controls)} per sample"
+    yield "model.path", name, f"{takes}, licence {family.licence}." + (f" Also possible: {others}." if others else "")
+    yield "data.source", config.data.source, ""
+    if survey.without_prompt:
+        what = f"{plural(survey.without_prompt, 'sample')} of {survey.samples} without a prompt, which `build` refuses"
+        yield "data.allow_empty_prompt", False, f"{what} unless this is true."
+    area, width, height = VAE_IMAGE_SIZE, *survey.median
+    if width * height < SMALL * area:
+        side = max(STEP, math.isqrt(width * height) // STEP * STEP)
+        why = f"{side}²: the median target has {width}×{height}. By default all are enlarged to about 1024² pixels."
+        yield "data.vae_image_size", side * side, why
+    yield "cache.path", config.cache.path, "The folder of the cache."
+    defaults = Config()
+    yield "train.output_dir", defaults.train.output_dir, "The folder of the LoRA, its checkpoints and the report."
+    yield from _memory(family, torch)
+    steps = defaults.train.max_steps
+    yield "train.max_steps", steps, f"With a batch size of 1: {steps / survey.samples:.1f} epochs."
+    if survey.with_mask:
+        masks = f"{plural(survey.with_mask, 'sample')} with a mask: above 1, the loss inside of it counts more."
+        yield "train.edit_mask_weight", defaults.train.edit_mask_weight, masks
+    yield "train.lora.rank", defaults.train.lora.rank, "More learns more, and takes more memory."
+    yield "optimizer.learning_rate", defaults.optimizer.learning_rate, ""
+
+
+def _memory(family: Family, torch: Torch) -> Iterator[tuple[str, Any, str]]:
+    """The first setting of training that depends on the GPU."""
+    device = next(iter(torch.devices), None)
+    why = "`qwen-train plan` computes it for this cache."
+    if device is None or device.total is None:
+        found = "torch is not installed" if torch.absent else "No GPU was found"
+        yield "train.batch_size", 1, f"{found} on this machine, so nothing here depends on its memory; {why}"
+        return
+    has = f"{device.name} has {human_bytes(device.total)}"
+    if family is not QWEN_IMAGE:
+        yield "train.batch_size", 1, f"{has}. What fits, {why}"
+        return
+    needed, settings = next((each for each in FITTING if each[0] <= device.total), FITTING[-1])
+    about = f"{has}; a sample of 1024² with one control needs about {human_bytes(needed)}"
+    yield "train.batch_size", 1, f"{about}{' with the setting below' if settings else ''}. {why[0].upper()}{why[1:]}"
+    yield from ((key, value, "") for key, value in settings.items())
+
+
+def _head(source: str, survey: Survey) -> str:
+    what = f"Written by `qwen-cache init`. {plain(source)} is {summary(survey)}."
+    where = "All settings: `qwen-train config`. Some: `qwen-train config --search lr`."
+    return "\n".join([*comment(what), *comment(where)])
+
+
+def summary(survey: Survey) -> str:
+    """The kind of a source, its samples and their sizes, on one line."""
+    (w0, h0), (w, h), (w1, h1) = survey.sizes[0], survey.median, survey.sizes[-1]
+    sizes = f"{w}×{h}" if (w0, h0) == (w1, h1) else f"{w0}×{h0} to {w1}×{h1}, median {w}×{h}"
+    controls = f"with {_controls(survey.controls)} each" if survey.controls[1] else "without control images"
+    return f"{survey.kind}: {plural(survey.samples, 'sample')} {controls}, targets {sizes}"
+
+
+def _controls(controls: tuple[int, int]) -> str:
+    fewest, most = controls
+    return plural(most, "control image") if fewest == most else f"{fewest} to {most} control images"
+
+
+def _next_commands(file: Path) -> list[str]:
+    config = "" if file == Path("qwen.yaml") else f" --config {file}"
+    return [f"qwen-cache build --dry-run{config}", f"qwen-cache build{config}"]
+
+
+def _to_json(
+    file: Path,
+    config: Config,
+    survey: Survey,
+    models: Sequence[tuple[str, Family]],
+    torch: Torch,
+    follow: Sequence[str],
+) -> dict[str, Any]:
+    return {
+        "file": str(file),
+        "source": config.data.source,
+        "kind": survey.kind,
+        "samples": survey.samples,
+        "controls": list(survey.controls),
+        "without_prompt": survey.without_prompt,
+        "with_mask": survey.with_mask,
+        "targets": {"smallest": survey.sizes[0], "median": survey.median, "largest": survey.sizes[-1]},
+        "models": [name for name, _ in models],
+        "devices": [_device(each) for each in torch.devices],
+        "next": list(follow),
+    }
+
+
+def _device(device: Device) -> dict[str, Any]:
+    return {"device": device.device, "name": device.name, "memory": device.total}

@@ -1,0 +1,199 @@
+"""`init` writes a settings file for the data that it sees, and `config` prints all settings, or those of a search."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from qwen_cache.cli import init
+from qwen_cache.cli.doctor import Device, Torch
+from qwen_cache.models.family import FAMILIES
+from qwen_cache.settings.listing import all_settings
+from qwen_cache.settings.load import OTHER_NAMES, RENAMED, Config, known_keys, load_config
+
+from .support.commands import run
+from .support.paths import ROOT
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(init, "probe_torch", lambda: Torch("2.11"))
+    return tmp_path
+
+
+def write_data(controls: dict[str, int], size: tuple[int, int] = (1600, 1200), prompts: int = 99) -> None:
+    """A table of targets with these numbers of controls, the first `prompts` with a prompt."""
+    Path("data").mkdir()
+    rows = []
+    for number, (name, count) in enumerate(controls.items()):
+        images = [f"{name}.png", *(f"{name}-{control}.png" for control in range(count))]
+        for image in images:
+            Image.new("RGB", size).save(f"data/{image}")
+        prompt = "mirror it" if number < prompts else ""
+        rows.append({"file_name": images[0], "control_images": images[1:], "prompt": prompt})
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    Path("data/metadata.jsonl").write_text(lines, encoding="utf-8")
+
+
+def written() -> tuple[Config, str]:
+    return load_config(Path("qwen.yaml")), Path("qwen.yaml").read_text(encoding="utf-8")
+
+
+def test_a_settings_file_for_the_data() -> None:
+    write_data({"a": 1, "b": 1, "c": 1}, size=(704, 480), prompts=2)
+    result = run("qwen-cache", "init")
+    about = "data is a JSON Lines table: 3 samples with 1 control image each, targets 704×480"
+    assert (result.code, result.stdout) == (0, "")
+    commands = "next:\n  qwen-cache build --dry-run\n  qwen-cache build\n"
+    assert result.stderr == f"wrote qwen.yaml: {about}\n{commands}"
+    config, text = written()
+    assert config == load_config(
+        None,
+        ["train.batch_size=1", f"data.vae_image_size={576 * 576}", "model.path=Qwen/Qwen-Image-Edit-2511"],
+    )
+    comments = " ".join(line.strip().removeprefix("# ") for line in text.splitlines() if "#" in line)
+    assert about in comments
+    assert "1 sample of 3 without a prompt, which `build` refuses unless this is true." in comments
+    assert "576²: the median target has 704×480." in comments
+    assert "With a batch size of 1: 333.3 epochs." in comments
+    assert "Also possible: Qwen/Qwen-Image-Edit-2509 (apache-2.0); Qwen/Qwen-Image-Edit (apache-2.0)" in comments
+    assert "No GPU was found on this machine" in comments
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_an_existing_file_is_kept_without_force() -> None:
+    write_data({"a": 1})
+    Path("qwen.yaml").write_text("mine: [", encoding="utf-8")
+    result = run("qwen-cache", "init", "data")
+    assert result.code == 2
+    assert result.stderr == (
+        "error: qwen.yaml: there is a settings file already\n  → give --force to replace it, or --out\n"
+    )
+    assert Path("qwen.yaml").read_text(encoding="utf-8") == "mine: ["
+    assert run("qwen-cache", "init", "data", "--out", "my/run.yaml").stderr.endswith("build --config my/run.yaml\n")
+    assert run("qwen-cache", "init", "data", "--force", "--set", "train.max_steps=50").code == 0
+    assert written()[0].train.max_steps == 50
+
+
+@pytest.mark.parametrize(
+    ("controls", "model"),
+    [
+        ({"a": 0, "b": 0}, "Qwen/Qwen-Image"),
+        ({"a": 1, "b": 2}, "Qwen/Qwen-Image-Edit-2511"),
+        ({"a": 0, "b": 1}, "Qwen/Qwen-Image-2.1"),
+    ],
+)
+def test_the_model_takes_as_many_images_as_the_samples_have(controls: dict[str, int], model: str) -> None:
+    write_data(controls)
+    result = json.loads(run("qwen-cache", "init", "--json").stdout)
+    assert result["models"][0] == written()[0].model.path == model
+    assert result["controls"] == [min(controls.values()), max(controls.values())]
+    published = {name for family in FAMILIES for pipeline in family.pipelines for name in pipeline.models}
+    assert set(result["models"]) <= published
+    assert written()[0].data.vae_image_size is None
+
+
+@pytest.mark.parametrize(
+    ("memory", "settings"),
+    [
+        (80e9, {}),
+        (48e9, {}),
+        (40e9, {"tabulated_modulation": True}),
+        (24e9, {"offload_blocks": 40}),
+        (12e9, {"offload_blocks": 60}),
+    ],
+)
+def test_training_fits_the_gpu(memory: float, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device("cuda:0", "NVIDIA X", int(memory), int(memory), True)
+    monkeypatch.setattr(init, "probe_torch", lambda: Torch("2.11", "CUDA 13", (device,)))
+    write_data({"a": 1})
+    assert run("qwen-cache", "init").code == 0
+    config, text = written()
+    assert (
+        config.train == load_config(None, train__batch_size=1, **{f"train__{k}": v for k, v in settings.items()}).train
+    )
+    assert f"# NVIDIA X has {memory / 1e9:.1f} GB; a sample of 1024² with one control needs" in text
+
+
+def test_the_memory_that_is_needed_is_that_of_the_documentation() -> None:
+    page = (ROOT / "docs" / "howto" / "train-on-24gb.md").read_text(encoding="utf-8")
+    for size, settings in init.FITTING:
+        words = " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())
+        row = f"`{words}`" if words else "none"
+        assert re.search(rf"^\| {re.escape(row)} \| {size / 1e9:.1f} GB \|$", page, re.MULTILINE), row
+
+
+def test_a_source_that_cannot_be_used_writes_nothing() -> None:
+    result = run("qwen-cache", "init", "nothing")
+    assert result.code == 2
+    assert result.stderr.startswith("error: nothing: there is no such source")
+    write_data({"a": 1})
+    with Path("data/metadata.jsonl").open("a") as table:
+        table.write('{"file_name": "b.png", "control_images": ["a.png"], "prompt": "x"}\n')
+    result = run("qwen-cache", "init")
+    assert "the target data/b.png does not exist" in result.stderr
+    assert result.stderr.endswith(
+        "error: data: some rows of this source cannot be used\n"
+        "  → fix the problems above, or skip these rows with --set data.on_error=skip\n"
+    )
+    assert not Path("qwen.yaml").exists()
+    assert run("qwen-cache", "init", "--set", "data.on_error=skip").code == 0
+    assert written()[0].data.on_error == "skip"
+    Path("qwen.yaml").unlink()
+    Path("data/a.png").write_bytes(b"no image")
+    result = run("qwen-cache", "init", "--set", "data.on_error=skip")
+    assert "error: data: no image of this source can be read (found data/a.png)" in result.stderr
+    assert not Path("qwen.yaml").exists()
+
+
+# ---- config ----------------------------------------------------------------------------------------------------------
+
+
+def test_config_prints_every_setting_as_a_settings_file() -> None:
+    text = run("qwen-train", "config").stdout
+    Path("qwen.yaml").write_text(text, encoding="utf-8")
+    assert load_config(None) == Config()
+    assert run("qwen-cache", "config").stdout == text
+    assert max(map(len, text.splitlines())) <= 80
+    listed = json.loads(run("qwen-train", "config", "--json").stdout)
+    parts = {key for key in known_keys() if key.startswith("train.caches.")}
+    sections = {key.rpartition(".")[0] for key in known_keys()} - {"train.caches"} | set(Config.model_fields)
+    assert {each["key"] for each in listed} == set(known_keys()) - parts - sections
+    assert [each["key"] for each in listed if not each["description"]] == []
+    assert all(each["value"] == each["default"] for each in listed)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("lr", "optimizer.learning_rate"),
+        ("network_dim", "train.lora.rank"),
+        ("shuffle window", "train.bucketing_window"),
+        ("Learning_Rate", "optimizer.learning_rate"),
+        ("bitsandbytes", "model.quantization"),
+    ],
+)
+def test_config_finds_settings_by_their_words(words: str, found: str) -> None:
+    listed = [each["key"] for each in json.loads(run("qwen-train", "config", "--search", words, "--json").stdout)]
+    assert found in listed
+    assert len(listed) < 12
+
+
+def test_config_shows_the_values_that_are_set() -> None:
+    Path("qwen.yaml").write_text("train: {lora: {rank: 4}}\n", encoding="utf-8")
+    shown = run("qwen-train", "config", "--search", "update matrices").stdout
+    assert shown == "train:\n  lora:\n    # The rank of the update matrices. Default: 16.\n    rank: 4\n"
+    result = run("qwen-train", "config", "--search", "nothing like it")
+    assert result.code == 2
+    assert result.stderr == ("error: --search: no setting has these words (found nothing like it)\n  → try one word\n")
+
+
+def test_other_names_are_those_of_settings() -> None:
+    keys = {each.key for each in all_settings()}
+    assert OTHER_NAMES.keys() | set(RENAMED.values()) <= keys
