@@ -60,8 +60,8 @@ def test_what_is_there_is_not_made_again(train: Trainer) -> None:
     expected = removed.read_bytes()
     removed.unlink()
     kept.write_bytes(b"mine")
-    result = run("qwen-train", "decode", out)
-    assert "1 new image in" in result.stderr
+    result = run("qwen-train", "decode", out, "--json")
+    assert json.loads(result.stdout) == {"folder": str(out), "images": [str(removed)]}
     assert removed.read_bytes() == expected
     assert kept.read_bytes() == b"mine"
     assert f"{kept.name} cannot be read" in (out / "report.html").read_text(encoding="utf-8")

@@ -86,8 +86,9 @@ def stock_with(file: Path, model: Path) -> QwenImageTransformer2DModel:
 
 
 def export(source: Path, form: str, out: Path, *options: str | Path) -> Path:
-    result = run("qwen-train", "export", source, "--to", form, "--out", out, *options)
+    result = run("qwen-train", "export", source, "--to", form, "--out", out, "--json", *options)
     assert result.code == 0, result.stderr
+    assert json.loads(result.stdout) == {"format": form, "out": str(out)}
     return out
 
 

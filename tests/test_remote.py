@@ -769,7 +769,7 @@ def test_commands_of_a_user_on_s3(s3: tuple[str, int], local: Path) -> None:
     url = upload(local, "commands")
     done = command("qwen-cache", "verify", url)
     assert (done.code, done.stdout) == (0, "")
-    assert f"{url}: every byte is as it was written" in done.stderr
+    assert f"{url}: OK: all checksums match" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Unclosed" not in done.stderr
 

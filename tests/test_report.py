@@ -510,9 +510,9 @@ def test_the_command_makes_the_same_page_again_wherever_the_folder_is(train: Tra
     (out / "report.html").unlink()
     moved = train.folder / "moved" / "out"
     shutil.move(out, moved)
-    result = run("qwen-train", "report", moved)
+    result = run("qwen-train", "report", "--set", f"train.output_dir={moved}", "--json")
     assert result.code == 0, result.stderr
-    assert str(moved / "report.html") in result.stderr
+    assert json.loads(result.stdout) == {"report": str(moved / "report.html")}
     assert (moved / "report.html").read_text(encoding="utf-8") == expected
 
 

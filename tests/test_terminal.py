@@ -10,6 +10,7 @@ import io
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 import unicodedata
@@ -304,6 +305,36 @@ def test_colours_of_errors_usage_and_help() -> None:
     assert r"\x1b]0;pwned" in usage
     assert "\x1b]0" not in usage
     assert r"\x1b" not in on_a_terminal(PROGRAM, "--help")
+
+
+# ---- quiet and verbose -----------------------------------------------------------------------------------------------
+
+
+def test_quiet_prints_only_errors_and_results(cache: Path, tmp_path: Path) -> None:
+    assert run("qwen-cache", "verify", cache, "--quiet") == Result(0, "", "")
+    assert run("qwen-cache", "merge", cache, "--out", tmp_path / "merged", "-q") == Result(0, "", "")
+    assert run("qwen-cache", "inspect", cache, "-q").stdout == run("qwen-cache", "inspect", cache).stdout != ""
+    (cache / ".left.tmp").write_text("left")
+    assert ".left.tmp  4 B\n" in run("qwen-cache", "gc", cache, "--dry-run", "-q").stderr
+    (shard,) = cache.glob("*.tar")
+    shard.write_bytes(bytes(shard.stat().st_size))
+    assert "fault" in run("qwen-cache", "verify", cache, "-q").stderr
+    missing = run("qwen-cache", "verify", tmp_path / "missing", "-q").stderr
+    assert missing.startswith(f"error: {tmp_path / 'missing'}")
+    loud = run("qwen-cache", "verify", tmp_path / "missing").stderr
+    assert loud.endswith(missing)
+    assert loud != missing, "quiet ends with the command"
+
+
+def test_verbose_prints_tracebacks_and_the_time(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DIFFUSERS_VERBOSITY", "TRANSFORMERS_VERBOSITY"):
+        monkeypatch.setenv(name, "error")
+    monkeypatch.setattr("logging.basicConfig", lambda level: None)
+    assert re.search(r"^took .+ s, .+ s of CPU time$", run("qwen-cache", "gc", cache, "-v").stderr, re.MULTILINE)
+    assert os.environ["DIFFUSERS_VERBOSITY"] == os.environ["TRANSFORMERS_VERBOSITY"] == "info"
+    failed = run("qwen-cache", "verify", tmp_path / "missing", "-v").stderr
+    assert "Traceback (most recent call last)" in failed
+    assert f"\nerror: {tmp_path / 'missing'}" in failed
 
 
 # ---- one place -------------------------------------------------------------------------------------------------------

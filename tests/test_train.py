@@ -35,7 +35,7 @@ from qwen_cache.format.directory import commit
 from qwen_cache.format.identity import content_hash, dataset_identity
 from qwen_cache.format.index import write_index
 from qwen_cache.format.manifest import IndexFile, Manifest, Recipe
-from qwen_cache.settings.load import load_config
+from qwen_cache.settings.load import Config, load_config
 from qwen_cache.storage.checksums import write_checksums
 from qwen_train import checkpoint
 from qwen_train import train as training
@@ -727,3 +727,31 @@ def test_two_processes_equal_one_that_accumulates_and_one_continues_where_they_s
     assert column(two, "step") == [1, 2, 3]
     assert column(two, "loss") == pytest.approx(column(one, "loss"), rel=1e-5)
     assert relative_error(load_file(two / LORA), load_file(one / LORA)) < 1e-4
+
+
+def test_options_of_run_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over --set and qwen.yaml. The result of --json has the last metrics."""
+    from qwen_train.cli import run as run_command
+
+    seen: list[Config] = []
+
+    def train(settings: Config, **_: object) -> Path:
+        seen.append(settings)
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "metrics.jsonl").write_text('{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n')
+        return tmp_path / "mine" / "lora"
+
+    monkeypatch.setattr(run_command, "train", train)
+    monkeypatch.chdir(tmp_path)
+    Path("qwen.yaml").write_text("train: {max_steps: 5, caches: [{path: a}]}", encoding="utf-8")
+    result = run(
+        "qwen-train", "run", "shards", "--out", "mine", "--max-steps", "7", "--learning-rate", "5e-5", "--rank", "8",
+        "--batch-size", "3", "--set", "train.max_steps=6", "--json",
+    )  # fmt: skip
+    assert result.code == 0, result.stderr
+    (settings,) = seen
+    changed = {"train.output_dir": "mine", "train.max_steps": 7, "train.lora.rank": 8, "train.batch_size": 3}
+    assert settings.flat() == Config().flat() | changed | {"optimizer.learning_rate": 5e-5}
+    lora = str(tmp_path / "mine" / "lora")
+    metrics = {"step": 2, "loss": 2}
+    assert json.loads(result.stdout) == {"result": lora, "output_dir": "mine", "metrics": metrics}

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qwen_cache.command_line import fail
 from qwen_cache.console import (
@@ -45,6 +45,9 @@ from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_cache.storage.durable import write_durably
 from qwen_cache.storage.mapped import read_file
+
+if TYPE_CHECKING:
+    from qwen_cache.plain_output import PlainConsole
 
 MAX_SIZES = 6  # target sizes in the plan
 FEW_CHANGED = 3  # changed samples: up to this many are listed even if all have the same reason
@@ -145,7 +148,7 @@ def _dry_run(job: BuildJob, task: Task, *, check: bool, measure: bool, as_json: 
     if as_json:
         print_json(_plan_json(job, task, seconds))
     else:
-        _print_plan(job, task, seconds)
+        _print_plan(job, task, seconds, always=True)
         if task.plan.to_encode and not measure and not task.obstacles:
             console().print(f"{INDENT}add --measure to learn how long that takes")
     if task.obstacles:
@@ -289,15 +292,15 @@ def _measure(job: BuildJob, plan: BuildPlan) -> float:
     return seconds * estimate(to_encode, job).tokens / estimate(few[1:] or few, job).tokens
 
 
-def _print_plan(job: BuildJob, task: Task, seconds: float | None = None) -> None:
-    """The plan as lines on stderr; `seconds` is the measured time."""
-    out, plan = console(), task.plan
+def _print_plan(job: BuildJob, task: Task, seconds: float | None = None, *, always: bool = False) -> None:
+    """The plan as lines on stderr, of a dry run `always`; `seconds` is the measured time."""
+    out, plan = console(always=always), task.plan
     out.print(f"[bold]model[/]    {verbatim(job.model.name)}  ({job.model.pipeline}, {job.recipe['dtype']})")
     if task.is_repair:
-        _print_repair(task)
+        _print_repair(task, out)
     else:
         out.print(f"[bold]plan[/]     {verbatim(plan.summary())}")
-    _print_cost(job, task, seconds)
+    _print_cost(job, task, seconds, out)
     if sizes := plan.target_sizes():
         shown = [f"{width}×{height}: {count}" for (width, height), count in sizes.items()]
         more = f", and {plural(len(shown) - MAX_SIZES, 'size')} more" if len(shown) > MAX_SIZES else ""
@@ -318,8 +321,8 @@ def _print_plan(job: BuildJob, task: Task, seconds: float | None = None) -> None
     print_problems(plan.problems, "the damaged samples" if task.is_repair else "the source")
 
 
-def _print_repair(task: Task) -> None:
-    plan, out = task.plan, console()
+def _print_repair(task: Task, out: PlainConsole) -> None:
+    plan = task.plan
     lost = len(plan.samples) + len(plan.removed)
     samples = f"{plural(lost, 'damaged sample')} in {plural(len(task.update.damaged), 'damaged shard')}"
     out.print(f"[bold]repair[/]   {samples}, {len(plan.to_encode)} to encode; all other samples stay")
@@ -327,9 +330,9 @@ def _print_repair(task: Task) -> None:
         out.print(f"{INDENT}{plural(len(plan.removed), 'sample')} cannot be encoded again: see the problems")
 
 
-def _print_cost(job: BuildJob, task: Task, seconds: float | None) -> None:
+def _print_cost(job: BuildJob, task: Task, seconds: float | None, out: PlainConsole) -> None:
     """What the missing samples cost in time and space, and which of them cost neither."""
-    out, plan = console(), task.plan
+    plan = task.plan
     if plan.to_encode:
         time_taken = f", {human_time(seconds)}" if seconds else ""
         out.print(f"[bold]estimate[/] {estimate(plan.to_encode, job)}{time_taken}")

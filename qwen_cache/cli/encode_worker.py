@@ -26,7 +26,7 @@ def run_encode_worker(config: Config, source: str) -> int:
         plan = builder.plan_build(job, empty, lambda: on_rows(1))
     print_problems(plan.problems)
     if not plan.samples or (plan.problems and config.data.on_error == "stop"):
-        console().print("nothing can be trained; fix these rows, or skip them with data.on_error=skip")
+        console(always=True).print("nothing can be trained; fix these rows, or skip them with data.on_error=skip")
         return FAILED
     serve(job, plan.samples, load_lanes, sys.stdin, replies)
     return 0

@@ -16,7 +16,8 @@ def run_gc(cache: str, *, dry_run: bool, as_json: bool) -> int:
         files = {str(path): size for path, size in sizes.items()}
         print_json({"cache": cache, "removed": not dry_run, "files": files, "bytes": total})
         return 0
+    out = console(always=dry_run)
     for path, size in sizes.items():
-        console().print(f"{plain(path)}  {human_bytes(size)}", markup=False)
-    console().print(f"{plural(len(sizes), 'file')}, {human_bytes(total)} {'to remove' if dry_run else 'removed'}")
+        out.print(f"{plain(path)}  {human_bytes(size)}", markup=False)
+    out.print(f"{plural(len(sizes), 'file')}, {human_bytes(total)} {'to remove' if dry_run else 'removed'}")
     return 0

@@ -139,7 +139,7 @@ def _sizes(rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
 
 
 def fitting_models(controls: tuple[int, int]) -> list[tuple[str, Family]]:
-    """The published models that take so many controls, the advised one first: the newest of the 20B family."""
+    """The published models that take that many controls, the advised one first: the newest of the 20B family."""
     fewest, most = controls
     return [
         (name, family)

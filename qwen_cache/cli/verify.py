@@ -15,7 +15,7 @@ def run_verify(cache: str, *, as_json: bool) -> int:
         print_json({"cache": cache, "ok": not findings, "findings": [finding.to_json() for finding in findings]})
         return FAULTS if findings else 0
     for finding in findings:
-        console().print(str(finding), markup=False)
-    summary = plural(len(findings), "fault") if findings else "every byte is as it was written"
-    console().print(f"{plain(cache)}: {summary}", markup=False)
+        console(always=True).print(str(finding), markup=False)
+    summary = plural(len(findings), "fault") if findings else "OK: all checksums match"
+    console(always=bool(findings)).print(f"{plain(cache)}: {summary}", markup=False)
     return FAULTS if findings else 0
