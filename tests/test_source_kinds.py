@@ -28,8 +28,10 @@ from PIL import Image
 from qwen_cache.encode.plan import read_again
 from qwen_cache.errors import Problem, QwenCacheError, SourceError
 from qwen_cache.format.identity import content_hash
+from qwen_cache.settings.data import ColumnsConfig
 from qwen_cache.sources import arrow
 from qwen_cache.sources.detect import Row, expand, read_source
+from qwen_cache.sources.places import TableFolder, parent
 from qwen_cache.storage.url import Url, location
 
 from .support.caches import build
@@ -322,10 +324,10 @@ def test_each_caption_of_a_list_is_a_sample_about_the_same_images(tmp_path: Path
         ([], "the prompt 'prompts' is [], expected a list of texts"),
         (None, "the prompt 'prompts' is None, expected a list of texts"),
         ("one", "the prompt 'prompts' is 'one', expected a list of texts"),
-        (["one", " "], "prompt 2 of {}/a.png is empty"),
-        (["one", None], "prompt 2 of {}/a.png is empty"),
+        (["one", " "], "prompt 2 of 2 is empty"),
+        (["one", None], "prompt 2 of 2 is empty"),
         (["one", 2], "the prompt 'prompts' is 2, expected text"),
-        ([""], "the prompt of {}/a.png is empty"),
+        ([""], "the prompt is empty"),
     ],
 )
 def test_a_list_of_captions_that_is_none_is_told(tmp_path: Path, prompts: Any, expected: str) -> None:
@@ -335,7 +337,7 @@ def test_a_list_of_captions_that_is_none_is_told(tmp_path: Path, prompts: Any, e
     path.write_text(f"{good}\n{json.dumps({'image': 'a.png', 'prompts': prompts})}\n{good}\n")
     rows, problems = make_images(path)
     assert [row.prompt for row in rows] == ["red", "red"]
-    assert [(problem.where, problem.what) for problem in problems] == [(f"{path}:2", expected.format(tmp_path))]
+    assert [(problem.where, problem.what) for problem in problems] == [(f"{path}:2", expected)]
     _, problems = make_images(path, allow_empty_prompt=True)
     assert bool(problems) == ("empty" not in expected)
 
@@ -369,11 +371,11 @@ BROKEN_TARS: dict[str, tuple[dict[str, bytes | str], list[tarfile.TarInfo], str,
         "b.caption.txt",
         "two for the prompt",
     ),
-    "no target": ({"b.txt": "red"}, [], "b", "has no b.target.png (or b.png, …)"),
-    "no prompt": ({"b.png": png()}, [], "b", "has no b.txt or b.json"),
-    "an empty prompt": ({"b.png": png(), "b.txt": " \n"}, [], "b", "t.tar:b.png is empty"),
-    "Latin-1": ({"b.png": png(), "b.txt": b"caf\xe9"}, [], "b", "t.tar:b.txt cannot be read: 'utf-8' codec"),
-    "no JSON": ({"b.png": png(), "b.json": "{"}, [], "b", "t.tar:b.json cannot be read: Expecting property name"),
+    "no target": ({"b.txt": "red"}, [], "b", "there is no b.target.png (or b.png, …)"),
+    "no prompt": ({"b.png": png()}, [], "b", "there is no b.txt or b.json"),
+    "an empty prompt": ({"b.png": png(), "b.txt": " \n"}, [], "b", "the prompt is empty"),
+    "Latin-1": ({"b.png": png(), "b.txt": b"caf\xe9"}, [], "b", "the prompt in .txt cannot be read: 'utf-8' codec"),
+    "no JSON": ({"b.png": png(), "b.json": "{"}, [], "b", "the prompt in .json cannot be read: Expecting property"),
     "JSON without": ({"b.png": png(), "b.json": '{"n": 1}'}, [], "b", "found none"),
     "JSON with two": ({"b.png": png(), "b.json": '{"text": "1", "prompt": "2"}'}, [], "b", "found text, prompt"),
     "JSON of another kind": ({"b.png": png(), "b.json": '{"text": 1}'}, [], "b", "is 1, expected text"),
@@ -422,7 +424,104 @@ def test_a_tar_with_a_misspelt_or_missing_control_is_told(tmp_path: Path) -> Non
     path = tar(tmp_path / "t.tar", {"a.png": png(), "a.txt": "x", "b.png": png(), "b.txt": "y", "b.control.png": png()})
     rows, [problem] = read_source(path, needs_control=True)
     assert [row.name for row in rows] == ["b"]
-    assert problem == Problem(f"{path}:a", f"the target {path}:a.png has no control", "add one, or remove the target")
+    assert problem == Problem(f"{path}:a", "the target has no control", "add one, or remove the target")
+
+
+PARTS = {
+    "by their names": ({"input.jpg": 2, "output.jpg": 1}, {}),
+    "before and after": ({"before.jpg": 2, "After.png": 1}, {}),
+    "named with extension": ({"jpg": 2, "edited_v2.jpg": 1}, {"target": "edited_v2.jpg", "control": "jpg"}),
+    "named without": (
+        {"a.jpg": 2, "target.jpg": 9, "b.webp": 1, "m.png": 3},
+        {"target": "B", "control": ["a"], "mask": "m"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_parts_of_tars_have_any_name(tmp_path: Path, case: str) -> None:
+    parts, columns = PARTS[case]
+    members = {f"{key}.{part}": png(colour) for key in "xy" for part, colour in parts.items()}
+    path = tar(tmp_path / "t.tar", members | {"x.txt": "red", "y.json": '{"caption": "blue"}'})
+    rows, problems = read_source(path, needs_control=True, columns=ColumnsConfig(**columns))
+    assert problems == []
+    assert [(row.name, row.prompt) for row in rows] == [("x", "red"), ("y", "blue")]
+    assert {(row.target.read(), *(each.read() for each in row.controls)) for row in rows} == {(png(1), png(2))}
+    assert all((row.mask is not None) == ("mask" in columns) for row in rows)
+
+
+def test_the_prompt_of_a_tar_has_any_name(tmp_path: Path) -> None:
+    images: dict[str, bytes | str] = {"x.png": png(1), "x.txt": "no", "x.json": '{"edit_v2": ["red", "blue"], "n": 1}'}
+    path = tar(tmp_path / "t.tar", images | {"x.long.txt": "green"})
+    for name, prompts in {"edit_v2": ["red", "blue"], "long": ["green"], "long.txt": ["green"], "txt": ["no"]}.items():
+        rows, problems = read_source(path, needs_control=False, columns=ColumnsConfig(prompt=name))
+        assert ([row.prompt for row in rows], problems) == (prompts, [])
+    _, [problem] = read_source(path, needs_control=False, columns=ColumnsConfig(prompt="edit_v3"))
+    assert problem.what == "the prompt in .json cannot be read: expected one of edit_v3, found none of edit_v2, n"
+
+
+@pytest.mark.parametrize(
+    ("columns", "parts", "expected"),
+    [
+        ({}, ["x.jpg", "json"], "no part holds the target (expected path_target or target or"),
+        ({}, ["x.jpg", "json"], "or output, found 'x.jpg', 'json')\n  → add it, or name the right part: --set"),
+        ({}, ["jpg", "json"], "no part holds the control (expected path_control or"),
+        ({}, ["jpg", "control.jpg"], "no part holds the prompt (expected KEY.txt or KEY.json, found jpg, control.jpg)"),
+        (
+            {"target": "outptu"},
+            ["input.jpg", "output.jpg", "txt"],
+            "data.columns.target names the part 'outptu', which does not exist (found 'input.jpg', 'output.jpg', "
+            "'txt', 'input', 'output')\n  → did you mean 'output'? --set data.columns.target=output",
+        ),
+        (
+            {},
+            ["input.jpg", "source.jpg", "jpg", "txt"],
+            "two parts hold the same control: 'input' and 'source' (expected one)\n  → name the right one: --set "
+            "data.columns.control=input or --set data.columns.control=source; or both in their order: "
+            """--set 'data.columns.control=["input", "source"]'""",
+        ),
+        ({"phrase": "cls"}, ["jpg", "txt"], "a tar has no part for the phrase (found data.columns.phrase=cls)"),
+    ],
+)
+def test_what_every_sample_of_a_tar_lacks_is_one_error(
+    tmp_path: Path, columns: dict[str, Any], parts: list[str], expected: str
+) -> None:
+    content = {"txt": "red", "json": '{"text": "red"}'}
+    members = {f"{key}.{part}": content.get(part) or png() for key in "abcde" for part in parts}
+    with pytest.raises(SourceError) as caught:
+        read_source(tar(tmp_path / "t.tar", members), needs_control=True, columns=ColumnsConfig(**columns))
+    assert expected in str(caught.value)
+
+
+def test_what_every_row_lacks_is_one_problem(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("image,control,prompt\n" + "a.png,,red\n" * 5)
+    (tmp_path / "a.png").write_bytes(png())
+    rows, [problem] = read_source(tmp_path / "t.csv", needs_control=True)
+    assert rows == []
+    assert problem.where == str(tmp_path / "t.csv")
+    assert problem.what == "the same of all 5 samples: the target has no control"
+    members = {f"{key}.{part}": "{}" if part == "json" else png() for key in "abc" for part in ("png", "json")}
+    rows, [problem] = make_images(tar(tmp_path / "t.tar", members))
+    assert problem.what.startswith("the same of all 3 samples: the prompt in .json cannot be read: expected one of")
+    pq.write_table(pa.table({"image": cells(None, None), "text": ["x", "y"]}), tmp_path / "t.parquet")
+    assert make_images(tmp_path / "t.parquet")[1][0].what == "the same of all 2 samples: the target 'image' is empty"
+
+
+def test_columns_of_images_have_any_name(tmp_path: Path) -> None:
+    """In Parquet and in what `datasets` saves; other columns of images are not read."""
+    kinds = {name: datasets.Image() for name in ("kept", "a", "b", "m")} | {"q": datasets.Value("string")}
+    rows_of = {"kept": [png(1)] * 3, "a": [png(2)] * 3, "b": [png(3)] * 3, "m": [png(4)] * 3, "q": ["x", "y", "z"]}
+    table = datasets.Dataset.from_dict(rows_of, features=datasets.Features(kinds))
+    table.to_parquet(tmp_path / "t.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    columns = ColumnsConfig(target="kept", control=["b", "a"], prompt="q")
+    for path in (tmp_path / "t.parquet", tmp_path / "saved"):
+        rows, problems = read_source(path, needs_control=True, columns=columns)
+        assert problems == []
+        for row in pickle.loads(pickle.dumps(rows)):
+            assert [row.target.read(), *(each.read() for each in row.controls)] == [png(1), png(3), png(2)]
+        assert [row.prompt for row in rows] == ["x", "y", "z"]
+    assert rows[0].target.table.images == ("kept", "b", "a")
 
 
 def test_a_tar_that_is_damaged_is_refused_and_loses_no_row_in_silence(tmp_path: Path) -> None:
@@ -560,13 +659,19 @@ def test_several_splits_and_files_that_differ_are_refused(tmp_path: Path) -> Non
     one = datasets.Dataset.from_dict({"image": ["a.png"], "text": ["red"]})
     datasets.DatasetDict(train=one, test=one).save_to_disk(tmp_path / "saved")
     message = refusal(tmp_path / "saved")
-    assert "the folder holds several splits" in message
-    assert f"name one of its folders: {tmp_path}/saved/test, {tmp_path}/saved/train" in message
+    assert "the source holds several splits (expected one, found test, train)" in message
+    assert "choose one: --set data.split=test or --set data.split=train" in message
     (tmp_path / "saved/train/a.png").write_bytes(png())
     assert [row.name for row in make_images(tmp_path / "saved/train")[0]] == ["a"]
     for name in ("train-00000-of-00001", "test-00000-of-00001"):
         one.to_parquet(tmp_path / f"{name}.parquet")
-    assert "the folder holds several splits (expected one, found test, train)" in refusal(tmp_path)
+    assert "the source holds several splits (expected one, found test, train)" in refusal(tmp_path)
+    for source, name in ((tmp_path / "saved", "a"), (tmp_path, "a")):
+        rows, problems = read_source(source, needs_control=False, split="train")
+        assert [row.name for row in rows] == ([name] if source != tmp_path else [])
+        assert problems == [] or problems[0].what == f"the target {tmp_path}/a.png does not exist"
+        with pytest.raises(SourceError, match=r"there is no split 'val' \(expected one, found test, train\)"):
+            read_source(source, needs_control=False, split="val")
     one.rename_column("text", "prompt").to_parquet(tmp_path / "test-00000-of-00001.parquet")
     message = refusal(tmp_path / "{train,test}-00000-of-00001.parquet")
     assert "test-00000-of-00001.parquet: the columns differ between files (expected 'text' as in" in message
@@ -702,6 +807,29 @@ def test_a_remote_parquet_names_files_of_its_own_server_only(tmp_path: Path) -> 
     assert rows[1].target.read() == png(2)
     with pytest.raises(SourceError, match="a remote table names a file of this machine"):
         rows[0].target.read()
+
+
+@pytest.mark.parametrize(
+    ("table", "named", "fine"),
+    [
+        ("hf://datasets/me/edits@1/data/t.jsonl", "hf://datasets/me/edits@1/b.png", True),
+        ("hf://datasets/me/edits@1/data/t.jsonl", "hf://datasets/me/private/b.png", False),
+        ("hf://me/model/t.jsonl", "hf://me/model/b.png", True),
+        ("hf://me/model/t.jsonl", "hf://me/other/b.png", False),
+    ],
+)
+def test_a_table_on_the_hub_names_files_of_its_own_repository(table: str, named: str, fine: bool) -> None:
+    """A private one of whoever builds is at the same host."""
+    folder = TableFolder(parent(location(table)))
+    assert (
+        str(folder.file("../../../../../b.png"))
+        == named.rpartition("/")[0].replace("private", "edits@1").replace("other", "model") + "/b.png"
+    )
+    if fine:
+        assert str(folder.file(named)) == named
+    else:
+        with pytest.raises(SourceError, match="names another server than its own"):
+            folder.file(named)
 
 
 def test_a_pickle_in_arrow_metadata_is_never_opened(tmp_path: Path) -> None:

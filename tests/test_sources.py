@@ -15,10 +15,16 @@ from typing import Any
 import pytest
 
 from qwen_cache.errors import Problem, SourceError
+from qwen_cache.settings.data import ColumnsConfig
 from qwen_cache.sources import detect as source
-from qwen_cache.sources.columns import COLUMNS, LIST_COLUMNS
+from qwen_cache.sources.columns import COLUMNS, GENERIC, LIST_COLUMNS
 from qwen_cache.sources.detect import Row, read_source
-from qwen_cache.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS
+from qwen_cache.sources.pairs import (
+    CONTROL_FOLDERS,
+    PAIRED_CONTROL_FOLDERS,
+    PAIRED_TARGET_FOLDERS,
+    TARGET_FOLDERS,
+)
 from qwen_cache.sources.places import MAX_TEXT, File
 
 
@@ -111,6 +117,81 @@ def test_every_accepted_folder_name_is_accepted(tmp_path: Path, targets: str, co
     assert (names(rows), problems) == (["a"], [])
 
 
+@pytest.mark.parametrize("targets", PAIRED_TARGET_FOLDERS)
+def test_a_pair_of_folders_is_recognised_by_its_names(tmp_path: Path, targets: str) -> None:
+    for number, controls in enumerate((*PAIRED_CONTROL_FOLDERS, "Before", "control_images")):
+        folder = fill(tmp_path / str(number), [f"{targets}/a.png", f"{targets}/a.txt", f"{controls}/a.png"])
+        [row], problems = edit(fill(folder, ["sketches/b.png", "masks/a.png"]))
+        assert paths(row.target, *row.controls) == [folder / targets / "a.png", folder / controls / "a.png"]
+        assert problems == []
+
+
+def test_half_a_pair_of_folders_is_any_subfolder(tmp_path: Path) -> None:
+    fill(tmp_path, ["after/a.png", "after/a.txt", "b.png", "b.txt", "cats/c.png", "cats/c.txt"])
+    rows, problems = read_source(tmp_path, needs_control=False)
+    assert (names(rows), problems) == (["after/a", "b", "cats/c"], [])
+    fill(tmp_path, ["before/a.png", "before/a.txt"])
+    assert "a text-to-image model takes no controls (expected targets and prompts only, found before)" in refusal(
+        tmp_path, needs_control=False
+    )
+    rows, _ = read_source(tmp_path, needs_control=False, columns=ColumnsConfig(control=[]))
+    assert names(rows) == ["after/a", "b", "before/a", "cats/c"]
+
+
+def test_folders_are_named(tmp_path: Path) -> None:
+    """Several folders of controls have one control of every target each."""
+    fill(tmp_path, [f"{name}/a.png" for name in ("neu", "x/alt", "tiefe", "masken", "control_images")])
+    fill(tmp_path, ["texte/a.txt", "neu/a_mask.png", "texte/a_mask.txt", "x/alt/a_mask.png", "tiefe/a_mask.png"])
+    columns = ColumnsConfig(target="neu/", control=["x/alt/", "./tiefe"], mask="masken", prompt="texte")
+    rows, problems = read_source(tmp_path, needs_control=True, columns=columns)
+    found = [[str(path.relative_to(tmp_path)) for path in paths(row.target, *row.controls)] for row in rows]
+    assert found == [[f"{folder}/{name}.png" for folder in ("neu", "x/alt", "tiefe")] for name in ("a", "a_mask")]
+    assert [row.mask and paths(row.mask)[0] for row in rows] == [tmp_path / "masken/a.png", None]
+    assert problems == []
+    (tmp_path / "tiefe/a.png").unlink()
+    assert only(read_source(tmp_path, needs_control=True, columns=columns)[1]).what == (
+        "the control tiefe/a.png (or .jpg, …) is missing, found a.png"
+    )
+    fill(tmp_path, ["b.png", "b.txt", "x/alt/b.png"])
+    columns = ColumnsConfig(target=".", control=["x/alt"])
+    rows, problems = read_source(tmp_path, needs_control=True, columns=columns)
+    assert ("b", File(tmp_path / "x/alt/b.png")) in [(row.name, *row.controls) for row in rows]
+    fill(tmp_path, ["masken/c.png"])
+    (row,), problems = draw(tmp_path, columns=ColumnsConfig(control=["control_images", "masken"], prompt="texte"))
+    assert only(problems).what == "this belongs to no image of control_images"
+    assert paths(*row.controls) == [tmp_path / "control_images/a.png", tmp_path / "masken/a.png"]
+
+
+NO_FOLDERS = {
+    "a typo": (
+        {"target": "aftr/"},
+        "data.columns.target names the folder 'aftr', which does not exist (found 'after', 'before', 'input')\n"
+        "  → did you mean 'after'? --set data.columns.target=after",
+    ),
+    "outside": ({"target": "../x"}, "names the folder '../x', which does not exist"),
+    "twice": (
+        {"target": "after", "control": ["after"]},
+        "data.columns names the folder 'after' twice, for the target and for the control (expected one role)",
+    ),
+    "a phrase": ({"phrase": "after"}, "a folder of images has no phrases (found after)"),
+    "two candidates": (
+        {},
+        "the folder has more than one control folder (expected one, found before, input)\n"
+        "  → name the right one: --controls before or --controls input",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_FOLDERS)
+def test_folders_that_are_not_clear_are_refused(tmp_path: Path, case: str) -> None:
+    columns, expected = NO_FOLDERS[case]
+    fill(tmp_path, ["after/a.png", "after/a.txt", "before/a.png", "input/a.png"])
+    with pytest.raises(SourceError) as caught:
+        read_source(tmp_path, needs_control=True, columns=ColumnsConfig.model_validate(columns))
+    assert str(caught.value).startswith(str(tmp_path))
+    assert expected in str(caught.value)
+
+
 def test_names_are_compared_whole_never_by_prefix(tmp_path: Path) -> None:
     images = ["1", "10", "1.b", "1 (copy)"]
     fill(tmp_path, [f"target_images/{name}.{kind}" for name in images for kind in ("png", "txt")])
@@ -123,7 +204,7 @@ def test_names_are_compared_whole_never_by_prefix(tmp_path: Path) -> None:
     }
     problem = only(problems)
     assert problem.where == str(tmp_path / "target_images/1.png")
-    assert str(tmp_path / "control_images/1.png") in problem.what
+    assert problem.what == "the control control_images/1.png (or .jpg, …) is missing, found none"
 
 
 def test_ten_controls_keep_their_numbers_order(tmp_path: Path) -> None:
@@ -267,9 +348,9 @@ BROKEN_FOLDERS = {
         ["control_images/a_control_1.png", "control_images/a_control_3.png"],
         "control_images/a_control_2.png (or .jpg, …) is missing, found a.png, a_control_1.png, a_control_3.png",
     ),
-    "two targets": (["target_images/a.jpg"], "target_images/a.png"),
-    "two controls": (["control_images/a.jpg"], "control_images/a.jpg"),
-    "two masks": (["control_images/a_mask.jpg", "control_images/a_mask.png"], "control_images/a_mask.jpg"),
+    "two targets": (["target_images/a.jpg"], "the same name: a.jpg, a.png"),
+    "two controls": (["control_images/a.jpg"], "the same name: a.jpg, a.png"),
+    "two masks": (["control_images/a_mask.jpg", "control_images/a_mask.png"], "the same name: a_mask.jpg, a_mask.png"),
     "a dangling link": (["@control_images/a_mask.png"], "mask {}/control_images/a_mask.png does not exist"),
 }
 
@@ -314,7 +395,82 @@ def test_a_file_without_a_target_is_told(tmp_path: Path, stray: str) -> None:
     assert paths(*rows[0].controls) == [tmp_path / "control_images/a.png"]
     problem = only(problems)
     assert problem.where == str(tmp_path / stray)
-    assert f"{tmp_path / stray} belongs to no target: {tmp_path / 'target_images'}" in problem.what
+    assert problem.what == "this belongs to no target: target_images has no image of that name"
+
+
+NEAR = {
+    "a typo": ("sunest", "sunset"),
+    "capitals": ("foo", "Foo"),
+    "zeros": ("7", "007"),
+    "accents": ("cafe\u0301", "caf\u00e9"),
+    "a further control": ("a_contol_1", "a_control_1"),
+}
+
+
+@pytest.mark.parametrize("case", NEAR)
+def test_a_file_of_a_similar_name_is_one_problem_with_what_is_missing(tmp_path: Path, case: str) -> None:
+    found, meant = NEAR[case]
+    fill(tmp_path, ["target_images/good.png", "target_images/good.txt", "control_images/good.png"])
+    target = meant.removesuffix("_control_1")
+    fill(tmp_path, [f"target_images/{target}.png", f"target_images/{target}.txt", f"control_images/{found}.jpg"])
+    if target != meant:
+        fill(tmp_path, [f"control_images/{target}.png", f"control_images/{target}_control_2.png"])
+    rows, problems = edit(tmp_path)
+    assert names(rows) == ["good"]
+    problem = only(problems)
+    assert problem.where == str(tmp_path / f"target_images/{target}.png")
+    assert problem.what == (
+        f"the control control_images/{meant}.png (or .jpg, …) is missing; did you mean control_images/{found}.jpg?"
+    )
+    assert problem.do == "give both files the same name"
+
+
+def test_a_prompt_of_a_similar_name_is_found_and_another_number_is_not(tmp_path: Path) -> None:
+    fill(tmp_path, ["target_images/good.png", "target_images/good.txt", "control_images/good.png"])
+    fill(tmp_path, ["target_images/photo_1.png", "target_images/phto_1.txt", "control_images/photo_2.png"])
+    _, problems = edit(tmp_path)
+    assert [problem.what for problem in problems] == [
+        "the control control_images/photo_1.png (or .jpg, …) is missing, found none",
+        "the prompt target_images/photo_1.txt is missing; did you mean target_images/phto_1.txt?",
+        "this belongs to no target: target_images has no image of that name",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["control", "prompt"])
+def test_what_every_target_lacks_is_one_error(tmp_path: Path, kind: str) -> None:
+    fill(tmp_path, [f"after/{i}_after.png" for i in range(9)])
+    if kind == "control":
+        fill(tmp_path, [f"after/{i}_after.txt" for i in range(9)] + [f"before/{i}_before.png" for i in range(9)])
+        expected = (
+            "before: none of the 9 targets has a control (expected 0_after.png for 0_after.png, found 0_before.png, "
+            "1_before.png, 2_before.png)\n  → give each control the name of its target"
+        )
+    else:
+        fill(tmp_path, [f"before/{i}_after.png" for i in range(9)])
+        expected = "after: none of the 9 targets has a prompt (expected 0_after.txt for 0_after.png, found no .txt)"
+    assert expected in refusal(tmp_path)
+
+
+def test_an_image_that_is_not_read_is_named(tmp_path: Path) -> None:
+    """And not its prompt called a stray; with a package that reads it, HEIC is an image like others."""
+    fill(tmp_path, ["target_images/a.png", "target_images/a.txt", "control_images/a.tga", "target_images/p.psd"])
+    fill(tmp_path, ["target_images/b.png", "target_images/b.txt", "control_images/b.HEIC", "target_images/c.CR2"])
+    fill(tmp_path, ["target_images/c.txt"])
+    rows, problems = edit(tmp_path)
+    assert [(row.name, *row.controls) for row in rows] == [("b", File(tmp_path / "control_images/b.HEIC"))]
+    assert [(Path(p.where).name, p.what, p.do) for p in problems] == [
+        (
+            "a.png",
+            "the control control_images/a.png (or .jpg, …) is missing; a.tga is there, but TGA is not read",
+            "save it as PNG, JPEG or WebP",
+        ),
+        ("c.CR2", "CR2 is not read", "save it as PNG, JPEG or WebP"),
+    ]
+    fill(tmp_path / "flat", ["a.tga", "a.txt", "b.psd"])
+    assert "flat: there is no image that can be read (expected .png, .jpg," in refusal(
+        tmp_path / "flat", needs_control=False
+    )
+    assert "found PSD, TGA)\n  → save them as PNG, JPEG or WebP" in refusal(tmp_path / "flat", needs_control=False)
 
 
 def test_every_problem_is_told_in_one_go(tmp_path: Path) -> None:
@@ -333,7 +489,7 @@ def test_an_empty_prompt_is_a_problem_unless_allowed(tmp_path: Path) -> None:
     fill(tmp_path, {"target_images/a.png": "", "target_images/a.txt": " \n", "control_images/a.png": ""})
     rows, problems = edit(tmp_path)
     assert rows == []
-    assert only(problems).what == f"the prompt of {tmp_path / 'target_images/a.png'} is empty"
+    assert only(problems).what == "the prompt is empty"
     rows, problems = read_source(tmp_path, needs_control=True, allow_empty_prompt=True)
     assert [row.prompt for row in rows] == [""]
     assert problems == []
@@ -348,7 +504,7 @@ def test_text_to_image_needs_no_controls(tmp_path: Path, folder: str) -> None:
     assert problems == []
 
 
-def draw(path: Path, **needs: bool) -> tuple[list[Row], list[Problem]]:
+def draw(path: Path, **needs: Any) -> tuple[list[Row], list[Problem]]:
     return read_source(path, needs_control=True, needs_target=False, **needs)
 
 
@@ -412,7 +568,7 @@ def test_text_to_image_refuses_controls(tmp_path: Path) -> None:
         (["a.png", "a.txt"], "found a.png, a.txt"),
         (["target_images/a.png"], "no control folder, which an editing model needs (expected control_images or"),
         (["target_images/a.txt", "control_images/a.png"], "there is no image (expected .png, .jpg"),
-        (["target_images/a.png", "target/a.png", "control_images/a.png"], "found target_images, target)"),
+        (["target_images/a.png", "target/a.png", "control_images/a.png"], "found target, target_images)"),
         (["metadata.csv", "target_images/a.png"], "more than one way"),
         (["metadata.csv", "metadata.jsonl"], "found metadata.csv, metadata.jsonl)"),
     ],
@@ -455,7 +611,7 @@ def test_a_csv_of_qwen_image_finetune(tmp_path: Path) -> None:
             File(tmp_path / "t/1.png"),
             (File(tmp_path / "c/1.png"), File(tmp_path / "c/2.png")),
             File(tmp_path / "m/1.png"),
-            'Say "hi",\r\nthen wave',
+            'Say "hi",\nthen wave',
         ),
         Row(
             "t/10", f"{path}:4", File(tmp_path / "t/10.png"), (File(tmp_path / "c/3.png"),), None, "make it red, please"
@@ -492,7 +648,10 @@ def test_tables_of_other_trainers_give_the_same_row(tmp_path: Path, kind: str) -
     assert paths(row.target, *row.controls) == [tmp_path / "t/1.png", tmp_path / "c/1.png", tmp_path / "c/2.png"]
 
 
-@pytest.mark.parametrize(("role", "alias"), [(role, alias) for role, aliases in COLUMNS.items() for alias in aliases])
+ALIASES = [(role, alias) for known in (COLUMNS, GENERIC) for role, aliases in known.items() for alias in aliases]
+
+
+@pytest.mark.parametrize(("role", "alias"), ALIASES)
 def test_every_column_name_is_known_and_documented(tmp_path: Path, role: str, alias: str) -> None:
     columns = {"target": "path_target", "control": "path_control", "mask": "path_mask", "prompt": "prompt"}
     columns = {**columns, "phrase": "phrase", role: alias}
@@ -542,6 +701,132 @@ def test_words_that_cannot_be_found_are_a_problem_of_their_row(
     rows, [problem] = edit(table(tmp_path, "a.jsonl", json.dumps(values)))
     assert rows == []
     assert what in problem.what
+
+
+PUBLISHED = {
+    "InstructPix2Pix": ("original_prompt", "original_image", "edit_prompt", "edited_prompt", "edited_image"),
+    "MagicBrush": ("img_id", "turn_index", "source_img", "mask_img", "instruction", "target_img"),
+    "HQ-Edit": ("input", "input_image", "edit", "inverse_edit", "output", "output_image"),
+    "UltraEdit": ("source_image", "edited_image", "mask_image", "edit_prompt", "source_caption", "target_caption"),
+    "OmniEdit": ("omni_edit_id", "task", "src_img", "edited_img", "edited_prompt_list", "width", "sc_score_1"),
+    "imagefolder": ("edited_file_name", "original_file_name", "text"),
+    "imagefolder, generic": ("output_file_name", "source_file_name", "text"),
+    "before and after": ("Before", "After", "caption"),
+    "generic": ("input", "output", "instruction"),
+    "of unknown origin": ("edited", "original", "text", "source_dataset"),
+}
+"""Published datasets of edits, as far as known here without the hub, and common names."""
+ROLES = {
+    "target": ("edited_image", "target_img", "output_image", "edited_img", "edited_file_name", "output_file_name"),
+    "control": ("original_image", "source_img", "input_image", "source_image", "src_img", "original_file_name"),
+    "prompt": ("edit_prompt", "instruction", "edit", "edited_prompt_list", "text", "caption"),
+}
+MORE_ROLES = {"target": ("After", "output", "edited"), "control": ("source_file_name", "Before", "input", "original")}
+
+
+@pytest.mark.parametrize("dataset", PUBLISHED)
+def test_columns_of_published_datasets_are_recognised(tmp_path: Path, dataset: str) -> None:
+    columns = PUBLISHED[dataset]
+
+    def column(role: str) -> str:
+        return next(name for name in (*ROLES[role], *MORE_ROLES.get(role, ())) if name in columns)
+
+    values: dict[str, Any] = dict.fromkeys(columns, "other")
+    prompt = column("prompt")
+    values |= {column("target"): "t/1.png", column("control"): "c/1.png"}
+    values |= {prompt: ["red"] if prompt.endswith("list") else "red"}
+    values |= {name: "m/1.png" for name in columns if name.startswith("mask")}
+    [row], problems = edit(table(tmp_path, "a.jsonl", json.dumps(values)))
+    assert problems == []
+    assert (row.name, paths(*row.controls), row.prompt) == ("t/1", [tmp_path / "c/1.png"], "red")
+    assert (row.mask is not None) == any("mask" in name for name in columns)
+
+
+@pytest.mark.parametrize(
+    ("columns", "controls"),
+    [
+        (["image", "source", "text"], 0),  # where the image is from
+        (["edited_image", "source", "text"], 1),
+        (["image", "before", "text"], 1),
+        (["output", "input", "text"], 1),
+    ],
+)
+def test_a_generic_name_is_a_control_where_the_target_is_an_edit(
+    tmp_path: Path, columns: list[str], controls: int
+) -> None:
+    """For a model that takes a control or none: no edit becomes text to image, and no origin a control."""
+    path = table(tmp_path, "a.csv", f"{','.join(columns)}\nt/1.png,c/1.png,red\n")
+    [row], problems = read_source(path, needs_control=False, takes_control=True)
+    assert (len(row.controls), problems) == (controls, [])
+
+
+def test_columns_are_named(tmp_path: Path) -> None:
+    columns = ["image", "output_picture", "ref 2", "source_image", "maske", "was", "wo", "control"]
+    values = ["c/1.png", "t/1.png", "c/2.png", "c/3.png", "m/1.png", ["red", "make it\r\nblue"], "re", "c/1.png"]
+    path = table(tmp_path, "a.jsonl", json.dumps(dict(zip(columns, values, strict=True))))
+    named = {"target": "output_picture", "control": ["source_image", "ref 2"], "mask": "maske", "prompt": "was"}
+    rows, problems = read_source(path, needs_control=True, columns=ColumnsConfig(**named))  # type: ignore[arg-type]
+    assert problems == []
+    assert [row.prompt for row in rows] == ["red", "make it\nblue"]
+    expected = [tmp_path / name for name in ("t/1.png", "c/3.png", "c/2.png", "m/1.png")]
+    assert paths(rows[0].target, *rows[0].controls, rows[0].mask) == expected
+    named |= {"control": "source_image", "phrase": "wo"}
+    rows, problems = read_source(path, needs_control=True, columns=ColumnsConfig.model_validate(named))
+    assert only(problems).what == "t/1#2: the phrase 're' is not in the prompt (found 'make it\\nblue')"
+    rows, _ = read_source(
+        path, needs_control=False, columns=ColumnsConfig.model_validate(named | {"control": [], "phrase": None})
+    )
+    assert rows[0].controls == ()
+
+
+WRONG_COLUMNS = {
+    "a typo": (
+        {"target": "output_pictrue"},
+        "data.columns.target names the column 'output_pictrue', which does not exist (found 'picture', "
+        "'output_picture', 'edit 1', 'edit', 'source', 'input', 'prompt')\n"
+        "  → did you mean 'output_picture'? --set data.columns.target=output_picture",
+    ),
+    "capitals": ({"target": "Picture"}, "did you mean 'picture'? --set data.columns.target=picture"),
+    "nothing like it": ({"target": "xyz"}, "name one of these columns"),
+    "two roles": (
+        {"target": "picture", "control": ["picture"]},
+        "names the column 'picture' twice, for the target and for the control",
+    ),
+    "no target": ({}, "no column holds the target (expected path_target or target"),
+    "where it might be": ({}, "or name it: --set data.columns.target="),
+    "two controls": (
+        {"target": "picture"},
+        "two columns hold the same control: 'source' and 'input' (expected one)\n  → name the right one: --set "
+        "data.columns.control=source or --set data.columns.control=input; or both in their order: "
+        """--set 'data.columns.control=["source", "input"]'""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_COLUMNS)
+def test_columns_that_are_not_clear_are_refused(tmp_path: Path, case: str) -> None:
+    columns, expected = WRONG_COLUMNS[case]
+    path = table(tmp_path, "a.csv", "picture,output_picture,edit 1,edit,source,input,prompt\na,b,c,d,e,f,g\n")
+    with pytest.raises(SourceError) as caught:
+        read_source(path, needs_control=True, columns=ColumnsConfig.model_validate(columns))
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "expected"),
+    [
+        (["a.png", "a.txt"], {"split": "train"}, "there is no split 'train' (expected one, found none)"),
+        (["a.png", "a.txt"], {"config_name": "x"}, "only a dataset on the hub has configurations (expected hf://"),
+        (["t.csv"], {"split": "train"}, "t.csv: a file has no splits (found train)\n  → leave out data.split"),
+    ],
+)
+def test_settings_that_a_source_does_not_have_are_refused(
+    tmp_path: Path, files: list[str], options: dict[str, str], expected: str
+) -> None:
+    fill(tmp_path, files)
+    with pytest.raises(SourceError) as caught:
+        read_source(tmp_path / files[0] if files[0] == "t.csv" else tmp_path, needs_control=False, **options)  # type: ignore[arg-type]
+    assert expected in str(caught.value)
 
 
 def test_a_folder_stands_for_its_metadata_table(tmp_path: Path) -> None:
@@ -602,8 +887,8 @@ def test_the_row_with_a_missing_file_is_named_and_no_later_row_shifts(tmp_path: 
 
 BROKEN_ROWS = {
     "no target": ("a.csv", ",c/1.png,red,", "the target 'image' is empty"),
-    "no control": ("a.csv", "t/1.png,,red,", "t/1.png has no control"),
-    "no prompt": ("a.csv", "t/1.png,c/1.png, ,", "t/1.png is empty"),
+    "no control": ("a.csv", "t/1.png,,red,", "the target has no control"),
+    "no prompt": ("a.csv", "t/1.png,c/1.png, ,", "the prompt is empty"),
     "missing target": ("a.csv", "absent.png,c/1.png,red,", "absent.png does not exist"),
     "missing mask": ("a.csv", "t/1.png,c/1.png,red,absent.png", "absent.png does not exist"),
     "a folder as target": ("a.csv", "t,c/1.png,red,", "/t does not exist"),
@@ -615,12 +900,12 @@ BROKEN_ROWS = {
         {"control": ["c/1.png", None, "c/3.png"]},
         "control 2 is empty, but a later one is c/3",
     ),
-    "an empty list": ("a.jsonl", {"control": []}, "t/1.png has no control"),
+    "an empty list": ("a.jsonl", {"control": []}, "the target has no control"),
     "a prompt that is no text": ("a.jsonl", {"prompt": ["red"]}, "'prompt' is ['red'], expected text"),
     "a control that is no text": ("a.jsonl", {"control": 3}, "'control' is 3, expected text"),
     "two targets": ("a.jsonl", {"image": ["t/1.png", "t/10.png"]}, "'image' is ['t/1.png', 't/10.png'], expected text"),
     "half an emoji": ("a.jsonl", {"prompt": "smile \ud83d"}, "'prompt' is 'smile \\ud83d', expected text"),
-    "null": ("a.jsonl", {"prompt": None}, "t/1.png is empty"),
+    "null": ("a.jsonl", {"prompt": None}, "the prompt is empty"),
 }
 
 

@@ -130,6 +130,24 @@ def build(
         Given | None,
         setting("cache.dtype", "--dtype", panel=MODEL, help="The dtype in which to compute and store."),
     ] = None,
+    targets: Annotated[
+        Given | None,
+        setting(
+            "data.columns.target",
+            "--targets",
+            panel=INPUT,
+            metavar="NAME",
+            help="The folder, column or tar part with the targets, such as after.",
+        ),
+    ] = None,
+    controls: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The one with the controls, such as before; repeat it for more.",
+            metavar="NAME",
+            rich_help_panel=INPUT,
+        ),
+    ] = None,
     on_error: OnError = None,
     edit_mask: Annotated[
         Given | None,
@@ -223,7 +241,9 @@ def build(
     from qwen_cache.storage.url import local_folder
 
     edit_mask, head = _mask_and_head(edit_mask)
-    given = (model, dtype, on_error, edit_mask, mask_head or head, slice_, vae_device, text_device, out, format)
+    columns = (targets, Given("--controls", "data.columns.control", controls) if controls else None)
+    masks = (edit_mask, mask_head or head)
+    given = (model, dtype, *columns, on_error, *masks, slice_, vae_device, text_device, out, format)
     settings = load_config(config, set_, given)
     local_folder(settings.cache.path)
     return run_build(

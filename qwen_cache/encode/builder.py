@@ -200,6 +200,9 @@ def read_rows(
         takes_control=model.takes_controls,
         allow_empty_prompt=config.data.allow_empty_prompt,
         allow_urls=config.data.allow_urls,
+        columns=config.data.columns,
+        split=config.data.split,
+        config_name=config.data.config_name,
     )
     source_slice = SourceSlice.parse(config.data.slice) if config.data.slice else None
     rows, problems = (source_slice.take(every), source_slice.take(problems)) if source_slice else (every, problems)

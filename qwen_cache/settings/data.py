@@ -4,12 +4,33 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qwen_cache.settings.section import Areas, Positive, Resolutions, Section, UrlPrefix
+from qwen_cache.settings.section import Areas, Names, Positive, Resolutions, Section, UrlPrefix
+
+
+class ColumnsConfig(Section):
+    """Which columns of a table, parts of a tar or folders of images hold what; others are recognised by name."""
+
+    target: str | None = None
+    """The column, part or folder of the targets."""
+    control: Names | None = None
+    """Those of the controls, in their order; one may stand without a list. An empty list: no controls."""
+    mask: str | None = None
+    """That of the edit masks."""
+    prompt: str | None = None
+    """That of the prompts, or of lists of captions; in a tar also a key of KEY.json."""
+    phrase: str | None = None
+    """The column of the words that say where the edit is. Experimental."""
 
 
 class DataConfig(Section):
     source: str = "data"
     """The source that `build` reads by default: a folder, a table or tars, local or by URL."""
+    columns: ColumnsConfig = ColumnsConfig()
+    """The names that the source gives to its columns, parts or folders, where they are not recognised."""
+    split: str | None = None
+    """The split to read where a source has several, such as train."""
+    config_name: str | None = None
+    """The configuration of a dataset on the Hugging Face hub; its default one when not given."""
     on_error: Literal["stop", "skip"] = "stop"
     """How `build` handles an unusable sample: stop, or skip it."""
     slice: str | None = None

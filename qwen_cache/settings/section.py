@@ -17,6 +17,7 @@ Sigmas = Annotated[
     Field(min_length=1),
     BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v),
 ]
+Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 UrlPrefix = Annotated[str, Field(pattern="^[a-z][a-z0-9+.-]*://")]
 Resolutions = Annotated[
     list[tuple[Positive, Positive]],

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.format.fields import parse_json
-from qwen_cache.sources.columns import Columns, Record, find_columns, read_rows, role_of
+from qwen_cache.sources.columns import Columns, Record, find_columns, read_rows
 from qwen_cache.sources.places import (
     Location,
     RangeFile,
@@ -52,6 +52,8 @@ class Table(Protocol):
     path: Location
     folder: TableFolder
     schema: Any
+    images: tuple[str, ...]
+    """The columns of images that are used."""
 
     def records(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """The values of some columns, row by row, as Arrow scalars; the bytes of images may be missing."""
@@ -118,6 +120,7 @@ class ArrowTable:
             self.table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
             self.table.validate(full=True)  # damaged offsets become an error instead of a crash
         self.schema = self.table.schema
+        self.images: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _opened_here, (ArrowTable, self.path)
@@ -133,18 +136,19 @@ class ArrowTable:
 class ParquetTable:
     """A Parquet file; all files of a source share `groups`."""
 
-    def __init__(self, path: Location, groups: OpenGroups, allow_urls: tuple[str, ...]) -> None:
+    def __init__(
+        self, path: Location, groups: OpenGroups, allow_urls: tuple[str, ...], images: tuple[str, ...] = ()
+    ) -> None:
         self.path, self.groups, self.folder = path, groups, TableFolder(parent(path), allow_urls)
+        self.images = images
         with _explained(path):
             self.metadata = pq.read_metadata(_source(path))
             self.schema = self.metadata.schema.to_arrow_schema()
-        kinds = {name: self.schema.field(name).type for name in self.schema.names if role_of(name)[0] in IMAGES}
-        self.images = [name for name, kind in kinds.items() if _is_image(kind)]
         counts = (self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups))
         self.starts = list(accumulate(counts, initial=0))[:-1]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened_here, (ParquetTable, self.path, self.groups, self.folder.allow_urls)
+        return _opened_here, (ParquetTable, self.path, self.groups, self.folder.allow_urls, self.images)
 
     def open(self) -> Any:
         remote = isinstance(self.path, Url)
@@ -210,7 +214,7 @@ class OpenGroups:
         with self._lock:
             group = self._open.pop(key, None)
             if group is None or (row < group.position and row not in group.kept):
-                group = _Group(table.open().iter_batches(1, row_groups=[number], columns=table.images))
+                group = _Group(table.open().iter_batches(1, row_groups=[number], columns=list(table.images)))
             self._open[key] = group
             while len(self._open) > OPEN_GROUPS:
                 self._open.popitem(last=False)
@@ -255,10 +259,13 @@ def read_saved(folder: Path, needs: Needs) -> Iterator[Problem | Draft]:
     return _read_tables((ArrowTable(folder / name) for name in names), folder, needs)
 
 
-def splits(paths: Iterable[Location]) -> set[str]:
-    """The splits of Parquet files, by the naming of `datasets`: `train-00000-of-00002.parquet`."""
-    matches = (re.fullmatch(r"(.+)-\d+-of-\d+\.parquet", base_name(path)) for path in paths)
-    return {match[1] for match in matches if match}
+def splits(paths: Iterable[Location]) -> dict[str, list[Location]]:
+    """Parquet files by their split, as `datasets` names them: `train-00000-of-00002.parquet`."""
+    found: dict[str, list[Location]] = {}
+    for path in paths:
+        if match := re.fullmatch(r"(.+)-\d+-of-\d+\.parquet", base_name(path)):
+            found.setdefault(match[1], []).append(path)
+    return found
 
 
 def _read_tables(tables: Iterable[Table], where: Location, needs: Needs) -> Iterator[Problem | Draft]:
@@ -274,19 +281,20 @@ def _read_tables(tables: Iterable[Table], where: Location, needs: Needs) -> Iter
             if name not in table.schema.names or table.schema.field(name).type != first.schema.field(name).type:
                 expected, do = f"{name!r} as in {first.path}", "name the files that belong together"
                 raise SourceError("the columns differ between files", where=table.path, expected=expected, do=do)
-        for draft in read_rows(_records(table, columns, used), columns, table.folder, taken):
+        used_for_images = [name for role in IMAGES for name in columns[role]]
+        table.images = tuple(name for name in used_for_images if _is_image(table.schema.field(name).type))
+        for draft in read_rows(_records(table, used), columns, table.folder, taken):
             rows += 1
             yield draft
     if not rows:
         raise SourceError("the table has no rows", where=where, expected="one row per sample", do="name another source")
 
 
-def _records(table: Table, columns: Columns, used: Sequence[str]) -> Iterator[Record]:
-    images = [name for role in IMAGES for name in columns[role] if _is_image(table.schema.field(name).type)]
+def _records(table: Table, used: Sequence[str]) -> Iterator[Record]:
     for row, values in enumerate(table.records(used)):
         with _explained(f"{table.path}[{row}]"):
             row_values = {
-                name: _cells(table, row, name, value) if name in images else value.as_py()
+                name: _cells(table, row, name, value) if name in table.images else value.as_py()
                 for name, value in values.items()
             }
         yield f"{table.path}[{row}]", row_values

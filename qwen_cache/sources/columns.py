@@ -1,41 +1,53 @@
 """The columns of a table by role, and its rows as drafts of samples.
 
-Unknown columns are ignored, unless the name resembles that of a control or a mask: no typo may drop one. A value of an
-image column is a path, or the image itself; several controls may be a list. `prompts` is a list of captions, and each
-becomes a sample: a sample stays one range of bytes with one key, as batches, `merge --select` and changed captions
-need. It costs little: samples about the same images are encoded consecutively, so that images and prefix run once, and
-compression works within a sample only.
+`data.columns` names the columns; those that it leaves out are recognised by their names. Unknown columns are ignored,
+unless the name resembles that of a control or a mask: no typo may drop one. A value of an image column is a path, or
+the image itself; several controls may be a list. `prompts` is a list of captions, and each becomes a sample: a sample
+stays one range of bytes with one key, as batches, `merge --select` and changed captions need. It costs little: samples
+about the same images are encoded consecutively, so that images and prefix run once, and compression works within a
+sample only.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from qwen_cache.errors import Problem, SourceError
+from qwen_cache.settings.data import ColumnsConfig
 from qwen_cache.sources.places import File, Location, TableFolder
 from qwen_cache.sources.rows import Draft, Embedded, FieldProblems, Needs, Readable, Row, unique
 
-LIST_COLUMNS = ("prompts", "captions")
+LIST_COLUMNS = ("prompts", "captions", "edited_prompt_list")
 """The names of columns that hold a list of captions."""
 
 COLUMNS = {
     "target": (
         *("path_target", "target", "target_image", "target_img", "image", "image_path", "file_name"),
-        *("edited_image", "edited_img", "output_image"),
+        *("edited", "edited_image", "edited_img", "output_image", "output_img", "after", "after_image"),
     ),
     "control": (
         *("path_control", "control", "control_image", "control_images", "control_path", "edit_image"),
-        *("input_image", "input_images", "source_image", "source_img", "src_img", "original_image"),
+        *("input_image", "input_images", "input_img", "source_image", "source_img", "src_img"),
+        *("original_image", "original_img", "before", "before_image"),
     ),
     "mask": ("path_mask", "mask", "mask_image", "mask_img", "mask_path", "control_mask", "edit_mask"),
-    "prompt": ("prompt", "text", "caption", "instruction", "edit_prompt", *LIST_COLUMNS),
+    "prompt": ("prompt", "text", "caption", "instruction", "edit_prompt", "edit_instruction", *LIST_COLUMNS),
     "phrase": ("phrase", "edit_phrase"),
 }
 """Roles, and their column names in qwen-image-finetune, DiffSynth, musubi-tuner, imagefolder and published datasets of
-edits."""
+edits: InstructPix2Pix, MagicBrush, HQ-Edit, UltraEdit, OmniEdit."""
+GENERIC = {"target": ("output",), "control": ("input", "source", "original"), "prompt": ("edit",)}
+"""Names that many columns have which hold something else, such as where an image is from: recognised where no column
+has one of the others."""
+NOT_OF_EDITS = ("image", "image_path", "file_name")
+"""Names of targets that say nothing about an edit: `source` beside them need not be a control."""
+FILE_NAMES = ("_file_name", "_file_names")
+"""Endings that imagefolder gives to columns of paths."""
 
 Columns = dict[str, list[str]]
 """The columns of a table by role."""
@@ -46,67 +58,154 @@ Record = tuple[str, dict[str, Any]]
 
 def role_of(name: str) -> tuple[str | None, int | None]:
     """The role of a column by its name, and its number: `control_2` is (`control`, 2)."""
-    stem, number = _split_number(name.strip().lower())
-    role = next((role for role, aliases in COLUMNS.items() if stem in aliases), None)
+    return _role_among(COLUMNS, name)
+
+
+def _role_among(known: dict[str, tuple[str, ...]], name: str) -> tuple[str | None, int | None]:
+    stem, number = _split_number(name)
+    role = next((role for role, aliases in known.items() if stem in aliases), None)
     return (role, number) if number is None or role == "control" else (None, None)
 
 
-def find_columns(names: Iterable[str], where: Location, needs: Needs) -> Columns:
-    """The columns by role, the controls in the order of their numbers; SourceError if they are ambiguous."""
-    columns: dict[str, dict[int, str]] = {role: {} for role in COLUMNS}
-    unknown: dict[str, str] = {}
+def find_columns(
+    names: Sequence[str], where: Location, needs: Needs, noun: str = "column", found: Sequence[str] = ()
+) -> Columns:
+    """The columns by role, the controls in the order of their numbers; SourceError if they are ambiguous.
+
+    In messages, a column is called `noun`, and those that exist are `found` (by default `names`).
+    """
+    named = given(needs.columns)
+    check_named(named, names, where, noun)
+    columns = {role: dict(enumerate(named.get(role, ()))) for role in COLUMNS}
+    taken = {name for listed in named.values() for name in listed}
+    unknown: list[str] = []
     for name in names:
         role, number = role_of(name)
-        if role is None:
-            unknown[name] = _split_number(name.strip().lower())[0]
-        elif (twin := columns[role].get(number or 0)) is not None:
-            what = f"two columns hold the same {role}: {twin!r} and {name!r}"
-            raise SourceError(what, where=where, expected="one", do="rename or remove the wrong one")
-        else:
-            columns[role][number or 0] = name
+        if role is None and name not in taken:
+            unknown.append(name)
+        elif role is not None and name not in taken and role not in named:
+            _add(columns, role, number, name, where, noun)
     for role in ("target", "prompt", "control"):
+        if not columns[role] and role not in named and _wants_generic(role, columns["target"], needs):
+            _add_generic(columns, role, unknown, where, noun)
         if getattr(needs, role) and not columns[role]:
-            raise _no_column(role, names, unknown, where)
+            raise _no_column(role, found or names, unknown, where, noun)
     if not (columns["target"] or columns["control"]):
-        raise _no_column("target", names, unknown, where)
-    _check_unknown(unknown, where)
+        raise _no_column("target", found or names, unknown, where, noun)
+    _check_unknown(unknown, named, where, noun)
     _check_controls(columns["control"], where, needs.takes_control)
     return {role: [by_number[number] for number in sorted(by_number)] for role, by_number in columns.items()}
 
 
+def given(columns: ColumnsConfig) -> Columns:
+    """The names of `data.columns` by role, without the roles that it leaves out."""
+    named = {role: [name] if isinstance(name, str) else name for role, name in columns}
+    return {role: listed for role, listed in named.items() if listed is not None}
+
+
+def check_named(named: Columns, names: Sequence[str], where: Location, noun: str) -> None:
+    """SourceError if the source lacks a name of `data.columns`, has it twice, or it has two roles."""
+    roles: dict[str, str] = {}
+    for role, name in [(role, name) for role, listed in named.items() for name in listed]:
+        if names.count(name) != 1:
+            what = f"data.columns.{role} names the {noun} {name!r}, " + (
+                f"and {names.count(name)} have this name" if name in names else "which does not exist"
+            )
+            near = nearest(name, names)
+            do = f"did you mean {near!r}? {setting(role, near)}" if near else f"name one of these {noun}s"
+            raise SourceError(what, where=where, found=", ".join(map(repr, names)) or "none", do=do)
+        if name in roles:
+            what = f"data.columns names the {noun} {name!r} twice, for the {roles[name]} and for the {role}"
+            raise SourceError(what, where=where, expected="one role", do="correct one of them")
+        roles[name] = role
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The most similar other name, if any is; capitals count little."""
+    by_lower = {each.lower(): each for each in names if each != name}
+    return next((by_lower[each] for each in get_close_matches(name.lower(), by_lower, 1)), None)
+
+
+def setting(role: str, *names: str) -> str:
+    """The option that names the columns of a role."""
+    value = json.dumps(names, ensure_ascii=False) if len(names) > 1 else names[0]
+    return f"--set {shlex.quote(f'data.columns.{role}={value}')}"
+
+
+def _add(
+    columns: dict[str, dict[int, str]], role: str, number: int | None, name: str, where: Location, noun: str
+) -> None:
+    twin = columns[role].get(number or 0)
+    columns[role][number or 0] = name
+    if twin is not None:
+        what = f"two {noun}s hold the same {role}: {twin!r} and {name!r}"
+        do = f"name the right one: {setting(role, twin)} or {setting(role, name)}"
+        if role == "control":
+            do += f"; or both in their order: {setting(role, twin, name)}"
+        raise SourceError(what, where=where, expected="one", do=do)
+
+
+def _wants_generic(role: str, targets: dict[int, str], needs: Needs) -> bool:
+    """Whether a role without a column may have one of a `GENERIC` name."""
+    if role != "control":
+        return bool(getattr(needs, role))
+    return needs.control or (needs.takes_control and _stem(targets.get(0, "")) not in NOT_OF_EDITS)
+
+
+def _add_generic(columns: dict[str, dict[int, str]], role: str, unknown: list[str], where: Location, noun: str) -> None:
+    for name in list(unknown):
+        found, number = _role_among({role: GENERIC[role]}, name)
+        if found:
+            _add(columns, role, number, name, where, noun)
+            unknown.remove(name)
+
+
+def _stem(name: str) -> str:
+    return _split_number(name)[0]
+
+
 def _split_number(name: str) -> tuple[str, int | None]:
-    """`control_2` is (`control`, 2), `control` is (`control`, None)."""
+    """The name in lower case, without imagefolder's ending, and its number: `Control_2` is (`control`, 2)."""
+    name = name.strip().lower()
+    for ending in FILE_NAMES:
+        name = name.removesuffix(ending)
     stem, _, number = name.rpartition("_")
     return (stem, int(number)) if stem and number.isdecimal() else (name, None)
 
 
-def _no_column(role: str, names: Iterable[str], unknown: dict[str, str], where: Location) -> SourceError:
-    near = [(name, like) for name, stem in unknown.items() for like in get_close_matches(stem, COLUMNS[role], 1)]
+def _no_column(role: str, names: Sequence[str], unknown: list[str], where: Location, noun: str) -> SourceError:
+    known = (*COLUMNS[role], *GENERIC.get(role, ()))
+    near = [(name, like) for name in unknown for like in get_close_matches(_stem(name), known, 1)]
+    do = f"rename {near[0][0]!r} to {near[0][1]!r}, or name it: " if near else f"add it, or name the right {noun}: "
     return SourceError(
-        f"no column holds the {role}",
+        f"no {noun} holds the {role}",
         where=where,
-        expected=" or ".join(COLUMNS[role]),
+        expected=" or ".join(known),
         found=", ".join(map(repr, names)) or "an empty first line",
-        do=f"rename {near[0][0]!r} to {near[0][1]!r}" if near else "add it, or rename the right column",
+        do=do + setting(role, near[0][0] if near else "NAME"),
     )
 
 
-def _check_unknown(unknown: dict[str, str], where: Location) -> None:
+def _check_unknown(unknown: Iterable[str], named: Columns, where: Location, noun: str) -> None:
     """SourceError if an unknown column resembles a control or a mask: a typo must not drop it."""
-    known = (*COLUMNS["control"], *COLUMNS["mask"])
-    for name, stem in unknown.items():
+    open_roles = [role for role in ("control", "mask") if role not in named]
+    known = [name for role in open_roles for name in COLUMNS[role]]
+    for name in unknown:
+        stem = _stem(name)
         near = get_close_matches(
             stem, known, 1, 0.85
         )  # `contol` (0.92) is a typo, `source_id` (0.84) is no `source_img`
         near += [like for like in known if sorted(like) == sorted(stem)]  # but `maks` (0.75) is one
-        near += [word for word in ("control", "mask") if word in stem.split("_")]
+        near += [word for word in open_roles if word in stem.split("_")]
         if near:
-            like = near[0] + (name.strip()[len(stem) :] if near[0] in COLUMNS["control"] else "")  # with its number
+            role = "mask" if near[0] in COLUMNS["mask"] else "control"
+            like = near[0] + (name.strip()[len(stem) :] if role == "control" else "")  # with its number
             raise SourceError(
-                f"the column {name!r} is unknown, and resembles {like!r}",
+                f"the {noun} {name!r} is unknown, and resembles {like!r}",
                 where=where,
                 expected=", ".join(known),
-                do=f"rename it to {like!r}, or to something else if it holds neither a control nor a mask",
+                do=f"rename it to {like!r}; if it holds no {role}, rename it to something else, or name the {role}: "
+                + setting(role, "NAME"),
             )
 
 
@@ -118,7 +217,7 @@ def _check_controls(controls: dict[int, str], where: Location, takes_control: bo
             where=where,
             expected="targets, prompts and masks only",
             found=listed,
-            do="choose an editing model, or remove the column",
+            do="choose an editing model, or ignore the column: --set data.columns.control=[]",
         )
     first = min(controls, default=0)
     if first > 1 or sorted(controls) != list(range(first, first + len(controls))):
@@ -174,7 +273,8 @@ def _image(value: str | Embedded, folder: TableFolder) -> Readable:
 
 def _items(role: str, column: str, value: Any, field_problems: FieldProblems) -> list[Any]:
     """The values of one cell: stripped text, or images; "" for an empty or unusable one."""
-    several = role == "prompt" and column.strip().lower() in LIST_COLUMNS
+    by_name = role_of(column)[0] == "prompt"  # else it is one of `data.columns`, which may hold text or a list
+    several = role == "prompt" and (_stem(column) in LIST_COLUMNS or (isinstance(value, list) and not by_name))
     if several and not (isinstance(value, list) and value):
         field_problems[role] = (
             f"the {role} {column!r} is {value!r}, expected a list of texts",

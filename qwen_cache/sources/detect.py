@@ -10,36 +10,42 @@ Pairs, for editing. Names are compared whole, never by prefix; subfolders are pa
 
 Every image in the target folder is a target. A file in the control folder belongs to the target with exactly its name;
 only if there is none, `_control_1` and `_mask` are read as endings. So a target may be called `x_mask`, but then
-`control_images/x_mask.png` is its control. For text-to-image there are no controls, and a folder of images with their
-prompts beside them is enough. A folder with a metadata.csv or metadata.jsonl stands for that table.
+`control_images/x_mask.png` is its control. Two folders such as before/ and after/ are recognised too
+(`sources/pairs.py`). For text-to-image there are no controls, and a folder of images with their prompts beside them is
+enough. A folder with a metadata.csv or metadata.jsonl stands for that table.
 
 A table (.csv, .jsonl, .json, .parquet, a folder of .parquet, or a folder that `datasets` wrote with save_to_disk) has
-one row per sample. These are its columns or keys, in upper or lower case; others are ignored, unless the name resembles
-that of a control or a mask:
+one row per sample. These are its columns or keys, in upper or lower case, also with the ending _file_name; others are
+ignored, unless the name resembles that of a control or a mask:
 
-    target   path_target, target, target_image, target_img, image, image_path, file_name, edited_image, edited_img,
-             output_image
+    target   path_target, target, target_image, target_img, image, image_path, file_name, edited, edited_image,
+             edited_img, output_image, output_img, after, after_image; else output
     control  path_control, control, control_image, control_images, control_path, edit_image, input_image, input_images,
-             source_image, source_img, src_img, original_image
+             input_img, source_image, source_img, src_img, original_image, original_img, before, before_image;
+             else input, source, original
              (several: one of these with the suffix _0, _1, _2, …, or a list if the table can hold one)
     mask     path_mask, mask, mask_image, mask_img, mask_path, control_mask, edit_mask
-    prompt   prompt, text, caption, instruction, edit_prompt; or a list, one sample per item: prompts, captions
+    prompt   prompt, text, caption, instruction, edit_prompt, edit_instruction; or a list, one sample per item:
+             prompts, captions, edited_prompt_list; else edit
     phrase   phrase, edit_phrase: words of the prompt that say where the edit is; `[[ ]]` around them in any prompt does
              the same (`grounding/phrase.py`)
 
 Paths are relative to the table's folder; Parquet and Arrow may hold the images themselves. Tars (.tar, or a folder of
 them) are those of `webdataset`; `sources/webdataset.py` has the names of members. `data/{000..009}.tar` means ten.
+`data.columns` names columns, folders and parts of tars that are called otherwise. `hf://datasets/OWNER/NAME` is a
+dataset on the hub (`sources/hub.py`).
 
-Text is UTF-8; white space around prompts is dropped. Refuses a source that is unreadable, empty or ambiguous with a
-`SourceError`. Everything else is a `Problem` of its row, so that one run shows all of them. No row is dropped silently,
-and files are never paired by position.
+Text is UTF-8; white space around prompts is dropped, and lines end with LF. Refuses a source that is unreadable, empty
+or ambiguous with a `SourceError`. Everything else is a `Problem` of its row, so that one run shows all of them; what
+every row lacks is one problem. No row is dropped silently, and files are never paired by position.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -47,8 +53,10 @@ from pathlib import Path
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.grounding.phrase import find, parse
+from qwen_cache.settings.data import ColumnsConfig
 from qwen_cache.sources.arrow import read_parquet, read_saved, splits
-from qwen_cache.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS, read_pairs
+from qwen_cache.sources.hub import dataset_files, is_dataset
+from qwen_cache.sources.pairs import CONTROL_FOLDERS, IMAGE_EXTENSIONS, TARGET_FOLDERS, read_pairs
 from qwen_cache.sources.places import File, Folder, Location, base_name, file_at, open_folder, suffix
 from qwen_cache.sources.rows import Draft, FieldProblems, Needs, Readable, Row
 from qwen_cache.sources.text_table import READERS, read_text_table
@@ -79,6 +87,9 @@ def read_source(
     needs_prompt: bool = True,
     allow_empty_prompt: bool = False,
     allow_urls: Sequence[str] = (),
+    columns: ColumnsConfig | None = None,
+    split: str | None = None,
+    config_name: str | None = None,
 ) -> tuple[list[Row], list[Problem]]:
     """The usable rows of `source`, and the problems of the others.
 
@@ -86,13 +97,24 @@ def read_source(
     editing model, every target needs a control; without `takes_control`, for text-to-image, there must be none (by
     default `needs_control` decides both). Without
     `needs_target`, to generate images, the first control of a row without target takes the target's place, and the
-    folder may hold only controls. `allow_urls` is what a remote table may name besides its own server.
+    folder may hold only controls. `allow_urls`, `columns`, `split` and `config_name` are the settings of `data`.
     """
     takes_control = needs_control if takes_control is None else takes_control
-    needs = Needs(needs_control, needs_target, needs_prompt, takes_control, tuple(allow_urls))
+    needs = Needs(
+        needs_control,
+        needs_target,
+        needs_prompt,
+        takes_control,
+        tuple(allow_urls),
+        columns or ColumnsConfig(),
+        split,
+        config_name,
+    )
     rows: list[Row] = []
     problems: list[Problem] = []
+    drafts = 0
     for draft in _read(source, needs):
+        drafts += 1
         if isinstance(draft, Problem):
             problems.append(draft)
             continue
@@ -105,7 +127,15 @@ def read_source(
         problems += [Problem(draft.samples[0].where, what, do) for what, do in field_problems.values()]
         if not field_problems:
             rows += samples
-    return rows, problems
+    return rows, _of_all(problems, drafts, source)
+
+
+def _of_all(problems: list[Problem], drafts: int, source: Location) -> list[Problem]:
+    """The problems, those that every one of several samples has told once."""
+    times = Counter((problem.what, problem.do) for problem in problems)
+    shared = [key for key, count in times.items() if count == drafts > 1]
+    told = [Problem(str(source), f"the same of all {drafts} samples: {what}", do) for what, do in shared]
+    return told + [problem for problem in problems if (problem.what, problem.do) not in shared]
 
 
 def _phrases(draft: Draft) -> tuple[list[Row], FieldProblems]:
@@ -113,14 +143,19 @@ def _phrases(draft: Draft) -> tuple[list[Row], FieldProblems]:
     samples, field_problems = [], FieldProblems()
     for sample in draft.samples:
         try:
-            prompt, marked = stripped(*parse(sample.prompt))
+            prompt, marked = stripped(*parse(_unix(sample.prompt)))
             if marked and draft.phrase:
                 raise SourceError("words are marked and a phrase is given too", do="leave out one of them")
-            spans = [find(prompt, draft.phrase)] if draft.phrase and prompt else marked
+            spans = [find(prompt, _unix(draft.phrase))] if draft.phrase and prompt else marked
             samples.append(replace(sample, prompt=prompt, phrase=tuple(spans)))
         except SourceError as error:
             field_problems["phrase"] = f"{sample.name}: {error.fault}", error.do or "correct it"
     return samples, field_problems
+
+
+def _unix(text: str) -> str:
+    """Lines end as on Unix: a prompt saved on Windows is the same prompt."""
+    return text.replace("\r\n", "\n")
 
 
 def stripped(prompt: str, spans: list[tuple[int, int]]) -> tuple[str, list[tuple[int, int]]]:
@@ -135,24 +170,30 @@ def _missing(draft: Draft, known: FieldProblems, needs: Needs, allow_empty_promp
     field_problems: FieldProblems = {}
     row = draft.samples[0]
     if needs.control and not row.controls and "control" not in known:
-        field_problems["control"] = f"the target {row.target} has no control", "add one, or remove the target"
+        field_problems["control"] = "the target has no control", "add one, or remove the target"
     empty = [number for number, sample in enumerate(draft.samples, 1) if not sample.prompt]
     if empty and not allow_empty_prompt and "prompt" not in known:
-        which = "the prompt" if len(draft.samples) == 1 else f"prompt {empty[0]}"
+        which = "the prompt" if len(draft.samples) == 1 else f"prompt {empty[0]} of {len(draft.samples)}"
         do = "write one, or allow empty prompts with data.allow_empty_prompt: true"
-        field_problems["prompt"] = f"{which} of {row.target} is empty", do
+        field_problems["prompt"] = f"{which} is empty", do
     for role, image in [("target", row.target), *(("control", it) for it in row.controls), ("mask", row.mask)]:
         if isinstance(image, File) and isinstance(image.path, Path) and not os.path.isfile(image.path):
             do = "put the file there, or correct the path (in a table it starts at the table's folder)"
-            field_problems[f"{role} {image}"] = f"the {role} {image} does not exist", do
+            which = role if str(image) == row.where else f"{role} {image}"
+            field_problems[f"{role} {image}"] = f"the {which} does not exist", do
     return field_problems
 
 
 def _read(source: Location, needs: Needs) -> Iterator[Problem | Draft]:
     """The drafts of a source by its kind."""
     kind = suffix(source)
+    if needs.config_name and not (isinstance(source, Url) and is_dataset(source)):
+        what, do = "only a dataset on the hub has configurations", "leave out data.config_name"
+        raise SourceError(what, where=source, expected="hf://datasets/OWNER/NAME", found=needs.config_name, do=do)
+    if needs.split and (kind in READERS or kind in ARCHIVES):
+        raise SourceError("a file has no splits", where=source, found=needs.split, do="leave out data.split")
     if isinstance(source, Path) and source.is_dir():
-        return _read_folder(open_folder(source, METADATA_TABLES), needs)
+        return _read_folder(_opened(source), needs)
     if kind in READERS:
         return read_text_table(file_at(source), needs)
     if kind in ARCHIVES:
@@ -163,9 +204,31 @@ def _read(source: Location, needs: Needs) -> Iterator[Problem | Draft]:
         )
         return ARCHIVES[kind](paths, needs)
     if isinstance(source, Url):
-        return _read_folder(open_folder(source, METADATA_TABLES), needs)
+        return _read_hub(source, needs) if is_dataset(source) else _read_folder(_opened(source), needs)
     what = "this is not a source that can be read" if source.exists() else "there is no such source"
     raise SourceError(what, where=source, expected=KINDS, do="correct the path")
+
+
+def _opened(path: Location) -> Folder:
+    return open_folder(path, METADATA_TABLES)
+
+
+def _read_hub(source: Url, needs: Needs) -> Iterator[Problem | Draft]:
+    """The drafts of a dataset on the hub: of its Parquet files or tars, its table, or its folder of images."""
+    by_split = dataset_files(source, needs.config_name)
+    files = by_split[_chosen(by_split, source, needs.split)]
+    kinds = {suffix(path) for path in files}
+    tables = [path for path in files if suffix(path) in READERS]
+    if len(kinds) == 1 and kinds <= ARCHIVES.keys():
+        return ARCHIVES[kinds.pop()](files, needs)
+    if len(tables) == 1 and kinds <= {suffix(tables[0]), *IMAGE_EXTENSIONS}:
+        return read_text_table(tables[0], needs)
+    if kinds <= {*IMAGE_EXTENSIONS}:
+        return _read_folder(_opened(source), needs)
+    do = "download it, and make a table of it: .csv, .jsonl, .json or .parquet"
+    raise SourceError(
+        "this dataset is none that can be read", where=source, expected=KINDS, found=", ".join(sorted(kinds)), do=do
+    )
 
 
 def _expanded(pattern: str) -> list[str]:
@@ -189,10 +252,17 @@ def expand(pattern: str) -> Iterator[str]:
 
 
 def _read_folder(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
+    if SAVED_SPLITS in folder.files:
+        name = _chosen(folder.folders, folder.path, needs.split)
+        return _read_folder(open_folder(folder.path / name), replace(needs, split=None))
     tables = [folder.path / name for name in METADATA_TABLES if name in folder.files]
     pairs = [folder.path / name for name in (*TARGET_FOLDERS, *CONTROL_FOLDERS) if name in folder.folders]
     archives = {ending: folder.having(ending) for ending in ARCHIVES}
     _refuse(folder, [[table] for table in tables] + [pairs, *archives.values()])
+    by_split = splits(path for paths in archives.values() for path in paths)
+    if len(by_split) > 1 or needs.split:
+        name = _chosen(by_split, folder.path, needs.split)
+        return read_parquet(by_split[name], needs)
     if SAVED in folder.files:
         if isinstance(folder.path, Url):
             do = "copy the folder to a disk, or save it as Parquet"
@@ -206,20 +276,22 @@ def _read_folder(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
     return read_text_table(tables[0], needs) if tables else read_pairs(folder, needs)
 
 
+def _chosen(names: Iterable[str], where: Location, split: str | None) -> str:
+    """The split to read; SourceError, with those that exist, if it is not clear or does not exist."""
+    known = sorted(names)
+    if split in known or (split is None and len(known) == 1):
+        return split or known[0]
+    what = "the source holds several splits" if split is None else f"there is no split {split!r}"
+    found, do = ", ".join(known) or "none", f"choose one: {' or '.join(f'--set data.split={name}' for name in known)}"
+    raise SourceError(what, where=where, expected="one", found=found, do=do if known else "leave out data.split")
+
+
 def _refuse(folder: Folder, ways: list[list[Location]]) -> None:
     """SourceError if a folder is not a source, or more than one."""
     readable = [way for way in ways if way]
     if MANIFEST_NAME in folder.files:
         do = "name the images that it was made from; `qwen-cache merge` joins caches"
         raise SourceError("this is a cache, not a source", where=folder.path, expected=KINDS, do=do)
-    if SAVED_SPLITS in folder.files:
-        raise SourceError(
-            "the folder holds several splits",
-            where=folder.path,
-            expected="one",
-            found=", ".join(folder.folders) or "none of their folders",
-            do=f"name one of its folders: {', '.join(str(folder.path / name) for name in folder.folders)}",
-        )
     if len(readable) > 1:
         raise SourceError(
             "the folder can be read in more than one way",
@@ -227,13 +299,4 @@ def _refuse(folder: Folder, ways: list[list[Location]]) -> None:
             expected="one table, images in tars, or folders of images",
             found=", ".join(base_name(path) for way in readable for path in way[:3]),
             do=f"name the file itself, {readable[0][0]}, or move the others elsewhere",
-        )
-    several = splits(path for way in readable for path in way)
-    if len(several) > 1:
-        raise SourceError(
-            "the folder holds several splits",
-            where=folder.path,
-            expected="one",
-            found=", ".join(sorted(several)),
-            do="name the files of one: data/train-{00000..00007}-of-00008.parquet",
         )

@@ -1,106 +1,210 @@
 """A folder of images that are matched by their names.
 
-Names are compared whole, never by prefix; subfolders are part of a name. Refuses two files of one name, a gap in the
-controls, and a file without a target. If no targets are needed, a folder of controls with their prompts is enough.
+Names are compared whole, never by prefix; subfolders are part of a name. `data.columns` names the folders, else they
+are recognised by their names. Refuses two files of one name, a gap in the controls, and a file without a target; where
+two of these have similar names, both are one problem. If no targets are needed, a folder of controls with their prompts
+is enough.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Iterator
+import unicodedata
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 
 from qwen_cache.errors import Problem, SourceError
-from qwen_cache.sources.places import MAX_TEXT, File, Folder, Location, read_bytes
+from qwen_cache.sources.columns import check_named, given
+from qwen_cache.sources.places import MAX_TEXT, File, Folder, Location, base_name, read_bytes, suffix
 from qwen_cache.sources.rows import Draft, FieldProblems, Needs, Row
 
 TARGET_FOLDERS = ("target_images", "training_images", "targets", "target")
 CONTROL_FOLDERS = ("control_images", "condition_images", "controls", "control")
-IMAGE_EXTENSIONS = (
-    *(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".gif"),
-    *(".ppm", ".pgm", ".pbm", ".pnm", ".heic", ".heif", ".hif", ".jxl"),
+PAIRED_TARGET_FOLDERS = ("after", "output", "outputs", "edited", "output_images", "edited_images", "after_images")
+PAIRED_CONTROL_FOLDERS = (
+    *("before", "input", "inputs", "source", "sources", "original", "originals", "unedited"),
+    *("input_images", "source_images", "original_images", "before_images"),
 )
+"""Names that are recognised where there is a folder for the other role too: alone, they may be any subfolder."""
+IMAGE_EXTENSIONS = (
+    *(".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".gif", ".heic", ".heif", ".hif", ".jxl"),
+    *(".jpe", ".jfif", ".apng", ".ppm", ".pgm", ".pbm", ".pnm"),
+)
+OTHER_IMAGES = (
+    *(".tga", ".psd", ".exr", ".hdr", ".jp2", ".j2k", ".jxr", ".dds", ".qoi", ".ico", ".icns", ".svg", ".eps", ".pdf"),
+    *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2", ".xcf", ".kra", ".mov", ".mp4"),
+)
+"""Endings of files that people take for images of the source, and that are not read."""
 READERS = 16  # prompts read in parallel: a remote one takes 0.1 s
+MOST_COMPARED = 100  # names without a partner, on each side, that are compared with one another: takes 0.1 s
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The folders of a source, relative to it; `.` is the source itself."""
+
+    target: str
+    """Empty: there are only controls."""
+    controls: tuple[str, ...] = ()
+    """With several, each has one control of every target, under its name."""
+    mask: str | None = None
+    """None: beside the controls, as NAME_mask."""
+    prompt: str | None = None
+    """None: beside the targets."""
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The folders without targets."""
+        return tuple(name for name in (*self.controls, self.mask, self.prompt) if name)
+
+    def slot(self, folder: str) -> int | None:
+        """The slot of the files of a folder; None where their names say it."""
+        if folder == self.mask:
+            return _MASK
+        return self.controls.index(folder) if len(self.controls) > 1 else None
+
+
+Place = tuple[str, str]
+"""A file as it is named: its folder, and its path below it without extension."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files below a folder by name: the path relative to the folder, without extension."""
+
+    images: dict[str, list[Location]] = field(default_factory=dict)
+    prompts: dict[str, list[Location]] = field(default_factory=dict)
+    others: dict[str, list[Location]] = field(default_factory=dict)
+    """Files of `OTHER_IMAGES`."""
+
+
+@dataclass(frozen=True)
+class Leads:
+    """What may have been meant by files that are missing."""
+
+    unread: Mapping[Place, Location]
+    """Images of these names in formats that are not read."""
+    similar: Mapping[Place, Location]
+    """Files with similar names that belong to no target."""
+
+    def of(self, missing: Place) -> tuple[str, str] | None:
+        """What to add to the problem of a missing file, and what to do."""
+        if path := self.unread.get(missing):
+            return f"; {base_name(path)} is there, but {_kind(path)} is not read", "save it as PNG, JPEG or WebP"
+        if path := self.similar.get(missing):
+            return f"; did you mean {_join(missing[0], base_name(path))}?", "give both files the same name"
+        return None
 
 
 def read_pairs(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
-    has_targets, has_controls = (
-        any(name in folder.folders for name in names) for names in (TARGET_FOLDERS, CONTROL_FOLDERS)
-    )
-    if not needs.target and not has_targets and (needs.control or has_controls):
-        yield from _read_controls(folder)
+    layout = _layout(folder, needs)
+    if not layout.target:
+        yield from _read_controls(folder, layout)
         return
-    target_folder, control_folder = _layout(folder, needs)
-    targets = _scan(folder, target_folder, IMAGE_EXTENSIONS)
-    prompts = _scan(folder, target_folder, [".txt"])
+    here = _scan(folder, layout.target, layout.others)
+    targets, prompts = here.images, (_scan(folder, layout.prompt) if layout.prompt else here).prompts
+    prompt_folder = layout.prompt or layout.target
     if not targets:
-        where, accepted = folder.path / target_folder, ", ".join(IMAGE_EXTENSIONS)
-        raise SourceError("there is no image", where=where, expected=accepted, do="name another source")
+        raise _no_image(folder, layout.target, here)
+    others = {layout.target: here.others}
     owned: dict[str, dict[int, list[Location]]] = {name: {} for name in targets}
-    strays = [path for name, paths in prompts.items() if name not in targets for path in paths]
-    for name, paths in _scan(folder, control_folder, IMAGE_EXTENSIONS).items() if control_folder else ():
-        target, slot = _owner(name, targets)
-        if target is None:
-            strays += paths
-        else:
-            owned[target][slot] = paths
-    controls_in = folder.path / control_folder if control_folder else None
+    strays = {(prompt_folder, name): paths for name, paths in prompts.items() if name not in targets}
+    for name in filter(None, (*layout.controls, layout.mask)):
+        files = _scan(folder, name)
+        others[name] = files.others
+        for stem, paths in files.images.items():
+            target, slot = _owner(stem, targets, layout.slot(name))
+            if target is None:
+                strays[name, stem] = paths
+            else:
+                owned[target].setdefault(slot, []).extend(paths)
+    _refuse_strangers(folder, layout, targets, prompts, owned, needs)
+    gaps = {name: gap for name, slots in owned.items() if (gap := _gap(name, slots, layout.controls))}
+    wanted = {*gaps.values(), *((prompt_folder, name) for name in targets if name not in prompts)}
+    unread = {(name, stem): paths[0] for name, each in others.items() for stem, paths in each.items()}
+    leads = Leads(unread, _similar(wanted - unread.keys(), strays))
     with ThreadPoolExecutor(READERS, "prompts") as pool:
         texts = pool.map(lambda name: _read_prompt(prompts.get(name, [])), targets)
         for (name, paths), text in zip(targets.items(), texts, strict=True):
-            yield _row(name, paths, (prompts.get(name, []), text), owned[name], controls_in)
-    for path in strays:
-        what = f"{path} belongs to no target: {folder.path / target_folder} has no image of that name"
-        do = "add the target or remove the file; further controls are called NAME_control_1, masks NAME_mask"
-        yield Problem(str(path), what, do)
+            yield _row(name, paths, (prompts.get(name, []), text), owned[name], gaps.get(name), prompt_folder, leads)
+    explained = set(leads.similar.values())
+    for (name, stem), paths in strays.items():
+        for path in paths:
+            if path not in explained:
+                yield _stray(path, leads.unread.get((layout.target, stem)) if name == prompt_folder else None, layout)
 
 
-def _read_controls(folder: Folder) -> Iterator[Draft]:
-    """Rows of controls only, from a control folder or from this folder."""
-    control_folder = next((name for name in CONTROL_FOLDERS if name in folder.folders), ".")
-    images, prompts = _scan(folder, control_folder, IMAGE_EXTENSIONS), _scan(folder, control_folder, [".txt"])
+def _stray(path: Location, unread_target: Location | None, layout: Layout) -> Problem:
+    if unread_target:
+        return Problem(str(unread_target), f"{_kind(unread_target)} is not read", "save it as PNG, JPEG or WebP")
+    do = "add the target or remove the file"
+    if len(layout.controls) == 1:
+        do += "; further controls are called NAME_control_1, masks NAME_mask"
+    return Problem(str(path), f"this belongs to no target: {layout.target} has no image of that name", do)
+
+
+def _read_controls(folder: Folder, layout: Layout) -> Iterator[Problem | Draft]:
+    """Rows of controls only, from control folders or from this folder."""
+    first, *further = layout.controls or (".",)
+    here = _scan(folder, first)
+    images, prompts = here.images, (_scan(folder, layout.prompt) if layout.prompt else here).prompts
     if not images:
-        accepted = ", ".join(IMAGE_EXTENSIONS)
-        raise SourceError(
-            "there is no image", where=folder.path / control_folder, expected=accepted, do="name another source"
-        )
-    firsts = {name for name in images if _further(name, images)[0] is None}
+        raise _no_image(folder, first, here)
+    firsts = {name for name in images if further or _further(name, images)[0] is None}
     owned: dict[str, dict[int, list[Location]]] = {}
     for name, paths in images.items():
-        first, slot = _owner(name, firsts)
-        owned.setdefault(first or name, {})[slot if first else 0] = paths
+        owner, slot = _owner(name, firsts, 0 if further else None)
+        owned.setdefault(owner or name, {})[slot if owner else 0] = paths
+    for number, other in enumerate(further, 1):
+        for name, paths in _scan(folder, other).images.items():
+            if name in owned:
+                owned[name][number] = paths
+            else:
+                what, do = f"this belongs to no image of {first}", "add that or remove the file"
+                yield from (Problem(str(path), what, do) for path in paths)
+    none = Leads({}, {})
     for name, slots in owned.items():
-        files = prompts.get(name, [])
-        draft = _row(name, slots[0], (files, _read_prompt(files)), slots, folder.path / control_folder)
+        files, gap = prompts.get(name, []), _gap(name, slots, layout.controls or (".",))
+        draft = _row(name, slots[0], (files, _read_prompt(files)), slots, gap, layout.prompt or first, none)
         yield replace(draft, samples=tuple(replace(row, mask=None) for row in draft.samples))
 
 
-def _layout(folder: Folder, needs: Needs) -> tuple[str, str | None]:
-    """The names of the folders with targets and with controls; `.` is the folder itself.
+def _layout(folder: Folder, needs: Needs) -> Layout:
+    """The folders with targets, controls, masks and prompts; no target folder to read controls only.
 
     If there is a folder of controls, every target needs one there, also for a model that takes images without a
     control: a missing file must not turn an edit into text to image. A table can have both.
     """
+    named = _named(folder, needs)
     known = {"target": TARGET_FOLDERS, "control": CONTROL_FOLDERS}
-    folders = {role: [name for name in names if name in folder.folders] for role, names in known.items()}
-    for role, names in known.items():
-        if len(folders[role]) > 1:
+    paired = {"target": PAIRED_TARGET_FOLDERS, "control": PAIRED_CONTROL_FOLDERS}
+    folders = {role: named.get(role) or [each for each in folder.folders if each in known[role]] for role in known}
+    pairs = {role: [each for each in folder.folders if each.lower() in paired[role]] for role in known}
+    pairs = {role: folders[role] or ([] if role in named else pairs[role]) for role in known}
+    if all(pairs.values()):
+        folders = pairs
+    for role, option in (("target", "--targets"), ("control", "--controls")):
+        if len(folders[role]) > 1 and role not in named:
             raise SourceError(
                 f"the folder has more than one {role} folder",
                 where=folder.path,
                 expected="one",
                 found=", ".join(folders[role]),
-                do="rename or move the wrong one",
+                do=f"name the right one: {' or '.join(f'{option} {name}' for name in folders[role])}",
             )
+    if not needs.target and not folders["target"] and (needs.control or folders["control"]):
+        return Layout("", tuple(folders["control"]), prompt=next(iter(named.get("prompt", [])), None))
+    for role, option in (("target", "--targets"), ("control", "--controls")):
         if needs.control and not folders[role]:
             raise SourceError(
                 f"the folder has no {role} folder, which an editing model needs",
                 where=folder.path,
-                expected=" or ".join(names),
+                expected=" or ".join((*known[role], *paired[role])),
                 found=", ".join(sorted(folder.files + folder.folders)[:10]) or "nothing",
-                do=f"put the {role} images into {folder.path / names[0]}, or name a source of another kind",
+                do=f"put the {role} images into {folder.path / known[role][0]}, or name their folder: {option} FOLDER",
             )
     if folders["control"] and not needs.takes_control:
         raise SourceError(
@@ -110,26 +214,96 @@ def _layout(folder: Folder, needs: Needs) -> tuple[str, str | None]:
             found=folders["control"][0],
             do="choose an editing model, or name the folder of the targets itself",
         )
-    return next(iter(folders["target"]), "."), next(iter(folders["control"]), None)
+    mask, prompt = (next(iter(named.get(role, ())), None) for role in ("mask", "prompt"))
+    return Layout(next(iter(folders["target"]), "."), tuple(folders["control"]), mask, prompt)
 
 
-def _scan(folder: Folder, name: str, extensions: Iterable[str]) -> dict[str, list[Location]]:
-    """Files below a subfolder by name: the path relative to the subfolder, without extension."""
-    paths_by_name: dict[str, list[Location]] = {}
+def _named(folder: Folder, needs: Needs) -> dict[str, list[str]]:
+    """The folders of `data.columns` by role; SourceError if one does not exist."""
+    named = given(needs.columns)
+    if "phrase" in named:
+        do = "mark the words in the prompt with [[ ]], or write a table"
+        raise SourceError("a folder of images has no phrases", where=folder.path, found=needs.columns.phrase, do=do)
+    named = {role: [posixpath.normpath(name) for name in names] for role, names in named.items()}
+    nested = [name for names in named.values() for name in names if "/" in name and _is_below(folder, name)]
+    own = ["."] if ["."] in named.values() else []
+    check_named(named, [*folder.folders, *dict.fromkeys(nested), *own], folder.path, "folder")
+    return named
+
+
+def _is_below(folder: Folder, name: str) -> bool:
+    try:
+        return name.partition("/")[0] in folder.folders and bool(folder.below(name))
+    except SourceError:
+        return False
+
+
+def _scan(folder: Folder, name: str, without: Sequence[str] = ()) -> Files:
+    """The files below a folder; of the source itself, without those below some of its folders."""
+    starts = tuple(f"{other}/" for other in without) if name == "." else ()
+    files = Files()
+    kinds = {".txt": files.prompts} | dict.fromkeys(IMAGE_EXTENSIONS, files.images)
+    kinds |= dict.fromkeys(OTHER_IMAGES, files.others)
+    base = folder.path if name == "." else folder.path / name
     for path in folder.below(name):
         stem, extension = posixpath.splitext(path)
-        if extension.lower() in extensions:
-            paths_by_name.setdefault(stem, []).append((folder.path if name == "." else folder.path / name) / path)
-    return dict(sorted(paths_by_name.items()))
+        if starts and path.startswith(starts):
+            continue
+        if (kind := kinds.get(extension.lower())) is not None:
+            kind.setdefault(stem, []).append(base / path)
+    return Files(*(dict(sorted(kind.items())) for kind in (files.images, files.prompts, files.others)))
+
+
+def _no_image(folder: Folder, name: str, files: Files) -> SourceError:
+    kinds = sorted({_kind(path) for paths in files.others.values() for path in paths})
+    return SourceError(
+        "there is no image that can be read" if kinds else "there is no image",
+        where=folder.path / name,
+        expected=", ".join(IMAGE_EXTENSIONS),
+        found=", ".join(kinds) or None,
+        do="save them as PNG, JPEG or WebP" if kinds else "name another source",
+    )
+
+
+def _kind(path: Location) -> str:
+    return suffix(path).removeprefix(".").upper()
+
+
+def _join(folder: str, name: str) -> str:
+    return posixpath.normpath(posixpath.join(folder, name))
+
+
+def _refuse_strangers(
+    folder: Folder,
+    layout: Layout,
+    targets: Mapping[str, list[Location]],
+    prompts: Mapping[str, object],
+    owned: Mapping[str, Mapping[int, object]],
+    needs: Needs,
+) -> None:
+    """SourceError if none of several targets has a control or a prompt: one problem, and not one for each of them."""
+    first = base_name(next(iter(targets.values()))[0])
+    stem = posixpath.splitext(first)[0]
+    what = f"none of the {len(targets)} targets has a "
+    if len(targets) > 1 and layout.controls and not any(set(slots) - {_MASK} for slots in owned.values()):
+        where, do = folder.path / layout.controls[0], "give each control the name of its target"
+        found = ", ".join(folder.below(layout.controls[0])[:3]) or "nothing"
+        raise SourceError(f"{what}control", where=where, expected=f"{stem}.png for {first}", found=found, do=do)
+    if len(targets) > 1 and needs.prompt and not any(name in prompts for name in targets):
+        where, do = folder.path / (layout.prompt or layout.target), "write a prompt for each target, or name a table"
+        found = ", ".join(f"{name}.txt" for name in [*prompts][:3]) or "no .txt"
+        raise SourceError(f"{what}prompt", where=where, expected=f"{stem}.txt for {first}", found=found, do=do)
 
 
 _MASK = -1
 """The slot of the mask among a target's files in the control folder; 0 is its first control, then 1, 2, …"""
 
 
-def _owner(name: str, targets: Collection[str]) -> tuple[str | None, int]:
-    """The target that a file of the control folder belongs to, and its slot there."""
-    return (name, 0) if name in targets else _further(name, targets)
+def _owner(name: str, targets: Collection[str], slot: int | None) -> tuple[str | None, int]:
+    """The target that a file belongs to, and its slot there: `slot`, or in a folder of all controls by its name."""
+    if name in targets:
+        return name, slot or 0
+    return _further(name, targets) if slot is None else (None, 0)
 
 
 def _further(name: str, targets: Collection[str]) -> tuple[str | None, int]:
@@ -138,6 +312,45 @@ def _further(name: str, targets: Collection[str]) -> tuple[str | None, int]:
     if ending is None or ending[1] not in targets:
         return None, 0
     return ending[1], int(ending[2]) if ending[2] else _MASK
+
+
+def _gap(name: str, slots: Mapping[int, object], controls: tuple[str, ...]) -> Place | None:
+    """The first control that a target lacks."""
+    if len(controls) > 1:
+        return next(((folder, name) for slot, folder in enumerate(controls) if slot not in slots), None)
+    numbers = slots.keys() - {_MASK}
+    missing = min(set(range(len(numbers) + 1)) - numbers)
+    if not controls or missing >= max(len(numbers), 1):
+        return None
+    return controls[0], f"{name}_control_{missing}" if missing else name
+
+
+def _similar(wanted: Iterable[Place], strays: Mapping[Place, list[Location]]) -> dict[Place, Location]:
+    """Files without a target for missing files of similar names in the same folder, each once."""
+    found: dict[Place, Location] = {}
+    free = {(folder, _plain(stem)): paths[0] for (folder, stem), paths in strays.items()}
+    for folder, stem in sorted(wanted):
+        if path := free.pop((folder, _plain(stem)), None):
+            found[folder, stem] = path
+    rest = [place for place in sorted(wanted) if place not in found]
+    if max(len(rest), len(free)) > MOST_COMPARED:
+        return found
+    for folder, stem in rest:
+        # a number is never a typo of another: photo_001 and photo_002
+        names = [name for where, name in free if where == folder and _numbers(name) == _numbers(_plain(stem))]
+        for name in get_close_matches(_plain(stem), names, 1, 0.8):
+            found[folder, stem] = free.pop((folder, name))
+    return found
+
+
+def _plain(stem: str) -> str:
+    """A name without the differences that people overlook: capitals, composed accents, zeros before a number."""
+    name = unicodedata.normalize("NFC", stem).casefold()
+    return re.sub(r"\d+", lambda match: match[0].lstrip("0") or "0", name)
+
+
+def _numbers(stem: str) -> list[str]:
+    return re.findall(r"\d+", stem)
 
 
 def _read_prompt(files: list[Location]) -> str | Exception:
@@ -152,28 +365,32 @@ def _row(
     targets: list[Location],
     prompt: tuple[list[Location], str | Exception],
     slots: dict[int, list[Location]],
-    control_folder: Location | None,
+    gap: Place | None,
+    prompt_folder: str,
+    leads: Leads,
 ) -> Draft:
     field_problems: FieldProblems = {}
     prompts, text = prompt
     for files in (targets, prompts, *slots.values()):
         if len(files) > 1:
-            what = f"several files have the same name: {', '.join(map(str, files))}"
+            what = f"several files have the same name: {', '.join(base_name(path) for path in files)}"
             field_problems[what] = what, "keep the right one"
     numbers = sorted(slot for slot in slots if slot != _MASK)
-    missing = min(set(range(len(numbers) + 1)).difference(numbers))
-    if control_folder and missing < max(len(numbers), 1):
-        expected = control_folder / (f"{name}_control_{missing}.png" if missing else f"{name}.png")
-        found = ", ".join(slots[slot][0].name for slot in numbers) or "none"
-        what = f"the control {expected} (or .jpg, …) is missing, found {found}"
-        field_problems["control"] = what, "add it, or remove the target"
+    if gap:
+        found = ", ".join(base_name(slots[slot][0]) for slot in numbers) or "none"
+        more, do = leads.of(gap) or (f", found {found}", "add it, or remove the target")
+        field_problems["control"] = f"the control {_join(*gap)}.png (or .jpg, …) is missing{more}", do
     if isinstance(text, Exception):
         reason = text.fault if isinstance(text, SourceError) else text
-        field_problems["prompt"] = f"the prompt {prompts[0]} cannot be read: {reason}", "save it as UTF-8 text"
+        field_problems["prompt"] = (
+            f"the prompt {base_name(prompts[0])} cannot be read: {reason}",
+            "save it as UTF-8 text",
+        )
         text = ""
     elif not prompts:
         do = "write it, or move an image that is not a target, such as a mask, elsewhere"
-        field_problems["prompt"] = f"the prompt {posixpath.splitext(str(targets[0]))[0]}.txt is missing", do
+        more, do = leads.of((prompt_folder, name)) or ("", do)
+        field_problems["prompt"] = f"the prompt {_join(prompt_folder, name)}.txt is missing{more}", do
     controls = tuple(File(slots[slot][0]) for slot in numbers)
     mask = File(slots[_MASK][0]) if _MASK in slots else None
     return Draft((Row(name, str(targets[0]), File(targets[0]), controls, mask, text),), field_problems)

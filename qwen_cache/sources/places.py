@@ -4,8 +4,8 @@ A local file is opened only if it is a regular one: a pipe or a device may never
 except back into a folder that contains them.
 
 Paths in a table are relative to its folder. A local table may name any file and any URL; a remote one only its own
-server, and what `data.allow_urls` lists: never a file of this machine, a chain of addresses (`zip://a::…`), or, with
-the rights and from the network of whoever builds, another server.
+server (on the Hugging Face hub: its own repository), and what `data.allow_urls` lists: never a file of this machine, a
+chain of addresses (`zip://a::…`), or, with the rights and from the network of whoever builds, another server.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class TableFolder:
         if isinstance(self.path, Path):
             named = self._located(text) if "://" in text else Path(text)
             return file_at(named) if isinstance(named, Url) else self.path / named
-        server = "/".join(str(self.path).split("/", 3)[:3])
+        server = _server(str(self.path))
         if "::" in text:
             raise self._refusal("names a chain of addresses", text, "name the image itself, relative to the table")
         if any(_begins(text, allowed) for allowed in (server, *self.allow_urls)):
@@ -204,6 +204,13 @@ class TableFolder:
             return stem.partition("://")[2]
         folder = self.path
         return os.path.relpath(folder / stem, folder) if isinstance(folder, Path) else posixpath.normpath(stem)
+
+
+def _server(url: str) -> str:
+    """The part of a URL that names a server, a bucket, or a repository of the Hugging Face hub."""
+    parts = url.split("/")
+    repository = 5 if parts[2:3] and parts[2] in ("datasets", "spaces", "buckets") else 4
+    return "/".join(parts[: repository if parts[0] == "hf:" else 3])
 
 
 def _begins(url: str, allowed: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from qwen_cache.format.identity import Phrase
+from qwen_cache.settings.data import ColumnsConfig
 
 
 class Readable(Protocol):
@@ -30,7 +31,7 @@ class Embedded(Readable, Protocol):
 
 @dataclass(frozen=True)
 class Needs:
-    """The parts that every row of a source must have, and what a remote table may name."""
+    """The parts that every row of a source must have, and the settings of `data` that say how it is read."""
 
     control: bool
     """A control: for an editing model."""
@@ -40,7 +41,9 @@ class Needs:
     takes_control: bool = True
     """If False, for a text-to-image model, there must be no control."""
     allow_urls: tuple[str, ...] = ()
-    """The setting `data.allow_urls`."""
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    split: str | None = None
+    config_name: str | None = None
 
 
 @dataclass(frozen=True)

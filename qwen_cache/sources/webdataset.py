@@ -3,9 +3,10 @@
     KEY.target.png or KEY.png    the target; KEY.control.png, KEY.control_1.png, KEY.mask.png the other images
     KEY.txt or KEY.json          the prompt; the .json is read only where there is no .txt, and only for its prompt
 
-Column names may stand for `target`, `control`, … (KEY.edited_image.jpg). A tar is scanned once for the offsets of its
-members, and images are read from there. Refuses, as a problem that names tar and member: a name that leads out of the
-tar, a link or another special file, and two members for one image or prompt.
+Column names may stand for `target`, `control`, … (KEY.edited_image.jpg), and `data.columns` may name any part, with or
+without its extension. A tar is scanned once for the offsets of its members, and images are read from there. Refuses a
+part that no sample has; and, as a problem that names tar and member: a name that leads out of the tar, a link or
+another special file, and two members for one image or prompt.
 """
 
 from __future__ import annotations
@@ -14,12 +15,25 @@ import io
 import tarfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.format.fields import parse_json
-from qwen_cache.sources.columns import COLUMNS, LIST_COLUMNS, Record, find_columns, read_rows, role_of
+from qwen_cache.settings.data import ColumnsConfig
+from qwen_cache.sources.columns import (
+    COLUMNS,
+    GENERIC,
+    LIST_COLUMNS,
+    Columns,
+    Record,
+    check_named,
+    find_columns,
+    given,
+    read_rows,
+    role_of,
+    setting,
+)
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
 from qwen_cache.sources.places import (
     MAX_TEXT,
@@ -55,41 +69,112 @@ class Member:
         return read_range(self.tar, self.begin, self.begin + self.size)
 
 
+Values = dict[str, Any]
+"""The members of a sample by column: images, and text as a member and its kind."""
+
+
+class Parts:
+    """The parts of members that `data.columns` names, and those that the tars have."""
+
+    def __init__(self, columns: ColumnsConfig) -> None:
+        self.given = given(columns)
+        if "phrase" in self.given:
+            do = "mark the words in the prompt with [[ ]]"
+            raise SourceError("a tar has no part for the phrase", found=f"data.columns.phrase={columns.phrase}", do=do)
+        self.seen: dict[str, None] = {}
+        self.columns = {
+            name.lower(): f"{role}_{number}" if number else role
+            for role, names in self.given.items()
+            for number, name in enumerate(names)
+        }
+
+    def column(self, name: str) -> tuple[str, str]:
+        """The column of a member, and its kind, `image`, `text`, `json` or `key`; "" for other members."""
+        part = name.rpartition("/")[2].partition(".")[2].lower()
+        stem, _, extension = part.rpartition(".")
+        self.seen[part] = None
+        named = next((each for each in (part, stem) if each in self.columns), None)
+        column = self.columns.get(named or "")
+        if f".{extension}" in IMAGE_EXTENSIONS:
+            return (column or self._recognised(stem or "target"), "image") if column != "prompt" else ("", "")
+        if extension not in ("txt", "json") or (column or role_of(stem or "prompt")[0]) != "prompt":
+            return "", ""
+        if extension == "txt":
+            return ("prompt", "text") if column or "prompt" not in self.given else ("", "")
+        return "json", "json" if column or "prompt" not in self.given else "key"
+
+    def _recognised(self, stem: str) -> str:
+        role, number = role_of(stem)
+        if role in self.given:
+            return ""
+        return role + (f"_{number}" if number else "") if role else stem
+
+    def needs(self, needs: Needs) -> Needs:
+        """`needs` with the columns that the members got. The name of the prompt may be a key of KEY.json instead."""
+        images = {role: names for role, names in self.given.items() if role != "prompt"}
+        controls = [f"control_{number}" if number else "control" for number in range(len(images.get("control", ())))]
+        own = {role: controls if role == "control" else role for role in images}
+        return replace(needs, columns=ColumnsConfig.model_validate(own))
+
+    def check(self, where: Location) -> None:
+        """SourceError if no member has a part that `data.columns` names."""
+        stems = (part.rpartition(".")[0] for part in self.seen)
+        images = {role: [name.lower() for name in names] for role, names in self.given.items() if role != "prompt"}
+        check_named(images, list(dict.fromkeys([*self.seen, *filter(None, stems)])), where, "part")
+
+
 def read_tars(paths: Iterable[Location], needs: Needs) -> Iterator[Problem | Draft]:
     """The samples of tars, in order."""
-    records: list[Record | Problem] = []
-    needed_columns = {"target": needs.target, "prompts": needs.prompt, "control": needs.control}
-    names = dict.fromkeys(name for name, needed in needed_columns.items() if needed)
+    parts = Parts(needs.columns)
+    samples: list[Problem | tuple[Location, str, Values]] = []
     first: Location | None = None
     for path in paths:
         first = first or path
-        for record in _read_tar(path):
-            records.append(record)
-            names |= dict.fromkeys(record[1]) if isinstance(record, tuple) else {}
-    if first is None or not records:
+        samples += _read_tar(path, parts)
+    names = {name: None for sample in samples if isinstance(sample, tuple) for name in sample[2]}
+    if first is None or not samples:
         do = "name another source"
         raise SourceError("there is no sample in the tar", where=first, expected="KEY.png and KEY.txt", do=do)
-    columns = find_columns(names, first, needs)
+    if not names:
+        return (problem for problem in samples if isinstance(problem, Problem))
+    parts.check(first)
+    columns = _find_columns(names, first, parts, needs)
+    key = needs.columns.prompt
+    records = (each if isinstance(each, Problem) else _record(*each, columns, needs, key) for each in samples)
     return read_rows(records, columns, TableFolder(parent(first)), {})
 
 
-def _read_tar(path: Location) -> Iterator[Record | Problem]:
-    samples: dict[str, dict[str, Any]] = {}
+def _find_columns(names: Iterable[str], where: Location, parts: Parts, needs: Needs) -> Columns:
+    """The columns; SourceError, with the parts that there are, for a role that no sample has."""
+    columns = dict.fromkeys("prompts" if name in ("prompt", "json") else name for name in names)
+    if needs.prompt and "prompts" not in columns:
+        do = f"add it, or name the right part: {setting('prompt', 'NAME')}"
+        found = ", ".join(parts.seen)
+        raise SourceError("no part holds the prompt", where=where, expected="KEY.txt or KEY.json", found=found, do=do)
+    return find_columns([*columns], where, parts.needs(needs), "part", list(parts.seen))
+
+
+def _read_tar(path: Location, parts: Parts) -> Iterator[Problem | tuple[Location, str, Values]]:
+    samples: dict[str, Values] = {}
     invalid: set[str] = set()
     for info in _members(path):
         fault = _fault(info)
-        key, (column, kind) = _key(info.name), _column(info.name)
+        key, (column, kind) = _key(info.name), parts.column(info.name)
         if fault is None and column in samples.get(key, {}):
-            fault = f"there are two for the {column} of {key}", "remove the wrong one"
+            fault = (
+                f"there are two for the {column} of {key}",
+                "remove the wrong one, or name the right part: "
+                + (setting(column.partition("_")[0], info.name.partition(".")[2])),
+            )
         if fault:
             invalid.add(key)
-            yield Problem(f"{path}:{info.name}", f"{path}:{info.name}: {fault[0]}", fault[1])
+            yield Problem(f"{path}:{info.name}", *fault)
         elif column:
             member = Member(path, info.name, info.offset_data, info.size)
             samples.setdefault(key, {})[column] = member if kind == "image" else (member, kind)
     for key, values in samples.items():
         if key not in invalid:
-            yield _record(path, key, values)
+            yield path, key, values
 
 
 @contextmanager
@@ -136,39 +221,36 @@ def _key(name: str) -> str:
     return folder + slash + base.partition(".")[0]
 
 
-def _column(name: str) -> tuple[str, str]:
-    """The column of a member, and its kind, `image`, `text` or `json`; "" for other members."""
-    stem, _, extension = ("." + name.rpartition("/")[2].partition(".")[2].lower()).rpartition(".")
-    column = stem.removeprefix(".")
-    if f".{extension}" in IMAGE_EXTENSIONS:
-        role, number = role_of(column or "target")
-        return (role + (f"_{number}" if number else "") if role else column), "image"
-    if extension in ("txt", "json") and role_of(column or "prompt")[0] == "prompt":
-        return ("prompt", "text") if extension == "txt" else ("json", "json")
-    return "", ""
-
-
-def _record(path: Location, key: str, values: dict[str, Any]) -> Record | Problem:
+def _record(
+    path: Location, key: str, values: Values, columns: Columns, needs: Needs, prompt_key: str | None
+) -> Record | Problem:
     """A sample, with the text of its prompt."""
     where = f"{path}:{key}"
-    described, written = values.pop("json", None), values.pop("prompt", None)
-    if "target" not in values:
-        return Problem(where, f"{path} has no {key}.target.png (or {key}.png, …)", "add it, or remove the sample")
-    if described is None and written is None:
-        return Problem(where, f"{path} has no {key}.txt or {key}.json", "add the prompt, or remove the sample")
-    member, kind = written or described
+    member, kind = values.get("prompt") or values.get("json") or (None, "")
+    if needs.target and (name := columns["target"][0]) not in values:
+        plain = f" (or {key}.png, …)" if name == "target" else ""
+        return Problem(where, f"there is no {key}.{name}.png{plain}", "add it, or remove the sample")
+    if member is None:
+        if needs.prompt:
+            return Problem(where, f"there is no {key}.txt or {key}.json", "add the prompt, or remove the sample")
+        return where, {**values, "prompts": [""]}
     try:
         if member.size > MAX_TEXT:
             raise ValueError(f"{member.size} bytes are too long for a prompt")
         text = member.read().decode("utf-8-sig")
-        prompt = [text] if kind == "text" else _prompts_in(parse_json(text))
+        prompts = [text] if kind == "text" else _prompts_in(parse_json(text), prompt_key if kind == "key" else None)
     except (SourceError, ValueError) as error:
-        return Problem(where, f"the prompt {member} cannot be read: {error}", "save it as UTF-8 text, or JSON")
-    return where, {**values, "prompts": prompt}
+        part = member.member.rpartition("/")[2].partition(".")[2]
+        return Problem(where, f"the prompt in .{part} cannot be read: {error}", "save it as UTF-8 text, or JSON")
+    return where, {**values, "prompts": prompts}
 
 
-def _prompts_in(fields: Any) -> Any:
-    names = [name for name in fields if name.lower() in COLUMNS["prompt"]] if isinstance(fields, dict) else []
+def _prompts_in(fields: Any, key: str | None) -> Any:
+    """The prompts of KEY.json: the value of `key`, which may be a list, or else of the one key for prompts."""
+    known = (key.lower(),) if key else (*COLUMNS["prompt"], *GENERIC["prompt"])
+    names = [name for name in fields if name.lower() in known] if isinstance(fields, dict) else []
     if len(names) != 1:
-        raise ValueError(f"expected one of {', '.join(COLUMNS['prompt'])}, found {', '.join(names) or 'none'}")
-    return fields[names[0]] if names[0].lower() in LIST_COLUMNS else [fields[names[0]]]
+        found = ", ".join(names) or (f"none of {', '.join(map(str, fields))}" if isinstance(fields, dict) else "none")
+        raise ValueError(f"expected one of {', '.join(known)}, found {found}")
+    value = fields[names[0]]
+    return value if names[0].lower() in LIST_COLUMNS or (key and isinstance(value, list)) else [value]

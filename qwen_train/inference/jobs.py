@@ -77,6 +77,9 @@ def source_jobs(
         needs_prompt=not prompts,
         allow_empty_prompt=config.allow_empty_prompt or bool(prompts),
         allow_urls=config.allow_urls,
+        columns=config.columns,
+        split=config.split,
+        config_name=config.config_name,
     )
     jobs = [GenerateJob(row.name, row.controls, row.prompt, _target(row)) for row in rows]
     if not prompts:

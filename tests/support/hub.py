@@ -1,0 +1,107 @@
+"""A Hugging Face hub with one repository of a dataset: a folder, at one commit."""
+
+from __future__ import annotations
+
+import json
+import re
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+COMMIT = "5" * 40
+
+
+class Hub(ThreadingHTTPServer):
+    """Answers what `huggingface_hub` asks about the dataset `name`; records each request."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, name: str, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.name, self.folder = name, folder
+        self.requests: list[tuple[str, str, str]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def files(self) -> list[Path]:
+        return sorted(path for path in self.folder.rglob("*") if path.is_file())
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def do_POST(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        path = unquote(urlsplit(self.path).path)
+        self.server.requests.append((self.command, path, self.headers.get("Range", "")))
+        repository = re.escape(self.server.name)
+        if match := re.fullmatch(rf"/datasets/{repository}/resolve/[^/]+/(.+)", path):
+            return self.send_file(self.server.folder / match[1])
+        if re.fullmatch(rf"/api/datasets/{repository}(/revision/[^/]+)?", path):
+            names = [self.relative(each) for each in self.server.files()]
+            return self.send({"id": self.server.name, "sha": COMMIT, "siblings": [{"rfilename": n} for n in names]})
+        if re.fullmatch(rf"/api/datasets/{repository}/paths-info/[^/]+", path):
+            asked = json.loads(body)["paths"] if body.startswith(b"{") else parse_qs(body.decode())["paths"]
+            entries = (self.entry(self.server.folder / each) for each in asked)
+            return self.send([entry for entry in entries if entry])
+        if match := re.fullmatch(rf"/api/datasets/{repository}/tree/[^/]+/?(.*)", path):
+            return self.send_tree(self.server.folder / match[1], "recursive=true" in self.path.lower())
+        return self.refuse("RepoNotFound", "Repository not found")
+
+    def relative(self, path: Path) -> str:
+        return path.relative_to(self.server.folder).as_posix()
+
+    def entry(self, path: Path) -> dict[str, Any] | None:
+        if path.is_dir():
+            return {"type": "directory", "oid": "0" * 40, "size": 0, "path": self.relative(path)}
+        if not path.is_file():
+            return None
+        return {"type": "file", "oid": "0" * 40, "size": path.stat().st_size, "path": self.relative(path)}
+
+    def send_tree(self, folder: Path, recursive: bool) -> None:
+        if not folder.is_dir():
+            return self.refuse("EntryNotFound", "no such folder")
+        return self.send([self.entry(path) for path in sorted(folder.rglob("*") if recursive else folder.iterdir())])
+
+    def send_file(self, path: Path) -> None:
+        if not path.is_file():
+            return self.refuse("EntryNotFound", "Entry not found")
+        data = path.read_bytes()
+        size = len(data)
+        match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        begin, end = (int(match[1]), min(int(match[2]) + 1, size)) if match else (0, size)
+        extra = {"X-Repo-Commit": COMMIT, "ETag": f'"{size}"', "Accept-Ranges": "bytes"}
+        if match:
+            extra["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
+        return self.reply(206 if match else 200, data[begin:end], extra)
+
+    def send(self, value: Any) -> None:
+        self.reply(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def refuse(self, code: str, message: str) -> None:
+        self.reply(404, b"{}", {"X-Error-Code": code, "X-Error-Message": message})
+
+    def reply(self, status: int, data: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(data))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
