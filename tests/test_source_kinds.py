@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import socket
 import tarfile
 import zipfile
@@ -35,7 +36,7 @@ from qwen_cache.sources.places import TableFolder, parent
 from qwen_cache.storage.url import Url, location
 
 from .support.caches import build
-from .support.commands import run
+from .support.commands import refused, run
 from .support.server import BUCKET
 from .support.sources import write_pairs
 
@@ -499,12 +500,28 @@ def test_what_every_row_lacks_is_one_problem(tmp_path: Path) -> None:
     rows, [problem] = read_source(tmp_path / "t.csv", needs_control=True)
     assert rows == []
     assert problem.where == str(tmp_path / "t.csv")
-    assert problem.what == "the same of all 5 samples: the target has no control"
+    assert problem.what == "all 5 samples: the target has no control"
     members = {f"{key}.{part}": "{}" if part == "json" else png() for key in "abc" for part in ("png", "json")}
     rows, [problem] = make_images(tar(tmp_path / "t.tar", members))
-    assert problem.what.startswith("the same of all 3 samples: the prompt in .json cannot be read: expected one of")
+    assert problem.what.startswith("all 3 samples: the prompt in .json cannot be read: expected one of")
     pq.write_table(pa.table({"image": cells(None, None), "text": ["x", "y"]}), tmp_path / "t.parquet")
-    assert make_images(tmp_path / "t.parquet")[1][0].what == "the same of all 2 samples: the target 'image' is empty"
+    assert make_images(tmp_path / "t.parquet")[1][0].what == "all 2 samples: the target 'image' is empty"
+
+
+def test_the_names_of_folders_are_options_and_do_not_enter_the_keys(
+    folder: Path, samples: list[Sample], tmp_path: Path, model: Path
+) -> None:
+    reference = planned(str(folder), tmp_path / "out", model)
+    renamed = shutil.copytree(folder, tmp_path / "data")
+    (renamed / "target_images").rename(renamed / "neu")
+    (renamed / "control_images").rename(renamed / "alt")
+    options = ("--targets", "neu/", "--controls", "alt")
+    result = build(renamed, tmp_path / "out", model, "--dry-run", "--json", *options)
+    assert [each["key"] for each in json.loads(result.stdout)["samples"]] == [
+        each["key"] for each in reference["samples"]
+    ]
+    result = build(renamed, tmp_path / "out", model, "--dry-run")
+    refused(result, "no target folder", "or name their folder: --set data.columns.target=FOLDER")
 
 
 def test_columns_of_images_have_any_name(tmp_path: Path) -> None:

@@ -127,6 +127,11 @@ def test_a_pair_of_folders_is_recognised_by_its_names(tmp_path: Path, targets: s
 
 
 def test_half_a_pair_of_folders_is_any_subfolder(tmp_path: Path) -> None:
+    fill(tmp_path / "mixed", ["targets/a.png", "targets/a.txt", "source/a.png"])
+    assert paths(*edit(tmp_path / "mixed")[0][0].controls) == [tmp_path / "mixed/source/a.png"]
+    fill(tmp_path / "mixed", ["control/a.png"])
+    assert paths(*edit(tmp_path / "mixed")[0][0].controls) == [tmp_path / "mixed/control/a.png"]
+    tmp_path = tmp_path / "half"
     fill(tmp_path, ["after/a.png", "after/a.txt", "b.png", "b.txt", "cats/c.png", "cats/c.txt"])
     rows, problems = read_source(tmp_path, needs_control=False)
     assert (names(rows), problems) == (["after/a", "b", "cats/c"], [])
@@ -177,7 +182,7 @@ NO_FOLDERS = {
     "two candidates": (
         {},
         "the folder has more than one control folder (expected one, found before, input)\n"
-        "  → name the right one: --controls before or --controls input",
+        "  → name the right one: --set data.columns.control=before or --set data.columns.control=input",
     ),
 }
 

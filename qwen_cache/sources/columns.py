@@ -217,7 +217,7 @@ def _check_controls(controls: dict[int, str], where: Location, takes_control: bo
             where=where,
             expected="targets, prompts and masks only",
             found=listed,
-            do="choose an editing model, or ignore the column: --set data.columns.control=[]",
+            do="choose an editing model, or ignore the column: --set 'data.columns.control=[]'",
         )
     first = min(controls, default=0)
     if first > 1 or sorted(controls) != list(range(first, first + len(controls))):

@@ -134,7 +134,7 @@ def _of_all(problems: list[Problem], drafts: int, source: Location) -> list[Prob
     """The problems, those that every one of several samples has told once."""
     times = Counter((problem.what, problem.do) for problem in problems)
     shared = [key for key, count in times.items() if count == drafts > 1]
-    told = [Problem(str(source), f"the same of all {drafts} samples: {what}", do) for what, do in shared]
+    told = [Problem(str(source), f"all {drafts} samples: {what}", do) for what, do in shared]
     return told + [problem for problem in problems if (problem.what, problem.do) not in shared]
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from qwen_cache.errors import Problem, SourceError
-from qwen_cache.sources.columns import check_named, given
+from qwen_cache.sources.columns import check_named, given, setting
 from qwen_cache.sources.places import MAX_TEXT, File, Folder, Location, base_name, read_bytes, suffix
 from qwen_cache.sources.rows import Draft, FieldProblems, Needs, Row
 
@@ -186,25 +186,26 @@ def _layout(folder: Folder, needs: Needs) -> Layout:
     pairs = {role: folders[role] or ([] if role in named else pairs[role]) for role in known}
     if all(pairs.values()):
         folders = pairs
-    for role, option in (("target", "--targets"), ("control", "--controls")):
+    for role in known:
         if len(folders[role]) > 1 and role not in named:
             raise SourceError(
                 f"the folder has more than one {role} folder",
                 where=folder.path,
                 expected="one",
                 found=", ".join(folders[role]),
-                do=f"name the right one: {' or '.join(f'{option} {name}' for name in folders[role])}",
+                do=f"name the right one: {' or '.join(setting(role, name) for name in folders[role])}",
             )
     if not needs.target and not folders["target"] and (needs.control or folders["control"]):
         return Layout("", tuple(folders["control"]), prompt=next(iter(named.get("prompt", [])), None))
-    for role, option in (("target", "--targets"), ("control", "--controls")):
+    for role in known:
         if needs.control and not folders[role]:
             raise SourceError(
                 f"the folder has no {role} folder, which an editing model needs",
                 where=folder.path,
                 expected=" or ".join((*known[role], *paired[role])),
                 found=", ".join(sorted(folder.files + folder.folders)[:10]) or "nothing",
-                do=f"put the {role} images into {folder.path / known[role][0]}, or name their folder: {option} FOLDER",
+                do=f"put the {role} images into {folder.path / known[role][0]}, or name their folder: "
+                + setting(role, "FOLDER"),
             )
     if folders["control"] and not needs.takes_control:
         raise SourceError(
