@@ -15,6 +15,7 @@ import pytest
 from qwen_cache import open_cache
 from qwen_cache.encode import recipe as recipe_module
 from qwen_cache.encode.recipe import recipe_changes
+from qwen_cache.format.staging import Staging
 
 from .support.caches import SMALL, build, contents, plan
 from .support.commands import Result, refused, run
@@ -96,6 +97,8 @@ def test_an_interrupted_build_says_what_it_kept(
 
     def interrupt(lanes: FakeLanes, sample: Any) -> Any:
         if len(lanes.encoded) == 2:
+            (staging,) = (out / ".staging").iterdir()
+            assert len(Staging.finished(staging, 2)) == 2, "what a kill would leave"
             raise KeyboardInterrupt
         return encode(lanes, sample)
 

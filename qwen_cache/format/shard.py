@@ -90,13 +90,13 @@ class ShardWriter:
         self._write(_tar_header(f"{meta.key}.safetensors", len(header) + data), header)
         begin = self.size
         self._write(*(tensors[name] for name in meta.tensors), _padding(len(header) + data))
-        self.entries.append(Entry(meta, start, self.size - start, begin))
+        self._finish(Entry(meta, start, self.size - start, begin))
 
     def add_copy(self, entry: Entry, members: memoryview) -> None:
         """Append a sample unchanged from another shard of the same format version; `members` are its bytes there."""
         moved = entry.moved(self.size)
         self._write(members)
-        self.entries.append(moved)
+        self._finish(moved)
 
     def seal(self, folder: Path) -> tuple[Shard, list[Entry]]:
         """End the archive, make it durable, and give it its name in `folder`."""
@@ -113,6 +113,12 @@ class ShardWriter:
         """Leave the file as it is, for a later run to continue."""
         with naming(self.path):
             self.file.close()
+
+    def _finish(self, entry: Entry) -> None:
+        """The sample is in the file, not in a buffer: on a full disk or after a kill it is kept."""
+        with naming(self.path):
+            self.file.flush()
+        self.entries.append(entry)
 
     def _write(self, *pieces: bytes | memoryview) -> None:
         for piece in pieces:
