@@ -87,6 +87,7 @@ def test_names_from_a_file_are_exact(whole: Path, tmp_path: Path) -> None:
     result = merge(tmp_path / "none", whole, "--select", f"@{tmp_path / 'names.txt'}")
     assert result.code == 2
     assert "no sample has such a name (found c*)" in result.stderr
+    assert not (tmp_path / "none").exists()
     assert "the list cannot be read" in merge(tmp_path / "none", whole, "--select", "@nowhere.txt").stderr
 
 

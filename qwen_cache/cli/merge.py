@@ -6,7 +6,7 @@ from qwen_cache.cli.migrate import OnSample, write_update
 from qwen_cache.errors import ConfigError
 from qwen_cache.format import directory
 from qwen_cache.format.manifest import Manifest
-from qwen_cache.format.merge import Selection, merge, plan_merge
+from qwen_cache.format.merge import Selection, merge, plan_merge, read_sources
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.url import local_folder, location
@@ -21,11 +21,11 @@ def run_merge(config: Config, caches: list[str], select: list[str], *, as_json: 
     sources, target = [location(cache) for cache in caches], local_folder(config.cache.path)
     if any(directory.is_same(source, target) for source in sources):
         raise ConfigError("a cache cannot be merged into itself", where=target, do="choose another folder with --out")
-    selection = Selection.of(select)
-    for source in sources:
-        directory.load(source)  # before the lock creates a folder
+    given = read_sources(
+        sources, Selection.of(select), LocalCopies.of_settings(config.cache)
+    )  # before a folder is made
     with directory.writing(target):
-        plan = plan_merge(sources, target, selection, LocalCopies.of_settings(config.cache))
+        plan = plan_merge(given, target)
 
         def write(on_sample: OnSample) -> Manifest:
             compression = config.cache.compression if "compression" in config.cache.model_fields_set else None

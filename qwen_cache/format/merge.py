@@ -70,14 +70,26 @@ class Merge:
     """The cache and the row that each sample is taken from, by key."""
 
 
-def plan_merge(sources: Sequence[Path | Url], target: Path, select: Selection, copies: LocalCopies) -> Merge:
-    """Plan to add the selected samples of `sources` to `target`, which keeps its own.
+@dataclass(frozen=True)
+class Sources:
+    """The caches to merge, one for each recipe, and their selected samples."""
 
-    `copies` holds the samples of remote caches. Raises ConfigError if the caches are incompatible, or if a name or
-    pattern of `select` matches no sample.
+    caches: list[Cache]
+    selected: list[tuple[Cache, IndexRow]]
+
+
+def read_sources(sources: Sequence[Path | Url], select: Selection, copies: LocalCopies) -> Sources:
+    """The samples of `sources` to merge; `copies` holds those of remote caches.
+
+    Raises ConfigError if a name or pattern of `select` matches no sample.
     """
     caches = [cache for source in sources for cache in open_recipes(source, copies).values()]
-    versions = {cache.format_version for cache in caches}
+    return Sources(caches, list(_selected(caches, select)))
+
+
+def plan_merge(given: Sources, target: Path) -> Merge:
+    """Plan to add samples to `target`, which keeps its own; ConfigError if the caches are incompatible."""
+    caches, versions = given.caches, {cache.format_version for cache in given.caches}
     existing = read_existing(target, max(versions))
     if len(versions | {existing.manifest.format_version}) > 1:
         each = ", ".join(f"{cache.folder}: v{cache.format_version}" for cache in caches)
@@ -94,7 +106,7 @@ def plan_merge(sources: Sequence[Path | Url], target: Path, select: Selection, c
     origins: dict[str, tuple[Cache, IndexRow]] = {}
     present = {row.key for row in rows}
     taken: dict[int, list[IndexRow]] = {}
-    for cache, row in _selected(caches, select):
+    for cache, row in given.selected:
         if row.meta.key not in present:
             present.add(row.meta.key)
             taken.setdefault(id(cache), []).append(row)
