@@ -70,7 +70,8 @@ def write_report(folder: Path) -> Path:
     try:
         write_durably(path, data)
     except OSError as error:
-        raise TrainError(f"this page cannot be written: {error.strerror}", where=path) from None
+        do = f"let this user write {NAME} there, or copy the folder of the run to another disk and name the copy"
+        raise TrainError(f"this page cannot be written: {error.strerror}", where=path, do=do) from None
     return path
 
 

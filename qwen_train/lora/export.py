@@ -68,12 +68,14 @@ class Lora:
 def export(source: Path, form: str, out: Path, model: ModelConfig | None = None) -> Path:
     """Write the LoRA of `source`, a file or the folder of a run, to `out` in another form, and return its path."""
     if form not in get_args(Form):
-        raise ConfigError("no such form", where="--to", expected=" or ".join(get_args(Form)), found=form)
+        do = "give diffusers for diffusers, comfyui for ComfyUI, or merged for a whole transformer"
+        raise ConfigError("no such form", where="--to", expected=" or ".join(get_args(Form)), found=form, do=do)
     lora = read_lora(find_lora(source))
     if form == "merged":
         return merge(lora, out, transformer_folder(source, model))
     if out.suffix != ".safetensors" or out.is_dir():
-        raise ConfigError("a LoRA is one file", where="--out", expected="a name that ends in .safetensors", found=out)
+        expected, do = "a name that ends in .safetensors", "name a file, such as --out lora.safetensors"
+        raise ConfigError("a LoRA is one file", where="--out", expected=expected, found=out, do=do)
     write: dict[str, Callable[[Lora], bytes]] = {"diffusers": diffusers_file, "comfyui": comfyui_file}
     data = write[form](lora)
     make_folder(out.parent)
