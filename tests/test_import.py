@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import random
+import shlex
 import sqlite3
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -352,6 +353,23 @@ def test_repeated_samples_are_kept_once(made: list[TrainerSample], tmp_path: Pat
 
 
 # ---- changes, crashes, memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_last_line_is_the_command_that_trains(tool: str, made: list[TrainerSample], tmp_path: Path) -> None:
+    source, out = WRITE[tool](tmp_path / "theirs", made), tmp_path / "an import"
+    dropout = [] if tool == "qflux" else ["--set", "train.caption_dropout=0"]
+    command = ["qwen-train", "run", str(out), "--model", MODEL]
+    for what in ("done", "nothing to do"):
+        result = import_(tool, source, out)
+        assert what in result.stderr
+        assert result.stderr.endswith(f"\ntrain on it with: {shlex.join([*command, *dropout])}\n")
+    other = "Qwen/Qwen-Image-Edit-2511"
+    beside = import_(tool, source, out, "--set", "cache.recipe=second", model=other)
+    words = [*command[:-1], other, "--set", "cache.recipe=second", *dropout]
+    assert beside.stderr.endswith(f"\ntrain on it with: {shlex.join(words)}\n")
+    without = import_(tool, source, tmp_path / "other", "--set", "train.caption_dropout=0")
+    assert without.stderr.endswith(f"run {tmp_path / 'other'} --model {MODEL}\n")
 
 
 def test_added_and_removed_samples(made: list[TrainerSample], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.console import FAILED, console, counting, human_bytes, plural, print_json, verbatim
+from qwen_cache.console import FAILED, console, counting, human_bytes, plural, print_json, shell_line, verbatim
 from qwen_cache.errors import ConfigError
 from qwen_cache.format import directory
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
@@ -84,10 +84,23 @@ def _write(job: ImportJob, plan: ImportPlan, update: Update, as_json: bool) -> i
         size = human_bytes(sum(shard.bytes for shard in manifest.shards))
         shards, samples = plural(len(manifest.shards), "shard"), plural(len(plan.samples), "sample")
         console().print(f"[bold green]done[/]: {verbatim(job.folder)} holds {samples} in {shards}, {size}")
+    out = console()
+    out.print(f"train on it with: {plain(_training(job, plan, update))}", markup=False)
     if as_json:
         imported = 0 if up_to_date else len(update.order)
         print_json({"imported": imported, "samples": len(plan.samples), "up_to_date": up_to_date})
     return 0
+
+
+def _training(job: ImportJob, plan: ImportPlan, update: Update) -> str:
+    """The command line that trains on the imported samples."""
+    words = ["qwen-train", "run", str(job.folder), "--model", job.model.name]
+    if len(update.existing.recipes.keys() | {job.recipe_name}) > 1:
+        words += ["--set", f"cache.recipe={job.recipe_name}"]
+    has_every_empty_prompt = all(sample.has_empty_prompt for sample in plan.samples.values())
+    if job.config.train.caption_dropout and not has_every_empty_prompt:
+        words += ["--set", "train.caption_dropout=0"]
+    return shell_line(words)
 
 
 def _print_plan(job: ImportJob, plan: ImportPlan, update: Update, as_json: bool) -> None:

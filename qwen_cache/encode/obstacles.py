@@ -8,13 +8,10 @@ that come back from replaced shards are free, and need none.
 from __future__ import annotations
 
 import itertools
-import os
-import shlex
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from qwen_cache.console import human_bytes, plural
+from qwen_cache.console import human_bytes, plural, shell_line
 from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.estimate import bytes_to_write, free_bytes
 from qwen_cache.encode.plan import RECIPE, BuildPlan
@@ -74,9 +71,9 @@ def changed_recipe(
         f"{samples} would be encoded again, because the recipe changed: {changes}",
         job.folder,
         [
-            _shell([*_without_out(command), "--out", folder]),
-            _shell([*command, "--set", f"cache.recipe={recipe}"]),
-            _shell([*command, "--replace"]),
+            shell_line(["qwen-cache", *_without_out(command), "--out", folder]),
+            shell_line(["qwen-cache", *command, "--set", f"cache.recipe={recipe}"]),
+            shell_line(["qwen-cache", *command, "--replace"]),
         ],
     )
 
@@ -98,8 +95,3 @@ def full_disk(job: BuildJob, plan: BuildPlan, update: Update) -> QwenCacheError 
 def _without_out(command: Sequence[str]) -> list[str]:
     left = [word for i, word in enumerate(command) if word != "--out" and command[i - 1 : i] != ["--out"]]
     return [word for word in left if not word.startswith("--out=")]
-
-
-def _shell(command: Sequence[str]) -> str:
-    words = ["qwen-cache", *command]
-    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
