@@ -766,10 +766,10 @@ def test_a_generic_name_is_a_control_where_the_target_is_an_edit(
 
 
 def test_columns_are_named(tmp_path: Path) -> None:
-    columns = ["image", "output_picture", "ref 2", "source_image", "maske", "was", "wo", "control"]
+    columns = ["image", "output_photo", "ref 2", "source_image", "maske", "was", "wo", "control"]
     values = ["c/1.png", "t/1.png", "c/2.png", "c/3.png", "m/1.png", ["red", "make it\r\nblue"], "re", "c/1.png"]
     path = table(tmp_path, "a.jsonl", json.dumps(dict(zip(columns, values, strict=True))))
-    named = {"target": "output_picture", "control": ["source_image", "ref 2"], "mask": "maske", "prompt": "was"}
+    named = {"target": "output_photo", "control": ["source_image", "ref 2"], "mask": "maske", "prompt": "was"}
     rows, problems = read_source(path, needs_control=True, columns=ColumnsConfig(**named))  # type: ignore[arg-type]
     assert problems == []
     assert [row.prompt for row in rows] == ["red", "make it\nblue"]
@@ -786,21 +786,21 @@ def test_columns_are_named(tmp_path: Path) -> None:
 
 WRONG_COLUMNS = {
     "a typo": (
-        {"target": "output_pictrue"},
-        "data.columns.target names the column 'output_pictrue', which does not exist (found 'picture', "
-        "'output_picture', 'edit 1', 'edit', 'source', 'input', 'prompt')\n"
-        "  → did you mean 'output_picture'? --set data.columns.target=output_picture",
+        {"target": "output_photoo"},
+        "data.columns.target names the column 'output_photoo', which does not exist (found 'photo', "
+        "'output_photo', 'edit 1', 'edit', 'source', 'input', 'prompt')\n"
+        "  → did you mean 'output_photo'? --set data.columns.target=output_photo",
     ),
-    "capitals": ({"target": "Picture"}, "did you mean 'picture'? --set data.columns.target=picture"),
+    "capitals": ({"target": "Photo"}, "did you mean 'photo'? --set data.columns.target=photo"),
     "nothing like it": ({"target": "xyz"}, "name one of these columns"),
     "two roles": (
-        {"target": "picture", "control": ["picture"]},
-        "names the column 'picture' twice, for the target and for the control",
+        {"target": "photo", "control": ["photo"]},
+        "names the column 'photo' twice, for the target and for the control",
     ),
     "no target": ({}, "no column holds the target (expected path_target or target"),
     "where it might be": ({}, "or name it: --set data.columns.target="),
     "two controls": (
-        {"target": "picture"},
+        {"target": "photo"},
         "two columns hold the same control: 'source' and 'input' (expected one)\n  → name the right one: --set "
         "data.columns.control=source or --set data.columns.control=input; or both in their order: "
         """--set 'data.columns.control=["source", "input"]'""",
@@ -811,7 +811,7 @@ WRONG_COLUMNS = {
 @pytest.mark.parametrize("case", WRONG_COLUMNS)
 def test_columns_that_are_not_clear_are_refused(tmp_path: Path, case: str) -> None:
     columns, expected = WRONG_COLUMNS[case]
-    path = table(tmp_path, "a.csv", "picture,output_picture,edit 1,edit,source,input,prompt\na,b,c,d,e,f,g\n")
+    path = table(tmp_path, "a.csv", "photo,output_photo,edit 1,edit,source,input,prompt\na,b,c,d,e,f,g\n")
     with pytest.raises(SourceError) as caught:
         read_source(path, needs_control=True, columns=ColumnsConfig.model_validate(columns))
     assert expected in str(caught.value)
