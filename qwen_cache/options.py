@@ -96,9 +96,6 @@ Assignments = Annotated[
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.", rich_help_panel=OUTPUT)
 ]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Report what would be done; write nothing.", rich_help_panel=OUTPUT)
-]
 
 _COMMON = (
     (
@@ -206,7 +203,7 @@ class Command(TyperCommand):
             if (option := self.settings.get(str(each.name))) is not None:
                 found, shown = describe(option.key), cast(Any, each)
                 shown.metavar = shown.metavar or found.metavar
-                shown.show_default = not shown.required and (option.default or found.default_text)
+                shown.show_default = (not shown.required and (option.default or found.default_text)) or False
         return described
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -51,6 +51,7 @@ def test_help_fits_the_terminal_and_shows_no_types(name: str, monkeypatch: pytes
         panels, examples = text.split(" Examples\n")
         assert max(map(len, panels.splitlines())) <= width
         assert not TYPES.findall(panels)
+        assert "[default: ]" not in panels
         assert "\x1b" not in text
         assert panels.count("╭") == panels.count("╰") >= 3
         assert examples.splitlines()[-2].strip() == DOCUMENTATION + COMMANDS[name].page

@@ -19,7 +19,6 @@ from qwen_cache.options import (
     Assignments,
     CachePath,
     ConfigFile,
-    DryRun,
     Group,
     Json,
     Model,
@@ -65,7 +64,7 @@ TextDevice = Annotated[
 ]
 Dtype = Annotated[
     Given | None,
-    setting("cache.dtype", "--dtype", panel=MODEL, help="The dtype in which the encoders compute."),
+    setting("cache.dtype", "--dtype", panel=MODEL, help="The dtype in which the text encoder computes."),
 ]
 OnError = Annotated[
     Given | None,
@@ -122,7 +121,9 @@ def build(
     source: Annotated[
         str | None,
         typer.Argument(
-            help="A folder, table or tars of images, or a URL.", metavar="SOURCE", show_default="data.source, or data"
+            help="A folder, table or tars of images, or a URL.",
+            metavar="SOURCE",
+            show_default="data.source of qwen.yaml, else data",
         ),
     ] = None,
     model: Model = None,
@@ -576,7 +577,10 @@ def import_(
 @command(app, page="howto/troubleshooting.md", examples=["qwen-cache gc --dry-run", "qwen-cache gc shards"])
 def gc(
     cache: CachePath = None,
-    dry_run: DryRun = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="List what would be deleted; delete nothing.", rich_help_panel=OUTPUT),
+    ] = False,
     json: Json = False,
     config: ConfigFile = None,
     set_: Assignments = None,
@@ -649,7 +653,7 @@ def ground(
     return run_ground(settings, image, GroundingQuery.of(phrase, prompt), out, head, sam, as_json=json)
 
 
-@command(app, page="howto/troubleshooting.md", examples=["qwen-cache doctor", "qwen-cache doctor --path s3://bucket"])
+@command(app, page="howto/troubleshooting.md", examples=["qwen-cache doctor", "qwen-cache doctor --path /data/shards"])
 def doctor(
     path: Annotated[
         Given | None,
@@ -658,7 +662,7 @@ def doctor(
             "--path",
             panel=INPUT,
             metavar="FOLDER",
-            help="The folder or URL of the cache, which need not exist yet.",
+            help="The folder of the cache, which need not exist yet.",
         ),
     ] = None,
     json: Json = False,
@@ -669,7 +673,10 @@ def doctor(
     from qwen_cache.cli.doctor import run_doctor
     from qwen_cache.settings.load import load_config
 
-    return run_doctor(load_config(config, set_, [path]).cache.path, as_json=json)
+    folder = load_config(config, set_, [path]).cache.path
+    if path is None and "://" in folder:  # of a cache that was built elsewhere
+        folder = "shards"
+    return run_doctor(folder, as_json=json)
 
 
 add_config_command(app)
