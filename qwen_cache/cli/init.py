@@ -104,6 +104,9 @@ def look_at(config: Config) -> Survey:
         takes_control=True,
         allow_empty_prompt=True,
         allow_urls=config.data.allow_urls,
+        columns=config.data.columns,
+        split=config.data.split,
+        config_name=config.data.config_name,
     )
     print_problems(problems)
     if not rows or (problems and config.data.on_error == "stop"):
