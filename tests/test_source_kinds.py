@@ -469,9 +469,9 @@ def test_the_prompt_of_a_tar_has_any_name(tmp_path: Path) -> None:
         ({}, ["jpg", "json"], "no part holds the control (expected path_control or"),
         ({}, ["jpg", "control.jpg"], "no part holds the prompt (expected KEY.txt or KEY.json, found jpg, control.jpg)"),
         (
-            {"target": "outputt"},
+            {"target": "outputs"},
             ["input.jpg", "output.jpg", "txt"],
-            "data.columns.target names the part 'outputt', which does not exist (found 'input.jpg', 'output.jpg', "
+            "data.columns.target names the part 'outputs', which does not exist (found 'input.jpg', 'output.jpg', "
             "'txt', 'input', 'output')\n  → did you mean 'output'? --set data.columns.target=output",
         ),
         (

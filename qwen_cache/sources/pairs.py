@@ -121,7 +121,9 @@ def read_pairs(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
                 strays[name, stem] = paths
             else:
                 owned[target].setdefault(slot, []).extend(paths)
-    _refuse_strangers(folder, layout, targets, prompts, owned, needs)
+    if problem := _common_problem(folder, layout, targets, prompts, owned, needs):
+        yield problem
+        return
     gaps = {name: gap for name, slots in owned.items() if (gap := _gap(name, slots, layout.controls))}
     wanted = {*gaps.values(), *((prompt_folder, name) for name in targets if name not in prompts)}
     unread = {(name, stem): paths[0] for name, each in others.items() for stem, paths in each.items()}
@@ -274,26 +276,28 @@ def _join(folder: str, name: str) -> str:
     return posixpath.normpath(posixpath.join(folder, name))
 
 
-def _refuse_strangers(
+def _common_problem(
     folder: Folder,
     layout: Layout,
     targets: Mapping[str, list[Location]],
     prompts: Mapping[str, object],
     owned: Mapping[str, Mapping[int, object]],
     needs: Needs,
-) -> None:
-    """SourceError if none of several targets has a control or a prompt: one problem, and not one for each of them."""
+) -> Problem | None:
+    """What none of several targets has, a control or a prompt, as one problem and not as one for each of them."""
     first = base_name(next(iter(targets.values()))[0])
     stem = posixpath.splitext(first)[0]
     what = f"none of the {len(targets)} targets has a "
     if len(targets) > 1 and layout.controls and not any(set(slots) - {_MASK} for slots in owned.values()):
-        where, do = folder.path / layout.controls[0], "give each control the name of its target"
         found = ", ".join(folder.below(layout.controls[0])[:3]) or "nothing"
-        raise SourceError(f"{what}control", where=where, expected=f"{stem}.png for {first}", found=found, do=do)
+        what += f"control (expected {stem}.png for {first}, found {found})"
+        return Problem(str(folder.path / layout.controls[0]), what, "give each control the name of its target")
     if len(targets) > 1 and needs.prompt and not any(name in prompts for name in targets):
-        where, do = folder.path / (layout.prompt or layout.target), "write a prompt for each target, or name a table"
         found = ", ".join(f"{name}.txt" for name in [*prompts][:3]) or "no .txt"
-        raise SourceError(f"{what}prompt", where=where, expected=f"{stem}.txt for {first}", found=found, do=do)
+        what += f"prompt (expected {stem}.txt for {first}, found {found})"
+        do = "write a prompt for each target, or name a table"
+        return Problem(str(folder.path / (layout.prompt or layout.target)), what, do)
+    return None
 
 
 _MASK = -1
