@@ -141,6 +141,9 @@ def test_half_a_pair_of_folders_is_any_subfolder(tmp_path: Path) -> None:
     )
     rows, _ = read_source(tmp_path, needs_control=False, columns=ColumnsConfig(control=[]))
     assert names(rows) == ["after/a", "b", "before/a", "cats/c"]
+    fill(tmp_path, ["targets/d.png", "targets/d.txt", "controls/d.png"])
+    rows, problems = read_source(tmp_path, needs_control=False, columns=ColumnsConfig(control=[]))
+    assert (names(rows), problems) == (["d"], [])
 
 
 def test_folders_are_named(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ PAIRED_CONTROL_FOLDERS = (
     *("input_images", "source_images", "original_images", "before_images"),
 )
 """Names that are recognised where there is a folder for the other role too: alone, they may be any subfolder."""
+KNOWN = {"target": TARGET_FOLDERS, "control": CONTROL_FOLDERS}
+PAIRED = {"target": PAIRED_TARGET_FOLDERS, "control": PAIRED_CONTROL_FOLDERS}
 IMAGE_EXTENSIONS = (
     *(".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".gif", ".heic", ".heif", ".hif", ".jxl"),
     *(".jpe", ".jfif", ".apng", ".ppm", ".pgm", ".pbm", ".pnm"),
@@ -181,32 +183,17 @@ def _layout(folder: Folder, needs: Needs) -> Layout:
     control: a missing file must not turn an edit into text to image. A table can have both.
     """
     named = _named(folder, needs)
-    known = {"target": TARGET_FOLDERS, "control": CONTROL_FOLDERS}
-    paired = {"target": PAIRED_TARGET_FOLDERS, "control": PAIRED_CONTROL_FOLDERS}
-    folders = {role: named.get(role) or [each for each in folder.folders if each in known[role]] for role in known}
-    pairs = {role: [each for each in folder.folders if each.lower() in paired[role]] for role in known}
-    pairs = {role: folders[role] or ([] if role in named else pairs[role]) for role in known}
-    if all(pairs.values()):
-        folders = pairs
-    for role in known:
-        if len(folders[role]) > 1 and role not in named:
-            raise SourceError(
-                f"the folder has more than one {role} folder",
-                where=folder.path,
-                expected="one",
-                found=", ".join(folders[role]),
-                do=f"name the right one: {' or '.join(setting(role, name) for name in folders[role])}",
-            )
+    folders = _recognised(folder, named)
     if not needs.target and not folders["target"] and (needs.control or folders["control"]):
         return Layout("", tuple(folders["control"]), prompt=next(iter(named.get("prompt", [])), None))
-    for role in known:
+    for role in KNOWN:
         if needs.control and not folders[role]:
             raise SourceError(
                 f"the folder has no {role} folder, which an editing model needs",
                 where=folder.path,
-                expected=" or ".join((*known[role], *paired[role])),
+                expected=" or ".join((*KNOWN[role], *PAIRED[role])),
                 found=", ".join(sorted(folder.files + folder.folders)[:10]) or "nothing",
-                do=f"put the {role} images into {folder.path / known[role][0]}, or name their folder: "
+                do=f"put the {role} images into {folder.path / KNOWN[role][0]}, or name their folder: "
                 + setting(role, "FOLDER"),
             )
     if folders["control"] and not needs.takes_control:
@@ -219,6 +206,25 @@ def _layout(folder: Folder, needs: Needs) -> Layout:
         )
     mask, prompt = (next(iter(named.get(role, ())), None) for role in ("mask", "prompt"))
     return Layout(next(iter(folders["target"]), "."), tuple(folders["control"]), mask, prompt)
+
+
+def _recognised(folder: Folder, named: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The folders of targets and of controls: those that are named, else by their names; SourceError for several."""
+    folders = {role: [each for each in folder.folders if each in KNOWN[role]] for role in KNOWN} | named
+    paired = {role: [each for each in folder.folders if each.lower() in PAIRED[role]] for role in KNOWN} | named
+    pairs = {role: folders[role] or paired[role] for role in KNOWN}
+    if all(pairs.values()):
+        folders = pairs
+    for role in KNOWN:
+        if len(folders[role]) > 1 and role not in named:
+            raise SourceError(
+                f"the folder has more than one {role} folder",
+                where=folder.path,
+                expected="one",
+                found=", ".join(folders[role]),
+                do=f"name the right one: {' or '.join(setting(role, name) for name in folders[role])}",
+            )
+    return folders
 
 
 def _named(folder: Folder, needs: Needs) -> dict[str, list[str]]:
