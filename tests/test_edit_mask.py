@@ -262,7 +262,9 @@ def test_a_head_that_changed_is_another_recipe(
     cache("--edit-mask", f"head={head}")
     assert "already holds this source" in build("--edit-mask", f"head={head}").stderr
     save_head(MaskHead(8, base=4, size=16), head, HeadMetadata(_about(head)))
-    assert json.loads(build("--edit-mask", f"head={head}", "--dry-run", "--json").stdout)["to_encode"] == 4
+    changed = json.loads(build("--edit-mask", f"head={head}", "--dry-run", "--json").stdout)
+    assert (changed["to_encode"], changed["new_masks"]) == (3, 1), "one has a mask of its own"
+    assert changed["reasons"] == {"recipe: another mask head": 4}
 
 
 def _about(head: Path) -> str:
@@ -320,7 +322,7 @@ def test_without_its_attention_a_sample_is_encoded_again(
         edit_rows(source, lambda row: row.update(phrase="edit"))
     else:
         cache("--edit-mask", "file" if changed == "nothing is there" else "diff")
-    cache("--edit-mask", f"head={head}")
+    cache("--edit-mask", f"head={head}", "--replace")
     cache("--edit-mask", f"head={head}", out="new")
     assert contents(tmp_path / "shards") == contents(tmp_path / "new")
 

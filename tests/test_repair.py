@@ -63,7 +63,8 @@ def flip_tensor(out: Path, name: str, recipe: str | None = None) -> str:
 
 
 def repair(pairs: Path, out: Path, model: Path, *options: str) -> Result:
-    return build(pairs, out, model, *TWO, "--repair", *options)
+    """With another shard size: the new shards have the samples of the old ones all the same."""
+    return build(pairs, out, model, "--repair", *options)
 
 
 # ---- what is repaired ------------------------------------------------------------------------------------------------
@@ -291,10 +292,11 @@ def test_a_sample_of_another_recipe_in_a_shared_shard_is_a_problem(
 
 def test_a_repair_needs_the_settings_of_the_cache(pairs: Path, out: Path, tmp_path: Path, model: Path) -> None:
     wrong = f"error: {out}: --repair needs the model and the settings that the cache was built with"
-    do = f"give those; {out / 'qwen.yaml'} has the settings of the last build"
+    do = f"add `--config {out / 'qwen.yaml'}`, which has those of the last build"
     refused(repair(pairs, out, model, "--dtype", "bfloat16"), f"{wrong} (found dtype float32 → bfloat16)\n  → {do}\n")
     another = repair(pairs, out, model, "--set", "cache.recipe=other", "--dtype", "bfloat16")
     refused(another, f"error: {out}: this cache has no recipe 'other' (found default)\n  → name one of")
+    assert run("qwen-cache", "build", pairs, "--repair", "--config", out / "qwen.yaml").code == 0
     both = "--repair keeps the recipe, and --replace replaces it\n  → leave one of them out\n"
     refused(repair(pairs, out, model, "--replace"), both)
     refused(repair(pairs, tmp_path / "nothing", model), "no cache.json here: not a cache [F1]")

@@ -21,6 +21,7 @@ from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.format.update import Existing, Update, by_position, finished_samples, plan_update
 from qwen_cache.format.verify import damaged_shards
+from qwen_cache.settings.load import CONFIG_NAME
 
 DAMAGED = "damaged"
 _DROP = "or drop the sample with --on-error skip"
@@ -79,7 +80,7 @@ def _check_recipe(job: BuildJob, existing: Existing) -> None:
             "--repair needs the model and the settings that the cache was built with",
             where=job.folder,
             found="; ".join(changes),
-            do=f"give those; {job.folder / 'qwen.yaml'} has the settings of the last build",
+            do=f"add `--config {job.folder / CONFIG_NAME}`, which has those of the last build",
         )
 
 

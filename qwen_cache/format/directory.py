@@ -191,9 +191,8 @@ def _finish_commit(folder: Path) -> None:
             make_folder(folder / REPLACED)
             with unless_in_use():  # if it stays, readers still find it, and `gc` removes it
                 os.replace(path, folder / REPLACED / path.name)
-                path.unlink(
-                    missing_ok=True
-                )  # a shard that came back is a link to that file, and then replace does nothing
+                # A shard that came back is a link to that file: between links to one file, replace does nothing.
+                path.unlink(missing_ok=True)
         if (folder / REPLACED).is_dir():
             sync_folder(folder / REPLACED)  # first: once the index has its name, nothing moves the shards any more
         with unless_in_use():  # `load` finds it under either name
