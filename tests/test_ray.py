@@ -274,7 +274,7 @@ def test_a_node_with_other_weights_is_refused(
     result = build_on(cluster, table, tmp_path / "shards", model)
     assert result.code == 2
     assert "the model or the environment of this node gives another recipe, on node" in result.stderr
-    assert "(found vae)" in result.stderr
+    assert "(found another VAE)" in result.stderr
     assert not log.encoded()
 
 
