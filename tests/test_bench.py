@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,3 +193,28 @@ def test_the_experiment_with_noise_draws_runs(
     assert report["cost_of_a_step_at_real_sizes"]["3"] == {"1": 1.0, "2": 1.25}
     tool.show(report)
     assert "lowest loss" in capsys.readouterr().out
+
+
+def test_an_unchanged_plan_reads_no_image_and_a_changed_one_reads_one(
+    tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = SimpleNamespace(make_tiny_model=lambda *_: tiny_model("edit"))
+    monkeypatch.setitem(sys.modules, "make_tiny_model", made)
+    tool: Any = load_tool("bench_plan")
+    monkeypatch.setattr(tool, "plan_alone", tool.plan_once)
+    monkeypatch.setattr(tool.remembered, "SETTLED_NS", -(10**13))
+    monkeypatch.setattr(sys, "argv", ["bench_plan", "--pairs", "3", "--bucket", "--json"])
+    tool.main()
+    report = json.loads(capsys.readouterr().out)
+    for place in ("local", "bucket"):
+        plans = report["results"][place]
+        assert [plans[name]["images"] for name in tool.PLANS] == [6, 0, 1]
+        assert [plans[name]["to_encode"] for name in tool.PLANS] == [3, 0, 1]
+        assert plans["unchanged"]["bytes"] == 0
+    assert [plans[name]["requests"] for name in tool.PLANS] == [
+        {"LIST": 1, "GET": 9},
+        {"LIST": 1},
+        {"LIST": 1, "GET": 1},
+    ]
+    tool.show(report)
+    assert "| unchanged | " in capsys.readouterr().out

@@ -920,7 +920,7 @@ def test_a_server_that_lists_nothing_may_have_a_table_and_a_missing_one_is_repor
     monkeypatch.setattr("qwen_cache.storage.url.FIRST_WAIT", 0)
     put({"data/a.png": png(), "data/metadata.csv": "file_name,text\na.png,red\n"})
     with monkeypatch.context() as patch:
-        patch.setattr(type(fsspec.filesystem("memory")), "find", lambda *_: [])
+        patch.setattr(type(fsspec.filesystem("memory")), "find", lambda *_, **__: {})
         [row], problems = make_images(Url("memory://bucket/data"))
     assert (row.target.read(), problems) == (png(), [])
     with socket.socket() as unused:

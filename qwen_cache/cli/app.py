@@ -179,6 +179,10 @@ def build(
             help="Build one slice of the rows, such as 3/16, for job arrays.",
         ),
     ] = None,
+    rehash: Annotated[
+        bool,
+        typer.Option("--rehash", help="Read every image and the weights again, changed or not.", rich_help_panel=INPUT),
+    ] = False,
     vae_device: Annotated[
         Given | None,
         setting(
@@ -239,6 +243,7 @@ def build(
     """Encode new and changed samples from SOURCE into the cache."""
     from qwen_cache.cli.build import run_build
     from qwen_cache.settings.load import load_config
+    from qwen_cache.storage.remembered import rehashing
     from qwen_cache.storage.url import local_folder
 
     edit_mask, head = _mask_and_head(edit_mask)
@@ -247,17 +252,18 @@ def build(
     given = (model, dtype, *columns, on_error, *masks, slice_, vae_device, text_device, out, format)
     settings = load_config(config, set_, given)
     local_folder(settings.cache.path)
-    return run_build(
-        settings,
-        source,
-        ray=ray,
-        dry_run=dry_run,
-        check=check,
-        measure=measure,
-        replace_recipe=replace_recipe,
-        repair=repair,
-        as_json=json,
-    )
+    with rehashing(rehash):
+        return run_build(
+            settings,
+            source,
+            ray=ray,
+            dry_run=dry_run,
+            check=check,
+            measure=measure,
+            replace_recipe=replace_recipe,
+            repair=repair,
+            as_json=json,
+        )
 
 
 def _mask_and_head(edit_mask: Given | None) -> tuple[Given | None, Given | None]:
@@ -329,6 +335,10 @@ def inspect(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    rehash: Annotated[
+        bool,
+        typer.Option("--rehash", help="With --source: read every image again, changed or not.", rich_help_panel=OUTPUT),
+    ] = False,
     json: Json = False,
     html: Annotated[
         Path | None,
@@ -411,6 +421,7 @@ def inspect(
         thumbnails=thumbnails,
         scan=scan,
         source=source,
+        rehash=rehash,
         sample=sample,
         mask_head=mask_head,
         top=top,

@@ -17,6 +17,7 @@ from qwen_cache.inspect.terminal import print_overview, print_sample
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.local_copies import LocalCopies
+from qwen_cache.storage.remembered import rehashing
 from qwen_cache.storage.url import location
 
 THUMBNAILS = 200
@@ -36,6 +37,7 @@ class Inspection:
     thumbnails: int | None
     scan: bool
     source: str | None
+    rehash: bool
     sample: str | None
     mask_head: Path | None
     top: int | None
@@ -57,7 +59,8 @@ def run_inspect(options: Inspection) -> int:
         return 0
     if options.html is not None:
         check_page_path(options.html, options.cache)
-    overview, opened = survey(options.cache, scan=options.scan, compare=_compare(options), copies=copies)
+    with rehashing(options.rehash):
+        overview, opened = survey(options.cache, scan=options.scan, compare=_compare(options), copies=copies)
     doubtful = None
     if options.mask_head is not None:
         from qwen_cache.inspect.doubtful_masks import flagged, print_doubtful, review_masks
@@ -83,6 +86,8 @@ def check_options(options: Inspection) -> None:
         raise ConfigError("--top and --save-images go with --mask-head", do="give --mask-head too")
     if (options.decode or options.thumbnails is not None) and options.html is None:
         raise ConfigError("--decode and --thumbnails go with --html", do="give --html FILE too")
+    if options.rehash and options.source is None:
+        raise ConfigError("--rehash goes with --source", do="give --source SOURCE too")
     others = {
         "--html": options.html,
         "--mask-head": options.mask_head,

@@ -20,8 +20,9 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from qwen_cache.encode.edit_mask import EditMasks, ReusableSamples
-from qwen_cache.encode.plan import BuildPlan, PlannedSample, Rules, make_plan
+from qwen_cache.encode.plan import BuildPlan, PlannedSample, Rules, make_plan, many_objects
 from qwen_cache.encode.recipe import make_recipe, recipe_changes
+from qwen_cache.encode.remembered_images import RememberedImages
 from qwen_cache.encode.slices import SourceSlice, refuse_other_slices
 from qwen_cache.errors import ConfigError, Problem, ShardError
 from qwen_cache.format import directory
@@ -71,6 +72,8 @@ class BuildJob:
     """The slice of the source that `rows` come from; None for the whole source."""
     other_names: frozenset[str] = frozenset()
     """The names of the rows in the other slices."""
+    source: str = ""
+    """The address that `rows` come from."""
 
     @property
     def recipe_name(self) -> str:
@@ -162,6 +165,7 @@ def prepare_build(config: Config, source: str | None, on_bytes: Callable[[int], 
         left_out,
         source_rows.slice,
         source_rows.other_names,
+        source or config.data.source,
     )
 
 
@@ -190,6 +194,7 @@ class SourceRows:
     """The names of the rows of the other slices."""
 
 
+@many_objects()
 def read_rows(
     config: Config, source: str, model: ModelFolder, check: Callable[[list[Row]], list[Problem]]
 ) -> SourceRows:
@@ -242,6 +247,7 @@ def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:
     return problems
 
 
+@many_objects()
 def load_existing(job: BuildJob) -> Existing:
     """The existing cache, without the rows of missing shards; ConfigError if it cannot take this recipe."""
     existing = load_every_row(job)
@@ -285,10 +291,12 @@ def _present(job: BuildJob, existing: Existing) -> list[IndexRow]:
 
 
 def plan_build(job: BuildJob, existing: Existing, on_row: Callable[[], None] = lambda: None) -> BuildPlan:
-    """The missing samples, and why. Reads every image of the source."""
+    """The missing samples, and why. Reads every image of the source that the last plan did not see as it is."""
     recipe = existing.manifest.recipes.get(job.recipe_name)
     changed = recipe_changes(recipe.recipe, job.recipe) if recipe else []
-    return make_plan(job.rows, job.problems, rules(job), existing.of_recipe(job.recipe_name), changed, on_row)
+    cached = existing.of_recipe(job.recipe_name)
+    memory = RememberedImages.of(job.source, job.config.data)
+    return make_plan(job.rows, job.problems, rules(job), cached, changed, on_row, memory)
 
 
 def rules(job: BuildJob) -> Rules:

@@ -1,28 +1,32 @@
-"""The plan of a build: every image read and hashed, every problem listed, and which samples are missing and why.
+"""The plan of a build: every image hashed, every problem listed, and which samples are missing and why.
 
 The plan is complete before anything is encoded. Images to encode are also decoded once, so that a corrupt file stops
-the build in its first minutes and not in its last hour. Needs no torch.
+the build in its first minutes and not in its last hour. An image that has not changed since the last plan is not read
+(`remembered_images.py`). Needs no torch.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 from qwen_cache.console import plural
+from qwen_cache.encode.remembered_images import NotRememberedError, PlannedImage, RememberedImages
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.format.identity import Inputs, content_hash, differences, sample_key
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.sources.detect import Readable, Row
-from qwen_cache.sources.images import open_mask, open_rgb, upright_size
 from qwen_cache.sources.sizes import Resolution, Size, SourceImage, calculate_dimensions, img_shapes, sizes_of
 
 NEW = "new"
 RECIPE = "recipe: "  # begins the reasons that have nothing to do with the source
+CHUNK = 64  # rows that a thread looks up at once
 ASPECT_TOLERANCE = 0.01  # a mask may have another size than its target, but not another shape
 
 
@@ -45,6 +49,10 @@ class PlannedSample:
     @property
     def img_shapes(self) -> ImgShapes:
         return img_shapes(self.sizes)
+
+
+Result = list[PlannedSample] | list[Problem]
+"""The samples of a row, or its problems."""
 
 
 @dataclass(frozen=True)
@@ -137,30 +145,74 @@ def make_plan(
     cached: Mapping[str, IndexRow],
     changed_recipe: Sequence[str] = (),
     on_row: Callable[[], None] = lambda: None,
+    memory: RememberedImages | None = None,
 ) -> BuildPlan:
-    """Read every image of `rows` and decide which samples to encode.
+    """Hash every image of `rows`, or take what `memory` has of it, and decide which samples to encode.
 
     `cached` are the cache's rows of the recipe with this name, by key. `changed_recipe` lists how that recipe differs;
     if it does, none of them can be used.
     """
+    memory = memory or RememberedImages.nowhere()
     by_name = {row.name: row for row in cached.values()}
     usable = {} if changed_recipe else cached
     results: list[PlannedSample | Problem] = []
-    with ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4)) as pool:
-        for result in pool.map(lambda row: _plan_row(row, rules, usable), rows):
-            results += result
-            on_row()
+    with memory.planning(rows), ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4)) as pool:
+        known = _remembered(rows, lambda row: _plan_row(row, rules, usable, memory, may_read=False), pool)
+        unknown = [row for row, result in zip(rows, known, strict=True) if result is None]
+        work = pool.map(lambda row: _plan_row(row, rules, usable, memory, may_read=True), unknown)
+        with closing(result for result in work) as read:  # if this ends early, the pool drops the rows that wait
+            for result in known:
+                results += next(read) if result is None else result
+                on_row()
     good = [item for item in results if isinstance(item, PlannedSample)]
     times = Counter(item.key for item in good)
     samples: dict[str, PlannedSample] = {}
     for item in good:
         if item.key not in samples:
-            once = replace(item, source_rows=times[item.key])
+            once = replace(item, source_rows=times[item.key]) if times[item.key] > 1 else item
             samples[item.key] = _with_reasons(once, usable, by_name.get(item.row.name), changed_recipe)
     all_problems = [*problems, *(item for item in results if isinstance(item, Problem))]
     names = {row.name for row in rows}
     removed = tuple(row.name for key, row in cached.items() if key not in samples and row.name not in names)
     return BuildPlan(tuple(samples.values()), tuple(all_problems), removed)
+
+
+@contextmanager
+def many_objects() -> Iterator[None]:
+    """Inside the block no cyclic garbage is collected.
+
+    A plan makes millions of objects that stay and form no cycles; searching them again and again takes a third of its
+    time. Not for decoding images, which may form cycles that hold their pixels.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@many_objects()
+def _remembered(
+    rows: Sequence[Row], plan_row: Callable[[Row], Result], pool: ThreadPoolExecutor
+) -> list[Result | None]:
+    """The results of the rows whose images need not be read, None for the others.
+
+    The threads are for slow disks. Each gets many rows at once, as handing over one row takes as long as planning it.
+    """
+
+    def plan(chunk: Sequence[Row]) -> list[Result | None]:
+        results: list[Result | None] = []
+        for row in chunk:
+            try:
+                results.append(plan_row(row))
+            except NotRememberedError:
+                results.append(None)
+        return results
+
+    chunks = (rows[begin : begin + CHUNK] for begin in range(0, len(rows), CHUNK))
+    return [result for chunk in pool.map(plan, chunks) for result in chunk]
 
 
 def _with_reasons(
@@ -176,49 +228,63 @@ def _with_reasons(
     return replace(sample, reasons=tuple(reasons))
 
 
-def _plan_row(row: Row, rules: Rules, cached: Mapping[str, IndexRow]) -> list[PlannedSample] | list[Problem]:
-    """The samples of one row, or its problems: hash its files, and decode them if a sample is to be encoded."""
+def _plan_row(
+    row: Row, rules: Rules, cached: Mapping[str, IndexRow], memory: RememberedImages, *, may_read: bool
+) -> Result:
+    """The samples of one row, or its problems: hash its files, and decode them if a sample is to be encoded.
+
+    NotRememberedError if an image has to be read and may not be.
+    """
     if rules.max_controls is not None and len(row.controls) > rules.max_controls:
         takes = f"{rules.pipeline} takes {plural(rules.max_controls, 'control image')}"
         what = f"{row.name}: {takes}, found {len(row.controls)}"
         return [Problem(row.where, what, "drop the others, or build for Qwen-Image-Edit-2509 (Edit-Plus)")]
-    files = [row.target, *row.controls, *([row.mask] if row.mask else [])]
+    images = [memory.image(file, may_read=may_read) for file in (row.target, *row.controls)]
+    mask = memory.image(row.mask, is_mask=True, may_read=may_read) if row.mask else None
     try:
-        contents = [file.read() for file in files]
+        return _samples_of(row, images, mask, rules, cached)
+    finally:
+        for image in [*images, *([mask] if mask else [])]:
+            image.keep()
+
+
+def _samples_of(
+    row: Row, images: Sequence[PlannedImage], mask: PlannedImage | None, rules: Rules, cached: Mapping[str, IndexRow]
+) -> Result:
+    """`_plan_row` of a row that the pipeline takes."""
+    try:
+        hashes = [image.hash() for image in images]
+        inputs = Inputs(hashes[0], tuple(hashes[1:]), mask.hash() if mask else None)
     except SourceError as error:
         return [as_problem(row, error.where, error)]
-    hashes = [content_hash(content) for content in contents]
-    images = 1 + len(row.controls)
-    inputs = Inputs(hashes[0], tuple(hashes[1:images]), hashes[images] if row.mask else None)
-    named = list(zip(map(str, files), contents, strict=True))[:images]
     try:
-        originals = [SourceImage(name, upright_size(content, name)) for name, content in named]
+        originals = [SourceImage(image.where, image.size()) for image in images]
         choices = sizes_of(originals, rules.resolution)
     except SourceError as error:
-        return _decode(row, contents, rules) or [as_problem(row, error.where, error)]
+        return _decode(row, images, mask, rules) or [as_problem(row, error.where, error)]
     keys = [sample_key(rules.recipe_id, inputs, row.prompt, img_shapes(sizes), row.phrase) for sizes in choices]
-    problems = [] if all(key in cached for key in keys) else _decode(row, contents, rules)
+    problems = [] if all(key in cached for key in keys) else _decode(row, images, mask, rules)
     own = tuple(image.size for image in originals)
     return problems or [PlannedSample(row, inputs, key, sizes, own) for key, sizes in zip(keys, choices, strict=True)]
 
 
-def _decode(row: Row, contents: Sequence[bytes], rules: Rules) -> list[Problem]:
+def _decode(row: Row, images: Sequence[PlannedImage], mask: PlannedImage | None, rules: Rules) -> list[Problem]:
     """Decode the images of a row; the problems with them."""
     problems: list[Problem] = []
     target: Size | None = None
-    for path, content in zip([row.target, *row.controls], contents, strict=False):
+    for image in images:
         try:
-            size = open_rgb(content, str(path)).size
+            size = image.decode()
             target = target or size
-            if path != row.target and rules.condition_image_size:
+            if image is not images[0] and rules.condition_image_size:
                 calculate_dimensions(rules.condition_image_size, size)
         except SourceError as error:
-            problems.append(as_problem(row, path, error))
-    if row.mask is not None and target is not None:
+            problems.append(as_problem(row, image.where, error))
+    if mask is not None and target is not None:
         try:
-            problems += _mask_problems(row, open_mask(contents[-1], str(row.mask)).size, target)
+            problems += _mask_problems(row, mask.decode(), target)
         except SourceError as error:
-            problems.append(as_problem(row, row.mask, error))
+            problems.append(as_problem(row, mask.where, error))
     return problems
 
 
@@ -236,12 +302,13 @@ def as_problem(row: Row, path: object, error: SourceError) -> Problem:
 
 
 def read_again(file: Readable, expected: str) -> bytes:
-    """The bytes that the plan hashed; SourceError if the file has changed since.
+    """The bytes that the plan hashed, or remembered; SourceError if the file has changed since.
 
-    Files are read twice, because the plan needs every image: the last one may be damaged or a duplicate. To read
+    New files are read twice, because the plan needs every image: the last one may be damaged or a duplicate. To read
     each only once, the build would have to keep the whole source in memory.
     """
     data = file.read()
     if content_hash(data) != expected:
-        raise SourceError("the file changed while the cache was being built", where=file, do="build again")
+        do = "build again; if this message returns, with --rehash"
+        raise SourceError("the file changed while the cache was being built", where=file, do=do)
     return data

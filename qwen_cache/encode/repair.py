@@ -88,7 +88,7 @@ def _plan(job: BuildJob, existing: Existing, lost: Mapping[str, IndexRow], on_ro
     """The samples of `lost` that the source still has, and the problems of all others."""
     names, mine = {row.name for row in lost.values()}, recipe_id(job.recipe)
     rows = [row for row in job.rows if row.name in names]
-    read = make_plan(rows, (), rules(job), {}, on_row=on_row)
+    read = make_plan(rows, (), rules(job), {}, on_row=on_row)  # reads them all: where bytes were lost, trust no memory
     found = tuple(replace(sample, reasons=(DAMAGED,)) for sample in read.samples if sample.key in lost)
     now = {sample.row.name: sample for sample in read.samples}
     unreadable = {row.name for row in rows} - now.keys()  # their problems are among those of `read`

@@ -247,7 +247,7 @@ def _index_row(record: dict[str, Any], format_version: int, where: str) -> Index
     recipe, prompt = record["recipe"], record["prompt"]
     meta = SampleMeta(recipe, inputs, prompt, shapes, prefix, tensors, phrase, mask_from, positions)
     hashes = [meta.recipe, inputs.target, *inputs.controls, *(spec.xxh3_128 for spec in tensors.values())]
-    if not all(HASH_PATTERN.fullmatch(value) for value in (*hashes, inputs.mask or inputs.target)):
+    if not all(map(HASH_PATTERN.fullmatch, (*hashes, inputs.mask or inputs.target))):
         raise IndexFileError("a hash is not an xxh3-128", where=where)
     if meta.key != record["key"]:
         raise SampleKeyError("the key is not the hash of content and recipe", where=where, expected=meta.key)

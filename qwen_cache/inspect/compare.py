@@ -15,6 +15,7 @@ from typing import Any
 from qwen_cache.console import counting
 from qwen_cache.encode.builder import as_encoded, check_tokens, read_rows
 from qwen_cache.encode.plan import NEW, BuildPlan, Rules, make_plan
+from qwen_cache.encode.remembered_images import RememberedImages
 from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.format.cache import Cache, open_configured
 from qwen_cache.format.directory import shards_here
@@ -92,4 +93,5 @@ def _plan(cache: Cache, settings: Config, source: str) -> BuildPlan:
     masks = cache.format_version > 1 and settings.data.edit_mask != "none"
     rows = as_encoded(read.rows, masks=masks, phrases="attention" in recipe or "mask_head" in recipe)
     with counting("reading the source", total=len(read.rows)) as advance:
-        return make_plan(rows, read.problems, rules, cached, on_row=lambda: advance(1))
+        memory = RememberedImages.of(source, settings.data)
+        return make_plan(rows, read.problems, rules, cached, on_row=lambda: advance(1), memory=memory)

@@ -22,6 +22,7 @@ from threading import Lock
 from typing import Any, Protocol
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from qwen_cache.errors import Problem, SourceError
@@ -54,6 +55,8 @@ class Table(Protocol):
     schema: Any
     images: tuple[str, ...]
     """The columns of images that are used."""
+    embedding: frozenset[str]
+    """Those whose images are all in the table, none in a file of its own."""
 
     def records(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """The values of some columns, row by row, as Arrow scalars; the bytes of images may be missing."""
@@ -61,6 +64,10 @@ class Table(Protocol):
 
     def value(self, row: int, column: str) -> Any:
         """One value as an Arrow scalar, with the bytes of its image."""
+        ...
+
+    def embeds(self, name: str) -> bool:
+        """Whether no image of a column lacks its bytes, as far as is known without reading them."""
         ...
 
 
@@ -84,6 +91,15 @@ class Cell:
         if self.path:
             return self.table.folder.name(self.path)
         return f"{base_name(self.table.path).rpartition('.')[0]}/{self.row}"
+
+    @property
+    def files(self) -> tuple[Location, ...]:
+        if self.path is None or self.column in self.table.embedding:
+            return (self.table.path,)
+        try:
+            return self.table.path, self.table.folder.file(self.path)
+        except SourceError:  # as `read` will say, if the cell has no bytes
+            return ()
 
     def read(self) -> bytes:
         with _explained(self):
@@ -121,6 +137,7 @@ class ArrowTable:
             self.table.validate(full=True)  # damaged offsets become an error instead of a crash
         self.schema = self.table.schema
         self.images: tuple[str, ...] = ()
+        self.embedding: frozenset[str] = frozenset()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _opened_here, (ArrowTable, self.path)
@@ -131,6 +148,11 @@ class ArrowTable:
 
     def value(self, row: int, column: str) -> Any:
         return self.table.column(column)[row]
+
+    def embeds(self, name: str) -> bool:
+        column = self.table.column(name)
+        values = pc.list_flatten(column) if _is_list(column.type) else column
+        return bool(pa.types.is_struct(values.type) and pc.struct_field(values, "bytes").null_count == 0)
 
 
 class ParquetTable:
@@ -146,9 +168,18 @@ class ParquetTable:
             self.schema = self.metadata.schema.to_arrow_schema()
         counts = (self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups))
         self.starts = list(accumulate(counts, initial=0))[:-1]
+        self.embedding: frozenset[str] = frozenset()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _opened_here, (ParquetTable, self.path, self.groups, self.folder.allow_urls, self.images)
+
+    def embeds(self, name: str) -> bool:
+        """By the statistics of the file."""
+        leaves = (self.metadata.schema.column(i).path for i in range(len(self.metadata.schema)))
+        numbers = [i for i, leaf in enumerate(leaves) if leaf.startswith(f"{name}.") and leaf.endswith(".bytes")]
+        groups = [self.metadata.row_group(group) for group in range(self.metadata.num_row_groups)]
+        found = [group.column(number).statistics for group in groups for number in numbers]
+        return bool(numbers) and all(each is not None and each.null_count == 0 for each in found)
 
     def open(self) -> Any:
         remote = isinstance(self.path, Url)
@@ -283,6 +314,7 @@ def _read_tables(tables: Iterable[Table], where: Location, needs: Needs) -> Iter
                 raise SourceError("the columns differ between files", where=table.path, expected=expected, do=do)
         used_for_images = [name for role in IMAGES for name in columns[role]]
         table.images = tuple(name for name in used_for_images if _is_image(table.schema.field(name).type))
+        table.embedding = frozenset(name for name in table.images if table.embeds(name))
         for draft in read_rows(_records(table, used), columns, table.folder, taken):
             rows += 1
             yield draft

@@ -15,11 +15,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from itertools import chain
+from pathlib import Path
 
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.sources.columns import check_named, given, setting
 from qwen_cache.sources.places import MAX_TEXT, File, Folder, Location, base_name, read_bytes, suffix
 from qwen_cache.sources.rows import Draft, FieldProblems, Needs, Row
+from qwen_cache.storage.remembered_files import RememberedFiles
 
 TARGET_FOLDERS = ("target_images", "training_images", "targets", "target")
 CONTROL_FOLDERS = ("control_images", "condition_images", "controls", "control")
@@ -41,6 +44,7 @@ OTHER_IMAGES = (
 )
 """Endings of files that people take for images of the source, and that are not read."""
 READERS = 16  # prompts read in parallel: a remote one takes 0.1 s
+PROMPTS = 64  # on a disk that a thread reads at once
 MOST_COMPARED = 100  # names without a partner, on each side, that are compared with one another: takes 0.1 s
 
 
@@ -130,8 +134,9 @@ def read_pairs(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
     wanted = {*gaps.values(), *((prompt_folder, name) for name in targets if name not in prompts)}
     unread = {(name, stem): paths[0] for name, each in others.items() for stem, paths in each.items()}
     leads = Leads(unread, _similar(wanted - unread.keys(), strays))
-    with ThreadPoolExecutor(READERS, "prompts") as pool:
-        texts = pool.map(lambda name: _read_prompt(prompts.get(name, [])), targets)
+    memory = RememberedFiles.of("prompts 1", folder.path)
+    with memory.saved(), ThreadPoolExecutor(READERS, "prompts") as pool:
+        texts = _read_prompts([prompts.get(name, []) for name in targets], memory, pool)
         for (name, paths), text in zip(targets.items(), texts, strict=True):
             yield _row(name, paths, (prompts.get(name, []), text), owned[name], gaps.get(name), prompt_folder, leads)
     explained = set(leads.similar.values())
@@ -172,7 +177,7 @@ def _read_controls(folder: Folder, layout: Layout) -> Iterator[Problem | Draft]:
     none = Leads({}, {})
     for name, slots in owned.items():
         files, gap = prompts.get(name, []), _gap(name, slots, layout.controls or (".",))
-        draft = _row(name, slots[0], (files, _read_prompt(files)), slots, gap, layout.prompt or first, none)
+        draft = _row(name, slots[0], (files, _read_prompt(files, None)), slots, gap, layout.prompt or first, none)
         yield replace(draft, samples=tuple(replace(row, mask=None) for row in draft.samples))
 
 
@@ -364,11 +369,27 @@ def _numbers(stem: str) -> list[str]:
     return re.findall(r"\d+", stem)
 
 
-def _read_prompt(files: list[Location]) -> str | Exception:
+def _read_prompts(
+    files: list[list[Location]], memory: RememberedFiles, pool: ThreadPoolExecutor
+) -> Iterator[str | Exception]:
+    """The prompts, in order. A thread gets many of a disk at once: handing over one takes as long as reading it."""
+    size = PROMPTS if files and files[0] and isinstance(files[0][0], Path) else 1
+    chunks = (files[begin : begin + size] for begin in range(0, len(files), size))
+    return chain.from_iterable(pool.map(lambda chunk: [_read_prompt(each, memory) for each in chunk], chunks))
+
+
+def _read_prompt(files: list[Location], memory: RememberedFiles | None) -> str | Exception:
     try:
-        return read_bytes(files[0], MAX_TEXT).decode("utf-8-sig").strip() if files else ""
+        return _text_of(files[0], memory).decode("utf-8-sig").strip() if files else ""
     except (SourceError, UnicodeDecodeError) as error:
         return error
+
+
+def _text_of(file: Location, memory: RememberedFiles | None) -> bytes:
+    """The bytes of a prompt; those of a remote one are remembered by its version in the listing."""
+    if memory is None or isinstance(file, Path) or not file.listed:
+        return read_bytes(file, MAX_TEXT)
+    return memory.read("prompt", str(file), [file], lambda: read_bytes(file, MAX_TEXT))
 
 
 def _row(

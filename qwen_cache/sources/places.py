@@ -17,7 +17,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path, PureWindowsPath
 from typing import Any, BinaryIO
 from urllib.parse import unquote
@@ -46,6 +47,10 @@ class File:
 
     def __str__(self) -> str:
         return str(self.path)
+
+    @property
+    def files(self) -> tuple[Location, ...]:
+        return (self.path,)
 
     def read(self) -> bytes:
         return read_bytes(self.path)
@@ -244,7 +249,7 @@ def open_folder(path: Location, probed: Iterable[str] = ()) -> Folder:
         raise SourceError("the folder cannot be read", where=path, found=error.strerror) from error
     folders = [name for name in names if (path / name).is_dir()]
     files = [name for name in names if name not in set(folders)]
-    return Folder(path, files, folders, lambda name: sorted(_walk(path / name, [] if name == "." else [path])))
+    return Folder(path, files, folders, cache(lambda name: sorted(_walk(path / name, [] if name == "." else [path]))))
 
 
 def _walk(folder: Path, above: Iterable[Path] = ()) -> Iterator[str]:
@@ -252,9 +257,9 @@ def _walk(folder: Path, above: Iterable[Path] = ()) -> Iterator[str]:
     them, or that is one of `above`: its files have names without the link.
     """
     paths_to: Counter[tuple[int, int]] = Counter()
-    waiting = [(folder, frozenset(map(_identity, above)))]
+    waiting = [(folder, "", frozenset(map(_identity, above)))]
     while waiting:
-        here, containing = waiting.pop()
+        here, start, containing = waiting.pop()
         try:
             if (identity := _identity(here)) in containing:
                 continue
@@ -269,9 +274,9 @@ def _walk(folder: Path, above: Iterable[Path] = ()) -> Iterator[str]:
             if entry.name.startswith("."):
                 continue
             if _is_folder(entry):
-                waiting.append((here / entry.name, containing | {identity}))
+                waiting.append((here / entry.name, f"{start}{entry.name}/", containing | {identity}))
             else:
-                yield (here / entry.name).relative_to(folder).as_posix()
+                yield start + entry.name
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -287,11 +292,12 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 
 def _remote_folder(url: Url, probed: Iterable[str]) -> Folder:
+    top = Url(str(url))
     try:
-        paths = Url(str(url)).find()
+        listing = top.find()
     except FileNotFoundError:
-        paths = []
-    paths = paths or [name for name in probed if (url / name).is_file()]
+        listing = {}
+    paths = list(listing) or [name for name in probed if (url / name).is_file()]
     if not paths:
         do = "correct the address, or name a table (.csv, .jsonl, .json, .parquet): it needs no listing"
         raise SourceError("there is no such folder, or the server does not list it", where=url, do=do)
@@ -304,4 +310,5 @@ def _remote_folder(url: Url, probed: Iterable[str]) -> Folder:
         return [path.removeprefix(start) for path in visible if path.startswith(start)]
 
     files = [path for path in visible if "/" not in path]
-    return Folder(url, files, sorted({path.partition("/")[0] for path in visible if "/" in path}), below)
+    folders = sorted({path.partition("/")[0] for path in visible if "/" in path})
+    return Folder(replace(top, listing=listing), files, folders, below)

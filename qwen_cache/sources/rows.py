@@ -13,7 +13,10 @@ from qwen_cache.settings.data import ColumnsConfig
 
 
 class Readable(Protocol):
-    """A reference to the bytes of an image."""
+    """A reference to the bytes of an image.
+
+    If it has `files`, the `Location` of each file that the bytes depend on, plans may remember it until one changes.
+    """
 
     def read(self) -> bytes:
         """All bytes; SourceError if they cannot be read."""

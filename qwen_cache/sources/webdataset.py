@@ -4,19 +4,22 @@
     KEY.txt or KEY.json          the prompt; the .json is read only where there is no .txt, and only for its prompt
 
 Column names may stand for `target`, `control`, … (KEY.edited_image.jpg), and `data.columns` may name any part, with or
-without its extension. A tar is scanned once for the offsets of its members, and images are read from there. Refuses a
-part that no sample has; and, as a problem that names tar and member: a name that leads out of the tar, a link or
-another special file, and two members for one image or prompt.
+without its extension. A tar is scanned for the offsets of its members when it is new or has changed, and images are
+read from there. Refuses a part that no sample has; and, as a problem that names tar and member: a name that leads out
+of the tar, a link or another special file, and two members for one image or prompt.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from itertools import starmap
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.format.fields import parse_json
@@ -46,6 +49,7 @@ from qwen_cache.sources.places import (
     read_range,
 )
 from qwen_cache.sources.rows import Draft, Needs
+from qwen_cache.storage.remembered_files import RememberedFiles
 from qwen_cache.storage.url import BLOCK, Url
 
 
@@ -64,6 +68,10 @@ class Member:
     @property
     def name(self) -> str:
         return _key(self.member)
+
+    @property
+    def files(self) -> tuple[Location, ...]:
+        return (self.tar,)
 
     def read(self) -> bytes:
         return read_range(self.tar, self.begin, self.begin + self.size)
@@ -125,12 +133,21 @@ class Parts:
 
 def read_tars(paths: Iterable[Location], needs: Needs) -> Iterator[Problem | Draft]:
     """The samples of tars, in order."""
-    parts = Parts(needs.columns)
-    samples: list[Problem | tuple[Location, str, Values]] = []
-    first: Location | None = None
-    for path in paths:
-        first = first or path
-        samples += _read_tar(path, parts)
+    parts, tars = Parts(needs.columns), list(paths)
+    first = tars[0] if tars else None
+    memory = RememberedFiles.of("tars 1", first or Path(), "\0".join(map(str, tars)))
+    with memory.saved():
+        samples = [sample for path in tars for sample in _read_tar(path, parts, memory)]
+        yield from _read_samples(samples, first, parts, needs, memory)
+
+
+def _read_samples(
+    samples: Sequence[Problem | tuple[Location, str, Values]],
+    first: Location | None,
+    parts: Parts,
+    needs: Needs,
+    memory: RememberedFiles,
+) -> Iterator[Problem | Draft]:
     names = {name: None for sample in samples if isinstance(sample, tuple) for name in sample[2]}
     if first is None or not samples:
         do = "name another source"
@@ -140,7 +157,7 @@ def read_tars(paths: Iterable[Location], needs: Needs) -> Iterator[Problem | Dra
     parts.check(first)
     columns = _find_columns(names, first, parts, needs)
     key = needs.columns.prompt
-    records = (each if isinstance(each, Problem) else _record(*each, columns, needs, key) for each in samples)
+    records = (each if isinstance(each, Problem) else _record(*each, columns, needs, key, memory) for each in samples)
     return read_rows(records, columns, TableFolder(parent(first)), {})
 
 
@@ -154,10 +171,13 @@ def _find_columns(names: Iterable[str], where: Location, parts: Parts, needs: Ne
     return find_columns([*columns], where, parts.needs(needs), "part", list(parts.seen))
 
 
-def _read_tar(path: Location, parts: Parts) -> Iterator[Problem | tuple[Location, str, Values]]:
+def _read_tar(
+    path: Location, parts: Parts, memory: RememberedFiles
+) -> Iterator[Problem | tuple[Location, str, Values]]:
     samples: dict[str, Values] = {}
     invalid: set[str] = set()
-    for info in _members(path):
+    members = memory.read("members", str(path), [path], lambda: json.dumps(list(_members(path))).encode())
+    for info in starmap(Listed, json.loads(members)):
         fault = _fault(info)
         key, (column, kind) = _key(info.name), parts.column(info.name)
         if fault is None and column in samples.get(key, {}):
@@ -170,7 +190,7 @@ def _read_tar(path: Location, parts: Parts) -> Iterator[Problem | tuple[Location
             invalid.add(key)
             yield Problem(f"{path}:{info.name}", *fault)
         elif column:
-            member = Member(path, info.name, info.offset_data, info.size)
+            member = Member(path, info.name, info.begin, info.size)
             samples.setdefault(key, {})[column] = member if kind == "image" else (member, kind)
     for key, values in samples.items():
         if key not in invalid:
@@ -190,7 +210,17 @@ def _opened(path: Location) -> Iterator[BinaryIO]:
         raise SourceError("the tar is damaged or incomplete", where=path, found=error, do=do) from error
 
 
-def _members(path: Location) -> Iterator[tarfile.TarInfo]:
+class Listed(NamedTuple):
+    """A member of a tar, as its header describes it."""
+
+    name: str
+    begin: int
+    size: int
+    is_plain: bool
+    """Whether it is a file, and no link, device or sparse file."""
+
+
+def _members(path: Location) -> Iterator[Listed]:
     """The members except folders and hidden files; SourceError for a damaged tar, or a shard of a cache."""
     with _opened(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
         for info in tar:
@@ -202,16 +232,16 @@ def _members(path: Location) -> Iterator[tarfile.TarInfo]:
                     do="name the images that it was made from",
                 )
             if not info.isdir() and not info.name.rpartition("/")[2].startswith("."):
-                yield info
+                yield Listed(info.name, info.offset_data, info.size, info.isreg() and not info.issparse())
         file.seek(tar.offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile mistakes damage for the end
             raise EOFError(f"at byte {tar.offset} there is neither a member nor the end")
 
 
-def _fault(info: tarfile.TarInfo) -> tuple[str, str] | None:
+def _fault(info: Listed) -> tuple[str, str] | None:
     if info.name.startswith("/") or ".." in info.name.split("/"):
         return "the name leads out of the tar", "pack it again with plain relative names"
-    if not info.isreg() or info.issparse():
+    if not info.is_plain:
         return "this is not a plain file", "pack the file itself, not a link to it"
     return None
 
@@ -222,7 +252,13 @@ def _key(name: str) -> str:
 
 
 def _record(
-    path: Location, key: str, values: Values, columns: Columns, needs: Needs, prompt_key: str | None
+    path: Location,
+    key: str,
+    values: Values,
+    columns: Columns,
+    needs: Needs,
+    prompt_key: str | None,
+    memory: RememberedFiles,
 ) -> Record | Problem:
     """A sample, with the text of its prompt."""
     where = f"{path}:{key}"
@@ -237,7 +273,7 @@ def _record(
     try:
         if member.size > MAX_TEXT:
             raise ValueError(f"{member.size} bytes are too long for a prompt")
-        text = member.read().decode("utf-8-sig")
+        text = memory.read("prompt", str(member), member.files, member.read).decode("utf-8-sig")
         prompts = [text] if kind == "text" else _prompts_in(parse_json(text), prompt_key if kind == "key" else None)
     except (SourceError, ValueError) as error:
         part = member.member.rpartition("/")[2].partition(".")[2]

@@ -1,8 +1,9 @@
 """Digests of large files, remembered in the user's cache folder, so that an unchanged file is not read again.
 
-A file counts as unchanged while its path, size, times of modification and change, inode and device are: an archive or a
-copy can set the first time, but no program the second. A file that was modified in the last seconds before it was read
-is not remembered: another change in the same tick of its clock would not show.
+A file counts as unchanged while its path, size, times of modification and change, and inode are: an archive or a copy
+can set the first time, but no program the second (it takes setting the clock, or writing to the disk itself). A file
+that was modified in the last seconds before it was read is not remembered: another change in the same tick of its clock
+would not show. The number of the device is left out: each machine gives the same network disk another one.
 Where nothing can be remembered, digests are computed each time; a damaged entry is computed again. A bit that flips on
 the disk changes none of a file's times, so it shows only when the file is read again.
 """
@@ -10,9 +11,11 @@ the disk changes none of a file's times, so it shows only when the file is read 
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import IO
 
@@ -23,6 +26,23 @@ from qwen_cache.system_errors import naming
 
 BLOCK = 1 << 20  # bytes; larger blocks are not hashed faster
 SETTLED_NS = 2_000_000_000  # the coarsest clock of a common file system, FAT's, ticks every 2 seconds
+
+_distrusted = ContextVar("_distrusted", default=False)
+
+
+@contextmanager
+def rehashing(on: bool = True) -> Iterator[None]:
+    """Inside the block nothing that was remembered is used, if `on`; what is computed is remembered instead."""
+    token = _distrusted.set(on)
+    try:
+        yield
+    finally:
+        _distrusted.reset(token)
+
+
+def is_trusted() -> bool:
+    """Whether this is outside of `rehashing`."""
+    return not _distrusted.get()
 
 
 def remembered_digest(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> str:
@@ -52,15 +72,15 @@ def remembered(kind: str, files: Sequence[Path], compute: Callable[[], str]) -> 
     `kind` names the function of the contents. Any number of processes may ask at once. An empty digest is not
     remembered. Raises what `compute` raises, and OSError for a missing file.
     """
-    states, now = [_state(path) for path in files], time.time_ns()
+    states, now = [file_state(path) for path in files], time.time_ns()
     name = xxhash.xxh3_128_hexdigest(json.dumps([kind, *(str(path.resolve()) for path in files)]).encode())
     with suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
         known = json.loads(_entry(name).read_text(encoding="utf-8"))
-        if known == _checked(states, known["digest"]):
+        if is_trusted() and known == _checked(states, known["digest"]):
             return str(known["digest"])
     digest = compute()
-    settled = all(max(times) + SETTLED_NS < now for _, *times, _, _ in states)
-    if digest and settled and states == [_state(path) for path in files]:
+    settled = all(is_settled(state, now) for state in states)
+    if digest and settled and states == [file_state(path) for path in files]:
         _remember(name, _checked(states, digest))
     return digest
 
@@ -71,9 +91,15 @@ def _checked(states: list[list[int]], digest: str) -> dict[str, object]:
     return entry | {"xxh3_128": xxhash.xxh3_128_hexdigest(json.dumps(entry).encode())}
 
 
-def _state(path: Path) -> list[int]:
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
+def file_state(path: Path) -> list[int]:
+    """What changes with any change of a file: its size, times of modification and change in ns, and inode."""
+    stat = os.stat(path)
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+def is_settled(state: list[int], now: int) -> bool:
+    """Whether a file of this state was last changed long enough before `now` (ns) that another change would show."""
+    return max(state[1:3]) + SETTLED_NS < now
 
 
 def _entry(name: str) -> Path:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import mmap
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from errno import EINVAL
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -45,12 +45,17 @@ class Url:
 
     root: str
     path: str = ""
+    listing: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Versions of the files below `root`, by path, where the folder has been listed. It stays in this process."""
 
     def __str__(self) -> str:
         return f"{self.root.rstrip('/')}/{self.path}" if self.path else self.root
 
     def __truediv__(self, part: str) -> Url:
-        return Url(self.root, f"{self.path}/{part}" if self.path else part)
+        return replace(self, path=f"{self.path}/{part}" if self.path else part)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Url, (self.root, self.path)
 
     @property
     def name(self) -> str:
@@ -117,6 +122,23 @@ class Url:
 
         return self._call(ask, "asking for its size")
 
+    @property
+    def listed(self) -> str:
+        """The version of this file in the listing that the address comes from; "" if there is none."""
+        return self.listing.get(self.path, "")
+
+    def version(self) -> str:
+        """A text that another content of this file does not have: the listed one, or the server is asked.
+
+        "" if the server does not say.
+        """
+
+        def ask(files: Any, path: str) -> str:
+            files.invalidate_cache()
+            return _version(files.info(path, **_within(files, bounds.seconds_for(0))))
+
+        return self.listed or self._call(ask, "asking for its version")
+
     def is_file(self) -> bool:
         try:
             self.size()
@@ -136,17 +158,21 @@ class Url:
             return [self / name for name in self._call(ask, "listing") if fnmatchcase(name, pattern)]
         return []
 
-    def find(self) -> list[str]:
-        """The paths of all files below this folder; FileNotFoundError or none if the server does not list them.
+    def find(self, *, deep: bool = True) -> dict[str, str]:
+        """The paths of all files below this folder, or only of those in it, with their versions ("" if unknown).
 
-        TooLargeError for more names than fit into memory; servers of HTTP could list folders without end.
+        FileNotFoundError or none if the server does not list them. TooLargeError for more names than fit into memory;
+        servers of HTTP could list folders without end.
         """
 
-        def ask(files: Any, path: str) -> list[str]:
+        def ask(files: Any, path: str) -> dict[str, str]:
             files.invalidate_cache()
             top = path.rstrip("/")
-            names = _walk(files, top) if _is_http(files) else files.find(top)
-            return [str(name).removeprefix(top + "/") for name in names]
+            if _is_http(files):
+                return {name.removeprefix(top + "/"): "" for name in _walk(files, top)}
+            entries: Iterable[Any] = files.find(top, detail=True).values() if deep else files.ls(top, detail=True)
+            found = ((str(each["name"]).removeprefix(top + "/"), each) for each in entries)
+            return {name: _version(each) for name, each in found if each["type"] != "directory"}
 
         return self._call(ask, "listing")
 
@@ -241,6 +267,20 @@ def _cat(files: Any, path: str, begin: int, end: int) -> bytes:
     """The bytes from `begin` to `end`: fewer at the end of the file, one more from a server without ranges."""
     data: bytes = files.cat_file(path, start=begin, end=end, **_within(files, bounds.seconds_for(end - begin)))
     return data
+
+
+def _version(info: Mapping[str, Any]) -> str:
+    """What the server says of a file that another content does not share; "" if it says nothing of the kind.
+
+    S3 and HTTP have an ETag, Google Cloud a generation, the hub a hash of the content. A weak ETag may stand for files
+    that differ in bytes. The time is there for a file that was replaced while it was read and then restored.
+    """
+    etag = str(info.get("ETag") or info.get("etag") or "")
+    marks = [info.get("generation"), info.get("blob_id"), info.get("xet_hash"), "" if etag.startswith("W/") else etag]
+    if not any(marks):
+        return ""
+    times = [info.get("LastModified"), info.get("Last-Modified"), info.get("mtime")]
+    return "|".join(str(each) for each in [info.get("size"), *marks, *times] if each)
 
 
 def _walk(files: Any, top: str) -> Iterator[str]:

@@ -1,0 +1,171 @@
+"""What was learned from many small files, remembered in the user's cache folder, so that unchanged ones are not read.
+
+A file is known by its place and its version: size, times and inode on a disk, or what the server tells, in a listing
+where there is one. So a changed file is unknown. One that changed while it was read, or just before, is not remembered
+(`storage/remembered.py`), nor one that its server gives no version.
+
+One store for each place, such as a source, has what was used last, and is written whole: processes that read the same
+write the same. A store that is damaged or of another kind is ignored; where none can be written, files are read each
+time. All stores together have at most `LIMIT` bytes; those that were not used for longest are removed.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import xxhash
+
+from qwen_cache.errors import QwenCacheError
+from qwen_cache.storage.durable import cache_home, sync, whole_file
+from qwen_cache.storage.mapped import read_file
+from qwen_cache.storage.remembered import file_state, is_settled, is_trusted
+from qwen_cache.storage.url import Url
+
+LIMIT = 500_000_000  # bytes of all stores: eight million images
+LISTED = 100  # files in one remote folder: from here on a listing costs less than a request for each
+CHECKSUM = 16  # bytes of xxh3-128, at the end of a store
+ENTRY = struct.Struct("<16sI")  # which file, and the length of what is known of it
+
+
+class RememberedFiles:
+    """What is known of files, from last time and from now; safe for threads."""
+
+    def __init__(self, kind: str, store: Path | None = None) -> None:
+        """`kind` says what is stored, and for which versions of what computed it. Without `store`, nothing is kept."""
+        self._header = f"{kind}\n".encode()
+        self._store = store
+        self._known = self._load() if is_trusted() else {}
+        self._used: dict[bytes, bytes] = {}
+        self._versions: dict[Url, str] = {}
+
+    @staticmethod
+    def of(kind: str, place: Path | Url, detail: str = "") -> RememberedFiles:
+        """The files of a place, such as a source; `detail` separates parts of it."""
+        text = "\0".join([kind, str(place) if isinstance(place, Url) else os.path.realpath(place), detail])
+        try:
+            store = cache_home() / "files" / xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogateescape"))
+        except RuntimeError:  # a user without a home
+            store = None
+        return RememberedFiles(kind, store)
+
+    @contextmanager
+    def saved(self) -> Iterator[None]:
+        """Store what is used inside the block; if it ends early, beside what was known."""
+        try:
+            yield
+        except BaseException:
+            self._save(self._known | self._used)
+            raise
+        self._save(self._used)
+
+    def read(self, role: str, place: str, files: Sequence[Path | Url], read: Callable[[], bytes]) -> bytes:
+        """What `read` returns for `place` in `files`, or what it returned last time if none of them has changed."""
+        name, settled = self.name(role, place, files)
+        data = self.recall(name) if name else None
+        if data is None:
+            data = read()
+            if not settled or self.name(role, place, files)[0] != name:
+                return data
+        if name:
+            self.keep(name, data)
+        return data
+
+    def recall(self, name: bytes) -> bytes | None:
+        """What is known by this name."""
+        return self._known.get(name)
+
+    def keep(self, name: bytes, value: bytes) -> None:
+        self._used[name] = value
+
+    def name(self, role: str, place: str, files: Iterable[Path | Url]) -> tuple[bytes | None, bool]:
+        """The name of what is read at `place` from `files` as they are now, and whether all of them are settled.
+
+        The name is None if there is no file, or if one has no version.
+        """
+        versions: list[object] = []
+        settled, now = True, time.time_ns()
+        for file in files:
+            if isinstance(file, Url):
+                versions.append(self._version(file))
+            else:
+                try:
+                    state = file_state(file)
+                except OSError:  # reading it says what is wrong
+                    return None, False
+                versions.append(state)
+                settled, place = settled and is_settled(state, now), os.path.join(os.getcwd(), place)
+        if not all(versions) or not versions:
+            return None, False
+        return xxhash.xxh3_128_digest(f"{role}\0{place}\0{versions}".encode("utf-8", "surrogateescape")), settled
+
+    def list_folders(self, urls: Iterable[Url]) -> None:
+        """List each remote folder with many of these files, unless their versions are from a listing already."""
+        folders: dict[str, set[Url]] = defaultdict(set)
+        for url in urls:
+            if not url.listed:
+                folders[str(url).rpartition("/")[0]].add(url)
+        for folder, files in folders.items():
+            if len(files) >= LISTED:
+                with suppress(QwenCacheError, FileNotFoundError):
+                    listing = Url(folder).find(deep=False)
+                    self._versions |= {each: listing.get(str(each).rpartition("/")[2], "") for each in files}
+
+    def _version(self, url: Url) -> str:
+        """The version of a remote file, asked for once; "" if there is none."""
+        if url not in self._versions:
+            try:
+                self._versions[url] = url.version()
+            except (FileNotFoundError, QwenCacheError):  # reading it says what is wrong
+                self._versions[url] = ""
+        return self._versions[url]
+
+    def _load(self) -> dict[bytes, bytes]:
+        """The contents of the store; none if it is missing, damaged, or of another kind."""
+        with suppress(OSError, struct.error):
+            if self._store is None or self._store.stat().st_size > LIMIT:
+                return {}
+            data = read_file(self._store)
+            end = len(data) - CHECKSUM
+            if data.startswith(self._header) and xxhash.xxh3_128_digest(data[:end]) == data[end:]:
+                return dict(_entries(data, len(self._header), end))
+        return {}
+
+    def _save(self, values: dict[bytes, bytes]) -> None:
+        """Write the store if it changes; a folder that cannot be written to costs time alone."""
+        if self._store is None or not (values or self._known):
+            return
+        with suppress(OSError):
+            if values == self._known and self._store.exists():
+                os.utime(self._store)
+                return
+            data = self._header + b"".join(ENTRY.pack(name, len(value)) + value for name, value in values.items())
+            self._store.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(self._store, shared=True) as temporary, open(temporary, "wb") as file:
+                file.writelines([data, xxhash.xxh3_128_digest(data)])
+                file.flush()
+                sync(file)
+            _remove_oldest(self._store.parent)
+
+
+def _entries(data: bytes, begin: int, end: int) -> Iterator[tuple[bytes, bytes]]:
+    while begin < end:
+        name, length = ENTRY.unpack_from(data, begin)
+        begin += ENTRY.size
+        yield name, data[begin : begin + length]
+        begin += length
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Remove what was not used for longest, until all has at most LIMIT bytes."""
+    files = sorted(((status := path.stat()).st_mtime_ns, status.st_size, path) for path in folder.iterdir())
+    too_much = sum(size for _, size, _ in files) - LIMIT
+    for _, size, path in files:
+        if too_much > 0:
+            path.unlink()
+            too_much -= size
