@@ -45,7 +45,7 @@ def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoRet
         code = app(arguments, prog_name=app.info.name, standalone_mode=False)
     except QwenCacheError as error:
         if is_verbose():
-            console().print(traceback.format_exc(), markup=False)
+            console(always=True).print(traceback.format_exc(), markup=False)
         code = fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,16 +35,14 @@ from qwen_cache.storage.checksums import UNLISTED, Fault, find_fault, write_chec
 from qwen_cache.storage.durable import remove_folder, sync_file, whole_file, whole_folder, write_durably
 from qwen_cache.storage.remembered import file_digest
 from qwen_train.model.ema import Ema
-from qwen_train.model.sharding import all_gather_object, distribute_like, full_tensor
+from qwen_train.model.sharding import distribute_like, full_tensor
+from qwen_train.processes import all_gather_object, together
+from qwen_train.run_folder import NAME, NEW_RUN, STATE, check_fixed, checkpoints
 from qwen_train.weights import gather_weights, read_weights, weights_path, write_weights
 
-NAME = re.compile(r"checkpoint-(\d+)")
 EMA_SUFFIX = "_ema"
-STATE = "state.json"
 FULL = (errno.ENOSPC, errno.EDQUOT, None)
 """Errors of a full disk; those of the safetensors library have no number, and mean the same."""
-TRANSFORMER = "transformer"
-"""The entry of `Run.fixed` with the hash of the frozen weights."""
 
 
 @dataclass
@@ -163,12 +160,6 @@ def _raised_everywhere(what: str, folder: Path) -> Iterator[None]:
         raise TrainError(f"{what} cannot be written: {reason}", where=folder, do=do)
 
 
-def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Step and path of every complete checkpoint, oldest first."""
-    matches = [(NAME.fullmatch(path.name), path) for path in folder.glob("checkpoint-*")]
-    return sorted((int(match[1]), path) for match, path in matches if match)
-
-
 def load_checkpoint(path: Path, run: Run) -> None:
     """Restore the run from the checkpoint; TrainError if it is damaged, or belongs to other settings.
 
@@ -178,9 +169,10 @@ def load_checkpoint(path: Path, run: Run) -> None:
     told = (fault, _advice(path, fault)) if fault else None  # to give advice takes reading earlier checkpoints, too
     for found in filter(None, all_gather_object(told)):
         raise found[0].error(TrainError, found[1])
-    with restoring(path):
+    with together(), restoring(path):
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        _check_fixed(path, state, run)
+        models = str(state["origin"]["model"]), str(run.origin.get("model"))
+        check_fixed(path, state["fixed"], run.fixed, f"restore what has changed, or {NEW_RUN}", models)
         tensors = load_file(path / "state.safetensors")
         read_weights(run.transformer, weights_path(run.transformer, path))
         if run.ema:
@@ -229,40 +221,11 @@ def _advice(path: Path, fault: Fault | None = None) -> str:
     return do
 
 
-def _check_fixed(path: Path, state: dict[str, Any], run: Run) -> None:
-    saved, current = state["fixed"], run.fixed
-    for name in saved | current:
-        if saved.get(name) != current.get(name):
-            was, now = _differing(saved.get(name), current.get(name))
-            if name == TRANSFORMER:
-                was, now = f"{state['origin']['model']}, xxh3-128 {was}", f"{run.origin.get('model')}, xxh3-128 {now}"
-            raise TrainError(
-                f"this checkpoint was trained with another {name}, so it cannot be resumed",
-                where=path / STATE,
-                expected=was,
-                found=now,
-                do=f"use the same {name}, or start again with another train.output_dir",
-            )
-
-
 def _count(value: Any) -> int:
     """The value, if it is a number of steps or samples."""
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{value!r} is not a number of steps or samples")
     return value
-
-
-def _differing(was: Any, now: Any) -> tuple[str, str]:
-    """Both values as text; of dicts, only the entries that differ."""
-    if not (isinstance(was, dict) and isinstance(now, dict)):
-        return _shown(was), _shown(now)
-    names = [name for name in was | now if was.get(name) != now.get(name)]
-    before, after = (", ".join(f"{name} {_shown(side.get(name))}" for name in names) for side in (was, now))
-    return before, after
-
-
-def _shown(value: Any) -> str:
-    return "none, or without effect" if value is None else str(value)
 
 
 def _distributed(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 A line has the step, its metrics, and its times: `time` in seconds since 1970, as trackers have it too, and
 `elapsed_seconds`, the time of training up to here without loading the model and without the pauses before a resume.
-
-The trackers are accelerate's, started in the main process only. A tracker whose package is not installed is refused
-before anything is loaded.
+A damaged line is refused. The trackers are accelerate's, started in the main process only.
 """
 
 from __future__ import annotations
@@ -16,19 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.tracking import get_available_trackers
 
 from qwen_cache.console import human_time
-from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.errors import TrainError
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.durable import sync, write_durably
 from qwen_cache.storage.mapped import read_file
 from qwen_cache.system_errors import naming
 from qwen_train.data.batches import Batch
+from qwen_train.run_folder import METRICS_NAME
 
-METRICS_NAME = "metrics.jsonl"
-TIMES = ("time", "elapsed_seconds")
-"""The entries of a line that are no metrics."""
 TENSORBOARD_FOLDER = "logs"
 RUN_NAME_OPTION = {
     "wandb": "name",
@@ -98,18 +93,6 @@ def progress_text(step: int, max_steps: int, values: dict[str, float], throughpu
         f"{step}/{max_steps}, loss {values['loss']:.4f}, lr {values['learning_rate']:.2e}\n"
         f"{values['tokens_per_second']:,.0f} tokens/s, {values['samples_per_second']:.2f} samples/s\n"
         f"{throughput.epoch_time} per epoch, data wait {100 * values['data_wait']:.0f} %"
-    )
-
-
-def check_tracker(name: str) -> None:
-    """Raise ConfigError if accelerate lacks the tracker, or its package is not installed."""
-    if name == "none" or name in map(str, get_available_trackers()):
-        return
-    package = name.replace("_", "-")
-    raise ConfigError(
-        f"logging.report_to={name} needs a package that is not installed",
-        expected=package,
-        do=f"pip install {package}, or set logging.report_to=tensorboard",
     )
 
 

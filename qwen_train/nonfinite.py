@@ -43,8 +43,10 @@ class NonFiniteGuard:
             self.consecutive = 0
             return False
         self.consecutive += 1
-        if mine:
-            console().print(f"skipped: {what} is {value} for the samples {escaped(', '.join(labels))}", markup=False)
+        if mine:  # in whichever process: no other knows the samples
+            console(always=True).print(
+                f"skipped: {what} is {value} for the samples {escaped(', '.join(labels))}", markup=False
+            )
         if self.consecutive == MAX_CONSECUTIVE:
             raise TrainError(
                 f"{what} is not a number, for the {MAX_CONSECUTIVE}th time in a row",

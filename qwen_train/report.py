@@ -34,10 +34,7 @@ from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.checksums import check_safetensors
 from qwen_cache.storage.durable import write_durably
 from qwen_cache.storage.mapped import read_file
-from qwen_train.checkpoint import checkpoints
-from qwen_train.inference.cached import FOLDER
-from qwen_train.metrics import METRICS_NAME, TIMES
-from qwen_train.validation import LOSS, LOSSES
+from qwen_train.run_folder import LOSS, LOSSES, METRICS_NAME, TIMES, VALIDATION, checkpoints
 
 NAME = "report.html"
 RUN_FACTS_NAME = "about.json"
@@ -246,13 +243,13 @@ class ValidationSample:
 
 def validation_samples(folder: Path) -> list[ValidationSample]:
     """The decoded images of the first and the newest steps, each with its target and controls."""
-    decoded = {path.parent for path in (folder / FOLDER).glob("step-*/*.png")}
+    decoded = {path.parent for path in (folder / VALIDATION).glob("step-*/*.png")}
     steps = sorted((int(match[1]), path) for path in decoded if (match := STEP.fullmatch(path.name)))
     if not steps:
         return []
     shown = steps if len(steps) <= SHOWN_STEPS else [steps[0], *steps[1 - SHOWN_STEPS :]]
     newest = steps[-1][1]
-    return [_validation_sample(folder / FOLDER, path, shown) for path in sorted(newest.glob("*.png"))]
+    return [_validation_sample(folder / VALIDATION, path, shown) for path in sorted(newest.glob("*.png"))]
 
 
 def _validation_sample(folder: Path, decoded: Path, steps: Sequence[tuple[int, Path]]) -> ValidationSample:

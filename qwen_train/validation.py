@@ -30,13 +30,8 @@ from qwen_cache.settings.train import ValidationConfig
 from qwen_cache.storage.checksums import sealed
 from qwen_cache.storage.durable import make_folder, write_durably
 from qwen_train.data.batches import Batch, Batches, NoiseDraw, NoisedSample, collate
-from qwen_train.inference.cached import FOLDER, generate_cached
-
-LEVELS = 4
-"""Noise levels per sample: one in each quarter of 0..1, at an offset within the quarter that depends on the key."""
-LOSS = "validation_loss"
-LOSSES = tuple(f"{LOSS}_q{i + 1}" for i in range(LEVELS))
-"""The loss in each quarter, from little noise to much."""
+from qwen_train.inference.cached import generate_cached
+from qwen_train.run_folder import LEVELS, LOSS, LOSSES, VALIDATION
 
 
 @dataclass(frozen=True)
@@ -77,10 +72,10 @@ class Validation:
             if is_filler:
                 continue
             target, controls = sample.img_shapes[:1], sample.img_shapes[1:]
-            save_latents(folder / FOLDER / f"step-{step}", sample, latents, target)
-            save_latents(folder / FOLDER / "target", sample, sample["image_latents"], target)
+            save_latents(folder / VALIDATION / f"step-{step}", sample, latents, target)
+            save_latents(folder / VALIDATION / "target", sample, sample["image_latents"], target)
             if controls:
-                save_latents(folder / FOLDER / "controls", sample, sample["control_latents"], controls)
+                save_latents(folder / VALIDATION / "controls", sample, sample["control_latents"], controls)
 
     def generate(
         self, sample: Sample, transformer: Any, device: torch.device, dtype: torch.dtype
@@ -159,7 +154,7 @@ def noise(sample: Sample, generator: torch.Generator) -> Float[Tensor, "S 64"]:
 
 
 def noised_samples(sample: Sample) -> Iterator[NoisedSample]:
-    """The sample at each of its noise levels."""
+    """The sample at each of its noise levels, at an offset within their quarters that depends on its key."""
     generator = generator_of(sample, "loss")
     offset = float(torch.rand((), generator=generator))
     for level in range(LEVELS):

@@ -21,13 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.extras import install_command
-from qwen_cache.format.sample import LATENT_CHANNELS
 from qwen_cache.models.devices import full_float32, is_accelerator
-from qwen_cache.models.family import SUPPORTED
 from qwen_cache.models.folder import ModelFolder, check_component, read_config
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.settings.train import TrainConfig
-from qwen_train.lora.adapter import WEIGHTS_NAME, add_lora, has_lora, load_lora, lora_weights, write_lora
+from qwen_train.lora.adapter import add_lora, has_lora, load_lora, lora_weights, write_lora
+from qwen_train.lora.files import WEIGHTS_NAME
 from qwen_train.model.frozen_layers import replace_layers
 from qwen_train.model.modulation import TabulatedTransformer2DModel, check_settings
 from qwen_train.model.offload import check_settings as check_offload
@@ -92,38 +91,6 @@ def _stored_dtype(folder: Path) -> torch.dtype:
             if any(weights.get_slice(name).get_dtype() != "BF16" for name in weights.keys()):  # noqa: SIM118 (no dict)
                 return torch.float32
     return torch.bfloat16
-
-
-def check_cache(cache: Any, model: ModelFolder, config: Mapping[str, Any]) -> None:
-    """Raise TrainError or ModelError for a cache that does not fit a transformer with this config.json."""
-    if not len(cache):
-        raise TrainError("the cache has no samples", where=cache.folder, do="run `qwen-cache build`")
-    pipeline = cache.recipe.recipe.get("pipeline")
-    if pipeline != model.pipeline:
-        raise ModelError(
-            "the cache was built for another pipeline",
-            where=cache.folder,
-            expected=model.pipeline,
-            found=pipeline,
-            do="train the model that it was built for, or build a cache for this one",
-        )
-    key = model.family.text_width_key
-    if (width := cache.prompt_embeds_width) != config[key]:
-        raise ModelError(
-            "the cache's prompt embeddings do not fit the transformer",
-            where=cache.folder,
-            expected=f"width {config[key]}",
-            found=f"width {width}",
-            do="build the cache with the text encoder of this model",
-        )
-    if (channels := config["in_channels"]) != LATENT_CHANNELS:
-        raise ModelError(
-            "the transformer does not take the latents of a cache",
-            where=model.component("transformer"),
-            expected=f"in_channels {LATENT_CHANNELS}",
-            found=f"in_channels {channels}",
-            do=f"train one of {SUPPORTED}",
-        )
 
 
 def prepare_for_training(transformer: Any, settings: TrainConfig) -> Any:

@@ -14,6 +14,8 @@ from qwen_cache.errors import ModelError
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import load_config
 from qwen_train import train as training
+from qwen_train.launch import Launch
+from qwen_train.preflight import starting
 from qwen_train.run_summary import distilled_warning
 
 Built = Callable[[str, Sequence[str]], Path]
@@ -62,7 +64,9 @@ def test_training_warns(
         options = ["train.mixed_precision='no'", "logging.report_to=none"]
         out = f"train.output_dir={json.dumps(str(tmp_path / str(number)))}"
         cache = built("edit-plus", ())
-        training.prepare(load_config(None, [*options, out], cache__path=str(cache), model__path=str(model)), False)
+        config = load_config(None, [*options, out], cache__path=str(cache), model__path=str(model))
+        with starting(config, Launch()) as start:
+            training.prepare(start)
         printed = capsys.readouterr().err.splitlines()
         assert [f"warning: {model} is distilled (a schedule of 2 sigmas)" in line for line in printed].count(
             True

@@ -43,13 +43,13 @@ STEPS = {
 def two(train: Trainer, *options: str, **changes: Any) -> subprocess.CompletedProcess[str]:
     """`qwen-train run` in two processes, as torchrun starts them."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    program = Path(sys.executable).parent / "qwen-train"
+    program = changes.pop("program", [Path(sys.executable).parent / "qwen-train"])
     return subprocess.run(
-        [*torchrun, program, *map(str, train.arguments(**changes)), *options],
+        [*torchrun, *program, *map(str, train.arguments(**changes)), *options],
         capture_output=True,
         text=True,
         timeout=HANG,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "COLUMNS": "200"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
     )
 
 
@@ -102,20 +102,88 @@ def test_two_stopped_processes_resume_bit_for_bit(train: Trainer, fsdp: bool, me
     assert differences(written(by_two(train, "--resume", settings=settings)), whole) == []
 
 
-def test_both_processes_refuse_a_second_run_and_a_damaged_checkpoint(train: Trainer) -> None:
-    """And a folder that cannot be made. The first process checks for both, and none waits for the other."""
+def test_what_all_processes_refuse_is_told_once(train: Trainer) -> None:
+    """A second run, a folder that cannot be made, a damaged checkpoint, settings: the first process speaks."""
     out = train(settings=STEPS, train__max_steps=1)
     with locked(out / ".lock"):
         done = two(train, "--resume", settings=STEPS)
-    message = f"{out}: another run is writing to this folder (found process {os.getpid()} on "
-    assert (done.returncode, done.stderr.count(message)) == (1, 2), done.stderr
+    told_once(done, f"{out}: another run is writing to this folder (found process {os.getpid()} on ")
+    told_once(two(train, settings=STEPS), f"{out}: this folder already holds a run (found checkpoint-1)")
+    command = f"`torchrun --nproc-per-node 2 -m qwen_train run --resume --out {out} --set train.max_steps=3`"
+    told_once(two(train, "--resume", settings=STEPS, train__seed=1), f"→ {command} continues the run")
     file = out / "checkpoint-1" / LORA
-    done = two(train, settings=STEPS, out=file / "out")
-    assert (done.returncode, done.stderr.count(f"{file}: Not a directory")) == (1, 2), done.stderr
+    told_once(two(train, settings=STEPS, out=file / "out"), f"{file}: Not a directory")
     file.write_bytes(file.read_bytes()[:-2] + b"\1\1")
     done = two(train, "--resume", settings=STEPS)
-    message = f"{file}: this file was changed after it was written"
-    assert (done.returncode, done.stderr.count(message)) == (1, 2), done.stderr
+    told_once(done, f"{file}: this file was changed after it was written")
+
+
+def told_once(done: subprocess.CompletedProcess[str], message: str) -> None:
+    """The run failed with this one message; the only traceback is that of torchrun itself, which begins with runpy."""
+    assert (done.returncode, done.stderr.count(message), done.stderr.count("error: ")) == (1, 1, 1), done.stderr
+    assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
+
+
+ONE_FAILS = """
+import os, sys
+from pathlib import Path
+from qwen_cache.errors import ConfigError
+from qwen_train import preflight, train as training
+rank, which, where = os.environ["RANK"], sys.argv.pop(1), sys.argv.pop(1)
+
+def failing(function):
+    def fail(*arguments, **options):
+        if rank == which:
+            raise ConfigError("this machine lacks something", where=f"process {rank}", do="look at it")
+        return function(*arguments, **options)
+    return fail
+
+if where == "preflight":
+    preflight.check_tracker = failing(preflight.check_tracker)
+else:
+    training.load_transformer = failing(training.load_transformer)
+from qwen_train.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("rank", "where"), [("1", "preflight"), ("0", "loading"), ("1", "loading")])
+def test_an_error_of_one_process_is_told_by_it_and_ends_all(train: Trainer, rank: str, where: str) -> None:
+    """Before torch is loaded, and after: no process waits for the others, or ends in a traceback of gloo."""
+    program = train.folder / "one_fails.py"
+    program.write_text(ONE_FAILS, encoding="utf-8")
+    done = two(train, settings=STEPS, program=[program, rank, where])
+    told_once(done, f"error: process {rank}: this machine lacks something\n  → look at it")
+    assert not (train.folder / "out").exists()
+
+
+def test_only_the_first_process_speaks_and_both_stop(train: Trainer) -> None:
+    """On a machine without accelerators gloo connects them, which nothing has to ask for."""
+    program = train.folder / "stopped.py"
+    program.write_text(STOPPED, encoding="utf-8")
+    done = two(train, settings=STEPS, program=[program])
+    assert done.returncode == 1, done.stderr
+    for said in ("steps    3 of 6 samples", "stopped after step 1; to continue:", "interrupted", "training ━"):
+        assert done.stderr.count(said) == 1, done.stderr
+    assert f"  torchrun --nproc-per-node 2 -m qwen_train run --resume --out {train.folder / 'out'}\n" in done.stderr
+    finished = two(train, "--resume", settings=STEPS)
+    assert (finished.returncode, finished.stderr.count("done: ")) == (0, 1), finished.stderr
+
+
+STOPPED = """
+import os, signal
+from qwen_train import train as training
+compute = training.compute_loss
+
+def stopping(*arguments):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return compute(*arguments)
+
+training.compute_loss = stopping
+from qwen_train.cli import main
+main()
+"""
 
 
 def test_weights_stored_in_bfloat16_are_trained_in_float32(train: Trainer, tmp_path: Path) -> None:

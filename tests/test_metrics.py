@@ -17,8 +17,10 @@ from qwen_cache import open_cache
 from qwen_cache.console import clock, progress
 from qwen_cache.errors import TrainError
 from qwen_cache.settings.train import LoggingConfig
+from qwen_train import preflight
 from qwen_train import train as training
-from qwen_train.metrics import METRICS_NAME, TIMES, read_metrics
+from qwen_train.metrics import read_metrics
+from qwen_train.run_folder import METRICS_NAME, TIMES
 
 from .support.commands import refused
 from .support.runs import Trainer, column, metrics
@@ -55,6 +57,7 @@ def fake_tracker(monkeypatch: pytest.MonkeyPatch) -> type[FakeTracker]:
     """wandb as if it were installed."""
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", FakeTracker)
     monkeypatch.setattr(accelerate.tracking, "_available_trackers", [LoggerType.WANDB])
+    monkeypatch.setattr(preflight, "installed", lambda package: package == "wandb")
     return FakeTracker
 
 
@@ -79,8 +82,7 @@ def test_a_run_in_a_tracker_can_be_named(train: Trainer, fake_tracker: type[Fake
     assert ("options", {"name": out.name}) in fake_tracker.told
 
 
-def test_a_tracker_whose_package_is_missing_is_refused_first(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerate.tracking, "_available_trackers", [LoggerType.TENSORBOARD])
+def test_a_tracker_whose_package_is_missing_is_refused_first(train: Trainer) -> None:
     train.model = train.folder / "nowhere"  # which would be refused next
     result = train.try_(logging__report_to="comet_ml")
     refused(result, "logging.report_to=comet_ml needs a package that is not installed", "pip install comet-ml")

@@ -137,7 +137,8 @@ def test_what_is_wrong_with_the_source_is_said(
 def test_several_training_processes_are_refused(
     pairs: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "2" if name == "WORLD_SIZE" else "0")
     result = train(tmp_path / "out", model, pairs, "--encode-on-the-fly")
     assert result.code == 2
     assert "--encode-on-the-fly is for one training process (found 2)" in result.stderr

@@ -29,8 +29,8 @@ from qwen_cache.settings.inference import PredictConfig
 from qwen_train.inference import generator
 from qwen_train.inference import pipeline as pipelines
 from qwen_train.inference.devices import Devices
-from qwen_train.inference.loras import WeightedLora, parse_lora
 from qwen_train.inference.pipeline import load_pipeline
+from qwen_train.lora.files import WeightedLora, parse_lora
 
 from .support.commands import Result, run
 from .support.judge import stock_pipeline

@@ -27,7 +27,8 @@ from qwen_train.cli import predict as predict_command
 from qwen_train.inference import generator, many
 from qwen_train.inference.generator import Generator
 from qwen_train.inference.images import save_images
-from qwen_train.inference.many import COMPONENTS, COMPONENTS_FOR_A_CACHE, settings_that_matter
+from qwen_train.inference.jobs import COMPONENTS, COMPONENTS_FOR_A_CACHE
+from qwen_train.inference.many import settings_that_matter
 from qwen_train.inference.pipeline import load_pipeline
 from qwen_train.inference.prompts import PromptEncoder
 

@@ -25,7 +25,7 @@ from qwen_cache.settings.inference import PredictConfig
 from qwen_cache.sources.places import File
 from qwen_train.inference import comparison, generator, many
 from qwen_train.inference.devices import Devices
-from qwen_train.inference.jobs import GenerateJob, control_images
+from qwen_train.inference.jobs import COMPONENTS, GenerateJob, control_images
 from qwen_train.inference.prompts import PromptEncoder
 
 from .support.commands import Result, run
@@ -118,7 +118,7 @@ def test_the_encoder_goes_to_its_device_once_for_all_prompts(
     monkeypatch.setattr(Qwen2_5_VLModel, "to", lambda model, *to: moves.append(to) or move(model, *to))
     cpu = torch.device("cpu")
     settings = PredictConfig(dtype="float32", offload="model", negative_prompt="blurry", true_cfg_scale=4)
-    folder = open_model(str(tiny_model("edit-plus")), many.COMPONENTS)
+    folder = open_model(str(tiny_model("edit-plus")), COMPONENTS)
     offloading = generator.Generator(folder, settings, Devices(cpu, cpu, cpu))
     jobs = [GenerateJob(prompt, (File(image),), prompt) for prompt in ("make it red", "make it 黑白")]
     embeds = many.encode(offloading, jobs)

@@ -29,8 +29,8 @@ from qwen_cache.errors import TrainError
 from qwen_cache.html.charts import GRID, POINTS
 from qwen_cache.storage.checksums import sealed
 from qwen_train import report
-from qwen_train.metrics import METRICS_NAME, TIMES
 from qwen_train.report import smoothed, write_report
+from qwen_train.run_folder import METRICS_NAME, TIMES
 
 from .support.commands import refused, run
 from .support.runs import IMAGES, LORA, Trainer, metrics

@@ -10,6 +10,7 @@ import errno
 import itertools
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -26,10 +28,12 @@ from qwen_cache.errors import TrainError
 from qwen_cache.storage import durable
 from qwen_cache.storage.checksums import write_checksums
 from qwen_cache.storage.durable import LockHeldError, locked
-from qwen_train import checkpoint, weights
+from qwen_train import checkpoint, preflight, weights
 from qwen_train import train as training
+from qwen_train.launch import Launch
+from qwen_train.run_folder import only_run
 
-from .support.commands import refused
+from .support.commands import refused, run
 from .support.crash import Crash
 from .support.marks import slow
 from .support.runs import EVERYTHING_RANDOM, LORA, Trainer, column, differences, metrics, written
@@ -112,7 +116,7 @@ def test_the_ways_are_different(uninterrupted: Callable[[str], dict[str, object]
     [
         ({"optimizer.name": "adafactor"}, "another optimizer.name"),
         ({"train.method": "full"}, "another train.method"),
-        ({"train.lora.use_rslora": True}, "another lora"),
+        ({"train.lora.use_rslora": True}, "another train.lora.use_rslora"),
     ],
 )
 def test_resuming_as_something_else_is_refused(train: Trainer, change: dict[str, Any], message: str) -> None:
@@ -303,10 +307,62 @@ def test_a_run_that_is_done_says_so(train: Trainer) -> None:
         assert "elapsed" not in result.stderr, "no progress line of nothing"
 
 
-def test_another_lora_is_told_by_what_differs(train: Trainer) -> None:
-    train(settings=DYING, train__max_steps=1)
-    result = train.try_("--resume", settings=DYING, train__lora__rank=3)
-    assert "(expected rank 16, found rank 3)" in result.stderr
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_all_differences_are_told_at_once_with_the_command_that_continues(train: Trainer) -> None:
+    """The command drops what is refused and keeps what may change; it needs no other setting of the run."""
+    out = train(settings=DYING, train__max_steps=1)
+    changed = {"train.lora.rank": 3, "train.seed": 7, "train.batch_size": 3, "optimizer.learning_rate": 0.5}
+    result = train.try_("--resume", settings=DYING | changed, train__max_steps=2)
+    was = "expected train.seed 0, train.batch_size 2, train.lora.rank 16"
+    found = "found train.seed 7, train.batch_size 3, train.lora.rank 3"
+    told = f"with another train.seed, train.batch_size, train.lora.rank, so it cannot be resumed ({was}, {found})"
+    refused(result, f"error: {out / 'checkpoint-1' / 'state.json'}: this checkpoint was trained {told}")
+    command = result.stderr.partition("→ `")[2].partition("` continues the run; or start a new run with another")[0]
+    assert command == f"qwen-train run --resume --out {out} --set train.max_steps=2 --set optimizer.learning_rate=0.5"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    result = run("qwen-train", *shlex.split(command)[1:])
+    assert result.code == 0, result.stderr
+    assert "from here on: train.max_steps 1 → 2, optimizer.learning_rate 0.01 → 0.5" in " ".join(result.stderr.split())
+
+
+def test_a_resumed_run_has_its_own_settings_and_tells_what_the_file_says(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """qwen.yaml of the working directory was edited since: told, and applied when it is named."""
+    monkeypatch.chdir(train.folder)
+    file = train.folder / "qwen.yaml"
+    file.write_text("train: {max_steps: 1, output_dir: out, ema_decay: 0.5, lora: {rank: 2}}", encoding="utf-8")
+    train.try_(settings={"train.mixed_precision": "no", "logging.report_to": "none", "train.batch_size": 2})
+    file.write_text("train: {max_steps: 2, output_dir: out, lora: {rank: 2}}", encoding="utf-8")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    result = run("qwen-train", "run", "--resume")
+    assert result.code == 0, result.stderr
+    said = " ".join(result.stderr.split())
+    assert "kept from this run, not as in qwen.yaml:" in said
+    assert "train.batch_size 2 (not None), " in said
+    assert "train.max_steps 1 (not 2), train.ema_decay 0.5 (not 0.0), " in said
+    assert "; --config qwen.yaml applies the file" in said
+    assert column(train.folder / "out", "step") == [1]
+    result = run("qwen-train", "run", "--resume", "--config", "qwen.yaml", "--set", "train.loss_mean=tokens")
+    assert result.code == 0, result.stderr
+    said = " ".join(result.stderr.split())
+    assert "from here on: train.max_steps 1 → 2, train.loss_reduction per_sample → per_token" in said
+    assert "train.ema_decay 0.5 (not 0.0), " in said
+    assert "; --set changes them" in said
+    assert column(train.folder / "out", "step") == [1, 2]
+
+
+def test_a_run_whose_settings_were_damaged_says_what_to_do(train: Trainer) -> None:
+    out = train(settings=DYING, train__max_steps=1)
+    (out / "qwen.yaml").write_text("train: {max_step: 2}", encoding="utf-8")
+    do = "correct it; or remove it, and give the run's settings again"
+    refused(train.try_("--resume", settings=DYING), f"{out / 'qwen.yaml'}: unknown key train.max_step\n  → {do}")
+    (out / "qwen.yaml").unlink()
+    told = "`qwen-train run --resume --out", "--set train.batch_size=2` continues the run"
+    refused(train.try_("--resume", settings=DYING, train__batch_size=3), *told)
+    train("--resume", settings=DYING, train__max_steps=2)
 
 
 # ---- the same transformer --------------------------------------------------------------------------------------------
@@ -322,7 +378,8 @@ def test_another_transformer_of_the_same_shapes_is_refused(train: Trainer) -> No
     flip(file, file.stat().st_size - 2)
     result = train.try_("--resume", settings=DYING)
     refused(result, "checkpoint-2/state.json: this checkpoint was trained with another transformer")
-    refused(result, f"(expected moved, xxh3-128 {same}, found moved, xxh3-128 ", "use the same transformer")
+    refused(result, f"(expected moved, xxh3-128 {same}, found moved, xxh3-128 ")
+    refused(result, "restore the transformer, whose content has changed, or start a new run with another --out")
     shutil.rmtree(train.folder / "out" / "checkpoint-2")
     refused(train.try_("--resume", settings=DYING), f"(expected {name}, xxh3-128 {same}, found moved, xxh3-128 ")
 
@@ -341,7 +398,7 @@ def test_a_second_run_is_refused_at_once_and_told_of_the_first(train: Trainer, m
     out, seen, compute_loss = train.folder / "out", list[str](), training.compute_loss
 
     def second(*arguments: Any) -> torch.Tensor:
-        with pytest.raises(TrainError) as error, training.only_run(out):
+        with pytest.raises(TrainError) as error, only_run(out, Launch()):
             pytest.fail("two runs in a folder")
         seen.append(str(error.value))
         return compute_loss(*arguments)
@@ -350,12 +407,12 @@ def test_a_second_run_is_refused_at_once_and_told_of_the_first(train: Trainer, m
     train(train__max_steps=1)
     assert seen == [
         f"{out}: another run is writing to this folder (found process {os.getpid()} on {os.uname().nodename})\n"
-        "  → wait for it, or stop it first; or set another train.output_dir"
+        "  → wait for it, or stop it first; or name another folder with --out"
     ]
     assert not (out / ".lock").exists()
     assert {path.stat().st_mode for path in out.rglob("*") if path.is_file()} == {(out / "qwen.yaml").stat().st_mode}
     into_the_cache = train.try_(train__output_dir=str(train.cache))
-    refused(into_the_cache, f"{train.cache}: this folder is a cache\n  → set train.output_dir to another")
+    refused(into_the_cache, f"{train.cache}: this folder is a cache\n  → name another with --out")
     with pytest.MonkeyPatch.context() as patch:
         dying_in(0, patch)
         with pytest.raises(Crash):
@@ -371,7 +428,7 @@ def test_the_lock_comes_before_the_look_for_checkpoints(train: Trainer, monkeypa
             pytest.fail("two hold the lock")
         raise Crash
 
-    monkeypatch.setattr(training, "checkpoints", look)
+    monkeypatch.setattr(preflight, "checkpoints", look)
     with pytest.raises(Crash):
         train.try_()
     assert list(train.folder.iterdir()) == []
@@ -422,7 +479,7 @@ def test_without_locks_a_run_goes_ahead_and_says_so(train: Trainer, monkeypatch:
 def test_a_checkpoint_of_another_run_is_not_replaced(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where files cannot be locked, there may be one."""
     (other := train.folder / "out" / "checkpoint-1").mkdir(parents=True)
-    monkeypatch.setattr(training, "checkpoints", lambda _: [])
+    monkeypatch.setattr(preflight, "checkpoints", lambda _: [])
     result = train.try_(train__max_steps=1)
     refused(result, "checkpoint-1 cannot be written: another run has written it", "stop the other run")
     assert list(other.iterdir()) == []

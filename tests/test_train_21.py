@@ -156,7 +156,7 @@ def test_a_run_equals_a_plain_loop_over_the_stock_transformer(train: Trainer) ->
     settings = {**WEIGHTED, "train.batch_size": 3, "train.noise_draws": 2, "optimizer.eps": 1e-3}
     settings |= {"train.lora.rank": 4, "train.lora.lora_alpha": 12, "optimizer.learning_rate": 0.1}
     out = train(settings=settings)
-    start = get_peft_model_state_dict(training.prepare(train.config(settings=settings, out="start"), False).transformer)
+    start = get_peft_model_state_dict(train.prepared(settings=settings, out="start").transformer)
     judge = stock(train).requires_grad_(False)
     judge.add_adapter(LoraConfig(r=4, lora_alpha=12, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
     set_peft_model_state_dict(judge, start)

@@ -40,6 +40,11 @@ class ModelFolder:
         return self.path / name
 
     @property
+    def public_name(self) -> str:
+        """The name in files that users share: of a local path, only the last part."""
+        return self.name if not Path(self.name).exists() else Path(self.name).resolve().name
+
+    @property
     def family(self) -> Family:
         return family_of(self.pipeline)
 
@@ -116,8 +121,7 @@ def _is_sigma(value: object) -> bool:
 
 def open_model(name: str | None, components: Sequence[str], revision: str | None = None) -> ModelFolder:
     """Find a model, download missing `components`, and check that all of them exist; ModelError otherwise."""
-    if name is None:
-        raise ModelError("no model is named", do="give --model FOLDER_OR_REPOSITORY, or model.path in qwen.yaml")
+    name = check_name(name)
     path = Path(name) if Path(name).is_dir() else _download(name, components, revision)
     index = path / "model_index.json"
     if not index.is_file():
@@ -167,13 +171,22 @@ def check_component(folder: Path) -> None:
         raise fault.error(ModelError, do)
 
 
-def _download(name: str, components: Sequence[str], revision: str | None) -> Path:
+def check_name(name: str | None) -> str:
+    """The name of a model that is a folder here, or can be a repository on the hub; ModelError otherwise."""
+    if name is None:
+        raise ModelError("no model is named", do="give --model FOLDER_OR_REPOSITORY, or model.path in qwen.yaml")
+    if Path(name).is_dir():
+        return name
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or Path(name).is_file():
         raise ModelError(
             "this is a file, not a folder" if Path(name).is_file() else "no such folder",
             where=name,
             do="give a diffusers folder, or a repository such as Qwen/Qwen-Image-Edit-2509",
         )
+    return name
+
+
+def _download(name: str, components: Sequence[str], revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,

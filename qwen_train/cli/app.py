@@ -115,14 +115,13 @@ def run(
     set_: Assignments = None,
 ) -> int:
     """Train on a cache. Only the transformer is loaded."""
-    from qwen_cache.settings.load import load_config
-
-    named = [] if encode_on_the_fly else _only_cache(cache)
-    settings = load_config(config, set_, [model, max_steps, learning_rate, rank, batch_size, out, *named])
-    source = str(cache.value) if cache else settings.data.source
     from qwen_train.cli.run import run_train
 
-    return run_train(settings, resume=resume, encode_from=source if encode_on_the_fly else None, as_json=json)
+    named = [] if encode_on_the_fly else _only_cache(cache)
+    if encode_on_the_fly and cache:
+        named = [Given("CACHE", "data.source", cache.value)]
+    given = [model, max_steps, learning_rate, rank, batch_size, out, *named]
+    return run_train(config, set_, given, resume=resume, encode_on_the_fly=encode_on_the_fly, as_json=json)
 
 
 @command(
@@ -324,10 +323,7 @@ def predict(
     others = (model, num_inference_steps, sigmas, num_images_per_prompt, seed, max_sequence_length, offload)
     settings = load_config(config, set_, [*others, *guidance, *sizes])
     from qwen_cache.errors import ConfigError
-    from qwen_train.cli.predict import PredictOptions, run_predict
-    from qwen_train.inference.devices import choose
-    from qwen_train.inference.loras import parse_lora
-    from qwen_train.inference.settings import check_guidance
+    from qwen_train.cli.predict import PredictOptions, check_guidance, run_predict
 
     check_guidance(settings.predict, settings.predict.true_cfg_scale if true_cfg_scale else None)
     if from_cache and any(sizes):
@@ -340,13 +336,14 @@ def predict(
         source=source,
         cache=from_cache,
         keys=key or (),
-        loras=[parse_lora(text) for text in lora or []],
+        loras=lora or (),
+        devices=(device, vae_device, text_device, transformer_device),
         merge=merge,
         compare=compare,
         save_interrupted=save_interrupted,
         as_json=json,
     )
-    return run_predict(settings, choose(device, vae_device, text_device, transformer_device), options)
+    return run_predict(settings, options)
 
 
 @command(

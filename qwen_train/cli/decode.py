@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qwen_cache.console import plural, print_done, print_json
-from qwen_cache.models.devices import choose_device, torch_dtype
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, load_config
-from qwen_train.inference.decode import decode_folder, folder_of, latents_files
-from qwen_train.metrics import METRICS_NAME
-from qwen_train.report import write_report
+from qwen_train.launch import in_one_process
+from qwen_train.run_folder import METRICS_NAME, folder_of, latents_files
 
 
 def run_decode(
@@ -25,11 +23,16 @@ def run_decode(
     as_json: bool,
 ) -> int:
     """Decode the latents of validation images; the exit code."""
+    in_one_process("decode")
     saved = folder / CONFIG_NAME if folder is not None and (folder / CONFIG_NAME).is_file() else None
     settings = load_config(config or saved, assignments, [model])
     folder = folder or Path(settings.train.output_dir)
     latents_files(folder)
     vae = open_model(settings.model.path, ("vae",), settings.model.revision)
+    from qwen_cache.models.devices import choose_device, torch_dtype
+    from qwen_train.inference.decode import decode_folder
+    from qwen_train.report import write_report
+
     device, dtype = choose_device(vae_device, "--vae-device"), torch_dtype(settings.predict.dtype)
     made = decode_folder(folder, vae, device, dtype)
     if (folder / METRICS_NAME).is_file():

@@ -6,11 +6,17 @@ from pathlib import Path
 
 from qwen_cache.console import print_done, print_json
 from qwen_cache.settings.model import ModelConfig
-from qwen_train.lora.export import export
+from qwen_train.launch import in_one_process
+from qwen_train.lora.files import check_export, find_lora
 
 
 def run_export(source: Path, to: str, out: Path, model: ModelConfig | None, *, as_json: bool) -> int:
     """Convert a LoRA for other programs; the exit code."""
+    in_one_process("export")
+    check_export(to, out)
+    find_lora(source)
+    from qwen_train.lora.export import export
+
     written = export(source, to, out, model)
     if as_json:
         print_json({"format": to, "out": str(written)})

@@ -6,15 +6,19 @@ from pathlib import Path
 
 from qwen_cache.console import print_done, print_json
 from qwen_cache.format.cache import open_configured
-from qwen_cache.models.devices import choose_device
 from qwen_cache.settings.load import Config
-from qwen_train.mask_head import train_mask_head
+from qwen_train.launch import in_one_process
 
 
 def run_mask_head(settings: Config, out: Path, *, as_json: bool) -> int:
     """Train a mask head on a cache; the exit code."""
+    in_one_process("mask-head")
+    cache = open_configured(settings.cache)
+    from qwen_cache.models.devices import choose_device
+    from qwen_train.mask_head import train_mask_head
+
     device = choose_device(settings.mask_head.device, "--device")
-    trained = train_mask_head(open_configured(settings.cache), settings.mask_head, device, out)
+    trained = train_mask_head(cache, settings.mask_head, device, out)
     if as_json:
         print_json(trained.to_json())
     else:

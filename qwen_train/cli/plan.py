@@ -6,18 +6,26 @@ from typing import Any
 
 from qwen_cache.console import FAULTS, human_bytes, plural, print_json, results
 from qwen_cache.errors import ConfigError
+from qwen_cache.models.folder import check_name
 from qwen_cache.settings.load import Config
-from qwen_train.inference.memory import memory_beside_training
-from qwen_train.memory.plan import Workload, plan
-from qwen_train.memory.predict import PARTS
+from qwen_train.data.planning import Planned
+from qwen_train.data.samples import open_samples
+from qwen_train.launch import in_one_process
 
 LEAST_MEMORY = 1 << 20  # bytes; less means a forgotten unit
 
 
 def run_plan(settings: Config, gpu_memory: str | None, *, as_json: bool) -> int:
     """Report the memory of training, and whether it fits; the exit code."""
+    in_one_process("plan")
     capacity = capacity_of(gpu_memory) if gpu_memory else None
-    workload = Workload.of(settings)
+    samples = open_samples(settings)
+    Planned.of(samples, settings.train)
+    check_name(settings.model.path)
+    from qwen_train.inference.memory import memory_beside_training
+    from qwen_train.memory.plan import Workload, plan
+
+    workload = Workload.of(settings, samples)
     report = plan(settings, workload, capacity) | memory_beside_training(settings, workload)
     (print_json if as_json else print_plan)(report)
     return 0 if report.get("fits", True) else FAULTS
@@ -39,6 +47,8 @@ def capacity_of(text: str) -> int:
 def print_plan(report: dict[str, Any]) -> None:
     """Print the report as text on stdout."""
     from rich.table import Table
+
+    from qwen_train.memory.predict import PARTS
 
     out, table = results(soft_wrap=True), Table(box=None, show_header=False)
     table.add_column()

@@ -7,28 +7,32 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qwen_cache.console import FAILED, FAULTS, INTERRUPTED, console, plural, print_json, print_problems, verbatim
 from qwen_cache.errors import ConfigError, Problem
-from qwen_cache.format.cache import Sample, open_configured
+from qwen_cache.format.cache import Cache, Sample, open_configured
 from qwen_cache.format.find import find_sample
 from qwen_cache.grounding.phrase import parse
 from qwen_cache.models.folder import open_model
+from qwen_cache.settings.inference import PredictConfig
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.durable import make_folder
 from qwen_train.inference.comparison import Comparison, check_comparison, comparison_path, save_comparison
-from qwen_train.inference.devices import Devices
-from qwen_train.inference.generator import Generator
 from qwen_train.inference.images import image_format, image_paths, open_images, save_images
-from qwen_train.inference.jobs import GenerateJob, output_paths, prompt_jobs, source_jobs
-from qwen_train.inference.loras import WeightedLora
-from qwen_train.inference.many import (
+from qwen_train.inference.jobs import (
     COMPONENTS,
     COMPONENTS_FOR_A_CACHE,
-    compared,
-    generate_jobs,
-    generate_samples,
+    GenerateJob,
+    output_paths,
+    prompt_jobs,
+    source_jobs,
 )
+from qwen_train.launch import in_one_process
+from qwen_train.lora.files import parse_lora
+
+if TYPE_CHECKING:
+    from qwen_train.inference.generator import Generator
 
 COMPARE_NAME = "compare.png"
 WAYS = (("--prompt",), ("--image", "--prompt"), ("--source",), ("--prompt", "--source"), ("--from-cache",))
@@ -45,7 +49,10 @@ class PredictOptions:
     source: str | None = None
     cache: str | None = None
     keys: Sequence[str] = ()
-    loras: Sequence[WeightedLora] = ()
+    loras: Sequence[str] = ()
+    """`PATH` or `PATH:weight`."""
+    devices: tuple[str, str | None, str | None, str | None] = ("auto", None, None, None)
+    """The device of all components, and those of VAE, text encoder and transformer that differ."""
     merge: bool = False
     compare: bool = False
     save_interrupted: bool = False
@@ -62,21 +69,29 @@ class PredictOptions:
         return len(self.prompts) == 1 and not (self.compare or self.source)
 
 
-def run_predict(settings: Config, devices: Devices, options: PredictOptions) -> int:
+def run_predict(settings: Config, options: PredictOptions) -> int:
     """Generate images; the exit code."""
+    in_one_process("predict")
     check(settings, options)
     options = replace(options, prompts=[parse(prompt)[0] for prompt in options.prompts])
     components = COMPONENTS if options.cache is None else COMPONENTS_FOR_A_CACHE
+    loras = [parse_lora(text) for text in options.loras]
+    model = open_model(settings.model.path, components, settings.model.revision)
+    cache = None if options.cache is None else open_configured(settings.cache, options.cache)
+    samples = [] if cache is None else [find_sample([cache], key)[1] for key in options.keys]
+    from qwen_train.inference.devices import choose
+    from qwen_train.inference.generator import Generator
+
     generator = Generator(
-        open_model(settings.model.path, components, settings.model.revision),
+        model,
         settings.predict,
-        devices,
-        loras=options.loras,
+        choose(*options.devices),
+        loras=loras,
         merge=options.merge,
         quantization=settings.model.quantization,
     )
-    if options.cache is not None:
-        return _from_cache(settings, generator, options, options.cache)
+    if cache is not None:
+        return _from_cache(generator, options, cache, samples)
     return _one(generator, options) if options.is_one else _many(settings, generator, options)
 
 
@@ -136,6 +151,16 @@ def _check_files(options: PredictOptions, images: int) -> None:
         raise ConfigError("resumable output must be .png", where="--out", found=options.out)
 
 
+def check_guidance(config: PredictConfig, true_cfg_scale: float | None) -> None:
+    """Raise ConfigError for a guidance scale without a negative prompt, which the stock pipelines ignore."""
+    if true_cfg_scale is not None and true_cfg_scale > 1 and config.negative_prompt is None:
+        raise ConfigError(
+            "without a negative prompt there is nothing to guide away from",
+            found=f"--true-cfg-scale {true_cfg_scale:g}",
+            do='give one: --negative-prompt " "',
+        )
+
+
 # ---- one image, many images, cached samples --------------------------------------------------------------------------
 
 
@@ -155,6 +180,8 @@ def _one(generator: Generator, options: PredictOptions) -> int:
 
 def _many(settings: Config, generator: Generator, options: PredictOptions) -> int:
     """Generate a PNG for each prompt, or for each row of the source; existing ones are skipped."""
+    from qwen_train.inference.many import compared, generate_jobs
+
     problems: list[Problem] = []
     if options.source is None:
         open_images(options.images, generator.model.family)  # an unreadable one is one error, not one per prompt
@@ -184,10 +211,10 @@ def _many(settings: Config, generator: Generator, options: PredictOptions) -> in
     return FAULTS if problems or results.failed else 0
 
 
-def _from_cache(settings: Config, generator: Generator, options: PredictOptions, path: str) -> int:
-    """Generate the samples of a cache that --key names."""
-    cache = open_configured(settings.cache, path)
-    samples = [find_sample([cache], key)[1] for key in options.keys]
+def _from_cache(generator: Generator, options: PredictOptions, cache: Cache, samples: Sequence[Sample]) -> int:
+    """Generate these samples of a cache."""
+    from qwen_train.inference.many import generate_samples
+
     rows, paths = [], []
     outs = _paths_in_folder(samples, options.out) if options.into_folder else image_paths(options.out, len(samples))
     png = options.out / COMPARE_NAME if options.into_folder else options.out.with_stem(f"{options.out.stem}-compare")

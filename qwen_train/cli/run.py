@@ -1,22 +1,92 @@
-"""Terminal front end of `qwen-train run`."""
+"""Terminal front end of `qwen-train run`: the checks first, then torch.
+
+Of several processes the main one prints, and each its own error; an error that all have is printed once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
-from qwen_cache.console import print_done, print_json
-from qwen_cache.settings.load import Config
-from qwen_train.metrics import METRICS_NAME, read_metrics
-from qwen_train.train import train
+from qwen_cache.console import FAILED, INTERRUPTED, console, print_done, print_json, verbatim
+from qwen_cache.errors import ConfigError
+from qwen_cache.settings.given import Given
+from qwen_cache.settings.load import CONFIG_NAME, Config
+from qwen_train.launch import Launch, only_main_speaks
+from qwen_train.preflight import Start, starting
+from qwen_train.run_folder import METRICS_NAME, run_settings
 
 
-def run_train(settings: Config, *, resume: bool, encode_from: str | None, as_json: bool) -> int:
+def run_train(
+    path: Path | None,
+    assignments: Sequence[str] | None,
+    given: Iterable[Given | None],
+    *,
+    resume: bool,
+    encode_on_the_fly: bool,
+    as_json: bool,
+) -> int:
     """Train, and print the path of the result; the exit code."""
-    result = train(settings, resume=resume, encode_from=encode_from)
+    launch = Launch.of_environment()
+    only_main_speaks(launch)
+    with ExitStack() as held:
+        checked: Start | Exception
+        try:
+            config, fresh = run_settings(path, assignments, given, resume=resume)
+            print_kept(config, fresh, path)
+            source = config.data.source if encode_on_the_fly else None
+            if encode_on_the_fly and source is None:
+                raise ConfigError("--encode-on-the-fly needs a source", do="name it, or set data.source")
+            checked = held.enter_context(starting(config, launch, resume=resume, source=source))
+        except Exception as error:
+            if launch.decides_alone:
+                raise
+            checked = error  # for the main process to print, or to be told where it has no such error
+        return _train(checked, launch, as_json=as_json)
+
+
+def _train(checked: Start | Exception, launch: Launch, *, as_json: bool) -> int:
+    from qwen_train.processes import EndedElsewhereError, connect, naming_lost_connections, together
+    from qwen_train.train import train_started
+
+    try:
+        with naming_lost_connections(launch):
+            connect(launch)
+            with together():
+                if isinstance(checked, Exception):
+                    raise checked
+            result = train_started(checked)
+            if launch.is_main:
+                print_result(result, checked.out, as_json=as_json)
+    except EndedElsewhereError:
+        return FAILED
+    except KeyboardInterrupt:
+        if launch.is_main:
+            raise
+        raise SystemExit(INTERRUPTED) from None
+    return 0
+
+
+def print_result(result: Path, out: Path, *, as_json: bool) -> None:
+    """Print the path of the result; with `as_json` also the output folder and the last metrics."""
+    from qwen_train.metrics import read_metrics
+
     if not as_json:
         print_done(result)
-        return 0
-    folder = Path(settings.train.output_dir)
-    metrics = read_metrics(folder / METRICS_NAME)
-    print_json({"result": str(result), "output_dir": str(folder), "metrics": metrics[-1] if metrics else {}})
-    return 0
+        return
+    metrics = read_metrics(out / METRICS_NAME)
+    print_json({"result": str(result), "output_dir": str(out), "metrics": metrics[-1] if metrics else {}})
+
+
+def print_kept(config: Config, fresh: Config, path: Path | None) -> None:
+    """Name the settings in which a resumed run stays as it was, though the settings file says otherwise."""
+    if path is None and not Path(CONFIG_NAME).is_file():
+        return
+    own, file = config.flat(), fresh.flat()
+    kept = [name for name in own if own[name] != file[name] and (name, file[name]) != ("train.layout", "auto")]
+    if kept:
+        values = ", ".join(f"{name} {own[name]} (not {file[name]})" for name in kept)
+        do = "--set changes them" if path else f"--config {CONFIG_NAME} applies the file"
+        text = f"[bold]kept[/] from this run, not as in {verbatim(path or CONFIG_NAME)}: {verbatim(values)}; {do}"
+        console().print(text)

@@ -18,22 +18,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import xxhash
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qwen_cache.batching.batch_plan import BatchPlan, RankBatch, row_tokens
-from qwen_cache.batching.epoch import IntArray
-from qwen_cache.errors import ConfigError
+from qwen_cache.batching.batch_plan import RankBatch
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_cache.models.devices import accelerator, has_streams, to_device
-from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21, Family, family_of_recipe
+from qwen_cache.models.family import QWEN_IMAGE, Family
 from qwen_cache.settings.train import TrainConfig
+from qwen_train.data.planning import Planned
 from qwen_train.data.samples import Samples
-from qwen_train.data.split import split
 from qwen_train.flow import NoiseSchedule, sample_u, weighting
 
 AHEAD = 2  # batches in preparation while one is trained
@@ -151,18 +148,10 @@ class Batches:
         self, cache: Samples, config: TrainConfig, schedule: NoiseSchedule, *, rank: int = 0, world_size: int = 1
     ) -> None:
         self.cache, self.config, self.schedule, self.rank, self.world_size = cache, config, schedule, rank, world_size
-        self.training, self.validation = training_and_validation(cache, config)
+        planned = Planned.of(cache, config)
+        self.training, self.validation = planned.training, planned.validation
         """The trained and the held-out samples, as positions in the cache."""
-        self.family = family_of_recipe(cache.recipe.recipe)
-        check_noise_draws(self.family, config.noise_draws)
-        loss_tokens = cache.target_tokens() if config.loss_reduction == "per_token" else None
-        tokens = row_tokens(
-            cache.token_counts(),
-            joint=self.family.joint_sequence,
-            noise_draws=config.noise_draws,
-            target_tokens=cache.target_tokens() if config.noise_draws > 1 else None,
-        )
-        self.plan = BatchPlan(tokens, config, cache.name, cache.parts(self.training), loss_tokens)
+        self.family, self.plan = planned.family, planned.plan
 
     def batch(self, consumed_samples: int) -> Batch:
         """This rank's batch when an optimizer step begins after `consumed_samples`."""
@@ -240,29 +229,6 @@ class Batches:
             finally:
                 thread.shutdown(cancel_futures=True)
                 self.cache.stop_prefetch()
-
-
-def training_and_validation(samples: Samples, config: TrainConfig) -> tuple[IntArray, IntArray]:
-    """The positions of the trained and of the held-out samples; ConfigError without an index to split by."""
-    if not config.validation_split or not len(samples):
-        return np.arange(len(samples)), np.arange(0)
-    if not samples.has_index:
-        raise ConfigError(
-            "train.validation_split needs the index of a cache, which --encode-on-the-fly does not have",
-            do="build a cache: `qwen-cache build`",
-        )
-    return split(samples.column("target").to_pylist(), config.validation_split)
-
-
-def check_noise_draws(family: Family, noise_draws: int) -> None:
-    """ConfigError for several draws where nothing can be computed once for all of them."""
-    if noise_draws > 1 and not family.joint_sequence:
-        raise ConfigError(
-            f"train.noise_draws is for {QWEN_IMAGE_21.name}: in {family.name} text and control images attend to the "
-            "noisy target, so nothing can be computed once for several draws",
-            found=f"train.noise_draws={noise_draws}",
-            do="set train.noise_draws=1",
-        )
 
 
 @dataclass(frozen=True)

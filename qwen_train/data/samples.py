@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 import pyarrow as pa
 
 from qwen_cache.batching.epoch import IntArray, MixturePart
-from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample, open_configured
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import Recipe
@@ -81,7 +79,4 @@ def open_samples(config: Config, encode_from: str | None = None) -> Samples:
             if config.train.caches
             else Mixture.of(open_configured(config.cache))
         )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        do = "build a cache: `qwen-cache build`"
-        raise ConfigError("--encode-on-the-fly is for one training process", found=os.environ["WORLD_SIZE"], do=do)
     return OnTheFlySamples(config, encode_from)

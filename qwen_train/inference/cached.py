@@ -25,8 +25,6 @@ from qwen_cache.format.sample import LATENT_CHANNELS, token_count
 from qwen_cache.models.family import Family
 from qwen_train.flow import NoiseSchedule
 
-FOLDER = "validation"
-"""A run's folder for the latents of validation images, which `qwen-train decode` decodes."""
 TOKENS_PER_SLOT = 4
 """Latents of Qwen-Image-2.1 for a token of its text encoder: 2×2."""
 

@@ -23,8 +23,7 @@ from qwen_cache.models.folder import ModelFolder
 from qwen_cache.sources.sizes import Size
 from qwen_cache.storage.checksums import check_safetensors
 from qwen_cache.storage.durable import write_durably
-from qwen_train.inference.cached import FOLDER
-from qwen_train.metrics import METRICS_NAME
+from qwen_train.run_folder import VALIDATION, latents_files
 
 
 @dataclass(frozen=True)
@@ -55,31 +54,6 @@ def decode_folder(folder: Path, model: ModelFolder, device: torch.device, dtype:
     return [item.png for item in missing]
 
 
-def latents_files(folder: Path) -> list[Path]:
-    """The latents files: of a run, only its validation; of another folder, all; or the file itself."""
-    if folder.is_file():
-        return [folder]
-    is_run = folder_of(folder) != folder
-    files = sorted(folder_of(folder).rglob("*.safetensors"))
-    if is_run and not files:
-        raise TrainError("this run generated no images", where=folder, do="set validation.num_images")
-    if not files:
-        raise TrainError(
-            "no latents here",
-            where=folder,
-            expected=f"the output folder of a run with validation.num_images, or a folder in its {FOLDER}/",
-        )
-    return files
-
-
-def folder_of(path: Path) -> Path:
-    """The folder of latents, with the PNGs beside them: of a run its validation folder, of a file the file's."""
-    if path.is_file():
-        return path.parent
-    is_run = (path / METRICS_NAME).is_file() or (path / FOLDER).is_dir()
-    return path / FOLDER if is_run else path
-
-
 def latents_in(path: Path) -> Iterator[Latents]:
     """The images in a file; the first PNG has the file's name, the others also a number."""
     try:
@@ -92,7 +66,7 @@ def latents_in(path: Path) -> Iterator[Latents]:
         raise TrainError(
             f"these are not the latents of a run: {error}",
             where=path,
-            do=f"name the output folder of a run, or a folder or file in its {FOLDER}/",
+            do=f"name the output folder of a run, or a folder or file in its {VALIDATION}/",
         ) from None
     if sum(map(prod, shapes)) != tokens:
         raise TrainError(

@@ -19,10 +19,11 @@ from qwen_cache.models.devices import torch_dtype
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.inference import PredictConfig
 from qwen_train.inference.devices import Devices, memory_for
-from qwen_train.inference.loras import WeightedLora, check_loras
+from qwen_train.inference.loras import check_loras
 from qwen_train.inference.pipeline import load_pipeline
 from qwen_train.inference.prompts import encode_prompts
 from qwen_train.inference.settings import Sampling, check_count, check_settings, condition_area
+from qwen_train.lora.files import WeightedLora
 from qwen_train.signals import Signals
 
 ARGUMENTS = {

@@ -30,6 +30,9 @@ from qwen_cache.sources.places import File
 from qwen_cache.storage.durable import WINDOWS, make_folder, write_durably
 from qwen_cache.storage.url import location
 
+COMPONENTS_FOR_A_CACHE = ("vae", "transformer", "scheduler")
+COMPONENTS = (*COMPONENTS_FOR_A_CACHE, "text_encoder", "tokenizer", "processor")
+"""The folders of a model that generating needs: from a cached sample, and from prompts."""
 CHUNK = "qwen-train job"
 """The key of the PNG text chunk with the hash."""
 NO_NAME_ON_WINDOWS = frozenset('<>:"|?*')

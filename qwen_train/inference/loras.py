@@ -7,10 +7,8 @@ never opened.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +23,14 @@ from qwen_cache.models.folder import ModelFolder, read_config
 from qwen_cache.plain_text import plain
 from qwen_cache.storage.checksums import check_safetensors
 from qwen_train.lora.adapter import PREFIX, origin_of
-from qwen_train.lora.export import check_pairs, find_lora
+from qwen_train.lora.export import check_pairs
+from qwen_train.lora.files import WeightedLora
 from qwen_train.lora.names import only_export_reads
 from qwen_train.model.modulation import TabulatedTransformer2DModel
 from qwen_train.model.stock import stock_class
 
 CONVERT = "convert it with `qwen-train export FILE --to diffusers`"
 UNREADABLE = (ValueError, RuntimeError, KeyError, OSError, SafetensorError)
-
-
-@dataclass(frozen=True)
-class WeightedLora:
-    """A LoRA file and its weight."""
-
-    file: Path
-    weight: float = 1.0
-
-
-def parse_lora(text: str) -> WeightedLora:
-    """Parse `PATH` or `PATH:weight`, the path of a file or of a run's folder."""
-    path, _, number = text.rpartition(":")
-    try:
-        weight = float(number)
-    except ValueError:
-        weight = math.nan
-    if not path or not math.isfinite(weight):
-        path, weight = text, 1.0
-    return WeightedLora(find_lora(Path(path)), weight)
 
 
 def check_loras(

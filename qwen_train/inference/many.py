@@ -26,6 +26,7 @@ from qwen_cache.models.family import Family
 from qwen_cache.models.folder import ModelFolder, read_config
 from qwen_cache.sources.places import File
 from qwen_cache.storage.remembered import file_digest
+from qwen_train.data.planning import check_cache
 from qwen_train.inference.cached import generate_cached, guidance_from_cache, initial_latents
 from qwen_train.inference.comparison import Comparison, check_comparison
 from qwen_train.inference.devices import memory_for
@@ -33,6 +34,7 @@ from qwen_train.inference.generator import Generator
 from qwen_train.inference.grid import Row
 from qwen_train.inference.images import open_images
 from qwen_train.inference.jobs import (
+    COMPONENTS,
     GenerateJob,
     JobResults,
     control_images,
@@ -43,11 +45,8 @@ from qwen_train.inference.jobs import (
 from qwen_train.inference.prompts import PromptEncoder
 from qwen_train.inference.settings import check_count, with_defaults
 from qwen_train.signals import Signals
-from qwen_train.weights import check_cache
 
 WITHOUT = "-without-lora"
-COMPONENTS_FOR_A_CACHE = ("vae", "transformer", "scheduler")
-COMPONENTS = (*COMPONENTS_FOR_A_CACHE, "text_encoder", "tokenizer", "processor")
 
 
 def generate_jobs(

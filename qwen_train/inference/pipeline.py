@@ -32,8 +32,9 @@ from qwen_cache.settings.inference import PredictConfig
 from qwen_cache.system_errors import naming
 from qwen_train.flow import NoiseSchedule
 from qwen_train.inference.devices import Devices, check_offload, memory_for
-from qwen_train.inference.loras import WeightedLora, load_loras
+from qwen_train.inference.loras import load_loras
 from qwen_train.inference.prompts import Embedded, PromptEncoder
+from qwen_train.lora.files import WeightedLora
 from qwen_train.model.modulation import TabulatedTransformer2DModel, tabulate
 from qwen_train.model.stock import stock_class, trained_class
 from qwen_train.weights import quantization_options

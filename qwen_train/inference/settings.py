@@ -141,16 +141,6 @@ def _check_default_guidance(model: ModelFolder, negative_prompt: str) -> None:
         )
 
 
-def check_guidance(config: PredictConfig, true_cfg_scale: float | None) -> None:
-    """Raise ConfigError for a guidance scale without a negative prompt, which the stock pipelines ignore."""
-    if true_cfg_scale is not None and true_cfg_scale > 1 and config.negative_prompt is None:
-        raise ConfigError(
-            "without a negative prompt there is nothing to guide away from",
-            found=f"--true-cfg-scale {true_cfg_scale:g}",
-            do='give one: --negative-prompt " "',
-        )
-
-
 def check_count(model: ModelFolder, images: int) -> None:
     """Raise ConfigError unless the pipeline takes this many control images."""
     most = model.max_controls

@@ -25,9 +25,9 @@ from qwen_cache.format.fields import parse_json
 from qwen_cache.settings.train import LoraConfig
 from qwen_cache.storage.checksums import check_safetensors, sealed
 from qwen_cache.storage.durable import write_durably
+from qwen_train.lora.files import find_start
 from qwen_train.model.sharding import assign
 
-WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer"
 METADATA_KEY = "lora_adapter_metadata"  # where diffusers' loader reads rank and alpha
 ORIGIN = "trained_on"
@@ -112,9 +112,7 @@ def origin_of(path: Path) -> dict[str, Any]:
 
 def start_from(transformer: Any, path: Path) -> None:
     """Start from an existing LoRA, a file or its folder; ConfigError or TrainError if it cannot be read."""
-    file = path / WEIGHTS_NAME if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError("train.lora.weights: no LoRA here", where=path, expected=f"{WEIGHTS_NAME}, or another file")
+    file = find_start(path)
     try:
         check_safetensors(file, TrainError)
         load_lora(transformer, file)

@@ -34,7 +34,8 @@ from qwen_cache.settings.load import CONFIG_NAME, load_config
 from qwen_cache.settings.model import ModelConfig
 from qwen_cache.storage.checksums import check_safetensors, sealed, write_checksums
 from qwen_cache.storage.durable import make_folder, whole_folder, write_durably
-from qwen_train.lora.adapter import METADATA_KEY, ORIGIN, PREFIX, WEIGHTS_NAME, settings_in
+from qwen_train.lora.adapter import METADATA_KEY, ORIGIN, PREFIX, settings_in
+from qwen_train.lora.files import check_export, find_lora
 from qwen_train.lora.names import COMFYUI_NAMES, DOWN, UP, comfyui_prefix, peft_names
 from qwen_train.model.stock import stock_class
 
@@ -70,12 +71,10 @@ def export(source: Path, form: str, out: Path, model: ModelConfig | None = None)
     if form not in get_args(Form):
         do = "give diffusers for diffusers, comfyui for ComfyUI, or merged for a whole transformer"
         raise ConfigError("no such form", where="--to", expected=" or ".join(get_args(Form)), found=form, do=do)
+    check_export(form, out)
     lora = read_lora(find_lora(source))
     if form == "merged":
         return merge(lora, out, transformer_folder(source, model))
-    if out.suffix != ".safetensors" or out.is_dir():
-        expected, do = "a name that ends in .safetensors", "name a file, such as --out lora.safetensors"
-        raise ConfigError("a LoRA is one file", where="--out", expected=expected, found=out, do=do)
     write: dict[str, Callable[[Lora], bytes]] = {"diffusers": diffusers_file, "comfyui": comfyui_file}
     data = write[form](lora)
     make_folder(out.parent)
@@ -84,17 +83,6 @@ def export(source: Path, form: str, out: Path, model: ModelConfig | None = None)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
-
-
-def find_lora(source: Path) -> Path:
-    """The LoRA file: `source`, or the one in a run's folder; TrainError if there is none."""
-    file = source / WEIGHTS_NAME if source.is_dir() else source
-    if (source / "transformer").is_dir() and not file.is_file():
-        do = f"they are in {source / 'transformer'}, as from_pretrained and other programs take them"
-        raise TrainError("this run trained all weights", where=source, do=do)
-    if not file.is_file() or file.suffix != ".safetensors":
-        raise TrainError("no LoRA here", where=source, expected=f"{WEIGHTS_NAME} or a .safetensors file")
-    return file
 
 
 def read_lora(file: Path) -> Lora:
@@ -210,8 +198,6 @@ def merge(lora: Lora, out: Path, base: Path) -> Path:
 
     Modules are changed in place; the folder is written next to `out` and then renamed.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError("merged weights go into a new folder", where="--out", found=f"{out}, which is not empty")
     check_component(base)
     kind = stock_class(base)
     try:

@@ -16,11 +16,11 @@ from typing import Any
 from qwen_cache.console import human_bytes
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.models.family import family_of_transformer
-from qwen_cache.models.folder import read_config
+from qwen_cache.models.folder import check_name, read_config
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.model import ModelConfig
 from qwen_train.data.batches import Batches
-from qwen_train.data.samples import open_samples
+from qwen_train.data.samples import Samples, open_samples
 from qwen_train.flow import NoiseSchedule
 from qwen_train.memory.predict import (
     ACCELERATOR,
@@ -60,11 +60,11 @@ class Workload:
     sample: SampleSize
 
     @classmethod
-    def of(cls, settings: Config) -> Workload:
-        """Raises ModelError for a cache of another family, TrainError for an empty one."""
+    def of(cls, settings: Config, samples: Samples | None = None) -> Workload:
+        """Of `samples`, or of the cache in the settings; ModelError for a cache of another family."""
         settings = with_layout(settings, ACCELERATOR)
         transformer = transformer_config(settings.model)
-        batches = Batches(open_samples(settings), settings.train, NoiseSchedule())
+        batches = Batches(samples or open_samples(settings), settings.train, NoiseSchedule())
         check_family(batches, transformer)
         return cls(transformer, batches.cache.recipe.recipe, *largest_batch(batches))
 
@@ -147,11 +147,10 @@ def transformer_config(model: ModelConfig) -> dict[str, Any]:
 
 def config_path(model: ModelConfig, component: str) -> Path:
     """config.json of a component; from the hub, only that file is downloaded."""
-    if model.path is None:
-        raise ModelError("no model is named", do="give --model FOLDER_OR_REPOSITORY, or model.path in qwen.yaml")
-    if Path(model.path).is_dir():
-        return Path(model.path) / component / "config.json"
-    return _download(model.path, component, model.revision)
+    name = check_name(model.path)
+    if Path(name).is_dir():
+        return Path(name) / component / "config.json"
+    return _download(name, component, model.revision)
 
 
 def check_family(batches: Batches, transformer: dict[str, Any]) -> None:

@@ -7,10 +7,9 @@ accelerate, which supports FSDP2 on accelerators only; so the same code runs in 
 from __future__ import annotations
 
 import warnings
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -19,13 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.train import TrainConfig
 
-T = TypeVar("T")
-
 
 def wrap(accelerator: Any, transformer: Any, settings: TrainConfig) -> Any:
     """The transformer on this process's device under autocast; in DDP or FSDP2 with several processes.
 
-    Full training converts the weights to float32. Raises ConfigError for FSDP2 with quantised weights.
+    Full training converts the weights to float32.
     """
 
     def in_trained_dtype(module: Any) -> Any:
@@ -38,9 +35,6 @@ def wrap(accelerator: Any, transformer: Any, settings: TrainConfig) -> Any:
         frozen = [name for name, parameter in transformer.named_parameters() if not parameter.requires_grad]
         transformer._ddp_params_and_buffers_to_ignore = frozen  # every process has read them itself
         return accelerator.prepare_model(transformer, device_placement=not settings.offload_blocks)
-    if getattr(transformer, "hf_quantizer", None) is not None:
-        do = "set train.fsdp=false, or train unquantised weights"
-        raise ConfigError("train.fsdp cannot shard quantised weights", do=do)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # no output is changed in place here
     transformer = accelerator.prepare_model(transformer, device_placement=False, evaluation_mode=True)
     compute = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
@@ -51,18 +45,16 @@ def wrap(accelerator: Any, transformer: Any, settings: TrainConfig) -> Any:
     return fully_shard(in_trained_dtype(transformer), mesh=mesh, mp_policy=precision)
 
 
+def check_shardable(transformer: Any, settings: TrainConfig, processes: int) -> None:
+    """Raise ConfigError for FSDP2 with quantised weights."""
+    if settings.fsdp and processes > 1 and getattr(transformer, "hf_quantizer", None) is not None:
+        do = "set train.fsdp=false, or train unquantised weights"
+        raise ConfigError("train.fsdp cannot shard quantised weights", do=do)
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor of a DTensor, or the tensor itself; every process takes part."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def all_gather_object(value: T) -> list[T]:
-    """The values of all processes, by rank; every process takes part."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def distribute_like(value: Tensor, target: Tensor) -> Tensor:

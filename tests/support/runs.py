@@ -25,6 +25,8 @@ from qwen_train import train as training
 from qwen_train.data.batches import Batches
 from qwen_train.data.mixture import Mixture
 from qwen_train.flow import NoiseSchedule
+from qwen_train.launch import Launch
+from qwen_train.preflight import starting
 
 from .commands import Result, run
 
@@ -79,6 +81,11 @@ class Trainer:
     def config(self, **changes: Any) -> Config:
         _, cache, _, model, *assignments = self.arguments(**changes)
         return load_config(None, [str(it) for it in assignments[1::2]], cache__path=str(cache), model__path=str(model))
+
+    def prepared(self, **changes: Any) -> training.Prepared:
+        """A run that is ready for its first step."""
+        with starting(self.config(**changes), Launch()) as start:
+            return training.prepare(start)
 
     def batches(self, **changes: Any) -> Batches:
         schedule = json.loads((self.model / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))

@@ -1,0 +1,116 @@
+"""What will be trained: the samples held out, and the plan of the batches; from the index alone, without torch.
+
+Refused: a cache without samples, for another pipeline or of another width than the transformer's, caption dropout where
+samples lack the empty prompt, and several noise draws where nothing can be computed once for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qwen_cache.batching.batch_plan import BatchPlan, row_tokens
+from qwen_cache.batching.epoch import IntArray
+from qwen_cache.errors import ConfigError, ModelError, TrainError
+from qwen_cache.format.sample import LATENT_CHANNELS
+from qwen_cache.models.family import QWEN_IMAGE_21, SUPPORTED, Family, family_of_recipe
+from qwen_cache.models.folder import ModelFolder
+from qwen_cache.settings.train import TrainConfig
+from qwen_train.data.samples import Samples
+from qwen_train.data.split import split
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The trained and the held-out samples, as positions in the cache, and the batches of the trained ones."""
+
+    training: IntArray
+    validation: IntArray
+    family: Family
+    plan: BatchPlan
+
+    @classmethod
+    def of(cls, cache: Samples, config: TrainConfig) -> Planned:
+        """Raises ConfigError or TrainError for settings under which nothing can be trained."""
+        training, validation = training_and_validation(cache, config)
+        family = family_of_recipe(cache.recipe.recipe)
+        check_noise_draws(family, config.noise_draws)
+        loss_tokens = cache.target_tokens() if config.loss_reduction == "per_token" else None
+        tokens = row_tokens(
+            cache.token_counts(),
+            joint=family.joint_sequence,
+            noise_draws=config.noise_draws,
+            target_tokens=cache.target_tokens() if config.noise_draws > 1 else None,
+        )
+        plan = BatchPlan(tokens, config, cache.name, cache.parts(training), loss_tokens)
+        return cls(training, validation, family, plan)
+
+
+def training_and_validation(samples: Samples, config: TrainConfig) -> tuple[IntArray, IntArray]:
+    """The positions of the trained and of the held-out samples; ConfigError without an index to split by."""
+    if not config.validation_split or not len(samples):
+        return np.arange(len(samples)), np.arange(0)
+    if not samples.has_index:
+        raise ConfigError(
+            "train.validation_split needs the index of a cache, which --encode-on-the-fly does not have",
+            do="build a cache: `qwen-cache build`",
+        )
+    return split(samples.column("target").to_pylist(), config.validation_split)
+
+
+def check_noise_draws(family: Family, noise_draws: int) -> None:
+    """ConfigError for several draws where nothing can be computed once for all of them."""
+    if noise_draws > 1 and not family.joint_sequence:
+        raise ConfigError(
+            f"train.noise_draws is for {QWEN_IMAGE_21.name}: in {family.name} text and control images attend to the "
+            "noisy target, so nothing can be computed once for several draws",
+            found=f"train.noise_draws={noise_draws}",
+            do="set train.noise_draws=1",
+        )
+
+
+def check_cache(cache: Any, model: ModelFolder, config: Mapping[str, Any]) -> None:
+    """Raise TrainError or ModelError for a cache that does not fit a transformer with this config.json."""
+    if not len(cache):
+        raise TrainError("the cache has no samples", where=cache.folder, do="run `qwen-cache build`")
+    pipeline = cache.recipe.recipe.get("pipeline")
+    if pipeline != model.pipeline:
+        raise ModelError(
+            "the cache was built for another pipeline",
+            where=cache.folder,
+            expected=model.pipeline,
+            found=pipeline,
+            do="train the model that it was built for, or build a cache for this one",
+        )
+    key = model.family.text_width_key
+    if (width := cache.prompt_embeds_width) != config.get(key, width):  # without: another class, refused when loaded
+        raise ModelError(
+            "the cache's prompt embeddings do not fit the transformer",
+            where=cache.folder,
+            expected=f"width {config[key]}",
+            found=f"width {width}",
+            do="build the cache with the text encoder of this model",
+        )
+    if (channels := config["in_channels"]) != LATENT_CHANNELS:
+        raise ModelError(
+            "the transformer does not take the latents of a cache",
+            where=model.component("transformer"),
+            expected=f"in_channels {LATENT_CHANNELS}",
+            found=f"in_channels {channels}",
+            do=f"train one of {SUPPORTED}",
+        )
+
+
+def check_empty_prompts(cache: Samples, caption_dropout: float) -> None:
+    """Refuse caption dropout where samples lack the empty prompt; an imported cache may lack it."""
+    missing = cache.column("empty_prompt_embeds").null_count
+    if caption_dropout and missing:
+        raise TrainError(
+            "caption dropout needs the embeddings of the empty prompt, which this cache lacks",
+            where=cache.folder,
+            found=f"{missing} of {len(cache)} samples without them, train.caption_dropout={caption_dropout}",
+            do="set train.caption_dropout=0, or run `qwen-cache build` on the images",
+        )

@@ -1,0 +1,190 @@
+"""What a run checks before it loads torch: a refusal takes less than a second of CPU time.
+
+In this order: the cache, that no other run writes to the output folder, what the folder holds already, the tracker, the
+model, whether they fit together, and whether the newest checkpoint can be resumed with these settings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qwen_cache.console import counting
+from qwen_cache.errors import ConfigError
+from qwen_cache.extras import installed
+from qwen_cache.models.folder import WEIGHTS, ModelFolder, fingerprint, open_model, read_config
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.storage.checksums import NAME as CHECKSUMS
+from qwen_cache.storage.remembered import file_digest
+from qwen_train.data.planning import Planned, check_cache, check_empty_prompts
+from qwen_train.data.samples import Samples, open_samples
+from qwen_train.launch import Launch
+from qwen_train.lora.files import find_start
+from qwen_train.run_folder import (
+    CACHE,
+    NEW_RUN,
+    STATE,
+    TRANSFORMER,
+    by_setting,
+    check_fixed,
+    checkpoints,
+    differences,
+    fixed_settings,
+    only_run,
+    resume_command,
+)
+
+TRANSFORMER_PARTS = ("transformer", "scheduler")
+PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow", "mlflow-skinny")}
+"""The packages of the trackers that several install; the others have their own name."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run that has passed these checks and has its output folder for itself."""
+
+    config: Config
+    launch: Launch
+    model: ModelFolder
+    samples: Samples | None
+    """None for --encode-on-the-fly, which loads encoders."""
+    source: str | None
+    """The source of --encode-on-the-fly."""
+    newest: Path | None
+    """The checkpoint to continue from."""
+    weights: str
+    """The hash of the transformer's files; empty in all processes but the main one, which alone reads them."""
+
+    @property
+    def out(self) -> Path:
+        """The output folder."""
+        return Path(self.config.train.output_dir)
+
+    @property
+    def resume_command(self) -> str:
+        """The command line that continues this run."""
+        return resume_command(self.out, self.launch, source=self.source)
+
+
+@contextmanager
+def starting(config: Config, launch: Launch, *, resume: bool = False, source: str | None = None) -> Iterator[Start]:
+    """Check the run, and keep other runs out of its folder until the end of the block; errors of the tree."""
+    out = Path(config.train.output_dir)
+    if source is not None and launch.world_size > 1:
+        do = "build a cache: `qwen-cache build`"
+        raise ConfigError("--encode-on-the-fly is for one training process", found=launch.world_size, do=do)
+    samples = open_samples(config) if source is None else None
+    with only_run(out, launch):
+        earlier = checkpoints(out)
+        if earlier and not resume:
+            command = resume_command(out, launch, source=source)
+            raise ConfigError(
+                "this folder already holds a run",
+                where=out,
+                found=earlier[-1][1].name,
+                do=f"continue it with `{command}`, or {NEW_RUN}",
+            )
+        check_tracker(config.logging.report_to)
+        model = open_model(config.model.path, TRANSFORMER_PARTS, config.model.revision)
+        if samples is not None:
+            check_cache(samples, model, read_config(model.component("transformer") / "config.json"))
+            check_empty_prompts(samples, config.train.caption_dropout)
+            Planned.of(samples, config.train)
+        newest = earlier[-1][1] if earlier else None
+        if config.train.method == "lora" and config.train.lora.weights is not None and newest is None:
+            find_start(Path(config.train.lora.weights))
+        weights = hash_transformer(model) if launch.is_main else ""
+        start = Start(config, launch, model, samples, source, newest, weights)
+        check_resumable(start)
+        yield start
+
+
+def check_tracker(name: str) -> None:
+    """ConfigError if the package of the tracker is not installed."""
+    packages = PACKAGES.get(name, (name.replace("_", "-"),))
+    if name == "none" or any(map(installed, packages)):
+        return
+    raise ConfigError(
+        f"logging.report_to={name} needs a package that is not installed",
+        expected=packages[0],
+        do=f"pip install {packages[0]}, or set logging.report_to="
+        + ("none" if name == "tensorboard" else "tensorboard"),
+    )
+
+
+def hash_transformer(model: ModelFolder) -> str:
+    """The hash of the transformer's files, which are read if they have changed since the last run."""
+    folder = model.component("transformer")
+    total = sum(path.stat().st_size for path in folder.iterdir() if path.name.endswith(WEIGHTS) and path.exists())
+    with counting("hashing the transformer", total, in_bytes=True, transient=True) as advance:
+        return fingerprint([folder], on_bytes=advance)
+
+
+# ---- resuming --------------------------------------------------------------------------------------------------------
+
+
+def check_resumable(start: Start) -> None:
+    """TrainError if the checkpoint belongs to another cache, transformer or settings.
+
+    A damaged checkpoint passes: `load_checkpoint`, which compares all its files with their checksums, refuses it.
+    """
+    if start.newest is None or (state := _whole_state(start.newest)) is None:
+        return
+    saved, current = state["fixed"], fixed_settings(start.config)
+    current |= {CACHE: start.samples.identity} if start.samples else {}
+    current |= {TRANSFORMER: start.weights} if start.weights else {}
+    for name in {CACHE, TRANSFORMER} - current.keys():  # not known yet
+        saved.pop(name, None)
+    if start.config.train.layout == "auto":  # that of the checkpoint
+        current["train.layout"] = saved.get("train.layout")
+    if differences(saved, current):
+        models = state["model"], start.model.public_name
+        check_fixed(start.newest, saved, current, _advice(start, saved, current), models)
+
+
+def _whole_state(checkpoint: Path) -> dict[str, Any] | None:
+    """state.json, if its checksum is right and it holds what is compared; None otherwise."""
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        listed = json.loads((checkpoint / CHECKSUMS).read_bytes())["files"][STATE]["xxh3_128"]
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        if listed == file_digest(checkpoint / STATE):
+            return {"fixed": dict(state["fixed"]), "model": state["origin"]["model"]}
+    return None
+
+
+CONTENT = {CACHE: ("cache.path", "cache.recipe", "train.caches"), TRANSFORMER: ("model.path", "model.revision")}
+"""The settings that name what is compared by its content."""
+BELONGING = {"optimizer.name": "optimizer.", "train.method": "train.lora.", TRANSFORMER: "model."}
+"""Settings that make no sense without another one: their beginning."""
+
+
+def _advice(start: Start, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """What to do about these differences: the command that continues, with the changes that are possible."""
+    refused = differences(saved, current)
+    now, own = start.config.flat(), _own_settings(start.out)
+    was = own.flat() if own else {}
+    for name, settings in CONTENT.items():
+        if name in refused and all(was.get(each) == now[each] for each in settings):
+            return f"restore the {name}, whose content has changed, or {NEW_RUN}"
+    dropped = {"train.output_dir", "train.layout", *refused, *(each for n in refused for each in CONTENT.get(n, ()))}
+    beginnings = tuple(BELONGING[name] for name in refused if name in BELONGING)
+    changes = {
+        name: value
+        for name, value in now.items()
+        if was.get(name) != value and name not in dropped and not (beginnings and name.startswith(beginnings))
+    }
+    before = differences(saved, fixed_settings(own)) if own else refused
+    expected = by_setting(saved)
+    changes |= {name: expected.get(name) for name in refused if name in before and name in now}
+    command = resume_command(start.out, start.launch, changes, start.source)
+    return f"`{command}` continues the run; or {NEW_RUN}"
+
+
+def _own_settings(out: Path) -> Config | None:
+    with suppress(ConfigError):
+        return load_config(out / CONFIG_NAME)
+    return None

@@ -1,0 +1,94 @@
+"""Several processes that train together: connected, and ended together.
+
+On accelerators accelerate connects them, on machines without any gloo does. Refused: processes that would train alone,
+each with the whole run, and more processes than accelerators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+
+from qwen_cache.errors import ConfigError, TrainError, first_line
+from qwen_train.launch import Launch
+
+T = TypeVar("T")
+
+
+class EndedElsewhereError(TrainError):
+    """Another process has an error, and prints it; this one ends in silence."""
+
+
+def connect(launch: Launch) -> PartialState:
+    """Connect this process with the others of its launch; ConfigError where that is impossible."""
+    devices = torch.accelerator.device_count()
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or (launch.world_size > 1 and not devices)
+    if launch.world_size > 1 and not on_cpu and launch.local_world_size > devices:
+        if launch.local_rank:
+            raise SystemExit(0)  # nothing can be told to the others yet; the first process of each machine says it
+        raise ConfigError(
+            "there are more processes than accelerators on this machine",
+            expected=f"at most {devices}",
+            found=launch.local_world_size,
+            do=f"start it with `torchrun --nproc-per-node {devices}`",
+        )
+    state = PartialState(cpu=on_cpu)
+    if state.num_processes != launch.world_size:
+        raise ConfigError(
+            "the processes would train alone: accelerate has not connected them",
+            expected=f"WORLD_SIZE={launch.world_size}",
+            found=f"{state.num_processes} on {state.device}",
+            do="start a single process; or set ACCELERATE_USE_CPU=true to train on the CPU",
+        )
+    return state
+
+
+def all_gather_object(value: T) -> list[T]:
+    """The values of all processes, by rank; every process takes part."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values  # type: ignore[return-value]  # each process has put its own
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Let all processes leave the block without an error, or none of them; within it they do not communicate.
+
+    Of those with the same error the first raises it; the others raise EndedElsewhereError.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        if not dist.is_initialized():
+            raise
+        problem = error
+    told = all_gather_object(problem and f"{type(problem).__name__}: {problem}")
+    if problem is not None and told.index(f"{type(problem).__name__}: {problem}") == dist.get_rank():
+        raise problem
+    if any(told):
+        raise EndedElsewhereError("another process has ended")
+
+
+@contextmanager
+def naming_lost_connections(launch: Launch) -> Iterator[None]:
+    """Turn torch's error about a broken connection into a TrainError: the process that ended gives the reason."""
+    try:
+        yield
+    except RuntimeError as error:
+        if launch.world_size == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        raise TrainError(
+            "this process has lost its connection to the others",
+            where=f"process {launch.rank} of {launch.world_size}",
+            found=first_line(error),
+            do="see the message of the process that ended first",
+        ) from None
