@@ -81,7 +81,7 @@ def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
         "lr_scheduler": _flatten(run.lr_scheduler.state_dict(), "lr_scheduler", tensors),
         "random": _flatten(all_gather_object(_random_state()), "random", tensors),
     }
-    with _raised_everywhere(f"checkpoint-{run.step}", folder):
+    with together(), _writing(f"checkpoint-{run.step}", folder):
         if tensors is not None:
             if final.exists():  # only another run can have written it; where files cannot be locked there may be one
                 raise FileExistsError(errno.EEXIST, "another run has written it", str(final))
@@ -94,7 +94,7 @@ def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
 def save_result(folder: Path, run: Run, dtype: torch.dtype) -> Path:
     """Write the trained weights and their EMA, floating-point tensors in `dtype`; the path of the trained weights."""
     weights = _all_weights(run, PartialState().is_main_process)
-    with _raised_everywhere("the result", folder):
+    with together(), _writing("the result", folder):
         for suffix, values in weights.items():
             path = weights_path(run.transformer, folder, suffix)
             if not values:
@@ -141,23 +141,20 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 @contextmanager
-def _raised_everywhere(what: str, folder: Path) -> Iterator[None]:
-    """Turn a failed write of the main process into a TrainError in every process, so that none waits for another."""
-    problem = None
+def _writing(what: str, folder: Path) -> Iterator[None]:
+    """Turn a failed write of the main process into a TrainError."""
     try:
         yield
+        return
     except FileExistsError as error:
-        problem = str(error.strerror), "stop the other run, or set another train.output_dir"
+        reason, do = str(error.strerror), "stop the other run, or name another folder with --out"
     except (OSError, SafetensorError) as error:
         is_full = getattr(error, "errno", None) in FULL
         do = "free disk space" if is_full else "check the disk, and that you may write to this folder"
-        problem = getattr(error, "strerror", None) or str(error), do
-    problem = all_gather_object(problem)[0]
-    if problem is not None:
-        reason, do = problem
-        if newest := checkpoints(folder):
-            do = f"{do}; {newest[-1][1].name} is kept, continue with --resume"
-        raise TrainError(f"{what} cannot be written: {reason}", where=folder, do=do)
+        reason = getattr(error, "strerror", None) or str(error)
+    if newest := checkpoints(folder):
+        do = f"{do}; {newest[-1][1].name} is kept, continue with --resume"
+    raise TrainError(f"{what} cannot be written: {reason}", where=folder, do=do)
 
 
 def load_checkpoint(path: Path, run: Run) -> None:
@@ -165,10 +162,9 @@ def load_checkpoint(path: Path, run: Run) -> None:
 
     Every file is compared with its checksum first, by one process of each machine.
     """
-    fault = _find_fault(path) if PartialState().is_local_main_process else None
-    told = (fault, _advice(path, fault)) if fault else None  # to give advice takes reading earlier checkpoints, too
-    for found in filter(None, all_gather_object(told)):
-        raise found[0].error(TrainError, found[1])
+    with together():
+        if PartialState().is_local_main_process and (fault := _find_fault(path)):
+            raise fault.error(TrainError, _advice(path, fault))
     with together(), restoring(path):
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         models = str(state["origin"]["model"]), str(run.origin.get("model"))

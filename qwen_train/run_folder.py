@@ -40,6 +40,8 @@ TRANSFORMER = "transformer"
 """The entry of what is fixed with the hash of the frozen weights."""
 CACHE = "cache"
 """The entry with the identity of the cache."""
+DERIVED = ("train.layout", "train.drop_last", "train.bucketing_window")
+"""Batch settings without effect, so None, where batches are single samples or packed."""
 NEW_RUN = "start a new run with another --out"
 
 
@@ -187,10 +189,15 @@ def check_fixed(
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """The settings that differ; those of a LoRA only where both train one."""
+    """The settings that differ, without those that differ because of another.
+
+    The settings of a LoRA belong to train.method; one that has no effect on one side belongs to what decides that.
+    """
     was, now = by_setting(saved), by_setting(current)
     names = [name for name in was | now if was.get(name) != now.get(name)]
-    return [name for name in names if not (name.startswith("train.lora.") and "train.method" in names)]
+    names = [name for name in names if not (name.startswith("train.lora.") and "train.method" in names)]
+    both = [name for name in names if not (name in DERIVED and None in (was.get(name), now.get(name)))]
+    return both or names
 
 
 def by_setting(fixed: Mapping[str, Any]) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def test_only_the_first_process_speaks_and_both_stop(train: Trainer) -> None:
     program.write_text(STOPPED, encoding="utf-8")
     done = two(train, settings=STEPS, program=[program])
     assert done.returncode == 1, done.stderr
-    for said in ("steps    3 of 6 samples", "stopped after step 1; to continue:", "interrupted", "training ━"):
+    for said in ("steps    3 of 4 samples", "stopped after step 1; to continue:", "interrupted", "training ━"):
         assert done.stderr.count(said) == 1, done.stderr
     assert f"  torchrun --nproc-per-node 2 -m qwen_train run --resume --out {train.folder / 'out'}\n" in done.stderr
     finished = two(train, "--resume", settings=STEPS)

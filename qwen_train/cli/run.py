@@ -5,6 +5,7 @@ Of several processes the main one prints, and each its own error; an error that 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,9 @@ from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_train.launch import Launch, only_main_speaks
 from qwen_train.preflight import Start, starting
 from qwen_train.run_folder import METRICS_NAME, run_settings
+
+SECONDS_TO_SPEAK = 5
+"""torchrun ends all processes as soon as one has failed, also the one that has something to say; so the others wait."""
 
 
 def run_train(
@@ -60,10 +64,12 @@ def _train(checked: Start | Exception, launch: Launch, *, as_json: bool) -> int:
             if launch.is_main:
                 print_result(result, checked.out, as_json=as_json)
     except EndedElsewhereError:
+        time.sleep(SECONDS_TO_SPEAK)
         return FAILED
     except KeyboardInterrupt:
         if launch.is_main:
             raise
+        time.sleep(SECONDS_TO_SPEAK)
         raise SystemExit(INTERRUPTED) from None
     return 0
 
