@@ -58,7 +58,6 @@ NEEDS_TRAIN = [
     ["qwen-train", "run", "cache.v2"],
     ["qwen-train", "predict", "--prompt", "a cat"],
     ["qwen-train", "decode"],
-    ["qwen-train", "report"],
     ["qwen-train", "plan", "cache.v2"],
     ["qwen-train", "export", "out", "--to", "comfyui", "--out", "a.safetensors"],
     ["qwen-train", "mask-head", "cache.v2"],

@@ -17,8 +17,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -41,7 +42,9 @@ from qwen_cache.storage.checksums import write_checksums
 from qwen_train import checkpoint
 from qwen_train import train as training
 from qwen_train.data.batches import Batches
+from qwen_train.launch import Launch
 from qwen_train.memory.predict import largest_batch, predict_memory
+from qwen_train.preflight import Start
 
 from .support.commands import command, refused, run
 from .support.crash import Crash
@@ -737,18 +740,23 @@ def test_two_processes_equal_one_that_accumulates_and_one_continues_where_they_s
 
 
 def test_options_of_run_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over --set and qwen.yaml. The result of --json has the last metrics."""
+    """Over --set and qwen.yaml. The result of --json has the last metrics. Without CACHE, data.source is encoded."""
     from qwen_train.cli import run as run_command
 
-    seen: list[Config] = []
+    seen: list[Start] = []
 
-    def train(settings: Config, **_: object) -> Path:
-        seen.append(settings)
-        (tmp_path / "mine").mkdir()
-        (tmp_path / "mine" / "metrics.jsonl").write_text('{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n')
-        return tmp_path / "mine" / "lora"
+    @contextmanager
+    def starting(config: Config, launch: Launch, *, resume: bool, source: str | None) -> Iterator[Start]:
+        seen.append(Start(config, launch, cast(Any, None), None, source, None, ""))
+        yield seen[-1]
 
-    monkeypatch.setattr(run_command, "train", train)
+    def train_started(start: Start) -> Path:
+        start.out.mkdir()
+        (start.out / "metrics.jsonl").write_text('{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n')
+        return start.out / "lora"
+
+    monkeypatch.setattr(run_command, "starting", starting)
+    monkeypatch.setattr(training, "train_started", train_started)
     monkeypatch.chdir(tmp_path)
     Path("qwen.yaml").write_text("train: {max_steps: 5, caches: [{path: a}]}", encoding="utf-8")
     result = run(
@@ -756,9 +764,11 @@ def test_options_of_run_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "--batch-size", "3", "--set", "train.max_steps=6", "--json",
     )  # fmt: skip
     assert result.code == 0, result.stderr
-    (settings,) = seen
     changed = {"train.output_dir": "mine", "train.max_steps": 7, "train.lora.rank": 8, "train.batch_size": 3}
-    assert settings.flat() == Config().flat() | changed | {"optimizer.learning_rate": 5e-5}
-    lora = str(tmp_path / "mine" / "lora")
+    assert seen[0].config.flat() == Config().flat() | changed | {"optimizer.learning_rate": 5e-5}
+    lora = str(Path("mine", "lora"))
     metrics = {"step": 2, "loss": 2}
     assert json.loads(result.stdout) == {"result": lora, "output_dir": "mine", "metrics": metrics}
+    assert run("qwen-train", "run", "--encode-on-the-fly", "--set", "data.source=a").code == 0
+    assert run("qwen-train", "run", "b", "--encode-on-the-fly", "--set", "data.source=a", "--out", "other").code == 0
+    assert [start.source for start in seen] == [None, "a", "b"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qwen_cache.console import plural, print_done, print_json
+from qwen_cache.extras import require
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, load_config
@@ -23,6 +24,7 @@ def run_decode(
     as_json: bool,
 ) -> int:
     """Decode the latents of validation images; the exit code."""
+    require("torch")
     in_one_process("decode")
     saved = folder / CONFIG_NAME if folder is not None and (folder / CONFIG_NAME).is_file() else None
     settings = load_config(config or saved, assignments, [model])

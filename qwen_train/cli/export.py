@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qwen_cache.console import print_done, print_json
+from qwen_cache.extras import require
 from qwen_cache.settings.model import ModelConfig
 from qwen_train.launch import in_one_process
 from qwen_train.lora.files import check_export, find_lora
@@ -12,6 +13,7 @@ from qwen_train.lora.files import check_export, find_lora
 
 def run_export(source: Path, to: str, out: Path, model: ModelConfig | None, *, as_json: bool) -> int:
     """Convert a LoRA for other programs; the exit code."""
+    require("torch")
     in_one_process("export")
     check_export(to, out)
     find_lora(source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qwen_cache.console import print_done, print_json
+from qwen_cache.extras import require
 from qwen_cache.format.cache import open_configured
 from qwen_cache.settings.load import Config
 from qwen_train.launch import in_one_process
@@ -12,6 +13,7 @@ from qwen_train.launch import in_one_process
 
 def run_mask_head(settings: Config, out: Path, *, as_json: bool) -> int:
     """Train a mask head on a cache; the exit code."""
+    require("torch")
     in_one_process("mask-head")
     cache = open_configured(settings.cache)
     from qwen_cache.models.devices import choose_device

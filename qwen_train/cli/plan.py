@@ -6,6 +6,7 @@ from typing import Any
 
 from qwen_cache.console import FAULTS, human_bytes, plural, print_json, results
 from qwen_cache.errors import ConfigError
+from qwen_cache.extras import require
 from qwen_cache.models.folder import check_name
 from qwen_cache.settings.load import Config
 from qwen_train.data.planning import Planned
@@ -17,6 +18,7 @@ LEAST_MEMORY = 1 << 20  # bytes; less means a forgotten unit
 
 def run_plan(settings: Config, gpu_memory: str | None, *, as_json: bool) -> int:
     """Report the memory of training, and whether it fits; the exit code."""
+    require("torch")
     in_one_process("plan")
     capacity = capacity_of(gpu_memory) if gpu_memory else None
     samples = open_samples(settings)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from qwen_cache.console import FAILED, FAULTS, INTERRUPTED, console, plural, print_json, print_problems, verbatim
 from qwen_cache.errors import ConfigError, Problem
+from qwen_cache.extras import require
 from qwen_cache.format.cache import Cache, Sample, open_configured
 from qwen_cache.format.find import find_sample
 from qwen_cache.grounding.phrase import parse
@@ -71,6 +72,7 @@ class PredictOptions:
 
 def run_predict(settings: Config, options: PredictOptions) -> int:
     """Generate images; the exit code."""
+    require("torch")
     in_one_process("predict")
     check(settings, options)
     options = replace(options, prompts=[parse(prompt)[0] for prompt in options.prompts])

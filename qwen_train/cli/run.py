@@ -12,6 +12,7 @@ from pathlib import Path
 
 from qwen_cache.console import FAILED, INTERRUPTED, console, print_done, print_json, verbatim
 from qwen_cache.errors import ConfigError
+from qwen_cache.extras import require
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_train.launch import Launch, only_main_speaks
@@ -32,6 +33,7 @@ def run_train(
     as_json: bool,
 ) -> int:
     """Train, and print the path of the result; the exit code."""
+    require("torch")
     launch = Launch.of_environment()
     only_main_speaks(launch)
     with ExitStack() as held:
