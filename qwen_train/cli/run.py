@@ -96,5 +96,5 @@ def print_kept(config: Config, fresh: Config, path: Path | None) -> None:
     if kept:
         values = ", ".join(f"{name} {own[name]} (not {file[name]})" for name in kept)
         do = "--set changes them" if path else f"--config {CONFIG_NAME} applies the file"
-        text = f"[bold]kept[/] from this run, not as in {verbatim(path or CONFIG_NAME)}: {verbatim(values)}; {do}"
+        text = f"kept from this run, not as in {verbatim(path or CONFIG_NAME)}: {verbatim(values)}; {do}"
         console().print(text)
