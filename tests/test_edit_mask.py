@@ -335,7 +335,7 @@ def test_without_its_attention_a_sample_is_encoded_again(
     [
         (("--edit-mask", "head"), "edit-plus", "no mask head is named"),
         (("--edit-mask", "head=nowhere"), "edit-plus", "nowhere: this is not a mask head that can be used"),
-        (("--edit-mask", "guess"), "edit-plus", "data.edit_mask"),
+        (("--edit-mask", "guess"), "edit-plus", "--edit-mask: not a valid value"),
         (("--edit-mask", "diff=head.safetensors"), "edit-plus", "--edit-mask diff takes no mask head"),
         (("--edit-mask", "diff"), "t2i", "data.edit_mask=diff needs control images, and QwenImagePipeline has none"),
         (("--set", "cache.store_attention=true"), "t2i", "cache.store_attention needs control images"),

@@ -494,7 +494,7 @@ def test_frozen_qwen_has_the_sizes_and_the_chat_format_of_its_model(encoder: Enc
 
 def test_frozen_qwen_refuses_other_models(tmp_path: Path) -> None:
     for content, message in (
-        ("", "config of the text encoder cannot be read"),
+        ("", "config.json: this file cannot be read"),
         ("{}", r"not a Qwen2.5-VL or Qwen3-VL \(expected model_type qwen2_5_vl or qwen3_vl, found no model_type"),
         ('{"model_type": "qwen2_vl"}', r"not a Qwen2.5-VL or Qwen3-VL .*found qwen2_vl"),
     ):

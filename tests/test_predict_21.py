@@ -23,8 +23,7 @@ from safetensors.torch import save_file
 from qwen_cache import open_cache
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.inference import PredictConfig
-from qwen_train.cli import predict as predict_command
-from qwen_train.inference import generator, many
+from qwen_train.inference import comparison, generator, many
 from qwen_train.inference.generator import Generator
 from qwen_train.inference.images import save_images
 from qwen_train.inference.jobs import COMPONENTS, COMPONENTS_FOR_A_CACHE
@@ -326,8 +325,8 @@ def test_rows_with_and_without_controls_are_compared_with_and_without_a_lora(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out, pages = tmp_path / "generated", []
-    grid = predict_command.compare_grid
-    monkeypatch.setattr(predict_command, "compare_grid", lambda *page: pages.append(page) or grid(*page))
+    grid = comparison.compare_grid
+    monkeypatch.setattr(comparison, "compare_grid", lambda *page: pages.append(page) or grid(*page))
     options = ("--source", source, "--out", out)
     result = predict(*options, "--lora", lora, "--compare")
     assert result.code == 0, result.stderr

@@ -418,9 +418,9 @@ def test_permanent_errors_are_not_retried(served: Server) -> None:
         ("simplecache::memory://x", r"this protocol is not supported \(.*found simplecache\)"),
         (
             "https://x/y",
-            r"https:// needs a package that is missing \(found ModuleNotFoundError.*\n  → .*qwen-cache\[http",
+            r"https:// needs a package that is missing \(found ModuleNotFoundError.*\n  → pip install .*\[http\]",
         ),
-        ("gs://x/y", r"gs:// needs a package that is missing \(found ImportError(.|\n)*→ pip install 'qwen-cache\[gs"),
+        ("gs://x/y", r"gs:// needs a package that is missing \(found ImportError(.|\n)*→ pip install .*\[gs\]"),
     ],
 )
 def test_addresses_that_lead_nowhere(

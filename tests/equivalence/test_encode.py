@@ -168,7 +168,7 @@ def test_the_same_work_is_done_once_and_changes_nothing(tiny_model: TinyModel, t
     saved = json.loads(run("qwen-cache", "inspect", tmp_path / "all" / "shards", "--json").stdout)
     assert saved["recipes"]["default"]["saved"]["vae_passes"] == 12 - 3
     assert saved["recipes"]["default"]["saved"]["prefix_passes"] == 6 - 2
-    assert "9 vae runs and 4 prefix runs" in run("qwen-cache", "inspect", tmp_path / "all" / "shards").stdout
+    assert "9 VAE runs and 4 prefix runs" in run("qwen-cache", "inspect", tmp_path / "all" / "shards").stdout
 
 
 def spoiled_latents(results: list[Tensor], value: float) -> list[Tensor]:
@@ -225,8 +225,10 @@ def test_a_missing_control_stops_the_build_and_names_its_row(
     (pairs / "control_images" / missing).unlink()
     result = build(pairs, tmp_path / "shards", tiny_model("edit-plus"))
     assert result.code == 2
-    assert f"{pairs / 'target_images' / missing}: the control {pairs / 'control_images' / missing}" in result.stderr
-    assert "is missing" in result.stderr
+    assert (
+        f"{pairs / 'target_images' / missing}: the control control_images/{missing} (or .jpg, …) is missing"
+        in result.stderr
+    )
     assert "nothing will be encoded" in result.stderr
     assert not (tmp_path / "shards" / "cache.json").exists()
 
