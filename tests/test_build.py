@@ -629,8 +629,8 @@ def test_every_problem_is_listed_before_anything_is_encoded(
 
 
 def test_no_usable_sample_is_an_error(pairs: Path, tmp_path: Path, model: Path) -> None:
-    for path in (pairs / "control_images").iterdir():
-        path.unlink()
+    for path in (pairs / "target_images").glob("*.txt"):
+        path.write_text("")
     failing(build(pairs, tmp_path / "shards", model, "--on-error", "skip"), "no usable sample is left")
 
 

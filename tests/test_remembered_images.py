@@ -31,6 +31,7 @@ from qwen_cache.storage.url import Url, _version
 
 from .support.caches import build
 from .support.commands import run
+from .support.fake_lanes import fake_lanes
 from .support.server import BUCKET
 
 TinyModel = Callable[[str], Path]
@@ -78,6 +79,10 @@ ALL = sorted(
     ["cat.png", "cat.png", "cat_control_1.png", "china.png", "china.png", "cup.png", "cup.png", "cup_mask.png"]
 )
 ALL += ["flower.png", "flower.png"]
+
+
+def sets(*assignments: str) -> list[str]:
+    return [each for assignment in assignments for each in ("--set", assignment)]
 
 
 def png(colour: int = 0) -> bytes:
@@ -162,6 +167,56 @@ def test_an_image_that_changes_while_it_is_read_is_not_remembered(
         patch.setattr(File, "read", read_then_change)
         planner()
     assert planner()[1] == ["cat.png"]
+
+
+def test_a_link_that_leads_elsewhere_while_it_is_read_and_then_back_is_read_again(
+    planner: Planner, pairs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of the file that it leads to at last is the state before."""
+    first, _ = planner()
+    link, read = pairs / "target_images" / "cat.png", File.read
+    old, new = link.rename(pairs / "old"), pairs / "new"
+    new.write_bytes(png())
+
+    def lead(to: Path) -> None:
+        link.unlink(missing_ok=True)
+        link.symlink_to(to)
+
+    lead(old)
+    with monkeypatch.context() as patch:
+        patch.setattr(File, "read", lambda self: (self.path == link and lead(new)) or read(self))
+        assert planner()[0] != first
+    lead(old)
+    assert planner() == (first, ["cat.png"])
+
+
+def test_a_repair_reads_its_images_and_the_next_plan_none(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_lanes(monkeypatch)
+    assert build(planner.source, planner.out, planner.model, "--set", "cache.shard_size=80000").code == 0  # type: ignore[arg-type]
+    assert planner()[0]["cached"] == 4
+    next(planner.out.glob("*.tar")).unlink()
+    plan, read = planner("--repair", "--set", "cache.shard_size=80000")
+    assert 0 < len(read) < len(ALL)
+    assert len(plan["samples"]) == 2
+    assert planner("--set", "cache.shard_size=80000")[1] == []
+
+
+def test_other_names_of_the_same_columns_are_other_images(planner: Planner, pairs: Path) -> None:
+    """`data.columns` may give every file another role between two plans. An image is known as an image or a mask."""
+    folders = [f"data.columns.{role}={role}_images" for role in ("target", "control")]
+    swapped = ["data.columns.target=control_images", "data.columns.control=target_images"]
+    prompts = "data.columns.prompt=prompts"
+    (pairs / "prompts").mkdir()
+    for path in (pairs / "target_images").glob("*.txt"):
+        path.rename(pairs / "prompts" / path.name)
+    for name in ("cat_control_1.png", "cup_mask.png"):
+        (pairs / "control_images" / name).unlink()
+    first, _ = planner(*sets(*folders, prompts))
+    for names in (swapped, folders, swapped):
+        plan, read = planner(*sets(*names, prompts))
+        assert read == []
+        assert (plan == first) == (names is folders)
+        assert planner(*sets(*names, prompts), "--rehash")[0] == plan
 
 
 def test_a_plan_that_is_interrupted_keeps_what_it_saw(
@@ -405,6 +460,34 @@ def test_unchanged_cells_are_not_read_and_files_that_cells_name_are_looked_at(pl
     assert planner()[1] == ["t.parquet[1].control"]
     pq.write_table(pa.table({**columns, "prompt": ["red", "green"]}), tmp_path / "t.parquet")
     assert len(planner()[1]) == 4
+
+
+def test_a_cell_without_an_image_does_not_make_the_others_depend_on_files(planner: Planner, tmp_path: Path) -> None:
+    """Also in lists, which may be shorter, and with a column whose name is that of an item."""
+    cells = [{"bytes": png(i), "path": "there is no such file.png"} for i in range(6)]
+    some, lists = [cells[1], None, cells[2]], [[cells[1]], [cells[2], cells[3]], [cells[4], None]]
+    columns = {"image": cells[:3], "some": some, "many": lists, "many[0]": cells[3:], "prompt": list("abc")}
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet", row_group_size=2)
+    planner.source = str(tmp_path / "t.parquet")
+    plans = {}
+    for control, count in (('["many[0]", "some"]', 8), ("many", 4)):
+        named = sets(f"data.columns.control={control}")
+        plans[control], read = planner(*named)
+        assert len(read) == count
+        assert planner(*named) == (plans[control], [])
+    keys = [{sample["key"] for sample in plan["samples"]} for plan in plans.values()]
+    assert not keys[0] & keys[1]
+    outside = tmp_path / "outside.png"
+    outside.write_bytes(png(7))
+    mixed = [{"bytes": png(8), "path": None}, {"bytes": None, "path": outside.name}, None]
+    pq.write_table(pa.table({**columns, "mixed": mixed}), tmp_path / "t.parquet")
+    named = sets('data.columns.control=["many[0]", "mixed"]')
+    first, _ = planner(*named)
+    assert planner(*named) == (first, [])
+    outside.write_bytes(png(9))
+    changed, read = planner(*named)
+    assert read == ["t.parquet[1].mixed"]
+    assert changed != first
 
 
 def test_cells_of_a_saved_data_set_are_not_read_again(planner: Planner, tmp_path: Path) -> None:

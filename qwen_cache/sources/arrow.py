@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,8 +66,8 @@ class Table(Protocol):
         """One value as an Arrow scalar, with the bytes of its image."""
         ...
 
-    def embeds(self, name: str) -> bool:
-        """Whether no image of a column lacks its bytes, as far as is known without reading them."""
+    def embeds(self, name: str, unnamed: int) -> bool:
+        """Whether every image of a column is known to have its bytes in the table; `unnamed` of them have no path."""
         ...
 
 
@@ -83,8 +83,9 @@ class Cell:
     path: str | None
 
     def __str__(self) -> str:
+        column = repr(self.column) if "[" in self.column else self.column  # `a[0]` may be a column, and an item of `a`
         item = "" if self.item is None else f"[{self.item}]"
-        return f"{self.table.path}[{self.row}].{self.column}{item}"
+        return f"{self.table.path}[{self.row}].{column}{item}"
 
     @property
     def name(self) -> str:
@@ -149,10 +150,11 @@ class ArrowTable:
     def value(self, row: int, column: str) -> Any:
         return self.table.column(column)[row]
 
-    def embeds(self, name: str) -> bool:
+    def embeds(self, name: str, unnamed: int) -> bool:
         column = self.table.column(name)
         values = pc.list_flatten(column) if _is_list(column.type) else column
-        return bool(pa.types.is_struct(values.type) and pc.struct_field(values, "bytes").null_count == 0)
+        has_struct = pa.types.is_struct(values.type)
+        return bool(has_struct and pc.struct_field(values, "bytes").null_count == values.null_count)
 
 
 class ParquetTable:
@@ -173,13 +175,19 @@ class ParquetTable:
     def __reduce__(self) -> tuple[Any, ...]:
         return _opened_here, (ParquetTable, self.path, self.groups, self.folder.allow_urls, self.images)
 
-    def embeds(self, name: str) -> bool:
-        """By the statistics of the file."""
+    def embeds(self, name: str, unnamed: int) -> bool:
+        """By the statistics of the file, in which both parts of an absent image count as null, or neither does."""
+        without_bytes, without_path = self._nulls(name, "bytes"), self._nulls(name, "path")
+        return without_bytes is not None and without_path == without_bytes + unnamed
+
+    def _nulls(self, name: str, part: str) -> int | None:
+        """How many values of this part of the images in a column are null; None if the file does not say."""
         leaves = (self.metadata.schema.column(i).path for i in range(len(self.metadata.schema)))
-        numbers = [i for i, leaf in enumerate(leaves) if leaf.startswith(f"{name}.") and leaf.endswith(".bytes")]
+        numbers = [i for i, leaf in enumerate(leaves) if leaf.startswith(f"{name}.") and leaf.endswith(f".{part}")]
         groups = [self.metadata.row_group(group) for group in range(self.metadata.num_row_groups)]
         found = [group.column(number).statistics for group in groups for number in numbers]
-        return bool(numbers) and all(each is not None and each.null_count == 0 for each in found)
+        known = len(numbers) == 1 and all(each is not None and each.has_null_count for each in found)
+        return sum(each.null_count for each in found) if known else None
 
     def open(self) -> Any:
         remote = isinstance(self.path, Url)
@@ -314,21 +322,27 @@ def _read_tables(tables: Iterable[Table], where: Location, needs: Needs) -> Iter
                 raise SourceError("the columns differ between files", where=table.path, expected=expected, do=do)
         used_for_images = [name for role in IMAGES for name in columns[role]]
         table.images = tuple(name for name in used_for_images if _is_image(table.schema.field(name).type))
-        table.embedding = frozenset(name for name in table.images if table.embeds(name))
-        for draft in read_rows(_records(table, used), columns, table.folder, taken):
+        unnamed: Counter[str] = Counter()
+        for draft in read_rows(_records(table, used, unnamed), columns, table.folder, taken):
             rows += 1
             yield draft
+        table.embedding = frozenset(name for name in table.images if table.embeds(name, unnamed[name]))
     if not rows:
         raise SourceError("the table has no rows", where=where, expected="one row per sample", do="name another source")
 
 
-def _records(table: Table, used: Sequence[str]) -> Iterator[Record]:
+def _records(table: Table, used: Sequence[str], unnamed: Counter[str]) -> Iterator[Record]:
+    """The rows; `unnamed` counts the images of each column that have no path."""
     for row, values in enumerate(table.records(used)):
         with _explained(f"{table.path}[{row}]"):
             row_values = {
                 name: _cells(table, row, name, value) if name in table.images else value.as_py()
                 for name, value in values.items()
             }
+        for name in table.images:
+            cells = row_values[name]
+            listed = cells if isinstance(cells, list) else [cells]
+            unnamed[name] += sum(cell is not None and cell.path is None for cell in listed)
         yield f"{table.path}[{row}]", row_values
 
 
