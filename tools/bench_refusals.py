@@ -49,6 +49,7 @@ def refusals(cache: str, model: str, run: str) -> dict[str, list[str]]:
         "predict: no LoRA": ["predict", "--prompt", "x", "--model", model, "--lora", "nowhere"],
         "predict: no model": ["predict", "--prompt", "x", "--model", f"{model}-nowhere"],
         "predict: no cache": ["predict", "--from-cache", f"{cache}-nowhere", "--key", "x", "--model", model],
+        "predict: no sample": ["predict", "--from-cache", cache, "--key", "x", "--model", model],
         "decode: no latents": ["decode", run, "--model", model],
         "export: no LoRA": ["export", f"{run}-nowhere", "--to", "comfyui", "--out", f"{run}-new.safetensors"],
         "report: no run": ["report", f"{run}-nowhere"],
