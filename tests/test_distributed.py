@@ -154,7 +154,8 @@ def test_an_error_of_one_process_is_told_by_it_and_ends_all(train: Trainer, rank
     program.write_text(ONE_FAILS, encoding="utf-8")
     done = two(train, settings=STEPS, program=[program, rank, where])
     told_once(done, f"error: process {rank}: this machine lacks something\n  → look at it")
-    assert not (train.folder / "out").exists()
+    left = {path.name for path in (train.folder / "out").glob("*")}
+    assert left <= {".lock"}  # of a process that torchrun ended before it removed its new folder
 
 
 def test_only_the_first_process_speaks_and_both_stop(train: Trainer) -> None:

@@ -15,7 +15,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFile
 
 from qwen_cache import open_cache
-from qwen_cache.encode import plan
+from qwen_cache.encode import plan, remembered_images
 from qwen_cache.errors import SourceError
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.sources import images
@@ -102,7 +102,7 @@ def test_a_second_build_with_several_sizes_per_sample_does_nothing(
     settings = {"vae_image_size": [4096, 9216], "resolutions_per_sample": "all"}
     cache_with(pairs, tmp_path / "shards", model, **settings)
     with monkeypatch.context() as patch:
-        patch.setattr(plan, "open_rgb", None)  # headers are enough
+        patch.setattr(remembered_images, "open_rgb", None)  # headers are enough
         again = build_with(pairs, tmp_path / "shards", model, **settings)
     assert "8 samples, 8 cached, 0 to encode" in again.stderr
     assert "nothing to do" in again.stderr
