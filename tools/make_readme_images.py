@@ -6,6 +6,8 @@ PATH) and docs/prediction.jpg.
 
 from __future__ import annotations
 
+import io
+import os
 import shutil
 import subprocess
 import sys
@@ -13,9 +15,7 @@ from pathlib import Path
 
 from PIL import Image
 from rich.console import Console
-
-from qwen_cache.inspect.summary import summarise
-from qwen_cache.inspect.terminal import print_overview
+from rich.text import Text
 
 ROOT = Path(__file__).parents[1]
 DEMO, DOCS = ROOT / "demo", ROOT / "docs"
@@ -24,9 +24,16 @@ HEIGHT = 280
 
 
 def inspect_image() -> None:
-    console = Console(record=True, width=100, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    overview = summarise(DEMO / "shards")
-    print_overview({**overview, "cache": "shards"}, console)
+    """What a terminal of 100 columns shows."""
+    program, environment = (
+        Path(sys.executable).parent / "qwen-cache",
+        {**os.environ, "FORCE_COLOR": "1", "COLUMNS": "100"},
+    )
+    printed = subprocess.run(
+        [program, "inspect", "shards"], cwd=DEMO, env=environment, check=True, capture_output=True, text=True
+    )
+    console = Console(record=True, width=100, highlight=False, file=io.StringIO())
+    console.print(Text.from_ansi(printed.stdout))
     console.save_svg(str(DOCS / "inspect.svg"), title="qwen-cache inspect shards")
 
 
