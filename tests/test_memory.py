@@ -292,6 +292,7 @@ def test_plan_for_people(built: Callable[[str], Path], tiny_model: Callable[[str
     assert "frozen weights" in result.stdout
 
 
+@pytest.mark.slow
 def test_plan_for_qwen_image_21(built: Callable[[str], Path], tmp_path: Path) -> None:
     """The row of a sample has each draw; a table of the modulation is never suggested."""
     (tmp_path / "real" / "transformer").mkdir(parents=True)
