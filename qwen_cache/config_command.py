@@ -21,7 +21,7 @@ def add_config_command(app: typer.Typer) -> None:
         search: Annotated[
             str | None,
             typer.Option(
-                help="Only settings with these words in their names, here or in other trainers, or their descriptions.",
+                help="Only settings with these words in their name, name in other trainers, or description.",
                 metavar="WORDS",
                 rich_help_panel=INPUT,
             ),
@@ -38,7 +38,7 @@ def add_config_command(app: typer.Typer) -> None:
 
         settings = list(all_settings()) if search is None else found_by(search)
         if not settings:
-            raise ConfigError("no setting has these words", where="--search", found=search, do="try one word")
+            raise ConfigError("no setting matches these words", where="--search", found=search, do="try a single word")
         values = load_config(config, set_)
         if json:
             print_json(to_json(settings, values))

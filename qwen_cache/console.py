@@ -37,7 +37,7 @@ _verbosity = _Verbosity()
 
 
 def set_verbosity(*, quiet: bool = False, verbose: bool = False) -> None:
-    """What this process prints from now on: with `quiet` errors and results alone."""
+    """Set what this process prints from now on; with `quiet`, only errors and results."""
     _verbosity.quiet, _verbosity.verbose = quiet, verbose
 
 
@@ -46,7 +46,7 @@ def is_verbose() -> bool:
 
 
 def console(*, always: bool = False) -> PlainConsole:
-    """The console for messages, on stderr; with `--quiet` it prints nothing, unless `always`: errors and results."""
+    """The console for messages, on stderr; under `--quiet` it prints only with `always`: errors and results."""
     from qwen_cache.plain_output import PlainConsole
 
     return PlainConsole(stderr=True, soft_wrap=True, quiet=_verbosity.quiet and not always)

@@ -1,8 +1,8 @@
 """The extras of this package: their purpose and requirements, from package metadata. Nothing heavy is imported.
 
 `pyproject.toml` alone defines the requirements. `advice` names the extra that installs a missing module; `require`
-checks for a module before a command starts its work. `install_command` installs an extra from where this package came
-from. A source tree that was never installed has no metadata; its extras are unknown.
+checks for a module before a command starts its work. `install_command` is the command that installs an extra from
+where this package came from. A source tree that was never installed has no metadata; its extras are unknown.
 """
 
 from __future__ import annotations

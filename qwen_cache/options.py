@@ -2,8 +2,8 @@
 
 A command is a function under `@command`, which adds `-q`, `-v` and `-h`, two examples and a page of the documentation.
 An option is either typer's, or a setting of qwen.yaml (`setting`, `setting_argument`): it arrives as a `Given` for
-`load_config`, and its choices and default are those of the setting. They are read when help is shown or completed, so
-that nothing imports the settings before.
+`load_config`, and its choices and default are those of the setting. They are looked up when help is shown or completed,
+so that no other command imports the settings for them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SettingOption:
         return Given(self.name, self.key, text)
 
     def complete(self, incomplete: str) -> list[str]:
-        """The choices that begin so."""
+        """The choices that start with `incomplete`."""
         from qwen_cache.settings.describe import describe
 
         return [each for each in describe(self.key).choices if each.startswith(incomplete)]
@@ -143,9 +143,9 @@ def command(
         run.__signature__ = whole  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in whole.parameters.values()}
 
-        said = {"settings": _settings_of(signature), "examples": tuple(examples), "page": page}
+        attributes = {"settings": _settings_of(signature), "examples": tuple(examples), "page": page}
         app.command(
-            name, cls=type("Command", (Command,), said), context_settings={"help_option_names": ["--help", "-h"]}
+            name, cls=type("Command", (Command,), attributes), context_settings={"help_option_names": ["--help", "-h"]}
         )(run)
         return handler
 
@@ -153,7 +153,7 @@ def command(
 
 
 def _show_library_logs() -> None:
-    """For libraries that are imported from now on, and for Python's logging."""
+    """Show what libraries log: those imported from now on, and all that use Python's logging."""
     os.environ |= {"DIFFUSERS_VERBOSITY": "info", "TRANSFORMERS_VERBOSITY": "info"}
     logging.basicConfig(level=logging.INFO)
 
@@ -218,7 +218,7 @@ class Command(TyperCommand):
 
 
 def _without_types(parameter: Any) -> Any:
-    """A parameter whose help shows choices or its metavar, never the type in Python."""
+    """A parameter whose help shows its choices or metavar, never its Python type."""
     choices = "|".join(map(str, parameter.type_descriptor.choices or ()))
     if parameter.param_type_name == "argument":
         parameter.display_type_rich = lambda ctx: choices

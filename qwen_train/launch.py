@@ -1,7 +1,7 @@
 """The processes of a run, as their launcher describes them in the environment; known before torch is loaded.
 
-torchrun and `accelerate launch` give each process its rank. Refused: a WORLD_SIZE without a launcher, with which every
-process would train alone and write the same files; and a launcher in front of a command that is one process.
+torchrun and `accelerate launch` give each process its rank. Refused: a WORLD_SIZE without a launcher, since every
+process would train alone and write the same files; and a launcher for a command that runs in one process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from qwen_cache.errors import ConfigError, TrainError
 
 OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 COPIES = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
-"""Variables with the number of copies of a command that these programs started, which know nothing of each other."""
+"""Variables in which these programs give the number of independent copies of a command that they started."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Launch:
 
     @property
     def decides_alone(self) -> bool:
-        """Whether the launcher ends all processes when this one fails, so that no other has to be told."""
+        """Whether this process can simply fail: the launcher then ends all others."""
         return self.is_main and self.local_world_size == self.world_size
 
     def command(self, arguments: Sequence[str]) -> str:
@@ -63,25 +63,25 @@ class Launch:
         return start + shell_line(arguments)
 
 
-def only_main_speaks(launch: Launch) -> None:
-    """Let this process print nothing but errors, unless it is the main one."""
+def silence_others(launch: Launch) -> None:
+    """Unless this is the main process, print nothing but errors."""
     if not launch.is_main:
         set_verbosity(quiet=True, verbose=is_verbose())
 
 
 def in_one_process(command: str) -> None:
-    """ConfigError if a launcher started this command several times; only the first process of a machine says so."""
+    """ConfigError if a launcher started this command several times; only the first process of a machine prints it."""
     launch = Launch.of_environment() if "LOCAL_RANK" in os.environ else Launch()
     if launch.world_size == 1:
         return
     if launch.local_rank:
-        raise SystemExit(0)  # a failure would let the launcher end the one that speaks
+        raise SystemExit(0)  # after a failure the launcher would end the one that prints
     found, do = f"{launch.world_size} processes", "start it without a launcher such as torchrun"
-    raise ConfigError(f"`qwen-train {command}` is one process", found=found, do=do)
+    raise ConfigError(f"`qwen-train {command}` runs in one process", found=found, do=do)
 
 
 def copies_advice() -> str | None:
-    """What to do where a program has started copies of this command that do not know of each other; else None."""
+    """What to do if a program has started independent copies of this command; else None."""
     for name, program in COPIES.items():
         if "RANK" not in os.environ and (count := _number(os.environ, name, 1)) > 1:
             return f"{program} has started this command {count} times: let it start torchrun once on each machine"

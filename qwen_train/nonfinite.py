@@ -43,7 +43,7 @@ class NonFiniteGuard:
             self.consecutive = 0
             return False
         self.consecutive += 1
-        if mine:  # in whichever process: no other knows the samples
+        if mine:  # no other process knows these samples
             console(always=True).print(
                 f"skipped: {what} is {value} for the samples {escaped(', '.join(labels))}", markup=False
             )

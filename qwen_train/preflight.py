@@ -45,7 +45,7 @@ PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow",
 
 @dataclass(frozen=True)
 class Start:
-    """A run that has passed these checks and has its output folder for itself."""
+    """A run that has passed these checks and holds the lock of its output folder."""
 
     config: Config
     launch: Launch
@@ -72,7 +72,7 @@ class Start:
 
 @contextmanager
 def starting(config: Config, launch: Launch, *, resume: bool = False, source: str | None = None) -> Iterator[Start]:
-    """Check the run, and keep other runs out of its folder until the end of the block; errors of the tree."""
+    """Check the run, and keep other runs out of its folder until the end of the block."""
     out = Path(config.train.output_dir)
     if source is not None and launch.world_size > 1:
         do = "build a cache: `qwen-cache build`"
@@ -157,9 +157,9 @@ def _whole_state(checkpoint: Path) -> dict[str, Any] | None:
 
 
 CONTENT = {CACHE: ("cache.path", "cache.recipe", "train.caches"), TRANSFORMER: ("model.path", "model.revision")}
-"""The settings that name what is compared by its content."""
+"""The settings that name what is compared by content."""
 BELONGING = {"optimizer.name": "optimizer.", "train.method": "train.lora.", TRANSFORMER: "model."}
-"""Settings that make no sense without another one: their beginning."""
+"""The prefix of the settings that make sense only with the same value of this one."""
 
 
 def _advice(start: Start, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""Several processes that train together: connected, and ended together.
+"""Several processes that train together: how they connect, and end together.
 
-On accelerators accelerate connects them, on machines without any gloo does. Refused: processes that would train alone,
+They are connected by accelerate, over gloo on machines without accelerators. Refused: processes that would train alone,
 each with the whole run, and more processes than accelerators.
 """
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class EndedElsewhereError(TrainError):
-    """Another process has an error, and prints it; this one ends in silence."""
+    """Another process has an error and prints it; this one ends silently."""
 
 
 def connect(launch: Launch) -> PartialState:
@@ -31,7 +31,7 @@ def connect(launch: Launch) -> PartialState:
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or (launch.world_size > 1 and not devices)
     if launch.world_size > 1 and not on_cpu and launch.local_world_size > devices:
         if launch.local_rank:
-            raise SystemExit(0)  # nothing can be told to the others yet; the first process of each machine says it
+            raise SystemExit(0)  # not connected yet: the first process of each machine prints the error
         raise ConfigError(
             "there are more processes than accelerators on this machine",
             expected=f"at most {devices}",
@@ -55,14 +55,14 @@ def all_gather_object(value: T) -> list[T]:
         return [value]
     values: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
-    return values  # type: ignore[return-value]  # each process has put its own
+    return values  # type: ignore[return-value]  # every process has filled its place
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Let all processes leave the block without an error, or none of them; within it they do not communicate.
+    """If one process leaves the block with an error, all do; inside it they do not communicate.
 
-    Of those with the same error the first raises it; the others raise EndedElsewhereError.
+    Of several processes with the same error the first raises it. All others raise EndedElsewhereError.
     """
     problem: Exception | None = None
     try:
@@ -80,7 +80,7 @@ def together() -> Iterator[None]:
 
 @contextmanager
 def naming_lost_connections(launch: Launch) -> Iterator[None]:
-    """Turn torch's error about a broken connection into a TrainError: the process that ended gives the reason."""
+    """Turn torch's error about a broken connection into a TrainError; the process that ended prints the reason."""
     try:
         yield
     except RuntimeError as error:

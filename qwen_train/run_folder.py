@@ -1,7 +1,7 @@
-"""The output folder of a run: its lock, its checkpoints and its settings, without torch.
+"""The output folder of a run: its lock, settings, checkpoints and latents, without torch.
 
-A second run in the folder is refused while the first lasts. A checkpoint is continued only by a run that shares with it
-whatever decides what has been trained so far; all differences are named at once, with the command that continues.
+A second run in the folder is refused while the first one trains. A checkpoint is resumed only with the settings that
+decide what has been trained so far; one message names all differences, and the command that continues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qwen_train.launch import Launch, copies_advice
 LOCK = ".lock"
 METRICS_NAME = "metrics.jsonl"
 TIMES = ("time", "elapsed_seconds")
-"""The entries of a line that are no metrics."""
+"""The entries of a line that are not metrics."""
 VALIDATION = "validation"
 """The folder for the latents of validation images."""
 LOSS = "validation_loss"
@@ -37,11 +37,11 @@ LOSSES = tuple(f"{LOSS}_q{i + 1}" for i in range(LEVELS))
 NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"
 TRANSFORMER = "transformer"
-"""The entry of what is fixed with the hash of the frozen weights."""
+"""The entry of a checkpoint with the hash of the frozen weights."""
 CACHE = "cache"
 """The entry with the identity of the cache."""
 DERIVED = ("train.layout", "train.drop_last", "train.bucketing_window")
-"""Batch settings without effect, so None, where batches are single samples or packed."""
+"""Batch settings that have no effect, and are None, if batches are single samples or packed."""
 NEW_RUN = "start a new run with another --out"
 
 
@@ -95,8 +95,8 @@ def run_settings(
 ) -> tuple[Config, Config]:
     """The settings of a run, and those that the command would have without `resume`.
 
-    A resumed run has its own settings, of the qwen.yaml in its folder; what `path`, `assignments` and `given` name is
-    on top. The qwen.yaml of the working directory is not. Raises ConfigError.
+    A resumed run takes the qwen.yaml of its own folder, overridden by what `path`, `assignments` and `given` set. The
+    qwen.yaml of the working directory is ignored. Raises ConfigError.
     """
     named = [each for each in given if each is not None]
     fresh = load_config(path, assignments, named)
@@ -153,7 +153,7 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def fixed_settings(config: Config) -> dict[str, Any]:
-    """The settings that a resumed run must share with its checkpoint, by the names under which that holds them."""
+    """The settings that a resumed run must share with its checkpoint, under the checkpoint's names."""
     t = config.train
     fixed: dict[str, Any] = {"model.quantization": config.model.quantization, "seed": t.seed, "train.method": t.method}
     if t.method == "lora":
@@ -168,9 +168,9 @@ def fixed_settings(config: Config) -> dict[str, Any]:
 def check_fixed(
     path: Path, saved: Mapping[str, Any], current: Mapping[str, Any], do: str, models: tuple[str, str]
 ) -> None:
-    """TrainError that names every difference between what the checkpoint at `path` and this run have fixed.
+    """TrainError that names every difference between the checkpoint at `path` and this run.
 
-    `models`: the names of the model there and here, for the hash of the transformer.
+    `models`: the names of both models, to show beside the hash of the transformer.
     """
     names = differences(saved, current)
     if not names:
@@ -189,9 +189,9 @@ def check_fixed(
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """The settings that differ, without those that differ because of another.
+    """The settings that differ, without those that differ only because of another one.
 
-    The settings of a LoRA belong to train.method; one that has no effect on one side belongs to what decides that.
+    The settings of a LoRA follow from train.method; a setting without effect on one side follows from another one.
     """
     was, now = by_setting(saved), by_setting(current)
     names = [name for name in was | now if was.get(name) != now.get(name)]
@@ -201,7 +201,7 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[st
 
 
 def by_setting(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """What is fixed, by the names of settings."""
+    """The entries of a checkpoint, under the names of settings."""
     names = {"seed": "train.seed"}
     values = {names.get(name, name): value for name, value in fixed.items() if name != "lora"}
     lora = fixed.get("lora")
@@ -209,7 +209,7 @@ def by_setting(fixed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(values: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The values of these names as text; a single one without its name."""
+    """The values of these settings as text; a single one without its name."""
     shown = {name: "none, or without effect" if (v := values.get(name)) is None else str(v) for name in names}
     return ", ".join(f"{name} {text}" for name, text in shown.items()) if len(names) > 1 else shown[names[0]]
 
@@ -221,8 +221,8 @@ def latents_files(folder: Path) -> list[Path]:
     """The latents files: of a run, only its validation; of another folder, all; or the file itself."""
     if folder.is_file():
         return [folder]
-    is_run = folder_of(folder) != folder
-    files = sorted(folder_of(folder).rglob("*.safetensors"))
+    is_run = latents_folder(folder) != folder
+    files = sorted(latents_folder(folder).rglob("*.safetensors"))
     if is_run and not files:
         raise TrainError("this run generated no images", where=folder, do="set validation.num_images")
     if not files:
@@ -235,7 +235,7 @@ def latents_files(folder: Path) -> list[Path]:
     return files
 
 
-def folder_of(path: Path) -> Path:
+def latents_folder(path: Path) -> Path:
     """The folder of latents, with the PNGs beside them: of a run its validation folder, of a file the file's."""
     if path.is_file():
         return path.parent

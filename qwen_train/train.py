@@ -1,8 +1,8 @@
 """Training, top to bottom: `prepare` sets a run up, `Steps` trains, `train_started` is the loop around it.
 
 Loads only the transformer: no VAE, no text encoder, no pipeline. It reads the cache, and writes weights that the stock
-pipeline loads. A run that is stopped and resumed equals an uninterrupted one. `preflight` has checked all that needs no
-torch; an error of one process before the first step ends all of them, and is told once.
+pipeline loads. A run that is stopped and resumed equals an uninterrupted one. `preflight` has made all checks that
+need no torch. An error of one process before the first step ends all of them, and is printed once.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def take_steps(p: Prepared, log: MetricsLog, steps: Steps, signals: Signals, bar
     is_left = run.step < settings.max_steps
     task = bar.add_task("training", total=settings.max_steps, completed=run.step, count="", visible=is_left)
     if run.step == 0 and p.validation and p.validation.generates_images(0):
-        bar.update(task, count="generating images before the first step")  # to compare the later ones with
+        bar.update(task, count="generating images before the first step")  # a baseline for later images
         generate_images(p, p.validation)
     while run.step < settings.max_steps and not stop:
         values = steps.next()
@@ -176,7 +176,7 @@ class Steps:
         p.accelerator.backward(batch.loss_scale * loss)
 
     def _gradient_norm(self, total: StepStats) -> float:
-        """Clip the gradient; its norm before."""
+        """Clip the gradient; its norm before clipping."""
         settings = self.p.config.train
         if total.skipped_batches and total.loss_scale:  # the mean over the remaining samples
             scale_gradients(self.p.parameters, batches_per_step(self.p, settings) / total.loss_scale)
@@ -184,7 +184,7 @@ class Steps:
         return float(full_tensor(self.p.accelerator.clip_grad_norm_(self.p.parameters, clipped_to)))
 
     def _update(self) -> float:
-        """Change the weights; the learning rate."""
+        """Update the weights; the learning rate of this step."""
         run = self.p.run
         learning_rate: float = run.lr_scheduler.get_last_lr()[0]
         run.optimizer.step()
@@ -322,7 +322,7 @@ def make_batches(start: Start, config: Config, accelerator: Accelerator) -> tupl
 
 
 def announce(p: Prepared, start: Start, changed: list[str]) -> None:
-    """Write what the run is, and print it."""
+    """Write the settings and facts of the run, and print them."""
     plan = p.batches.plan.summary(p.batches.world_size, p.config.train.gradient_accumulation_steps)
     make_folder(p.out)
     write_durably(p.out / CONFIG_NAME, p.config.to_yaml().encode("utf-8"))

@@ -124,7 +124,7 @@ def test_new_masks_load_no_encoder(pairs: Path, out: Path, model: Path, fast: li
     dry = build(pairs, out, model, "--dry-run", "--measure")
     assert dry.code == 0
     assert "plan     4 samples, 3 cached, 0 to encode, 1 new mask: 1 changed (mask: 1)" in dry.stderr
-    assert "         1 sample with only a new mask: all else is cached" in dry.stderr
+    assert "         1 sample with only a new mask: everything else is cached" in dry.stderr
     change_prompt(pairs)
     assert counts(plan(pairs, out, model)) == {"to_encode": 1, "new_masks": 1, "cached": 2}
     work = {each["name"]: each["work"] for each in plan(pairs, out, model)["samples"]}

@@ -129,7 +129,7 @@ HOSTILE = {
     "another dataset": ("hf://datasets/me/other/*.parquet", {}, "No (supported) data files found in me/edits"),
     "a way out": ("../../other/*.parquet", {}, "No (supported) data files found in me/edits"),
     "an object": ("!!python/object/apply:os.mkdir [run]", {}, "could not determine a constructor for the tag"),
-    "no images": ("files/*.txt", {"files/a.txt": "a"}, "this dataset is none that can be read (expected a table"),
+    "no images": ("files/*.txt", {"files/a.txt": "a"}, "this dataset has no known layout (expected a table"),
 }
 
 

@@ -283,4 +283,4 @@ def test_what_names_several_samples_is_refused_with_their_keys(opened: Cache) ->
     for which in ("cat", "abcdef"):
         with pytest.raises(QwenCacheError) as error:
             find_sample([two], which)
-        assert f"several samples match (found {keys[0]} (cat), {keys[1]} (cat))" in str(error.value)
+        assert f"several samples match (found cat ({keys[0]}), cat ({keys[1]}))" in str(error.value)

@@ -59,9 +59,9 @@ def test_a_settings_file_for_the_data() -> None:
     )
     comments = " ".join(line.strip().removeprefix("# ") for line in text.splitlines() if "#" in line)
     assert about in comments
-    assert "1 sample of 3 without a prompt, which `build` refuses unless this is true." in comments
-    assert "576²: the median target has 704×480." in comments
-    assert "With a batch size of 1: 333.3 epochs." in comments
+    assert "1 of 3 samples without a prompt: `build` refuses this unless the setting is true." in comments
+    assert "576²: the median target has 704×480 pixels." in comments
+    assert "333.3 epochs at a batch size of 1." in comments
     assert "Also possible: Qwen/Qwen-Image-Edit-2509 (apache-2.0); Qwen/Qwen-Image-Edit (apache-2.0)" in comments
     assert "No GPU was found on this machine" in comments
     assert max(map(len, text.splitlines())) <= 80
@@ -73,7 +73,7 @@ def test_an_existing_file_is_kept_without_force() -> None:
     result = run("qwen-cache", "init", "data")
     assert result.code == 2
     assert result.stderr == (
-        "error: qwen.yaml: there is a settings file already\n  → give --force to replace it, or --out\n"
+        "error: qwen.yaml: this settings file already exists\n  → give --force to replace it, or --out\n"
     )
     assert Path("qwen.yaml").read_text(encoding="utf-8") == "mine: ["
     assert run("qwen-cache", "init", "data", "--out", "my/run.yaml").stderr.endswith("build --config my/run.yaml\n")
@@ -191,7 +191,9 @@ def test_config_shows_the_values_that_are_set() -> None:
     assert shown == "train:\n  lora:\n    # The rank of the update matrices. Default: 16.\n    rank: 4\n"
     result = run("qwen-train", "config", "--search", "nothing like it")
     assert result.code == 2
-    assert result.stderr == ("error: --search: no setting has these words (found nothing like it)\n  → try one word\n")
+    assert result.stderr == (
+        "error: --search: no setting matches these words (found nothing like it)\n  → try a single word\n"
+    )
 
 
 def test_other_names_are_those_of_settings() -> None:

@@ -60,7 +60,7 @@ def test_a_command_of_one_process_is_refused_once(monkeypatch: pytest.MonkeyPatc
         ["export", "x", "--to", "comfyui", "--out", "y"],
     ):
         message = (
-            f"error: `qwen-train {command[0]}` is one process (found 4 processes)\n  → start it without a launcher"
+            f"error: `qwen-train {command[0]}` runs in one process (found 4 processes)\n  → start it without a launcher"
         )
         refused(run("qwen-train", *command), message)
     monkeypatch.setenv("LOCAL_RANK", "1")

@@ -219,7 +219,7 @@ def test_a_sample_whose_source_is_another_one_is_named(
         f"  {cats}: cat is damaged, and the source no longer has it\n"
         "    → put it back, or drop the sample with --on-error skip\n"
         f"  {cats}: china is damaged, and its source has changed since (target, prompt)\n"
-        "    → put the old one back, or drop the sample with --on-error skip: the next build encodes the new one\n"
+        "    → restore the old source, or drop the sample with --on-error skip: the next build encodes the new one\n"
         "error: nothing will be encoded until these are fixed (found 2 problems)\n"
     )
     for options in ((), ("--dry-run",)):
@@ -250,8 +250,8 @@ def test_shards_of_another_recipe_are_named_and_left_to_it(
     before = contents(out)
     small, ours = flip_tensor(out, "cup", "small"), flip_tensor(out, "cup", "default")
     told = (
-        f"error: {out / small}: this shard is damaged, and has samples of other recipes alone (found small) [F6]\n"
-        "  → run `qwen-cache build --repair` with their settings and --set cache.recipe=small\n"
+        f"error: {out / small}: this shard is damaged and holds only samples of other recipes (found small) [F6]\n"
+        "  → run `qwen-cache build --repair` with the settings of that recipe and --set cache.recipe=small\n"
     )
     assert repair(pairs, out, model, "--dry-run").code == 1
     for encoded in ([["cup"]], []):
@@ -281,7 +281,7 @@ def test_a_sample_of_another_recipe_in_a_shared_shard_is_a_problem(
     (path,) = mixed.glob("*.tar")
     flip_tensor(mixed, "cup", "small")
     flip_tensor(mixed, "china", "default")
-    told = f"  {path}: cup is damaged, and of another recipe, small, which shares this shard\n"
+    told = f"  {path}: cup is damaged, and belongs to another recipe in this shard, small\n"
     do = "    → restore the shard from a copy, or drop the sample with --on-error skip and build that recipe again\n"
     refused(repair(pairs, mixed, model), told + do)
     assert repair(pairs, mixed, model, "--on-error", "skip").code == 0
@@ -297,6 +297,6 @@ def test_a_repair_needs_the_settings_of_the_cache(pairs: Path, out: Path, tmp_pa
     another = repair(pairs, out, model, "--set", "cache.recipe=other", "--dtype", "bfloat16")
     refused(another, f"error: {out}: this cache has no recipe 'other' (found default)\n  → name one of")
     assert run("qwen-cache", "build", pairs, "--repair", "--config", out / "qwen.yaml").code == 0
-    both = "--repair keeps the recipe, and --replace replaces it\n  → leave one of them out\n"
+    both = "--repair keeps the recipe, and --replace replaces it\n  → give only one of them\n"
     refused(repair(pairs, out, model, "--replace"), both)
     refused(repair(pairs, tmp_path / "nothing", model), "no cache.json here: not a cache [F1]")

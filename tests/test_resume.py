@@ -340,7 +340,7 @@ def test_a_resumed_run_has_its_own_settings_and_tells_what_the_file_says(
     result = run("qwen-train", "run", "--resume")
     assert result.code == 0, result.stderr
     said = " ".join(result.stderr.split())
-    assert "kept from this run, not as in qwen.yaml:" in said
+    assert "this run's settings are kept, not those of qwen.yaml:" in said
     assert "train.batch_size 2 (not None), " in said
     assert "train.max_steps 1 (not 2), train.ema_decay 0.5 (not 0.0), " in said
     assert "; --config qwen.yaml applies the file" in said

@@ -2,9 +2,9 @@
 
     python tools/bench_plan.py [--pairs 50000] [--side 64] [--bucket] [--folder DIR] [--json]
 
-Edit pairs of small JPEGs, each file with bytes of its own, and a cache of them whose tensors are zeros, so that no
-encoder runs. Every plan is a process of its own with an empty memory of images at first; its CPU time includes Python's
-start. The bytes of images are counted where the program reads them. With --bucket, the same pairs on moto's S3 server,
+Edit pairs of small JPEGs, every file with different bytes, and a cache of them whose tensors are zeros, so that no
+encoder runs. Every plan runs in a new process, the first one with no images remembered; its CPU time includes starting
+Python. The bytes of images are counted where the program reads them. With --bucket, the same pairs on moto's S3 server,
 which counts its requests; then the CPU time is that of the client alone.
 """
 
@@ -53,7 +53,7 @@ PLANS = ("first", "unchanged", "one change")
 
 
 def write_pairs(folder: Path, pairs: int, side: int) -> None:
-    """Pairs as JPEGs; a number after the end of a JPEG makes its bytes its own."""
+    """Pairs as JPEGs; a number after the end of each JPEG makes its bytes unique."""
     pixels = np.random.default_rng(0).integers(0, 256, (side // 8, side // 8, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).resize((side, side)).save(file, "JPEG", quality=90)
@@ -132,7 +132,7 @@ def plan_once(model: str, out: str, source: str) -> dict[str, Any]:
 
 
 def plan_alone(*arguments: str) -> dict[str, Any]:
-    """`plan_once` in a process of its own."""
+    """`plan_once` in a new process."""
     command = [sys.executable, __file__, "--once", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
     return dict(json.loads(done.stdout))

@@ -1,9 +1,9 @@
-"""CPU time of each refusal of `qwen-train`: what needs no torch is checked before torch is loaded.
+"""Measure the CPU time of refused `qwen-train` commands: what needs no torch is checked before torch is loaded.
 
     python tools/bench_refusals.py [--folder DIR] [--json]
 
-Makes a tiny model, a cache of it and a run of one step in DIR, unless they are there, then runs each command in a
-process of its own. Exit code 1 if a command is not refused, or if one of them loads torch.
+Makes a tiny model, a cache of it and a run of one step in DIR, unless they exist, then runs each command in a
+new process. Exit code 1 if a command is not refused, or if one of them loads torch.
 """
 
 from __future__ import annotations
@@ -66,23 +66,13 @@ def measure(arguments: list[str], folder: Path) -> dict[str, Any]:
 
 def prepare(folder: Path) -> None:
     """A tiny model, a cache and a run in `folder`."""
-    program = ["-c", "import sys; from qwen_cache.cli import main; main()"]
-    train = ["-c", "import sys; from qwen_train.cli import main; main()"]
+    build = ["-c", "from qwen_cache.cli import main; main()", "build", "data", "--out", "shards", "--model", "tiny"]
+    train = ["-c", "from qwen_train.cli import main; main()", "run", "shards", "--model", "tiny", "--max-steps", "1"]
     steps: dict[str, list[str]] = {
         "tiny": [str(TOOLS / "make_tiny_model.py"), "tiny", "--variant", "edit-plus"],
         "data": [str(TOOLS / "make_demo_data.py"), "data"],
-        "shards": [
-            *program,
-            "build",
-            "data",
-            "--out",
-            "shards",
-            "--model",
-            "tiny",
-            "--set",
-            "data.vae_image_size=9216",
-        ],
-        "out": [*train, "run", "shards", "--model", "tiny", "--max-steps", "1", "--set", "logging.report_to=none"],
+        "shards": [*build, "--set", "data.vae_image_size=9216"],
+        "out": [*train, "--set", "logging.report_to=none"],
     }
     for name, arguments in steps.items():
         if not (folder / name).exists():

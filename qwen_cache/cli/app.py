@@ -144,7 +144,7 @@ def build(
     controls: Annotated[
         list[str] | None,
         typer.Option(
-            help="The one with the controls, such as before; repeat it for more.",
+            help="The folder, column or tar part with the controls; repeat it for more.",
             metavar="NAME",
             rich_help_panel=INPUT,
         ),
@@ -156,7 +156,7 @@ def build(
             "data.edit_mask",
             "--edit-mask",
             panel=INPUT,
-            help="Edit masks for rows without one: their difference, or experimental: a mask head's.",
+            help="How to make edit masks for rows without one; head and auto are experimental.",
         ),
     ] = None,
     mask_head: Annotated[
@@ -267,7 +267,7 @@ def build(
 
 
 def _mask_and_head(edit_mask: Given | None) -> tuple[Given | None, Given | None]:
-    """`--edit-mask head=PATH`, the old spelling, as two options; ConfigError where no head is expected."""
+    """Split `--edit-mask head=PATH`, the old spelling, into two options; ConfigError if no head is expected."""
     from qwen_cache.console import console
     from qwen_cache.errors import ConfigError
 
@@ -585,7 +585,7 @@ def import_(
     )
 
 
-@command(app, page="howto/troubleshooting.md", examples=["qwen-cache gc --dry-run", "qwen-cache gc shards"])
+@command(app, page="howto/migrate-and-merge.md", examples=["qwen-cache gc --dry-run", "qwen-cache gc shards"])
 def gc(
     cache: CachePath = None,
     dry_run: Annotated[
@@ -685,7 +685,7 @@ def doctor(
     from qwen_cache.settings.load import load_config
 
     folder = load_config(config, set_, [path]).cache.path
-    if path is None and "://" in folder:  # of a cache that was built elsewhere
+    if path is None and "://" in folder:  # doctor checks local disks only
         folder = "shards"
     return run_doctor(folder, as_json=json)
 

@@ -1,7 +1,7 @@
 """Terminal front end of `qwen-cache build`: a plan before the work, a progress line, a summary after.
 
-A dry run prints the same plan and every reason for which `build` would not begin, and ends with the exit code that
-`build` would have: 2 with such a reason, else 0, or with `--check` 1 if there is work.
+A dry run prints the same plan and every reason why `build` would refuse to start. Its exit code is then 2; otherwise it
+is 0, or with `--check` 1 if there is work.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MAX_SIZES = 6  # target sizes in the plan
 FEW_CHANGED = 3  # changed samples: up to this many are listed even if all have the same reason
 MAX_CHANGED = 20  # changed samples that are listed
 INDENT = " " * 9  # of the lines below a label of the plan
-WORK = ("encoded", "copied", "kept", "new_masks")  # what was done for missing samples, in --json
+WORK = ("encoded", "copied", "kept", "new_masks")  # how missing samples were made, in --json
 MEASURED = 4  # samples that --measure times: seconds of work with the real encoders on a GPU
 
 
@@ -65,14 +65,14 @@ class Task:
     update: Update
     cached: ReusableSamples
     obstacles: list[QwenCacheError]
-    """Why it cannot begin."""
+    """Why it cannot start."""
     is_repair: bool = False
     elsewhere: Mapping[str, list[str]] = field(default_factory=dict)
-    """Damaged shards that a repair leaves to the builds of other recipes, with the names of these."""
+    """Damaged shards that hold only samples of other recipes, each with the names of these recipes."""
 
     @property
     def has_work(self) -> bool:
-        """Whether the cache is not up to date, or not whole."""
+        """Whether the cache is out of date or damaged."""
         plan = self.plan
         return bool(plan.missing or plan.removed or plan.problems or self.update.damaged)
 
@@ -92,7 +92,7 @@ def run_build(
     """Plan, print the plan, encode, print a summary; return the exit code. `ray` is the address of a cluster."""
     _check_options(ray=ray, dry_run=dry_run, check=check, measure=measure)
     if repair and replace_recipe:
-        raise ConfigError("--repair keeps the recipe, and --replace replaces it", do="leave one of them out")
+        raise ConfigError("--repair keeps the recipe, and --replace replaces it", do="give only one of them")
     if not dry_run:
         require("torch")
     encoders = Encoders(load_lanes) if ray is None else on_cluster(ray, load_lanes)
@@ -117,7 +117,7 @@ def _check_options(*, ray: str | None, dry_run: bool, check: bool, measure: bool
 
 
 def _plan_build(job: BuildJob, *, replace_recipe: bool) -> Task:
-    """What a build would do; without `replace_recipe` it may not replace most of the cache for another recipe."""
+    """Plan a build; without `replace_recipe` it may not replace most of the cache because of another recipe."""
     existing = builder.load_existing(job)
     cached = reusable_samples(job.config, job.recipe, existing, job.recipe_name)
     with counting("reading the source", total=len(job.rows)) as on_rows:
@@ -133,7 +133,7 @@ def _plan_build(job: BuildJob, *, replace_recipe: bool) -> Task:
 
 
 def _plan_repair(job: BuildJob) -> Task:
-    """What a repair would do."""
+    """Plan a repair."""
     with counting("verifying", in_bytes=True) as on_bytes:
         repair = plan_repair(job, on_bytes)
     plan, update = repair.plan, repair.update
@@ -163,7 +163,7 @@ def _refuse(task: Task) -> int:
 
 
 def _build(job: BuildJob, task: Task, encoders: Encoders, as_json: bool) -> int:
-    """Print the plan, and carry it out unless something is in its way; return the exit code."""
+    """Print the plan, and carry it out unless there are obstacles; return the exit code."""
     _print_plan(job, task)
     if task.obstacles:
         return _refuse(task)
@@ -202,14 +202,14 @@ def _nothing_to_do(job: BuildJob, task: Task, as_json: bool) -> int:
 
 
 def _left_damaged(task: Task) -> int:
-    """Name the damaged shards that are left to the builds of other recipes; return the exit code."""
+    """Report the damaged shards that only other recipes can repair; return the exit code."""
     for shard, recipes in task.elsewhere.items():
         names, settings = ", ".join(recipes), " or ".join(f"cache.recipe={name}" for name in recipes)
         error = ShardError(
-            "this shard is damaged, and has samples of other recipes alone",
+            "this shard is damaged and holds only samples of other recipes",
             where=task.update.folder / shard,
             found=names,
-            do=f"run `qwen-cache build --repair` with their settings and --set {settings}",
+            do=f"run `qwen-cache build --repair` with the settings of that recipe and --set {settings}",
         )
         fail(str(error))
     return FAULTS if task.elsewhere else 0
@@ -237,7 +237,7 @@ def _run(job: BuildJob, task: Task, encoders: Encoders) -> builder.Report:
 
 
 def _loader(task: Task, encoders: Encoders) -> Callable[[BuildJob], Encoding]:
-    """Loads the encoders; beside samples that only get a new mask, once another one is encoded."""
+    """A function that loads the encoders; if some samples only need a new mask, once another sample needs encoding."""
     if not any(task.cached.row_for(sample) for sample in task.plan.missing):
         return encoders.load
 
@@ -250,7 +250,7 @@ def _loader(task: Task, encoders: Encoders) -> Callable[[BuildJob], Encoding]:
 
 
 def _counts(task: Task, report: builder.Report) -> dict[str, int]:
-    """The number of missing samples by what was done for them; a damaged copy counts as encoded."""
+    """The number of missing samples by how they were made; a sample whose copy was damaged counts as encoded."""
     plan, made = task.plan, [sample for sample in task.plan.missing if sample.key in report.made]
     masks, kept = sum(task.cached.row_for(sample) is not None for sample in made), len(plan.kept - report.made)
     copied = len(plan.missing) - len(made) - kept
@@ -293,7 +293,7 @@ def _measure(job: BuildJob, plan: BuildPlan) -> float:
 
 
 def _print_plan(job: BuildJob, task: Task, seconds: float | None = None, *, always: bool = False) -> None:
-    """The plan as lines on stderr, of a dry run `always`; `seconds` is the measured time."""
+    """Print the plan to stderr, with `always` under --quiet too; `seconds` is the measured time."""
     out, plan = console(always=always), task.plan
     out.print(f"[bold]model[/]    {verbatim(job.model.name)}  ({job.model.pipeline}, {job.recipe['dtype']})")
     if task.is_repair:
@@ -331,7 +331,7 @@ def _print_repair(task: Task, out: PlainConsole) -> None:
 
 
 def _print_cost(job: BuildJob, task: Task, seconds: float | None, out: PlainConsole) -> None:
-    """What the missing samples cost in time and space, and which of them cost neither."""
+    """Print what the missing samples cost in time and space, and which of them need no encoder."""
     plan = task.plan
     if plan.to_encode:
         time_taken = f", {human_time(seconds)}" if seconds else ""
@@ -346,7 +346,7 @@ def _print_cost(job: BuildJob, task: Task, seconds: float | None, out: PlainCons
         samples = plural(len(plan.to_copy), "sample")
         out.print(f"{INDENT}{samples} from replaced shards: switching back costs nothing until `qwen-cache gc`")
     if plan.new_masks:
-        out.print(f"{INDENT}{plural(len(plan.new_masks), 'sample')} with only a new mask: all else is cached")
+        out.print(f"{INDENT}{plural(len(plan.new_masks), 'sample')} with only a new mask: everything else is cached")
 
 
 def _plan_json(job: BuildJob, task: Task, seconds: float | None) -> dict[str, Any]:

@@ -84,15 +84,14 @@ def _write(job: ImportJob, plan: ImportPlan, update: Update, as_json: bool) -> i
         size = human_bytes(sum(shard.bytes for shard in manifest.shards))
         shards, samples = plural(len(manifest.shards), "shard"), plural(len(plan.samples), "sample")
         console().print(f"[bold green]done[/]: {verbatim(job.folder)} holds {samples} in {shards}, {size}")
-    out = console()
-    out.print(f"train on it with: {plain(_training(job, plan, update))}", markup=False)
+    console().print(f"train on it with: {plain(_training_command(job, plan, update))}", markup=False)
     if as_json:
         imported = 0 if up_to_date else len(update.order)
         print_json({"imported": imported, "samples": len(plan.samples), "up_to_date": up_to_date})
     return 0
 
 
-def _training(job: ImportJob, plan: ImportPlan, update: Update) -> str:
+def _training_command(job: ImportJob, plan: ImportPlan, update: Update) -> str:
     """The command line that trains on the imported samples."""
     words = ["qwen-train", "run", str(job.folder), "--model", job.model.name]
     if len(update.existing.recipes.keys() | {job.recipe_name}) > 1:

@@ -1,7 +1,7 @@
-"""Terminal front end of `qwen-cache init`: a small qwen.yaml for the data that it sees, with comments that say why.
+"""Terminal front end of `qwen-cache init`: a small qwen.yaml for the data and this machine, with a comment per value.
 
 It reads the rows of the source, the headers of some images, and the devices of this machine; nothing is downloaded.
-Refused: a source with unusable rows, as in a build, and to overwrite a file without --force.
+Refuses a source with unusable rows, as a build does, and to overwrite a file without --force.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from statistics import median_low
 from typing import Any
 
 from qwen_cache.cli.doctor import Device, Torch, probe_torch
-from qwen_cache.console import console, human_bytes, plural, print_json, print_problems
+from qwen_cache.console import console, human_bytes, plural, print_json, print_problems, shell_line
 from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.models.family import FAMILIES, QWEN_IMAGE, VAE_IMAGE_SIZE, Family
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.listing import comment, settings_file
-from qwen_cache.settings.load import Config, overridden
+from qwen_cache.settings.load import CONFIG_NAME, Config, overridden
 from qwen_cache.settings.yaml_text import parse_yaml
 from qwen_cache.sources.detect import Row, read_source
 from qwen_cache.sources.images import upright_size
@@ -29,19 +29,19 @@ from qwen_cache.storage.durable import make_folder, write_durably
 from qwen_cache.storage.url import location
 
 HEADERS = 32
-"""Images whose size is read, at equal distances: enough for a median, and a second from a server."""
+"""Images whose size is read, evenly spaced: enough for a median, and about a second from a server."""
 SMALL = 0.75
-"""Of the default area: below it a smaller one is advised, since enlarged images cost time and show nothing more."""
+"""Share of the default area below which a smaller area is suggested: upscaled images cost time and add no detail."""
 STEP = 32
-"""The sides of advised areas, as the pipelines make them."""
+"""Suggested sides are multiples of this, as in the pipelines."""
 FITTING: tuple[tuple[float, dict[str, Any]], ...] = (
     (47.9e9, {}),
     (33.8e9, {"train.tabulated_modulation": True}),
     (21.3e9, {"train.offload_blocks": 40}),
     (7.3e9, {"train.offload_blocks": 60}),
 )
-"""Bytes of GPU memory for a LoRA on the 20B model, 1024² with one control, and settings that need no more:
-docs/howto/train-on-24gb.md. Those that round nothing, the fastest first."""
+"""Bytes of GPU memory for a LoRA on the 20B model (1024², one control), and the settings that achieve them, from
+docs/howto/train-on-24gb.md. Only settings that leave the numbers unchanged, fastest first."""
 KINDS = {
     "csv": "a CSV table",
     "tsv": "a TSV table",
@@ -51,7 +51,7 @@ KINDS = {
     "arrow": "a dataset that `datasets` saved",
     "tar": "tars of images",
 }
-"""What a row's place says of its source."""
+"""Kinds of sources by the extension in the location of a row."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,15 @@ class Survey:
 
 
 def run_init(config: Config, file: Path, *, force: bool, as_json: bool) -> int:
-    """Write the settings file; the exit code. It has those of `config` that are not the defaults too."""
+    """Write the settings file, with every setting of `config` that is not the default; return the exit code."""
     if file.exists() and not force:
-        raise ConfigError("there is a settings file already", where=file, do="give --force to replace it, or --out")
-    survey = look_at(config)
+        raise ConfigError("this settings file already exists", where=file, do="give --force to replace it, or --out")
+    survey = survey_source(config)
     models, torch = fitting_models(survey.controls), probe_torch()
     entries = {key: (value, comment) for key, value, comment in chosen(config, survey, models, torch)}
     defaults = Config().flat()
-    entries |= {key: (value, "As given.") for key, value in config.flat().items() if value != defaults[key]}
+    given = {key: value for key, value in config.flat().items() if value != defaults[key]}
+    entries |= {key: (value, "Given on the command line.") for key, value in given.items()}
     text = settings_file((key, *entries[key]) for key in sorted(entries, key=list(defaults).index))
     text = f"{_head(config.data.source, survey)}\n\n{text}\n"
     overridden(parse_yaml(text), str(file))
@@ -95,7 +96,7 @@ def run_init(config: Config, file: Path, *, force: bool, as_json: bool) -> int:
     return 0
 
 
-def look_at(config: Config) -> Survey:
+def survey_source(config: Config) -> Survey:
     """Read the rows of the source, and the size of some targets; SourceError where `build` would stop."""
     source = config.data.source
     rows, problems = read_source(
@@ -142,7 +143,7 @@ def _sizes(rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
 
 
 def fitting_models(controls: tuple[int, int]) -> list[tuple[str, Family]]:
-    """The published models that take that many controls, the advised one first: the newest of the 20B family."""
+    """The published models that take that many controls, the suggested one first: the newest of the 20B family."""
     fewest, most = controls
     return [
         (name, family)
@@ -166,47 +167,47 @@ def chosen(
     yield "model.path", name, f"{takes}, licence {family.licence}." + (f" Also possible: {others}." if others else "")
     yield "data.source", config.data.source, ""
     if survey.without_prompt:
-        what = f"{plural(survey.without_prompt, 'sample')} of {survey.samples} without a prompt, which `build` refuses"
-        yield "data.allow_empty_prompt", False, f"{what} unless this is true."
+        what = f"{survey.without_prompt} of {plural(survey.samples, 'sample')} without a prompt: `build` refuses this"
+        yield "data.allow_empty_prompt", False, f"{what} unless the setting is true."
     area, width, height = VAE_IMAGE_SIZE, *survey.median
     if width * height < SMALL * area:
         side = max(STEP, math.isqrt(width * height) // STEP * STEP)
-        why = f"{side}²: the median target has {width}×{height}. By default all are enlarged to about 1024² pixels."
+        why = f"{side}²: the median target has {width}×{height} pixels. By default all are resized to about 1024²."
         yield "data.vae_image_size", side * side, why
     yield "cache.path", config.cache.path, "The folder of the cache."
     defaults = Config()
     yield "train.output_dir", defaults.train.output_dir, "The folder of the LoRA, its checkpoints and the report."
     yield from _memory(family, torch)
     steps = defaults.train.max_steps
-    yield "train.max_steps", steps, f"With a batch size of 1: {steps / survey.samples:.1f} epochs."
+    yield "train.max_steps", steps, f"{steps / survey.samples:.1f} epochs at a batch size of 1."
     if survey.with_mask:
-        masks = f"{plural(survey.with_mask, 'sample')} with a mask: above 1, the loss inside of it counts more."
+        masks = f"{plural(survey.with_mask, 'sample')} with a mask: above 1, the loss inside the mask counts more."
         yield "train.edit_mask_weight", defaults.train.edit_mask_weight, masks
-    yield "train.lora.rank", defaults.train.lora.rank, "More learns more, and takes more memory."
+    yield "train.lora.rank", defaults.train.lora.rank, "A higher rank can learn more, and takes more memory."
     yield "optimizer.learning_rate", defaults.optimizer.learning_rate, ""
 
 
 def _memory(family: Family, torch: Torch) -> Iterator[tuple[str, Any, str]]:
-    """The first setting of training that depends on the GPU."""
+    """The settings of training that depend on the GPU."""
     device = next(iter(torch.devices), None)
-    why = "`qwen-train plan` computes it for this cache."
+    plan = "`qwen-train plan` predicts the memory for this cache."
     if device is None or device.total is None:
         found = "torch is not installed" if torch.absent else "No GPU was found"
-        yield "train.batch_size", 1, f"{found} on this machine, so nothing here depends on its memory; {why}"
+        yield "train.batch_size", 1, f"{found} on this machine, so no setting here depends on GPU memory. {plan}"
         return
     has = f"{device.name} has {human_bytes(device.total)}"
     if family is not QWEN_IMAGE:
-        yield "train.batch_size", 1, f"{has}. What fits, {why}"
+        yield "train.batch_size", 1, f"{has}. {plan}"
         return
     needed, settings = next((each for each in FITTING if each[0] <= device.total), FITTING[-1])
     about = f"{has}; a sample of 1024² with one control needs about {human_bytes(needed)}"
-    yield "train.batch_size", 1, f"{about}{' with the setting below' if settings else ''}. {why[0].upper()}{why[1:]}"
+    yield "train.batch_size", 1, f"{about}{' with the setting below' if settings else ''}. {plan}"
     yield from ((key, value, "") for key, value in settings.items())
 
 
 def _head(source: str, survey: Survey) -> str:
     what = f"Written by `qwen-cache init`. {plain(source)} is {summary(survey)}."
-    where = "All settings: `qwen-train config`. Some: `qwen-train config --search lr`."
+    where = "`qwen-train config` lists all settings, `qwen-train config --search lr` searches them."
     return "\n".join([*comment(what), *comment(where)])
 
 
@@ -224,8 +225,8 @@ def _controls(controls: tuple[int, int]) -> str:
 
 
 def _next_commands(file: Path) -> list[str]:
-    config = "" if file == Path("qwen.yaml") else f" --config {file}"
-    return [f"qwen-cache build --dry-run{config}", f"qwen-cache build{config}"]
+    config = [] if file == Path(CONFIG_NAME) else ["--config", str(file)]
+    return [shell_line(["qwen-cache", "build", *dry_run, *config]) for dry_run in (["--dry-run"], [])]
 
 
 def _to_json(

@@ -21,9 +21,8 @@ def run_merge(config: Config, caches: list[str], select: list[str], *, as_json: 
     sources, target = [location(cache) for cache in caches], local_folder(config.cache.path)
     if any(directory.is_same(source, target) for source in sources):
         raise ConfigError("a cache cannot be merged into itself", where=target, do="choose another folder with --out")
-    given = read_sources(
-        sources, Selection.of(select), LocalCopies.of_settings(config.cache)
-    )  # before a folder is made
+    copies = LocalCopies.of_settings(config.cache)
+    given = read_sources(sources, Selection.of(select), copies)  # before the lock creates a folder
     with directory.writing(target):
         plan = plan_merge(given, target)
 

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from qwen_cache.encode.edit_mask import EditMasks, ReusableSamples
-from qwen_cache.encode.plan import BuildPlan, PlannedSample, Rules, make_plan, many_objects
+from qwen_cache.encode.plan import BuildPlan, PlannedSample, Rules, make_plan, without_gc
 from qwen_cache.encode.recipe import make_recipe, recipe_changes
 from qwen_cache.encode.remembered_images import RememberedImages
 from qwen_cache.encode.slices import SourceSlice, refuse_other_slices
@@ -130,7 +130,7 @@ class Report:
     """The result of a build."""
 
     made: frozenset[str]
-    """The keys of the samples that were encoded, or got a new mask; all others were copied, or there already."""
+    """The keys of the samples that were encoded, or got a new mask; all others were copied or already present."""
     samples: int
     shards: int
     bytes: int
@@ -194,7 +194,7 @@ class SourceRows:
     """The names of the rows of the other slices."""
 
 
-@many_objects()
+@without_gc()
 def read_rows(
     config: Config, source: str, model: ModelFolder, check: Callable[[list[Row]], list[Problem]]
 ) -> SourceRows:
@@ -247,7 +247,7 @@ def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:
     return problems
 
 
-@many_objects()
+@without_gc()
 def load_existing(job: BuildJob) -> Existing:
     """The existing cache, without the rows of missing shards; ConfigError if it cannot take this recipe."""
     existing = load_every_row(job)
@@ -280,18 +280,17 @@ def _present(job: BuildJob, existing: Existing) -> list[IndexRow]:
     ours = {recipe_id(job.recipe), replaced.id if replaced else None}
     for row in existing.rows:
         if row.shard not in here and row.meta.recipe not in ours:
-            name = next((name for name, it in existing.manifest.recipes.items() if it.id == row.meta.recipe), None)
             raise ShardError(
                 "a shard with samples of another recipe is missing",
                 where=job.folder / row.shard,
-                found=f"samples of recipe {name!r}",
+                found=f"samples of recipe {existing.recipe_names.get(row.meta.recipe)!r}",
                 do="restore it from a copy, or run `qwen-cache build --repair` with the settings of that recipe",
             )
     return [row for row in existing.rows if row.shard in here]
 
 
 def plan_build(job: BuildJob, existing: Existing, on_row: Callable[[], None] = lambda: None) -> BuildPlan:
-    """The missing samples, and why. Reads every image of the source that the last plan did not see as it is."""
+    """The missing samples, and why. Reads only images that are new or have changed since the last plan."""
     recipe = existing.manifest.recipes.get(job.recipe_name)
     changed = recipe_changes(recipe.recipe, job.recipe) if recipe else []
     cached = existing.of_recipe(job.recipe_name)
@@ -311,8 +310,8 @@ def rules(job: BuildJob) -> Rules:
 
 
 def without_encoder(job: BuildJob, existing: Existing, plan: BuildPlan, cached: ReusableSamples) -> BuildPlan:
-    """The plan, knowing which missing samples need no encoder: an interrupted build has finished them, they are in a
-    replaced shard, or `cached` with another mask."""
+    """The plan with the missing samples that need no encoder: finished by an interrupted build, in a replaced shard, or
+    `cached` with another mask."""
     keys = {sample.key for sample in plan.missing}
     finished = finished_samples(job.folder, existing, staging_name(job), keys)
     found = finished.interrupted | finished.replaced
@@ -321,7 +320,7 @@ def without_encoder(job: BuildJob, existing: Existing, plan: BuildPlan, cached: 
 
 
 def staging_name(job: BuildJob, *, repair: bool = False) -> str:
-    """The staging of builds with this recipe; a repair has another, so that it leaves theirs alone."""
+    """The name of the staging folder for builds with this recipe; repairs use another one."""
     return recipe_id(job.recipe) + ("-repair" if repair else "")
 
 
@@ -374,7 +373,7 @@ def _write(
     encoders: Encoders,
     on_sample: Callable[[int], None],
 ) -> set[str]:
-    """Write the samples of the update in order; returns the keys of those for which the encoders were loaded."""
+    """Write the samples of the update in order; returns the keys of those that were not copied."""
     order = update.order[staging.position :]
     to_make = {key for key in order if key in samples and staging.left_over(key) is None}
     with encoders.load(job) if to_make else nullcontext() as lanes:

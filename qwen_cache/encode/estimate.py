@@ -51,7 +51,7 @@ def estimate(samples: Sequence[PlannedSample], job: BuildJob) -> Estimate:
 def bytes_to_write(job: BuildJob, plan: BuildPlan, update: Update) -> int:
     """About how many bytes the build adds to the disk. Replaced shards stay there until `gc`.
 
-    What an interrupted build has finished is there already, and a replaced shard that comes back is linked.
+    Samples that an interrupted build has finished are on the disk already; samples of replaced shards are linked.
     """
     made = {sample.key for sample in plan.to_encode} | plan.new_masks
     written = estimate([sample for sample in plan.samples if sample.key in made], job).bytes
@@ -59,7 +59,7 @@ def bytes_to_write(job: BuildJob, plan: BuildPlan, update: Update) -> int:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """The free space for files in `folder`, which need not exist; None where the system does not say."""
+    """The free space for files in `folder`, which need not exist; None if the system does not report it."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     with suppress(OSError):
         usage = shutil.disk_usage(there)

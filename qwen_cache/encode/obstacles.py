@@ -1,8 +1,8 @@
 """What stops a build after its plan, before an encoder is loaded: `build` refuses, and a dry run says so.
 
 Unusable rows, no usable row, too little disk space, and a recipe that changed by accident: a build that would encode
-more than half of the cached samples again because of it asks for `--replace`. Masks that need no encoder and samples
-that come back from replaced shards are free, and need none.
+more than half of the cached samples again needs `--replace`. Samples that need no encoder (a new mask only, or a copy
+from a replaced shard) do not count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def unusable_rows(job: BuildJob, plan: BuildPlan) -> SourceError | None:
 
 
 def empty_source(job: BuildJob, existing: Existing, plan: BuildPlan) -> SourceError | None:
-    """The error for a build without a sample, unless it is one of more slices than rows."""
+    """The error for a build without a sample, unless it builds an empty slice."""
     if plan.samples or (job.slice and not existing.rows):
         return None
     return SourceError("no usable sample is left, so there is nothing to build")
@@ -46,7 +46,7 @@ class RecipeChangedError(ConfigError):
         do = "keep these samples too, in another folder or as another recipe, or replace them"
         super().__init__(what, where=where, do=do)
         self.commands = tuple(commands)
-        """The command lines that do so."""
+        """The command lines to choose from."""
 
     def __str__(self) -> str:
         return super().__str__() + "".join(f"\n    {plain(command)}" for command in getattr(self, "commands", ()))
@@ -57,7 +57,7 @@ def changed_recipe(
 ) -> RecipeChangedError | None:
     """The error for a build that would encode more than half of the cached samples again for another recipe.
 
-    `command` has the arguments of the command line, for the proposals.
+    `command` has the arguments of the command line, from which the commands in the message are made.
     """
     again = {sample.row.name for sample in plan.to_encode if any(r.startswith(RECIPE) for r in sample.reasons)}
     cached = {row.name for row in existing.of_recipe(job.recipe_name).values()}

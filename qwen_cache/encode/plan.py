@@ -25,14 +25,14 @@ from qwen_cache.sources.detect import Readable, Row
 from qwen_cache.sources.sizes import Resolution, Size, SourceImage, calculate_dimensions, img_shapes, sizes_of
 
 NEW = "new"
-RECIPE = "recipe: "  # begins the reasons that have nothing to do with the source
-CHUNK = 64  # rows that a thread looks up at once
+RECIPE = "recipe: "  # prefix of reasons that come from the settings, not from the source
+CHUNK = 64  # rows per task of the thread pool
 ASPECT_TOLERANCE = 0.01  # a mask may have another size than its target, but not another shape
 
 
 @dataclass(frozen=True)
 class PlannedSample:
-    """One sample of the source, its key, and the reasons why the cache lacks it (none if it does not)."""
+    """One sample of the source, its key, and the reasons why the cache lacks it (empty if it has it)."""
 
     row: Row
     inputs: Inputs
@@ -147,7 +147,7 @@ def make_plan(
     on_row: Callable[[], None] = lambda: None,
     memory: RememberedImages | None = None,
 ) -> BuildPlan:
-    """Hash every image of `rows`, or take what `memory` has of it, and decide which samples to encode.
+    """Hash every image of `rows`, or look it up in `memory`, and decide which samples to encode.
 
     `cached` are the cache's rows of the recipe with this name, by key. `changed_recipe` lists how that recipe differs;
     if it does, none of them can be used.
@@ -160,7 +160,7 @@ def make_plan(
         known = _remembered(rows, lambda row: _plan_row(row, rules, usable, memory, may_read=False), pool)
         unknown = [row for row, result in zip(rows, known, strict=True) if result is None]
         work = pool.map(lambda row: _plan_row(row, rules, usable, memory, may_read=True), unknown)
-        with closing(result for result in work) as read:  # if this ends early, the pool drops the rows that wait
+        with closing(result for result in work) as read:  # if this ends early, the pool drops the pending rows
             for result in known:
                 results += next(read) if result is None else result
                 on_row()
@@ -178,11 +178,11 @@ def make_plan(
 
 
 @contextmanager
-def many_objects() -> Iterator[None]:
-    """Inside the block no cyclic garbage is collected.
+def without_gc() -> Iterator[None]:
+    """Turn Python's cyclic garbage collector off inside the block.
 
-    A plan makes millions of objects that stay and form no cycles; searching them again and again takes a third of its
-    time. Not for decoding images, which may form cycles that hold their pixels.
+    A plan makes millions of objects that it keeps and that form no cycles; searching them repeatedly takes a third of
+    its time. Not for decoding images, which may form cycles that hold their pixels.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -193,13 +193,13 @@ def many_objects() -> Iterator[None]:
             gc.enable()
 
 
-@many_objects()
+@without_gc()
 def _remembered(
     rows: Sequence[Row], plan_row: Callable[[Row], Result], pool: ThreadPoolExecutor
 ) -> list[Result | None]:
     """The results of the rows whose images need not be read, None for the others.
 
-    The threads are for slow disks. Each gets many rows at once, as handing over one row takes as long as planning it.
+    The threads are for slow disks. A task has many rows, since submitting a task costs as much as planning one row.
     """
 
     def plan(chunk: Sequence[Row]) -> list[Result | None]:
@@ -233,7 +233,7 @@ def _plan_row(
 ) -> Result:
     """The samples of one row, or its problems: hash its files, and decode them if a sample is to be encoded.
 
-    NotRememberedError if an image has to be read and may not be.
+    NotRememberedError if an image has to be read and `may_read` is False.
     """
     if rules.max_controls is not None and len(row.controls) > rules.max_controls:
         takes = f"{rules.pipeline} takes {plural(rules.max_controls, 'control image')}"
@@ -309,6 +309,6 @@ def read_again(file: Readable, expected: str) -> bytes:
     """
     data = file.read()
     if content_hash(data) != expected:
-        do = "build again; if this message returns, with --rehash"
+        do = "build again; if the error persists, add --rehash"
         raise SourceError("the file changed while the cache was being built", where=file, do=do)
     return data

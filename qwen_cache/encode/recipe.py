@@ -26,7 +26,7 @@ _INTERNAL = {
     **dict.fromkeys(("template", "picture_template", "drop_idx"), _PROMPT),
     "mask_head": "mask head",
 }
-"""What an entry that is no setting stands for. One that only one of two recipes has follows from their settings."""
+"""What messages call an entry that is not a setting. If only one of two recipes has it, other entries differ too."""
 
 
 def make_recipe(model: ModelFolder, config: Config, on_bytes: Callable[[int], None] = lambda _: None) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Facts:
 
     hash: str
     size: Size = (0, 0)
-    """Upright; zeros if nobody asked."""
+    """After EXIF rotation; zeros if not read yet."""
     decoded: bool = False
     """Whether every pixel was decoded without an error."""
 
@@ -49,7 +49,7 @@ class Facts:
 
 
 class RememberedImages:
-    """What the last plan of a source saw of its images, and what this one sees."""
+    """What the last plan learned about the images of a source, and what this one learns."""
 
     def __init__(self, files: RememberedFiles) -> None:
         self.files = files
@@ -67,7 +67,7 @@ class RememberedImages:
 
     @contextmanager
     def planning(self, rows: Sequence[Row]) -> Iterator[None]:
-        """Remember what is seen inside the block, in which a plan of `rows` is made."""
+        """Remember what is learned inside the block, in which a plan of `rows` is made."""
         images = (image for row in rows for image in (row.target, *row.controls, row.mask) if image is not None)
         self.files.list_folders(file for image in images for file in _files(image) if isinstance(file, Url))
         with self.files.saved():
@@ -131,8 +131,9 @@ class PlannedImage:
         if self._content is None:
             self._content = self._file.read()
             if self._facts and content_hash(self._content) != self._facts.hash:
-                do = "run the same command again; if this message returns, with --rehash"
-                raise SourceError("the file has other content than is remembered", where=self.where, do=do)
+                what = "the content of this file changed, but its times or ETag did not"
+                do = "run the same command again; if the error persists, add --rehash"
+                raise SourceError(what, where=self.where, do=do)
         return self._content
 
     def _named(self) -> tuple[bytes | None, bool]:

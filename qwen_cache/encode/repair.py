@@ -1,9 +1,9 @@
 """Repair: encode the damaged samples of a cache again, and nothing else.
 
-A damaged shard is replaced by one with the same samples in the same order. Those whose tensors still have their hashes
-are copied, the others are encoded from the source, which must be what it was. A damaged sample whose source has changed
-or is missing, or one of another recipe in the same shard, is a problem: `data.on_error` stops, or drops it from the
-cache. Shards that hold other recipes alone are left as they are, and named.
+A damaged shard is replaced by one with the same samples in the same order. Samples whose tensors still match their
+hashes are copied, the others are encoded from the source, which must be unchanged. A damaged sample whose source has
+changed or is missing, or that belongs to another recipe, is a problem: `data.on_error` stops, or drops it from the
+cache. Shards that hold only other recipes are reported and left as they are.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ class Repair:
     """The damaged samples that can be encoded; `removed` are the names of those that cannot."""
     update: Update
     elsewhere: dict[str, list[str]]
-    """The damaged shards that hold other recipes alone, each with the names of these."""
+    """The damaged shards that hold only other recipes, each with the names of these recipes."""
 
 
-def plan_repair(
-    job: BuildJob, on_bytes: Callable[[int], None] = lambda _: None, on_row: Callable[[], None] = lambda: None
-) -> Repair:
+def plan_repair(job: BuildJob, on_bytes: Callable[[int], None] = lambda _: None) -> Repair:
     """Read every byte of the cache, then the rows of the damaged samples.
 
     Raises ManifestError if there is no cache, ConfigError if it has another recipe, and FormatError if its manifest or
@@ -54,7 +52,7 @@ def plan_repair(
     mine = recipe_id(job.recipe)
     ours = {row.shard for row in existing.rows if row.meta.recipe == mine} & damaged.keys()
     lost = {row.meta.key: row for row in existing.rows if row.shard in ours and row.meta.key in damaged[row.shard]}
-    plan = _plan(job, existing, lost, on_row)
+    plan = _plan(job, existing, lost)
     dropped = lost.keys() - {sample.key for sample in plan.samples}
     whole = replace(existing, rows=[row for row in existing.rows if row.meta.key not in lost])
     listed = [row for row in existing.listed if row.key not in dropped]
@@ -70,11 +68,8 @@ def _check_recipe(job: BuildJob, existing: Existing) -> None:
     recipe = existing.recipes.get(job.recipe_name)
     if recipe is None:
         names = ", ".join(sorted(existing.recipes))
-        what, do = (
-            f"this cache has no recipe {job.recipe_name!r}",
-            "name one of its recipes with --set cache.recipe=NAME",
-        )
-        raise ConfigError(what, where=job.folder, found=names, do=do)
+        do = "name one of its recipes with --set cache.recipe=NAME"
+        raise ConfigError(f"this cache has no recipe {job.recipe_name!r}", where=job.folder, found=names, do=do)
     if changes := recipe_changes(recipe, job.recipe):
         raise ConfigError(
             "--repair needs the model and the settings that the cache was built with",
@@ -84,11 +79,11 @@ def _check_recipe(job: BuildJob, existing: Existing) -> None:
         )
 
 
-def _plan(job: BuildJob, existing: Existing, lost: Mapping[str, IndexRow], on_row: Callable[[], None]) -> BuildPlan:
+def _plan(job: BuildJob, existing: Existing, lost: Mapping[str, IndexRow]) -> BuildPlan:
     """The samples of `lost` that the source still has, and the problems of all others."""
     names, mine = {row.name for row in lost.values()}, recipe_id(job.recipe)
     rows = [row for row in job.rows if row.name in names]
-    read = make_plan(rows, (), rules(job), {}, on_row=on_row)  # reads them all: where bytes were lost, trust no memory
+    read = make_plan(rows, (), rules(job), {})  # reads them all: where bytes were lost, trust no memory
     found = tuple(replace(sample, reasons=(DAMAGED,)) for sample in read.samples if sample.key in lost)
     now = {sample.row.name: sample for sample in read.samples}
     unreadable = {row.name for row in rows} - now.keys()  # their problems are among those of `read`
@@ -96,8 +91,8 @@ def _plan(job: BuildJob, existing: Existing, lost: Mapping[str, IndexRow], on_ro
     for key, row in lost.items():
         where = str(job.folder / row.shard)
         if row.meta.recipe != mine:
-            recipe = next((name for name, it in existing.manifest.recipes.items() if it.id == row.meta.recipe), "")
-            what = f"{row.name} is damaged, and of another recipe, {recipe}, which shares this shard"
+            recipe = existing.recipe_names.get(row.meta.recipe, "")
+            what = f"{row.name} is damaged, and belongs to another recipe in this shard, {recipe}"
             problems.append(Problem(where, what, f"restore the shard from a copy, {_DROP} and build that recipe again"))
         elif key not in keys and row.name not in unreadable:
             problems.append(Problem(where, *_lost(row, now.get(row.name))))
@@ -110,7 +105,7 @@ def _lost(row: IndexRow, now: PlannedSample | None) -> tuple[str, str]:
         return f"{row.name} is damaged, and the source no longer has it", f"put it back, {_DROP}"
     changes = differences(row.meta.inputs, row.meta.prompt, now.inputs, now.row.prompt) or ["size"]
     what = f"{row.name} is damaged, and its source has changed since ({', '.join(changes)})"
-    return what, f"put the old one back, {_DROP}: the next build encodes the new one"
+    return what, f"restore the old source, {_DROP}: the next build encodes the new one"
 
 
 def _with_finished(job: BuildJob, existing: Existing, plan: BuildPlan) -> BuildPlan:
@@ -120,6 +115,5 @@ def _with_finished(job: BuildJob, existing: Existing, plan: BuildPlan) -> BuildP
 
 
 def _elsewhere(existing: Existing, shards: Set[str]) -> dict[str, list[str]]:
-    names = {recipe.id: name for name, recipe in existing.manifest.recipes.items()}
-    held = {(row.shard, names.get(row.meta.recipe, "")) for row in existing.rows if row.shard in shards}
+    held = {(row.shard, existing.recipe_names.get(row.meta.recipe, "")) for row in existing.rows if row.shard in shards}
     return {shard: sorted(name for other, name in held if other == shard) for shard in sorted(shards)}

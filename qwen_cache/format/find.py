@@ -1,4 +1,4 @@
-"""A sample by what people type: its name, its key, or the start of its key, which no other sample shares."""
+"""Find a sample by its name, its key, or a start of its key that no other sample shares."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SHOWN = 5
 
 
 def find_sample(caches: Sequence[Cache], text: str) -> tuple[Cache, Sample]:
-    """The sample with this name or key, else the only one whose key begins so, and its cache; else ConfigError.
+    """The sample with this name or key, else the only one whose key starts so, and its cache; ConfigError otherwise.
 
-    `caches` are the recipes of one folder, at least one.
+    `caches` has one cache for each recipe of a folder.
     """
     samples = [
         (key, name, cache)
@@ -27,7 +27,7 @@ def find_sample(caches: Sequence[Cache], text: str) -> tuple[Cache, Sample]:
         matches = [each for each in samples if each[0].startswith(text.lower())]
     where = caches[0].folder
     if len(matches) > 1:
-        found = _some([f"{key} ({name})" for key, name, _ in matches])
+        found = _some([f"{name} ({key})" for key, name, _ in matches])
         raise ConfigError("several samples match", where=where, found=found, do="give the full key")
     if not matches:
         names = list(dict.fromkeys(name for _, name, _ in samples))

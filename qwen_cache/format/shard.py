@@ -115,7 +115,7 @@ class ShardWriter:
             self.file.close()
 
     def _finish(self, entry: Entry) -> None:
-        """The sample is in the file, not in a buffer: on a full disk or after a kill it is kept."""
+        """Flush the sample to the file, so that it survives a full disk or a kill."""
         with naming(self.path):
             self.file.flush()
         self.entries.append(entry)

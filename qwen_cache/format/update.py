@@ -50,6 +50,11 @@ class Existing:
         """The rows as entries of a new dataset."""
         return [ListedSample(row.name, row.meta.key, row.source_rows) for row in self.rows]
 
+    @property
+    def recipe_names(self) -> dict[str, str]:
+        """The names of the recipes by their ids."""
+        return {recipe.id: name for name, recipe in self.manifest.recipes.items()}
+
     def others(self, name: str) -> list[ListedSample]:
         """The rows of all recipes except `name`."""
         mine = self.of_recipe(name)
@@ -87,8 +92,7 @@ class Update:
     order: list[str]
     """The keys to write, in their order in the new shards."""
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """Shards to write again although samples of theirs stay, each with the key of its last sample: a repair replaces
-    each by one with the same samples."""
+    """Shards that a repair replaces by ones with the same samples, each with the key of its last sample."""
 
     @property
     def is_nothing(self) -> bool:
@@ -176,11 +180,11 @@ class Finished:
     interrupted: frozenset[str] = frozenset()
     """In the staging of an interrupted run, or in shards that it could no longer add to the dataset."""
     replaced: frozenset[str] = frozenset()
-    """In shards that the dataset no longer names, and in none of `interrupted`."""
+    """In shards that the dataset no longer uses, and not among `interrupted`."""
 
 
 def finished_samples(folder: Path, existing: Existing, name: str, keys: Set[str]) -> Finished:
-    """Which samples of `keys` an update with the staging `name` would copy. Reads the archives only, writes nothing.
+    """Which samples of `keys` an update with the staging `name` would copy. Reads headers only, writes nothing.
 
     A shard with damaged tensors is found when it is copied: its samples are written again.
     """

@@ -90,7 +90,7 @@ def damaged_shards(
 ) -> dict[str, set[str]]:
     """The damaged or missing shards of a local cache, each with the keys of its samples that cannot be read.
 
-    All other samples of a damaged shard can be: by the index, all of their tensors have their hashes.
+    All other samples of a damaged shard can be read: their tensors, where the index has them, match their hashes.
     """
     version, of_shard = existing.manifest.format_version, defaultdict[str, list[IndexRow]](list)
     for row in existing.rows:
@@ -110,7 +110,7 @@ def damaged_shards(
 
 
 def _unreadable(folder: Path, shard: Shard, rows: Iterable[IndexRow]) -> Iterator[str]:
-    """The keys of the samples that are not in the shard where the index has them."""
+    """The keys of the samples with a tensor that is not intact where the index has it."""
     try:
         data = directory.map_shard(folder, shard.name)
     except ShardError:

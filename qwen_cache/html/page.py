@@ -28,7 +28,7 @@ def render(template: str, **values: Any) -> str:
 
 @cache
 def environment() -> Environment:
-    """The jinja2 environment: it escapes markup and control characters, and in JSON no other letters."""
+    """The jinja2 environment: it escapes markup and control characters; JSON keeps its non-ASCII letters."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     templates = Environment(

@@ -67,8 +67,8 @@ def frequent_prompts(prompts: Counter[str]) -> set[str]:
 def scan_flags(cache: Cache, rows: Sequence[IndexRow]) -> tuple[dict[str, list[str]], list[list[str]]]:
     """Flags that need tensors, and the groups of near-duplicates.
 
-    `near_duplicate` has the keys of all groups, and is a flag only where the cache has thumbnails. The targets of a
-    group are near-duplicates of that of its first sample.
+    `near_duplicate` has the keys of all groups, and is there only if the cache has thumbnails. All targets of a group
+    are near-duplicates of the first one.
     """
     signatures: dict[str, Signature] = {}
     with counting(f"reading {cache.recipe_name}", len(cache)) as advance:

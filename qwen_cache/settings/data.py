@@ -13,11 +13,11 @@ class ColumnsConfig(Section):
     target: str | None = None
     """The column, part or folder of the targets."""
     control: Names | None = None
-    """Those of the controls, in their order; one may stand without a list. An empty list: no controls."""
+    """The name of the controls, or a list of names in their order. An empty list ignores all controls."""
     mask: str | None = None
-    """That of the edit masks."""
+    """The column, part or folder of the edit masks."""
     prompt: str | None = None
-    """That of the prompts, or of lists of captions; in a tar also a key of KEY.json."""
+    """The column, part or folder of the prompts, or of lists of captions; in a tar also a key of KEY.json."""
     phrase: str | None = None
     """The column of the words that say where the edit is. Experimental."""
 
@@ -30,7 +30,7 @@ class DataConfig(Section):
     split: str | None = None
     """The split to read where a source has several, such as train."""
     config_name: str | None = None
-    """The configuration of a dataset on the Hugging Face hub; its default one when not given."""
+    """The configuration of a dataset on the Hugging Face hub; by default the dataset's own default."""
     on_error: Literal["stop", "skip"] = "stop"
     """How `build` handles an unusable sample: stop, or skip it."""
     slice: str | None = None

@@ -32,7 +32,7 @@ class PredictConfig(Section):
     """Rounded down to 16 pixels (Qwen-Image-2.1: 32), as the width; when not given, about 1024² (Qwen-Image-2.1:
     output_resolution²) in the shape of the last image."""
     width: Side | None = None
-    """As the height."""
+    """Width of the image, with the same limits and default as the height."""
     output_resolution: Annotated[int, Field(gt=0, multiple_of=32)] | None = None
     """Qwen-Image-2.1: about the square of it are the pixels of control images, and of the result; by default 1024."""
     use_kv_cache: bool | None = None

@@ -23,7 +23,7 @@ WIDTH = 80
 
 
 def all_settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Setting]:
-    """Every setting that has a value of its own, in the order of the sections."""
+    """Every setting that is not a section, in the order of the sections."""
     for name, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -39,7 +39,7 @@ def other_names(setting: Setting) -> list[str]:
 
 
 def found_by(text: str) -> list[Setting]:
-    """The settings with words that begin with those of the text."""
+    """The settings in which every word of `text` is the start of a word."""
     words = [re.compile(rf"\b{re.escape(word)}") for word in _plain(text).split()]
     return [each for each in all_settings() if all(word.search(_searched(each)) for word in words)]
 
@@ -96,7 +96,7 @@ def _described(setting: Setting, value: Any) -> str:
 
 
 def _about(parts: list[str]) -> str:
-    """The description of a section; empty if its class has none of its own."""
+    """The description of a section; empty if its class has none."""
     section: Any = Config
     for part in parts:
         section = section.model_fields[part].annotation

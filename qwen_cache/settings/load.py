@@ -65,7 +65,7 @@ def load_config(
     """The settings of the file, overridden by `a.b=value`, overridden by options of the command line.
 
     Without `path` the file is qwen.yaml of the working directory, if it exists. `options` are dotted names with `__`
-    for the dot. What is None was not given. Raises ConfigError, which names where a value was typed.
+    for the dot. None means not given. Raises ConfigError, which says where the value was typed.
     """
     if path is None and Path(CONFIG_NAME).is_file():
         path = Path(CONFIG_NAME)
@@ -82,7 +82,7 @@ def overridden(
     given: Iterable[Given | None] = (),
     **options: Any,
 ) -> Config:
-    """As `load_config`, of settings that are read already, from `where`."""
+    """As `load_config`, for settings that were already read from `where`."""
     origins = _Origins(where)
     for assignment in assignments or ():
         name, equals, text = (part.strip() for part in assignment.partition("="))

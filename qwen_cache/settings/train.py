@@ -123,7 +123,7 @@ class OptimizerConfig(Section):
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay of the running means of the gradient and its square."""
     weight_decay: Annotated[float, Field(ge=0)] = 1e-2
-    """Weight decay."""
+    """The coefficient of weight decay."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator of the update."""
 

@@ -56,7 +56,7 @@ class Table(Protocol):
     images: tuple[str, ...]
     """The columns of images that are used."""
     embedding: frozenset[str]
-    """Those whose images are all in the table, none in a file of its own."""
+    """The columns whose images are all in the table, not in separate files."""
 
     def records(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """The values of some columns, row by row, as Arrow scalars; the bytes of images may be missing."""

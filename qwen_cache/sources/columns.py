@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from qwen_cache.console import shell_line
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.settings.data import ColumnsConfig
 from qwen_cache.sources.places import File, Location, TableFolder
@@ -42,8 +42,8 @@ COLUMNS = {
 """Roles, and their column names in qwen-image-finetune, DiffSynth, musubi-tuner, imagefolder and published datasets of
 edits: InstructPix2Pix, MagicBrush, HQ-Edit, UltraEdit, OmniEdit."""
 GENERIC = {"target": ("output",), "control": ("input", "source", "original"), "prompt": ("edit",)}
-"""Names that many columns have which hold something else, such as where an image is from: recognised where no column
-has one of the others."""
+"""Ambiguous names, which may also say, for example, where an image is from: recognised only if no column has one of the
+names above."""
 NOT_OF_EDITS = ("image", "image_path", "file_name")
 """Names of targets that say nothing about an edit: `source` beside them need not be a control."""
 FILE_NAMES = ("_file_name", "_file_names")
@@ -129,7 +129,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 def setting(role: str, *names: str) -> str:
     """The option that names the columns of a role."""
     value = json.dumps(names, ensure_ascii=False) if len(names) > 1 else names[0]
-    return f"--set {shlex.quote(f'data.columns.{role}={value}')}"
+    return shell_line(["--set", f"data.columns.{role}={value}"])
 
 
 def _add(
@@ -217,7 +217,7 @@ def _check_controls(controls: dict[int, str], where: Location, takes_control: bo
             where=where,
             expected="targets, prompts and masks only",
             found=listed,
-            do="choose an editing model, or ignore the column: --set 'data.columns.control=[]'",
+            do=f"choose an editing model, or ignore the column: {setting('control', '[]')}",
         )
     first = min(controls, default=0)
     if first > 1 or sorted(controls) != list(range(first, first + len(controls))):

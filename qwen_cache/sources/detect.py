@@ -15,7 +15,7 @@ only if there is none, `_control_1` and `_mask` are read as endings. So a target
 enough. A folder with a metadata.csv or metadata.jsonl stands for that table.
 
 A table (.csv, .jsonl, .json, .parquet, a folder of .parquet, or a folder that `datasets` wrote with save_to_disk) has
-one row per sample. These are its columns or keys, in upper or lower case, also with the ending _file_name; others are
+one row per sample. These are its columns or keys, in any case, with or without the suffix _file_name; others are
 ignored, unless the name resembles that of a control or a mask:
 
     target   path_target, target, target_image, target_img, image, image_path, file_name, edited, edited_image,
@@ -131,11 +131,11 @@ def read_source(
 
 
 def _of_all(problems: list[Problem], drafts: int, source: Location) -> list[Problem]:
-    """The problems, those that every one of several samples has told once."""
+    """The problems; one that all samples share is listed once."""
     times = Counter((problem.what, problem.do) for problem in problems)
     shared = [key for key, count in times.items() if count == drafts > 1]
-    told = [Problem(str(source), f"all {drafts} samples: {what}", do) for what, do in shared]
-    return told + [problem for problem in problems if (problem.what, problem.do) not in shared]
+    merged = [Problem(str(source), f"all {drafts} samples: {what}", do) for what, do in shared]
+    return merged + [problem for problem in problems if (problem.what, problem.do) not in shared]
 
 
 def _phrases(draft: Draft) -> tuple[list[Row], FieldProblems]:
@@ -154,7 +154,7 @@ def _phrases(draft: Draft) -> tuple[list[Row], FieldProblems]:
 
 
 def _unix(text: str) -> str:
-    """Lines end as on Unix: a prompt saved on Windows is the same prompt."""
+    """The text with LF line ends, so that a prompt saved on Windows is the same prompt."""
     return text.replace("\r\n", "\n")
 
 
@@ -227,7 +227,7 @@ def _read_hub(source: Url, needs: Needs) -> Iterator[Problem | Draft]:
         return _read_folder(_opened(source), needs)
     do = "download it, and make a table of it: .csv, .jsonl, .json or .parquet"
     raise SourceError(
-        "this dataset is none that can be read", where=source, expected=KINDS, found=", ".join(sorted(kinds)), do=do
+        "this dataset has no known layout", where=source, expected=KINDS, found=", ".join(sorted(kinds)), do=do
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from qwen_cache.errors import QwenCacheError, SourceError
+from qwen_cache.extras import install_command
 from qwen_cache.plain_text import one_line
 from qwen_cache.sources.places import Location, file_at
 from qwen_cache.storage.url import Url
@@ -43,9 +44,9 @@ def _resolved(url: Url, name: str, revision: str | None, config_name: str | None
     try:
         from datasets import load_dataset_builder
     except ImportError as error:
-        what, do = "a dataset of the hub needs a package that is missing", "pip install 'qwen-cache[hf]'"
-        raise QwenCacheError(what, where=url, found=error, do=do) from error
-    remote = f"hf://datasets/{name}"  # in this form, no local folder of that name is meant
+        what = "a dataset on the hub needs a package that is missing"
+        raise QwenCacheError(what, where=url, found=error, do=install_command("hf")) from error
+    remote = f"hf://datasets/{name}"  # so written, it is never a local folder of that name
     try:
         with tempfile.TemporaryDirectory() as folder:
             builder: Any = load_dataset_builder(remote, config_name, revision=revision, cache_dir=folder)

@@ -1,7 +1,7 @@
 """The header of a JPEG XL file (ISO/IEC 18181-1, sections D.2 and D.3): size, orientation, whether it is an animation.
 
-The installed parser decodes every pixel when it opens a file, and shows the first image of an animation as if there
-were no other. So this is read first. ValueError for bytes without such a header.
+The installed parser decodes every pixel when it opens a file, and hides that a file is an animation. So the header is
+read first. Raises ValueError for bytes without such a header.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ PAIRED_CONTROL_FOLDERS = (
     *("before", "input", "inputs", "source", "sources", "original", "originals", "unedited"),
     *("input_images", "source_images", "original_images", "before_images"),
 )
-"""Names that are recognised where there is a folder for the other role too: alone, they may be any subfolder."""
+"""Names that are recognised only beside a folder for the other role: alone, they may be any subfolder."""
 KNOWN = {"target": TARGET_FOLDERS, "control": CONTROL_FOLDERS}
 PAIRED = {"target": PAIRED_TARGET_FOLDERS, "control": PAIRED_CONTROL_FOLDERS}
 IMAGE_EXTENSIONS = (
@@ -42,9 +42,9 @@ OTHER_IMAGES = (
     *(".tga", ".psd", ".exr", ".hdr", ".jp2", ".j2k", ".jxr", ".dds", ".qoi", ".ico", ".icns", ".svg", ".eps", ".pdf"),
     *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2", ".xcf", ".kra", ".mov", ".mp4"),
 )
-"""Endings of files that people take for images of the source, and that are not read."""
+"""Extensions of images, and files like them, that are not read."""
 READERS = 16  # prompts read in parallel: a remote one takes 0.1 s
-PROMPTS = 64  # on a disk that a thread reads at once
+PROMPTS = 64  # per task of the thread pool, on a disk
 MOST_COMPARED = 100  # names without a partner, on each side, that are compared with one another: takes 0.1 s
 
 
@@ -74,7 +74,7 @@ class Layout:
 
 
 Place = tuple[str, str]
-"""A file as it is named: its folder, and its path below it without extension."""
+"""The name of a file: its folder, and its path below the folder without extension."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Leads:
-    """What may have been meant by files that are missing."""
+    """Hints for missing files."""
 
     unread: Mapping[Place, Location]
     """Images of these names in formats that are not read."""
@@ -295,7 +295,7 @@ def _common_problem(
     owned: Mapping[str, Mapping[int, object]],
     needs: Needs,
 ) -> Problem | None:
-    """What none of several targets has, a control or a prompt, as one problem and not as one for each of them."""
+    """One problem if no target has a control, or none has a prompt, instead of one for each target."""
     first = base_name(next(iter(targets.values()))[0])
     stem = posixpath.splitext(first)[0]
     what = f"none of the {len(targets)} targets has a "
@@ -372,7 +372,7 @@ def _numbers(stem: str) -> list[str]:
 def _read_prompts(
     files: list[list[Location]], memory: RememberedFiles, pool: ThreadPoolExecutor
 ) -> Iterator[str | Exception]:
-    """The prompts, in order. A thread gets many of a disk at once: handing over one takes as long as reading it."""
+    """The prompts, in order. From a disk a task reads many, since submitting a task costs as much as reading one."""
     size = PROMPTS if files and files[0] and isinstance(files[0][0], Path) else 1
     chunks = (files[begin : begin + size] for begin in range(0, len(files), size))
     return chain.from_iterable(pool.map(lambda chunk: [_read_prompt(each, memory) for each in chunk], chunks))

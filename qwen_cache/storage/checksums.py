@@ -55,7 +55,7 @@ def with_own_hash(text: str) -> bytes:
 
 
 def own_hash(data: bytes, claimed: str) -> str:
-    """The hash that a file by `with_own_hash` must have: that of its bytes with the last `claimed` as zeros."""
+    """The hash that a file of `with_own_hash` must contain: that of its bytes with the last `claimed` as zeros."""
     before, _, after = data.rpartition(claimed.encode())
     return xxhash.xxh3_128_hexdigest(before + ZEROS.encode() + after)
 

@@ -3,7 +3,7 @@
 A file counts as unchanged while its path, size, times of modification and change, and inode are: an archive or a copy
 can set the first time, but no program the second (it takes setting the clock, or writing to the disk itself). A file
 that was modified in the last seconds before it was read is not remembered: another change in the same tick of its clock
-would not show. The number of the device is left out: each machine gives the same network disk another one.
+would not show. The device number is left out: it differs between machines that share a network disk.
 Where nothing can be remembered, digests are computed each time; a damaged entry is computed again. A bit that flips on
 the disk changes none of a file's times, so it shows only when the file is read again.
 """
@@ -32,7 +32,7 @@ _distrusted = ContextVar("_distrusted", default=False)
 
 @contextmanager
 def rehashing(on: bool = True) -> Iterator[None]:
-    """Inside the block nothing that was remembered is used, if `on`; what is computed is remembered instead."""
+    """If `on`, ignore what was remembered inside the block, and remember what is computed instead."""
     token = _distrusted.set(on)
     try:
         yield
@@ -92,7 +92,7 @@ def _checked(states: list[list[int]], digest: str) -> dict[str, object]:
 
 
 def file_state(path: Path) -> list[int]:
-    """What changes with any change of a file: its size, times of modification and change in ns, and inode."""
+    """What every change of a file changes: its size, times of modification and change in ns, and inode."""
     stat = os.stat(path)
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 

@@ -1,12 +1,12 @@
 """What was learned from many small files, remembered in the user's cache folder, so that unchanged ones are not read.
 
-A file is known by its place and its version: size, times and inode on a disk, or what the server tells, in a listing
-where there is one. So a changed file is unknown. One that changed while it was read, or just before, is not remembered
-(`storage/remembered.py`), nor one that its server gives no version.
+A file is looked up by its location and its version: on a disk its size, times and inode, on a server what a listing or
+a request says. So a changed file is not found. A file that changed while it was read, or just before, is not remembered
+(`storage/remembered.py`), and neither is one without a version.
 
-One store for each place, such as a source, has what was used last, and is written whole: processes that read the same
-write the same. A store that is damaged or of another kind is ignored; where none can be written, files are read each
-time. All stores together have at most `LIMIT` bytes; those that were not used for longest are removed.
+Each source has one store, which holds what its last use needed and is always written whole. A store that is damaged or
+of another kind is ignored; where none can be written, files are read each time. Stores beyond `LIMIT` bytes in all are
+removed, the least recently used first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RememberedFiles:
 
     @contextmanager
     def saved(self) -> Iterator[None]:
-        """Store what is used inside the block; if it ends early, beside what was known."""
+        """Store what is used inside the block; if it ends with an error, keep what was known too."""
         try:
             yield
         except BaseException:
@@ -137,7 +137,7 @@ class RememberedFiles:
         return {}
 
     def _save(self, values: dict[bytes, bytes]) -> None:
-        """Write the store if it changes; a folder that cannot be written to costs time alone."""
+        """Write the store if it changes; a folder that cannot be written to only costs time."""
         if self._store is None or not (values or self._known):
             return
         with suppress(OSError):
@@ -162,7 +162,7 @@ def _entries(data: bytes, begin: int, end: int) -> Iterator[tuple[bytes, bytes]]
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Remove what was not used for longest, until all has at most LIMIT bytes."""
+    """Remove the least recently used stores, until all have at most LIMIT bytes."""
     files = sorted(((status := path.stat()).st_mtime_ns, status.st_size, path) for path in folder.iterdir())
     too_much = sum(size for _, size, _ in files) - LIMIT
     for _, size, path in files:

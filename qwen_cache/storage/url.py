@@ -128,10 +128,7 @@ class Url:
         return self.listing.get(self.path, "")
 
     def version(self) -> str:
-        """A text that another content of this file does not have: the listed one, or the server is asked.
-
-        "" if the server does not say.
-        """
+        """A text that changes with the content of this file, from the listing or the server; "" if neither has one."""
 
         def ask(files: Any, path: str) -> str:
             files.invalidate_cache()
@@ -270,7 +267,7 @@ def _cat(files: Any, path: str, begin: int, end: int) -> bytes:
 
 
 def _version(info: Mapping[str, Any]) -> str:
-    """What the server says of a file that another content does not share; "" if it says nothing of the kind.
+    """What changes with the content of a file, by what the server says of it; "" if it says nothing of the kind.
 
     S3 and HTTP have an ETag, Google Cloud a generation, the hub a hash of the content. A weak ETag may stand for files
     that differ in bytes. The time is there for a file that was replaced while it was read and then restored.

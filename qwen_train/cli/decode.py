@@ -11,7 +11,7 @@ from qwen_cache.models.folder import open_model
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, load_config
 from qwen_train.launch import in_one_process
-from qwen_train.run_folder import METRICS_NAME, folder_of, latents_files
+from qwen_train.run_folder import METRICS_NAME, latents_files, latents_folder
 
 
 def run_decode(
@@ -42,5 +42,5 @@ def run_decode(
     if as_json:
         print_json({"folder": str(folder), "images": [str(path) for path in made]})
         return 0
-    print_done(f"{plural(len(made), 'new image')} in {folder_of(folder)}")
+    print_done(f"{plural(len(made), 'new image')} in {latents_folder(folder)}")
     return 0

@@ -1,6 +1,6 @@
 """Terminal front end of `qwen-train run`: the checks first, then torch.
 
-Of several processes the main one prints, and each its own error; an error that all have is printed once.
+Of several processes only the main one prints. Each prints its own error; an error that several share is printed once.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from qwen_cache.console import FAILED, INTERRUPTED, console, print_done, print_json, verbatim
-from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config
-from qwen_train.launch import Launch, only_main_speaks
+from qwen_train.launch import Launch, silence_others
 from qwen_train.preflight import Start, starting
 from qwen_train.run_folder import METRICS_NAME, run_settings
 
-SECONDS_TO_SPEAK = 5
-"""torchrun ends all processes as soon as one has failed, also the one that has something to say; so the others wait."""
+SECONDS_TO_PRINT = 5
+"""torchrun kills all processes as soon as one fails; so the others wait until the one with the error has printed it."""
 
 
 def run_train(
@@ -35,20 +34,18 @@ def run_train(
     """Train, and print the path of the result; the exit code."""
     require("torch")
     launch = Launch.of_environment()
-    only_main_speaks(launch)
+    silence_others(launch)
     with ExitStack() as held:
         checked: Start | Exception
         try:
             config, fresh = run_settings(path, assignments, given, resume=resume)
             print_kept(config, fresh, path)
             source = config.data.source if encode_on_the_fly else None
-            if encode_on_the_fly and source is None:
-                raise ConfigError("--encode-on-the-fly needs a source", do="name it, or set data.source")
             checked = held.enter_context(starting(config, launch, resume=resume, source=source))
         except Exception as error:
             if launch.decides_alone:
                 raise
-            checked = error  # for the main process to print, or to be told where it has no such error
+            checked = error  # raised once the processes are connected, so that one of them prints it
         return _train(checked, launch, as_json=as_json)
 
 
@@ -66,12 +63,12 @@ def _train(checked: Start | Exception, launch: Launch, *, as_json: bool) -> int:
             if launch.is_main:
                 print_result(result, checked.out, as_json=as_json)
     except EndedElsewhereError:
-        time.sleep(SECONDS_TO_SPEAK)
+        time.sleep(SECONDS_TO_PRINT)
         return FAILED
     except KeyboardInterrupt:
         if launch.is_main:
             raise
-        time.sleep(SECONDS_TO_SPEAK)
+        time.sleep(SECONDS_TO_PRINT)
         raise SystemExit(INTERRUPTED) from None
     return 0
 
@@ -88,7 +85,7 @@ def print_result(result: Path, out: Path, *, as_json: bool) -> None:
 
 
 def print_kept(config: Config, fresh: Config, path: Path | None) -> None:
-    """Name the settings in which a resumed run stays as it was, though the settings file says otherwise."""
+    """Print the settings of a resumed run that differ from the settings file."""
     if path is None and not Path(CONFIG_NAME).is_file():
         return
     own, file = config.flat(), fresh.flat()
@@ -96,5 +93,5 @@ def print_kept(config: Config, fresh: Config, path: Path | None) -> None:
     if kept:
         values = ", ".join(f"{name} {own[name]} (not {file[name]})" for name in kept)
         do = "--set changes them" if path else f"--config {CONFIG_NAME} applies the file"
-        text = f"kept from this run, not as in {verbatim(path or CONFIG_NAME)}: {verbatim(values)}; {do}"
+        text = f"this run's settings are kept, not those of {verbatim(path or CONFIG_NAME)}: {verbatim(values)}; {do}"
         console().print(text)

@@ -86,7 +86,9 @@ def check_cache(cache: Any, model: ModelFolder, config: Mapping[str, Any]) -> No
             do="train the model that it was built for, or build a cache for this one",
         )
     key = model.family.text_width_key
-    if (width := cache.prompt_embeds_width) != config.get(key, width):  # without: another class, refused when loaded
+    if (width := cache.prompt_embeds_width) != config.get(
+        key, width
+    ):  # another class has no width: refused when loaded
         raise ModelError(
             "the cache's prompt embeddings do not fit the transformer",
             where=cache.folder,

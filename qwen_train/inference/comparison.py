@@ -1,8 +1,8 @@
 """Images with and without a LoRA beside each other: up to `ROWS` rows as one PNG, more as a page.
 
 The page (`compare.html.jinja`) has names and prompts, in parts of `ROWS` rows. Its images are in a folder beside it, so
-that a browser loads those that are looked at. Of the two forms only the newest exists: the other would show an earlier
-run. A file in the way that was not generated here is refused, before anything is generated.
+that a browser loads them as they are scrolled into view. Writing one form removes the other, which would be out of
+date. A file of that name that was not generated here is refused before anything is generated.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from qwen_train.inference.images import save_images
 from qwen_train.inference.jobs import PAGE_HASH, not_ours, recorded_hash
 
 ROWS = 20
-"""Rows of a PNG, and of a part of the page: a PNG of more is higher than most programs show."""
+"""Rows of a PNG, and of a part of the page: many programs cannot show a higher PNG."""
 THUMBNAIL = 640  # pixels of the longer side: two of them fill a laptop's screen
 GENERATOR = "qwen-train predict --compare"
-"""By this entry a page is known as generated here; the template has it too."""
+"""The meta entry that identifies our pages; the template has it too."""
 IMAGE_NAME = re.compile(r"[0-9]{5}-(control|control-[0-9]+|without-lora|with-lora|target)\.(jpg|webp)")
 
 

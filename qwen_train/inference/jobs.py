@@ -37,7 +37,7 @@ CHUNK = "qwen-train job"
 """The key of the PNG text chunk with the hash."""
 NO_NAME_ON_WINDOWS = frozenset('<>:"|?*')
 PAGE_HASH = "by itself"
-"""In place of the hash, of an image that no job would make: one of a single call, or a comparison."""
+"""Instead of a hash, in an image that belongs to no job: a single image, or a comparison."""
 LONGEST_COMPONENT = 240
 """Bytes of a path component: file systems take 255, minus room for the extension and the temporary name."""
 

@@ -1,4 +1,4 @@
-"""Finding the file of a LoRA, without torch: a path that holds none is refused before anything is loaded."""
+"""Find the file of a LoRA without torch, so that a path without one is refused before anything is loaded."""
 
 from __future__ import annotations
 
