@@ -66,7 +66,7 @@ def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoRet
         if show is None:
             raise
         if possibilities := getattr(error, "possibilities", None):
-            error.possibilities = possibilities[:1]  # type: ignore[attr-defined]  # the nearest option alone
+            error.possibilities = possibilities[:1]  # type: ignore[attr-defined]  # only the nearest option
         show()
         code = int(getattr(error, "exit_code", FAILED))
     if code == INTERRUPTED:  # typer turns a KeyboardInterrupt into this code

@@ -88,7 +88,7 @@ class Throughput:
 
 
 def progress_text(step: int, max_steps: int, values: dict[str, float], throughput: Throughput) -> str:
-    """The text beside the progress bar, in three lines: with the times it fits into a terminal of 80 columns."""
+    """The text beside the progress bar, in three lines, so that it fits with the times into 80 columns."""
     return (
         f"{step}/{max_steps}, loss {values['loss']:.4f}, lr {values['learning_rate']:.2e}\n"
         f"{values['tokens_per_second']:,.0f} tokens/s, {values['samples_per_second']:.2f} samples/s\n"

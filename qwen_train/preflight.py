@@ -57,7 +57,7 @@ class Start:
     newest: Path | None
     """The checkpoint to continue from."""
     weights: str
-    """The hash of the transformer's files; empty in all processes but the main one, which alone reads them."""
+    """The hash of the transformer's files; empty except in the main process, which is the only one to read them."""
 
     @property
     def out(self) -> Path:
@@ -147,7 +147,7 @@ def check_resumable(start: Start) -> None:
 
 
 def _whole_state(checkpoint: Path) -> dict[str, Any] | None:
-    """state.json, if its checksum is right and it holds what is compared; None otherwise."""
+    """The compared entries of state.json; None if its checksum is wrong or they are missing."""
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         listed = json.loads((checkpoint / CHECKSUMS).read_bytes())["files"][STATE]["xxh3_128"]
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))

@@ -42,8 +42,8 @@ OVERVIEW_FACTS = ("cache", "identity", "pipeline", "trainable_parameters", "devi
 """The entries of about.json that the overview shows."""
 SMOOTHED_SHARE, SMOOTHED_LEAST = 0.05, 20
 """The smoothed loss averages over about this share of the logged steps, or this many: with one sample in a step, the
-noise levels of fewer would decide."""
-SHOWN_STEPS = 3  # with images: the first and the newest; with two controls and the target they fit into a row
+noise levels would dominate a shorter average."""
+SHOWN_STEPS = 3  # that show images: the first and the newest two; with two controls and the target they fit into a row
 THUMBNAIL = 320  # pixels
 LARGEST = 1e100  # far above any float32, and small enough that sums and differences do not overflow
 STEP = re.compile(r"step-(\d+)")
@@ -67,7 +67,7 @@ def write_report(folder: Path) -> Path:
     try:
         write_durably(path, data)
     except OSError as error:
-        do = f"let this user write {NAME} there, or copy the folder of the run to another disk and name the copy"
+        do = f"make {NAME} writable, or copy the folder of the run elsewhere and name the copy"
         raise TrainError(f"this page cannot be written: {error.strerror}", where=path, do=do) from None
     return path
 
@@ -134,7 +134,7 @@ def overview(folder: Path, metrics: Metrics, facts: Mapping[str, Any], per_step:
 
 
 def times(metrics: Metrics) -> Facts:
-    """The time of training until the last step, without loading and without pauses before a resume, and its dates."""
+    """Training time up to the last step, without loading and pauses before a resume, and its dates."""
     clock, elapsed = series(metrics, "time"), series(metrics, "elapsed_seconds")
     if not (clock and elapsed):
         return

@@ -236,7 +236,7 @@ def latents_files(folder: Path) -> list[Path]:
 
 
 def latents_folder(path: Path) -> Path:
-    """The folder of latents, with the PNGs beside them: of a run its validation folder, of a file the file's."""
+    """The folder with the latents and their PNGs: the validation folder of a run, or the folder of a file."""
     if path.is_file():
         return path.parent
     is_run = (path / METRICS_NAME).is_file() or (path / VALIDATION).is_dir()

@@ -302,7 +302,7 @@ def test_a_lora_of_another_pipeline_is_said(tmp_path: Path, tiny_model: TinyMode
     result = draw(tiny_model("t2i"), tmp_path / "generated.png", "--num-inference-steps", "2", "--lora", path)
     assert result.code == 0, result.stderr
     said = "trained on Qwen/Qwen-Image-Edit (QwenImageEditPipeline), but used with QwenImagePipeline"
-    assert f"warning: {path}: {said}: expect other images than in training\n" in result.stderr
+    assert f"warning: {path}: {said}: expect images that differ from those in training\n" in result.stderr
 
 
 def test_merged_the_loras_are_in_the_weights(tmp_path: Path, tiny_model: TinyModel) -> None:

@@ -537,7 +537,7 @@ def test_a_run_continues_when_its_page_cannot_be_made(train: Trainer) -> None:
     warnings = [line for line in result.stderr.splitlines() if "report.html was not renewed" in line]
     assert len(warnings) == 3
     assert all(f"{place}: this page cannot be written: Is a directory" in line for line in warnings)
-    told = f"{place}: this page cannot be written: Is a directory\n  → let this user write report.html there, or copy"
+    told = f"{place}: this page cannot be written: Is a directory\n  → make report.html writable, or copy"
     refused(run("qwen-train", "report", place.parent), told)
 
 

@@ -138,7 +138,7 @@ def _sizes(rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
     for number in range(min(HEADERS, len(rows))):
         target = rows[number * len(rows) // min(HEADERS, len(rows))].target
         data = target.read()
-        with suppress(SourceError):  # no image: `build` reports it
+        with suppress(SourceError):  # not an image: `build` reports it
             yield upright_size(data, str(target))
 
 
@@ -160,7 +160,7 @@ def fitting_models(controls: tuple[int, int]) -> list[tuple[str, Family]]:
 def chosen(
     config: Config, survey: Survey, models: Sequence[tuple[str, Family]], torch: Torch
 ) -> Iterator[tuple[str, Any, str]]:
-    """Each setting of the file, with its value and the comment that says why."""
+    """Each setting of the file, with its value and a comment that explains it."""
     name, family = next((each for each in models if each[0] == config.model.path), models[0])
     others = "; ".join(f"{other} ({kind.licence})" for other, kind in models if other != name)
     takes = "No control images" if not survey.controls[1] else f"{_controls(survey.controls)} per sample"

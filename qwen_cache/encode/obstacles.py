@@ -1,4 +1,4 @@
-"""What stops a build after its plan, before an encoder is loaded: `build` refuses, and a dry run says so.
+"""What stops a build after its plan and before an encoder is loaded; a dry run reports it.
 
 Unusable rows, no usable row, too little disk space, and a recipe that changed by accident: a build that would encode
 more than half of the cached samples again needs `--replace`. Samples that need no encoder (a new mask only, or a copy

@@ -1,6 +1,6 @@
-"""The images of a plan: content hash, size and whether they decode, from memory where they have not changed.
+"""The images of a plan: content hash, size and whether they decode, from memory if they have not changed.
 
-What is remembered: `storage/remembered_files.py`. Another version of this program, of Pillow, or of a package that
+The memory is that of `storage/remembered_files.py`. Another version of this program, of Pillow, or of a package that
 reads HEIC or JPEG XL may see another size or decode other files, so it starts with an empty memory. An image that could
 not be decoded is read again each time.
 """
@@ -100,7 +100,7 @@ class PlannedImage:
         return self._known().hash
 
     def size(self) -> Size:
-        """The upright size, from the header; SourceError if it is no image."""
+        """The upright size, from the header; SourceError if the file is not an image."""
         facts = self._known()
         if not all(facts.size):
             self._facts = facts = replace(facts, size=upright_size(self._read(), self.where))

@@ -160,7 +160,7 @@ def _beside(folder: Path, name: str, image: TitledImage) -> str:
 
 
 def summary_line(overview: Mapping[str, Any]) -> str:
-    """The samples, their size and what is not as it should be, in one line."""
+    """The number of samples, their size, and what needs attention, on one line."""
     if overview["state"] == "partial":
         return f"partial: {partial_state(overview)}"
     samples = sum(recipe["samples"] for recipe in overview["recipes"].values())
@@ -214,9 +214,10 @@ def batch_section(batches: Sequence[Mapping[str, float]]) -> dict[str, Any] | No
 
 
 def flag_section(recipe_name: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Each flag of a recipe: description, count, and groups of keys and names, of near-duplicates or a single one.
+    """The flags of a recipe, and whether tensors and images were checked.
 
-    Of a flag, `MAX_LINKS` samples or groups; also whether tensors and images were checked.
+    Each has a description, a count, at most `MAX_LINKS` groups of keys and names (one group, except for
+    near-duplicates), and the number of samples not shown.
     """
     flags, names, flagged = recipe["flags"], recipe["names"], []
     for flag, keys in flags.items():

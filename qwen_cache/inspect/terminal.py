@@ -70,7 +70,7 @@ def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
         _histogram("target", recipe["resolutions"]),
         _histogram("text tokens", labelled_bins(recipe["histograms"]["text_tokens"])),
         _histogram("controls", recipe["controls"]),
-        _two_columns("tensor", "size", sizes),
+        _two_columns("tensor", sizes),
     ]
     out.print(Columns(tables, padding=(1, 3)))
     if recipe["batches"]:
@@ -107,7 +107,7 @@ def _histogram(title: str, counts: dict[str, int]) -> Any:
     return table
 
 
-def _two_columns(title: str, second: str, values: dict[str, str]) -> Any:
+def _two_columns(title: str, values: dict[str, str]) -> Any:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=None, show_header=False)

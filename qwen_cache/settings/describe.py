@@ -1,4 +1,4 @@
-"""What each setting of qwen.yaml is, for help, `config` and the documentation, as the classes of the settings say."""
+"""Describe each setting of qwen.yaml for help, `config` and the documentation, from the classes of the settings."""
 
 from __future__ import annotations
 

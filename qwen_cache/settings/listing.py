@@ -1,7 +1,6 @@
-"""The settings of qwen.yaml as a qwen.yaml: every key with its value and what it does, or those that a search finds.
+"""List the settings of qwen.yaml, all or those that a search finds: each key with its value and description.
 
-The text is itself a valid settings file. A search finds the words of keys, descriptions and values, old names, and the
-names of settings in other trainers.
+The text is a valid settings file. A search looks at keys, descriptions, choices, old names, and other trainers' names.
 """
 
 from __future__ import annotations

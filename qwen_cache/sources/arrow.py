@@ -99,7 +99,7 @@ class Cell:
             return (self.table.path,)
         try:
             return self.table.path, self.table.folder.file(self.path)
-        except SourceError:  # as `read` will say, if the cell has no bytes
+        except SourceError:  # `read` raises it if the cell has no bytes
             return ()
 
     def read(self) -> bytes:

@@ -47,7 +47,7 @@ names above."""
 NOT_OF_EDITS = ("image", "image_path", "file_name")
 """Names of targets that say nothing about an edit: `source` beside them need not be a control."""
 FILE_NAMES = ("_file_name", "_file_names")
-"""Endings that imagefolder gives to columns of paths."""
+"""Suffixes of columns of paths in imagefolder."""
 
 Columns = dict[str, list[str]]
 """The columns of a table by role."""
@@ -165,7 +165,7 @@ def _stem(name: str) -> str:
 
 
 def _split_number(name: str) -> tuple[str, int | None]:
-    """The name in lower case, without imagefolder's ending, and its number: `Control_2` is (`control`, 2)."""
+    """The name in lower case, without imagefolder's suffix, and its number: `Control_2` is (`control`, 2)."""
     name = name.strip().lower()
     for ending in FILE_NAMES:
         name = name.removesuffix(ending)

@@ -50,6 +50,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+from qwen_cache.console import shell_line
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.grounding.phrase import find, parse
@@ -101,14 +102,14 @@ def read_source(
     """
     takes_control = needs_control if takes_control is None else takes_control
     needs = Needs(
-        needs_control,
-        needs_target,
-        needs_prompt,
-        takes_control,
-        tuple(allow_urls),
-        columns or ColumnsConfig(),
-        split,
-        config_name,
+        control=needs_control,
+        target=needs_target,
+        prompt=needs_prompt,
+        takes_control=takes_control,
+        allow_urls=tuple(allow_urls),
+        columns=columns or ColumnsConfig(),
+        split=split,
+        config_name=config_name,
     )
     rows: list[Row] = []
     problems: list[Problem] = []
@@ -277,13 +278,14 @@ def _read_folder(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
 
 
 def _chosen(names: Iterable[str], where: Location, split: str | None) -> str:
-    """The split to read; SourceError, with those that exist, if it is not clear or does not exist."""
+    """The split to read; SourceError, with the known splits, if it is ambiguous or missing."""
     known = sorted(names)
     if split in known or (split is None and len(known) == 1):
         return split or known[0]
     what = "the source holds several splits" if split is None else f"there is no split {split!r}"
-    found, do = ", ".join(known) or "none", f"choose one: {' or '.join(f'--set data.split={name}' for name in known)}"
-    raise SourceError(what, where=where, expected="one", found=found, do=do if known else "leave out data.split")
+    options = " or ".join(shell_line(["--set", f"data.split={name}"]) for name in known)
+    do = f"choose one: {options}" if known else "leave out data.split"
+    raise SourceError(what, where=where, expected="one", found=", ".join(known) or "none", do=do)
 
 
 def _refuse(folder: Folder, ways: list[list[Location]]) -> None:

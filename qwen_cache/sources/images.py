@@ -9,7 +9,7 @@ Refuses, with a `SourceError` that names the file: files that are damaged or in 
 `MAX_PIXELS`, sides beyond 1:200 (the limit of Qwen2.5-VL), several frames or pages (which one was meant? an MPO from a
 phone is a photo with extras and counts as one), values without an agreed white, and a mask whose white is 1 instead of
 255. No other parser of Pillow sees the bytes, whatever this process has loaded: its parser of PostScript would run
-Ghostscript on them. HEIC and JPEG XL need a package of `PLUGINS`, and its parser sees files of that kind alone. An
+Ghostscript on them. HEIC and JPEG XL need a package of `PLUGINS`, whose parser sees only files of that kind. An
 error never shows the bytes of a file that is not an image; it may be any file of this machine.
 """
 

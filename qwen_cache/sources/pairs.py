@@ -1,9 +1,9 @@
 """A folder of images that are matched by their names.
 
 Names are compared whole, never by prefix; subfolders are part of a name. `data.columns` names the folders, else they
-are recognised by their names. Refuses two files of one name, a gap in the controls, and a file without a target; where
-two of these have similar names, both are one problem. If no targets are needed, a folder of controls with their prompts
-is enough.
+are recognised by their names. Refuses two files of one name, a gap in the controls, and a file without a target; a
+missing file and a similarly named one are one problem. If no targets are needed, a folder of controls with prompts is
+enough.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Layout:
         return tuple(name for name in (*self.controls, self.mask, self.prompt) if name)
 
     def slot(self, folder: str) -> int | None:
-        """The slot of the files of a folder; None where their names say it."""
+        """The slot of the files in a folder; None if it depends on their names."""
         if folder == self.mask:
             return _MASK
         return self.controls.index(folder) if len(self.controls) > 1 else None
@@ -214,7 +214,7 @@ def _layout(folder: Folder, needs: Needs) -> Layout:
 
 
 def _recognised(folder: Folder, named: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The folders of targets and of controls: those that are named, else by their names; SourceError for several."""
+    """The folders of targets and of controls: those in `named`, else with a known name; SourceError for several."""
     folders = {role: [each for each in folder.folders if each in KNOWN[role]] for role in KNOWN} | named
     paired = {role: [each for each in folder.folders if each.lower() in PAIRED[role]] for role in KNOWN} | named
     pairs = {role: folders[role] or paired[role] for role in KNOWN}

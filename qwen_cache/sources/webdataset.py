@@ -82,7 +82,7 @@ Values = dict[str, Any]
 
 
 class Parts:
-    """The parts of members that `data.columns` names, and those that the tars have."""
+    """The parts that `data.columns` names, and the parts that the members of the tars have."""
 
     def __init__(self, columns: ColumnsConfig) -> None:
         self.given = given(columns)
@@ -98,7 +98,7 @@ class Parts:
 
     def column(self, name: str) -> tuple[str, str]:
         """The column of a member, and its kind, `image`, `text`, `json` or `key`; "" for other members."""
-        part = name.rpartition("/")[2].partition(".")[2].lower()
+        part = _part(name).lower()
         stem, _, extension = part.rpartition(".")
         self.seen[part] = None
         named = next((each for each in (part, stem) if each in self.columns), None)
@@ -181,11 +181,8 @@ def _read_tar(
         fault = _fault(info)
         key, (column, kind) = _key(info.name), parts.column(info.name)
         if fault is None and column in samples.get(key, {}):
-            fault = (
-                f"there are two for the {column} of {key}",
-                "remove the wrong one, or name the right part: "
-                + (setting(column.partition("_")[0], info.name.partition(".")[2])),
-            )
+            do = f"remove the wrong one, or name the right part: {setting(column.partition('_')[0], _part(info.name))}"
+            fault = f"there are two for the {column} of {key}", do
         if fault:
             invalid.add(key)
             yield Problem(f"{path}:{info.name}", *fault)
@@ -238,6 +235,11 @@ def _members(path: Location) -> Iterator[Listed]:
             raise EOFError(f"at byte {tar.offset} there is neither a member nor the end")
 
 
+def _part(member: str) -> str:
+    """The part of a member's name that says what it holds: `target.png` of `cats/017.target.png`."""
+    return member.rpartition("/")[2].partition(".")[2]
+
+
 def _fault(info: Listed) -> tuple[str, str] | None:
     if info.name.startswith("/") or ".." in info.name.split("/"):
         return "the name leads out of the tar", "pack it again with plain relative names"
@@ -276,8 +278,9 @@ def _record(
         text = memory.read("prompt", str(member), member.files, member.read).decode("utf-8-sig")
         prompts = [text] if kind == "text" else _prompts_in(parse_json(text), prompt_key if kind == "key" else None)
     except (SourceError, ValueError) as error:
-        part = member.member.rpartition("/")[2].partition(".")[2]
-        return Problem(where, f"the prompt in .{part} cannot be read: {error}", "save it as UTF-8 text, or JSON")
+        return Problem(
+            where, f"the prompt in .{_part(member.member)} cannot be read: {error}", "save it as UTF-8 text, or JSON"
+        )
     return where, {**values, "prompts": prompts}
 
 

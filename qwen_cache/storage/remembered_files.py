@@ -1,4 +1,4 @@
-"""What was learned from many small files, remembered in the user's cache folder, so that unchanged ones are not read.
+"""Facts about many small files, remembered in the user's cache folder, so that unchanged files are not read again.
 
 A file is looked up by its location and its version: on a disk its size, times and inode, on a server what a listing or
 a request says. So a changed file is not found. A file that changed while it was read, or just before, is not remembered
@@ -34,10 +34,10 @@ ENTRY = struct.Struct("<16sI")  # which file, and the length of what is known of
 
 
 class RememberedFiles:
-    """What is known of files, from last time and from now; safe for threads."""
+    """The known facts about files, from last time and from now; thread-safe."""
 
     def __init__(self, kind: str, store: Path | None = None) -> None:
-        """`kind` says what is stored, and for which versions of what computed it. Without `store`, nothing is kept."""
+        """`kind` names what is stored, with the versions of the code behind it. Without `store` nothing is kept."""
         self._header = f"{kind}\n".encode()
         self._store = store
         self._known = self._load() if is_trusted() else {}

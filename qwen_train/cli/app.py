@@ -77,7 +77,7 @@ def run(
     ] = None,
     learning_rate: Annotated[
         Given | None,
-        setting("optimizer.learning_rate", "--learning-rate", panel=TRAINING, help="The peak of the schedule."),
+        setting("optimizer.learning_rate", "--learning-rate", panel=TRAINING, help="The peak learning rate."),
     ] = None,
     rank: Annotated[
         Given | None, setting("train.lora.rank", "--rank", panel=TRAINING, help="The rank of the LoRA.")
@@ -88,7 +88,7 @@ def run(
             "train.batch_size",
             "--batch-size",
             panel=TRAINING,
-            help="Samples in one forward pass on one device.",
+            help="Samples per forward pass and device.",
             default="1 without train.max_tokens",
         ),
     ] = None,
@@ -196,7 +196,7 @@ def predict(
             "--sigmas",
             panel=SAMPLING,
             metavar="NUMBERS",
-            help="Noise levels such as 1,0.6,0.2, in place of steps.",
+            help="Noise levels such as 1,0.6,0.2, instead of --num-inference-steps.",
         ),
     ] = None,
     true_cfg_scale: Annotated[
@@ -472,7 +472,7 @@ def mask_head(
 
 
 def _only_cache(cache: Given | None) -> list[Given]:
-    """Settings for a cache on the command line, which replaces all caches of qwen.yaml."""
+    """The settings for a cache from the command line, which replaces all caches in qwen.yaml."""
     return [cache, Given("CACHE", "train.caches", [])] if cache else []
 
 

@@ -53,7 +53,7 @@ class PredictOptions:
     loras: Sequence[str] = ()
     """`PATH` or `PATH:weight`."""
     devices: tuple[str, str | None, str | None, str | None] = ("auto", None, None, None)
-    """The device of all components, and those of VAE, text encoder and transformer that differ."""
+    """The device of all components; then of VAE, text encoder and transformer, where they differ."""
     merge: bool = False
     compare: bool = False
     save_interrupted: bool = False
@@ -247,7 +247,7 @@ def _compare(path: Path, rows: Iterable[Comparison], count: int) -> None:
 
 
 def _paths_in_folder(samples: Sequence[Sample], folder: Path) -> list[Path]:
-    """A PNG by the name of each sample, or by name and key where several have that name; none outside of the folder."""
+    """A PNG by the name of each sample, or by name and key where several have that name; none outside the folder."""
     names = Counter(sample.name for sample in samples)
     return output_paths(
         [
@@ -267,7 +267,7 @@ def _print_json(
     problems: Sequence[Problem] = (),
     interrupted_after: int | None = None,
 ) -> None:
-    """Print what was written, as the document of --json."""
+    """Print the JSON document of --json: what was written."""
     files = {"images": written, "already_there": skipped, "compare": [comparison] if comparison else []}
     listed = {name: [str(path) for path in paths] for name, paths in files.items()}
     print_json(listed | {"problems": [asdict(each) for each in problems], "interrupted_after": interrupted_after})

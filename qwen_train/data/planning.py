@@ -1,4 +1,4 @@
-"""What will be trained: the samples held out, and the plan of the batches; from the index alone, without torch.
+"""What will be trained: held-out samples and the plan of the batches, from the index only and without torch.
 
 Refused: a cache without samples, for another pipeline or of another width than the transformer's, caption dropout where
 samples lack the empty prompt, and several noise draws where nothing can be computed once for all.

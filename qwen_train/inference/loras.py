@@ -55,7 +55,9 @@ def check_loras(
         origin = origin_of(lora.file)
         if origin.get("pipeline", model.pipeline) != model.pipeline:
             base = f"{origin.get('model')} ({origin['pipeline']})"
-            what = f"trained on {base}, but used with {model.pipeline}: expect other images than in training"
+            what = (
+                f"trained on {base}, but used with {model.pipeline}: expect images that differ from those in training"
+            )
             text = f"warning: {plain(lora.file)}: {plain(what)}"
             console().print(text, style="yellow", markup=False)
 

@@ -70,7 +70,7 @@ def export(source: Path, form: str, out: Path, model: ModelConfig | None = None)
     """Write the LoRA of `source`, a file or the folder of a run, to `out` in another form, and return its path."""
     if form not in get_args(Form):
         do = "give diffusers for diffusers, comfyui for ComfyUI, or merged for a whole transformer"
-        raise ConfigError("no such form", where="--to", expected=" or ".join(get_args(Form)), found=form, do=do)
+        raise ConfigError("unknown format", where="--to", expected=" or ".join(get_args(Form)), found=form, do=do)
     check_export(form, out)
     lora = read_lora(find_lora(source))
     if form == "merged":
