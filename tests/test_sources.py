@@ -793,11 +793,12 @@ WRONG_COLUMNS = {
     "a typo": (
         {"target": "output_pictrue"},
         "data.columns.target names the column 'output_pictrue', which does not exist (found 'photo', "
-        "'output_picture', 'edit 1', 'edit', 'source', 'input', 'prompt')\n"
+        "'output_picture', 'edit 1', 'edit 2 ', 'edit', 'source', 'input', 'prompt')\n"
         "  → did you mean 'output_picture'? --set data.columns.target=output_picture",
     ),
     "capitals": ({"target": "Photo"}, "did you mean 'photo'? --set data.columns.target=photo"),
     "nothing like it": ({"target": "xyz"}, "name one of these columns"),
+    "a space at its end": ({"target": "edit  2"}, """did you mean 'edit 2 '? --set 'data.columns.target="edit 2 "'"""),
     "two roles": (
         {"target": "photo", "control": ["photo"]},
         "names the column 'photo' twice, for the target and for the control",
@@ -816,7 +817,7 @@ WRONG_COLUMNS = {
 @pytest.mark.parametrize("case", WRONG_COLUMNS)
 def test_columns_that_are_not_clear_are_refused(tmp_path: Path, case: str) -> None:
     columns, expected = WRONG_COLUMNS[case]
-    path = table(tmp_path, "a.csv", "photo,output_picture,edit 1,edit,source,input,prompt\na,b,c,d,e,f,g\n")
+    path = table(tmp_path, "a.csv", "photo,output_picture,edit 1,edit 2 ,edit,source,input,prompt\na,b,c,c,d,e,f,g\n")
     with pytest.raises(SourceError) as caught:
         read_source(path, needs_control=True, columns=ColumnsConfig.model_validate(columns))
     assert expected in str(caught.value)

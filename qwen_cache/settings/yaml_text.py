@@ -6,6 +6,8 @@ larger than it looks. Refuses what is larger, deeper or longer than any settings
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,14 @@ def parse_yaml(text: str, where: object | None = None) -> Any:
         raise ConfigError(f"this is not YAML: {error}", where=where) from None
     except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:  # of int, datetime, …
         raise ConfigError(f"a value does not fit its YAML type: {first_line(error)}", where=where) from None
+
+
+def assignment(name: str, value: Any) -> str:
+    """`name=value` for --set: text as it is, if YAML reads it as the same text, else JSON."""
+    with suppress(ConfigError):
+        if isinstance(value, str) and parse_yaml(value) == value:
+            return f"{name}={value}"
+    return f"{name}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _too_long(where: object) -> ConfigError:

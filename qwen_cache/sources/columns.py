@@ -10,7 +10,6 @@ sample only.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
@@ -19,6 +18,7 @@ from typing import Any
 from qwen_cache.console import shell_line
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.settings.data import ColumnsConfig
+from qwen_cache.settings.yaml_text import assignment
 from qwen_cache.sources.places import File, Location, TableFolder
 from qwen_cache.sources.rows import Draft, Embedded, FieldProblems, Needs, Readable, Row, unique
 
@@ -128,8 +128,8 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 def setting(role: str, *names: str) -> str:
     """The option that names the columns of a role."""
-    value = json.dumps(names, ensure_ascii=False) if len(names) > 1 else names[0]
-    return shell_line(["--set", f"data.columns.{role}={value}"])
+    value = names[0] if len(names) == 1 else list(names)
+    return shell_line(["--set", assignment(f"data.columns.{role}", value)])
 
 
 def _add(
