@@ -300,3 +300,7 @@ def test_a_repair_needs_the_settings_of_the_cache(pairs: Path, out: Path, tmp_pa
     both = "--repair keeps the recipe, and --replace replaces it\n  → give only one of them\n"
     refused(repair(pairs, out, model, "--replace"), both)
     refused(repair(pairs, tmp_path / "nothing", model), "no cache.json here: not a cache [F1]")
+    assert build(pairs, out, model, *SMALL).code == 0  # now the file has the settings of this recipe
+    do = f"give those of recipe 'default'; {out / 'qwen.yaml'} does not have them"
+    refused(repair(pairs, out, model, "--dtype", "bfloat16"), f"{wrong} (found dtype float32 → bfloat16)\n  → {do}\n")
+    refused(repair(pairs, out, model, "--set", "cache.recipe=small"), f"{wrong} (found ", "which has those of the last")

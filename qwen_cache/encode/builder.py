@@ -251,11 +251,12 @@ def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:
 def load_existing(job: BuildJob) -> Existing:
     """The existing cache, without the rows of missing shards; ConfigError if it cannot take this recipe."""
     existing = load_every_row(job)
+    existing.check_name(job.recipe_name, job.recipe, job.folder)
     return replace(existing, rows=_present(job, existing))
 
 
 def load_every_row(job: BuildJob) -> Existing:
-    """The existing cache as its index has it; ConfigError if it cannot take this recipe."""
+    """The existing cache as its index has it; ConfigError for another format version, or rows of other slices."""
     existing = read_existing(job.folder, job.format_version)
     manifest = existing.manifest
     if manifest.format_version != job.format_version:
@@ -266,7 +267,6 @@ def load_every_row(job: BuildJob) -> Existing:
             found=f"v{manifest.format_version}",
             do=f"run `qwen-cache migrate`, build with --format v{manifest.format_version}, or into another folder",
         )
-    existing.check_name(job.recipe_name, job.recipe, job.folder)
     if job.slice:
         cached_names = [row.name for row in existing.of_recipe(job.recipe_name).values()]
         refuse_other_slices(job.folder, job.slice, cached_names, job.other_names)

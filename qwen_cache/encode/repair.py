@@ -9,8 +9,10 @@ cache. Shards that hold only other recipes are reported and left as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from qwen_cache.console import shell_line
 from qwen_cache.encode.builder import BuildJob, load_every_row, rules, staging_name
 from qwen_cache.encode.plan import BuildPlan, PlannedSample, make_plan
 from qwen_cache.encode.recipe import recipe_changes
@@ -18,10 +20,10 @@ from qwen_cache.errors import ConfigError, Problem
 from qwen_cache.format import directory
 from qwen_cache.format.identity import differences, recipe_id
 from qwen_cache.format.index import IndexRow
-from qwen_cache.format.manifest import MANIFEST_NAME
+from qwen_cache.format.manifest import DEFAULT_RECIPE, MANIFEST_NAME
 from qwen_cache.format.update import Existing, Update, by_position, finished_samples, plan_update
 from qwen_cache.format.verify import damaged_shards
-from qwen_cache.settings.load import CONFIG_NAME
+from qwen_cache.settings.load import CONFIG_NAME, load_config
 
 DAMAGED = "damaged"
 _DROP = "or drop the sample with --on-error skip"
@@ -67,6 +69,7 @@ def plan_repair(job: BuildJob, on_bytes: Callable[[int], None] = lambda _: None)
 def _check_recipe(job: BuildJob, existing: Existing) -> None:
     recipe = existing.recipes.get(job.recipe_name)
     if recipe is None:
+        existing.check_name(job.recipe_name, job.recipe, job.folder)
         names = ", ".join(sorted(existing.recipes))
         do = "name one of its recipes with --set cache.recipe=NAME"
         raise ConfigError(f"this cache has no recipe {job.recipe_name!r}", where=job.folder, found=names, do=do)
@@ -75,8 +78,17 @@ def _check_recipe(job: BuildJob, existing: Existing) -> None:
             "--repair needs the model and the settings that the cache was built with",
             where=job.folder,
             found="; ".join(changes),
-            do=f"add `--config {job.folder / CONFIG_NAME}`, which has those of the last build",
+            do=_right_settings(job),
         )
+
+
+def _right_settings(job: BuildJob) -> str:
+    """Where the settings of the recipe are: the cache has a file of those of its last build."""
+    path = job.folder / CONFIG_NAME
+    with suppress(ConfigError, OSError):
+        if (load_config(path).cache.recipe or DEFAULT_RECIPE) == job.recipe_name:
+            return f"add `{shell_line(['--config', str(path)])}`, which has those of the last build"
+    return f"give those of recipe {job.recipe_name!r}; {path} does not have them"
 
 
 def _plan(job: BuildJob, existing: Existing, lost: Mapping[str, IndexRow]) -> BuildPlan:
