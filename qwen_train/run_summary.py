@@ -42,11 +42,8 @@ def print_plan(
     )
     if held_out := len(batches.validation):
         losses = f"their loss every {plural(v.validation_steps, 'step')}" if v.validation_steps else "never measured"
-        images = (
-            f", {plural(v.num_images, 'image')} before training and every {plural(v.images_every_steps, 'step')}"
-            if v.num_images
-            else ""
-        )
+        shown = plural(min(v.num_images, held_out), "image")
+        images = f", {shown} before training and every {plural(v.images_every_steps, 'step')}" if v.num_images else ""
         out.print(f"[bold]held out[/] {plural(held_out, 'sample')} for validation: {losses}{images}")
     if t.edit_mask_weight != 1 and cache.has_index:
         out.print(f"[bold]masks[/]    {cache.edit_masks()} of {plural(len(cache), 'sample')}", highlight=False)

@@ -118,11 +118,11 @@ def test_measures_are_logged_between_the_steps_that_are(train: Trainer) -> None:
 
 
 def test_held_out_samples_are_reported_before_training(train: Trainer) -> None:
-    settings = {**FROZEN, "validation.validation_steps": 100, "validation.num_images": 1}
+    settings = {**FROZEN, "validation.validation_steps": 100, "validation.num_images": 99}
     result = train.try_(settings=settings)
     count = len(held_out_keys(train, settings=settings))
     line = f"held out {count} samples for validation: their loss every 100 steps, "
-    assert f"{line}1 image before training and every 500 steps" in result.stderr
+    assert f"{line}{count} images before training and every 500 steps" in result.stderr
     assert "for validation" not in train.try_(out="other").stderr
 
 
