@@ -6,7 +6,6 @@ decide what has been trained so far; one message names all differences, and the 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,7 +18,7 @@ from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, RENAMED, Config, load_config
-from qwen_cache.settings.yaml_text import parse_yaml, read_yaml
+from qwen_cache.settings.yaml_text import assignment, parse_yaml, read_yaml
 from qwen_cache.storage.durable import LockHeldError, NoLocksError, locked, make_folder
 from qwen_train.launch import Launch, copies_advice
 
@@ -112,10 +111,19 @@ def run_settings(
     names |= _names(read_yaml(path)) if path else set()
     for name, _, text in (each.partition("=") for each in assignments or ()):
         names |= {name.strip(), *_names(parse_yaml(text), f"{name.strip()}.")}
-    names = {RENAMED.get(name, name) for name in names}
-    values = fresh.flat()  # a name inside a setting, as in optimizer.arguments, sets the whole
-    changes = [name for name in values if any(f"{each}.".startswith(f"{name}.") for each in names)]
-    return load_config(own, [assignment(name, values[name]) for name in changes]), fresh
+    values = fresh.flat()
+    return load_config(own, [assignment(name, values[name]) for name in _among(values, names)]), fresh
+
+
+def named_in(path: Path, settings: Iterable[str]) -> list[str]:
+    """Those of the dotted names of settings that a settings file has. ConfigError if it is not YAML."""
+    return _among(settings, _names(read_yaml(path)))
+
+
+def _among(settings: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The settings that are named; a name inside one, as in optimizer.arguments, names the whole."""
+    new = {RENAMED.get(name, name) for name in names}
+    return [name for name in settings if any(f"{each}.".startswith(f"{name}.") for each in new)]
 
 
 def _names(value: object, prefix: str = "") -> set[str]:
@@ -123,14 +131,6 @@ def _names(value: object, prefix: str = "") -> set[str]:
     if not isinstance(value, dict):
         return set()
     return {f"{prefix}{name}" for name in value}.union(*(_names(v, f"{prefix}{n}.") for n, v in value.items()))
-
-
-def assignment(name: str, value: Any) -> str:
-    """`value` for --set: text as it is, if YAML reads it as the same text."""
-    with suppress(ConfigError):
-        if isinstance(value, str) and parse_yaml(value) == value:
-            return f"{name}={value}"
-    return f"{name}={json.dumps(value, ensure_ascii=False)}"
 
 
 def resume_command(

@@ -16,7 +16,7 @@ from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_train.launch import Launch, silence_others
 from qwen_train.preflight import Start, starting
-from qwen_train.run_folder import METRICS_NAME, run_settings
+from qwen_train.run_folder import METRICS_NAME, named_in, run_settings
 
 SECONDS_TO_PRINT = 5
 """torchrun kills all processes as soon as one fails; so the others wait until the one with the error has printed it."""
@@ -85,13 +85,17 @@ def print_result(result: Path, out: Path, *, as_json: bool) -> None:
 
 
 def print_kept(config: Config, fresh: Config, path: Path | None) -> None:
-    """Print the settings of a resumed run that differ from the settings file."""
-    if path is None and not Path(CONFIG_NAME).is_file():
+    """Print the settings of a resumed run that differ from the settings file, and those that the file does not have."""
+    file = path or Path(CONFIG_NAME)
+    if not file.is_file():
         return
-    own, file = config.flat(), fresh.flat()
-    kept = [name for name in own if own[name] != file[name] and (name, file[name]) != ("train.layout", "auto")]
-    if kept:
-        values = ", ".join(f"{name} {own[name]} (not {file[name]})" for name in kept)
-        do = "--set changes them" if path else f"--config {CONFIG_NAME} applies the file"
-        text = f"this run's settings are kept, not those of {verbatim(path or CONFIG_NAME)}: {verbatim(values)}; {do}"
-        console().print(text)
+    own, new = config.flat(), fresh.flat()
+    kept = [name for name in own if own[name] != new[name] and (name, new[name]) != ("train.layout", "auto")]
+    if named := named_in(file, kept):
+        values = ", ".join(f"{name} {own[name]} (not {new[name]})" for name in named)
+        text = f"this run's settings are kept, not those of {verbatim(file)}: {verbatim(values)}"
+        console().print(f"{text}; --config {verbatim(file)} applies the file")
+    if others := [name for name in kept if name not in named]:
+        values = ", ".join(f"{name} {own[name]}" for name in others)
+        text = f"this run's settings are kept, which {verbatim(file)} does not have: {verbatim(values)}"
+        console().print(f"{text}; --set changes them")
