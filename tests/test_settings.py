@@ -143,6 +143,8 @@ def test_an_error_about_a_setting_names_where_it_was_typed(tmp_path: Path, monke
     misspelt = "error: --set: unknown key data.vae_imge_size\n  → did you mean data.vae_image_size?\n"
     assert error_of(tmp_path, "--set", "data.vae_imge_size=9") == misspelt
     assert error_of(tmp_path, "--set", "data={slise: 1/2}").startswith("error: --set: unknown key data.slise\n")
+    without_path = error_of(tmp_path, "--set", "train.caches=[{pth: a}]")
+    assert without_path == "error: --set: unknown key train.caches.0.pth\n  → did you mean train.caches.path?\n"
     assert error_of(tmp_path, "--set", "data.edit_mask.x=1").startswith("error: --set: edit_mask is not a section")
     Path("qwen.yaml").write_text("data: {edit_mask: dif}\n", encoding="utf-8")
     assert error_of(tmp_path, "--dtype", "float32").startswith("error: qwen.yaml: data.edit_mask: not a valid value")

@@ -184,7 +184,9 @@ def _validate(value: Mapping[str, Any], origins: _Origins) -> Config:
     try:
         return Config.model_validate({key: {} if section is None else section for key, section in value.items()})
     except ValidationError as error:
-        raise _error_of(error.errors()[0], origins) from None
+        faults = error.errors()
+        unknown = (each for each in faults if each["type"] == UNKNOWN)  # a misspelt name is missing, too
+        raise _error_of(next(unknown, faults[0]), origins) from None
 
 
 def _error_of(first: ErrorDetails, origins: _Origins) -> ConfigError:
@@ -192,7 +194,7 @@ def _error_of(first: ErrorDetails, origins: _Origins) -> ConfigError:
     parts = [str(part) for part in first["loc"]]
     key, value = ".".join(parts), first["input"]
     where = origins.of(key)
-    if first["type"] == "extra_forbidden":
+    if first["type"] == UNKNOWN:
         return ConfigError(f"unknown key {key}", where=where, do=_nearest(parts))
     what, expected, do = first["msg"], None, None
     if first["type"] == "model_type":
@@ -206,6 +208,8 @@ def _error_of(first: ErrorDetails, origins: _Origins) -> ConfigError:
     return ConfigError(f"{name}{what}", where=where, expected=expected, found=found, do=do)
 
 
+UNKNOWN = "extra_forbidden"
+"""Pydantic's type of a name that no setting has."""
 INPUT = "Input should be "
 """The beginning of most of pydantic's messages."""
 
