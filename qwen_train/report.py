@@ -139,7 +139,7 @@ def times(metrics: Metrics) -> Facts:
     if not (clock and elapsed):
         return
     begin, end = (_minute(at) for at in (clock[0][1] - elapsed[0][1], clock[-1][1]))
-    yield "time", f"{_duration(elapsed[-1][1])} of training, from {begin} to {end} UTC"
+    yield "time", f"{human_time(elapsed[-1][1])} of training, from {begin} to {end} UTC"
 
 
 def samples_per_step(folder: Path) -> float | None:

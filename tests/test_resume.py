@@ -340,7 +340,9 @@ def test_a_resumed_run_has_its_own_settings_and_tells_what_the_file_says(
     result = run("qwen-train", "run", "--resume")
     assert result.code == 0, result.stderr
     said = " ".join(result.stderr.split())
-    told = "this run's settings are kept, not those of qwen.yaml: train.max_steps 1 (not 2); --config qwen.yaml applies "
+    told = (
+        "this run's settings are kept, not those of qwen.yaml: train.max_steps 1 (not 2); --config qwen.yaml applies "
+    )
     assert told + "the file this run's settings are kept, which qwen.yaml does not have: " in said
     assert " train.batch_size 2, train.ema_decay 0.5, " in said
     assert "; --set changes them" in said
