@@ -61,7 +61,7 @@ SUBSTITUTIONS = {
     r"--(height|width) 1024": r"--\g<1> 64",
     r"(predict .*--(?:image|source) \S+)": r"\g<1> --height 64 --width 64",
     r"(offload_blocks[=:] ?)\d+": r"\g<1>1",  # the tiny model has two
-    r"(_steps[=:] ?)(\d)000\b": r"\g<1>\g<2>",
+    r"([_-]steps[=: ] ?)(\d)000\b": r"\g<1>\g<2>",
     r"(_steps[=:] ?)\d{3}\b": r"\g<1>1",
     r"(vae_image_size=)\d+": r"\g<1>9216",
     r"(validation_split: )[\d.]+": r"\g<1>0.5",

@@ -39,6 +39,7 @@ ERRORS: dict[str, tuple[int, ...]] = {
 """What each call may fail with; others with EIO."""
 ONWARDS = (errno.EIO, errno.ENOSPC)
 """A disk that has died, or is full: this call and all later ones of its kind fail."""
+FREE = re.compile(r'"bytes_free": \d+')  # of the disk, which other programs use too
 ENOUGH = 8  # bad cases that are shown of each command
 
 
@@ -118,7 +119,8 @@ class Judge:
         found = self.scenario.outcome(self.work)
         if names := sorted(name for name in found.keys() | self.new.keys() if found.get(name) != self.new.get(name)):
             return f"another result {when}: {', '.join(names[:3])}"
-        return f"another output {when}" if self.scenario.prints and ended.stdout != self.stdout else None
+        said = {FREE.sub("", stdout) for stdout in (ended.stdout, self.stdout)}
+        return f"another output {when}" if self.scenario.prints and len(said) > 1 else None
 
 
 def fail_each_call(
@@ -193,5 +195,6 @@ def last_of(stderr: str) -> str:
 
 def names_file(message: str, base: Path) -> bool:
     """Whether a message names a file or folder of the work, or one beside it."""
-    text = re.sub(r"\s+", "", message.partition("error:")[2] or message)
+    found = re.search(r"\d+ problems? in |error:", message)  # the problems of a source come before the error
+    text = re.sub(r"\s+", "", message[found.start() :] if found else message)
     return str(base) in text or any(name in text for name in os.listdir(base / WORK) if name != HOME)
