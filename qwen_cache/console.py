@@ -129,15 +129,6 @@ def print_text(text: str) -> None:
     print(text)
 
 
-def shell_line(words: Sequence[str]) -> str:
-    """A command line as a user types it, with quotes where this system's shell needs them."""
-    import shlex
-    import subprocess
-    import sys
-
-    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
-
-
 def plural(count: float, noun: str) -> str:
     """`1 shard`, `2 shards`, `1.5 shards`."""
     number = f"{count:,g}" if isinstance(count, float) else f"{count}"

@@ -8,7 +8,6 @@ where this package came from. A source tree that was never installed has no meta
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
+
+from qwen_cache.plain_text import shell_line
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -83,12 +84,12 @@ def install_command(extra: str) -> str:
     url = str(origin.get("url", ""))
     if vcs := origin.get("vcs_info"):
         revision = f"@{vcs['requested_revision']}" if "requested_revision" in vcs else ""
-        return f"pip install '{PACKAGE}[{extra}] @ {vcs['vcs']}+{url}{revision}'"
+        return shell_line(["pip", "install", f"{PACKAGE}[{extra}] @ {vcs['vcs']}+{url}{revision}"])
     path = url2pathname(urlsplit(url).path) if url.startswith("file:") else ""
     if not path or not Path(path).exists():
-        return f"pip install '{PACKAGE}[{extra}]'"
-    editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
-    return f"pip install {editable}{shlex.quote(f'{path}[{extra}]')}"
+        return shell_line(["pip", "install", f"{PACKAGE}[{extra}]"])
+    editable = ["-e"] if origin.get("dir_info", {}).get("editable") else []
+    return shell_line(["pip", "install", *editable, f"{path}[{extra}]"])
 
 
 def require(module: str) -> None:

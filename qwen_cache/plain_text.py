@@ -2,12 +2,16 @@
 
 Control characters move the cursor, clear the screen, and set the window's title and the clipboard; bidirectional
 controls and line separators reorder and fake lines. They are shown escaped, as `\\x1b` or `\\u202e`, never dropped, so
-that two names that differ look different. JSON has them as its own escapes, and is equal after parsing.
+that two names that differ look different. JSON has them as its own escapes, and is equal after parsing. Command lines
+for users to paste are quoted for their shell.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
+import sys
+from collections.abc import Sequence
 
 SHOWN = 2000
 """Characters of a value in a message: a terminal of 80 × 25. Names, paths and the keys of a batch fit; a longer value
@@ -51,3 +55,10 @@ def one_line(text: str) -> str:
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     return _SHORT.get(match[0]) or (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")
+
+
+def shell_line(words: Sequence[str]) -> str:
+    """A command line as a user types it, with quotes where this system's shell needs them."""
+    import subprocess
+
+    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)

@@ -16,10 +16,10 @@ from statistics import median_low
 from typing import Any
 
 from qwen_cache.cli.doctor import Device, Torch, probe_torch
-from qwen_cache.console import console, human_bytes, plural, print_json, print_problems, shell_line
+from qwen_cache.console import console, human_bytes, plural, print_json, print_problems
 from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.models.family import FAMILIES, QWEN_IMAGE, VAE_IMAGE_SIZE, Family
-from qwen_cache.plain_text import plain
+from qwen_cache.plain_text import plain, shell_line
 from qwen_cache.settings.listing import comment, settings_file
 from qwen_cache.settings.load import CONFIG_NAME, Config, overridden
 from qwen_cache.settings.yaml_text import parse_yaml

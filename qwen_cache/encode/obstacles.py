@@ -11,14 +11,14 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from qwen_cache.console import human_bytes, plural, shell_line
+from qwen_cache.console import human_bytes, plural
 from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.estimate import bytes_to_write, free_bytes
 from qwen_cache.encode.plan import RECIPE, BuildPlan
 from qwen_cache.encode.recipe import recipe_changes
 from qwen_cache.errors import ConfigError, QwenCacheError, SourceError
 from qwen_cache.format.update import Existing, Update
-from qwen_cache.plain_text import plain
+from qwen_cache.plain_text import plain, shell_line
 
 SURE = 0.9  # of the estimated bytes: a build that may just fit is not refused
 

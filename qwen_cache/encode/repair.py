@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from qwen_cache.console import shell_line
 from qwen_cache.encode.builder import BuildJob, load_every_row, rules, staging_name
 from qwen_cache.encode.plan import BuildPlan, PlannedSample, make_plan
 from qwen_cache.encode.recipe import recipe_changes
@@ -23,6 +22,7 @@ from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import DEFAULT_RECIPE, MANIFEST_NAME
 from qwen_cache.format.update import Existing, Update, by_position, finished_samples, plan_update
 from qwen_cache.format.verify import damaged_shards
+from qwen_cache.plain_text import shell_line
 from qwen_cache.settings.load import CONFIG_NAME, load_config
 
 DAMAGED = "damaged"

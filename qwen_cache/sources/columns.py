@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from qwen_cache.console import shell_line
 from qwen_cache.errors import Problem, SourceError
+from qwen_cache.plain_text import shell_line
 from qwen_cache.settings.data import ColumnsConfig
 from qwen_cache.settings.yaml_text import assignment
 from qwen_cache.sources.places import File, Location, TableFolder

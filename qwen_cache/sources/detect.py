@@ -50,10 +50,10 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from qwen_cache.console import shell_line
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.grounding.phrase import find, parse
+from qwen_cache.plain_text import shell_line
 from qwen_cache.settings.data import ColumnsConfig
 from qwen_cache.sources.arrow import read_parquet, read_saved, splits
 from qwen_cache.sources.hub import dataset_files, is_dataset
