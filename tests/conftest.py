@@ -21,6 +21,7 @@ from .support.paths import load_tool
 from .support.sources import write_mixed, write_pairs
 
 if TYPE_CHECKING:
+    from .support.fake_lanes import FakeLanes
     from .support.runs import Trainer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -119,6 +120,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def pairs(tmp_path: Path) -> Path:
     """A fresh copy of the edit pairs, which the test may change."""
     return write_pairs(tmp_path / "data")
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> list[FakeLanes]:
+    """Builds without encoders; every set of lanes that was loaded."""
+    from .support.fake_lanes import fake_lanes
+
+    return fake_lanes(monkeypatch)
 
 
 @pytest.fixture

@@ -29,18 +29,12 @@ from qwen_cache.format.shard import ShardWriter
 from .support.caches import SMALL, build, contents, plan
 from .support.commands import Result, command, run
 from .support.crash import Crash, crash_after
-from .support.fake_lanes import FakeLanes, fake_lanes
+from .support.fake_lanes import FakeLanes
 from .support.marks import slow
 from .support.sources import add_control, change_control, change_mask, change_prompt, change_target, remove_mask
 from .support.waiting import HANG
 
 TinyModel = Callable[[str], Path]
-
-
-@pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> list[FakeLanes]:
-    """Builds without encoders; every set of lanes that was loaded."""
-    return fake_lanes(monkeypatch)
 
 
 @pytest.fixture

@@ -19,18 +19,12 @@ from qwen_cache.format.staging import Staging
 
 from .support.caches import SMALL, build, contents, plan
 from .support.commands import Result, refused, run
-from .support.fake_lanes import FakeLanes, fake_lanes
+from .support.fake_lanes import FakeLanes
 from .support.sources import change_mask, change_prompt, change_target
 
 WORK = ("to_encode", "to_copy", "kept", "new_masks", "cached")
 DONE = ("encoded", "copied", "kept", "new_masks")
 BFLOAT16 = ("--dtype", "bfloat16")
-
-
-@pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> list[FakeLanes]:
-    """Builds without encoders; every set of lanes that was loaded."""
-    return fake_lanes(monkeypatch)
 
 
 @pytest.fixture

@@ -365,9 +365,12 @@ JPEG_XL = jpeg_xl.CODESTREAM + b"\x0f\x07" + bytes(20)
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (HEIC, "HEIC is not read here\n  → pip install pillow-heif, or save it as PNG, JPEG or WebP"),
-        (JPEG_XL, "JPEG XL is not read here\n  → pip install pillow-jxl-plugin, or save it as PNG, JPEG or WebP"),
-        (jpeg_xl.CONTAINER, "JPEG XL is not read here\n  → pip install pillow-jxl-plugin"),
+        (
+            HEIC,
+            "HEIC images need the package pillow-heif\n  → pip install pillow-heif, or save it as PNG, JPEG or WebP",
+        ),
+        (JPEG_XL, "JPEG XL images need the package pillow-jxl-plugin\n  → pip install pillow-jxl-plugin, or save it"),
+        (jpeg_xl.CONTAINER, "JPEG XL images need the package pillow-jxl-plugin\n  → pip install pillow-jxl-plugin"),
         (HEIC.replace(b"heic", b"avif"), "the image is damaged or incomplete (found a AVIF whose header"),
     ],
 )

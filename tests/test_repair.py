@@ -16,19 +16,13 @@ from qwen_cache.format.cache import Sample
 from .support.caches import build, contents
 from .support.commands import Result, refused, run
 from .support.crash import Crash, crash_after
-from .support.fake_lanes import FakeLanes, fake_lanes
+from .support.fake_lanes import FakeLanes
 from .support.marks import slow
 from .support.sources import change_target
 
 TWO = ("--set", "cache.shard_size=80000")
 """Two shards of two samples: cat and china, cup and flower."""
 SMALL = ("--set", "data.vae_image_size=9216", "--set", "cache.recipe=small")
-
-
-@pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> list[FakeLanes]:
-    """Builds without encoders; every set of lanes that was loaded."""
-    return fake_lanes(monkeypatch)
 
 
 @pytest.fixture

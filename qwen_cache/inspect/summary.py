@@ -241,8 +241,8 @@ def savings_rows(saved: Mapping[str, int]) -> list[tuple[str, str]]:
         stored.append(f"{plural(saved['repeated_rows'], 'row')} of the source with the same content as another")
     if saved["compression_bytes"]:
         stored.append(f"{human_bytes(saved['compression_bytes'])} by compression")
-    lines = [("" if i else "not stored", line) for i, line in enumerate(stored)]
-    return lines + ([("not computed", f"{' and '.join(runs)} over images seen before")] if runs else [])
+    lines = [("" if i else "space saved", line) for i, line in enumerate(stored)]
+    return lines + ([("time saved", f"{' and '.join(runs)} of images that were encoded before")] if runs else [])
 
 
 # ---- one sample ------------------------------------------------------------------------------------------------------

@@ -215,8 +215,9 @@ def _refusals(data: bytes, where: str) -> Iterator[None]:
 def _unidentified(data: bytes, where: str) -> SourceError:
     kind = _kind_of(data)
     if kind in PLUGINS and not _is_installed(kind):
-        do = f"pip install {PLUGINS[kind][1]}, or save it as PNG, JPEG or WebP"
-        return SourceError(f"{kind} is not read here", where=where, do=do)
+        package = PLUGINS[kind][1]
+        do = f"pip install {package}, or save it as PNG, JPEG or WebP"
+        return SourceError(f"{kind} images need the package {package}", where=where, do=do)
     if kind in FORMATS:
         found, do = f"a {kind} whose header cannot be read", "copy or download it again, or save it again as PNG"
         return SourceError("the image is damaged or incomplete", where=where, found=found, do=do)
