@@ -84,7 +84,7 @@ target,control,prompt
 data/target_images/cat.png,data/control_images/cat.png,mirror it
 photo.jpg,,a red flower in front of green leaves
 """
-"""The table with and without controls on the page about Qwen-Image-2.1."""
+"""The table with and without controls on the pages about sources and Qwen-Image-2.1."""
 MARK = r"<!-- not run: [^\n]+ -->\n"
 BLOCK = re.compile(rf"^(?P<mark>{MARK})?```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -211,8 +211,8 @@ def test_the_commands_of_a_page_run(page: str, folder: Callable[[str], Path]) ->
 
 
 def test_the_table_of_a_page_is_the_one_that_is_built() -> None:
-    (page,) = FAMILY_PAGES
-    assert f"mixed.csv\n{MIXED}" in [block.body for block in blocks(page) if block.kind == "text"]
+    for page in ("sources.md", *FAMILY_PAGES):
+        assert f"mixed.csv\n{MIXED}" in [block.body for block in blocks(page) if block.kind == "text"]
 
 
 def test_a_block_is_run_whole_or_marked() -> None:

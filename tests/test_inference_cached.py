@@ -47,6 +47,7 @@ CASES = {
     "edit": case([(107, 160), (107, 160)], "make it 黑白"),
     "edit-plus": case([(160, 107), (333, 517), (160, 107)], "put the cat beside the flower"),
     "edit-2511": case([(128, 128), (107, 160), (160, 160)], "put the cat beside the flower"),
+    "edit-2511 without a control": case([(160, 107)], "a pagoda, 黑白"),
 }
 CPU = torch.device("cpu")
 
@@ -62,16 +63,18 @@ def small_areas() -> Any:
 
 @pytest.fixture(scope="module")
 def cached(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> Callable[..., tuple[Sample, Any]]:
-    """`cached("edit", torch.float32)`: the sample of CASES, and the stock pipeline."""
+    """`cached("edit", torch.float32)`: the sample of CASES, and the stock pipeline that takes its images."""
     made: dict[tuple[str, torch.dtype], Sample] = {}
 
     def get(variant: str, dtype: torch.dtype = torch.float32) -> tuple[Sample, Any]:
-        model = tiny_model(variant)
+        name = variant.removesuffix(" without a control")
+        model, stock_name = tiny_model(name), name if CASES[variant].controls else "t2i"
         if (variant, dtype) not in made:
-            options = (*small_options(variant), "--dtype", str(dtype).removeprefix("torch."))
+            options = (*small_options(name), "--dtype", str(dtype).removeprefix("torch."))
+            options += ("--set", "data.allow_no_control=true")
             built = build_cache(tmp_path_factory.mktemp("cache"), {"x": CASES[variant]}, model, *options)
             made[variant, dtype] = built[0]
-        return made[variant, dtype], stock_pipeline(model, variant, dtype)
+        return made[variant, dtype], stock_pipeline(model, stock_name, dtype)
 
     return get
 
@@ -117,7 +120,7 @@ def test_it_is_the_stock_pipelines_of_the_images_and_the_prompt(
     negative = {"negative_prompt": "", "true_cfg_scale": guidance} if guidance > 1 else {}
     expected = stock(pipeline, sample, CASES[variant], **negative)
     found = ours(pipeline, sample, true_cfg_scale=guidance)
-    if variant == "t2i":  # nothing is encoded in other pieces than there
+    if not CASES[variant].controls:  # nothing is encoded in other pieces than there
         assert torch.equal(found, expected)
     assert relative(found, expected) < TOLERANCE
 

@@ -86,7 +86,7 @@ def test_an_existing_file_is_kept_without_force() -> None:
     [
         ({"a": 0, "b": 0}, "Qwen/Qwen-Image"),
         ({"a": 1, "b": 2}, "Qwen/Qwen-Image-Edit-2511"),
-        ({"a": 0, "b": 1}, "Qwen/Qwen-Image-2.1"),
+        ({"a": 0, "b": 1}, "Qwen/Qwen-Image-Edit-2511"),
     ],
 )
 def test_the_model_takes_as_many_images_as_the_samples_have(controls: dict[str, int], model: str) -> None:

@@ -426,6 +426,11 @@ def test_a_tar_with_a_misspelt_or_missing_control_is_told(tmp_path: Path) -> Non
     rows, [problem] = read_source(path, needs_control=True)
     assert [row.name for row in rows] == ["b"]
     assert problem == Problem(f"{path}:a", "the target has no control", "add one, or remove the target")
+    _, [problem] = read_source(path, needs_control=True, no_control="stated")
+    do = "add it, or set data.allow_no_control=true if it is meant to have none"
+    assert problem == Problem(f"{path}:a", "there is no a.control.png", do)
+    rows, problems = read_source(path, needs_control=False, takes_control=True, no_control="allowed")
+    assert ([len(row.controls) for row in rows], problems) == ([0, 1], [])
 
 
 PARTS = {

@@ -587,6 +587,70 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, files: list[str
     assert expected in refusal(fill(tmp_path, files))
 
 
+NO_CONTROL = "data.allow_no_control=true if"
+
+
+@pytest.mark.parametrize(
+    ("files", "alone", "others"),
+    [
+        (["t.csv"], ["a"], []),
+        (["target_images/a.png", "target_images/a.txt"], ["a"], []),
+        (["a.png", "a.txt", "b.png", "b.txt"], ["a", "b"], []),
+        (["target/a.png", "target/a.txt", "target/b.png", "target/b.txt", "control/b.png"], ["a"], ["b"]),
+    ],
+    ids=["a table", "a folder of targets", "a folder of images", "one control of two"],
+)
+def test_an_editing_model_takes_rows_without_control_where_they_are_meant(
+    tmp_path: Path, files: list[str], alone: list[str], others: list[str]
+) -> None:
+    """Without the setting a control that has no file is a mistake, and so is a source without any."""
+    fill(tmp_path, {name: "image,prompt\na.png,red\n" if name == "t.csv" else "red" for name in [*files, "a.png"]})
+    source = tmp_path / "t.csv" if files == ["t.csv"] else tmp_path / "two" if files[0] == "a.png" else tmp_path
+    if source.name == "two":
+        fill(source, files)
+        fill(source, {"a.txt": "red", "b.txt": "red"})
+    if source == tmp_path:
+        (tmp_path / "a.png").unlink()
+    rows, problems = read_source(source, needs_control=False, takes_control=True, no_control="allowed")
+    assert problems == []
+    assert [row.name for row in rows if not row.controls] == alone
+    assert [row.name for row in rows if row.controls] == others
+    if others:
+        _, problems = read_source(source, needs_control=True, no_control="stated")
+        assert only(problems).what == "the control control/a.png (or .jpg, …) is missing, found none"
+        assert only(problems).do == f"add it, or remove the target, or set {NO_CONTROL} it is meant to have none"
+        return
+    with pytest.raises(SourceError) as caught:
+        read_source(source, needs_control=True, no_control="stated")
+    assert str(caught.value).endswith(f"; or set {NO_CONTROL} no image is meant to have one")
+
+
+def test_rows_without_control_do_not_hide_a_misnamed_or_incomplete_one(tmp_path: Path) -> None:
+    targets = [f"target/{name}{end}" for name in ("a_1", "b", "c") for end in (".png", ".txt")]
+    fill(tmp_path, [*targets, "control/a_01.png", "control/b_control_1.png", "control/c.png"])
+    rows, problems = read_source(tmp_path, needs_control=False, takes_control=True, no_control="allowed")
+    assert names(rows) == ["c"]
+    assert [problem.what for problem in problems] == [
+        "the control control/a_1.png (or .jpg, …) is missing; did you mean control/a_01.png?",
+        "the control control/b.png (or .jpg, …) is missing, found b_control_1.png",
+    ]
+    for path in (tmp_path / "control").iterdir():
+        path.unlink()
+    fill(tmp_path, ["control/x.png"])
+    _, problems = read_source(tmp_path, needs_control=False, takes_control=True, no_control="allowed")
+    assert only(problems).what.startswith("none of the 3 targets has a control (expected a_1.png for a_1.png, found x")
+
+
+def test_an_empty_cell_states_that_a_row_has_no_control(tmp_path: Path) -> None:
+    files = {"t.csv": "target,control_0,control_1,prompt\na.png,,,red\na.png,b.png,,red\na.png,,b.png,red\n"}
+    source = fill(tmp_path, files | {"a.png": "", "b.png": ""}) / "t.csv"
+    rows, problems = read_source(source, needs_control=True, no_control="stated")
+    assert [len(row.controls) for row in rows] == [0, 1]
+    assert "control 1 is empty, but a later one is" in only(problems).what
+    _, problems = read_source(source, needs_control=True)
+    assert problems[0].what == "the target has no control"
+
+
 def test_what_is_not_there_or_of_another_kind_is_refused(tmp_path: Path) -> None:
     fill(tmp_path, ["a.zip"])
     kinds = "a table (.csv, .jsonl, .json, .parquet), a .tar of images, or a folder of image pairs, of .parquet"

@@ -305,6 +305,10 @@ def _print_plan(job: BuildJob, task: Task, seconds: float | None = None, *, alwa
         shown = [f"{width}×{height}: {count}" for (width, height), count in sizes.items()]
         more = f", and {plural(len(shown) - MAX_SIZES, 'size')} more" if len(shown) > MAX_SIZES else ""
         out.print(f"[bold]targets[/]  {', '.join(shown[:MAX_SIZES])}{more}")
+    without = sum(not sample.row.controls for sample in plan.samples)
+    if without and job.model.takes_controls:
+        of_all = f"{without} of {plural(len(plan.samples), 'sample')}"
+        out.print(f"{INDENT}{of_all} without a control image, encoded as text to image")
     if job.masks_left_out:
         out.print(f"{INDENT}{plural(job.masks_left_out, 'edit mask')} skipped: format v1 has none")
     if plan.repeated:

@@ -103,6 +103,7 @@ def survey_source(config: Config) -> Survey:
         location(source),
         needs_control=False,
         takes_control=True,
+        no_control="allowed" if config.data.allow_no_control else "stated",
         allow_empty_prompt=True,
         allow_urls=config.data.allow_urls,
         columns=config.data.columns,
@@ -143,13 +144,16 @@ def _sizes(rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
 
 
 def fitting_models(controls: tuple[int, int]) -> list[tuple[str, Family]]:
-    """The published models that take that many controls, the suggested one first: the newest of the 20B family."""
-    fewest, most = controls
+    """The published models that take that many controls, the suggested one first: the newest of the 20B family.
+
+    An editing model takes samples without controls too, but is suggested only for a source that has some.
+    """
+    _, most = controls
     return [
         (name, family)
         for family in FAMILIES
         for pipeline in reversed(family.pipelines)
-        if pipeline.min_controls <= fewest and (pipeline.max_controls is None or most <= pipeline.max_controls)
+        if pipeline.min_controls <= most and (pipeline.max_controls is None or most <= pipeline.max_controls)
         for name in reversed(pipeline.models)
     ]
 

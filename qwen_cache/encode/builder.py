@@ -201,8 +201,9 @@ def read_rows(
     """Read `source` with the settings `config.data`; rows in which `check` finds a problem are left out."""
     every, problems = read_source(
         location(source),
-        needs_control=model.needs_controls,
+        needs_control=model.needs_controls and not config.data.allow_no_control,
         takes_control=model.takes_controls,
+        no_control="allowed" if config.data.allow_no_control else "stated",
         allow_empty_prompt=config.data.allow_empty_prompt,
         allow_urls=config.data.allow_urls,
         columns=config.data.columns,
@@ -233,9 +234,10 @@ def check_tokens(rows: list[Row]) -> list[Problem]:
 
 
 def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:
-    """Problems of prompts that the encoder cannot take, or that the pipeline would truncate silently."""
+    """Problems of prompts that the encoder cannot take, or that text to image would truncate silently."""
     problems = check_tokens(rows)
-    limit = model.template.max_length
+    limit = model.facts.template_for(controls=0).max_length
+    rows = [row for row in rows if not row.controls]
     long = [row for row in rows if limit and len(row.prompt.encode()) > limit // 2]  # a token is at least one byte
     if limit and long:
         from qwen_cache.encode.text import kept_tokens

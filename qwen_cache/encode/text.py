@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -114,15 +114,31 @@ class LastRead:
         ]
 
 
+@dataclass(frozen=True)
+class Frame:
+    """The text around a prompt, with or without images, and its tokens."""
+
+    template: Template
+    tokenizer: Any
+    drop_idx: int
+    """The number of first tokens that are encoded but not kept."""
+
+    @classmethod
+    def of(cls, model: ModelFolder, processor: Any, has_controls: bool) -> Frame:
+        """As the pipelines have it: text to image has its own template, and the tokenizer beside the processor."""
+        template = model.facts.template_for(has_controls)
+        of_processor = processor is not None and template is model.template
+        tokenizer = processor.tokenizer if of_processor else load_tokenizer(model)
+        return cls(template, tokenizer, dropped_tokens(template, processor))
+
+
 def kept_tokens(model: ModelFolder, prompts: Sequence[tuple[str, Sequence[Size]]]) -> list[int]:
     """The length L of the stored embeddings of each prompt with images of those sizes, without encoding it.
 
     Sizes are those for the text encoder: the placeholder of an image, one token in the text, becomes its image tokens.
     """
-    template = model.template
     processor = load_processor(model) if model.takes_controls else None
-    tokenizer = processor.tokenizer if processor else load_tokenizer(model)
-    dropped = dropped_tokens(template, processor)
+    frame_for = cache(lambda has_controls: Frame.of(model, processor, has_controls))
 
     @cache
     def added_tokens(size: Size) -> int:
@@ -132,10 +148,12 @@ def kept_tokens(model: ModelFolder, prompts: Sequence[tuple[str, Sequence[Size]]
         patches = processor.image_processor.get_number_of_image_patches(size[1], size[0], {})
         return int(patches // processor.image_processor.merge_size**2) - 1
 
-    return [
-        len(tokenizer(template.text(prompt, len(sizes)))["input_ids"]) - dropped + sum(map(added_tokens, sizes))
-        for prompt, sizes in prompts
-    ]
+    def kept(prompt: str, sizes: Sequence[Size]) -> int:
+        frame = frame_for(bool(sizes))
+        tokens = frame.tokenizer(frame.template.text(prompt, len(sizes)))["input_ids"]
+        return len(tokens) - frame.drop_idx + sum(map(added_tokens, sizes))
+
+    return [kept(prompt, sizes) for prompt, sizes in prompts]
 
 
 def dropped_tokens(template: Template, processor: Any) -> int:
@@ -186,10 +204,10 @@ class TextEncoder:
         *,
         attend: bool = False,
     ) -> None:
-        family, self.template = model.family, model.template
+        family, self.folder = model.family, model
         self.processor = load_processor(model) if model.takes_controls else None
-        self.tokenizer = self.processor.tokenizer if self.processor else load_tokenizer(model)
-        self.drop_idx, self.text_rows_only = dropped_tokens(self.template, self.processor), family.text_rows_only
+        self._frame = Frame.of(model, self.processor, model.takes_controls)
+        self.text_rows_only = family.text_rows_only
         self.model = load_text_encoder(model.component("text_encoder"), dtype).model.to(device)
         if not family.final_norm:
             skip_final_norm(self.model)
@@ -204,6 +222,15 @@ class TextEncoder:
         if is_accelerator(device):
             batch_windows(self.model.visual)
 
+    @cached_property
+    def _frame_without_images(self) -> Frame:
+        """Loaded for the first such prompt: few caches of an Edit model have any."""
+        return Frame.of(self.folder, self.processor, has_controls=False)
+
+    def frame(self, images: int) -> Frame:
+        """The frame of a prompt about this number of images."""
+        return self._frame if images or self.folder.facts.without_controls is None else self._frame_without_images
+
     @torch.inference_mode()
     def encode_whole(
         self, images: Sequence[Image.Image], prompt: str
@@ -215,12 +242,13 @@ class TextEncoder:
         if not images:
             embeds = self.embed(self.read([{}]), [(0, prompt, None)])[0].embeds
             return embeds, torch.zeros(len(embeds), dtype=torch.bool)
-        inputs = self._process(self.template.text(prompt, len(images)), images)
+        inputs = self._process(self._frame.template.text(prompt, len(images)), images)
         tokens = {name: tensor for name, tensor in inputs.items() if name != "pixel_values"}
         positions, _ = self.model.get_rope_index(**tokens)
         output = self.model(**self._sent({**inputs, "position_ids": positions}))
-        is_image = inputs["input_ids"][0, self.drop_idx :] == self.model.config.image_token_id
-        return output.last_hidden_state[0, self.drop_idx :].cpu(), is_image
+        drop_idx = self._frame.drop_idx
+        is_image = inputs["input_ids"][0, drop_idx:] == self.model.config.image_token_id
+        return output.last_hidden_state[0, drop_idx:].cpu(), is_image
 
     def inputs(self, images: Sequence[Image.Image]) -> Inputs:
         """The model's inputs for `images` (RGB, already resized for the encoder) before any prompt, on the CPU.
@@ -308,9 +336,9 @@ class TextEncoder:
         return {n: tensor if n == "image_grid_thw" else to_device(tensor, self.device) for n, tensor in tensors.items()}
 
     def _kept_rows(self, ids: Int[torch.Tensor, " N"]) -> Int[torch.Tensor, " P"]:
-        """The positions of the tokens whose embeddings are stored."""
-        positions = torch.arange(self.drop_idx, len(ids))
-        return positions[ids[self.drop_idx :] != self.model.config.image_token_id] if self.text_rows_only else positions
+        """The positions of the tokens about images whose embeddings are stored."""
+        positions = torch.arange(self._frame.drop_idx, len(ids))
+        return positions[ids[positions] != self.model.config.image_token_id] if self.text_rows_only else positions
 
     def _image_positions(self, ids: Int[torch.Tensor, " N"], kept: Int[torch.Tensor, " P"]) -> tuple[int, ...]:
         """For each image the number of stored rows before it; empty if its own rows are stored."""
@@ -327,7 +355,7 @@ class TextEncoder:
         `prompts` are rows, prompts and the phrases whose attention is wanted; None gives no attention.
         """
         texts = [self._split(prompt, prefixes.images[row])[1] for row, prompt, _ in prompts]
-        ids = [self._ids(text) for text in texts]
+        ids = [self._ids(text, prefixes.images[row]) for text, (row, *_) in zip(texts, prompts, strict=True)]
         chosen = [
             self._phrase_tokens(text, prompt, phrase) if prefixes.images[row] else []
             for text, (row, prompt, phrase) in zip(texts, prompts, strict=True)
@@ -344,10 +372,10 @@ class TextEncoder:
     ) -> list[Suffix]:
         """The suffixes of these rows of `prefixes`, in one pass."""
         tokens = {"input_ids": _padded(ids)}
-        drop_idx = self.drop_idx
-        past = None
-        if prefixes.past is not None:
-            drop_idx = 0
+        drop_idx, past = 0, None
+        if prefixes.past is None:
+            drop_idx = self.frame(0).drop_idx
+        else:
             begins = torch.tensor([prefixes.next_positions[row] for row in rows])
             tokens["position_ids"] = (begins[:, None] + torch.arange(max(map(len, ids)))).repeat(3, 1, 1)
             lengths = torch.tensor([prefixes.lengths[row] for row in rows])
@@ -383,19 +411,19 @@ class TextEncoder:
         if not self.attend or phrase is None or not prompt.strip():
             return []
         with self._tokenizing:
-            return token_positions(self.tokenizer, text, phrase or ((0, len(prompt)),))
+            return token_positions(self._frame.tokenizer, text, phrase or ((0, len(prompt)),))
 
     def _split(self, prompt: str, images: int) -> tuple[str, str]:
         """The whole input, cut into prefix and suffix after the last image; without images it is all suffix.
 
         A special token ends the prefix, so both parts become the same tokens as in the whole.
         """
-        *before, after = self.template.text(prompt, images).split(VISION_END, images)
+        *before, after = self.frame(images).template.text(prompt, images).split(VISION_END, images)
         return "".join(part + VISION_END for part in before), after
 
-    def _ids(self, text: str) -> torch.Tensor:
+    def _ids(self, text: str, images: int) -> torch.Tensor:
         with self._tokenizing:
-            ids: torch.Tensor = self.tokenizer(text, return_tensors="pt")["input_ids"]
+            ids: torch.Tensor = self.frame(images).tokenizer(text, return_tensors="pt")["input_ids"]
         return ids[0]
 
 

@@ -30,10 +30,17 @@ class Pipeline:
     """The published repositories."""
     template: Template
     min_controls: int
+    """The fewest control images that diffusers' class takes. A cache may have samples without any in every case."""
     max_controls: int | None
     """The most control images; None: any number."""
+    without_controls: Template | None = None
+    """The template of samples without controls, if it is another one: that of text to image."""
     tokenizer: str = "tokenizer"
     """The folder of the tokenizer."""
+
+    def template_for(self, controls: int) -> Template:
+        """The template of a sample with this number of controls."""
+        return self.template if controls or self.without_controls is None else self.without_controls
 
     @property
     def encoder_parts(self) -> tuple[str, ...]:
@@ -92,6 +99,7 @@ _TEXT_TO_IMAGE = (
     "the objects and background:"
 )
 _ANALYZE = "Comprehend and analyze the provided prompt."
+_TEXT_TO_IMAGE_TEMPLATE = Template(chat(_TEXT_TO_IMAGE), drop_idx=34, max_length=512)
 QWEN_IMAGE = Family(
     name="Qwen-Image",
     licence="apache-2.0",
@@ -102,6 +110,7 @@ QWEN_IMAGE = Family(
             Template(chat(_EDIT), image=IMAGE, drop_idx=64, condition_image_size=1024 * 1024),
             min_controls=1,
             max_controls=1,
+            without_controls=_TEXT_TO_IMAGE_TEMPLATE,
         ),
         Pipeline(
             "QwenImageEditPlusPipeline",
@@ -109,11 +118,12 @@ QWEN_IMAGE = Family(
             Template(chat(_EDIT), image=f"Picture {{}}: {IMAGE}", drop_idx=64, condition_image_size=384 * 384),
             min_controls=1,
             max_controls=None,
+            without_controls=_TEXT_TO_IMAGE_TEMPLATE,
         ),
         Pipeline(
             "QwenImagePipeline",
             ("Qwen/Qwen-Image",),
-            Template(chat(_TEXT_TO_IMAGE), drop_idx=34, max_length=512),
+            _TEXT_TO_IMAGE_TEMPLATE,
             min_controls=0,
             max_controls=0,
         ),
@@ -187,6 +197,15 @@ def family_of(pipeline: str) -> Family:
         if any(each.name == pipeline for each in family.pipelines):
             return family
     raise KeyError(pipeline)
+
+
+def same_inputs(pipeline: object, other: object) -> bool:
+    """Whether the transformers of two pipelines take the same inputs: those of one, or of a family's editing and its
+    text to image. Two editing pipelines differ in what their text encoder sees."""
+    if pipeline == other or not {pipeline, other} <= PIPELINES.keys():
+        return pipeline == other
+    a, b = (PIPELINES[str(name)] for name in (pipeline, other))
+    return family_of(a.name) is family_of(b.name) and 0 in (a.max_controls, b.max_controls)
 
 
 def family_of_recipe(recipe: Mapping[str, object]) -> Family:

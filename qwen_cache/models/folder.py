@@ -55,6 +55,7 @@ class ModelFolder:
 
     @property
     def template(self) -> Template:
+        """The template of samples with controls, if the model takes any."""
         return self.facts.template
 
     @property

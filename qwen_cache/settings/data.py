@@ -45,6 +45,9 @@ class DataConfig(Section):
     https://images.example.com/ or https://. A local table may name anything."""
     allow_empty_prompt: bool = False
     """Accept samples without an instruction."""
+    allow_no_control: bool = False
+    """Accept targets without a control image in a folder or a tar that may have some, and, for an editing model, a
+    source without any: they are trained as text to image. In a table an empty cell is enough."""
     vae_image_size: Areas | None = None
     """Pixels of an image for the VAE, or several such areas; the model's own (1024²) when not given."""
     resolution: Resolutions | None = None

@@ -49,6 +49,10 @@ NOT_OF_EDITS = ("image", "image_path", "file_name")
 FILE_NAMES = ("_file_name", "_file_names")
 """Suffixes of columns of paths in imagefolder."""
 
+NO_CONTROL = "set data.allow_no_control=true if it is meant to have none"
+NO_CONTROL_AT_ALL = "or set data.allow_no_control=true if no image is meant to have one"
+"""Advice for targets without controls, which become text to image."""
+
 Columns = dict[str, list[str]]
 """The columns of a table by role."""
 
@@ -89,7 +93,8 @@ def find_columns(
         if not columns[role] and role not in named and _wants_generic(role, columns["target"], needs):
             _add_generic(columns, role, unknown, where, noun)
         if getattr(needs, role) and not columns[role]:
-            raise _no_column(role, found or names, unknown, where, noun)
+            more = f"; {NO_CONTROL_AT_ALL}" if role == "control" and needs.no_control == "stated" else ""
+            raise _no_column(role, found or names, unknown, where, noun, more)
     if not (columns["target"] or columns["control"]):
         raise _no_column("target", found or names, unknown, where, noun)
     _check_unknown(unknown, named, where, noun)
@@ -173,7 +178,9 @@ def _split_number(name: str) -> tuple[str, int | None]:
     return (stem, int(number)) if stem and number.isdecimal() else (name, None)
 
 
-def _no_column(role: str, names: Sequence[str], unknown: list[str], where: Location, noun: str) -> SourceError:
+def _no_column(
+    role: str, names: Sequence[str], unknown: list[str], where: Location, noun: str, more: str = ""
+) -> SourceError:
     known = (*COLUMNS[role], *GENERIC.get(role, ()))
     near = [(name, like) for name in unknown for like in get_close_matches(_stem(name), known, 1)]
     do = f"rename {near[0][0]!r} to {near[0][1]!r}, or name it: " if near else f"add it, or name the right {noun}: "
@@ -182,7 +189,7 @@ def _no_column(role: str, names: Sequence[str], unknown: list[str], where: Locat
         where=where,
         expected=" or ".join(known),
         found=", ".join(map(repr, names)) or "an empty first line",
-        do=do + setting(role, near[0][0] if near else "NAME"),
+        do=do + setting(role, near[0][0] if near else "NAME") + more,
     )
 
 

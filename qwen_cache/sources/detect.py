@@ -59,7 +59,7 @@ from qwen_cache.sources.arrow import read_parquet, read_saved, splits
 from qwen_cache.sources.hub import dataset_files, is_dataset
 from qwen_cache.sources.pairs import CONTROL_FOLDERS, IMAGE_EXTENSIONS, TARGET_FOLDERS, read_pairs
 from qwen_cache.sources.places import File, Folder, Location, base_name, file_at, open_folder, suffix
-from qwen_cache.sources.rows import Draft, FieldProblems, Needs, Readable, Row
+from qwen_cache.sources.rows import Draft, FieldProblems, Needs, NoControl, Readable, Row
 from qwen_cache.sources.text_table import READERS, read_text_table
 from qwen_cache.sources.webdataset import read_tars
 from qwen_cache.storage.url import Url, location
@@ -84,6 +84,7 @@ def read_source(
     *,
     needs_control: bool,
     takes_control: bool | None = None,
+    no_control: NoControl | None = None,
     needs_target: bool = True,
     needs_prompt: bool = True,
     allow_empty_prompt: bool = False,
@@ -95,14 +96,16 @@ def read_source(
     """The usable rows of `source`, and the problems of the others.
 
     The rows of a folder are sorted by name; those of tables and tars keep their order. With `needs_control`, for an
-    editing model, every target needs a control; without `takes_control`, for text-to-image, there must be none (by
-    default `needs_control` decides both). Without
-    `needs_target`, to generate images, the first control of a row without target takes the target's place, and the
-    folder may hold only controls. `allow_urls`, `columns`, `split` and `config_name` are the settings of `data`.
+    editing model, the source must have controls; without `takes_control`, for text-to-image, there must be none (by
+    default `needs_control` decides both). `no_control` says which rows may lack one: by default none where controls are
+    needed, else those of which a table states it. Without `needs_target`, to generate images, the first control of a
+    row without target takes the target's place, and the folder may hold only controls. `allow_urls`, `columns`, `split`
+    and `config_name` are the settings of `data`.
     """
     takes_control = needs_control if takes_control is None else takes_control
     needs = Needs(
         control=needs_control,
+        no_control=no_control or ("refused" if needs_control else "stated"),
         target=needs_target,
         prompt=needs_prompt,
         takes_control=takes_control,
@@ -170,7 +173,7 @@ def _missing(draft: Draft, known: FieldProblems, needs: Needs, allow_empty_promp
     """The missing parts of a row. Remote images are not checked before they are read."""
     field_problems: FieldProblems = {}
     row = draft.samples[0]
-    if needs.control and not row.controls and "control" not in known:
+    if needs.no_control == "refused" and not row.controls and "control" not in known:
         field_problems["control"] = "the target has no control", "add one, or remove the target"
     empty = [number for number, sample in enumerate(draft.samples, 1) if not sample.prompt]
     if empty and not allow_empty_prompt and "prompt" not in known:

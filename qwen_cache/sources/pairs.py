@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 
 from qwen_cache.errors import Problem, SourceError
-from qwen_cache.sources.columns import check_named, given, setting
+from qwen_cache.sources.columns import NO_CONTROL, NO_CONTROL_AT_ALL, check_named, given, setting
 from qwen_cache.sources.places import MAX_TEXT, File, Folder, Location, base_name, read_bytes, suffix
 from qwen_cache.sources.rows import Draft, FieldProblems, Needs, Row
 from qwen_cache.storage.remembered_files import RememberedFiles
@@ -134,11 +134,15 @@ def read_pairs(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
     wanted = {*gaps.values(), *((prompt_folder, name) for name in targets if name not in prompts)}
     unread = {(name, stem): paths[0] for name, each in others.items() for stem, paths in each.items()}
     leads = Leads(unread, _similar(wanted - unread.keys(), strays))
+    if needs.no_control == "allowed":  # but not where a file looks like the control, or others are there
+        gaps = {name: gap for name, gap in gaps.items() if owned[name].keys() - {_MASK} or leads.of(gap)}
+    hint = f", or {NO_CONTROL}" if needs.no_control == "stated" else ""
     memory = RememberedFiles.of("prompts 1", folder.path)
     with memory.saved(), ThreadPoolExecutor(READERS, "prompts") as pool:
         texts = _read_prompts([prompts.get(name, []) for name in targets], memory, pool)
         for (name, paths), text in zip(targets.items(), texts, strict=True):
-            yield _row(name, paths, (prompts.get(name, []), text), owned[name], gaps.get(name), prompt_folder, leads)
+            prompt = prompts.get(name, []), text
+            yield _row(name, paths, prompt, owned[name], gaps.get(name), prompt_folder, leads, hint)
     explained = set(leads.similar.values())
     for (name, stem), paths in strays.items():
         for path in paths:
@@ -184,8 +188,9 @@ def _read_controls(folder: Folder, layout: Layout) -> Iterator[Problem | Draft]:
 def _layout(folder: Folder, needs: Needs) -> Layout:
     """The folders with targets, controls, masks and prompts; no target folder to read controls only.
 
-    If there is a folder of controls, every target needs one there, also for a model that takes images without a
-    control: a missing file must not turn an edit into text to image. A table can have both.
+    If there is a folder of controls, every target needs one there unless `data.allow_no_control` says otherwise, also
+    for a model that takes images without a control: a missing file must not turn an edit into text to image. A table
+    can have both.
     """
     named = _named(folder, needs)
     folders = _recognised(folder, named)
@@ -199,7 +204,8 @@ def _layout(folder: Folder, needs: Needs) -> Layout:
                 expected=" or ".join((*KNOWN[role], *PAIRED[role])),
                 found=", ".join(sorted(folder.files + folder.folders)[:10]) or "nothing",
                 do=f"put the {role} images into {folder.path / KNOWN[role][0]}, or name their folder: "
-                + setting(role, "FOLDER"),
+                + setting(role, "FOLDER")
+                + (f"; {NO_CONTROL_AT_ALL}" if needs.no_control == "stated" and not folders["control"] else ""),
             )
     if folders["control"] and not needs.takes_control:
         raise SourceError(
@@ -299,8 +305,13 @@ def _common_problem(
     first = base_name(next(iter(targets.values()))[0])
     stem = posixpath.splitext(first)[0]
     what = f"none of the {len(targets)} targets has a "
-    if len(targets) > 1 and layout.controls and not any(set(slots) - {_MASK} for slots in owned.values()):
-        found = ", ".join(folder.below(layout.controls[0])[:3]) or "nothing"
+    some = folder.below(layout.controls[0]) if layout.controls else []
+    if (
+        len(targets) > 1
+        and (some or (layout.controls and needs.no_control != "allowed"))
+        and not any(set(slots) - {_MASK} for slots in owned.values())
+    ):
+        found = ", ".join(some[:3]) or "nothing"
         what += f"control (expected {stem}.png for {first}, found {found})"
         return Problem(str(folder.path / layout.controls[0]), what, "give each control the name of its target")
     if len(targets) > 1 and needs.prompt and not any(name in prompts for name in targets):
@@ -400,7 +411,9 @@ def _row(
     gap: Place | None,
     prompt_folder: str,
     leads: Leads,
+    hint: str = "",
 ) -> Draft:
+    """A row; `hint` is more advice for a target without controls."""
     field_problems: FieldProblems = {}
     prompts, text = prompt
     for files in (targets, prompts, *slots.values()):
@@ -410,7 +423,7 @@ def _row(
     numbers = sorted(slot for slot in slots if slot != _MASK)
     if gap:
         found = ", ".join(base_name(slots[slot][0]) for slot in numbers) or "none"
-        more, do = leads.of(gap) or (f", found {found}", "add it, or remove the target")
+        more, do = leads.of(gap) or (f", found {found}", "add it, or remove the target" + ("" if numbers else hint))
         field_problems["control"] = f"the control {_join(*gap)}.png (or .jpg, …) is missing{more}", do
     if isinstance(text, Exception):
         reason = text.fault if isinstance(text, SourceError) else text

@@ -6,7 +6,7 @@ A row holds no pixels: `read` of an image returns its bytes, as often as it is c
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from qwen_cache.format.identity import Phrase
 from qwen_cache.settings.data import ColumnsConfig
@@ -32,12 +32,18 @@ class Embedded(Readable, Protocol):
         ...
 
 
+NoControl = Literal["refused", "stated", "allowed"]
+"""Which rows may have no control: none; those whose cells in a table are empty, since a missing file may be a mistake;
+or any."""
+
+
 @dataclass(frozen=True)
 class Needs:
-    """The parts that every row of a source must have, and the settings of `data` that say how it is read."""
+    """The parts that a source must have, and the settings of `data` that say how it is read."""
 
     control: bool
-    """A control: for an editing model."""
+    """A column, part or folder of controls: for an editing model."""
+    no_control: NoControl = "refused"
     target: bool = True
     """If False, a row without target takes its first control in place of the target, and its name."""
     prompt: bool = True

@@ -28,6 +28,7 @@ from qwen_cache.sources.columns import (
     COLUMNS,
     GENERIC,
     LIST_COLUMNS,
+    NO_CONTROL,
     Columns,
     Record,
     check_named,
@@ -268,6 +269,9 @@ def _record(
     if needs.target and (name := columns["target"][0]) not in values:
         plain = f" (or {key}.png, …)" if name == "target" else ""
         return Problem(where, f"there is no {key}.{name}.png{plain}", "add it, or remove the sample")
+    controls = columns["control"]
+    if needs.no_control == "stated" and controls and not any(name in values for name in controls):
+        return Problem(where, f"there is no {key}.{controls[0]}.png", f"add it, or {NO_CONTROL}")
     if member is None:
         if needs.prompt:
             return Problem(where, f"there is no {key}.txt or {key}.json", "add the prompt, or remove the sample")

@@ -77,10 +77,11 @@ def sweep(variant: str) -> dict[str, Case]:
         return {name: Case(it.target, (), it.prompt[:400]) for name, it in cases.items()}
     if variant != "edit":
         cases |= {name: case(sizes, LONG) for name, sizes in SEVERAL.items()}
-    return cases
+    without = {"text to image": PROMPTS["chinese"], "without a prompt": ""}  # encoded as by QwenImagePipeline
+    return cases | {name: Case(cases["odd"].target, (), prompt) for name, prompt in without.items()}
 
 
-SOME = ("odd", "minute", "chinese", "L", "two", "four")
+SOME = ("odd", "minute", "chinese", "L", "two", "four", "text to image", "without a prompt")
 """Samples of `sweep`: the odd size, the few tokens, the other script, the other mode, the other number of controls."""
 
 
@@ -92,13 +93,13 @@ SOME = ("odd", "minute", "chinese", "L", "two", "four")
 def test_whatever_the_sample_a_cache_holds_what_the_pipeline_feeds_its_transformer(
     variant: str, dtype: str, every: bool, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """Prompts in any script and of any length; one to four controls of any shape (traps 11, 12, 14, 17, 19)."""
+    """Prompts in any script and of any length; none to four controls of any shape (traps 11, 12, 14, 17, 19)."""
     cases = {name: it for name, it in sweep(variant).items() if every or name in SOME}
     options = [*small_options(variant), "--dtype", dtype, "--set", "data.allow_empty_prompt=true"]
     samples = by_name(build_cache(tmp_path, cases, tiny_model(variant), *options))
     for name, it in cases.items():
         try:
-            assert_matches_stock(samples[name], it, tiny_model(variant), variant)
+            assert_matches_stock(samples[name], it, tiny_model(variant), variant if it.controls else "t2i")
         except AssertionError as error:
             error.add_note(f"sample {name}")
             raise

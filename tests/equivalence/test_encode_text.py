@@ -198,7 +198,7 @@ def counted_positions(token_is_image: list[bool], grids: list[tuple[int, int]]) 
 def test_positions_are_three_dimensional(variant: str, count: int, text_encoder: TextEncoders) -> None:
     """Trap 23: for the prompt, and for the empty prompt, which continues behind the images."""
     encoder = text_encoder(variant)
-    image_token = encoder.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    image_token = encoder.processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     with recording(Qwen2_5_VLTextModel) as model_calls, recording(Qwen2_5_VLModel) as calls:
         our_embeds(encoder, images(count), "make it blue", "")
     positions, ids = [call["position_ids"] for call in model_calls], [call["input_ids"] for call in calls]
