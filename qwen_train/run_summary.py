@@ -28,10 +28,10 @@ def print_plan(
 ) -> None:
     """Print what will be trained."""
     t, cache, v, out = config.train, batches.cache, config.validation, console()
-    pipeline = cache.recipe.recipe.get("pipeline")
+    pipelines = " and ".join(cache.pipelines)
     per_step = plan.samples_per_batch * t.gradient_accumulation_steps * accelerator.num_processes
     epochs = t.max_steps * per_step / plan.in_epoch
-    out.print(f"[bold]cache[/]    {verbatim(cache.folder)}: {len(cache)} samples, {verbatim(pipeline)}")
+    out.print(f"[bold]cache[/]    {verbatim(cache.folder)}: {len(cache)} samples, {verbatim(pipelines)}")
     method = f"LoRA of rank {t.lora.rank}" if t.method == "lora" else "every weight"
     trainable = sum(parameter.numel() for parameter in parameters)
     out.print(f"[bold]training[/] {method}, {trainable:,} trainable parameters, on {accelerator.device}")
@@ -89,7 +89,7 @@ def run_facts(batches: Batches, plan: Summary, parameters: list[torch.nn.Paramet
     facts = {
         "cache": str(cache.folder),
         "identity": cache.identity,
-        "pipeline": str(cache.recipe.recipe.get("pipeline")),
+        "pipeline": " and ".join(cache.pipelines),
         "samples": len(cache),
         "samples_for_validation": len(batches.validation),
         "samples_in_an_epoch": plan.in_epoch,

@@ -28,7 +28,7 @@ from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.durable import make_folder, write_durably
 from qwen_train.checkpoint import Run, load_checkpoint, restoring, save_checkpoint, save_result
 from qwen_train.data.batches import Batch, Batches
-from qwen_train.data.planning import check_cache
+from qwen_train.data.planning import check_cache, unusual_controls
 from qwen_train.data.samples import open_samples
 from qwen_train.flow import NoiseSchedule, flow_loss, interpolate
 from qwen_train.launch import Launch
@@ -328,8 +328,11 @@ def announce(p: Prepared, start: Start, changed: list[str]) -> None:
     write_durably(p.out / CONFIG_NAME, p.config.to_yaml().encode("utf-8"))
     write_durably(p.out / RUN_FACTS_NAME, run_facts(p.batches, plan, p.parameters, p.accelerator))
     print_plan(p.config, p.batches, plan, p.parameters, p.accelerator, p.run.step)
-    if distilled := distilled_warning(start.model):
-        console().print(plain(distilled), markup=False)
+    samples = p.batches.cache
+    with_controls = int((samples.token_counts()[0] > samples.target_tokens()).sum())
+    for line in (distilled_warning(start.model), unusual_controls(start.model, with_controls, len(samples))):
+        if line:
+            console().print(plain(line), markup=False)
     if changed:
         console().print(f"[bold]changed[/] from here on: {verbatim(', '.join(changed))}")
     transformer = read_config(start.model.component("transformer") / "config.json")

@@ -147,22 +147,20 @@ def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def built(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Path]
-) -> Callable[[str, Sequence[str]], Path]:
+def built(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Path]) -> Callable[..., Path]:
     """A read-only cache of the edit pairs, built once per session: `built("edit-plus")`.
 
-    For "qwen-image-21" with samples of text to image among them.
+    With `mixed`, as for "qwen-image-21", there are samples of text to image among them.
     """
-    made: dict[tuple[str, ...], Path] = {}
+    made: dict[tuple[object, ...], Path] = {}
     folder = tmp_path_factory.mktemp("source")
-    pairs, mixed = write_pairs(folder / "data"), write_mixed(folder / "mixed")
+    pairs, table = write_pairs(folder / "data"), write_mixed(folder / "mixed")
 
-    def make(variant: str, options: Sequence[str] = ()) -> Path:
-        key = (variant, *options)
+    def make(variant: str, options: Sequence[str] = (), *, mixed: bool = False) -> Path:
+        key = (variant, mixed, *options)
         if key not in made:
             out = tmp_path_factory.mktemp("caches") / "shards"
-            source = mixed if variant == "qwen-image-21" else pairs
+            source = table if mixed or variant == "qwen-image-21" else pairs
             result = build(source, out, tiny_model(variant), *options)
             assert result.code == 0, result.stderr
             made[key] = out

@@ -338,9 +338,10 @@ def test_a_cache_of_another_kind_of_model_is_refused(
     predict: Predict, built: Callable[..., Path], tmp_path: Path
 ) -> None:
     options = ("--from-cache", built("edit-plus"), "--key", "cat", "--out", tmp_path / "out.png")
-    result = predict(*options, variant="t2i", size=())
+    result = predict(*options, variant="edit", size=())
     assert result.code == 2
-    assert "the cache was built for another pipeline" in result.stderr
+    expected = "another pipeline (expected QwenImageEditPipeline, found QwenImageEditPlusPipeline)"
+    assert expected in " ".join(result.stderr.split())
 
 
 def test_a_control_image_is_not_overwritten(predict: Predict, image: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """One or more weighted caches as the samples of a run, concatenated.
 
-The caches may differ in resolution, format and compression. Caches for different pipelines, of different encoders or
-in different dtypes are refused: sharing a batch must not change a sample.
+The caches may differ in resolution, format and compression, and text to image goes with edits of the same family.
+Caches of different encoders, in different dtypes or for different editing pipelines are refused: sharing a batch must
+not change a sample.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, combinations
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,16 @@ from qwen_cache.format.cache import Cache, Sample, open_configured
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.format.index import INDEX_NAME, IndexRow
 from qwen_cache.format.manifest import Recipe
+from qwen_cache.models.family import same_inputs
 from qwen_cache.settings.cache import CacheConfig
 from qwen_cache.settings.train import WeightedCache
 
 COLUMNS = ("key", "target", "text_length", "image_latents", "control_latents", "empty_prompt_embeds")
 """Index columns that all formats have, and that training reads of all samples at once."""
-MUST_MATCH = ("pipeline", "vae", "text_encoder", "processor", "template", "picture_template", "positions")
-"""Recipe entries that must be equal where both recipes have them; an imported cache records fewer."""
+ENCODERS = ("vae", "text_encoder")
+MUST_MATCH = ("pipeline", *ENCODERS, "processor", "template", "picture_template", "positions")
+"""Recipe entries that must be equal where both recipes have them; an imported cache records fewer. Between text to
+image and edits, which have templates of their own, only `ENCODERS`."""
 
 
 class Mixture:
@@ -41,15 +45,19 @@ class Mixture:
             if not len(cache):
                 do = "run `qwen-cache build`" + (", or remove it from train.caches" if len(caches) > 1 else "")
                 raise ConfigError("the cache has no samples", where=cache.folder, do=do)
-        for other in caches[1:]:
-            _check_compatible(caches[0], other)
+        for one, other in combinations(caches, 2):
+            _check_compatible(one, other)
         self.caches, self.weights = tuple(caches), tuple(weights)
         self.ends = list(accumulate(map(len, caches)))
         self.table = pa.concat_tables([cache.table.select(COLUMNS) for cache in caches])
         weighted = [[cache.identity, weight] for cache, weight in zip(caches, weights, strict=True)]
         is_one = len(caches) == 1 and weights[0] == 1
         identity = caches[0].identity if is_one else content_hash(canonical_json(weighted))
-        self.recipe = Recipe(caches[0].recipe.recipe, len(self), identity)
+        self.pipelines: tuple[str, ...] = tuple(
+            dict.fromkeys(str(cache.recipe.recipe.get("pipeline")) for cache in caches)
+        )
+        edits = next((cache for cache in caches if "condition_image_size" in cache.recipe.recipe), caches[0])
+        self.recipe = Recipe(edits.recipe.recipe, len(self), identity)
 
     @classmethod
     def of(cls, cache: Cache) -> Mixture:
@@ -132,7 +140,9 @@ def open_mixture(parts: Sequence[WeightedCache], config: CacheConfig) -> Mixture
 
 
 def _check_compatible(first: Cache, other: Cache) -> None:
-    a, b = _compared_properties(first), _compared_properties(other)
+    pipelines = [cache.recipe.recipe.get("pipeline") for cache in (first, other)]
+    names = ENCODERS if pipelines[0] != pipelines[1] and same_inputs(*pipelines) else MUST_MATCH
+    a, b = _compared_properties(first, names), _compared_properties(other, names)
     for what in a:
         if what in b and a[what] != b[what]:
             raise ConfigError(
@@ -143,9 +153,9 @@ def _check_compatible(first: Cache, other: Cache) -> None:
             )
 
 
-def _compared_properties(cache: Cache) -> dict[str, Any]:
+def _compared_properties(cache: Cache, names: Sequence[str]) -> dict[str, Any]:
     recipe, stored = cache.recipe.recipe, cache.row(0).meta.tensors
-    properties = {name: recipe[name] for name in MUST_MATCH if name in recipe}
+    properties = {name: recipe[name] for name in names if name in recipe}
     for name in ("image_latents", "prompt_embeds"):
         properties |= {f"the dtype of {name}": stored[name].dtype, f"the width of {name}": stored[name].shape[1]}
     return properties

@@ -65,6 +65,7 @@ class OnTheFlySamples:
         self._token_counts = np.array([header["image_tokens"], header["text_tokens"]], dtype=np.int64)
         self._target_tokens = np.array(header["target_tokens"], dtype=np.int64)
         self.recipe = Recipe(header["recipe"], header["samples"], header["identity"])
+        self.pipelines: tuple[str, ...] = (str(header["recipe"]["pipeline"]),)
 
     @property
     def identity(self) -> str:

@@ -1,7 +1,8 @@
 """What will be trained: held-out samples and the plan of the batches, from the index only and without torch.
 
-Refused: a cache without samples, for another pipeline or of another width than the transformer's, caption dropout where
-samples lack the empty prompt, and several noise draws where nothing can be computed once for all.
+Refused: a cache without samples, with inputs that the transformer does not take or of another width, caption dropout
+where samples lack the empty prompt, and several noise draws where nothing can be computed once for all. Edits and text
+to image go with either transformer of a family; `unusual_controls` says where that is not what it was made for.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import numpy as np
 
 from qwen_cache.batching.batch_plan import BatchPlan, row_tokens
 from qwen_cache.batching.epoch import IntArray
+from qwen_cache.console import plural
 from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.format.sample import LATENT_CHANNELS
-from qwen_cache.models.family import QWEN_IMAGE_21, SUPPORTED, Family, family_of_recipe
+from qwen_cache.models.family import QWEN_IMAGE_21, SUPPORTED, Family, family_of_recipe, same_inputs
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.data.samples import Samples
@@ -72,12 +74,13 @@ def check_noise_draws(family: Family, noise_draws: int) -> None:
         )
 
 
-def check_cache(cache: Any, model: ModelFolder, config: Mapping[str, Any]) -> None:
+def check_cache(cache: Samples, model: ModelFolder, config: Mapping[str, Any]) -> None:
     """Raise TrainError or ModelError for a cache that does not fit a transformer with this config.json."""
     if not len(cache):
         raise TrainError("the cache has no samples", where=cache.folder, do="run `qwen-cache build`")
-    pipeline = cache.recipe.recipe.get("pipeline")
-    if pipeline != model.pipeline:
+    for pipeline in cache.pipelines:
+        if same_inputs(pipeline, model.pipeline):
+            continue
         raise ModelError(
             "the cache was built for another pipeline",
             where=cache.folder,
@@ -104,6 +107,16 @@ def check_cache(cache: Any, model: ModelFolder, config: Mapping[str, Any]) -> No
             found=f"in_channels {channels}",
             do=f"train one of {SUPPORTED}",
         )
+
+
+def unusual_controls(model: ModelFolder, with_controls: int, samples: int) -> str | None:
+    """What is unusual about this number of samples with controls for a model, in one line; None if nothing is."""
+    if with_controls and not model.takes_controls:
+        these = f"{with_controls} of {plural(samples, 'sample')}"
+        return f"note: there are control images in {these}, but {model.pipeline} is for text to image alone"
+    if model.needs_controls and not with_controls:
+        return f"note: no sample has a control image, but {model.pipeline} is for editing"
+    return None
 
 
 def check_empty_prompts(cache: Samples, caption_dropout: float) -> None:

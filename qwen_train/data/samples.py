@@ -26,6 +26,9 @@ class Samples(Protocol):
     has_index: bool
     """Whether `row` and `column` are available without reading samples."""
     recipe: Recipe
+    """Of several caches, that of one with edits, if any is."""
+    pipelines: tuple[str, ...]
+    """The pipelines that the samples were encoded for, each once."""
 
     @property
     def folder(self) -> object:

@@ -72,10 +72,12 @@ def source_jobs(
     Rows with a control need no target. `prompts` replace the rows' own: a job for each row and prompt. Then a model
     that takes images or none edits: with one prompt for all, only the images distinguish the rows.
     """
+    needs_control = model.needs_controls or (model.takes_controls and bool(prompts))
     rows, problems = read_source(
         location(source),
-        needs_control=model.needs_controls or (model.takes_controls and bool(prompts)),
+        needs_control=needs_control,
         takes_control=model.takes_controls,
+        no_control="allowed" if config.allow_no_control and not needs_control else None,
         needs_target=not model.takes_controls,
         needs_prompt=not prompts,
         allow_empty_prompt=config.allow_empty_prompt or bool(prompts),

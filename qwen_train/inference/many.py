@@ -17,16 +17,18 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
-from qwen_cache.console import counting
+from qwen_cache.console import console, counting
 from qwen_cache.encode.decode import decode_images
 from qwen_cache.errors import ConfigError, Problem, SourceError
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import content_hash
 from qwen_cache.models.family import Family
 from qwen_cache.models.folder import ModelFolder, read_config
+from qwen_cache.plain_text import plain
 from qwen_cache.sources.places import File
 from qwen_cache.storage.remembered import file_digest
-from qwen_train.data.planning import check_cache
+from qwen_train.data.mixture import Mixture
+from qwen_train.data.planning import check_cache, unusual_controls
 from qwen_train.inference.cached import generate_cached, guidance_from_cache, initial_latents
 from qwen_train.inference.comparison import Comparison, check_comparison
 from qwen_train.inference.devices import memory_for
@@ -184,7 +186,10 @@ def generate_samples(generator: Generator, cache: Cache, samples: Sequence[Sampl
     model, config, devices = generator.model, generator.config, generator.devices
     sampling = generator.sampling
     guidance = guidance_from_cache(config.negative_prompt, sampling.true_cfg_scale)
-    check_cache(cache, model, read_config(model.component("transformer") / "config.json"))
+    check_cache(Mixture.of(cache), model, read_config(model.component("transformer") / "config.json"))
+    with_controls = sum(len(sample.img_shapes) > 1 for sample in samples)
+    if with_controls and (note := unusual_controls(model, with_controls, len(samples))):
+        console().print(plain(note), markup=False)
     pipeline = generator.pipeline
     passes = 2 if compare and generator.loras else 1
     with Signals() as signals, counting("generating", len(samples) * passes * generator.steps) as advance:
