@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,22 +18,21 @@ from accelerate.state import AcceleratorState
 from diffusers import QwenImageTransformer2DModel
 
 from qwen_cache import open_cache
-from qwen_cache.encode.builder import prepare_build
-from qwen_cache.encode.worker import text_tokens
+from qwen_cache.encode.text import kept_tokens
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Cache
-from qwen_cache.settings.load import load_config
+from qwen_cache.models.folder import ENCODER_PARTS, open_model
 from qwen_train.data.batches import NoisedSample
 from qwen_train.data.mixture import Mixture
 from qwen_train.train import compute_loss
 
-from .support.caches import SMALL, build, contents, plan
+from .support.caches import build, contents, plan
 from .support.commands import refused, run
 from .support.judge import TOLERANCE
 from .support.marks import slow
 from .support.runs import SMALL as SMALL_RUN
 from .support.runs import Trainer, relative_error
-from .support.sources import PORTRAIT, write_mixed
+from .support.sources import write_mixed
 from .support.transformer_judge import trainable_gradients
 
 Built = Callable[..., Path]
@@ -58,10 +56,9 @@ def test_rows_without_controls_join_a_cache_and_nothing_is_encoded_again(
     assert run("qwen-cache", "merge", built("edit-plus"), "--out", out).code == 0
     before, shards = open_cache(out), {name: data for name, data in contents(out).items() if name.endswith(".tar")}
     table = write_mixed(tmp_path / "mixed")
-    found = plan(table, out, tiny_model("edit-plus"))
-    assert (found["cached"], found["to_encode"]) == (4, 2)
     result = build(table, out, tiny_model("edit-plus"))
     assert result.code == 0, result.stderr
+    assert "6 samples, 4 cached, 2 to encode: 2 new" in result.stderr
     assert "2 of 6 samples without a control image, encoded as text to image" in result.stderr
     after = open_cache(out)
     assert after.recipe.recipe == before.recipe.recipe
@@ -93,21 +90,15 @@ def test_a_prompt_that_text_to_image_would_cut_is_refused_where_it_is_without_a_
     assert problem["what"] == "target_images/rocket: the prompt has 605 tokens, the pipeline uses 512"
 
 
-def test_token_counts_without_a_cache_are_those_of_the_cache(
-    built: Built, tiny_model: TinyModel, tmp_path: Path
+def test_the_lengths_that_training_without_a_cache_counts_on_are_those_of_the_cache(
+    built: Built, tiny_model: TinyModel
 ) -> None:
-    table, settings = write_mixed(tmp_path / "mixed"), [*SMALL[1::2][:2], "cache.dtype=float32"]
-    config = load_config(None, settings, model__path=str(tiny_model("edit-plus")), cache__path=str(tmp_path / "none"))
-    job = prepare_build(config, str(table))
-    stored = {sample.prompt: len(sample["prompt_embeds"]) for sample in open_cache(built("edit-plus", mixed=True))}
-    controls = [[(160, 107)] * len(row.controls) for row in job.rows]
-    samples = [
-        SimpleNamespace(row=row, originals=((1, 1), *sizes)) for row, sizes in zip(job.rows, controls, strict=True)
+    stored = [sample for sample in open_cache(built("edit-plus", mixed=True)) if len(sample.img_shapes) == 1]
+    model = open_model(str(tiny_model("edit-plus")), ENCODER_PARTS)
+    assert kept_tokens(model, [(sample.prompt, ()) for sample in stored]) == [
+        len(sample["prompt_embeds"]) for sample in stored
     ]
-    of_text = [i for i, row in enumerate(job.rows) if not row.controls]
-    counted = text_tokens(job, samples)  # type: ignore[arg-type]
-    assert [counted[i] for i in of_text] == [stored[job.rows[i].prompt] for i in of_text]
-    assert PORTRAIT in stored
+    assert len(stored) == 2
 
 
 @pytest.mark.slow
@@ -165,7 +156,7 @@ def single_loss(stock: QwenImageTransformer2DModel, noised: NoisedSample, edit_m
     ("variant", "layout"),
     [
         ("edit-2511", "packed"),
-        ("edit-plus", "padded"),
+        slow("edit-plus", "padded"),
         slow("edit-plus", "packed"),
         slow("edit-2511", "padded"),
         slow("t2i", "padded"),
@@ -197,7 +188,7 @@ def test_a_mixed_batch_has_the_loss_and_the_gradients_of_single_stock_calls(
     ("model", "note"),
     [
         ("t2i", "note: there are control images in 4 of 12 samples, but QwenImagePipeline is for text to image alone"),
-        ("edit-plus", None),
+        slow("edit-plus", None),
     ],
 )
 def test_text_to_image_and_edits_are_trained_together_on_either_model(
