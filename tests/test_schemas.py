@@ -190,10 +190,14 @@ def decompressed(stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def test_the_valid_caches_hold_every_kind_of_sample() -> None:
-    for path in VALID_CACHES:
-        rows = pq.read_table(path / "index.parquet").to_pylist()
+    v1, v2, to_generate = (pq.read_table(path / "index.parquet").to_pylist() for path in VALID_CACHES)
+    for rows in (v1, v2):
         assert {len(row["controls"]) for row in rows} >= {1, 3}
         assert any(row["empty_prompt_embeds"] is None for row in rows)
+        assert "seed" not in rows[0]
+    assert {len(row["controls"]) for row in to_generate} == {0, 1, 3}
+    assert {row["target"] for row in to_generate} == {None} == {row["image_latents"] for row in to_generate}
+    assert [row["seed"] for row in to_generate] == [7, 8, None, 0]
     assert {len(row["controls"]) for row in rows} == {0, 1, 2, 3}  # of v2, the last
     assert any(row["image_positions"] for row in rows)
     assert any(row["edit_mask"] for row in rows)
@@ -268,17 +272,20 @@ def samples(draw: st.DrawFn) -> tuple[int, SampleMeta]:
     shapes = tuple((1, h, w) for h, w in draw(st.lists(st.tuples(sides, sides), min_size=1, max_size=5)))
     tokens = [h * w for _, h, w in shapes]
     text, width, dtype = draw(sides), draw(sides), draw(st.sampled_from(("BF16", "F32")))
-    wanted: dict[str, Any] = {"image_latents": (dtype, (tokens[0], 64))}
+    has_target = version == 1 or draw(st.booleans())
+    wanted: dict[str, Any] = {"image_latents": (dtype, (tokens[0], 64))} if has_target else {}
     if len(shapes) > 1:
         wanted["control_latents"] = (dtype, (sum(tokens[1:]), 64))
     wanted |= {"prompt_embeds": (dtype, (text, width)), "empty_prompt_embeds": (dtype, (draw(sides), width))}
-    mask_from = draw(st.sampled_from((None, *MASK_FROM))) if version == 2 else None
+    mask_from = draw(st.sampled_from((None, *MASK_FROM))) if version == 2 and has_target else None
     if mask_from:
         wanted["edit_mask"] = ("F32", (tokens[0],))
     if version == 2 and draw(st.booleans()):
         wanted["attention"] = ("F16", (draw(sides), draw(sides), draw(sides)))
     tensors = {name: TensorSpec(kind, shape, draw(hashes)) for name, (kind, shape) in wanted.items()}
-    inputs = Inputs(draw(hashes), tuple(draw(hashes) for _ in shapes[1:]), draw(st.none() | hashes))
+    controls = tuple(draw(hashes) for _ in shapes[1:])
+    target, mask = (draw(hashes), draw(st.none() | hashes)) if has_target else (None, None)
+    inputs = Inputs(target, controls, mask, draw(st.none() | st.integers(0, 2**63 - 1)) if version == 2 else None)
     prefix = draw(st.integers(0, text)) if version == 2 else 0
     prompt = draw(st.text(max_size=30))
     bounds = sorted(draw(st.sets(st.integers(0, len(prompt)), max_size=6))) if version == 2 else []

@@ -529,7 +529,7 @@ def test_to_draw_a_folder_of_controls_is_enough(tmp_path: Path, folder: str) -> 
         "b_control_1": ["b_control_1.png"],
         "c/d": ["c/d.png", "c/d_control_1.png"],
     }
-    assert all(row.target == row.controls[0] and row.mask is None for row in rows)
+    assert all(row.target is None and row.mask is None for row in rows)
     assert "d_control_1_control_1.txt is missing" in only(problems).what
     rows, problems = draw(tmp_path, needs_prompt=False, allow_empty_prompt=True)
     assert names(rows) == ["a", "b_control_1", "c/d", "c/d_control_1_control_1"]
@@ -547,7 +547,7 @@ def test_to_draw_a_table_needs_no_target(tmp_path: Path) -> None:
     assert (row.name, paths(*row.controls), row.target) == (
         "a",
         [tmp_path / "a.png", tmp_path / "b.png"],
-        row.controls[0],
+        None,
     )
     assert problems == []
     assert "no column holds the target" in refusal(tmp_path / "t.jsonl")

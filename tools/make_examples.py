@@ -76,12 +76,17 @@ def sample(
     attention: bool = False,
     thumbnails: bool = False,
     positions: tuple[int, ...] = (),
+    target: str | None = digest("target"),
+    seed: int | None = None,
 ) -> dict[str, Any]:
+    """The metadata of a sample; one without `target` is an image to generate."""
     shapes = ((1, 4, 6), *((1, 2, 3 + i) for i in range(controls)))
     tensors = {"image_latents": (24, 64), "control_latents": (sum(h * w for _, h, w in shapes[1:]), 64)}
     tensors |= {"prompt_embeds": (30, 3584), "empty_prompt_embeds": (5 if format_version == 2 else 27, 3584)}
     if not controls:
         del tensors["control_latents"]
+    if target is None:
+        del tensors["image_latents"]
     specs = {name: TensorSpec("BF16", shape, digest(name)) for name, shape in tensors.items()}
     if mask:
         specs["edit_mask"] = TensorSpec("F32", (24,), digest("edit_mask"))
@@ -90,7 +95,7 @@ def sample(
     if thumbnails:
         specs["thumbnails"] = TensorSpec("U8", (3000,), digest("thumbnails"))
     file = digest("mask") if mask == "file" else None
-    inputs = Inputs(digest("target"), tuple(digest(f"control {i}") for i in range(controls)), file)
+    inputs = Inputs(target, tuple(digest(f"control {i}") for i in range(controls)), file, seed)
     prefix = 22 if format_version == 2 and controls else 0
     phrase = ((8, 10),) if attention else ()
     meta = SampleMeta(digest("recipe"), inputs, "make it 黑白", shapes, prefix, specs, phrase, mask, positions)
@@ -111,6 +116,7 @@ CACHE, SAMPLE = manifest(2, 3), sample(2, 1, mask="file")
 ATTENTION = sample(2, 1, mask="file", attention=True)
 THUMBNAILS = sample(2, 1, thumbnails=True)
 TEXT_ALONE = sample(2, 2, positions=(7, 15))
+TO_GENERATE = sample(2, 1, target=None, seed=7)
 VALID = {
     "empty.cache.v1.json": without_checksum(manifest(1, 0)),
     "small.cache.v1.json": without_checksum(manifest(1, 3)),
@@ -127,6 +133,8 @@ VALID = {
     "three-controls.sample.v2.json": sample(2, 3),
     "text-to-image.sample.v2.json": sample(2, 0),
     "text-alone.sample.v2.json": TEXT_ALONE,
+    "to-generate.sample.v2.json": TO_GENERATE,
+    "to-generate-from-text.sample.v2.json": sample(2, 0, target=None),
 }
 INVALID = {
     "F1-another-format.cache.v2.json": broken(CACHE, lambda v: v.update(format="webdataset")),
@@ -159,6 +167,24 @@ INVALID = {
     "F12-position-beyond-the-prefix.sample.v2.json": broken(TEXT_ALONE, lambda v: v.update(image_positions=[7, 23])),
     "F12-positions-backwards.sample.v2.json": broken(TEXT_ALONE, lambda v: v.update(image_positions=[15, 7])),
     "F12-position-of-one-control.sample.v2.json": broken(TEXT_ALONE, lambda v: v.update(image_positions=[7])),
+    "F9-seed-is-text.sample.v2.json": broken(TO_GENERATE, lambda v: v["inputs"].update(seed="7")),
+    "F9-seed-is-negative.sample.v2.json": broken(TO_GENERATE, lambda v: v["inputs"].update(seed=-1)),
+    "F10-seed-changed.sample.v2.json": broken(TO_GENERATE, lambda v: v["inputs"].update(seed=8)),
+    "F11-latents-of-no-target.sample.v2.json": broken(
+        TO_GENERATE, lambda v: v["tensors"].update(image_latents=SAMPLE["tensors"]["image_latents"])
+    ),
+    "F11-mask-of-no-target.sample.v2.json": broken(
+        TO_GENERATE,
+        lambda v: (v["tensors"].update(edit_mask=SAMPLE["tensors"]["edit_mask"]), v.update(edit_mask_from="file")),
+    ),
+    "F11-mask-file-of-no-target.sample.v2.json": broken(
+        TO_GENERATE, lambda v: v["inputs"].update(mask=SAMPLE["inputs"]["mask"])
+    ),
+    "F11-thumbnails-of-no-image.sample.v2.json": broken(
+        sample(2, 0, target=None), lambda v: v["tensors"].update(thumbnails=THUMBNAILS["tensors"]["thumbnails"])
+    ),
+    "F9-no-target-in-v1.sample.v1.json": broken(sample(1, 1), lambda v: v["inputs"].update(target=None)),
+    "F3-seed-in-v1.sample.v1.json": broken(sample(1, 1), lambda v: v["inputs"].update(seed=7)),
     "F3-unknown-key.sample.v2.json": {**SAMPLE, "caption_language": "en"},
     "F4-counts-disagree.cache.v2.json": broken(CACHE, lambda v: v["index"].update(samples=4)),
     "F4-shard-twice.cache.v2.json": broken(
@@ -234,11 +260,13 @@ def make(
     attention: tuple[int, int, int] | None = None,
     thumbnails: Callable[[int, int], bytes] | None = None,
     positions: tuple[int, ...] = (),
+    to_generate: bool = False,
+    seed: int | None = None,
     recipe: dict[str, Any] = RECIPE,
 ) -> ExampleSample:
     """A sample with images of these sizes (h, w), the target first; `rows` of the prompt and the empty prompt."""
     shapes = tuple((1, h, w) for h, w in sizes)
-    shape_of: dict[str, tuple[int, ...]] = {"image_latents": (token_count(shapes[:1]), 64)}
+    shape_of: dict[str, tuple[int, ...]] = {} if to_generate else {"image_latents": (token_count(shapes[:1]), 64)}
     shape_of |= {"control_latents": (token_count(shapes[1:]), 64)} if len(shapes) > 1 else {}
     shape_of |= {"prompt_embeds": (rows[0], WIDTH)}
     shape_of |= {"empty_prompt_embeds": (rows[1], WIDTH)} if rows[1] else {}
@@ -248,10 +276,12 @@ def make(
     if attention:
         arrays["attention"] = np.linspace(0, 1, math.prod(attention), dtype=np.float16).reshape(attention)
     if thumbnails:  # at the full size of these small images
-        width, height = sum(16 * w for _, w in sizes), max(16 * h for h, _ in sizes)
+        stored = sizes[1:] if to_generate else sizes
+        width, height = sum(16 * w for _, w in stored), max(16 * h for h, _ in stored)
         arrays["thumbnails"] = np.frombuffer(thumbnails(width, height), np.uint8)
     controls = tuple(digest(f"{name} control {i}") for i in range(len(sizes) - 1))
-    inputs = Inputs(digest(f"{name} target"), controls, digest(f"{name} mask") if mask else None)
+    target = None if to_generate else digest(f"{name} target")
+    inputs = Inputs(target, controls, digest(f"{name} mask") if mask else None, seed)
     origin = "file" if mask else None
     meta = SampleMeta(recipe_id(recipe), inputs, prompt, shapes, prefix, {}, (), origin, positions)
     return with_arrays(ExampleSample(name, meta, {}, {}), arrays)
@@ -362,7 +392,13 @@ CACHE_V2 = [
     make("transparent", "a logo", (2, 1), thumbnails=grey_webp),
     make("text alone", "the cat of the first on the second", (2, 2), (1, 2), (2, 1), prefix=5, positions=(2, 4)),
 ]
-VALID_CACHES = {"cache.v1": (1, CACHE_V1), "cache.v2": (2, CACHE_V2)}
+TO_GENERATE_V2 = [
+    make("night", "make it night", (2, 3), (3, 2), prefix=4, thumbnails=grey_jpeg, to_generate=True, seed=7),
+    make("night", "make it night", (2, 3), (3, 2), prefix=4, thumbnails=grey_jpeg, to_generate=True, seed=8),
+    make("three controls", TOGETHER, (2, 2), (1, 2), (2, 1), (1, 1), prefix=7, to_generate=True),
+    make("words alone", "a cat", (1, 3), to_generate=True, seed=0),
+]
+VALID_CACHES = {"cache.v1": (1, CACHE_V1), "cache.v2": (2, CACHE_V2), "to-generate.v2": (2, TO_GENERATE_V2)}
 SHARD_SIZE = 8000  # two samples
 
 

@@ -23,7 +23,7 @@ from qwen_cache.plain_text import plain, shell_line
 from qwen_cache.settings.listing import comment, settings_file
 from qwen_cache.settings.load import CONFIG_NAME, Config, overridden
 from qwen_cache.settings.yaml_text import parse_yaml
-from qwen_cache.sources.detect import Row, read_source
+from qwen_cache.sources.detect import Readable, Row, read_source
 from qwen_cache.sources.images import upright_size
 from qwen_cache.storage.durable import make_folder, write_durably
 from qwen_cache.storage.url import location
@@ -115,9 +115,10 @@ def survey_source(config: Config) -> Survey:
         do = "fix the problems above" + (", or skip these rows with --set data.on_error=skip" if rows else "")
         what = "some rows of this source cannot be used" if rows else "no row of this source can be used"
         raise SourceError(what, where=source, do=do)
-    sizes = sorted(_sizes(rows), key=math.prod)
+    targets = [row.target for row in rows if row.target is not None]
+    sizes = sorted(_sizes(targets), key=math.prod)
     if not sizes:
-        raise SourceError("no image of this source can be read", where=source, found=str(rows[0].target))
+        raise SourceError("no image of this source can be read", where=source, found=str(targets[0]))
     counts = [len(row.controls) for row in rows]
     return Survey(
         kind=_kind(rows[0], source),
@@ -135,9 +136,9 @@ def _kind(row: Row, source: str) -> str:
     return KINDS.get(ending[0], "a folder of images") if ending else "a folder of images"
 
 
-def _sizes(rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
-    for number in range(min(HEADERS, len(rows))):
-        target = rows[number * len(rows) // min(HEADERS, len(rows))].target
+def _sizes(targets: Sequence[Readable]) -> Iterator[tuple[int, int]]:
+    for number in range(min(HEADERS, len(targets))):
+        target = targets[number * len(targets) // min(HEADERS, len(targets))]
         data = target.read()
         with suppress(SourceError):  # not an image: `build` reports it
             yield upright_size(data, str(target))

@@ -17,6 +17,7 @@ from qwen_cache.encode.plan import BuildPlan, PlannedSample
 from qwen_cache.format.sample import LATENT_CHANNELS, token_count
 from qwen_cache.format.update import Update
 from qwen_cache.models.family import estimate_tokens
+from qwen_cache.sources.sizes import img_shapes
 
 COMPRESSED = 0.7  # of the bytes, with zstd: settings/cache.py
 
@@ -40,7 +41,7 @@ class Estimate:
 
 def estimate(samples: Sequence[PlannedSample], job: BuildJob) -> Estimate:
     """An estimate of the size of `samples` once they are encoded."""
-    image = sum(token_count(sample.img_shapes) for sample in samples)
+    image = sum(token_count(img_shapes([size for _, _, size in sample.images])) for sample in samples)
     family = job.model.family
     text = sum(estimate_tokens(family, s.row.prompt, job.encoder_pixels(s))[1] for s in samples)
     elements = image * LATENT_CHANNELS + text * job.model.text_width

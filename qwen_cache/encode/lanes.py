@@ -56,20 +56,19 @@ class InFlight:
     number: int
     sample: PlannedSample
     images: list[EncodedImage]
-    """The target, then the controls."""
+    """The target, if there is one, then the controls."""
     text: Future[EncodedText]
     mask: Future[Mask | None] | None
     """The mask from the images alone; None if they cannot give one."""
 
 
 class Originals:
-    """The images of one sample, target first; each file is decoded once, when it is first needed."""
+    """The images of one sample; each file is decoded once, when it is first needed."""
 
     def __init__(self, sample: PlannedSample, decoders: ThreadPoolExecutor, family: Family) -> None:
-        files, inputs = (sample.row.target, *sample.row.controls), sample.inputs
         self._open = {"RGB": open_rgb, "RGBA": open_rgba}[family.image_mode]
-        self.digests = (inputs.target, *inputs.controls)
-        self._files, self._decoders = dict(zip(reversed(self.digests), reversed(files), strict=True)), decoders
+        self._files = {digest: file for file, digest, _ in reversed(sample.images)}
+        self._decoders = decoders
         self._decoded: dict[str, Future[Image.Image]] = {}
 
     def decoded(self, digest: str) -> Future[Image.Image]:
@@ -126,7 +125,7 @@ class Lanes:
     def submit(self, sample: PlannedSample) -> InFlight:
         number, self._submitted = self._submitted, self._submitted + 1
         originals = Originals(sample, self.decoders, self.family)
-        images = self._encode_images(number, originals, sample.sizes)
+        images = self._encode_images(number, originals, sample)
         text = self._encode_text(number, originals, sample)
         mask = self._make_mask(originals, sample)
         self._send(number + 1 - SAMPLES_IN_BATCH)
@@ -143,10 +142,10 @@ class Lanes:
         latents, text = [each.latents.result() for each in work.images], work.text.result()
         mask = work.mask.result() if work.mask else None
         mask = mask or self.masks.of_attention(work.sample, text.attention)
-        whole = self.format_version == 1
+        whole, targets = self.format_version == 1, 0 if work.sample.row.target is None else 1
         tensors = {
-            "image_latents": latents[0],
-            "control_latents": torch.cat(latents[1:]) if latents[1:] else None,
+            "image_latents": latents[0] if targets else None,
+            "control_latents": torch.cat(latents[targets:]) if latents[targets:] else None,
             "prompt_embeds": torch.cat([text.prefix, text.prompt]),
             "empty_prompt_embeds": torch.cat([text.prefix, text.empty]) if whole else text.empty,
             "edit_mask": mask.coverage if mask else None,
@@ -167,10 +166,10 @@ class Lanes:
         )
         return meta, data
 
-    def _encode_images(self, number: int, originals: Originals, sizes: Sequence[Size]) -> list[EncodedImage]:
+    def _encode_images(self, number: int, originals: Originals, sample: PlannedSample) -> list[EncodedImage]:
         """Latents of the target and the controls, reused where the same image at the same size was recent."""
         images = []
-        for key in zip(originals.digests, sizes, strict=True):
+        for key in [(digest, size) for _, digest, size in sample.images]:
             if key not in self._recent:
                 self._recent[key] = self._encode_image(number, originals.decoded(key[0]), key[1])
             self._recent.move_to_end(key)
@@ -219,12 +218,12 @@ class Lanes:
         """The mask of the source, or the difference of target and first control; None if neither is wanted."""
         if not self.masks.uses_images(sample):
             return None
-        pair = [] if sample.row.mask else [originals.decoded(digest) for digest in originals.digests[:2]]
+        pair = [] if sample.row.mask else [originals.decoded(digest) for _, digest, _ in sample.images[:2]]
         return self.decoders.submit(self.masks.of_images, sample, lambda: [opaque(it.result()) for it in pair])
 
 
 def _thumbnails_tensor(images: Sequence[EncodedImage]) -> torch.Tensor | None:
-    strip = join_thumbnails([each.thumbnail.result() for each in images if each.thumbnail])
+    strip = join_thumbnails([each.thumbnail.result() for each in images if each.thumbnail]) if images else None
     return torch.frombuffer(bytearray(strip), dtype=torch.uint8) if strip else None
 
 

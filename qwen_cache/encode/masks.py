@@ -62,7 +62,8 @@ class MaskMaker:
 
     def uses_images(self, sample: PlannedSample) -> bool:
         """Whether the source's mask or the difference of images may give the mask."""
-        return sample.row.mask is not None or (self.masks.differ and bool(sample.row.controls))
+        can_differ = sample.row.target is not None and bool(sample.row.controls)
+        return sample.row.mask is not None or (self.masks.differ and can_differ)
 
     def of_images(self, sample: PlannedSample, pair: Callable[[], Sequence[Image.Image]]) -> Mask | None:
         """The source's mask; else the difference of `pair`, target and first control, if it locates an edit."""
@@ -82,7 +83,7 @@ class MaskMaker:
 
     def of_attention(self, sample: PlannedSample, attention: Float[torch.Tensor, "C h w"] | None) -> Mask | None:
         """Experimental: never run on the real encoder's attention. The mask head's prediction, if there is a head."""
-        if self.head is None or attention is None:
+        if self.head is None or attention is None or sample.row.target is None:
             return None
         width, height = (side // PIXELS_PER_TOKEN for side in sample.sizes[0])
         return Mask(predict_mask(self.head, attention, (height, width)).flatten().cpu(), "head")
@@ -136,8 +137,7 @@ class MaskUpdateLanes:
 
     def _with_new_mask(self, sample: PlannedSample, old: Sample) -> tuple[SampleMeta, dict[str, memoryview]]:
         def pair() -> list[Image.Image]:
-            files = zip((sample.row.target, *sample.row.controls[:1]), _hashes(sample), strict=True)
-            return [open_rgb(read_again(file, digest), str(file)) for file, digest in files]
+            return [open_rgb(read_again(file, digest), str(file)) for file, digest, _ in sample.images[:2]]
 
         attention = old["attention"] if self.reusable.has_attention(old.row) else None
         mask = self.maker.of_images(sample, pair) or self.maker.of_attention(sample, attention)
@@ -158,7 +158,3 @@ class MaskUpdateLanes:
             edit_mask_from=mask.origin if mask else None,
         )
         return meta, {name: data[name] for name in names}
-
-
-def _hashes(sample: PlannedSample) -> tuple[str, ...]:
-    return sample.inputs.target, *sample.inputs.controls[:1]

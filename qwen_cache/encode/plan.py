@@ -22,7 +22,15 @@ from qwen_cache.format.identity import Inputs, content_hash, differences, sample
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.sources.detect import Readable, Row
-from qwen_cache.sources.sizes import Resolution, Size, SourceImage, calculate_dimensions, img_shapes, sizes_of
+from qwen_cache.sources.sizes import (
+    Resolution,
+    Size,
+    SourceImage,
+    calculate_dimensions,
+    img_shapes,
+    sizes_of,
+    sizes_to_generate,
+)
 
 NEW = "new"
 RECIPE = "recipe: "  # prefix of reasons that come from the settings, not from the source
@@ -38,9 +46,9 @@ class PlannedSample:
     inputs: Inputs
     key: str
     sizes: tuple[Size, ...]
-    """Pixels of target and controls for the VAE."""
+    """Pixels for the VAE: of the target, or of the image to generate, then of the controls."""
     originals: tuple[Size, ...]
-    """Pixels of target and controls in the source."""
+    """Pixels in the source: of the target, if there is one, and of the controls."""
     reasons: tuple[str, ...] = ()
     """`new`, or what changed: `prompt`, `control 1`, `recipe: dtype bfloat16 → float32`."""
     source_rows: int = 1
@@ -49,6 +57,14 @@ class PlannedSample:
     @property
     def img_shapes(self) -> ImgShapes:
         return img_shapes(self.sizes)
+
+    @property
+    def images(self) -> list[tuple[Readable, str, Size]]:
+        """File, hash and pixels for the VAE of the target, unless it is to be generated, and of the controls."""
+        row, inputs = self.row, self.inputs
+        files = [file for file in (row.target, *row.controls) if file is not None]
+        hashes = [digest for digest in (inputs.target, *inputs.controls) if digest is not None]
+        return list(zip(files, hashes, self.sizes[len(self.sizes) - len(files) :], strict=True))
 
 
 Result = list[PlannedSample] | list[Problem]
@@ -239,7 +255,8 @@ def _plan_row(
         takes = f"{rules.pipeline} takes {plural(rules.max_controls, 'control image')}"
         what = f"{row.name}: {takes}, found {len(row.controls)}"
         return [Problem(row.where, what, "drop the others, or build for Qwen-Image-Edit-2509 (Edit-Plus)")]
-    images = [memory.image(file, may_read=may_read) for file in (row.target, *row.controls)]
+    files = [file for file in (row.target, *row.controls) if file is not None]
+    images = [memory.image(file, may_read=may_read) for file in files]
     mask = memory.image(row.mask, is_mask=True, may_read=may_read) if row.mask else None
     try:
         return _samples_of(row, images, mask, rules, cached)
@@ -254,12 +271,16 @@ def _samples_of(
     """`_plan_row` of a row that the pipeline takes."""
     try:
         hashes = [image.hash() for image in images]
-        inputs = Inputs(hashes[0], tuple(hashes[1:]), mask.hash() if mask else None)
+        target, controls = (hashes[0], hashes[1:]) if row.target else (None, hashes)
+        inputs = Inputs(target, tuple(controls), mask.hash() if mask else None, row.seed)
     except SourceError as error:
         return [as_problem(row, error.where, error)]
     try:
         originals = [SourceImage(image.where, image.size()) for image in images]
-        choices = sizes_of(originals, rules.resolution)
+        if row.target:
+            choices = sizes_of(originals, rules.resolution)
+        else:
+            choices = [sizes_to_generate(originals, row.size, rules.resolution)]
     except SourceError as error:
         return _decode(row, images, mask, rules) or [as_problem(row, error.where, error)]
     keys = [sample_key(rules.recipe_id, inputs, row.prompt, img_shapes(sizes), row.phrase) for sizes in choices]
@@ -276,7 +297,8 @@ def _decode(row: Row, images: Sequence[PlannedImage], mask: PlannedImage | None,
         try:
             size = image.decode()
             target = target or size
-            if image is not images[0] and rules.condition_image_size:
+            is_control = row.target is None or image is not images[0]
+            if is_control and rules.condition_image_size:
                 calculate_dimensions(rules.condition_image_size, size)
         except SourceError as error:
             problems.append(as_problem(row, image.where, error))

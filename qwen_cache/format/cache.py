@@ -202,7 +202,7 @@ class Sample:
     With S image tokens of the target, Sc of all controls, L and L0 tokens of the prompt and of the empty prompt (those
     of the controls included), and D the width of the text encoder, the tensors are:
 
-        image_latents        [S, 64]    normalised and packed (2×2 patches), in raster order
+        image_latents        [S, 64]    normalised and packed (2×2 patches), in raster order; with a target only
         control_latents      [Sc, 64]   the same for all controls, one after another; with controls only
         prompt_embeds        [L, D]     unpadded
         empty_prompt_embeds  [L0, D]    for caption dropout; optional
@@ -234,6 +234,11 @@ class Sample:
         """The instruction, without marks of a phrase."""
         return self.row.meta.prompt
 
+    @property
+    def seed(self) -> int | None:
+        """The seed of the noise to generate the image from; None if the source has none."""
+        return self.row.meta.inputs.seed
+
     def __contains__(self, name: str) -> bool:
         """Whether the sample has this tensor."""
         return name in self.row.meta.tensors
@@ -248,7 +253,7 @@ class Sample:
 
     @property
     def img_shapes(self) -> ImgShapes:
-        """`(1, h, w)` in tokens of 16×16 pixels: the target, then each control."""
+        """`(1, h, w)` in tokens of 16×16 pixels: the target, or the image to generate, then each control."""
         return self.row.meta.img_shapes
 
     def buffer(self, name: str) -> memoryview:

@@ -48,14 +48,18 @@ def recipe_id(recipe: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The content hashes of the files that a sample was made from."""
+    """The content hashes of the files that a sample was made from, and a seed to generate with."""
 
-    target: str
+    target: str | None
+    """None for an image to generate."""
     controls: tuple[str, ...]
     mask: str | None
+    seed: int | None = None
+    """The seed of the noise to generate the image from, if the source has one."""
 
     def to_json(self) -> dict[str, Any]:
-        return {"target": self.target, "controls": list(self.controls), "mask": self.mask}
+        seed = {} if self.seed is None else {"seed": self.seed}
+        return {"target": self.target, "controls": list(self.controls), "mask": self.mask, **seed}
 
 
 Phrase = tuple[tuple[int, int], ...]
@@ -67,8 +71,8 @@ def sample_key(
 ) -> str:
     """The key of a sample: content (target, controls in order, mask, prompt), sizes in tokens, and recipe id.
 
-    The sizes are part of it because a recipe may make several samples of one content. A phrase is part of it if one was
-    marked.
+    The sizes are part of it because a recipe may make several samples of one content. A phrase and a seed are part of
+    it if they are given.
     """
     value = {"recipe": recipe, "prompt": prompt, "img_shapes": [list(shape) for shape in img_shapes]}
     marked = {"phrase": [list(span) for span in phrase]} if phrase else {}
@@ -81,7 +85,7 @@ def dataset_identity(keys: Iterable[str]) -> str:
 
 
 def differences(old: Inputs, old_prompt: str, new: Inputs, new_prompt: str) -> list[str]:
-    """The names of the inputs that differ, for people: `target`, `control 1`, `mask`, `prompt`."""
+    """The names of the inputs that differ, for people: `target`, `control 1`, `mask`, `seed`, `prompt`."""
     changed = ["target"] if old.target != new.target else []
     if len(old.controls) != len(new.controls):
         changed.append("number of controls")
@@ -91,6 +95,8 @@ def differences(old: Inputs, old_prompt: str, new: Inputs, new_prompt: str) -> l
         ]
     if old.mask != new.mask:
         changed.append("mask")
+    if old.seed != new.seed:
+        changed.append("seed")
     if old_prompt != new_prompt:
         changed.append("prompt")
     return changed

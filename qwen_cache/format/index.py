@@ -2,7 +2,7 @@
 
 Rows are in the order of the source. Each tensor is a struct column (dtype, shape, offset, length, xxh3_128, codec),
 null if the sample does not have it; offsets are from the beginning of the shard. Format v1 has image sizes in pixels
-instead of `img_shapes` and `prefix_length`.
+instead of `img_shapes` and `prefix_length`. The column `seed` is there only if a sample has one.
 
 The memory for reading an index is bounded by its size: an index that decodes to more than `MAX_RATIO` times its bytes
 is refused before it is decoded.
@@ -39,7 +39,8 @@ LEAST_BOUND = 1 << 26  # bytes that any index may decode to, however small it is
 FOOTER_LIMITS = {"thrift_string_size_limit": 1 << 20, "thrift_container_size_limit": 1 << 16}
 """Limits of a footer: ours has strings of 12 kB, 130 elements in its schema, and a row group per million rows."""
 KEY_DIGITS = 12  # of a key in messages: enough to find the sample in a million
-NULLABLE = {"mask", "edit_mask_from", *TENSORS[2]}
+NULLABLE = {1: {"mask", *TENSORS[1]}, 2: {"target", "mask", "seed", "edit_mask_from", *TENSORS[2]}}
+SEED = "seed"
 
 _TENSOR = pa.struct(
     [
@@ -68,8 +69,8 @@ _OF_VERSION = {
 }
 
 
-def index_schema(format_version: int) -> pa.Schema:
-    """The columns of index.parquet."""
+def index_schema(format_version: int, *, seeds: bool = False) -> pa.Schema:
+    """The columns of index.parquet; with `seeds`, of one in which samples have seeds."""
     return pa.schema(
         [
             ("key", pa.string()),
@@ -81,6 +82,7 @@ def index_schema(format_version: int) -> pa.Schema:
             ("target", pa.string()),
             ("controls", pa.list_(pa.string())),
             ("mask", pa.string()),
+            *([(SEED, pa.int64())] if seeds else []),
             ("source_rows", pa.int32()),
             ("shard", pa.string()),
             ("offset", pa.int64()),
@@ -112,7 +114,8 @@ class IndexRow:
 
 def write_index(rows: Sequence[IndexRow], format_version: int) -> bytes:
     """The bytes of index.parquet; equal rows give equal bytes."""
-    table = pa.Table.from_pylist([_to_record(row, format_version) for row in rows], index_schema(format_version))
+    schema = index_schema(format_version, seeds=any(row.meta.inputs.seed is not None for row in rows))
+    table = pa.Table.from_pylist([_to_record(row, format_version) for row in rows], schema)
     data = _parquet(table, compression="zstd")
     if decoded_bytes(table) > bound(len(data)):  # the same long prompts everywhere: readers would refuse it
         data = _parquet(table, compression="none", use_dictionary=False)
@@ -145,7 +148,8 @@ def _read_index(data: bytes, format_version: int, where: str, samples: int) -> p
         raise IndexFileError(what, where=where, expected=samples, found=claims.rows)
     _refuse_bomb(claims.bytes, data, where)
     file = pq.ParquetFile(pa.BufferReader(data), **FOOTER_LIMITS)
-    found, expected = file.schema, index_schema(format_version)
+    found = file.schema
+    expected = index_schema(format_version, seeds=format_version > 1 and SEED in found.names)
     if not (columns := found.to_arrow_schema()).equals(expected):
         other = ", ".join(f"{field.name}: {field.type}" for field in columns if field not in list(expected))
         raise IndexFileError(
@@ -237,24 +241,28 @@ def index_row(record: dict[str, Any], format_version: int, where: str) -> IndexR
 
 def _index_row(record: dict[str, Any], format_version: int, where: str) -> IndexRow:
     present = {name: record[name] for name in TENSORS[format_version] if record[name] is not None}
-    if missing := [name for name, value in record.items() if value is None and name not in NULLABLE]:
+    if missing := [name for name, value in record.items() if value is None and name not in NULLABLE[format_version]]:
         raise IndexFileError(f"{missing[0]} is null", where=where)
     tensors = {name: _tensor_spec(tensor, format_version) for name, tensor in present.items()}
-    inputs = Inputs(record["target"], tuple(record["controls"]), record["mask"])
+    inputs = Inputs(record["target"], tuple(record["controls"]), record["mask"], record.get(SEED))
     shapes, prefix = _img_shapes(record, format_version), record.get("prefix_length", 0)
     phrase, mask_from = parse_phrase(record.get("phrase", []), where), record.get("edit_mask_from")
     positions = parse_positions(record.get("image_positions", []), where)
     recipe, prompt = record["recipe"], record["prompt"]
     meta = SampleMeta(recipe, inputs, prompt, shapes, prefix, tensors, phrase, mask_from, positions)
-    hashes = [meta.recipe, inputs.target, *inputs.controls, *(spec.xxh3_128 for spec in tensors.values())]
-    if not all(map(HASH_PATTERN.fullmatch, (*hashes, inputs.mask or inputs.target))):
+    images = [digest for digest in (inputs.target, inputs.mask) if digest is not None]
+    hashes = [meta.recipe, *images, *inputs.controls, *(spec.xxh3_128 for spec in tensors.values())]
+    if not all(map(HASH_PATTERN.fullmatch, hashes)):
         raise IndexFileError("a hash is not an xxh3-128", where=where)
+    if inputs.seed is not None and inputs.seed < 0:
+        raise IndexFileError("a seed is negative", where=where, found=inputs.seed)
     if meta.key != record["key"]:
         raise SampleKeyError("the key is not the hash of content and recipe", where=where, expected=meta.key)
     check_shapes(meta, where)
     if meta.text_length != record["text_length"]:
         raise IndexFileError("text_length", where=where, expected=meta.text_length, found=record["text_length"])
-    entry = Entry(meta, int(record["offset"]), int(record["length"]), int(present["image_latents"]["offset"]))
+    begin = int(next(iter(present.values()))["offset"])
+    entry = Entry(meta, int(record["offset"]), int(record["length"]), begin)
     for name, offset in entry.tensor_offsets().items():
         claimed = present[name]["offset"], present[name]["length"]
         within = entry.offset <= offset and offset + tensors[name].stored_bytes <= entry.offset + entry.length

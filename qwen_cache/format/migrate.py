@@ -2,8 +2,8 @@
 
 Both versions describe a sample equally, so keys and recipes stay the same. Every tensor is checked before it is
 rewritten, one sample at a time; the old dataset stays valid until the commit, and an interrupted run continues where it
-stopped. The migration of a v1 build is, byte for byte, what a v2 build writes. Samples with an edit mask cannot become
-v1.
+stopped. The migration of a v1 build is, byte for byte, what a v2 build writes. Samples with an edit mask, and images to
+generate, cannot become v1.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def plan_migration(source: Path | Url, target: Path, old: int, new: int) -> Upda
     if unfit:
         more = f" and {len(unfit) - SHOWN} more" if len(unfit) > SHOWN else ""
         raise ConfigError(
-            f"format v{new} has neither edit masks nor attention, but these samples do",
+            f"format v{new} has no edit masks, attention, seeds or images to generate, but this cache does",
             where=source,
             found=", ".join(unfit[:SHOWN]) + more,
             do=f"stay with v{given.manifest.format_version}, or build without them",
@@ -59,7 +59,8 @@ def plan_migration(source: Path | Url, target: Path, old: int, new: int) -> Upda
 
 def _fits(meta: SampleMeta, format_version: int) -> bool:
     """Whether nothing is lost except thumbnails, which are for people only."""
-    return meta.tensors.keys() <= {*TENSORS[format_version], "thumbnails"} and not (format_version == 1 and meta.phrase)
+    only_v2 = meta.phrase or meta.inputs.target is None or meta.inputs.seed is not None
+    return meta.tensors.keys() <= {*TENSORS[format_version], "thumbnails"} and not (format_version == 1 and only_v2)
 
 
 def migrate(

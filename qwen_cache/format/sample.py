@@ -4,6 +4,8 @@ Letters: S image tokens of the target, Sc of all controls, L text tokens, D widt
 times heads.
 Image sizes are `img_shapes`: `(1, h, w)` in units of 16 pixels, the target first, then each control. Format v1 stores
 them in pixels (`height`, `width`, `height_control`, …); in memory both versions have `img_shapes`.
+
+A sample without target is an image to generate: it has no `image_latents`, and `img_shapes` begins with its size.
 """
 
 from __future__ import annotations
@@ -73,6 +75,11 @@ class SampleMeta:
         return sample_key(self.recipe, self.inputs, self.prompt, self.img_shapes, self.phrase)
 
     @property
+    def stored_shapes(self) -> ImgShapes:
+        """The shapes of the images that the sample has: without that of an image to generate."""
+        return self.img_shapes if self.inputs.target else self.img_shapes[1:]
+
+    @property
     def text_length(self) -> int:
         return self.tensors["prompt_embeds"].shape[0]
 
@@ -131,7 +138,7 @@ def parse_sample(data: bytes | memoryview, where: str, format_version: int | Non
         what = "this sample has another format version than its dataset"
         raise VersionError(what, where=where, expected=format_version, found=version, do=RESTORE_SHARD)
     key, recipe, prompt = fields.hash("key"), fields.hash("recipe"), fields.take("prompt", str)
-    inputs = _parse_inputs(Fields(fields.take("inputs", dict), f"{where}: inputs", MemberError))
+    inputs = _parse_inputs(Fields(fields.take("inputs", dict), f"{where}: inputs", MemberError), version)
     tensors = _parse_tensors(fields.take("tensors", dict), version, f"{where}: tensors")
     prefix_length, phrase, mask_from = 0, Phrase(), None
     positions: tuple[int, ...] = ()
@@ -156,7 +163,9 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
     """FormatError for the first shape that does not follow from `img_shapes` and the text (F12)."""
     tensors = meta.tensors
     _check_sizes(meta, where)
-    needed = {"image_latents", "prompt_embeds"} | ({"control_latents"} if len(meta.img_shapes) > 1 else set())
+    _check_to_generate(meta, where)
+    needed = {"prompt_embeds"} | ({"image_latents"} if meta.inputs.target else set())
+    needed |= {"control_latents"} if len(meta.img_shapes) > 1 else set()
     if missing := needed - tensors.keys():
         raise TensorSetError(f"{', '.join(sorted(missing))} missing", where=where)
     if extra := tensors.keys() - needed - OPTIONAL:
@@ -256,9 +265,17 @@ def _check_sizes(meta: SampleMeta, where: str) -> None:
         raise ShapeError("prefix_length is negative", where=where, found=meta.prefix_length)
 
 
+def _check_to_generate(meta: SampleMeta, where: str) -> None:
+    """TensorSetError for a mask of an image to generate, or thumbnails of no image."""
+    if meta.inputs.target is None and (meta.inputs.mask or "edit_mask" in meta.tensors):
+        raise TensorSetError("a sample without target has an edit mask", where=where, expected="none")
+    if not meta.stored_shapes and "thumbnails" in meta.tensors:
+        raise TensorSetError("a sample without images has thumbnails", where=where, expected="none")
+
+
 def _check_storage(tensors: dict[str, TensorSpec], where: str) -> None:
     """DtypeError and CodecError: all embeddings have one known dtype, and codecs are known."""
-    embedding = tensors["image_latents"].dtype
+    embedding = tensors.get("image_latents", tensors["prompt_embeds"]).dtype
     for name, spec in tensors.items():
         expected = DTYPES.get(name, embedding if embedding in EMBEDDING_DTYPES else " or ".join(EMBEDDING_DTYPES))
         if spec.dtype != expected:
@@ -266,8 +283,11 @@ def _check_storage(tensors: dict[str, TensorSpec], where: str) -> None:
         check_codec(spec, f"{where}: {name}")
 
 
-def _parse_inputs(fields: Fields) -> Inputs:
-    inputs = Inputs(fields.hash("target"), tuple(fields.hashes("controls")), fields.hash_or_null("mask"))
+def _parse_inputs(fields: Fields, version: int) -> Inputs:
+    target = fields.hash("target") if version == 1 else fields.hash_or_null("target")
+    controls, mask = tuple(fields.hashes("controls")), fields.hash_or_null("mask")
+    seed = fields.count("seed") if version > 1 and "seed" in fields.left else None
+    inputs = Inputs(target, controls, mask, seed)
     fields.finish()
     return inputs
 

@@ -53,6 +53,7 @@ function card(sample) {
   const controls = sample.sizes.slice(1).map((size) => size.join("×")).join(", ");
   const facts = [sizeOf(sample) + (controls && ` from ${controls}`), `${sample.text_tokens} text tokens`];
   facts.push(`${sample.image_tokens} image tokens`);
+  if (sample.to_generate) facts.push(sample.to_generate);
   if (sample.edit_mask_from) facts.push(`edit mask from ${sample.edit_mask_from}`);
   if (Object.keys(overview.recipes).length > 1) facts.push(`recipe ${sample.recipe}`);
   const key = element("p");

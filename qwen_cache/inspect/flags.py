@@ -46,10 +46,11 @@ def index_flags(rows: Sequence[IndexRow]) -> dict[str, list[str]]:
     metas = [row.meta for row in rows]
     prompts: defaultdict[str, set[str]] = defaultdict(set)
     for meta in metas:
-        prompts[meta.inputs.target].add(meta.prompt)
+        if meta.inputs.target:
+            prompts[meta.inputs.target].add(meta.prompt)
     frequent = frequent_prompts(Counter(meta.prompt for meta in metas))
     tests: dict[str, Callable[[SampleMeta], bool]] = {
-        "repeated_target": lambda meta: len(prompts[meta.inputs.target]) > 1,
+        "repeated_target": lambda meta: len(prompts.get(meta.inputs.target or "", ())) > 1,
         "identity_pair": lambda meta: meta.inputs.target in meta.inputs.controls,
         "frequent_prompt": lambda meta: meta.prompt in frequent,
         "long_prompt": lambda meta: len(meta.prompt.encode("utf-8")) > LONG_PROMPT,
@@ -89,7 +90,7 @@ def _tensor_flags(
     peaks: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for sample in cache:
         target = sample.row.meta.inputs.target
-        if "thumbnails" in sample and target not in signatures:
+        if target and "thumbnails" in sample and target not in signatures:
             signatures[target] = thumbnail_signature(stored_thumbnails(sample)[0])
         if "edit_mask" in sample:
             mask = numbers(sample, "edit_mask")
@@ -111,7 +112,8 @@ def _near_duplicates(
     """Groups of the keys of samples whose targets are near-duplicates in different files."""
     keys: defaultdict[str, list[str]] = defaultdict(list)
     for row in rows:
-        keys[row.meta.inputs.target].append(row.meta.key)
+        if row.meta.inputs.target:
+            keys[row.meta.inputs.target].append(row.meta.key)
     targets, groups = list(signatures), near_duplicates(list(signatures.values()), advance)
     return [[key for i in group for key in keys[targets[i]]] for group in groups]
 

@@ -42,8 +42,8 @@ def stored_images(sample: Sample) -> list[TitledImage]:
 
 
 def stored_thumbnails(sample: Sample) -> list[Image.Image]:
-    """The thumbnails of a sample that has them, the target first."""
-    return cut_thumbnails(sample.buffer("thumbnails"), sample.img_shapes, sample.key)
+    """The thumbnails of a sample that has them, the target first if there is one."""
+    return cut_thumbnails(sample.buffer("thumbnails"), sample.row.meta.stored_shapes, sample.key)
 
 
 def decoded_images(settings: Config, device: str) -> ImageSource:
@@ -59,7 +59,7 @@ def decoded_images(settings: Config, device: str) -> ImageSource:
 
     def decode(sample: Sample) -> list[TitledImage]:
         shapes = sample.img_shapes
-        images = decode_images(vae, sample["image_latents"], shapes[:1])
+        images = decode_images(vae, sample["image_latents"], shapes[:1]) if "image_latents" in sample else []
         images += decode_images(vae, sample["control_latents"], shapes[1:]) if shapes[1:] else []
         return titled_images(sample, images)
 
@@ -67,13 +67,14 @@ def decoded_images(settings: Config, device: str) -> ImageSource:
 
 
 def titled_images(sample: Sample, images: Sequence[Image.Image]) -> list[TitledImage]:
-    """Files of the controls, the target and, where there is one, the edit mask; `images` starts with the target."""
-    target, *controls = images
+    """Files of the controls and, where they are, the target and the edit mask; `images` starts with the target."""
+    targets = images[:1] if "image_latents" in sample else []
+    controls = images[len(targets) :]
     shown = [(f"control {i}" if controls[1:] else "control", each) for i, each in enumerate(controls, 1)]
-    shown.append(("target", target))
+    shown += [("target", target) for target in targets]
     if "edit_mask" in sample:
         mask = numbers(sample, "edit_mask").reshape(sample.img_shapes[0][1:])
-        shown.append(("edit mask", overlaid(target, mask)))
+        shown.append(("edit mask", overlaid(targets[0], mask)))
     return [TitledImage(title, *_encoded(image)) for title, image in shown]
 
 

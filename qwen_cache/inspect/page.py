@@ -34,6 +34,7 @@ from qwen_cache.inspect.summary import (
     import_origin,
     labelled_bins,
     partial_state,
+    sample_counts,
     savings_rows,
     source_state,
 )
@@ -41,7 +42,10 @@ from qwen_cache.storage.durable import make_folder, write_durably
 from qwen_cache.storage.mapped import read_file
 from qwen_cache.storage.url import location
 
-COLUMNS = ("key", "name", "prompt", "sizes", "text_tokens", "image_tokens", "edit_mask_from", "recipe", "images")
+COLUMNS = (
+    *("key", "name", "prompt", "sizes", "text_tokens", "image_tokens", "edit_mask_from", "to_generate", "recipe"),
+    "images",
+)
 EMBEDDED_IMAGES = 200  # samples: some 10 MB; a larger page opens slowly
 MAX_NAME_BYTES = 240  # of the 255 of a file system: the folder beside the page has a longer name
 IMAGE_NAME = re.compile(r"[0-9a-f]{32}-[0-9]+\.(jpg|webp)")
@@ -111,7 +115,9 @@ def sample_row(row: IndexRow, recipe: str) -> list[Any]:
     meta = row.meta
     sizes = [[w * PIXELS_PER_TOKEN, h * PIXELS_PER_TOKEN] for _, h, w in meta.img_shapes]
     tokens = (meta.text_length, token_count(meta.img_shapes))
-    return [meta.key, row.name, meta.prompt, sizes, *tokens, meta.edit_mask_from, recipe, []]
+    seed = "" if meta.inputs.seed is None else f", seed {meta.inputs.seed}"
+    to_generate = None if meta.inputs.target else f"to generate{seed}"
+    return [meta.key, row.name, meta.prompt, sizes, *tokens, meta.edit_mask_from, to_generate, recipe, []]
 
 
 def add_images(
@@ -242,7 +248,7 @@ def recipe_facts(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if "imported_from" in settings:
         yield "imported", import_origin(settings)
     yield "model", f"{recipe['family']}, licence {recipe['license']}"
-    yield "samples", f"{recipe['samples']:,}, {recipe['edit_masks']:,} with an edit mask"
+    yield "samples", sample_counts(recipe)
     yield "identity", recipe["identity"]
     sizes = (f"{tensor} {human_bytes(count)}" for tensor, count in recipe["tensor_bytes"].items())
     yield "tensors", ", ".join(sizes)

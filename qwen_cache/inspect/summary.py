@@ -98,6 +98,7 @@ def _recipe(cache: Cache, rows: Sequence[IndexRow], scan: bool) -> dict[str, Any
         "recipe": cache.recipe.recipe,
         "resolutions": _counts(_resolution(row, 0) for row in rows),
         "controls": _counts(len(row.meta.img_shapes) - 1 for row in rows),
+        "to_generate": sum(row.meta.inputs.target is None for row in rows),
         "edit_masks": sum("edit_mask" in row.meta.tensors for row in rows),
         "edit_masks_from": _counts(row.meta.edit_mask_from for row in rows if row.meta.edit_mask_from),
         "text_tokens": _spread(texts),
@@ -122,7 +123,9 @@ def _names(rows: Sequence[IndexRow], keys: Container[str]) -> dict[str, str]:
 
 
 def _batches(cache: Cache) -> list[dict[str, float]]:
-    """Samples per batch and padding under a few token budgets."""
+    """Samples per batch and padding under a few token budgets; none of samples that are not for training."""
+    if cache.table["target"].null_count:
+        return []
     tokens = index_token_counts(cache.table, cache.folder / INDEX_NAME)
     joint = family_of_recipe(cache.recipe.recipe).joint_sequence
     return [asdict(budget) for budget in budgets(row_tokens(tokens, joint=joint))]
@@ -134,6 +137,7 @@ def _savings(rows: Sequence[IndexRow]) -> dict[str, int]:
         (digest, shape)
         for row in rows
         for digest, shape in zip((row.meta.inputs.target, *row.meta.inputs.controls), row.meta.img_shapes, strict=False)
+        if digest is not None
     ]
     controls = [row.meta.inputs.controls for row in rows if row.meta.inputs.controls]
     return {
@@ -228,6 +232,12 @@ def batch_note(batches: Sequence[Mapping[str, float]]) -> str:
     high = max(budget["padding"] for budget in batches) > HIGH_PADDING
     advice = "; train.layout=packed pads nothing" if high else ""
     return f"padding: its fraction of all tokens; at random: with train.bucketing_window=1{advice}"
+
+
+def sample_counts(recipe: Mapping[str, Any]) -> str:
+    """The number of samples, how many of them have an edit mask, and how many are images to generate, if any."""
+    generated = f", {recipe['to_generate']:,} to generate: without target" if recipe["to_generate"] else ""
+    return f"{recipe['samples']:,}, {recipe['edit_masks']:,} with an edit mask{generated}"
 
 
 def savings_rows(saved: Mapping[str, int]) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from qwen_cache.inspect.summary import (
     import_origin,
     labelled_bins,
     partial_state,
+    sample_counts,
     savings_rows,
     source_state,
 )
@@ -53,7 +54,7 @@ def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
     facts.add_row("model", f"{recipe['family']}, licence {recipe['license']}")
     if "imported_from" in settings:
         facts.add_row("imported", verbatim(import_origin(settings)))
-    facts.add_row("samples", f"{recipe['samples']}, {recipe['edit_masks']} with an edit mask")
+    facts.add_row("samples", sample_counts(recipe))
     for kind in ("image", "text"):
         spread = recipe[f"{kind}_tokens"]
         if spread:
@@ -130,7 +131,9 @@ def print_sample(sample: Mapping[str, Any]) -> None:
     if sample["phrase"]:
         facts.add_row("phrase", escape(escaped(" … ".join(sample["phrase"]))))
     target, *controls = sample["images"]
-    facts.add_row("target", f"{target}  {sample['inputs']['target']}")
+    facts.add_row("target", f"{target}  {sample['inputs']['target'] or 'to generate'}")
+    if "seed" in sample["inputs"]:
+        facts.add_row("seed", str(sample["inputs"]["seed"]))
     for size, digest in zip(controls, sample["inputs"]["controls"], strict=True):
         facts.add_row("control", f"{size}  {digest}")
     if sample["edit_mask_from"]:

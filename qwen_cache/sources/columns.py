@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -41,6 +42,9 @@ COLUMNS = {
 }
 """Roles, and their column names in qwen-image-finetune, DiffSynth, musubi-tuner, imagefolder and published datasets of
 edits: InstructPix2Pix, MagicBrush, HQ-Edit, UltraEdit, OmniEdit."""
+TO_GENERATE = {"seed": ("seed",), "width": ("width",), "height": ("height",)}
+"""Columns of numbers, in tables of images to generate alone: others may have numbers of these names too."""
+MAX_SEED, MAX_SIDE = (1 << 63) - 1, 1 << 15
 GENERIC = {"target": ("output",), "control": ("input", "source", "original"), "prompt": ("edit",)}
 """Ambiguous names, which may also say, for example, where an image is from: recognised only if no column has one of the
 names above."""
@@ -80,11 +84,12 @@ def find_columns(
     """
     named = given(needs.columns)
     check_named(named, names, where, noun)
-    columns = {role: dict(enumerate(named.get(role, ()))) for role in COLUMNS}
+    known = COLUMNS | (TO_GENERATE if needs.to_generate else {})
+    columns = {role: dict(enumerate(named.get(role, ()))) for role in known}
     taken = {name for listed in named.values() for name in listed}
     unknown: list[str] = []
     for name in names:
-        role, number = role_of(name)
+        role, number = _role_among(known, name)
         if role is None and name not in taken:
             unknown.append(name)
         elif role is not None and name not in taken and role not in named:
@@ -95,7 +100,7 @@ def find_columns(
         if getattr(needs, role) and not columns[role]:
             more = f"; {NO_CONTROL_AT_ALL}" if role == "control" and needs.no_control == "stated" else ""
             raise _no_column(role, found or names, unknown, where, noun, more)
-    if not (columns["target"] or columns["control"]):
+    if not (columns["target"] or columns["control"] or needs.to_generate):
         raise _no_column("target", found or names, unknown, where, noun)
     _check_unknown(unknown, named, where, noun)
     _check_controls(columns["control"], where, needs.takes_control)
@@ -240,7 +245,10 @@ def _check_controls(controls: dict[int, str], where: Location, takes_control: bo
 def read_rows(
     records: Iterable[Record | Problem], columns: Columns, folder: TableFolder, taken: dict[str, int]
 ) -> Iterator[Problem | Draft]:
-    """The rows of a table in `folder` as drafts; `taken` has the names so far."""
+    """The rows of a table in `folder` as drafts; `taken` has the names so far.
+
+    A row without target is an image to generate; if it may have a seed, it need not have a control either.
+    """
     for record in records:
         yield record if isinstance(record, Problem) else _read_row(*record, columns, folder, taken)
 
@@ -251,27 +259,42 @@ def _read_row(
     field_problems: FieldProblems = {}
     cells: dict[str, list[Any]] = {role: [] for role in columns}
     for role, column in [(role, column) for role, listed in columns.items() for column in listed]:
-        cells[role] += _items(role, column, values.get(column), field_problems)
+        read = _number if role in TO_GENERATE else _items
+        cells[role] += read(role, column, values.get(column), field_problems)
     mask, controls, prompts = cells["mask"], cells["control"], cells["prompt"] or [""]
     while controls and not controls[-1]:
         controls.pop()
-    target = cells["target"][0] if columns["target"] else controls[0] if controls else ""
+    target = cells["target"][0] if columns["target"] else ""
     if "" in controls:
         what = f"control {controls.index('') + 1} is empty, but a later one is {controls[-1]}"
         field_problems.setdefault("control", (what, "move the later ones up: their order is what the model sees"))
-    if not target:
+    needed = target if columns["target"] else controls
+    if not needed and not columns.keys() & TO_GENERATE.keys():
         role = "target" if columns["target"] else "control"
         what, do = f"the {role} {columns[role][0]!r} is empty", "name an image, or remove the row"
         return Problem(where, *field_problems.get(role, (what, do)))
     try:
-        images = [_image(value, folder) for value in [target, *filter(None, controls)]]
-        painted = _image(mask[0], folder) if mask and mask[0] else None
+        images = [_image(value, folder) for value in filter(None, controls)]
+        shown, painted = (_image(it, folder) if it else None for it in (target, mask[0] if mask and target else ""))
     except SourceError as error:
         return Problem(where, error.fault, error.do or "correct the path")
-    name = folder.name(target) if isinstance(target, str) else target.name
-    row = (where, images[0], tuple(images[1:]), painted)
+    named = next(filter(None, (target, *controls)), None)
+    name = _numbered(where) if named is None else folder.name(named) if isinstance(named, str) else named.name
+    seed, width, height = (next(iter(cells.get(each, [])), None) for each in TO_GENERATE)
+    if (width is None) != (height is None):
+        what = f"the {'height' if height is None else 'width'} is missing"
+        field_problems.setdefault("size", (what, "give both, or neither"))
+    size = None if width is None or height is None else (width, height)
+    row = Row("", where, shown, tuple(images), painted, "", (), seed, size)
     phrase = cells["phrase"][0] if cells["phrase"] else ""
-    return Draft(tuple(Row(unique(name, taken), *row, prompt) for prompt in prompts), field_problems, phrase)
+    samples = tuple(replace(row, name=unique(name, taken), prompt=prompt) for prompt in prompts)
+    return Draft(samples, field_problems, phrase)
+
+
+def _numbered(where: str) -> str:
+    """The name of a row without images: `prompts/12` for line 12 of data/prompts.csv."""
+    table, number = re.split(r"[:\[](?=\d+\]?$)", re.split(r"[/\\]", where)[-1])
+    return f"{table.rpartition('.')[0] or table}/{number.rstrip(']')}"
 
 
 def _image(value: str | Embedded, folder: TableFolder) -> Readable:
@@ -301,6 +324,19 @@ def _item(role: str, column: str, item: Any, field_problems: FieldProblems) -> A
         what = f"the {role} {column!r} is {_short(item)}, expected text"
         field_problems[role] = what, "correct it; text stands in double quotes"
     return text.strip()
+
+
+def _number(role: str, column: str, value: Any, field_problems: FieldProblems) -> list[int | None]:
+    """The number of one cell, None for an empty one."""
+    text = str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
+    if value is None or not text:
+        return [None]
+    least, most = (0, MAX_SEED) if role == "seed" else (1, MAX_SIDE)
+    if isinstance(value, bool) or not re.fullmatch(r"\d{1,19}", text) or not least <= int(text) <= most:
+        what = f"the {role} {column!r} is {_short(value)}, expected a whole number from {least} to {most}"
+        field_problems[role] = what, "correct it, or leave it empty"
+        return [None]
+    return [int(text)]
 
 
 def _short(value: Any) -> str:

@@ -35,6 +35,9 @@ them) are those of `webdataset`; `sources/webdataset.py` has the names of member
 `data.columns` names columns, folders and parts of tars that are called otherwise. `hf://datasets/OWNER/NAME` is a
 dataset on the hub (`sources/hub.py`).
 
+Images to generate are read from the same sources, without targets: a table may also have columns `seed`, `width` and
+`height`, and prompts alone may be a .txt, one per line.
+
 Text is UTF-8; white space around prompts is dropped, and lines end with LF. Refuses a source that is unreadable, empty
 or ambiguous with a `SourceError`. Everything else is a `Problem` of its row, so that one run shows all of them; what
 every row lacks is one problem. No row is dropped silently, and files are never paired by position.
@@ -60,7 +63,7 @@ from qwen_cache.sources.hub import dataset_files, is_dataset
 from qwen_cache.sources.pairs import CONTROL_FOLDERS, IMAGE_EXTENSIONS, TARGET_FOLDERS, read_pairs
 from qwen_cache.sources.places import File, Folder, Location, base_name, file_at, open_folder, suffix
 from qwen_cache.sources.rows import Draft, FieldProblems, Needs, NoControl, Readable, Row
-from qwen_cache.sources.text_table import READERS, read_text_table
+from qwen_cache.sources.text_table import PROMPTS, READERS, read_text_table
 from qwen_cache.sources.webdataset import read_tars
 from qwen_cache.storage.url import Url, location
 
@@ -87,6 +90,7 @@ def read_source(
     no_control: NoControl | None = None,
     needs_target: bool = True,
     needs_prompt: bool = True,
+    to_generate: bool = False,
     allow_empty_prompt: bool = False,
     allow_urls: Sequence[str] = (),
     columns: ColumnsConfig | None = None,
@@ -98,26 +102,34 @@ def read_source(
     The rows of a folder are sorted by name; those of tables and tars keep their order. With `needs_control`, for an
     editing model, the source must have controls; without `takes_control`, for text-to-image, there must be none (by
     default `needs_control` decides both). `no_control` says which rows may lack one: by default none where controls are
-    needed, else those of which a table states it. Without `needs_target`, to generate images, the first control of a
-    row without target takes the target's place, and the folder may hold only controls. `allow_urls`, `columns`, `split`
-    and `config_name` are the settings of `data`.
+    needed, else those of which a table states it. Without `needs_target`, to generate images, rows may lack the target,
+    and the folder may hold only controls. With `to_generate` they may also have a seed and a size. `allow_urls`,
+    `columns`, `split` and `config_name` are the settings of `data`.
     """
     takes_control = needs_control if takes_control is None else takes_control
     needs = Needs(
         control=needs_control,
         no_control=no_control or ("refused" if needs_control else "stated"),
-        target=needs_target,
+        target=needs_target and not to_generate,
         prompt=needs_prompt,
+        to_generate=to_generate,
         takes_control=takes_control,
         allow_urls=tuple(allow_urls),
         columns=columns or ColumnsConfig(),
         split=split,
         config_name=config_name,
     )
+    return read_drafts(_read(source, needs), str(source), needs, allow_empty_prompt)
+
+
+def read_drafts(
+    found: Iterable[Problem | Draft], source: str, needs: Needs, allow_empty_prompt: bool = False
+) -> tuple[list[Row], list[Problem]]:
+    """The usable rows among the drafts of `source`, and the problems of the others."""
     rows: list[Row] = []
     problems: list[Problem] = []
     drafts = 0
-    for draft in _read(source, needs):
+    for draft in found:
         drafts += 1
         if isinstance(draft, Problem):
             problems.append(draft)
@@ -126,7 +138,7 @@ def read_source(
         field_problems = (
             draft.field_problems | unmarked | _missing(draft, draft.field_problems, needs, allow_empty_prompt)
         )
-        if not needs_prompt:
+        if not needs.prompt:
             field_problems.pop("prompt", None)
         problems += [Problem(draft.samples[0].where, what, do) for what, do in field_problems.values()]
         if not field_problems:
@@ -134,11 +146,11 @@ def read_source(
     return rows, _of_all(problems, drafts, source)
 
 
-def _of_all(problems: list[Problem], drafts: int, source: Location) -> list[Problem]:
+def _of_all(problems: list[Problem], drafts: int, source: str) -> list[Problem]:
     """The problems; one that all samples share is listed once."""
     times = Counter((problem.what, problem.do) for problem in problems)
     shared = [key for key, count in times.items() if count == drafts > 1]
-    merged = [Problem(str(source), f"all {drafts} samples: {what}", do) for what, do in shared]
+    merged = [Problem(source, f"all {drafts} samples: {what}", do) for what, do in shared]
     return merged + [problem for problem in problems if (problem.what, problem.do) not in shared]
 
 
@@ -174,7 +186,8 @@ def _missing(draft: Draft, known: FieldProblems, needs: Needs, allow_empty_promp
     field_problems: FieldProblems = {}
     row = draft.samples[0]
     if needs.no_control == "refused" and not row.controls and "control" not in known:
-        field_problems["control"] = "the target has no control", "add one, or remove the target"
+        owner = "row" if row.target is None else "target"
+        field_problems["control"] = f"the {owner} has no control", f"add one, or remove the {owner}"
     empty = [number for number, sample in enumerate(draft.samples, 1) if not sample.prompt]
     if empty and not allow_empty_prompt and "prompt" not in known:
         which = "the prompt" if len(draft.samples) == 1 else f"prompt {empty[0]} of {len(draft.samples)}"
@@ -198,7 +211,7 @@ def _read(source: Location, needs: Needs) -> Iterator[Problem | Draft]:
         raise SourceError("a file has no splits", where=source, found=needs.split, do="leave out data.split")
     if isinstance(source, Path) and source.is_dir():
         return _read_folder(_opened(source), needs)
-    if kind in READERS:
+    if kind in READERS or (kind == PROMPTS and needs.to_generate):
         return read_text_table(file_at(source), needs)
     if kind in ARCHIVES:
         paths = (

@@ -182,7 +182,7 @@ def _read_controls(folder: Folder, layout: Layout) -> Iterator[Problem | Draft]:
     for name, slots in owned.items():
         files, gap = prompts.get(name, []), _gap(name, slots, layout.controls or (".",))
         draft = _row(name, slots[0], (files, _read_prompt(files, None)), slots, gap, layout.prompt or first, none)
-        yield replace(draft, samples=tuple(replace(row, mask=None) for row in draft.samples))
+        yield replace(draft, samples=tuple(replace(row, target=None, mask=None) for row in draft.samples))
 
 
 def _layout(folder: Folder, needs: Needs) -> Layout:
@@ -194,7 +194,8 @@ def _layout(folder: Folder, needs: Needs) -> Layout:
     """
     named = _named(folder, needs)
     folders = _recognised(folder, named)
-    if not needs.target and not folders["target"] and (needs.control or folders["control"]):
+    reads_controls = needs.control or folders["control"] or (needs.to_generate and needs.takes_control)
+    if not needs.target and not folders["target"] and reads_controls:
         return Layout("", tuple(folders["control"]), prompt=next(iter(named.get("prompt", [])), None))
     for role in KNOWN:
         if needs.control and not folders[role]:

@@ -45,8 +45,10 @@ class Needs:
     """A column, part or folder of controls: for an editing model."""
     no_control: NoControl = "refused"
     target: bool = True
-    """If False, a row without target takes its first control in place of the target, and its name."""
+    """If False, a row may lack the target: an image to generate."""
     prompt: bool = True
+    to_generate: bool = False
+    """Whether the rows are images to generate: then a table may have only prompts, and `seed`, `width` and `height`."""
     takes_control: bool = True
     """If False, for a text-to-image model, there must be no control."""
     allow_urls: tuple[str, ...] = ()
@@ -62,15 +64,21 @@ class Row:
     name: str
     """Unique in its source, and independent of other targets: the target's path without extension, relative to the
     target folder or the table; the key in a tar; or the table's name and the row number for an embedded image without a
-    path. Further rows of the same name, and further captions, get `#2`, `#3`, …"""
+    path. Without target it is that of the first control. Further rows of the same name, and further captions, get `#2`,
+    `#3`, …"""
     where: str
     """For messages: `data/metadata.csv:12`, `data/metadata.json[11]`, `data/0.tar:cat`, or the target's path."""
-    target: Readable
+    target: Readable | None
+    """None for an image to generate."""
     controls: tuple[Readable, ...]
     mask: Readable | None
     prompt: str
     phrase: Phrase = ()
     """The words of the prompt that say where the edit is; empty if none are marked."""
+    seed: int | None = None
+    """The seed of the noise to generate the image from."""
+    size: tuple[int, int] | None = None
+    """Width and height of an image to generate, in pixels; None: those that its controls or the settings give."""
 
 
 FieldProblems = dict[str, tuple[str, str]]

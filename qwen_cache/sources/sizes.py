@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qwen_cache.errors import ConfigError, SourceError
@@ -88,6 +88,26 @@ def sizes_of(images: Sequence[SourceImage], resolution: Resolution) -> list[tupl
         own = [_within(area, other, None if resolution.upscale else other.size) for other in others]
         choices.append((*[size] * len(aligned), *own))
     return list(dict.fromkeys(choices))
+
+
+def sizes_to_generate(controls: Sequence[SourceImage], size: Size | None, resolution: Resolution) -> tuple[Size, ...]:
+    """The sizes of an image to generate and of its controls; `size` is that of the image, if it is given.
+
+    Without `size`, it is that of a target of the last control's shape, which is the pipelines' own choice; without
+    controls, a square. SourceError names a control that cannot get its size.
+    """
+    if not controls:
+        return (size or _square(resolution),)
+    nearest = replace(resolution, all=False)
+    (own, *others), *_ = sizes_of([controls[-1], *controls], nearest)
+    return (size or own, *others)
+
+
+def _square(resolution: Resolution) -> Size:
+    """The largest budget as a square, or the largest fixed resolution of the nearest shape."""
+    if not resolution.fixed:
+        return calculate_dimensions(resolution.areas[-1], (1, 1))
+    return min(resolution.fixed, key=lambda size: (_distortion(size, (1, 1)), -size[0]))
 
 
 def same_shape(one: Size, two: Size) -> bool:

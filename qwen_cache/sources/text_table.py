@@ -1,4 +1,4 @@
-"""Text tables in UTF-8: CSV, JSON Lines, JSON."""
+"""Text tables in UTF-8: CSV, JSON Lines, JSON; and prompts alone, one per line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qwen_cache.sources.rows import Draft, Needs
 
 
 def read_text_table(path: Location, needs: Needs) -> Iterator[Problem | Draft]:
-    names, records = READERS[suffix(path)](path, _read_text(path))
+    names, records = (READERS | {PROMPTS: _lines})[suffix(path)](path, _read_text(path))
     if not records:
         raise SourceError("the table has no rows", where=path, expected="one row per sample", do="name another source")
     columns = find_columns(names, path, needs)
@@ -85,6 +85,12 @@ def _jsonl_records(path: Location, text: str) -> tuple[list[str], list[Record | 
     return _objects(items)
 
 
+def _lines(path: Location, text: str) -> tuple[list[str], list[Record | Problem]]:
+    """A prompt per line, without the empty lines."""
+    lines = enumerate(text.split("\n"), 1)
+    return ["prompt"], [(f"{path}:{number}", {"prompt": line}) for number, line in lines if line.strip()]
+
+
 def _not_json(where: str, error: ValueError) -> SourceError:
     found = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else first_line(error)
     return SourceError("this is not JSON", where=where, found=found, do="correct the line")
@@ -103,6 +109,7 @@ def _objects(items: Iterable[tuple[str, Any]]) -> tuple[list[str], list[Record |
     return list(names), records
 
 
+PROMPTS = ".txt"
 READERS: dict[str, Callable[[Location, str], tuple[list[str], list[Record | Problem]]]] = {
     ".csv": _csv_records,
     ".jsonl": _jsonl_records,

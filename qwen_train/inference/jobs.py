@@ -24,7 +24,7 @@ from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.models.family import Family
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.data import DataConfig
-from qwen_cache.sources.detect import Readable, Row, read_source
+from qwen_cache.sources.detect import Readable, read_source
 from qwen_cache.sources.images import open_rgb, open_rgba
 from qwen_cache.sources.places import File
 from qwen_cache.storage.durable import WINDOWS, make_folder, write_durably
@@ -86,7 +86,7 @@ def source_jobs(
         split=config.split,
         config_name=config.config_name,
     )
-    jobs = [GenerateJob(row.name, row.controls, row.prompt, _target(row)) for row in rows]
+    jobs = [GenerateJob(row.name, row.controls, row.prompt, row.target) for row in rows]
     if not prompts:
         return jobs, problems
     unique: dict[str, GenerateJob] = {}  # one job per row, even if it has several captions
@@ -96,11 +96,6 @@ def source_jobs(
     return [
         replace(job, name=job.name + end, prompt=prompt) for job in unique.values() for end, prompt in named
     ], problems
-
-
-def _target(row: Row) -> Readable | None:
-    """The row's target; None where the first control takes its place."""
-    return None if row.controls and row.target == row.controls[0] else row.target
 
 
 def prompt_jobs(name: str, images: Sequence[Path], prompts: Sequence[str]) -> list[GenerateJob]:

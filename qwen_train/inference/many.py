@@ -228,7 +228,8 @@ def generate_samples(generator: Generator, cache: Cache, samples: Sequence[Sampl
 
 
 def with_cached_images(row: Row, sample: Sample, vae: Any) -> Row:
-    """The row with its sample's decoded controls and target."""
+    """The row with its sample's decoded controls and, if there is one, target."""
     target, controls = sample.img_shapes[:1], sample.img_shapes[1:]
     decoded = decode_images(vae, sample["control_latents"], controls) if controls else []
-    return replace(row, controls=tuple(decoded), target=decode_images(vae, sample["image_latents"], target)[0])
+    targets = decode_images(vae, sample["image_latents"], target) if "image_latents" in sample else [None]
+    return replace(row, controls=tuple(decoded), target=targets[0])
