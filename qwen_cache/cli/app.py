@@ -179,6 +179,20 @@ def build(
             help="Build one slice of the rows, such as 3/16, for job arrays.",
         ),
     ] = None,
+    validation: Annotated[
+        Given | None,
+        setting(
+            "validation.source",
+            "--validation",
+            panel=INPUT,
+            metavar="SOURCE",
+            help="Prompts, with controls or without, to generate images from while training.",
+        ),
+    ] = None,
+    only_validation: Annotated[
+        bool,
+        typer.Option("--only-validation", help="Build the validation cache and nothing else.", rich_help_panel=INPUT),
+    ] = False,
     rehash: Annotated[
         bool,
         typer.Option("--rehash", help="Read every image and the weights again, changed or not.", rich_help_panel=INPUT),
@@ -249,7 +263,7 @@ def build(
     edit_mask, head = _mask_and_head(edit_mask)
     columns = (targets, Given("--controls", "data.columns.control", controls) if controls else None)
     masks = (edit_mask, mask_head or head)
-    given = (model, dtype, *columns, on_error, *masks, slice_, vae_device, text_device, out, format)
+    given = (model, dtype, *columns, on_error, *masks, slice_, validation, vae_device, text_device, out, format)
     settings = load_config(config, set_, given)
     local_folder(settings.cache.path)
     with rehashing(rehash):
@@ -262,6 +276,7 @@ def build(
             measure=measure,
             replace_recipe=replace_recipe,
             repair=repair,
+            only_validation=only_validation,
             as_json=json,
         )
 

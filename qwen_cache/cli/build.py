@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qwen_cache.command_line import fail
@@ -36,10 +38,12 @@ from qwen_cache.encode.load import check_devices, load_lanes
 from qwen_cache.encode.obstacles import changed_recipe, empty_source, full_disk, unusable_rows
 from qwen_cache.encode.plan import BuildPlan
 from qwen_cache.encode.repair import plan_repair
+from qwen_cache.encode.validation import loaded_once, prepare_with_validation
 from qwen_cache.errors import ConfigError, QwenCacheError, ShardError
 from qwen_cache.extras import require
 from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
+from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.format.update import Update
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config
@@ -61,6 +65,7 @@ MEASURED = 4  # samples that --measure times: seconds of work with the real enco
 class Task:
     """A planned build or repair."""
 
+    job: BuildJob
     plan: BuildPlan
     update: Update
     cached: ReusableSamples
@@ -87,9 +92,13 @@ def run_build(
     measure: bool,
     replace_recipe: bool,
     repair: bool,
+    only_validation: bool,
     as_json: bool,
 ) -> int:
-    """Plan, print the plan, encode, print a summary; return the exit code. `ray` is the address of a cluster."""
+    """Plan, print the plan, encode, print a summary; return the exit code. `ray` is the address of a cluster.
+
+    If the settings have rows for a validation cache, it is built too, by the same encoders.
+    """
     _check_options(ray=ray, dry_run=dry_run, check=check, measure=measure)
     if repair and replace_recipe:
         raise ConfigError("--repair keeps the recipe, and --replace replaces it", do="give only one of them")
@@ -99,12 +108,21 @@ def run_build(
     if not dry_run and ray is None:
         check_devices(config)
     with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
-        job = builder.prepare_build(config, source, on_bytes)
+        jobs = prepare_with_validation(config, source, on_bytes, alone=only_validation)
+    if repair:
+        jobs = [job for job in jobs if is_main(job) or (job.folder / MANIFEST_NAME).exists()]
     plan = _plan_repair if repair else partial(_plan_build, replace_recipe=replace_recipe)
     if dry_run:
-        return _dry_run(job, plan(job), check=check, measure=measure, as_json=as_json)
-    with directory.writing(job.folder):
-        return _build(job, plan(job), encoders, as_json)
+        return _dry_run([plan(job) for job in jobs], check=check, measure=measure, as_json=as_json)
+    with ExitStack() as locks:
+        for job in jobs:
+            locks.enter_context(directory.writing(job.folder))
+        return _build([plan(job) for job in jobs], encoders, as_json)
+
+
+def is_main(job: BuildJob) -> bool:
+    """Whether the job builds the cache itself, not its validation cache."""
+    return job.folder == Path(job.config.cache.path)
 
 
 def _check_options(*, ray: str | None, dry_run: bool, check: bool, measure: bool) -> None:
@@ -120,16 +138,17 @@ def _plan_build(job: BuildJob, *, replace_recipe: bool) -> Task:
     """Plan a build; without `replace_recipe` it may not replace most of the cache because of another recipe."""
     existing = builder.load_existing(job)
     cached = reusable_samples(job.config, job.recipe, existing, job.recipe_name)
-    with counting("reading the source", total=len(job.rows)) as on_rows:
+    with counting(f"reading {_rows_of(job)}", total=len(job.rows)) as on_rows:
         plan = builder.plan_build(job, existing, lambda: on_rows(1))
     plan = builder.without_encoder(job, existing, plan, cached)
     update = builder.make_update(job, existing, plan)
+    may_replace = replace_recipe or not is_main(job)  # a validation cache is small
     obstacles = [
         unusable_rows(job, plan) or empty_source(job, existing, plan),
-        None if replace_recipe else changed_recipe(job, existing, plan, sys.argv[1:]),
+        None if may_replace else changed_recipe(job, existing, plan, sys.argv[1:]),
         full_disk(job, plan, update),
     ]
-    return Task(plan, update, cached, [error for error in obstacles if error])
+    return Task(job, plan, update, cached, [error for error in obstacles if error])
 
 
 def _plan_repair(job: BuildJob) -> Task:
@@ -139,44 +158,62 @@ def _plan_repair(job: BuildJob) -> Task:
     plan, update = repair.plan, repair.update
     obstacles = [unusable_rows(job, plan), full_disk(job, plan, update)]
     nothing = ReusableSamples({}, EditMasks.of(job.config), attention_is_readable=False)
-    return Task(plan, update, nothing, [error for error in obstacles if error], True, repair.elsewhere)
+    return Task(job, plan, update, nothing, [error for error in obstacles if error], True, repair.elsewhere)
 
 
-def _dry_run(job: BuildJob, task: Task, *, check: bool, measure: bool, as_json: bool) -> int:
-    """Print the plan and write nothing; return the exit code."""
-    seconds = _measure(job, task.plan) if measure and task.plan.to_encode else None
+def _dry_run(tasks: Sequence[Task], *, check: bool, measure: bool, as_json: bool) -> int:
+    """Print the plans and write nothing; return the exit code."""
+    seconds = [_measure(task.job, task.plan) if measure and task.plan.to_encode else None for task in tasks]
     if as_json:
-        print_json(_plan_json(job, task, seconds))
+        _print_results(tasks, [_plan_json(task, each) for task, each in zip(tasks, seconds, strict=True)])
     else:
-        _print_plan(job, task, seconds, always=True)
-        if task.plan.to_encode and not measure and not task.obstacles:
+        _print_plans(tasks, seconds, always=True)
+        obstacles = [error for task in tasks for error in task.obstacles]
+        if any(task.plan.to_encode for task in tasks) and not measure and not obstacles:
             console().print(f"{INDENT}add --measure to learn how long that takes")
-    if task.obstacles:
-        return _refuse(task)
-    return _left_damaged(task) or (FAULTS if check and task.has_work else 0)
+    if (refused := _refused(tasks)) is not None:
+        return refused
+    return _left_damaged(tasks) or (FAULTS if check and any(task.has_work for task in tasks) else 0)
 
 
-def _refuse(task: Task) -> int:
-    for error in task.obstacles:
-        fail(str(error))
-    return FAILED
+def _refused(tasks: Sequence[Task]) -> int | None:
+    """Print every obstacle once; the exit code, None if there is no obstacle."""
+    obstacles = dict.fromkeys(str(error) for task in tasks for error in task.obstacles)
+    for error in obstacles:
+        fail(error)
+    return FAILED if obstacles else None
 
 
-def _build(job: BuildJob, task: Task, encoders: Encoders, as_json: bool) -> int:
-    """Print the plan, and carry it out unless there are obstacles; return the exit code."""
-    _print_plan(job, task)
-    if task.obstacles:
-        return _refuse(task)
-    if task.update.is_nothing:
-        return _nothing_to_do(job, task, as_json)
-    begin = time.monotonic()
-    report = _run(job, task, encoders)
-    _save_settings(job)
-    counts = _counts(task, report)
-    _print_report(job, report, counts, time.monotonic() - begin, is_repair=task.is_repair)
+def _print_results(tasks: Sequence[Task], results: Sequence[dict[str, Any]]) -> None:
+    """Print the JSON of each task: that of the cache, and that of its validation cache inside it."""
+    value: dict[str, Any] = {}
+    for task, result in zip(tasks, results, strict=True):
+        value |= result if is_main(task.job) else {"validation": result}
+    print_json(value)
+
+
+def _build(tasks: Sequence[Task], encoders: Encoders, as_json: bool) -> int:
+    """Print the plans, and carry them out unless there are obstacles; return the exit code."""
+    _print_plans(tasks, [None] * len(tasks))
+    if (refused := _refused(tasks)) is not None:
+        return refused
+    with loaded_once(encoders) as shared:
+        results = [_carry_out(task, shared) for task in tasks]
     if as_json:
-        print_json({**counts, "samples": report.samples, "up_to_date": False})
-    return _left_damaged(task)
+        _print_results(tasks, results)
+    return _left_damaged(tasks)
+
+
+def _carry_out(task: Task, encoders: Encoders) -> dict[str, Any]:
+    """Build what the task plans, and print the result; it is returned as JSON."""
+    if task.update.is_nothing:
+        return _nothing_to_do(task)
+    begin = time.monotonic()
+    report = _run(task, encoders)
+    _save_settings(task.job)
+    counts = _counts(task, report)
+    _print_report(task, report, counts, time.monotonic() - begin)
+    return {**counts, "samples": report.samples, "up_to_date": False}
 
 
 def _save_settings(job: BuildJob) -> None:
@@ -186,7 +223,8 @@ def _save_settings(job: BuildJob) -> None:
         write_durably(path, settings)
 
 
-def _nothing_to_do(job: BuildJob, task: Task, as_json: bool) -> int:
+def _nothing_to_do(task: Task) -> dict[str, Any]:
+    job = task.job
     if task.is_repair:
         why = f"no sample of recipe {job.recipe_name!r} in {job.folder} is damaged"
     elif not task.plan.samples:
@@ -195,15 +233,14 @@ def _nothing_to_do(job: BuildJob, task: Task, as_json: bool) -> int:
         why = f"{job.folder} already holds this source"
         _save_settings(job)  # those of a build that was killed before it could
     console().print(f"nothing to do: {plain(why)}", markup=False)
-    if as_json:
-        samples = sum(row.meta.recipe == recipe_id(job.recipe) for row in task.update.existing.rows)
-        print_json({**dict.fromkeys(WORK, 0), "samples": samples, "up_to_date": True})
-    return _left_damaged(task)
+    samples = sum(row.meta.recipe == recipe_id(job.recipe) for row in task.update.existing.rows)
+    return {**dict.fromkeys(WORK, 0), "samples": samples, "up_to_date": True}
 
 
-def _left_damaged(task: Task) -> int:
+def _left_damaged(tasks: Sequence[Task]) -> int:
     """Report the damaged shards that only other recipes can repair; return the exit code."""
-    for shard, recipes in task.elsewhere.items():
+    damaged = [(task, shard, recipes) for task in tasks for shard, recipes in task.elsewhere.items()]
+    for task, shard, recipes in damaged:
         names, settings = ", ".join(recipes), " or ".join(f"cache.recipe={name}" for name in recipes)
         error = ShardError(
             "this shard is damaged and holds only samples of other recipes",
@@ -212,10 +249,10 @@ def _left_damaged(task: Task) -> int:
             do=f"run `qwen-cache build --repair` with the settings of that recipe and --set {settings}",
         )
         fail(str(error))
-    return FAULTS if task.elsewhere else 0
+    return FAULTS if damaged else 0
 
 
-def _run(job: BuildJob, task: Task, encoders: Encoders) -> builder.Report:
+def _run(task: Task, encoders: Encoders) -> builder.Report:
     """Encode with a progress line; when interrupted, print how many samples are kept."""
     finished, missing, plan = 0, task.plan.missing, task.plan
     what = "encoding" if plan.to_encode else "making masks" if plan.new_masks else "copying"
@@ -228,7 +265,7 @@ def _run(job: BuildJob, task: Task, encoders: Encoders) -> builder.Report:
                 advance(samples)
 
             loading = replace(encoders, load=_loader(task, encoders))
-            return builder.run(job, task.update, missing, loading, count)
+            return builder.run(task.job, task.update, missing, loading, count)
     except BaseException:
         if finished:
             total = plural(len(missing), "sample")
@@ -257,17 +294,15 @@ def _counts(task: Task, report: builder.Report) -> dict[str, int]:
     return dict(zip(WORK, (len(made) - masks, copied, kept, masks), strict=True))
 
 
-def _print_report(
-    job: BuildJob, report: builder.Report, counts: dict[str, int], seconds: float, *, is_repair: bool
-) -> None:
+def _print_report(task: Task, report: builder.Report, counts: dict[str, int], seconds: float) -> None:
     out, shards = console(), f"{plural(report.shards, 'shard')}, {human_bytes(report.bytes)}"
     parts = [f"{counts['encoded']} encoded"]
     parts += [f"{counts['copied']} copied from replaced shards"] if counts["copied"] else []
     parts += [f"{counts['kept']} kept from an interrupted build"] if counts["kept"] else []
     parts += [plural(counts["new_masks"], "new mask")] if counts["new_masks"] else []
     out.print(f"[bold green]done[/] in {human_time(seconds)}: {', '.join(parts)}")
-    out.print(f"{plain(job.folder)} holds {plural(report.samples, 'sample')} in {shards}", markup=False)
-    if report.replaced and is_repair:
+    out.print(f"{plain(task.job.folder)} holds {plural(report.samples, 'sample')} in {shards}", markup=False)
+    if report.replaced and task.is_repair:
         out.print(f"{plural(report.replaced, 'damaged shard')} moved to .replaced; `qwen-cache gc` removes them")
     elif report.replaced:
         replaced = plural(report.replaced, "replaced shard")
@@ -292,19 +327,28 @@ def _measure(job: BuildJob, plan: BuildPlan) -> float:
     return seconds * estimate(to_encode, job).tokens / estimate(few[1:] or few, job).tokens
 
 
-def _print_plan(job: BuildJob, task: Task, seconds: float | None = None, *, always: bool = False) -> None:
-    """Print the plan to stderr, with `always` under --quiet too; `seconds` is the measured time."""
-    out, plan = console(always=always), task.plan
-    out.print(f"[bold]model[/]    {verbatim(job.model.name)}  ({job.model.pipeline}, {job.recipe['dtype']})")
+def _print_plans(tasks: Sequence[Task], seconds: Sequence[float | None], *, always: bool = False) -> None:
+    """Print the plans to stderr, with `always` under --quiet too; `seconds` are the measured times."""
+    job = tasks[0].job
+    model = f"{verbatim(job.model.name)}  ({job.model.pipeline}, {job.recipe['dtype']})"
+    console(always=always).print(f"[bold]model[/]    {model}")
+    for task, each in zip(tasks, seconds, strict=True):
+        _print_plan(task, each, always=always)
+
+
+def _print_plan(task: Task, seconds: float | None, *, always: bool) -> None:
+    out, job, plan = console(always=always), task.job, task.plan
+    if not is_main(job):
+        out.print(f"[bold]cache[/]    {verbatim(job.folder)}: images to generate, for validation")
     if task.is_repair:
         _print_repair(task, out)
     else:
         out.print(f"[bold]plan[/]     {verbatim(plan.summary())}")
-    _print_cost(job, task, seconds, out)
+    _print_cost(task, seconds, out)
     if sizes := plan.target_sizes():
         shown = [f"{width}×{height}: {count}" for (width, height), count in sizes.items()]
         more = f", and {plural(len(shown) - MAX_SIZES, 'size')} more" if len(shown) > MAX_SIZES else ""
-        out.print(f"[bold]targets[/]  {', '.join(shown[:MAX_SIZES])}{more}")
+        out.print(f"[bold]{'targets' if is_main(job) else 'images '}[/]  {', '.join(shown[:MAX_SIZES])}{more}")
     without = sum(not sample.row.controls for sample in plan.samples)
     if without and job.model.takes_controls:
         of_all = f"{without} of {plural(len(plan.samples), 'sample')}"
@@ -322,7 +366,11 @@ def _print_plan(job: BuildJob, task: Task, seconds: float | None = None, *, alwa
         out.print(f"{INDENT}{plain(sample.row.name)}: {plain(', '.join(sample.reasons))}", markup=False)
     if len(changed) > MAX_CHANGED:
         out.print(f"{INDENT}and {len(changed) - MAX_CHANGED} more")
-    print_problems(plan.problems, "the damaged samples" if task.is_repair else "the source")
+    print_problems(plan.problems, "the damaged samples" if task.is_repair else _rows_of(job))
+
+
+def _rows_of(job: BuildJob) -> str:
+    return "the source" if is_main(job) else "the source for validation"
 
 
 def _print_repair(task: Task, out: PlainConsole) -> None:
@@ -334,9 +382,9 @@ def _print_repair(task: Task, out: PlainConsole) -> None:
         out.print(f"{INDENT}{plural(len(plan.removed), 'sample')} cannot be encoded again: see the problems")
 
 
-def _print_cost(job: BuildJob, task: Task, seconds: float | None, out: PlainConsole) -> None:
+def _print_cost(task: Task, seconds: float | None, out: PlainConsole) -> None:
     """Print what the missing samples cost in time and space, and which of them need no encoder."""
-    plan = task.plan
+    job, plan = task.job, task.plan
     if plan.to_encode:
         time_taken = f", {human_time(seconds)}" if seconds else ""
         out.print(f"[bold]estimate[/] {estimate(plan.to_encode, job)}{time_taken}")
@@ -353,8 +401,8 @@ def _print_cost(job: BuildJob, task: Task, seconds: float | None, out: PlainCons
         out.print(f"{INDENT}{plural(len(plan.new_masks), 'sample')} with only a new mask: everything else is cached")
 
 
-def _plan_json(job: BuildJob, task: Task, seconds: float | None) -> dict[str, Any]:
-    plan, size = task.plan, estimate(task.plan.to_encode, job)
+def _plan_json(task: Task, seconds: float | None) -> dict[str, Any]:
+    job, plan, size = task.job, task.plan, estimate(task.plan.to_encode, task.job)
     return {
         "to_encode": len(plan.to_encode),
         "to_copy": len(plan.to_copy),

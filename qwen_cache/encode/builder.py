@@ -138,17 +138,21 @@ class Report:
     """Shards that the dataset no longer names, kept until `gc`."""
 
 
-def prepare_build(config: Config, source: str | None, on_bytes: Callable[[int], None] = lambda _: None) -> BuildJob:
-    """Find the model, read the source, fingerprint the weights. ConfigError, ModelError or SourceError if one fails."""
-    Resolution.of(config.data)  # refuses contradictory settings early
-    check_compression(config.cache.format, config.cache.compression)
+def prepare_build(
+    config: Config,
+    source: str | None,
+    on_bytes: Callable[[int], None] = lambda _: None,
+    model: ModelFolder | None = None,
+) -> BuildJob:
+    """Find the model, read the source, fingerprint the weights. ConfigError, ModelError or SourceError if one fails.
+
+    `model` is that of `fitting_model`, if it was called before.
+    """
     if directory.is_same(location(source or config.data.source), Path(config.cache.path)):
         what = "the cache would be among the images that it is made from"
         raise ConfigError(what, where=config.cache.path, do="choose another folder with --out")
+    model = model or fitting_model(config)
     masks = EditMasks.of(config)
-    model = open_model(config.model.path, ENCODER_PARTS, config.model.revision)
-    check_family(model, config)
-    masks.check(model, config.cache.format)
     source_rows = read_rows(config, source or config.data.source, model, lambda rows: check_prompts(model, rows))
     left_out = sum(row.mask is not None for row in source_rows.rows) if config.cache.format == "v1" else 0
     keeps_masks = config.cache.format != "v1" and masks.source != "none"
@@ -167,6 +171,17 @@ def prepare_build(config: Config, source: str | None, on_bytes: Callable[[int], 
         source_rows.other_names,
         source or config.data.source,
     )
+
+
+def fitting_model(config: Config) -> ModelFolder:
+    """The model; ConfigError or ModelError unless its encoders are there and the settings fit it."""
+    Resolution.of(config.data)  # refuses contradictory settings early
+    check_compression(config.cache.format, config.cache.compression)
+    masks = EditMasks.of(config)
+    model = open_model(config.model.path, ENCODER_PARTS, config.model.revision)
+    check_family(model, config)
+    masks.check(model, config.cache.format)
+    return model
 
 
 def check_family(model: ModelFolder, config: Config) -> None:

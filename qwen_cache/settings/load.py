@@ -55,6 +55,11 @@ class Config(Section):
     predict: PredictConfig = PredictConfig()
     mask_head: MaskHeadConfig = MaskHeadConfig()
 
+    @property
+    def validation_cache(self) -> str:
+        """The folder or URL of the validation cache, which need not exist."""
+        return self.validation.cache or f"{self.cache.path.rstrip('/')}/validation"
+
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from qwen_cache.settings.batching import BatchConfig
-from qwen_cache.settings.section import Beta, Fraction, NotNegative, Positive, Section
+from qwen_cache.settings.section import Beta, Fraction, Names, NotNegative, Positive, Section
 
 
 class LoraConfig(Section):
@@ -155,11 +155,42 @@ class LoggingConfig(Section):
     """Write metrics to metrics.jsonl and the tracker every this many steps."""
 
 
+NO_CACHE = "none"
+"""The value of validation.cache for a run without a validation cache."""
+
+
+class ValidationPrompt(Section):
+    @model_validator(mode="before")
+    @classmethod
+    def _of_text(cls, value: Any) -> Any:
+        """A prompt alone may be written as text."""
+        return {"prompt": value} if isinstance(value, str) else value
+
+    prompt: str
+    """The instruction."""
+    control: Names = []
+    """The control image, or several in their order: paths from the working directory, or URLs."""
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    """The seed of the noise."""
+    width: Positive | None = None
+    """The width of the image in pixels; when not given, of the shape of the last control, else 1024²."""
+    height: Positive | None = None
+    """The height, given if the width is."""
+
+
 class ValidationConfig(Section):
     validation_steps: Positive | None = None
     """Measure the loss of held-out samples every this many steps; by default never."""
     num_samples: Positive = 16
     """Held-out samples whose loss is measured."""
+    source: str | None = None
+    """What `build` encodes into the validation cache: a folder of controls with prompts, a table, tars, or a .txt with
+    a prompt per line. A table may have columns `seed`, `width` and `height`. Targets are not needed."""
+    prompts: list[ValidationPrompt] = []
+    """More rows for it: [a cat, {prompt: night, control: street.png, seed: 7, width: 1024, height: 768}]."""
+    cache: str | None = None
+    """A cache of which every sample is generated, with target or without: its folder or a URL. By default the folder
+    validation/ in cache.path, if it holds a cache; none: no cache."""
     num_images: NotNegative = 0
     """Held-out samples for which the transformer generates an image, stored as latents for `qwen-train decode`."""
     images_every_steps: Positive = 500

@@ -52,6 +52,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.format.manifest import MANIFEST_NAME
@@ -59,9 +60,11 @@ from qwen_cache.grounding.phrase import find, parse
 from qwen_cache.plain_text import shell_line
 from qwen_cache.settings.data import ColumnsConfig
 from qwen_cache.sources.arrow import read_parquet, read_saved, splits
+from qwen_cache.sources.columns import COLUMNS, TO_GENERATE, Columns
+from qwen_cache.sources.columns import read_rows as read_records
 from qwen_cache.sources.hub import dataset_files, is_dataset
 from qwen_cache.sources.pairs import CONTROL_FOLDERS, IMAGE_EXTENSIONS, TARGET_FOLDERS, read_pairs
-from qwen_cache.sources.places import File, Folder, Location, base_name, file_at, open_folder, suffix
+from qwen_cache.sources.places import File, Folder, Location, TableFolder, base_name, file_at, open_folder, suffix
 from qwen_cache.sources.rows import Draft, FieldProblems, Needs, NoControl, Readable, Row
 from qwen_cache.sources.text_table import PROMPTS, READERS, read_text_table
 from qwen_cache.sources.webdataset import read_tars
@@ -144,6 +147,30 @@ def read_drafts(
         if not field_problems:
             rows += samples
     return rows, _of_all(problems, drafts, source)
+
+
+def read_written(
+    records: Sequence[dict[str, Any]],
+    where: str,
+    *,
+    needs_control: bool,
+    takes_control: bool,
+    allow_empty_prompt: bool = False,
+) -> tuple[list[Row], list[Problem]]:
+    """The rows of images to generate that a settings file has under `where`, and the problems of the unusable ones.
+
+    Each has the keys prompt, control (a list of paths from the working directory, or URLs), seed, width and height.
+    """
+    needs = Needs(control=needs_control, target=False, to_generate=True, takes_control=takes_control)
+    columns: Columns = {role: [] for role in COLUMNS}
+    columns |= {role: [role] for role in ("prompt", "control", *TO_GENERATE)}
+    located = ((f"{where}[{number}]", record) for number, record in enumerate(records))
+    drafts = list(read_records(located, columns, TableFolder(Path()), {}))
+    for number, draft in enumerate(drafts, 1):
+        if isinstance(draft, Draft):
+            samples = tuple(replace(sample, name=f"prompt-{number}") for sample in draft.samples)
+            drafts[number - 1] = replace(draft, samples=samples)
+    return read_drafts(drafts, where, needs, allow_empty_prompt)
 
 
 def _of_all(problems: list[Problem], drafts: int, source: str) -> list[Problem]:

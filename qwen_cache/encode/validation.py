@@ -1,0 +1,158 @@
+"""The validation cache: images to generate while the model is trained, encoded beside the cache by the same encoders.
+
+Its rows are those of `validation.source`, then the prompts of `validation.prompts`; they need no target. Its recipe is
+that of the cache, so equal rows have equal embeddings and control latents. It is a cache of its own, in the folder
+`validation/` of the cache unless `validation.cache` names another. With slices, only the first builds it. Refused: a
+folder that is the cache's or the source's own, format v1, and sizes that the model cannot generate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from qwen_cache.encode.builder import (
+    BuildJob,
+    Encoders,
+    Encoding,
+    as_encoded,
+    check_prompts,
+    fitting_model,
+    prepare_build,
+)
+from qwen_cache.encode.edit_mask import EditMasks
+from qwen_cache.encode.recipe import make_recipe
+from qwen_cache.encode.slices import SourceSlice
+from qwen_cache.errors import ConfigError, Problem
+from qwen_cache.format import directory
+from qwen_cache.models.folder import ModelFolder
+from qwen_cache.settings.load import Config
+from qwen_cache.settings.train import NO_CACHE
+from qwen_cache.sources.detect import Row, read_source, read_written
+from qwen_cache.sources.rows import unique
+from qwen_cache.storage.url import local_folder, location
+
+
+def is_wanted(config: Config) -> bool:
+    """Whether the settings have rows for a validation cache, and this is not a later slice of a build."""
+    has_rows = bool(config.validation.source or config.validation.prompts)
+    return has_rows and (config.data.slice is None or SourceSlice.parse(config.data.slice).number == 1)
+
+
+def prepare_with_validation(
+    config: Config, source: str | None, on_bytes: Callable[[int], None], *, alone: bool = False
+) -> list[BuildJob]:
+    """The builds of the cache, unless the validation cache is wanted `alone`, and of that, if it is wanted.
+
+    Raises ConfigError if it is wanted alone and has no rows, else the errors of `prepare_build`.
+    """
+    if alone and not is_wanted(config):
+        do = "give --validation SOURCE, or set validation.source or validation.prompts"
+        raise ConfigError("there is nothing to build for validation", found="no source and no prompts", do=do)
+    if not is_wanted(config):
+        return [prepare_build(config, source, on_bytes)]
+    folder = _folder(config)
+    model = fitting_model(config)
+    rows, problems = _read(config, model)
+    job = (
+        BuildJob(config, folder, model, make_recipe(model, config, on_bytes), [], [])
+        if alone
+        else prepare_build(config, source, on_bytes, model)
+    )
+    source = config.validation.source or str(folder)  # where what is known of the images is remembered
+    validation = BuildJob(config, folder, model, job.recipe, rows, problems, source=source)
+    return [validation] if alone else [job, validation]
+
+
+def _folder(config: Config) -> Path:
+    """The folder of the validation cache; ConfigError if it cannot be written there."""
+    path = config.validation_cache
+    if config.cache.format == "v1":
+        raise ConfigError("format v1 cannot hold images to generate", do="build with --format v2")
+    if config.validation.cache == NO_CACHE:
+        found = "validation.cache=none with a source or prompts"
+        raise ConfigError("no validation cache is wanted, but it has rows", found=found, do="leave one of them out")
+    folder = local_folder(path)
+    if folder.absolute() == Path(config.cache.path).absolute() or directory.is_same(folder, Path(config.cache.path)):
+        raise ConfigError("the validation cache would replace the cache", where=path, do="set another validation.cache")
+    source = config.validation.source
+    if source and directory.is_same(location(source), folder):
+        what = "the validation cache would be among the images that it is made from"
+        raise ConfigError(what, where=path, do="set another validation.cache")
+    return folder
+
+
+def _read(config: Config, model: ModelFolder) -> tuple[list[Row], list[Problem]]:
+    """The usable rows of source and prompts, and the problems of the others."""
+    rows: list[Row] = []
+    problems: list[Problem] = []
+    needs_control, takes_control = model.needs_controls, model.takes_controls
+    if config.validation.source:
+        rows, problems = read_source(
+            location(config.validation.source),
+            needs_control=needs_control,
+            takes_control=takes_control,
+            to_generate=True,
+            allow_empty_prompt=config.data.allow_empty_prompt,
+            allow_urls=config.data.allow_urls,
+        )
+    written = [prompt.model_dump() for prompt in config.validation.prompts]
+    more, unusable = read_written(
+        written,
+        "validation.prompts",
+        needs_control=needs_control,
+        takes_control=takes_control,
+        allow_empty_prompt=config.data.allow_empty_prompt,
+    )
+    taken = {row.name: 1 for row in rows}
+    more = [replace(row, name=unique(row.name, taken)) for row in more]
+    rows = as_encoded([*rows, *more], masks=False, phrases=EditMasks.of(config).attend)
+    unfit = [*check_prompts(model, rows), *_check_sizes(model, rows)]
+    rows = [row for row in rows if row.where not in {problem.where for problem in unfit}]
+    return rows, [*problems, *unusable, *unfit]
+
+
+def _check_sizes(model: ModelFolder, rows: Sequence[Row]) -> Iterator[Problem]:
+    """The problems of sizes that the model cannot generate."""
+    step = model.family.pixels_per_step
+    for row in rows:
+        if row.size and row.target is None and any(side % step for side in row.size):
+            near = "×".join(str(max(step, round(side / step) * step)) for side in row.size)
+            what = f"{row.name}: {row.size[0]}×{row.size[1]} cannot be generated: sides are multiples of {step} pixels"
+            yield Problem(row.where, what, f"such as {near}")
+
+
+# ---- encoders that several builds share ------------------------------------------------------------------------------
+
+
+class _Borrowed:
+    """Encoders that another block ends."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self.submit, self.result = encoding.submit, encoding.result
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """They stay."""
+
+
+@contextmanager
+def loaded_once(encoders: Encoders) -> Iterator[Encoders]:
+    """The encoders for several builds with one recipe: loaded when the first needs them, ended with the block."""
+    with ExitStack() as stack:
+        loaded: list[Encoding] = []
+
+        def load(job: BuildJob) -> Encoding:
+            if not loaded:
+                loaded.append(stack.enter_context(encoders.load(job)))
+            return _Borrowed(loaded[0])
+
+        yield replace(encoders, load=load)
