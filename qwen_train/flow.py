@@ -7,7 +7,7 @@ Noise is at sigma = 1 and data at sigma = 0 (diffusers' convention):
     sigma    = stretch(shift(u, mu(S)))                     with u sampled from a density on (0, 1)
 
 Shift and stretch equal those of diffusers' FlowMatchEulerDiscreteScheduler, so training sees the noise levels that
-inference visits at each sample's resolution.
+inference visits at each sample's resolution, unless the settings fix the shift.
 
 Letters: B batch, S image tokens (target first, then controls, then padding), C channels.
 """
@@ -15,6 +15,7 @@ Letters: B batch, S image tokens (target first, then controls, then padding), C 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,7 +36,8 @@ _SUPPORTED = {
 """FlowMatchEulerDiscreteScheduler settings under which inference visits the noise levels computed here."""
 
 Density = Literal["uniform", "logit_normal", "mode"]
-Weighting = Literal["none", "sigma_sqrt", "cosmap"]
+Weighting = Literal["none", "sigma_sqrt", "cosmap", "min_snr", "debiased"]
+LossType = Literal["mse", "l1", "huber"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class NoiseSchedule:
 
     The fields are those of scheduler_config.json (diffusers' FlowMatchEulerDiscreteScheduler), the defaults are
     Qwen-Image's: two lengths of the target in tokens (16×16 pixels each), the shift mu at each of them, and the lowest
-    noise level (None for 0).
+    noise level (None for 0). `shift` is no setting of the model: it replaces e^mu for every length.
     """
 
     base_image_seq_len: int = 256
@@ -52,6 +54,7 @@ class NoiseSchedule:
     base_shift: float = 0.5
     max_shift: float = 0.9
     shift_terminal: float | None = 0.02
+    shift: float | None = None
 
     @classmethod
     def of_config(cls, config: dict[str, Any]) -> NoiseSchedule:
@@ -83,9 +86,10 @@ class NoiseSchedule:
             sigma   = 1 - (1 - shifted) · (1 - shift_terminal)
 
         These are FlowMatchEulerDiscreteScheduler's `time_shift_type="exponential"`, then its
-        `stretch_shift_to_terminal` in the limit of many steps.
+        `stretch_shift_to_terminal` in the limit of many steps. A fixed `shift` replaces e^mu: the first line is then
+        the scheduler's static shift · u / (1 + (shift - 1) · u).
         """
-        shift = math.exp(self.mu(target_tokens))
+        shift = math.exp(self.mu(target_tokens)) if self.shift is None else self.shift
         sigma = shift / (shift + (1 / u - 1)) if u > 0 else 0.0
         return 1 - (1 - sigma) * (1 - (self.shift_terminal or 0.0))
 
@@ -108,18 +112,34 @@ def sample_u(
     return u
 
 
-def weighting(scheme: Weighting, sigma: float) -> float:
-    """The loss weight of a sample at this noise level, as in diffusers' `compute_loss_weighting_for_sd3`.
+def weighting(scheme: Weighting, sigma: float, snr_gamma: float = 5.0) -> float:
+    """The loss weight of a sample at this noise level, as in diffusers' `compute_loss_weighting_for_sd3`, or by its
+    signal-to-noise ratio.
 
     sigma_sqrt: 1 / sigma², the Karras weighting of a rectified flow; cosmap: 2 / (pi · (1 - 2 sigma + 2 sigma²))
     (arXiv 2403.03206, section 3.1). As in diffusers, they are not normalised: over a uniform sigma, cosmap has a mean
     of 1 and ranges from 0.64 to 1.27; sigma_sqrt is 1 at pure noise and 2500 at sigma = 0.02, where gradient clipping
     decides the update.
+
+    min_snr (arXiv 2303.09556) and debiased (arXiv 2310.08442) are defined for other predictions than the velocity. At a
+    given x_sigma = (1 - sigma) · x_0 + sigma · noise, the velocity noise - x_0 = (x_sigma - x_0) / sigma and the noise
+    (x_sigma - (1 - sigma) · x_0) / sigma, so the squared errors are related by
+
+        error of x_0    = sigma²       · error of the velocity
+        error of noise  = (1 - sigma)² · error of the velocity         SNR = ((1 - sigma) / sigma)²
+
+    min_snr weighs the error of x_0 by min(SNR, gamma): here min((1 - sigma)², gamma · sigma²). debiased weighs the
+    error of the noise by 1 / √SNR: here sigma · (1 - sigma). Neither is normalised: over a uniform sigma their means
+    are 0.16 (gamma = 5) and 1/6. Both approach 0 at pure noise, where an image's composition is decided.
     """
     if scheme == "sigma_sqrt":
         return sigma**-2
     if scheme == "cosmap":
         return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
+    if scheme == "min_snr":
+        return min((1 - sigma) ** 2, snr_gamma * sigma**2)
+    if scheme == "debiased":
+        return sigma * (1 - sigma)
     return 1.0
 
 
@@ -138,16 +158,36 @@ def interpolate(
     return torch.where(is_target[..., None], (1 - level) * clean + level * noise, clean)
 
 
+def pseudo_huber(difference: Float[Tensor, "B S C"], c: Float[Tensor, "B _ 1"] | float) -> Float[Tensor, "B S C"]:
+    """`2c · (√(d² + c²) - c)`: d² for |d| far below c, 2c · |d| far above it.
+
+    The pseudo-Huber loss of arXiv 2403.16728, scaled as diffusers' and kohya's trainers scale their `huber`. It is
+    computed as 2c · d² / (√(d² + c²) + c), which does not cancel.
+    """
+    square = difference.square()
+    return 2 * c * square / ((square + c * c).sqrt() + c)
+
+
+def scheduled_huber_c(huber_c: float, sigma: Float[Tensor, "B T"]) -> Float[Tensor, "B T 1"]:
+    """The c of `pseudo_huber` at each noise level: 1 for clean images, `huber_c` for pure noise.
+
+    The exponential schedule of arXiv 2403.16728, c = exp(sigma · log huber_c), whose t / T is sigma here: of each token
+    (T = S), or of each sample (T = 1).
+    """
+    return (sigma * math.log(huber_c)).exp()[..., None]
+
+
 def flow_loss(
     velocity: Float[Tensor, "B S C"],
     clean: Float[Tensor, "B S C"],
     noise: Float[Tensor, "B S C"],
     weight: Float[Tensor, "B S"],
     sample_weight: Float[Tensor, " B"],
+    error_of: Callable[[Tensor], Tensor] = torch.square,
 ) -> Float[Tensor, ""]:
-    """The mean over samples of `sample_weight` times a sample's weighted mean squared error over tokens, in float32.
+    """The mean over samples of `sample_weight` times a sample's weighted mean error over tokens, in float32.
 
-        error[b, s] = mean over channels of (velocity - (noise - clean))²
+        error[b, s] = mean over channels of error_of(velocity - (noise - clean)), the squared error by default
         loss        = mean over b of sample_weight[b] · (sum over s of weight[b, s] · error[b, s]) / (sum of weight[b])
 
     The target `noise - clean` is that of rectified flow (arXiv 2209.03003). `weight` is 0 for controls and padding; its
@@ -155,5 +195,5 @@ def flow_loss(
     of an edit mask and of padding. `sample_weight` is 1 for equal samples; otherwise the noise level's `weighting`, the
     sample's target tokens relative to the batch's mean, or their product.
     """
-    error = (velocity.float() - (noise - clean)).square().mean(dim=-1)
+    error = error_of(velocity.float() - (noise - clean)).mean(dim=-1)
     return (sample_weight * ((error * weight).sum(dim=1) / weight.sum(dim=1))).mean()

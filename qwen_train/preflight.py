@@ -1,7 +1,7 @@
 """What a run checks before it loads torch: a refusal takes less than a second of CPU time.
 
 In this order: the cache, that no other run writes to the output folder, what the folder holds already, the tracker, the
-model, whether they fit together, and whether the newest checkpoint can be resumed with these settings.
+model, whether they fit together, the timesteps, and whether the newest checkpoint can be resumed with these settings.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.extras import installed
 from qwen_cache.models.folder import WEIGHTS, ModelFolder, fingerprint, open_model, read_config
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.checksums import NAME as CHECKSUMS
 from qwen_cache.storage.remembered import file_digest
 from qwen_train.data.planning import Planned, check_cache, check_empty_prompts
@@ -94,6 +95,8 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
             check_cache(samples, model, read_config(model.component("transformer") / "config.json"))
             check_empty_prompts(samples, config.train.caption_dropout)
             Planned.of(samples, config.train)
+        scheduler = read_config(model.component("scheduler") / "scheduler_config.json")
+        check_timesteps(config.train, float(scheduler.get("shift_terminal") or 0))
         newest = earlier[-1][1] if earlier else None
         if config.train.method == "lora" and config.train.lora.weights is not None and newest is None:
             find_start(Path(config.train.lora.weights))
@@ -113,6 +116,20 @@ def check_tracker(name: str) -> None:
         expected=packages[0],
         do=f"pip install {packages[0]}, or set logging.report_to="
         + ("none" if name == "tensorboard" else "tensorboard"),
+    )
+
+
+def check_timesteps(settings: TrainConfig, shift_terminal: float) -> None:
+    """ConfigError if the bounds leave no noise level of a model whose lowest is `shift_terminal`."""
+    lowest = max(settings.min_timestep, 1000 * shift_terminal)
+    if settings.max_timestep > lowest:
+        return
+    raise ConfigError(
+        "train.max_timestep leaves no timestep",
+        expected=f"above {lowest:g}, "
+        + ("train.min_timestep" if lowest == settings.min_timestep else "the lowest of this model, on a scale of 1000"),
+        found=f"{settings.max_timestep:g}",
+        do="raise train.max_timestep",
     )
 
 

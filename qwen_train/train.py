@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from qwen_train.checkpoint import Run, load_checkpoint, restoring, save_checkpoi
 from qwen_train.data.batches import Batch, Batches
 from qwen_train.data.planning import check_cache, unusual_controls
 from qwen_train.data.samples import open_samples
-from qwen_train.flow import NoiseSchedule, flow_loss, interpolate
+from qwen_train.flow import NoiseSchedule, flow_loss, interpolate, pseudo_huber, scheduled_huber_c
 from qwen_train.launch import Launch
 from qwen_train.lora.adapter import start_from
 from qwen_train.memory.exhausted import memory_for_training
@@ -167,7 +168,7 @@ class Steps:
         """Add the gradient of a batch; the step's gradient is the mean over its samples."""
         p, run = self.p, self.p.run
         batch = batch.to(p.accelerator.device, p.dtype)
-        loss = compute_loss(p.transformer, batch)
+        loss = compute_loss(p.transformer, batch, p.config.train)
         value, run.consumed_samples = float(loss.detach()), batch.consumed_samples
         if self.guard.skips(p.accelerator, f"the loss of step {run.step + 1}", value, batch.labels):
             loss, stats.skipped_batches = zero_loss(p.transformer, batch), stats.skipped_batches + 1
@@ -246,8 +247,8 @@ def scale_gradients(parameters: list[torch.nn.Parameter], factor: float) -> None
             parameter.grad.mul_(factor)
 
 
-def compute_loss(transformer: Any, batch: Batch) -> torch.Tensor:
-    """The flow-matching loss of a batch, which is on the transformer's device."""
+def compute_loss(transformer: Any, batch: Batch, settings: TrainConfig | None = None) -> torch.Tensor:
+    """The flow-matching loss of a batch, which is on the transformer's device; the squared error without `settings`."""
     sigma = batch.sigma if batch.token_sigma is None else batch.token_sigma
     noisy = interpolate(batch.clean, batch.noise, sigma, batch.is_target)
     layout = {} if batch.image_positions is None else {"image_positions": batch.image_positions}
@@ -260,7 +261,19 @@ def compute_loss(transformer: Any, batch: Batch) -> torch.Tensor:
         return_dict=False,
         **layout,
     )[0]
-    return flow_loss(velocity, batch.clean, batch.noise, batch.weight, batch.sample_weight)
+    error_of = element_error(settings, sigma) if settings else torch.square
+    return flow_loss(velocity, batch.clean, batch.noise, batch.weight, batch.sample_weight, error_of)
+
+
+def element_error(settings: TrainConfig, sigma: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function of `train.loss_type`, for tokens at these noise levels: `[B]`, or `[B, S]`."""
+    if settings.loss_type == "mse":
+        return torch.square
+    if settings.loss_type == "l1":
+        return torch.abs
+    is_constant = settings.huber_schedule == "constant"
+    c = settings.huber_c if is_constant else scheduled_huber_c(settings.huber_c, sigma.reshape(len(sigma), -1))
+    return partial(pseudo_huber, c=c)
 
 
 def zero_loss(transformer: Any, batch: Batch) -> torch.Tensor:

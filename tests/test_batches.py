@@ -42,7 +42,8 @@ from qwen_train.data.batches import AHEAD, Batch, Batches, collate
 from qwen_train.data.mixture import Mixture
 from qwen_train.data.on_the_fly import OnTheFlySamples
 from qwen_train.data.split import split
-from qwen_train.flow import NoiseSchedule, Weighting
+from qwen_train.flow import NoiseSchedule, Weighting, weighting
+from qwen_train.model.modulation import timesteps_from
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.train import compute_loss
 
@@ -257,6 +258,43 @@ def test_noise_level_is_shifted_for_the_target_alone(cache: Cache) -> None:
         assert noised.draws[0].noise.shape == (h * w, 64)
 
 
+def test_noise_levels_within_bounds_are_those_of_the_distribution_and_of_the_model(cache: Cache) -> None:
+    """The truncated distribution: of the unbounded levels those within, up to chance; all in the modulation's table."""
+    whole, stream = batches(cache), batches(cache, min_timestep=300, max_timestep=600)
+    unbounded = [whole.sample_noise(position).draws[0].sigma for position in range(1200)]
+    within = [stream.sample_noise(position).draws[0].sigma for position in range(400)]
+    expected = [sigma for sigma in unbounded if 0.3 <= sigma <= 0.6]
+    assert 0.3 <= min(within) < max(within) <= 0.6
+    cdfs = [np.searchsorted(np.sort(levels), np.linspace(0.3, 0.6, 500)) / len(levels) for levels in (within, expected)]
+    bound = 1.95 * math.sqrt(1 / len(within) + 1 / len(expected))  # Smirnov's: one false alarm in a thousand
+    assert np.abs(cdfs[0] - cdfs[1]).max() < bound
+    assert {stream.sample_noise(7).draws[0].sigma for _ in range(2)} == {within[7]}
+    shifted = batches(cache, timestep_shift=0.2, max_timestep=100)
+    levels = torch.tensor([shifted.sample_noise(position).draws[0].sigma for position in range(100)])
+    assert set(levels.bfloat16().tolist()) <= set(timesteps_from(0.02).tolist())
+    assert shifted.schedule.sigma(0.5, 4096) == shifted.schedule.sigma(0.5, 64) == pytest.approx(1 - 0.98 / 1.2)
+
+
+def test_bounds_that_the_distribution_does_not_reach_are_refused(cache: Cache) -> None:
+    stream = batches(cache, min_timestep=999.9999, logit_std=0.1)
+    with pytest.raises(ConfigError) as refusal:
+        stream.sample_noise(0)
+    assert str(refusal.value) == (
+        "10000 timesteps were sampled, and none is between train.min_timestep and train.max_timestep "
+        "(found 999.9999 and 1000.0, timestep_sampling logit_normal)\n"
+        "  → set them further apart, or train.timestep_sampling=uniform"
+    )
+
+
+def test_noise_draws_at_pure_noise_have_a_weight_of_zero_and_not_of_nothing(cache: Cache) -> None:
+    noised = batches(cache).sample_noise(0)
+    draws = tuple(replace(noised.draws[0], sigma=1.0, weighting=weighting("min_snr", 1.0)) for _ in range(2))
+    batch = collate([replace(noised, draws=draws)])
+    assert batch.sample_weight.tolist() == [0]
+    assert batch.weight.isfinite().all()
+    assert batch.weight.any()
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
 def test_captions_are_dropped_at_the_configured_rate(cache: Cache, rate: float) -> None:
     positions = 1500
@@ -380,8 +418,13 @@ def test_on_its_device_only_the_text_is_in_half_precision(cache: Cache) -> None:
 # ---- the loss of a batch ---------------------------------------------------------------------------------------------
 
 
-def stock_loss(stock: QwenImageTransformer2DModel, sample: dict[str, Any], mask_weight: float = 1.0) -> float:
-    """Flow matching as published, of one sample, unpadded, by the stock model."""
+def stock_loss(
+    stock: QwenImageTransformer2DModel,
+    sample: dict[str, Any],
+    mask_weight: float = 1.0,
+    huber_c: float | None = None,
+) -> float:
+    """Flow matching as published, of one sample, unpadded, by the stock model; or scheduled pseudo-Huber's error."""
     target = math.prod(sample["img_shapes"][0])
     clean, noise, sigma = sample["clean"], sample["noise"][:target], sample["sigma"]
     noisy = torch.cat([(1 - sigma) * clean[:target] + sigma * noise, clean[target:]])
@@ -393,7 +436,13 @@ def stock_loss(stock: QwenImageTransformer2DModel, sample: dict[str, Any], mask_
             img_shapes=[list(sample["img_shapes"])],
             return_dict=False,
         )[0][0, :target]
-    error = (velocity - (noise - clean[:target])).square().mean(-1)
+    error = (velocity - (noise - clean[:target])).abs()
+    if huber_c is None:
+        error = error.square()
+    else:
+        c = huber_c ** float(sigma)
+        error = 2 * c * ((error.double() ** 2 + c**2).sqrt() - c)
+    error = error.mean(-1)
     weight = torch.ones(target) if sample["mask"] is None else 1 + (mask_weight - 1) * sample["mask"]
     return float((error * weight).sum() / weight.sum())
 
@@ -412,13 +461,14 @@ def test_loss_of_a_padded_batch_is_the_mean_of_stock_losses(
     stock = QwenImageTransformer2DModel.from_pretrained(folder)
     masks = {sample.key: sample["edit_mask"] for sample in cache if "edit_mask" in sample.row.meta.tensors}
     assert len(masks) == 1
-    stream = batches(cache, batch_size=4, caption_dropout=0.5, edit_mask_weight=mask_weight)
-    for epoch in range(2):
+    stream = batches(cache, batch_size=4, caption_dropout=0.5, edit_mask_weight=mask_weight, loss_type="huber")
+    for epoch, huber_c in enumerate((None, stream.config.huber_c)):
         (batch,) = epoch_of(stream, epoch)
         with torch.no_grad():
-            found = float(compute_loss(ours, batch))
+            found = float(compute_loss(ours, batch, stream.config if huber_c else None))
         losses = [
-            stock_loss(stock, {**sample, "mask": masks.get(sample["key"])}, mask_weight) for sample in singles(batch)
+            stock_loss(stock, {**sample, "mask": masks.get(sample["key"])}, mask_weight, huber_c)
+            for sample in singles(batch)
         ]
         assert found == pytest.approx(sum(losses) / len(losses), rel=1e-5)
         assert max(losses) > 1.01 * min(losses), "losses so similar would hide a mistake in their mean"

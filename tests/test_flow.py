@@ -21,7 +21,17 @@ from diffusers.training_utils import compute_density_for_timestep_sampling, comp
 from torch import Tensor
 
 from qwen_cache import QwenCacheError
-from qwen_train.flow import Density, NoiseSchedule, Weighting, flow_loss, interpolate, sample_u, weighting
+from qwen_train.flow import (
+    Density,
+    NoiseSchedule,
+    Weighting,
+    flow_loss,
+    interpolate,
+    pseudo_huber,
+    sample_u,
+    scheduled_huber_c,
+    weighting,
+)
 
 TOKENS = [64, 256, 1600, 4096, 8192, 12288]
 SAMPLES = 20_000
@@ -228,6 +238,25 @@ def test_cosmap_leaves_the_mean_loss_as_it_is_where_sigma_is_uniform() -> None:
     assert weighting("sigma_sqrt", 0.02) == pytest.approx(2500)
 
 
+@pytest.mark.parametrize(("scheme", "mean"), [("min_snr", 0.16), ("debiased", 1 / 6)])
+def test_weights_by_snr_are_those_of_the_papers_on_their_predictions(scheme: Weighting, mean: float) -> None:
+    """Min-SNR weighs the error of the clean image by min(SNR, gamma); debiased that of the noise by 1 / √SNR."""
+    generator = torch.Generator().manual_seed(0)
+    clean, noise, velocity = torch.randn(3, 50, generator=generator, dtype=torch.float64)
+    sigmas = np.linspace(0.001, 0.999, 999)
+    for sigma in sigmas:
+        noisy = (1 - sigma) * clean + sigma * noise
+        of_clean = float((noisy - sigma * velocity - clean).square().mean())
+        of_noise = float((noisy + (1 - sigma) * velocity - noise).square().mean())
+        snr = ((1 - sigma) / sigma) ** 2
+        expected = min(snr, 5.0) * of_clean if scheme == "min_snr" else of_noise / math.sqrt(snr)
+        found = weighting(scheme, float(sigma)) * float((velocity - (noise - clean)).square().mean())
+        assert found == pytest.approx(expected, rel=1e-9)
+    assert np.mean([weighting(scheme, float(sigma)) for sigma in sigmas]) == pytest.approx(mean, rel=0.01)
+    assert weighting("min_snr", 0.1, 1.0) == pytest.approx(0.01)
+    assert weighting(scheme, 1.0) == 0
+
+
 # ---- noise and velocity ----------------------------------------------------------------------------------------------
 
 
@@ -245,6 +274,16 @@ def padded_batch(*sizes: tuple[int, int], channels: int = 8, length: int | None 
         batch["noise"][i, :target] = torch.randn(target, channels, generator=generator)
         batch["is_target"][i, :target] = True
     return batch
+
+
+@pytest.mark.parametrize("shift", [0.5, 1.0, 3.0])
+def test_a_fixed_shift_is_the_stock_schedulers_for_every_length(shift: float) -> None:
+    stock = FlowMatchEulerDiscreteScheduler(shift=shift)
+    stock.set_timesteps(sigmas=np.linspace(1.0, 1 / 50, 50).tolist())
+    schedule = NoiseSchedule(shift_terminal=None, shift=shift)
+    for tokens in TOKENS:
+        np.testing.assert_allclose(our_sigmas(schedule, 50, tokens), stock.sigmas[:-1].double().numpy(), rtol=1e-6)
+    assert NoiseSchedule(shift=shift).sigma(0.0, 256) == pytest.approx(0.02)
 
 
 def test_stock_scheduler_steps_along_our_velocity(scheduler: FlowMatchEulerDiscreteScheduler) -> None:
@@ -343,3 +382,17 @@ def test_weighted_loss_by_hand() -> None:
     assert flow_loss(velocity[:1].bfloat16(), *first).dtype == torch.float32
     both = flow_loss(velocity, clean, noise, weight, torch.tensor([1.0, 1 / 3]))
     assert float(both) == pytest.approx((7 / 4 + 9 / 3) / 2)
+
+
+def test_pseudo_huber_is_the_papers_formula_in_double_precision() -> None:
+    """arXiv 2403.16728: δ²(√(1 + (d/δ)²) - 1), times 2 as in the trainers' `huber`; δ = exp(t/T · log δ₀)."""
+    d = torch.tensor([0.0, 1e-4, -0.03, 0.1, -2.0, 300.0]).reshape(1, -1, 1)
+    sigma = torch.tensor([[0.02, 0.1, 0.5, 0.9, 1.0, 1.0]])
+    c = scheduled_huber_c(0.1, sigma)
+    delta = torch.exp(sigma.double() * math.log(0.1))[..., None]
+    expected = 2 * delta**2 * torch.expm1(0.5 * torch.log1p((d.double() / delta) ** 2))
+    torch.testing.assert_close(pseudo_huber(d, c).double(), expected, rtol=1e-5, atol=0)
+    assert scheduled_huber_c(0.1, torch.tensor([[0.0, 1.0]])).flatten().tolist() == pytest.approx([1, 0.1])
+    assert pseudo_huber(torch.tensor([[[1e-3], [1e3]]]), 0.1).flatten().tolist() == pytest.approx(
+        [1e-6, 2 * 0.1 * 1e3], rel=1e-3
+    )

@@ -593,6 +593,14 @@ def test_damaged_bytes_stop_the_run(train: Trainer) -> None:
         ("train.seed=-1", ["train.seed", "found -1)"]),
         ("optimizer.betas=[0.9, 1.0]", ["optimizer.betas.1", "less than 1", "found 1.0)"]),
         ("train.max_steps", ["--set takes section.key=value", "(found train.max_steps)"]),
+        (
+            "train={min_timestep: 500, max_timestep: 500}",
+            ["train.max_timestep leaves no timestep (expected above 500, train.min_timestep, found 500)"],
+        ),
+        (
+            "train.max_timestep=20",
+            ["leaves no timestep (expected above 20, the lowest of this model, on a scale of 1000, found 20)"],
+        ),
         ("train.seed.more=1", ["train.seed", "expected a valid integer"]),
     ],
 )

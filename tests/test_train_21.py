@@ -53,6 +53,8 @@ from .support.training_21 import draw_loss, reference_loss
 ALL = {**SMALL, "train.batch_size": 6}
 """One batch of all samples."""
 WEIGHTED = {**ALL, "train.caption_dropout": 0.5, "train.edit_mask_weight": 3.0, "train.weighting": "cosmap"}
+BY_SNR = {"train.weighting": "min_snr", "train.loss_type": "huber", "train.huber_c": 0.3, "train.timestep_shift": 3.0}
+BOUNDED = {"train.weighting": "debiased", "train.loss_type": "l1", "train.min_timestep": 200, "train.max_timestep": 700}
 RANDOM = {**EVERYTHING_RANDOM, "train.noise_draws": 2}
 AVERAGE = "pytorch_lora_weights_ema.safetensors"
 
@@ -100,27 +102,31 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("draws", "layout", "reduction"),
+    ("draws", "layout", "reduction", "changes"),
     [
-        (3, "padded", "per_token"),
-        (1, "packed", "per_sample"),
-        slow(3, "packed", "per_sample"),
-        slow(1, "padded", "per_token"),
-        slow(3, "padded", "per_sample"),
-        slow(1, "packed", "per_token"),
+        (3, "padded", "per_token", {}),
+        (1, "packed", "per_sample", {}),
+        (2, "packed", "per_token", BY_SNR),
+        slow(3, "packed", "per_sample", {}),
+        slow(1, "padded", "per_token", {}),
+        slow(3, "padded", "per_sample", {}),
+        slow(1, "packed", "per_token", {}),
+        slow(1, "padded", "per_sample", BY_SNR | {"train.huber_schedule": "constant"}),
+        slow(2, "padded", "per_token", BOUNDED),
     ],
 )
 def test_loss_and_gradient_are_those_of_the_stock_model_one_draw_at_a_time(
-    train: Trainer, draws: int, layout: str, reduction: str
+    train: Trainer, draws: int, layout: str, reduction: str, changes: dict[str, Any]
 ) -> None:
     settings = {**WEIGHTED, "train.noise_draws": draws, "train.layout": layout, "train.loss_reduction": reduction}
+    settings |= changes
     batches = train.batches(settings=settings)
     batch, noised = first_batch(batches)
     assert {len(shapes) for shapes in batch.img_shapes} == {1, 2, 3}
     assert {item.without_caption for item in noised} == {False, True}
     assert [item.sample.name for item in noised if "edit_mask" in item.sample] == ["target_images/cup"]
     model, judge = ours(train, layout), stock(train)
-    loss, expected = compute_loss(model, batch), reference_loss(judge, noised, batches.config)
+    loss, expected = compute_loss(model, batch, batches.config), reference_loss(judge, noised, batches.config)
     loss.backward()
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)

@@ -64,7 +64,7 @@ def test_the_loss_is_that_of_the_stock_transformer_on_samples_outside_training(t
     losses = torch.tensor(
         [[stock_loss(stock, noised) for noised in validation.noised_samples(cache[key])] for key in keys]
     )
-    out = train(settings=MEASURED)
+    out = train(settings=MEASURED, train__loss_type="huber", train__timestep_shift=3.0)
     assert column(out, "validation_loss") == pytest.approx([float(losses.mean())] * 2, rel=1e-5)
     for i, expected in enumerate(losses.mean(dim=0).tolist()):
         assert column(out, f"validation_loss_q{i + 1}") == pytest.approx([expected] * 2, rel=1e-5)

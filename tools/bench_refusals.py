@@ -41,6 +41,7 @@ def refusals(cache: str, model: str, run: str) -> dict[str, list[str]]:
         "the folder holds a run": ["run", cache, "--model", model, "--out", run],
         "the folder is a cache": ["run", cache, "--model", model, "--out", cache],
         "a sample exceeds the budget": ["run", cache, "--model", model, "--out", new, "--set", "train.max_tokens=8"],
+        "no timestep": ["run", cache, "--model", model, "--out", new, "--set", "train.max_timestep=10"],
         "no tracker": ["run", cache, "--model", model, "--out", new, "--set", "logging.report_to=aim"],
         "no LoRA to start from": ["run", cache, "--model", model, "--out", new, "--set", "train.lora.weights=nowhere"],
         "other settings than the checkpoint": ["run", "--resume", "--out", run, "--rank", "3", "--batch-size", "7"],

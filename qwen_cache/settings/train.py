@@ -77,8 +77,25 @@ class TrainConfig(BatchConfig):
     """Standard deviation of logit_normal."""
     mode_scale: Annotated[float, Field(ge=-1, le=1.75)] = 1.29
     """Scale of mode; outside these bounds its density leaves (0, 1)."""
-    weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
-    """Loss weight by noise level, as in diffusers: a factor, not normalised."""
+    timestep_shift: Annotated[float, Field(gt=0)] | None = None
+    """A fixed shift of the noise levels, for every resolution: above 1 towards more noise. By default the model's own,
+    which grows with the resolution."""
+    min_timestep: Annotated[float, Field(ge=0, lt=1000)] = 0.0
+    """The lowest timestep that is trained, of 1000; sampled again below it, so the distribution keeps its shape."""
+    max_timestep: Annotated[float, Field(gt=0, le=1000)] = 1000.0
+    """The highest timestep that is trained; 1000 is pure noise."""
+    weighting: Literal["none", "sigma_sqrt", "cosmap", "min_snr", "debiased"] = "none"
+    """Loss weight by noise level: a factor, not normalised. sigma_sqrt, cosmap: as in diffusers. min_snr (arXiv
+    2303.09556), debiased (arXiv 2310.08442): by the signal-to-noise ratio, for the velocity of flow matching."""
+    snr_gamma: Annotated[float, Field(gt=0)] = 5.0
+    """The largest ratio that min_snr counts."""
+    loss_type: Literal["mse", "l1", "huber"] = "mse"
+    """The error of each predicted value. huber: pseudo-Huber, squared below huber_c and linear above it, so that
+    outliers weigh less. The validation loss is always mse, to compare runs."""
+    huber_c: Annotated[float, Field(gt=0)] = 0.1
+    """Where huber turns from squared to linear."""
+    huber_schedule: Literal["exponential", "constant"] = "exponential"
+    """exponential (arXiv 2403.16728): from 1 for clean images to huber_c for pure noise. constant: always huber_c."""
     loss_reduction: Literal["per_sample", "per_token"] = "per_sample"
     """per_sample: every sample has equal weight in an optimizer step. per_token: every target token has."""
     edit_mask_weight: Annotated[float, Field(gt=0)] = 1.0

@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qwen_cache.batching.batch_plan import RankBatch
+from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_cache.models.devices import accelerator, has_streams, to_device
@@ -34,6 +35,7 @@ from qwen_train.data.samples import Samples
 from qwen_train.flow import NoiseSchedule, sample_u, weighting
 
 AHEAD = 2  # batches in preparation while one is trained
+TRIES = 10_000  # of a noise level within the bounds: 0.1 s; a level that takes more has no place in the distribution
 FETCHED_AHEAD = 8  # further batches whose samples are being fetched, for a remote cache
 
 
@@ -140,6 +142,10 @@ class NoisedSample:
         """The loss weight of the sample: the mean over its draws."""
         return sum(draw.weighting for draw in self.draws) / len(self.draws)
 
+    def relative(self, draw: NoiseDraw) -> float:
+        """The loss weight of a draw relative to the sample's; 1 if that is 0, as it can be at pure noise."""
+        return draw.weighting / self.weighting if self.weighting else 1.0
+
 
 class Batches:
     """The endless sequence of batches of one process (`rank` of `world_size`)."""
@@ -147,7 +153,8 @@ class Batches:
     def __init__(
         self, cache: Samples, config: TrainConfig, schedule: NoiseSchedule, *, rank: int = 0, world_size: int = 1
     ) -> None:
-        self.cache, self.config, self.schedule, self.rank, self.world_size = cache, config, schedule, rank, world_size
+        self.cache, self.config, self.rank, self.world_size = cache, config, rank, world_size
+        self.schedule = replace(schedule, shift=config.timestep_shift)
         planned = Planned.of(cache, config)
         self.training, self.validation = planned.training, planned.validation
         """The trained and the held-out samples, as positions in the cache."""
@@ -180,29 +187,37 @@ class Batches:
         config = self.config
         sample = self.cache[self.plan.sample(position)]
         generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{config.seed} {position}".encode()) >> 1)
-        u = self._sample_u(generator)
+        sigma = self._sample_sigma(sample, generator)
         without_caption = float(torch.rand((), generator=generator)) < config.caption_dropout
-        draws = [self._draw(sample, u, generator)]
+        draws = [self._draw(sample, sigma, generator)]
         while len(draws) < config.noise_draws:
-            draws.append(self._draw(sample, self._sample_u(generator), generator))
+            draws.append(self._draw(sample, self._sample_sigma(sample, generator), generator))
         return NoisedSample(sample, tuple(draws), without_caption)
 
-    def _sample_u(self, generator: torch.Generator) -> float:
-        config = self.config
-        return sample_u(
-            generator,
-            config.timestep_sampling,
-            logit_mean=config.logit_mean,
-            logit_std=config.logit_std,
-            mode_scale=config.mode_scale,
+    def _sample_sigma(self, sample: Sample, generator: torch.Generator) -> float:
+        """A noise level within the bounds of the settings: sampled again while it is outside."""
+        config, tokens = self.config, token_count(sample.img_shapes[:1])
+        for _ in range(TRIES):
+            u = sample_u(
+                generator,
+                config.timestep_sampling,
+                logit_mean=config.logit_mean,
+                logit_std=config.logit_std,
+                mode_scale=config.mode_scale,
+            )
+            sigma = self.schedule.sigma(u, tokens)
+            if config.min_timestep <= 1000 * sigma <= config.max_timestep:
+                return sigma
+        raise ConfigError(
+            f"{TRIES} timesteps were sampled, and none is between train.min_timestep and train.max_timestep",
+            found=f"{config.min_timestep} and {config.max_timestep}, timestep_sampling {config.timestep_sampling}",
+            do="set them further apart, or train.timestep_sampling=uniform",
         )
 
-    def _draw(self, sample: Sample, u: float, generator: torch.Generator) -> NoiseDraw:
-        """The noise level for `u`, and noise."""
-        tokens = token_count(sample.img_shapes[:1])
-        noise = torch.randn(tokens, sample.shape("image_latents")[1], generator=generator)
-        sigma = self.schedule.sigma(u, tokens)
-        return NoiseDraw(sigma, noise, weighting(self.config.weighting, sigma))
+    def _draw(self, sample: Sample, sigma: float, generator: torch.Generator) -> NoiseDraw:
+        """Noise, and the loss weight of the noise level."""
+        noise = torch.randn(sample.shape("image_latents"), generator=generator)
+        return NoiseDraw(sigma, noise, weighting(self.config.weighting, sigma, self.config.snr_gamma))
 
     def starting_at(self, consumed_samples: int) -> Generator[Batch]:
         """The endless batches after `consumed_samples`, where an optimizer step begins, prepared ahead by one thread.
@@ -286,7 +301,7 @@ def collate(
             if at != place.draws[0]:
                 clean[i, at] = target
             noise[i, at] = draw.noise
-            weight[i, at] = (1 + (edit_mask_weight - 1) * mask) * (draw.weighting / item.weighting)
+            weight[i, at] = (1 + (edit_mask_weight - 1) * mask) * item.relative(draw)
             if token_sigma is not None:
                 token_sigma[i, at] = draw.sigma
         is_target[i, place.targets] = True

@@ -6,6 +6,7 @@ Nothing here is ours but the values that were sampled: a batch of mixed layouts 
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -40,15 +41,33 @@ def stock_velocity(stock: Any, sample: Sample, text: Tensor, target: Tensor, sig
 
 
 def draw_loss(stock: Any, item: NoisedSample, draw: NoiseDraw, config: TrainConfig) -> Tensor:
-    """Flow matching as published, under the mask of the edit, by diffusers' weighting of the noise level."""
+    """Flow matching as published, under the mask of the edit, by the weighting of the noise level."""
     sample, sigma = item.sample, draw.sigma
     text, clean = sample["empty_prompt_embeds" if item.without_caption else "prompt_embeds"], sample["image_latents"]
     velocity = stock_velocity(stock, sample, text, (1 - sigma) * clean + sigma * draw.noise, sigma)
-    error = (velocity - (draw.noise - clean)).square().mean(-1)
+    error = element_error(velocity - (draw.noise - clean), sigma, config).mean(-1)
     mask = sample["edit_mask"] if "edit_mask" in sample else torch.ones(len(clean))
     weight = 1 + (config.edit_mask_weight - 1) * mask
-    level = compute_loss_weighting_for_sd3(config.weighting, torch.tensor([sigma]))[0]
-    return level * (error * weight).sum() / weight.sum()
+    return level_weight(config, sigma) * (error * weight).sum() / weight.sum()
+
+
+def element_error(difference: Tensor, sigma: float, config: TrainConfig) -> Tensor:
+    """torch's own, or the formula of arXiv 2403.16728."""
+    if config.loss_type != "huber":
+        stock = {"mse": torch.nn.functional.mse_loss, "l1": torch.nn.functional.l1_loss}[config.loss_type]
+        return stock(difference, torch.zeros_like(difference), reduction="none")
+    c = config.huber_c if config.huber_schedule == "constant" else math.exp(sigma * math.log(config.huber_c))
+    return 2 * c * ((difference.double() ** 2 + c**2).sqrt() - c)
+
+
+def level_weight(config: TrainConfig, sigma: float) -> float:
+    """diffusers' weighting, or that of the papers: on the error of the clean image, and on that of the noise."""
+    snr = ((1 - sigma) / sigma) ** 2
+    if config.weighting == "min_snr":
+        return sigma**2 * min(snr, config.snr_gamma)
+    if config.weighting == "debiased":
+        return (1 - sigma) ** 2 / math.sqrt(snr)
+    return float(compute_loss_weighting_for_sd3(config.weighting, torch.tensor([sigma]))[0])
 
 
 def reference_loss(stock: Any, noised: list[NoisedSample], config: TrainConfig) -> Tensor:
