@@ -48,6 +48,7 @@ from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, open_model
 from qwen_cache.models.template import PIXEL_TOKENS
 from qwen_cache.settings.cache import check_compression
 from qwen_cache.settings.load import Config
+from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.detect import Row, read_source
 from qwen_cache.sources.sizes import Resolution
 from qwen_cache.storage.url import location
@@ -224,6 +225,7 @@ def read_rows(
         columns=config.data.columns,
         split=config.data.split,
         config_name=config.data.config_name,
+        captions=Captions.of(config.data),
     )
     source_slice = SourceSlice.parse(config.data.slice) if config.data.slice else None
     rows, problems = (source_slice.take(every), source_slice.take(problems)) if source_slice else (every, problems)

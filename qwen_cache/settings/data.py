@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qwen_cache.settings.section import Areas, Names, Positive, Resolutions, Section, UrlPrefix
+from qwen_cache.settings.section import Areas, Names, NotNegative, Positive, Resolutions, Section, UrlPrefix
 
 
 class ColumnsConfig(Section):
@@ -48,6 +48,19 @@ class DataConfig(Section):
     allow_no_control: bool = False
     """Accept targets without a control image in a folder or a tar that may have some, and, for an editing model, a
     source without any: they are trained as text to image. In a table an empty cell is enough."""
+    trigger_word: str | None = None
+    """The word that stands for the subject or style. It replaces [trigger] in prompts, and is put before a prompt that
+    has neither."""
+    prompt_prefix: str = ""
+    """A text before every prompt, trigger word included, with a space between."""
+    prompt_suffix: str = ""
+    """A text after every prompt, with a space between unless it begins with a punctuation mark."""
+    shuffle_tags: NotNegative = 0
+    """How many orders of a caption's tags, which commas separate, become samples; 0: only its own order."""
+    keep_tags: NotNegative = 0
+    """How many of the first tags stay first when tags are shuffled."""
+    shuffle_seed: int = 0
+    """Another number gives other orders of tags."""
     vae_image_size: Areas | None = None
     """Pixels of an image for the VAE, or several such areas; the model's own (1024²) when not given."""
     resolution: Resolutions | None = None

@@ -60,6 +60,7 @@ from qwen_cache.grounding.phrase import find, parse
 from qwen_cache.plain_text import shell_line
 from qwen_cache.settings.data import ColumnsConfig
 from qwen_cache.sources.arrow import read_parquet, read_saved, splits
+from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.columns import COLUMNS, TO_GENERATE, Columns
 from qwen_cache.sources.columns import read_rows as read_records
 from qwen_cache.sources.hub import dataset_files, is_dataset
@@ -99,6 +100,7 @@ def read_source(
     columns: ColumnsConfig | None = None,
     split: str | None = None,
     config_name: str | None = None,
+    captions: Captions | None = None,
 ) -> tuple[list[Row], list[Problem]]:
     """The usable rows of `source`, and the problems of the others.
 
@@ -107,7 +109,7 @@ def read_source(
     default `needs_control` decides both). `no_control` says which rows may lack one: by default none where controls are
     needed, else those of which a table states it. Without `needs_target`, to generate images, rows may lack the target,
     and the folder may hold only controls. With `to_generate` they may also have a seed and a size. `allow_urls`,
-    `columns`, `split` and `config_name` are the settings of `data`.
+    `columns`, `split` and `config_name` are the settings of `data`; `captions` changes the prompts.
     """
     takes_control = needs_control if takes_control is None else takes_control
     needs = Needs(
@@ -122,7 +124,8 @@ def read_source(
         split=split,
         config_name=config_name,
     )
-    return read_drafts(_read(source, needs), str(source), needs, allow_empty_prompt)
+    rows, problems = read_drafts(_read(source, needs), str(source), needs, allow_empty_prompt)
+    return captions.applied(rows) if captions else rows, problems
 
 
 def read_drafts(

@@ -24,6 +24,7 @@ from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.models.family import Family
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.data import DataConfig
+from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.detect import Readable, read_source
 from qwen_cache.sources.images import open_rgb, open_rgba
 from qwen_cache.sources.places import File
@@ -67,7 +68,8 @@ class JobResults:
 def source_jobs(
     source: str, config: DataConfig, model: ModelFolder, prompts: Sequence[str] = ()
 ) -> tuple[list[GenerateJob], list[Problem]]:
-    """A job for each row of a source as `qwen-cache build` reads it, and the problems of the other rows.
+    """A job for each row of a source as `qwen-cache build` reads it, tags in their own order, and the problems of the
+    other rows.
 
     Rows with a control need no target. `prompts` replace the rows' own: a job for each row and prompt. Then a model
     that takes images or none edits: with one prompt for all, only the images distinguish the rows.
@@ -85,6 +87,7 @@ def source_jobs(
         columns=config.columns,
         split=config.split,
         config_name=config.config_name,
+        captions=Captions.of(config).in_order,
     )
     jobs = [GenerateJob(row.name, row.controls, row.prompt, row.target) for row in rows]
     if not prompts:

@@ -1,0 +1,106 @@
+"""Captions as they are encoded: trigger word, prefix, suffix and orders of tags are those of the settings, marked words
+stay marked, and a cache says why its samples changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qwen_cache import open_cache
+from qwen_cache.settings.data import DataConfig
+from qwen_cache.sources.captions import Captions
+from qwen_cache.sources.detect import read_source
+from qwen_cache.sources.rows import Row
+
+from .support.caches import build, plan
+from .support.fake_lanes import fake_lanes
+
+TinyModel = Callable[[str], Path]
+
+
+def rows(folder: Path, prompts: Sequence[str], **settings: Any) -> list[Row]:
+    """The rows of a folder of images with these prompts, `0`, `1`, … in their order."""
+    for number, prompt in enumerate(prompts):
+        (folder / f"{number}.png").write_bytes(b"")
+        (folder / f"{number}.txt").write_text(prompt, encoding="utf-8")
+    captions = Captions.of(DataConfig(**settings))
+    found, problems = read_source(folder, needs_control=False, captions=captions, allow_empty_prompt=True)
+    assert not problems
+    return found
+
+
+def prompts_of(cache: Path) -> dict[str, str]:
+    opened = open_cache(cache)
+    return {opened.row(i).name: opened.row(i).meta.prompt for i in range(len(opened))}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "expected"),
+    [
+        ("a cat", {}, "a cat"),
+        ("a [trigger] cat", {}, "a [trigger] cat"),
+        ("a [trigger] cat, [trigger]", {"trigger_word": "sks"}, "a sks cat, sks"),
+        ("a sks cat", {"trigger_word": "sks"}, "a sks cat"),
+        ("she asks", {"trigger_word": "sks"}, "sks she asks"),
+        ("", {"trigger_word": " sks "}, "sks"),
+        ("a cat", {"trigger_word": "s+s (x)", "prompt_prefix": "photo:"}, "photo: s+s (x) a cat"),
+        ("a cat", {"prompt_prefix": " a photo, ", "prompt_suffix": "at night"}, "a photo, a cat at night"),
+        ("a cat", {"prompt_suffix": ", at night "}, "a cat, at night"),
+        ("[[a [trigger] cat]] runs", {"trigger_word": "sks"}, "[[a sks cat]] runs"),
+        ("a [[[trigger]]] cat", {"trigger_word": "sks"}, "a [[sks]] cat"),
+        ("[[cat]], dog", {"trigger_word": "cat", "prompt_prefix": "a cat and"}, "a cat and [[cat]], dog"),
+    ],
+)
+def test_a_prompt_is_completed_as_the_settings_say(
+    prompt: str, settings: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    [row] = rows(tmp_path, [prompt], **settings)
+    marked = row.prompt
+    for begin, end in reversed(row.phrase):
+        marked = f"{marked[:begin]}[[{marked[begin:end]}]]{marked[end:]}"
+    assert marked == expected
+
+
+def test_tags_are_shuffled_by_seed_and_caption_and_the_first_ones_kept(tmp_path: Path) -> None:
+    prompts = ["hat, red , [[cat, old]],tree", "red, cat", "a cat", "hat, red , [[cat, old]],tree"]
+    found = rows(tmp_path, prompts, shuffle_tags=5, keep_tags=1, trigger_word="sks")
+    first = [row for row in found if row.where.endswith("0.png")]
+    possible = {", ".join(["sks hat", *order]) for order in permutations(["red", "cat", "old", "tree"])}
+    assert len({row.prompt for row in first} & possible) == 5
+    assert [row.name for row in first] == ["0", "0#2", "0#3", "0#4", "0#5"]
+    for row in first:
+        assert {row.prompt[slice(*span)].strip(", ") for span in row.phrase} <= {"cat", "old", "cat, old", "old, cat"}
+        assert sum(end - begin for begin, end in row.phrase) == len("catold")
+    assert [row.prompt for row in found if row.where.endswith(("1.png", "2.png"))] == ["sks red, cat", "sks a cat"]
+    assert [row.prompt for row in found if row.where.endswith("3.png")] == [row.prompt for row in first]
+    again = rows(tmp_path, prompts, shuffle_tags=5, keep_tags=1, trigger_word="sks", shuffle_seed=1)
+    assert [row.prompt for row in again] != [row.prompt for row in found]
+    every = rows(tmp_path, ["red, cat, red"], shuffle_tags=9)[:3]
+    assert {row.prompt for row in every} == {"red, cat, red", "cat, red, red", "red, red, cat"}
+
+
+def test_names_of_orders_are_those_that_no_other_row_has(tmp_path: Path) -> None:
+    (tmp_path / "0.png").write_bytes(b"")
+    table = tmp_path / "t.jsonl"
+    table.write_text('{"image": "0.png", "prompts": ["a, b", "c, d"]}', encoding="utf-8")
+    found, _ = read_source(table, needs_control=False, captions=Captions(orders=2))
+    assert [(row.name, sorted(row.prompt)) for row in found] == [
+        (name, sorted(prompt)) for name, prompt in [("0", "a, b"), ("0#3", "a, b"), ("0#2", "c, d"), ("0#2#2", "c, d")]
+    ]
+
+
+def test_a_cache_stores_the_changed_prompts_and_says_why(
+    pairs: Path, tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_lanes(monkeypatch)
+    model, out = tiny_model("edit-plus"), tmp_path / "shards"
+    assert build(pairs, out, model).code == 0
+    before = prompts_of(out)
+    trigger = ("--set", "data.trigger_word=sks")
+    assert plan(pairs, out, model, *trigger)["reasons"] == {"prompt": 4}
+    assert build(pairs, out, model, *trigger).code == 0
+    assert prompts_of(out) == {name: f"sks {prompt}" for name, prompt in before.items()}
