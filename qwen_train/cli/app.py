@@ -444,6 +444,58 @@ def export(
 
 @command(
     app,
+    page="howto/publish-a-lora.md",
+    examples=["qwen-train push out OWNER/NAME --dry-run", "qwen-train push out OWNER/NAME --private"],
+)
+def push(
+    folder: Annotated[Path, typer.Argument(help="The output folder of a run, or a checkpoint.", metavar="FOLDER")],
+    repo: Annotated[str, typer.Argument(help="The repository on the Hugging Face hub: OWNER/NAME.", metavar="REPO")],
+    *,
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            help="The base model on the hub, if the run had it from a local folder.",
+            metavar="REPO",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make the repository private.", rich_help_panel=OUTPUT)
+    ] = False,
+    revision: Annotated[
+        str | None,
+        typer.Option(help="The branch; created if there is none.", metavar="BRANCH", rich_help_panel=OUTPUT),
+    ] = None,
+    no_images: Annotated[
+        bool,
+        typer.Option("--no-images", help="Upload no validation images and no prompts.", rich_help_panel=OUTPUT),
+    ] = False,
+    keep_card: Annotated[
+        bool, typer.Option("--keep-card", help="Leave the repository's README.md as it is.", rich_help_panel=OUTPUT)
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the files and the card, and upload nothing.", rich_help_panel=OUTPUT)
+    ] = False,
+    json: Json = False,
+) -> int:
+    """Upload a trained LoRA to the Hugging Face hub, with a model card made from the run."""
+    from qwen_train.cli.push import run_push
+
+    return run_push(
+        folder,
+        repo,
+        base_model=base_model,
+        private=private,
+        revision=revision,
+        with_images=not no_images,
+        keep_card=keep_card,
+        dry_run=dry_run,
+        as_json=json,
+    )
+
+
+@command(
+    app,
     "mask-head",
     page="howto/train-with-edit-masks.md",
     examples=[

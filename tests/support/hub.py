@@ -1,7 +1,8 @@
-"""A Hugging Face hub with one repository of a dataset: a folder, at one commit."""
+"""A Hugging Face hub with one repository: of a dataset, a folder at one commit; or of a model, which takes uploads."""
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -102,6 +103,119 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class ModelHub(ThreadingHTTPServer):
+    """Takes what `huggingface_hub` uploads into the model repository `name`, by git and by LFS.
+
+    `status` is its answer to a commit, if it is not 200; `exists` and `private` are those of the repository.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, name: str) -> None:
+        super().__init__(("127.0.0.1", 0), UploadHandler)
+        self.name, self.status = name, 200
+        self.exists = self.private = False
+        self.requests: list[tuple[str, str]] = []
+        self.objects: dict[str, bytes] = {}
+        self.branches: dict[str, dict[str, bytes]] = {"main": {}}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class UploadHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: ModelHub
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def do_POST(self) -> None:
+        self.answer()
+
+    def do_PUT(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        hub, path = self.server, unquote(urlsplit(self.path).path)
+        body = self.body()
+        hub.requests.append((self.command, path))
+        api = f"/api/models/{hub.name}"
+        if path == "/api/repos/create":
+            return self.create(json.loads(body))
+        if path == "/api/validate-yaml":
+            return self.send({"errors": [], "warnings": []})
+        if path == api:
+            return self.send({"id": hub.name, "sha": COMMIT, "private": hub.private, "siblings": []})
+        if branch := self.after(path, f"{api}/branch/"):
+            hub.branches.setdefault(branch, {})
+            return self.send({})
+        if self.after(path, f"{api}/preupload/"):
+            return self.send({"files": [self.mode(file) for file in json.loads(body)["files"]]})
+        if path == f"/{hub.name}.git/info/lfs/objects/batch":
+            return self.send(
+                {"transfer": "basic", "objects": [self.upload(each) for each in json.loads(body)["objects"]]}
+            )
+        if oid := self.after(path, "/objects/"):
+            hub.objects[oid] = body
+            return self.send({})
+        if branch := self.after(path, f"{api}/commit/"):
+            return self.commit(branch, [json.loads(line) for line in body.splitlines()])
+        return self.send({"error": f"Repository not found: {path}"}, 404)
+
+    def body(self) -> bytes:
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        data = b""
+        while size := int(self.rfile.readline(), 16):
+            data += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return data
+
+    def after(self, path: str, start: str) -> str:
+        return path.removeprefix(start) if path.startswith(start) else ""
+
+    def create(self, asked: dict[str, Any]) -> None:
+        hub = self.server
+        if hub.exists:
+            return self.send({"error": "You already created this model repo", "url": f"{hub.url}/{hub.name}"}, 409)
+        hub.exists, hub.private = True, bool(asked.get("private")) or asked.get("visibility") == "private"
+        return self.send({"url": f"{hub.url}/{hub.name}", "name": hub.name})
+
+    def mode(self, file: dict[str, Any]) -> dict[str, Any]:
+        how = "regular" if file["path"].endswith((".md", ".json")) else "lfs"
+        return {"path": file["path"], "uploadMode": how, "shouldIgnore": False}
+
+    def upload(self, asked: dict[str, Any]) -> dict[str, Any]:
+        return {**asked, "actions": {"upload": {"href": f"{self.server.url}/objects/{asked['oid']}"}}}
+
+    def commit(self, branch: str, lines: list[dict[str, Any]]) -> None:
+        hub = self.server
+        if hub.status != 200:
+            return self.send({"error": f"no, {hub.status}"}, hub.status)
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                hub.branches[branch][value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                hub.branches[branch][value["path"]] = hub.objects[value["oid"]]
+        return self.send({"commitUrl": f"{hub.url}/{hub.name}/commit/{COMMIT}", "commitOid": COMMIT})
+
+    def send(self, value: Any, status: int = 200) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        for name, text in {"Content-Type": "application/json", "Content-Length": str(len(data))}.items():
+            self.send_header(name, text)
+        self.end_headers()
+        self.wfile.write(data)
 
     def log_message(self, *_: Any) -> None:
         pass

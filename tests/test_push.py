@@ -1,0 +1,225 @@
+"""`push`: what reaches the hub is the result, generated images and a card made from the run, and nothing else; what is
+damaged, unknown or refused by the hub is said before or instead."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from safetensors.numpy import save
+from safetensors.torch import load_file
+
+from qwen_cache.settings.given import Given
+from qwen_cache.settings.load import load_config
+from qwen_cache.storage.checksums import sealed, write_checksums
+
+from .support.commands import Result, refused, run
+from .support.hub import ModelHub
+from .support.marks import slow
+from .support.runs import Trainer
+from .support.server import serving
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's way of sending
+REPO = "me/cats"
+BASE = "Qwen/Qwen-Image-Edit-2509"
+SECRET = "s3cret"
+"""In every path, address and text of the run that must not be published."""
+TINY = {"w": np.zeros((2, 2), np.float32)}
+
+
+def write_run(folder: Path, model: str = BASE, pipeline: str = "QwenImageEditPlusPipeline", **changes: Any) -> Path:
+    """The folder of a finished run with a validation image at two steps."""
+    paths = {f"{part}": f"/home/{SECRET}/{part}" for part in ("cache.path", "train.output_dir", "data.source")}
+    values = {**paths, "model.path": f"/models/{SECRET}", "train.lora.rank": 8, "data.trigger_word": "sks", **changes}
+    config = load_config(None, given=[Given("", key, value) for key, value in values.items()])
+    origin = {"model": model, "pipeline": pipeline, "cache": "0" * 32}
+    facts = {"cache": f"/home/{SECRET}", "identity": "0" * 32, "pipeline": pipeline, "samples": 13}
+    header = {"lora_adapter_metadata": json.dumps({"trained_on": origin})}
+    folder.mkdir()
+    (folder / "qwen.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    (folder / "about.json").write_text(json.dumps(facts), encoding="utf-8")
+    (folder / "pytorch_lora_weights.safetensors").write_bytes(b"".join(sealed(save(TINY, header))))
+    for step in (9, 10):
+        images = folder / "validation" / f"step-{step}"
+        images.mkdir(parents=True)
+        metadata = {"name": SECRET, "prompt": f"sks, at step {step}"}
+        (images / "a.safetensors").write_bytes(b"".join(sealed(save(TINY, metadata))))
+        comment = PngInfo()
+        comment.add_text("path", f"/home/{SECRET}")
+        Image.new("RGB", (8, 8), (step, 0, 0)).save(images / "a.png", pnginfo=comment)
+    for kind in ("controls", "target"):
+        (folder / "validation" / kind).mkdir()
+        Image.new("RGB", (8, 8)).save(folder / "validation" / kind / "a.png")
+    return folder
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)  # a protocol of its own, not LFS
+    monkeypatch.setenv("HF_TOKEN", "hf_a_token")
+    with serving(ModelHub(REPO)) as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        yield server
+
+
+def push(folder: Path, *options: str) -> Result:
+    return run("qwen-train", "push", folder, REPO, *options)
+
+
+def card_of(files: dict[str, bytes], folder: Path) -> ModelCard:
+    """The card as the hub's own library reads it."""
+    path = folder / "card.md"
+    path.write_bytes(files["README.md"])
+    return ModelCard.load(path)
+
+
+def test_the_hub_gets_weights_images_and_card_and_nothing_of_this_machine(tmp_path: Path, hub: ModelHub) -> None:
+    folder = write_run(tmp_path / "out")
+    result = push(folder, "--json")
+    assert result.code == 0, result.stderr
+    files = hub.branches["main"]
+    assert sorted(files) == ["README.md", "images/a.png", "pytorch_lora_weights.safetensors"]
+    assert files["pytorch_lora_weights.safetensors"] == (folder / "pytorch_lora_weights.safetensors").read_bytes()
+    assert json.loads(result.stdout)["files"] == {name: len(data) for name, data in files.items()}
+    assert json.loads(result.stdout)["commit"].startswith(f"{hub.url}/{REPO}/commit/")
+    (tmp_path / "a.png").write_bytes(files["images/a.png"])
+    assert Image.open(tmp_path / "a.png").getpixel((0, 0)) == (10, 0, 0)
+    assert not [name for name, data in files.items() if SECRET.encode() in data]
+    card = card_of(files, tmp_path)
+    facts = card.data.to_dict()
+    assert {name: facts[name] for name in ("base_model", "base_model_relation", "library_name", "license")} == {
+        "base_model": BASE,
+        "base_model_relation": "adapter",
+        "library_name": "diffusers",
+        "license": "apache-2.0",
+    }
+    assert (facts["pipeline_tag"], facts["instance_prompt"]) == ("image-to-image", "sks")
+    assert facts["widget"] == [{"text": "sks, at step 10", "output": {"url": "images/a.png"}}]
+    assert "<Gallery />" in card.text
+    assert "| `train.lora.rank` | 8 |" in card.text
+    assert "| samples | 13 |" in card.text
+    assert f'pipe.load_lora_weights("{REPO}")' in card.text
+
+
+def test_options_decide_images_card_branch_and_privacy(tmp_path: Path, hub: ModelHub) -> None:
+    folder = write_run(tmp_path / "out")
+    shown = push(folder, "--dry-run", "--no-images")
+    assert shown.code == 0
+    assert "at step 10" not in shown.stdout
+    assert not hub.requests
+    assert push(folder, "--private", "--no-images", "--keep-card", "--revision", "r8").code == 0
+    assert hub.private
+    assert sorted(hub.branches["r8"]) == ["pytorch_lora_weights.safetensors"]
+    assert not hub.branches["main"]
+    hub.private = False
+    refused(push(folder, "--private"), f"{REPO}: this repository is public", "leave out --private")
+    assert not hub.branches["main"]
+
+
+def test_the_card_of_a_model_under_the_research_licence_says_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "out", "Qwen/Qwen-Image-2.1", "QwenImage21Pipeline")
+    card = ModelCard(json.loads(push(folder, "--dry-run", "--json").stdout)["card"])
+    facts = card.data.to_dict()
+    link = "https://huggingface.co/Qwen/Qwen-Image-2.1/blob/main/LICENSE"
+    assert (facts["license"], facts["license_name"], facts["license_link"]) == ("other", "qwen-research", link)
+    assert f"[qwen-research]({link}) licence, which allows **no commercial use**" in card.text
+
+
+def test_all_weights_are_published_without_the_path_that_diffusers_wrote(tmp_path: Path, hub: ModelHub) -> None:
+    folder = write_run(tmp_path / "out")
+    (folder / "pytorch_lora_weights.safetensors").unlink()
+    (folder / "transformer").mkdir()
+    (folder / "transformer/model.safetensors").write_bytes(save(TINY))
+    (folder / "transformer/config.json").write_text(json.dumps({"_name_or_path": f"/{SECRET}", "num_layers": 2}))
+    write_checksums(folder / "transformer")
+    assert push(folder, "--base-model", BASE).code == 0
+    files = hub.branches["main"]
+    assert sorted(files) == ["README.md", "images/a.png", "transformer/config.json", "transformer/model.safetensors"]
+    assert json.loads(files["transformer/config.json"]) == {"num_layers": 2}
+    assert card_of(files, tmp_path).data.to_dict()["base_model_relation"] == "finetune"
+    with (folder / "transformer/model.safetensors").open("ab") as file:
+        file.write(b"x")
+    refused(push(folder, "--base-model", BASE), "model.safetensors: this file was changed after it was written")
+
+
+def test_what_cannot_be_published_is_refused_before_the_hub_is_asked(tmp_path: Path, hub: ModelHub) -> None:
+    folder = write_run(tmp_path / "out", model="my-base")
+    refused(push(folder), "the base model has no name on the hub", "found my-base", f"--base-model {BASE}")
+    wrong = run("qwen-train", "push", folder, "me/a/b", "--base-model", BASE)
+    refused(wrong, "not the name of a repository", "expected OWNER/NAME", "me/a/b")
+    (folder / "validation/step-10/a.png").write_bytes(b"no image")
+    refused(push(folder, "--base-model", BASE), "a.png: this image cannot be read", "--no-images")
+    data = bytearray((folder / "pytorch_lora_weights.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "pytorch_lora_weights.safetensors").write_bytes(data)
+    refused(push(folder), "pytorch_lora_weights.safetensors: this file was changed after it was written")
+    (folder / "about.json").unlink()
+    (folder / "pytorch_lora_weights.safetensors").write_bytes(save(TINY))
+    refused(push(folder), "this is not the folder of a run", "expected qwen.yaml and about.json")
+    refused(push(tmp_path), "no LoRA here")
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    ("status", "what", "do"),
+    [
+        (401, "the hub does not know you", "hf auth login"),
+        (403, "you may not write to this repository", "a token with write access"),
+        (404, "the hub has no such repository or revision", "check the name and the token"),
+        (400, "the hub refused the upload", "run the same command again"),
+    ],
+)
+def test_an_answer_of_the_hub_becomes_a_sentence(
+    status: int, what: str, do: str, tmp_path: Path, hub: ModelHub
+) -> None:
+    hub.status = status
+    refused(push(write_run(tmp_path / "out")), f"{REPO}: {what}", f"found status {status}: no, {status}", do)
+
+
+def test_a_hub_that_cannot_be_reached_is_a_sentence(
+    tmp_path: Path, hub: ModelHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "out")
+    with serving(ModelHub(REPO)) as other:
+        closed = other.url
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", closed)
+    refused(push(folder), f"{REPO}: the hub cannot be reached", "check the connection")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    refused(push(folder), f"{REPO}: the hub cannot be reached")
+
+
+@pytest.mark.parametrize("variant", [slow("lora"), slow("full")])
+def test_the_code_of_the_card_loads_what_was_trained(
+    variant: str, train: Trainer, tmp_path: Path, hub: ModelHub
+) -> None:
+    """With the uploaded files in a folder in place of the repository, and the tiny model in place of the base, without
+    its processor, which needs torchvision."""
+    folder = train(train__method=variant)
+    assert push(folder, "--base-model", BASE).code == 0
+    copy = tmp_path / "copy"
+    for name, data in hub.branches["main"].items():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes(data)
+    match = re.search(r"```python\n(.*?)```", (copy / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert match
+    base = f"{str(train.model)!r}, processor=None"
+    code = match[1].replace(f'"{BASE}"', base).replace(f'"{REPO}"', repr(str(copy))).replace("cuda", "cpu")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    found, file = names["pipe"].transformer.state_dict(), next(copy.rglob("*.safetensors"))
+    for name, tensor in load_file(file).items():
+        loaded = found[
+            re.sub(r"^transformer\.|(?<=lora_[AB]\.)(?=weight)", lambda part: "" if part[0] else "default_0.", name)
+        ]
+        assert torch.equal(loaded, tensor.to(loaded.dtype))
