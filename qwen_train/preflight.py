@@ -25,6 +25,7 @@ from qwen_train.data.planning import Planned, check_cache, check_empty_prompts
 from qwen_train.data.samples import Samples, open_samples
 from qwen_train.launch import Launch
 from qwen_train.lora.files import find_start
+from qwen_train.lora.types import check_adapter
 from qwen_train.run_folder import (
     CACHE,
     NEW_RUN,
@@ -91,8 +92,10 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
             )
         check_tracker(config.logging.report_to)
         model = open_model(config.model.path, TRANSFORMER_PARTS, config.model.revision)
+        transformer = read_config(model.component("transformer") / "config.json")
+        check_adapter(config, transformer)
         if samples is not None:
-            check_cache(samples, model, read_config(model.component("transformer") / "config.json"))
+            check_cache(samples, model, transformer)
             check_empty_prompts(samples, config.train.caption_dropout)
             Planned.of(samples, config.train)
         scheduler = read_config(model.component("scheduler") / "scheduler_config.json")

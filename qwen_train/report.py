@@ -34,6 +34,7 @@ from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.checksums import check_safetensors
 from qwen_cache.storage.durable import write_durably
 from qwen_cache.storage.mapped import read_file
+from qwen_train.lora.types import adapter_title
 from qwen_train.run_folder import LOSS, LOSSES, METRICS_NAME, TIMES, VALIDATION, checkpoints
 
 NAME = "report.html"
@@ -125,9 +126,8 @@ def overview(folder: Path, metrics: Metrics, facts: Mapping[str, Any], per_step:
     if sizes:
         yield "output files", "; ".join(sizes)
     if config:
-        lora = f"a LoRA of rank {config.train.lora.rank}"
         yield "model", str(config.model.path)
-        yield "trained", lora if config.train.method == "lora" else "every weight"
+        yield "trained", f"a {adapter_title(config.train.lora)}" if config.train.method == "lora" else "every weight"
     for name in OVERVIEW_FACTS:
         if name in facts:
             yield name.replace("_", " "), _text_of(facts[name])

@@ -18,6 +18,7 @@ from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, RENAMED, Config, load_config
+from qwen_cache.settings.train import LoraConfig
 from qwen_cache.settings.yaml_text import assignment, parse_yaml, read_yaml
 from qwen_cache.storage.durable import LockHeldError, NoLocksError, locked, make_folder
 from qwen_train.launch import Launch, copies_advice
@@ -157,7 +158,7 @@ def fixed_settings(config: Config) -> dict[str, Any]:
     t = config.train
     fixed: dict[str, Any] = {"model.quantization": config.model.quantization, "seed": t.seed, "train.method": t.method}
     if t.method == "lora":
-        fixed["lora"] = t.lora.model_dump(mode="json", exclude={"weights"})
+        fixed["lora"] = _lora_settings(t.lora)
     return fixed | {
         "optimizer.name": config.optimizer.name,
         "train.ema_decay": t.ema_decay,
@@ -201,11 +202,18 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[st
 
 
 def by_setting(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a checkpoint, under the names of settings."""
+    """The entries of a checkpoint, under the names of settings; one that was written without a setting of
+    `train.lora` was trained with its default."""
     names = {"seed": "train.seed"}
     values = {names.get(name, name): value for name, value in fixed.items() if name != "lora"}
     lora = fixed.get("lora")
-    return values | ({f"train.lora.{name}": value for name, value in lora.items()} if isinstance(lora, dict) else {})
+    if not isinstance(lora, dict):
+        return values
+    return values | {f"train.lora.{name}": value for name, value in (_lora_settings(LoraConfig()) | lora).items()}
+
+
+def _lora_settings(lora: LoraConfig) -> dict[str, Any]:
+    return lora.model_dump(mode="json", exclude={"weights"})
 
 
 def _listed(values: Mapping[str, Any], names: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config, load_config
 from qwen_train.data.batches import Batches
+from qwen_train.lora.types import adapter_title
 from qwen_train.memory.predict import PARTS, largest_batch, predict_memory
 
 
@@ -32,7 +33,7 @@ def print_plan(
     per_step = plan.samples_per_batch * t.gradient_accumulation_steps * accelerator.num_processes
     epochs = t.max_steps * per_step / plan.in_epoch
     out.print(f"[bold]cache[/]    {verbatim(cache.folder)}: {len(cache)} samples, {verbatim(pipelines)}")
-    method = f"LoRA of rank {t.lora.rank}" if t.method == "lora" else "every weight"
+    method = adapter_title(t.lora) if t.method == "lora" else "every weight"
     trainable = sum(parameter.numel() for parameter in parameters)
     out.print(f"[bold]training[/] {method}, {trainable:,} trainable parameters, on {accelerator.device}")
     out.print(f"[bold]batches[/]  {plan}", highlight=False)

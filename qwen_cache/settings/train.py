@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from qwen_cache.errors import ConfigError
 from qwen_cache.settings.batching import BatchConfig
 from qwen_cache.settings.section import Beta, Fraction, Names, NotNegative, Positive, Section
 
 
+def _regular_expression(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return text
+
+
+Module = Annotated[str, AfterValidator(_regular_expression)]
+"""A module by the end of its name, or a regular expression for that, as in peft."""
+RANKS = {"rank", "lora_alpha", "rank_pattern", "alpha_pattern"}
+TAKES = {
+    "lora": RANKS | {"lora_dropout", "use_rslora", "use_dora", "init_lora_weights"},
+    "lokr": RANKS | {"rank_dropout", "module_dropout", "init_weights", "decompose_both", "decompose_factor"},
+    "loha": RANKS | {"rank_dropout", "module_dropout"},
+    "oft": {"module_dropout", "oft_block_size", "coft", "eps", "use_cayley_neumann"},
+}
+"""The settings that each type of adapter takes, beside `target_modules` and `weights`."""
+
+
 class LoraConfig(Section):
+    type: Literal["lora", "lokr", "loha", "oft"] = "lora"
+    """The adapter: LoRA, LoKr (LyCORIS, arXiv 2309.14859), LoHa (FedPara, arXiv 2108.06098) or OFT (arXiv
+    2306.07280). A setting that the type does not take is refused."""
     rank: Positive = 16
-    """The rank of the update matrices."""
+    """The rank of the update matrices; OFT has none."""
     lora_alpha: float | None = None
     """The update is scaled by lora_alpha / rank; by default equal to rank."""
+    rank_pattern: dict[Module, Positive] = {}
+    """Other ranks by module, as in peft: {to_q: 32, 'transformer_blocks.[0-9].attn.to_v': 8}. The end of a name or a
+    regular expression; the first that matches counts. Each module is scaled by its alpha / its rank."""
+    alpha_pattern: dict[Module, float] = {}
+    """Other lora_alpha by module, named as in rank_pattern."""
     lora_dropout: Fraction = 0.0
     """Dropout before the update."""
     target_modules: list[str] | str = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -25,8 +55,42 @@ class LoraConfig(Section):
     """Learn the magnitude of weight vectors apart from their direction (arXiv 2402.09353); unquantized weights only."""
     init_lora_weights: Literal["gaussian", True] = "gaussian"
     """Initialization of A (B is zero): gaussian as in diffusers' trainers, true for peft's own (Kaiming uniform)."""
+    rank_dropout: Fraction = 0.0
+    """LoKr, LoHa: probability of dropping a row of the update."""
+    module_dropout: Fraction = 0.0
+    """LoKr, LoHa: probability of dropping the update of a whole module; OFT: of a block."""
+    init_weights: Literal["lycoris", True] = True
+    """LoKr: true begins with W1 = 0, as peft; lycoris with W2 = 0, as LyCORIS and the trainers that follow it."""
+    decompose_factor: Annotated[int, Field(ge=-1)] = -1
+    """LoKr: the size of W1, where it divides the layer's; -1: the two factors as close to each other as possible."""
+    decompose_both: bool = False
+    """LoKr: make W1 a product of two matrices as well, where the rank is less than half its size."""
+    oft_block_size: Annotated[int, Field(ge=2)] = 32
+    """OFT: inputs that are rotated together; it must divide the inputs of every target module."""
+    coft: bool = False
+    """OFT: constrain each rotation to eps, as the paper's COFT."""
+    eps: Annotated[float, Field(gt=0)] = 6e-5
+    """OFT: the bound of coft."""
+    use_cayley_neumann: bool = True
+    """OFT: compute each rotation by five terms of a series, which is faster than the exact inverse."""
     weights: str | None = None
-    """A LoRA to start from, of the same rank, alpha and target modules: its file, or the output folder of a run."""
+    """An adapter to start from, of the same type, rank, alpha and target modules: its file, or the output folder of a
+    run."""
+
+    @model_validator(mode="after")
+    def _taken(self) -> Self:
+        """ConfigError for a setting that this type of adapter would ignore."""
+        for name, field in type(self).model_fields.items():
+            if name in TAKES[self.type] | {"type", "target_modules", "weights"} or getattr(self, name) == field.default:
+                continue
+            kinds = " or ".join(kind for kind, taken in TAKES.items() if name in taken)
+            raise ConfigError(
+                f"train.lora.{name} is not a setting of this type of adapter",
+                expected=f"train.lora.type={kinds}",
+                found=f"train.lora.type={self.type} and {name}={getattr(self, name)}",
+                do=f"leave train.lora.{name} out, or set another train.lora.type",
+            )
+        return self
 
 
 class WeightedCache(Section):

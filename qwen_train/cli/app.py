@@ -421,13 +421,15 @@ def export(
     *,
     model: Model = None,
     to: Annotated[
-        Literal["diffusers", "comfyui", "merged"],
+        Literal["diffusers", "comfyui", "peft", "merged"],
         typer.Option(help="The format; merged: the LoRA added to the model's weights.", rich_help_panel=OUTPUT),
     ],
     out: Annotated[
         Path,
         typer.Option(
-            help="The output: a .safetensors file; with --to merged, a folder.", metavar="PATH", rich_help_panel=OUTPUT
+            help="The output: a .safetensors file; with --to peft or merged, a folder.",
+            metavar="PATH",
+            rich_help_panel=OUTPUT,
         ),
     ],
     json: Json = False,

@@ -1,8 +1,9 @@
 """LoRAs of a pipeline: read by the stock loader, each with a weight; as adapters, or merged into the base weights.
 
+A LoKr, LoHa or OFT, which the stock pipelines do not load, is added by peft, in float32.
 Refused before anything large is loaded: a damaged LoRA, one of another base (the error names the first key that does
-not fit), a matrix without its partner, and merging into quantised weights, which would round the LoRA away. Pickles are
-never opened.
+not fit), a matrix without its partner, a weight for an OFT, which has no scale, several types at once without merging,
+and merging into quantised weights, which would round the LoRA away. Pickles are never opened.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from qwen_cache.models.folder import ModelFolder, read_config
 from qwen_cache.plain_text import plain
 from qwen_cache.storage.checksums import check_safetensors
 from qwen_train.lora.adapter import PREFIX, origin_of
-from qwen_train.lora.export import check_pairs
+from qwen_train.lora.export import add_to_weights, attach, check_fit, check_pairs, read_lora
 from qwen_train.lora.files import WeightedLora
 from qwen_train.lora.names import only_export_reads
+from qwen_train.lora.types import LORA, OFT, AdapterType, type_of_names
 from qwen_train.model.modulation import TabulatedTransformer2DModel
 from qwen_train.model.stock import stock_class
 
@@ -50,6 +52,7 @@ def check_loras(
     with torch.device("meta"):
         transformer = kind.from_config(config)
     layers = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
+    _check_types(loras, merge)
     for lora in loras:
         _check_fit(lora.file, layers)
         origin = origin_of(lora.file)
@@ -63,8 +66,11 @@ def check_loras(
 
 
 def load_loras(pipeline: Any, loras: Sequence[WeightedLora], merge: bool = False) -> None:
-    """Load the LoRAs with the stock loader, and merge them if `merge`."""
+    """Load the LoRAs with the stock loader, other types by peft, and merge them if `merge`."""
     names = [f"lora_{number}" for number in range(1, len(loras) + 1)]
+    if any(_type(lora.file) != LORA for lora in loras):
+        _load_by_peft(pipeline, dict(zip(names, loras, strict=True)), merge)
+        return
     for name, lora in zip(names, loras, strict=True):
         try:
             with warnings.catch_warnings():
@@ -79,8 +85,49 @@ def load_loras(pipeline: Any, loras: Sequence[WeightedLora], merge: bool = False
         pipeline.unload_lora_weights()
 
 
+def _load_by_peft(pipeline: Any, loras: dict[str, WeightedLora], merge: bool) -> None:
+    """Add adapters of one type, or merge adapters of any type one after the other."""
+    for name, lora in loras.items():
+        try:
+            if merge:
+                add_to_weights(read_lora(lora.file), pipeline.transformer, lora.weight)
+            else:
+                attach(read_lora(lora.file), pipeline.transformer, name)
+        except UNREADABLE as error:
+            raise TrainError(f"the LoRA cannot be loaded: {first_line(error)}", where=lora.file) from None
+    if merge:
+        return
+    if _type(next(iter(loras.values())).file) == OFT:
+        pipeline.transformer.set_adapter(list(loras))
+    else:
+        pipeline.set_adapters(list(loras), [lora.weight for lora in loras.values()])
+
+
+def _check_types(loras: Sequence[WeightedLora], merge: bool) -> None:
+    """Raise ConfigError for types that cannot be combined, or that cannot be weighted."""
+    kinds = {lora.file: _type(lora.file) for lora in loras}
+    if len(titles := sorted({kind.title for kind in kinds.values()})) > 1 and not merge:
+        do = "add --merge, which merges one after the other"
+        raise ConfigError("adapters of several types need --merge", found=", ".join(titles), do=do)
+    for lora in loras:
+        if kinds[lora.file] == OFT and lora.weight != 1:
+            raise ConfigError("an OFT has no scale", where=lora.file, expected="weight 1", found=lora.weight)
+
+
+def _type(file: Path) -> AdapterType:
+    """LoRA for what cannot be read, too: reading says why."""
+    try:
+        return type_of_names(_names(file))
+    except UNREADABLE:
+        return LORA
+
+
 def _check_fit(file: Path, layers: dict[str, Any]) -> None:
     """Raise TrainError with the first key that fits no layer, by name or shape."""
+    if _type(file) != LORA:
+        shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+        check_fit(read_lora(file), shapes, f"{file}: ")
+        return
     try:
         check_safetensors(file, TrainError)
         # of the mixin that the pipelines of all models share

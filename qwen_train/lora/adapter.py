@@ -1,7 +1,10 @@
-"""LoRA by peft on the transformer, and its file: `pytorch_lora_weights.safetensors` as diffusers' pipelines load it.
+"""An adapter by peft on the transformer, and its file: `pytorch_lora_weights.safetensors`, with peft's names.
 
-The file's metadata holds rank, alpha, rsLoRA and DoRA, which a loader would otherwise have to guess, and a checksum.
-Refused: a file that was changed after it was written, and an adapter whose shape or scale differs from the settings.
+diffusers' pipelines load a LoRA, and its transformers a LoKr; `types.py` lists the types, and
+docs/howto/choose-an-adapter.md who loads which. The metadata holds peft's settings, such as type, rank and alpha, which
+a loader would otherwise have to guess, and a checksum.
+Refused: a file that was changed after it was written, an adapter whose type, shape or scale differs from the settings,
+and a pattern that matches no module, which peft would ignore.
 Initialisations that change the base weights (PiSSA, OLoRA) are not offered: the file would fit no published base.
 """
 
@@ -9,12 +12,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import peft
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -26,14 +31,14 @@ from qwen_cache.settings.train import LoraConfig
 from qwen_cache.storage.checksums import check_safetensors, sealed
 from qwen_cache.storage.durable import write_durably
 from qwen_train.lora.files import find_start
+from qwen_train.lora.tensors import alpha_of, rank_of
+from qwen_train.lora.types import type_of
 from qwen_train.model.sharding import assign
 
 PREFIX = "transformer"
 METADATA_KEY = "lora_adapter_metadata"  # where diffusers' loader reads rank and alpha
 ORIGIN = "trained_on"
 """Key in that JSON text: the model, its pipeline and the identity of the cache."""
-SCALE = ("r", "lora_alpha", "use_rslora", "use_dora")
-"""The metadata without which an adapter's weights are meaningless."""
 
 
 def add_lora(transformer: Any, config: LoraConfig) -> None:
@@ -41,26 +46,96 @@ def add_lora(transformer: Any, config: LoraConfig) -> None:
     if config.use_dora and getattr(transformer, "hf_quantizer", None) is not None:
         raise ConfigError("train.lora.use_dora is for unquantised weights", do="set train.lora.use_dora=false")
     transformer.requires_grad_(False)
-    settings = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.lora_alpha if config.lora_alpha is not None else config.rank,
-        lora_dropout=config.lora_dropout,
-        target_modules=config.target_modules,
-        init_lora_weights=config.init_lora_weights,
-        use_rslora=config.use_rslora,
-        use_dora=config.use_dora,
-    )
     check_targets(transformer, config.target_modules)
     try:
-        transformer.add_adapter(settings)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Invalid `oft_block_size`")  # peft would train another size
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")  # refused below
+            transformer.add_adapter(peft_config(config))
+    except UserWarning:
+        raise ConfigError(
+            "train.lora.oft_block_size must divide the inputs of every target module",
+            found=config.oft_block_size,
+            do="set a divisor, such as 32 or 64, or other train.lora.target_modules",
+        ) from None
     except (ValueError, re.error) as error:
         raise ConfigError(
             f"train.lora.target_modules: {error}",
             do="name linear layers of the transformer, such as to_q",
         ) from None
+    modules = [name for name, layer in transformer.named_modules() if isinstance(layer, BaseTunerLayer)]
+    check_patterns(modules, config)
+    name_modules(transformer.peft_config["default"], modules)
     for parameter in transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+def peft_config(config: LoraConfig) -> peft.PeftConfig:
+    """The settings as peft's; what both take has the same name, except rank and alpha."""
+    targets, rank = config.target_modules, config.rank
+    alpha = config.lora_alpha if config.lora_alpha is not None else rank
+    patterns = {"rank_pattern": dict(config.rank_pattern), "alpha_pattern": dict(config.alpha_pattern)}
+    dropout = {"module_dropout": config.module_dropout}
+    match config.type:
+        case "lora":
+            return peft.LoraConfig(
+                r=rank,
+                lora_alpha=alpha,
+                lora_dropout=config.lora_dropout,
+                target_modules=targets,
+                init_lora_weights=config.init_lora_weights,
+                use_rslora=config.use_rslora,
+                use_dora=config.use_dora,
+                **patterns,
+            )
+        case "lokr":
+            return peft.LoKrConfig(
+                r=rank,
+                alpha=alpha,
+                rank_dropout=config.rank_dropout,
+                target_modules=targets,
+                init_weights=config.init_weights,
+                decompose_both=config.decompose_both,
+                decompose_factor=config.decompose_factor,
+                **dropout,
+                **patterns,
+            )
+        case "loha":
+            rows = {"rank_dropout": config.rank_dropout}
+            return peft.LoHaConfig(r=rank, alpha=alpha, target_modules=targets, **rows, **dropout, **patterns)
+        case "oft":
+            return peft.OFTConfig(
+                oft_block_size=config.oft_block_size,
+                target_modules=targets,
+                coft=config.coft,
+                eps=config.eps,
+                use_cayley_neumann=config.use_cayley_neumann,
+                **dropout,
+            )
+
+
+def name_modules(settings: Any, modules: Sequence[str]) -> None:
+    """Replace peft's patterns by the modules that they match: of several the first counts, and a file sorts them."""
+    if not getattr(settings, "rank_pattern", None) and not getattr(settings, "alpha_pattern", None):
+        return
+    given = settings.to_dict()
+    rank, alpha = given["r"], given.get("lora_alpha", given.get("alpha"))
+    ranks, alphas = ({module: of(given, module) for module in modules} for of in (rank_of, alpha_of))
+    settings.rank_pattern = {module: value for module, value in ranks.items() if value != rank}
+    settings.alpha_pattern = {module: value for module, value in alphas.items() if value != alpha}
+
+
+def check_patterns(modules: Sequence[str], config: LoraConfig) -> None:
+    """Raise ConfigError unless every pattern matches one of the modules that have the adapter."""
+    for setting, patterns in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
+        for pattern in patterns:
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in modules):  # as peft's get_pattern_key
+                raise ConfigError(
+                    f"train.lora.{setting} matches no module that has the adapter",
+                    found=pattern,
+                    do="name modules by the end of their name, such as to_q, or by a regular expression",
+                )
 
 
 def check_targets(transformer: Any, targets: list[str] | str) -> None:
@@ -125,7 +200,7 @@ def load_lora(transformer: Any, path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         metadata = settings_in(file.metadata())
         weights = {name.removeprefix(f"{PREFIX}."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    _check_scale(metadata, transformer.peft_config["default"].to_dict(), path)
+    _check_function(metadata, transformer.peft_config["default"].to_dict(), path)
     expected = lora_weights(transformer)
     wrong = sorted(
         name
@@ -143,13 +218,18 @@ def load_lora(transformer: Any, path: Path) -> None:
         assign(target, weights[name])
 
 
-def _check_scale(metadata: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> None:
-    """Raise TrainError for another scale: unlike wrong shapes, it would silently train another function."""
-    for name in SCALE:
-        saved = metadata.get(f"{PREFIX}.{name}", settings[name])
+def _check_function(metadata: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> None:
+    """Raise TrainError for another type or scale: unlike wrong shapes, it would silently train another function."""
+    found = {name.removeprefix(f"{PREFIX}."): value for name, value in metadata.items()}
+    expected_type, found_type = type_of(settings), type_of({"peft_type": settings["peft_type"], **found})
+    if found_type != expected_type:
+        do = f"set train.lora.type={found_type.name}"
+        raise TrainError(f"not a {expected_type.title}", where=path, found=f"a {found_type.title}", do=do)
+    for name in expected_type.function:
+        saved = found.get(name, settings[name])
         if saved != settings[name]:
             raise TrainError(
-                f"the LoRA has another {name}",
+                f"the {expected_type.title} has another {name}",
                 where=path,
                 expected=settings[name],
                 found=saved,

@@ -56,8 +56,9 @@ def find_start(path: Path) -> Path:
 
 def check_export(form: str, out: Path) -> None:
     """ConfigError if a LoRA in this form cannot be written to `out`."""
-    if form != "merged" and (out.suffix != ".safetensors" or out.is_dir()):
+    folder = {"merged": "merged weights go", "peft": "peft's files go"}
+    if form not in folder and (out.suffix != ".safetensors" or out.is_dir()):
         expected, do = "a name that ends in .safetensors", "name a file, such as --out lora.safetensors"
         raise ConfigError("a LoRA is one file", where="--out", expected=expected, found=out, do=do)
-    if form == "merged" and out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError("merged weights go into a new folder", where="--out", found=f"{out}, which is not empty")
+    if form in folder and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"{folder[form]} into a new folder", where="--out", found=f"{out}, which is not empty")

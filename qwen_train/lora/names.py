@@ -4,6 +4,9 @@
     ComfyUI     diffusion_model.<module>.lora_down.weight, .lora_up.weight, .alpha
     musubi      lora_unet_<module, with _ for .>.lora_down.weight, .lora_up.weight, .alpha
 
+A LoKr and a LoHa have the names of LyCORIS after the module in all of them, which are peft's: lokr_w1, hada_w1_a and
+so on (`tensors.py`). SimpleTuner writes `lycoris_` and the module with _ for a dot.
+
 ComfyUI's modules are diffusers', except in Qwen-Image-2.1: there it keeps `img_mlp.gate_layer` and `img_mlp.proj` as
 one layer, `img_mlp.gate_up`, the rows of the gate first. It finds the halves under names without a prefix or with
 `transformer.`, but not with `diffusion_model.`, so a LoRA that has such a half is written without a prefix. That is
@@ -26,9 +29,11 @@ from torch import Tensor
 
 from qwen_cache.errors import TrainError
 from qwen_train.lora.adapter import PREFIX
+from qwen_train.lora.types import TYPES
 
 COMFYUI_PREFIX = "diffusion_model"
 MUSUBI_PREFIX = "lora_unet_"
+UNDERSCORED_PREFIXES = (MUSUBI_PREFIX, "lycoris_")
 DOWN, UP = "lora_A.weight", "lora_B.weight"
 COMFYUI_NAMES = {"lora_down.weight": DOWN, "lora_up.weight": UP, DOWN: DOWN, UP: UP}
 FUSED = {".img_mlp.gate_up": (".img_mlp.gate_layer", ".img_mlp.proj")}
@@ -41,6 +46,10 @@ UNDERSCORED = (
     *("time_text_embed", "timestep_embedder", "linear_1", "linear_2"),
 )
 """The parts of module names that have an underscore of their own, in both models."""
+WHOLE = "lokr_w2"
+"""The second factor of a LoKr as one matrix."""
+MARKER = re.compile("|".join(rf"\.(?={each.prefix})" for each in TYPES.values()))
+"""The dot between a module and a tensor of its adapter."""
 PART = re.compile("|".join(sorted(UNDERSCORED, key=len, reverse=True)) + r"|[^_]+")
 
 
@@ -54,29 +63,38 @@ def peft_names(tensors: Mapping[str, Tensor], file: Path) -> tuple[dict[str, Ten
     weights, alphas = dict[str, Tensor](), dict[str, float]()
     for name, tensor in tensors.items():
         bare = dotted(name.removeprefix(f"{PREFIX}.").removeprefix(f"{COMFYUI_PREFIX}."))
-        module, _, rest = bare.partition(".lora_")
+        module, *rest = MARKER.split(bare, maxsplit=1)
         if bare.endswith(".alpha") and tensor.numel() == 1:
             module = bare.removesuffix(".alpha")
             alphas |= dict.fromkeys(halves(module), float(tensor))
         elif rest:
-            kind = COMFYUI_NAMES.get(f"lora_{rest}", f"lora_{rest}")
+            kind = COMFYUI_NAMES.get(rest[0], rest[0])
+            if kind == WHOLE and name.startswith(MUSUBI_PREFIX):
+                raise TrainError(
+                    "a LoKr of whole factors, of which trainers with these names differ in the scale",
+                    where=file,
+                    found=name,
+                    do="merge it with the program that it was trained with",
+                )
             weights |= {f"{half}.{kind}": part for half, part in split(module, kind, tensor, file).items()}
         else:
             raise TrainError(
                 "not a LoRA of a Qwen-Image transformer",
                 where=file,
-                expected=f"{PREFIX}.… or {COMFYUI_PREFIX}.… with lora_A and lora_B, or lora_down and lora_up",
+                expected=f"{PREFIX}.… or {COMFYUI_PREFIX}.… with lora_A and lora_B, lora_down and lora_up, lokr_… or "
+                "hada_…",
                 found=name,
             )
     return weights, alphas
 
 
 def dotted(name: str) -> str:
-    """A name of musubi-tuner with the dots of its module; other names as they are."""
-    if not name.startswith(MUSUBI_PREFIX):
-        return name
-    module, dot, rest = name.removeprefix(MUSUBI_PREFIX).partition(".")
-    return ".".join(PART.findall(module)) + dot + rest
+    """A name of musubi-tuner or SimpleTuner with the dots of its module; other names as they are."""
+    for prefix in UNDERSCORED_PREFIXES:
+        if name.startswith(prefix):
+            module, dot, rest = name.removeprefix(prefix).partition(".")
+            return ".".join(PART.findall(module)) + dot + rest
+    return name
 
 
 def halves(module: str) -> tuple[str, ...]:
@@ -92,6 +110,9 @@ def split(module: str, kind: str, tensor: Tensor, file: Path) -> dict[str, Tenso
     layers = halves(module)
     if len(layers) == 1:
         return {module: tensor}
+    if not kind.startswith("lora_"):
+        what = f"a layer that {len(layers)} of diffusers' layers share: only a LoRA can be split"
+        raise TrainError(what, where=f"{file}: {module}.{kind}")
     if kind == DOWN:
         return {layer: tensor.clone() for layer in layers}  # safetensors stores no memory twice
     if len(tensor) % len(layers):

@@ -26,9 +26,10 @@ from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_cache.models.family import Family, family_of_transformer
 from qwen_cache.models.live_bytes import LiveBytes, flash_attention
 from qwen_cache.settings.load import Config
-from qwen_cache.settings.train import TrainConfig
+from qwen_cache.settings.train import LoraConfig, TrainConfig
 from qwen_train.data.batches import Batches, TokenPlaces, in_order
 from qwen_train.flow import flow_loss, interpolate
+from qwen_train.lora.types import check_adapter
 from qwen_train.model.frozen_layers import InputDtypeLayerNorm
 from qwen_train.model.mixed_sizes import prefix_mask
 from qwen_train.model.modulation import TabulatedTransformer2DModel, TimestepRows, check_settings
@@ -106,12 +107,13 @@ def predict_memory(
 ) -> Memory:
     """The memory of a training step on `batch`, for a transformer with this config.json and the settings `model`,
     `train` and `optimizer`. Raises ConfigError or ModelError for settings that cannot be combined."""
+    check_adapter(settings, transformer)
     settings = settings if device == "cpu" else with_layout(settings, ACCELERATOR)
     layers = int(transformer["num_layers"])
     every = int(settings.train.gradient_checkpointing) or 1
     few, more = layers % every + 3 * every, layers % every + 4 * every  # the first and the last block are different
     with torch.random.fork_rng(devices=[]):  # a LoRA samples its initial weights on meta too
-        if more >= layers or _names_blocks(settings.train.lora.target_modules):
+        if more >= layers or _names_blocks(settings.train.lora):
             values = _of_layers(layers, transformer, settings, batch, device)
         else:
             a, b = (_of_layers(n, transformer, settings, batch, device) for n in (few, more))
@@ -127,9 +129,11 @@ def predict_memory(
     return replace(memory, reserved=RESERVED + int(FRAGMENTATION * memory.total))
 
 
-def _names_blocks(targets: list[str] | str) -> bool:
-    """Whether the LoRA may be on some blocks only."""
-    return isinstance(targets, str) or any("transformer_blocks" in target for target in targets)
+def _names_blocks(lora: LoraConfig) -> bool:
+    """Whether the blocks may differ in their adapter."""
+    targets = lora.target_modules
+    is_pattern = isinstance(targets, str) or bool(lora.rank_pattern)
+    return is_pattern or any("transformer_blocks" in target for target in targets)
 
 
 def _of_layers(
