@@ -183,17 +183,19 @@ def flow_loss(
     noise: Float[Tensor, "B S C"],
     weight: Float[Tensor, "B S"],
     sample_weight: Float[Tensor, " B"],
+    target: Float[Tensor, "B S C"] | None = None,
     error_of: Callable[[Tensor], Tensor] = torch.square,
 ) -> Float[Tensor, ""]:
     """The mean over samples of `sample_weight` times a sample's weighted mean error over tokens, in float32.
 
-        error[b, s] = mean over channels of error_of(velocity - (noise - clean)), the squared error by default
+        error[b, s] = mean over channels of error_of(velocity - target), the squared error by default
         loss        = mean over b of sample_weight[b] · (sum over s of weight[b, s] · error[b, s]) / (sum of weight[b])
 
-    The target `noise - clean` is that of rectified flow (arXiv 2209.03003). `weight` is 0 for controls and padding; its
-    sum must be positive in every sample. Dividing by this sum keeps the effective learning rate independent of the size
-    of an edit mask and of padding. `sample_weight` is 1 for equal samples; otherwise the noise level's `weighting`, the
-    sample's target tokens relative to the batch's mean, or their product.
+    Without a `target` it is `noise - clean`, that of rectified flow (arXiv 2209.03003). `weight` is 0 for controls and
+    padding; its sum must be positive in every sample. Dividing by this sum keeps the effective learning rate
+    independent of the size of an edit mask and of padding. `sample_weight` is 1 for equal samples; otherwise the
+    product of those that apply: the noise level's `weighting`, the loss weight of the sample's cache, and its target
+    tokens relative to the batch's mean.
     """
-    error = error_of(velocity.float() - (noise - clean)).mean(dim=-1)
+    error = error_of(velocity.float() - (noise - clean if target is None else target)).mean(dim=-1)
     return (sample_weight * ((error * weight).sum(dim=1) / weight.sum(dim=1))).mean()

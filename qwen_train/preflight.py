@@ -24,9 +24,10 @@ from qwen_cache.storage.remembered import file_digest
 from qwen_train.data.planning import Planned, check_cache, check_empty_prompts
 from qwen_train.data.samples import Samples, open_samples
 from qwen_train.launch import Launch
-from qwen_train.lora.files import find_start
+from qwen_train.lora.files import WeightedLora, find_assistant, find_start
 from qwen_train.lora.types import check_adapter
 from qwen_train.run_folder import (
+    ASSISTANT_LORA,
     CACHE,
     NEW_RUN,
     STATE,
@@ -60,6 +61,10 @@ class Start:
     """The checkpoint to continue from."""
     weights: str
     """The hash of the transformer's files; empty except in the main process, which is the only one to read them."""
+    assistant: WeightedLora | None = None
+    """The LoRA of `train.assistant_lora`."""
+    assistant_hash: str = ""
+    """Of its file, and its weight; empty as `weights` is, and without an assistant."""
 
     @property
     def out(self) -> Path:
@@ -103,8 +108,10 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
         newest = earlier[-1][1] if earlier else None
         if config.train.method == "lora" and config.train.lora.weights is not None and newest is None:
             find_start(Path(config.train.lora.weights))
+        assistant = find_assistant(config.train)
         weights = hash_transformer(model) if launch.is_main else ""
-        start = Start(config, launch, model, samples, source, newest, weights)
+        assistant_hash = hash_assistant(assistant) if launch.is_main and assistant else ""
+        start = Start(config, launch, model, samples, source, newest, weights, assistant, assistant_hash)
         check_resumable(start)
         yield start
 
@@ -144,6 +151,11 @@ def hash_transformer(model: ModelFolder) -> str:
         return fingerprint([folder], on_bytes=advance)
 
 
+def hash_assistant(assistant: WeightedLora) -> str:
+    """The hash of the LoRA's file, and its weight: what decides the function that is trained."""
+    return f"xxh3-128 {file_digest(assistant.file)}, weight {assistant.weight:g}"
+
+
 # ---- resuming --------------------------------------------------------------------------------------------------------
 
 
@@ -157,7 +169,9 @@ def check_resumable(start: Start) -> None:
     saved, current = state["fixed"], fixed_settings(start.config)
     current |= {CACHE: start.samples.identity} if start.samples else {}
     current |= {TRANSFORMER: start.weights} if start.weights else {}
-    for name in {CACHE, TRANSFORMER} - current.keys():  # not known yet
+    current |= {ASSISTANT_LORA: start.assistant_hash} if start.assistant_hash else {}
+    unknown = {CACHE, TRANSFORMER} if start.weights else {CACHE, TRANSFORMER, ASSISTANT_LORA}
+    for name in unknown - current.keys():  # not known yet
         saved.pop(name, None)
     if start.config.train.layout == "auto":  # that of the checkpoint
         current["train.layout"] = saved.get("train.layout")
@@ -176,7 +190,11 @@ def _whole_state(checkpoint: Path) -> dict[str, Any] | None:
     return None
 
 
-CONTENT = {CACHE: ("cache.path", "cache.recipe", "train.caches"), TRANSFORMER: ("model.path", "model.revision")}
+CONTENT = {
+    CACHE: ("cache.path", "cache.recipe", "train.caches"),
+    TRANSFORMER: ("model.path", "model.revision"),
+    ASSISTANT_LORA: ("train.assistant_lora",),
+}
 """The settings that name what is compared by content."""
 BELONGING = {"optimizer.name": "optimizer.", "train.method": "train.lora.", TRANSFORMER: "model."}
 """The prefix of the settings that make sense only with the same value of this one."""

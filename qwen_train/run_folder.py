@@ -40,6 +40,8 @@ TRANSFORMER = "transformer"
 """The entry of a checkpoint with the hash of the frozen weights."""
 CACHE = "cache"
 """The entry with the identity of the cache."""
+ASSISTANT_LORA = "assistant LoRA"
+"""The entry with the hash and the weight of `train.assistant_lora`; absent without one."""
 DERIVED = ("train.layout", "train.drop_last", "train.bucketing_window")
 """Batch settings that have no effect, and are None, if batches are single samples or packed."""
 NEW_RUN = "start a new run with another --out"

@@ -36,7 +36,13 @@ def print_plan(
     method = adapter_title(t.lora) if t.method == "lora" else "every weight"
     trainable = sum(parameter.numel() for parameter in parameters)
     out.print(f"[bold]training[/] {method}, {trainable:,} trainable parameters, on {accelerator.device}")
+    if t.assistant_lora is not None:
+        images = "" if not v.num_images else ", images with it" if v.assistant_lora else ", images without it"
+        out.print(f"[bold]assistant[/] {verbatim(t.assistant_lora)}: frozen, left out of the result{images}")
     out.print(f"[bold]batches[/]  {plan}", highlight=False)
+    parts = zip(t.caches, cache.parts(batches.training), strict=False)  # encoding on the fly reads no caches
+    if taught := sum(len(part.samples) for entry, part in parts if entry.teacher):
+        out.print(f"[bold]teacher[/]  the model without the LoRA, for {plural(taught, 'sample')}", highlight=False)
     out.print(
         f"[bold]steps[/]    {t.max_steps} of {plural(round(per_step, 1), 'sample')}: {epochs:.1f} epochs",
         highlight=False,
@@ -60,7 +66,8 @@ def distilled_warning(model: ModelFolder) -> str | None:
         return None
     return (
         f"warning: {model.name} is distilled (a schedule of {plural(len(sigmas), 'sigma')}), and plain flow-matching "
-        "training undoes the distillation: train a LoRA on the undistilled model, and use it with this one"
+        "training undoes the distillation: train a LoRA on the undistilled model, and use it with this one; or with a "
+        "LoRA that undoes the distillation as train.assistant_lora"
     )
 
 

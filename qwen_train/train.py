@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from jaxtyping import Float
 from rich.progress import Progress
+from torch import Tensor
 
 from qwen_cache.console import console, progress, verbatim
 from qwen_cache.models.folder import read_config
@@ -34,6 +36,7 @@ from qwen_train.data.samples import open_samples
 from qwen_train.flow import NoiseSchedule, flow_loss, interpolate, pseudo_huber, scheduled_huber_c
 from qwen_train.launch import Launch
 from qwen_train.lora.adapter import start_from
+from qwen_train.lora.assistant import ASSISTANT, TRAINED, add_assistant, read_assistant, without
 from qwen_train.memory.exhausted import memory_for_training
 from qwen_train.metrics import MetricsLog, StepStats, Throughput, progress_text
 from qwen_train.model.ema import Ema
@@ -45,7 +48,7 @@ from qwen_train.optimizers import apply_settings, make_optimizer
 from qwen_train.preflight import Start, starting
 from qwen_train.processes import all_gather_object, connect, together
 from qwen_train.report import RUN_FACTS_NAME, renew_report
-from qwen_train.run_folder import CACHE, TRANSFORMER, fixed_settings
+from qwen_train.run_folder import ASSISTANT_LORA, CACHE, TRANSFORMER, fixed_settings
 from qwen_train.run_summary import distilled_warning, print_memory, print_plan, run_facts, settings_changed
 from qwen_train.signals import Signals, any_process
 from qwen_train.validation import Validation, evaluating, make_validation, noised_samples
@@ -167,7 +170,7 @@ class Steps:
     def _backward(self, batch: Batch, stats: StepStats) -> None:
         """Add the gradient of a batch; the step's gradient is the mean over its samples."""
         p, run = self.p, self.p.run
-        batch = batch.to(p.accelerator.device, p.dtype)
+        batch = with_teacher(p, batch.to(p.accelerator.device, p.dtype))
         loss = compute_loss(p.transformer, batch, p.config.train)
         value, run.consumed_samples = float(loss.detach()), batch.consumed_samples
         if self.guard.skips(p.accelerator, f"the loss of step {run.step + 1}", value, batch.labels):
@@ -232,7 +235,8 @@ def validate(p: Prepared) -> dict[str, float]:
 
 def generate_images(p: Prepared, validation: Validation) -> None:
     """The validation images of this step; every process takes part."""
-    with evaluating(p.transformer):
+    assisted = nullcontext() if p.config.validation.assistant_lora else without(p.transformer, ASSISTANT)
+    with evaluating(p.transformer), assisted:
         validation.generate_images(p.out, p.run.step, p.transformer, p.accelerator, p.dtype)
 
 
@@ -247,12 +251,38 @@ def scale_gradients(parameters: list[torch.nn.Parameter], factor: float) -> None
             parameter.grad.mul_(factor)
 
 
+def with_teacher(p: Prepared, batch: Batch) -> Batch:
+    """The batch with the velocity that the model predicts without the LoRA as the target of its taught samples.
+
+    One more pass, of these samples alone and without gradients. It goes past DDP, so processes need not have taught
+    samples at the same time. Under FSDP2 each pass gathers the weights from all, so if one has some, all take part.
+    """
+    settings, rows = p.config.train, batch.taught
+    if not any(entry.teacher for entry in settings.caches):
+        return batch
+    if not (any_process(p.accelerator, bool(rows)) if settings.fsdp else rows):
+        return batch
+    with torch.no_grad(), without(p.run.transformer, TRAINED):
+        taught = predict_velocity(p.run.transformer, batch.part(rows or (0,))).float()
+    target = batch.noise - batch.clean
+    for row, velocity in zip(rows, taught, strict=bool(rows)):
+        target[row, : len(velocity)] = velocity
+    return replace(batch, target=target)
+
+
 def compute_loss(transformer: Any, batch: Batch, settings: TrainConfig | None = None) -> torch.Tensor:
     """The flow-matching loss of a batch, which is on the transformer's device; the squared error without `settings`."""
+    velocity = predict_velocity(transformer, batch)
+    error_of = element_error(settings, batch) if settings else torch.square
+    return flow_loss(velocity, batch.clean, batch.noise, batch.weight, batch.sample_weight, batch.target, error_of)
+
+
+def predict_velocity(transformer: Any, batch: Batch) -> Float[Tensor, "B S 64"]:
+    """The velocity that the transformer predicts for the batch at its noise levels."""
     sigma = batch.sigma if batch.token_sigma is None else batch.token_sigma
     noisy = interpolate(batch.clean, batch.noise, sigma, batch.is_target)
     layout = {} if batch.image_positions is None else {"image_positions": batch.image_positions}
-    velocity = transformer(
+    velocity: Tensor = transformer(
         hidden_states=noisy.to(batch.prompt_embeds.dtype),
         encoder_hidden_states=batch.prompt_embeds,
         encoder_hidden_states_mask=batch.prompt_embeds_mask,
@@ -261,19 +291,19 @@ def compute_loss(transformer: Any, batch: Batch, settings: TrainConfig | None = 
         return_dict=False,
         **layout,
     )[0]
-    error_of = element_error(settings, sigma) if settings else torch.square
-    return flow_loss(velocity, batch.clean, batch.noise, batch.weight, batch.sample_weight, error_of)
+    return velocity
 
 
-def element_error(settings: TrainConfig, sigma: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function of `train.loss_type`, for tokens at these noise levels: `[B]`, or `[B, S]`."""
+def element_error(settings: TrainConfig, batch: Batch) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function of `train.loss_type`, for the noise levels of the batch."""
     if settings.loss_type == "mse":
         return torch.square
     if settings.loss_type == "l1":
         return torch.abs
-    is_constant = settings.huber_schedule == "constant"
-    c = settings.huber_c if is_constant else scheduled_huber_c(settings.huber_c, sigma.reshape(len(sigma), -1))
-    return partial(pseudo_huber, c=c)
+    if settings.huber_schedule == "constant":
+        return partial(pseudo_huber, c=settings.huber_c)
+    sigma = batch.sigma if batch.token_sigma is None else batch.token_sigma
+    return partial(pseudo_huber, c=scheduled_huber_c(settings.huber_c, sigma.reshape(len(sigma), -1)))
 
 
 def zero_loss(transformer: Any, batch: Batch) -> torch.Tensor:
@@ -282,7 +312,8 @@ def zero_loss(transformer: Any, batch: Batch) -> torch.Tensor:
     Processes wait for one another's gradients, so the backward pass cannot be skipped.
     """
     latents, prompt_embeds = torch.zeros_like(batch.clean), torch.zeros_like(batch.prompt_embeds)
-    return 0 * compute_loss(transformer, replace(batch, clean=latents, noise=latents, prompt_embeds=prompt_embeds))
+    zeros = replace(batch, clean=latents, noise=latents, prompt_embeds=prompt_embeds, target=None)
+    return 0 * compute_loss(transformer, zeros)
 
 
 def prepare(start: Start) -> Prepared:
@@ -308,10 +339,13 @@ def prepare(start: Start) -> Prepared:
         if settings.offload_blocks:
             offload_blocks(transformer, settings.offload_blocks, accelerator.device)
         transformer = wrap(accelerator, transformer, settings)
-    weights, changed = all_gather_object(start.weights)[0], list[str]()
+    (weights, assistant), changed = all_gather_object((start.weights, start.assistant_hash))[0], list[str]()
+    hashes = {TRANSFORMER: weights, CACHE: batches.cache.identity} | ({ASSISTANT_LORA: assistant} if assistant else {})
     with together():
-        run = start_run(config, accelerator.unwrap_model(transformer), accelerator, batches.cache.identity, weights)
+        run = start_run(config, accelerator.unwrap_model(transformer), accelerator, hashes)
     run.origin = {"model": start.model.public_name, "pipeline": start.model.pipeline, "cache": batches.cache.identity}
+    if start.assistant:
+        run.origin["assistant_lora"] = f"{start.assistant.file.name}, {assistant}"
     if start.newest:
         changed = settings_changed(start.out / CONFIG_NAME, config)
         load_checkpoint(start.newest, run)
@@ -343,7 +377,8 @@ def announce(p: Prepared, start: Start, changed: list[str]) -> None:
     print_plan(p.config, p.batches, plan, p.parameters, p.accelerator, p.run.step)
     samples = p.batches.cache
     with_controls = int((samples.token_counts()[0] > samples.target_tokens()).sum())
-    for line in (distilled_warning(start.model), unusual_controls(start.model, with_controls, len(samples))):
+    distilled = distilled_warning(start.model) if start.assistant is None else None
+    for line in (distilled, unusual_controls(start.model, with_controls, len(samples))):
         if line:
             console().print(plain(line), markup=False)
     if changed:
@@ -354,7 +389,8 @@ def announce(p: Prepared, start: Start, changed: list[str]) -> None:
 
 def load_for_training(start: Start, config: Config, batches: Batches, accelerator: Accelerator) -> Any:
     """The transformer in training mode; `train.lora.weights` applies to a new run only."""
-    settings = config.train
+    settings, folder = config.train, start.model.component("transformer")
+    assistant = read_assistant(start.assistant, settings, folder) if start.assistant else None
     transformer = load_transformer(start.model, config, accelerator.device)
     if start.samples is None:
         check_cache(batches.cache, start.model, transformer.config)
@@ -362,16 +398,18 @@ def load_for_training(start: Start, config: Config, batches: Batches, accelerato
     prepare_for_training(transformer, settings)
     if settings.method == "lora" and settings.lora.weights is not None and start.newest is None:
         start_from(transformer, Path(settings.lora.weights))
+    if assistant:
+        add_assistant(transformer, assistant, compute_dtype(settings))
     if settings.compile:
         transformer.compile_repeated_blocks()
     return transformer
 
 
-def start_run(config: Config, transformer: Any, accelerator: Accelerator, cache: str, weights: str) -> Run:
-    """The run at step 0: its optimizer, and the settings that a checkpoint must share with it."""
+def start_run(config: Config, transformer: Any, accelerator: Accelerator, hashes: dict[str, str]) -> Run:
+    """The run at step 0: its optimizer, and the settings and hashes that a checkpoint must share with it."""
     settings, parameters = config.train, trainable(transformer)
     optimizer, lr_scheduler = make_optimizer(config, parameters)
-    fixed = {TRANSFORMER: weights, CACHE: cache, **fixed_settings(config)}
+    fixed = {**hashes, **fixed_settings(config)}
     ema = Ema(parameters, settings.ema_decay) if settings.ema_decay else None
     set_seed(settings.seed, device_specific=True)  # each process samples its own dropout
     return Run(transformer, accelerator.prepare_optimizer(optimizer), lr_scheduler, fixed, ema=ema)

@@ -107,6 +107,12 @@ def make_validation(config: Config, batches: Batches, scheduler: dict[str, Any])
         )
     count = max(settings.num_samples if settings.validation_steps else 0, settings.num_images)
     samples = tuple(batches.cache[i] for i in held_out_by_key(batches)[:count])
+    if not samples:
+        raise ConfigError(
+            "validation needs held-out samples, and the only ones are of a cache with teacher: true",
+            found=f"train.validation_split={config.train.validation_split}",
+            do="raise train.validation_split",
+        )
     without = [sample.name for sample in samples if "empty_prompt_embeds" not in sample]
     if settings.num_images and settings.true_cfg_scale > 1 and without:
         raise TrainError(
@@ -119,9 +125,13 @@ def make_validation(config: Config, batches: Batches, scheduler: dict[str, Any])
 
 
 def held_out_by_key(batches: Batches) -> list[int]:
-    """The held-out samples in the order of their keys, which does not depend on the order of the cache."""
+    """The held-out samples in the order of their keys, which does not depend on the order of the cache.
+
+    Those of a teacher's cache are neither trained nor measured: their images are not what is learnt.
+    """
     keys = batches.cache.column("key").take(batches.validation).to_pylist()
-    return [int(i) for _, i in sorted(zip(keys, batches.validation, strict=True))]
+    held_out = [int(i) for _, i in sorted(zip(keys, batches.validation, strict=True))]
+    return [i for i in held_out if not batches.cache.of_cache(i).teacher]
 
 
 @contextmanager

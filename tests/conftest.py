@@ -185,6 +185,15 @@ def train_21(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_
     return Trainer(built("qwen-image-21"), tiny_model("qwen-image-21"), tmp_path)
 
 
+@pytest.fixture
+def train_mixed(built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> Trainer:
+    """`qwen-train run` on the small cache, and on smaller images with the base as teacher."""
+    from .support.runs import MixedTrainer
+
+    smaller = built("edit-plus", ("--set", "data.vae_image_size=9216"))
+    return MixedTrainer(built("edit-plus"), smaller, tiny_model("edit-plus"), tmp_path)
+
+
 @pytest.fixture(scope="module")
 def s3() -> Iterator[tuple[str, int]]:
     """moto's server, which every S3 client of this process and its children uses."""

@@ -48,7 +48,8 @@ def test_the_warning_is_one_line_and_says_what_to_do(tmp_path: Path) -> None:
     warning = distilled_warning(with_sigmas(tmp_path, [1, 0.5]))
     assert warning == (
         "warning: Qwen/Turbo is distilled (a schedule of 2 sigmas), and plain flow-matching training undoes the "
-        "distillation: train a LoRA on the undistilled model, and use it with this one"
+        "distillation: train a LoRA on the undistilled model, and use it with this one; or with a LoRA that undoes the "
+        "distillation as train.assistant_lora"
     )
     assert distilled_warning(with_sigmas(tmp_path, None)) is None
 

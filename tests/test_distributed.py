@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import QwenImage21Transformer2DModel, QwenImageTransformer2DModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from qwen_cache.models.folder import open_model
 from qwen_cache.storage.durable import locked
@@ -100,6 +100,23 @@ def test_two_stopped_processes_resume_bit_for_bit(train: Trainer, fsdp: bool, me
     whole = written(by_two(train, settings=settings, out="whole"))
     by_two(train, settings=settings, train__max_steps=2)
     assert differences(written(by_two(train, "--resume", settings=settings)), whole) == []
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+def test_two_processes_equal_one_with_a_teacher_for_one_of_them(train_mixed: Trainer, fsdp: bool) -> None:
+    """In some steps one process alone has a sample with the teacher; both have a frozen second LoRA."""
+    assistant = train_mixed.folder / "assistant.safetensors"
+    layer, generator = "transformer.transformer_blocks.0.attn.to_q", torch.Generator().manual_seed(1)
+    tensors = {"lora_A": torch.randn(2, 64, generator=generator), "lora_B": torch.randn(64, 2, generator=generator)}
+    save_file({f"{layer}.{name}.weight": tensor for name, tensor in tensors.items()}, assistant)
+    settings = {**STEPS, "train.batch_size": 1, "train.max_steps": 4, "train.assistant_lora": str(assistant)}
+    batches = train_mixed.prepared(settings=settings, out="planned").batches
+    taught = [bool(batches.batch(i).taught) for i in range(8)]
+    assert any(one != other for one, other in zip(taught[::2], taught[1::2], strict=True))
+    one = train_mixed(settings=settings, train__gradient_accumulation_steps=2, out="one")
+    out = by_two(train_mixed, settings=settings, train__fsdp=fsdp)
+    assert column(out, "loss") == pytest.approx(column(one, "loss"), rel=1e-5)
+    assert relative_error(result(out, "lora"), result(one, "lora")) < 1e-5
 
 
 def test_what_all_processes_refuse_is_told_once(train: Trainer) -> None:

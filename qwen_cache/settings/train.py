@@ -100,6 +100,11 @@ class WeightedCache(Section):
     """The name of the recipe, if the cache holds several."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """How often a sample is trained per epoch: 2 repeats each, 0.5 alternates between the two halves."""
+    teacher: bool = False
+    """Train these samples towards what the model predicts without the LoRA, not towards their images, so that the LoRA
+    changes nothing for them: prior preservation."""
+    loss_weight: Annotated[float, Field(gt=0)] = 1.0
+    """A factor of the loss of these samples."""
 
 
 class TrainConfig(BatchConfig):
@@ -109,6 +114,9 @@ class TrainConfig(BatchConfig):
     """lora: an adapter. full: every weight, kept in float32; the result goes to output_dir/transformer."""
     caches: list[WeightedCache] = []
     """Several caches in place of cache.path: [{path: a, weight: 2}, {path: b, weight: 0.5}]."""
+    assistant_lora: str | None = None
+    """A frozen second LoRA that is active in training and left out of the result: a file, the output folder of a run,
+    or owner/repository[/file] on the hub, each with an optional :weight."""
     max_steps: Positive = 1000
     """Optimizer steps."""
     gradient_accumulation_steps: Positive = 1
@@ -280,3 +288,6 @@ class ValidationConfig(Section):
     """Denoising steps of an image."""
     true_cfg_scale: Annotated[float, Field(ge=1)] = 1.0
     """Classifier-free guidance against the sample's own empty prompt; 1 turns it off and halves the time."""
+    assistant_lora: bool = False
+    """Generate these images with train.assistant_lora, as for Lightning, or without it, as the result alone does. The
+    losses are measured with it."""

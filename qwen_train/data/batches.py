@@ -36,6 +36,8 @@ from qwen_train.flow import NoiseSchedule, sample_u, weighting
 
 AHEAD = 2  # batches in preparation while one is trained
 TRIES = 10_000  # of a noise level within the bounds: 0.1 s; a level that takes more has no place in the distribution
+OF_IMAGE_TOKENS = ("clean", "noise", "is_target", "weight", "token_sigma")
+"""The tensors `[B, S, …]` of a batch."""
 FETCHED_AHEAD = 8  # further batches whose samples are being fetched, for a remote cache
 
 
@@ -68,6 +70,10 @@ class Batch:
     """The noise level of each token; only with several draws."""
     image_positions: tuple[tuple[int, ...], ...] | None = None
     """For each control of a sample the text tokens before it; None for the 20B family, whose text has image tokens."""
+    taught: tuple[int, ...] = ()
+    """The rows whose target is the teacher's velocity (`train.caches[].teacher`)."""
+    target: Float[Tensor, "B S 64"] | None = None
+    """The velocity to predict, where that is not `noise - clean`; set once the teacher's is known."""
     loss_scale: float = 1.0
     """The factor of its loss in that of its optimizer step, 1 on average (`RankBatch.loss_scale`)."""
     consumed_samples: int = 0
@@ -86,9 +92,25 @@ class Batch:
     @property
     def image_tokens(self) -> int:
         """The image tokens that are computed: the target counts once for each noise draw."""
+        return sum(map(self._tokens_of, self.img_shapes))
+
+    def _tokens_of(self, shapes: ImgShapes) -> int:
         further = 0 if self.token_sigma is None else self.sigma.shape[1] - 1
-        targets = sum(token_count(shapes[-1:]) for shapes in self.img_shapes) if further else 0
-        return sum(token_count(shapes) for shapes in self.img_shapes) + further * targets
+        return token_count(shapes) + (further * token_count(shapes[-1:]) if further else 0)
+
+    def part(self, rows: Sequence[int]) -> Batch:
+        """Some rows, without the padding that only the others need; their target is `noise - clean`."""
+        chosen, longest = list(rows), max(self._tokens_of(self.img_shapes[row]) for row in rows)
+        mask = None if self.prompt_embeds_mask is None else self.prompt_embeds_mask[chosen]
+        texts = self.prompt_embeds.shape[1] if mask is None else int(mask.sum(dim=1).max())
+        mask = None if mask is None or mask[:, :texts].all() else mask[:, :texts]
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        part: dict[str, Any] = {name: value[chosen] for name, value in values.items() if isinstance(value, Tensor)}
+        part |= {name: part[name][:, :longest] for name in OF_IMAGE_TOKENS if name in part}
+        part |= {"prompt_embeds": part["prompt_embeds"][:, :texts], "prompt_embeds_mask": mask}
+        for name in ("keys", "labels", "img_shapes", "image_positions"):
+            part[name] = values[name] and tuple(values[name][row] for row in chosen)
+        return replace(self, **part | {"taught": (), "target": None})
 
 
 class Buffers:
@@ -136,6 +158,10 @@ class NoisedSample:
     sample: Sample
     draws: tuple[NoiseDraw, ...]
     without_caption: bool
+    taught: bool = False
+    """Whether its target is the teacher's velocity."""
+    loss_weight: float = 1.0
+    """`train.caches[].loss_weight` of its cache."""
 
     @property
     def weighting(self) -> float:
@@ -185,14 +211,15 @@ class Batches:
         The first draw is the same for any number of draws.
         """
         config = self.config
-        sample = self.cache[self.plan.sample(position)]
+        number = self.plan.sample(position)
+        sample, cache = self.cache[number], self.cache.of_cache(number)
         generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{config.seed} {position}".encode()) >> 1)
         sigma = self._sample_sigma(sample, generator)
         without_caption = float(torch.rand((), generator=generator)) < config.caption_dropout
         draws = [self._draw(sample, sigma, generator)]
         while len(draws) < config.noise_draws:
             draws.append(self._draw(sample, self._sample_sigma(sample, generator), generator))
-        return NoisedSample(sample, tuple(draws), without_caption)
+        return NoisedSample(sample, tuple(draws), without_caption, cache.teacher, cache.loss_weight)
 
     def _sample_sigma(self, sample: Sample, generator: torch.Generator) -> float:
         """A noise level within the bounds of the settings: sampled again while it is outside."""
@@ -322,6 +349,7 @@ def collate(
         prompt_embeds_mask=None if min(texts) == max(texts) else _valid_mask(texts, max(texts)),
         token_sigma=token_sigma,
         image_positions=tuple(s.row.meta.image_positions for s in samples) if family.text_rows_only else None,
+        taught=tuple(i for i, item in enumerate(noised) if item.taught),
     )
 
 
@@ -331,9 +359,9 @@ def in_order(img_shapes: ImgShapes, family: Family) -> ImgShapes:
 
 
 def _sample_weights(noised: Sequence[NoisedSample], loss_tokens: Sequence[int]) -> Float[Tensor, " B"]:
-    """The weight of each sample: its noise level's weighting, times its `loss_tokens` relative to their mean."""
-    mean = sum(loss_tokens) / len(loss_tokens)
-    return torch.tensor([item.weighting * n / mean for item, n in zip(noised, loss_tokens, strict=True)])
+    """The weight of each sample: those of its noise level and cache, times its `loss_tokens` relative to their mean."""
+    mean, each = sum(loss_tokens) / len(loss_tokens), [item.weighting * item.loss_weight for item in noised]
+    return torch.tensor([weight * n / mean for weight, n in zip(each, loss_tokens, strict=True)])
 
 
 def _text_name(item: NoisedSample) -> str:

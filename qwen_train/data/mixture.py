@@ -40,18 +40,18 @@ class Mixture:
 
     has_index = True
 
-    def __init__(self, caches: Sequence[Cache], weights: Sequence[float]) -> None:
+    def __init__(self, caches: Sequence[Cache], entries: Sequence[WeightedCache]) -> None:
         for cache in caches:
             if not len(cache):
                 do = "run `qwen-cache build`" + (", or remove it from train.caches" if len(caches) > 1 else "")
                 raise ConfigError("the cache has no samples", where=cache.folder, do=do)
         for one, other in combinations(caches, 2):
             _check_compatible(one, other)
-        self.caches, self.weights = tuple(caches), tuple(weights)
+        self.caches, self.entries = tuple(caches), tuple(entries)
         self.ends = list(accumulate(map(len, caches)))
         self.table = pa.concat_tables([cache.table.select(COLUMNS) for cache in caches])
-        weighted = [[cache.identity, weight] for cache, weight in zip(caches, weights, strict=True)]
-        is_one = len(caches) == 1 and weights[0] == 1
+        weighted = [[cache.identity, *_trained_as(entry)] for cache, entry in zip(caches, entries, strict=True)]
+        is_one = len(caches) == 1 and weighted[0][1:] == [1.0]
         identity = caches[0].identity if is_one else content_hash(canonical_json(weighted))
         self.pipelines: tuple[str, ...] = tuple(
             dict.fromkeys(str(cache.recipe.recipe.get("pipeline")) for cache in caches)
@@ -62,7 +62,7 @@ class Mixture:
     @classmethod
     def of(cls, cache: Cache) -> Mixture:
         """A single cache; the identity is the cache's."""
-        return cls([cache], [1.0])
+        return cls([cache], [WeightedCache(path=str(cache.folder))])
 
     @property
     def folder(self) -> str:
@@ -71,7 +71,7 @@ class Mixture:
 
     @property
     def identity(self) -> str:
-        """The hash of all identities and weights in order."""
+        """The hash of all identities, weights and roles in order."""
         return self.recipe.identity
 
     @property
@@ -96,6 +96,9 @@ class Mixture:
     def name(self, position: int) -> str:
         return self.row(position).name
 
+    def of_cache(self, position: int) -> WeightedCache:
+        return self.entries[self._which(position)]
+
     def token_counts(self) -> IntArray:
         """`[2, N]`: image tokens (of target and controls) and text tokens."""
         each = [index_token_counts(cache.table, cache.folder / INDEX_NAME) for cache in self.caches]
@@ -113,7 +116,7 @@ class Mixture:
     def parts(self, training: IntArray) -> list[MixturePart]:
         """The samples at the positions `training`, by cache, each part with the weight of its cache."""
         each = np.split(training, np.searchsorted(training, self.ends[:-1]))
-        return [MixturePart(samples, weight) for samples, weight in zip(each, self.weights, strict=True)]
+        return [MixturePart(samples, entry.weight) for samples, entry in zip(each, self.entries, strict=True)]
 
     def prefetch(self, positions: Iterable[int]) -> None:
         by_cache = defaultdict(list)
@@ -127,16 +130,24 @@ class Mixture:
             cache.stop_prefetch()
 
     def _locate(self, position: int) -> tuple[Cache, int]:
+        which = self._which(position)
+        return self.caches[which], position - (self.ends[which] - len(self.caches[which]))
+
+    def _which(self, position: int) -> int:
         if not 0 <= position < len(self):
             raise IndexError(f"sample {position} of {len(self)}")
-        which = bisect_right(self.ends, position)
-        return self.caches[which], position - (self.ends[which] - len(self.caches[which]))
+        return bisect_right(self.ends, position)
 
 
 def open_mixture(parts: Sequence[WeightedCache], config: CacheConfig) -> Mixture:
     """The caches of train.caches; ConfigError if they do not fit together."""
     caches = [open_configured(config.model_copy(update={"recipe": part.recipe}), part.path) for part in parts]
-    return Mixture(caches, [part.weight for part in parts])
+    return Mixture(caches, parts)
+
+
+def _trained_as(entry: WeightedCache) -> list[float | bool]:
+    """What decides how the samples of a cache are trained: its weight, then what differs from the defaults."""
+    return [entry.weight, *([entry.teacher, entry.loss_weight] if entry.teacher or entry.loss_weight != 1 else [])]
 
 
 def _check_compatible(first: Cache, other: Cache) -> None:

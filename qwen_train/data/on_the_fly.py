@@ -27,6 +27,7 @@ from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import Recipe
 from qwen_cache.format.shard import recover
 from qwen_cache.settings.load import Config
+from qwen_cache.settings.train import WeightedCache
 from qwen_cache.storage.mapped import read_file
 
 COMMAND = "from qwen_cache.cli import main; main()"
@@ -86,6 +87,9 @@ class OnTheFlySamples:
 
     def name(self, position: int) -> str:
         return self.names[position]
+
+    def of_cache(self, position: int) -> WeightedCache:
+        return WeightedCache(path=str(self.folder))
 
     def token_counts(self) -> IntArray:
         """`[2, N]`: image tokens (of target and controls) and text tokens."""

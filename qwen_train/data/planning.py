@@ -37,6 +37,7 @@ class Planned:
     @classmethod
     def of(cls, cache: Samples, config: TrainConfig) -> Planned:
         """Raises ConfigError or TrainError for settings under which nothing can be trained."""
+        check_teacher(config)
         training, validation = training_and_validation(cache, config)
         family = family_of_recipe(cache.recipe.recipe)
         check_noise_draws(family, config.noise_draws)
@@ -61,6 +62,24 @@ def training_and_validation(samples: Samples, config: TrainConfig) -> tuple[IntA
             do="build a cache: `qwen-cache build`",
         )
     return split(samples.column("target").to_pylist(), config.validation_split)
+
+
+def check_teacher(config: TrainConfig) -> None:
+    """ConfigError where no teacher is left, or nothing but the teacher."""
+    taught = [entry.path for entry in config.caches if entry.teacher]
+    if taught and config.method == "full":
+        raise ConfigError(
+            "the teacher of train.caches is the model with its LoRA switched off, and full training has none",
+            where=taught[0],
+            found="teacher: true and train.method=full",
+            do="set train.method=lora, or remove teacher",
+        )
+    if taught and len(taught) == len(config.caches):
+        raise ConfigError(
+            "every cache of train.caches has teacher: true, so the LoRA would learn to change nothing",
+            where=", ".join(taught),
+            do="add the cache to learn from, or remove teacher from it",
+        )
 
 
 def check_noise_draws(family: Family, noise_draws: int) -> None:

@@ -12,6 +12,7 @@ from qwen_cache.format.cache import Sample, open_configured
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import Recipe
 from qwen_cache.settings.load import Config
+from qwen_cache.settings.train import WeightedCache
 from qwen_train.data.mixture import Mixture, open_mixture
 from qwen_train.data.on_the_fly import OnTheFlySamples
 
@@ -51,6 +52,9 @@ class Samples(Protocol):
 
     def name(self, position: int) -> str:
         """The sample's name in the source."""
+
+    def of_cache(self, position: int) -> WeightedCache:
+        """The entry of `train.caches` that has the sample; with its defaults if there are none."""
 
     def row(self, position: int) -> IndexRow:
         """The sample's row in the index; ConfigError without an index."""

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.errors import ConfigError, TrainError, first_line
+from qwen_cache.settings.train import TrainConfig
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 """The LoRA in the output folder of a run, by the name that diffusers' pipelines look for."""
+
+ON_HUB = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*(?<!\.safetensors))(?:/(?P<file>[^\\]+\.safetensors))?")
+"""A repository on the hub, or a file of it."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +27,18 @@ class WeightedLora:
 
 def parse_lora(text: str) -> WeightedLora:
     """Parse `PATH` or `PATH:weight`, the path of a file or of a run's folder."""
-    path, _, number = text.rpartition(":")
+    path, weight = split_weight(text)
+    return WeightedLora(find_lora(Path(path)), weight)
+
+
+def split_weight(text: str) -> tuple[str, float]:
+    """`NAME:weight` as name and weight; the weight is 1 without a number after the last colon."""
+    name, _, number = text.rpartition(":")
     try:
         weight = float(number)
     except ValueError:
         weight = math.nan
-    if not path or not math.isfinite(weight):
-        path, weight = text, 1.0
-    return WeightedLora(find_lora(Path(path)), weight)
+    return (name, weight) if name and math.isfinite(weight) else (text, 1.0)
 
 
 def find_lora(source: Path) -> Path:
@@ -52,6 +61,48 @@ def find_start(path: Path) -> Path:
         return file
     expected, do = f"{WEIGHTS_NAME}, or another file", "name the output folder of a finished run, or the file of a LoRA"
     raise ConfigError("train.lora.weights: no LoRA here", where=path, expected=expected, do=do)
+
+
+def find_assistant(settings: TrainConfig) -> WeightedLora | None:
+    """The LoRA of `train.assistant_lora`, downloaded if it is on the hub; None if none is set.
+
+    Raises ConfigError for full training, and if there is no such LoRA.
+    """
+    if settings.assistant_lora is None:
+        return None
+    if settings.method == "full":
+        raise ConfigError(
+            "train.assistant_lora is left out of the result, which full training cannot do",
+            found="train.method=full",
+            do="set train.method=lora; or train weights that it is merged into: `qwen-train export --to merged`",
+        )
+    name, weight = split_weight(settings.assistant_lora)
+    path = Path(name)
+    on_hub = None if path.exists() else ON_HUB.fullmatch(name)
+    if on_hub:
+        path = _download(on_hub["repository"], on_hub["file"] or WEIGHTS_NAME)
+    file = path / WEIGHTS_NAME if path.is_dir() else path
+    if not file.is_file() or file.suffix != ".safetensors":
+        raise ConfigError(
+            "train.assistant_lora: no LoRA here",
+            where=path,
+            expected=f"{WEIGHTS_NAME} or a .safetensors file",
+            do="name the file of a LoRA, the output folder of a run, or owner/repository/file on the hub",
+        )
+    return WeightedLora(file, weight)
+
+
+def _download(repository: str, file: str) -> Path:
+    """A file of a repository on the hub; ConfigError if it cannot be downloaded."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+
+    try:
+        return Path(hf_hub_download(repository, file))
+    except (EntryNotFoundError, HFValidationError, OSError) as error:  # OSError: other answers of the hub, or none
+        what = f"train.assistant_lora: no such file here, and none from the hub: {first_line(error)}"
+        do = "name a file that exists here, or owner/repository/file on the hub"
+        raise ConfigError(what, where=f"{repository}/{file}", do=do) from None
 
 
 def check_export(form: str, out: Path) -> None:

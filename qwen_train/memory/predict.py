@@ -29,6 +29,7 @@ from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import LoraConfig, TrainConfig
 from qwen_train.data.batches import Batches, TokenPlaces, in_order
 from qwen_train.flow import flow_loss, interpolate
+from qwen_train.lora.assistant import assistant_bytes
 from qwen_train.lora.types import check_adapter
 from qwen_train.model.frozen_layers import InputDtypeLayerNorm
 from qwen_train.model.mixed_sizes import prefix_mask
@@ -119,7 +120,8 @@ def predict_memory(
             a, b = (_of_layers(n, transformer, settings, batch, device) for n in (few, more))
             values = tuple(y + (y - x) * (layers - more) // every for x, y in zip(a, b, strict=True))
     memory, update = Memory(*values[:-1]), values[-1]
-    memory = replace(memory, activations=max(memory.activations, update))
+    frozen = memory.weights + assistant_bytes(settings.train, compute_dtype(settings.train))
+    memory = replace(memory, weights=frozen, activations=max(memory.activations, update))
     if settings.train.offload_blocks:
         check_offload(settings, transformer)
         on_host = max(0, settings.train.offload_blocks - ON_DEVICE)
@@ -205,7 +207,8 @@ def block_bytes(transformer: dict[str, Any], settings: Config) -> int:
     """The bytes of one block's frozen weights."""
     models = (on_meta({**transformer, "num_layers": n}, settings).requires_grad_(False) for n in (1, 2))
     one, two = (frozen_bytes(model, quantization_of(transformer, settings))[0] for model in models)
-    return two - one
+    assistant = assistant_bytes(settings.train, compute_dtype(settings.train), "transformer_blocks")
+    return two - one + assistant // int(transformer["num_layers"])
 
 
 def host_bytes(transformer: dict[str, Any], settings: Config) -> int:

@@ -94,6 +94,24 @@ class Trainer:
         )
 
 
+class MixedTrainer(Trainer):
+    """`qwen-train run` on a cache, and on a second one with the base as teacher and half the weight in the loss."""
+
+    def __init__(self, cache: Path, taught: Path, model: Path, folder: Path) -> None:
+        super().__init__(cache, model, folder)
+        self.taught = taught
+
+    def arguments(self, out: str = "out", **changes: Any) -> list[str | Path]:
+        caches = [{"path": str(self.cache)}, {"path": str(self.taught), "teacher": True, "loss_weight": 0.5}]
+        changes["settings"] = {"train.caches": caches, **changes.get("settings", SMALL)}
+        command, _, *options = super().arguments(out, **changes)  # a cache there is in place of all of them
+        return [command, *options]
+
+    def config(self, **changes: Any) -> Config:
+        _, _, model, *assignments = self.arguments(**changes)
+        return load_config(None, [str(it) for it in assignments[1::2]], model__path=str(model))
+
+
 def metrics(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
