@@ -33,6 +33,7 @@ EXTRAS = {
     "jxl": "JPEG XL images in a source",
     "ray": "`build --ray`: encoding on a cluster",
     "prodigy": "optimizer.name: prodigy",
+    "gguf": "GGUF files as model.transformer",
     "quantization": "model.quantization, and optimizer.name: adamw8bit",
 }
 """The extras in pyproject.toml except `all` and those for this project's own demo, docs and tests."""

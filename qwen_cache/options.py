@@ -78,6 +78,16 @@ Model = Annotated[
         "model.path", "--model", panel=MODEL, metavar="MODEL", help="A diffusers folder, or a repository on the hub."
     ),
 ]
+Transformer = Annotated[
+    Given | None,
+    setting(
+        "model.transformer",
+        "--transformer",
+        panel=MODEL,
+        metavar="FILE",
+        help="A .safetensors or .gguf file in place of the transformer's weights in --model.",
+    ),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(

@@ -16,11 +16,12 @@ from typing import Any
 from qwen_cache.console import counting
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import installed
+from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.models.folder import WEIGHTS, ModelFolder, fingerprint, open_model, read_config
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.checksums import NAME as CHECKSUMS
-from qwen_cache.storage.remembered import file_digest
+from qwen_cache.storage.remembered import file_digest, remembered_digest
 from qwen_train.data.planning import Planned, check_cache, check_empty_prompts
 from qwen_train.data.samples import Samples, open_samples
 from qwen_train.launch import Launch
@@ -96,11 +97,12 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
                 do=f"continue it with `{command}`, or {NEW_RUN}",
             )
         check_tracker(config.logging.report_to)
-        model = open_model(config.model.path, TRANSFORMER_PARTS, config.model.revision)
-        transformer = read_config(model.component("transformer") / "config.json")
-        check_adapter(config, transformer)
+        model = open_model(
+            config.model.path, TRANSFORMER_PARTS, config.model.revision, transformer=config.model.transformer
+        )
+        check_adapter(config, model.transformer_config)
         if samples is not None:
-            check_cache(samples, model, transformer)
+            check_cache(samples, model, model.transformer_config)
             check_empty_prompts(samples, config.train.caption_dropout)
             Planned.of(samples, config.train)
         scheduler = read_config(model.component("scheduler") / "scheduler_config.json")
@@ -146,9 +148,14 @@ def check_timesteps(settings: TrainConfig, shift_terminal: float) -> None:
 def hash_transformer(model: ModelFolder) -> str:
     """The hash of the transformer's files, which are read if they have changed since the last run."""
     folder = model.component("transformer")
-    total = sum(path.stat().st_size for path in folder.iterdir() if path.name.endswith(WEIGHTS) and path.exists())
+    paths = [path for path in folder.iterdir() if path.name.endswith(WEIGHTS) and path.exists()]
+    if model.transformer is not None:
+        paths = [folder / "config.json", Path(model.transformer)]
+    total = sum(path.stat().st_size for path in paths)
     with counting("hashing the transformer", total, in_bytes=True, transient=True) as advance:
-        return fingerprint([folder], on_bytes=advance)
+        if model.transformer is None:
+            return fingerprint([folder], on_bytes=advance)
+        return content_hash(canonical_json([remembered_digest(path, advance) for path in paths]))
 
 
 def hash_assistant(assistant: WeightedLora) -> str:
@@ -192,7 +199,7 @@ def _whole_state(checkpoint: Path) -> dict[str, Any] | None:
 
 CONTENT = {
     CACHE: ("cache.path", "cache.recipe", "train.caches"),
-    TRANSFORMER: ("model.path", "model.revision"),
+    TRANSFORMER: ("model.path", "model.revision", "model.transformer"),
     ASSISTANT_LORA: ("train.assistant_lora",),
 }
 """The settings that name what is compared by content."""

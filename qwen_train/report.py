@@ -126,7 +126,7 @@ def overview(folder: Path, metrics: Metrics, facts: Mapping[str, Any], per_step:
     if sizes:
         yield "output files", "; ".join(sizes)
     if config:
-        yield "model", str(config.model.path)
+        yield "model", " with ".join(filter(None, (str(config.model.path), config.model.transformer)))
         yield "trained", f"a {adapter_title(config.train.lora)}" if config.train.method == "lora" else "every weight"
     for name in OVERVIEW_FACTS:
         if name in facts:

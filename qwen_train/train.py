@@ -335,7 +335,7 @@ def prepare(start: Start) -> Prepared:
         if settings.tabulated_modulation:
             held_out = validation.samples if validation else ()
             sigmas = [noised.draws[0].sigma for sample in held_out for noised in noised_samples(sample)]
-            tabulate(transformer, start.model.component("transformer"), batches.schedule, sigmas)
+            tabulate(transformer, start.model.transformer_weights, batches.schedule, sigmas)
         if settings.offload_blocks:
             offload_blocks(transformer, settings.offload_blocks, accelerator.device)
         transformer = wrap(accelerator, transformer, settings)
@@ -346,6 +346,8 @@ def prepare(start: Start) -> Prepared:
     run.origin = {"model": start.model.public_name, "pipeline": start.model.pipeline, "cache": batches.cache.identity}
     if start.assistant:
         run.origin["assistant_lora"] = f"{start.assistant.file.name}, {assistant}"
+    if start.model.transformer is not None:
+        run.origin["transformer"] = Path(start.model.transformer).name
     if start.newest:
         changed = settings_changed(start.out / CONFIG_NAME, config)
         load_checkpoint(start.newest, run)
@@ -383,8 +385,7 @@ def announce(p: Prepared, start: Start, changed: list[str]) -> None:
             console().print(plain(line), markup=False)
     if changed:
         console().print(f"[bold]changed[/] from here on: {verbatim(', '.join(changed))}")
-    transformer = read_config(start.model.component("transformer") / "config.json")
-    print_memory(p.config, p.batches, transformer, p.accelerator.device.type)
+    print_memory(p.config, p.batches, start.model.transformer_config, p.accelerator.device.type)
 
 
 def load_for_training(start: Start, config: Config, batches: Batches, accelerator: Accelerator) -> Any:

@@ -31,6 +31,7 @@ from qwen_train.model.frozen_layers import replace_layers
 from qwen_train.model.modulation import TabulatedTransformer2DModel, check_settings
 from qwen_train.model.offload import check_settings as check_offload
 from qwen_train.model.sharding import assign, full_tensor
+from qwen_train.model.single_file import load_single_file, quantize
 from qwen_train.model.stock import trained_class
 
 CPU = torch.device("cpu")
@@ -50,19 +51,30 @@ def load_transformer(model: ModelFolder, config: Config, device: torch.device = 
     float32, on the device or, for FSDP2, block by block. What computes in float32 does so without TF32, in the whole
     process.
     """
-    folder, settings, kind = model.component("transformer"), config.train, config.model.quantization
-    check_component(folder)
-    saved = read_config(folder / "config.json")
+    settings, kind, saved = config.train, config.model.quantization, model.transformer_config
+    where = model.component("transformer") if model.transformer is None else Path(model.transformer)
     if settings.method == "full":
-        _refuse_quantised(folder, kind)
+        _refuse_quantised(saved, kind, where)
     if settings.offload_blocks:
         check_offload(config, saved)
-    dtype = _stored_dtype(folder) if settings.method == "full" else compute_dtype(settings)
-    model_class = trained_class(saved, folder)
+    dtype = _stored_dtype(model) if settings.method == "full" else compute_dtype(settings)
+    model_class = trained_class(saved, where)
     if settings.tabulated_modulation:
         check_settings(settings, saved)
         model_class = TabulatedTransformer2DModel
-    offloaded = settings.offload_blocks > 0
+    load = _load_folder if model.transformer is None else load_file
+    transformer = load(model_class, model, dtype, kind, device, offloaded=settings.offload_blocks > 0)
+    if compute_dtype(settings) == torch.float32:
+        full_float32()
+    return transformer
+
+
+def _load_folder(
+    model_class: type[Any], model: ModelFolder, dtype: torch.dtype, kind: str, device: torch.device, *, offloaded: bool
+) -> Any:
+    """The transformer of the model's folder."""
+    folder = model.component("transformer")
+    check_component(folder)
     options = quantization_options(folder, kind, dtype, model_class.NOT_QUANTISED, device, offloaded=offloaded)
     try:
         transformer, info = model_class.from_pretrained(
@@ -79,14 +91,42 @@ def load_transformer(model: ModelFolder, config: Config, device: torch.device = 
             found=sorted(info["missing_keys"])[0],
             do="download this component again",
         )
-    if compute_dtype(settings) == torch.float32:
-        full_float32()
     return transformer
 
 
-def _stored_dtype(folder: Path) -> torch.dtype:
+def load_file(
+    model_class: type[Any], model: ModelFolder, dtype: torch.dtype, kind: str, device: torch.device, *, offloaded: bool
+) -> Any:
+    """The transformer of the model's single file, quantised to `kind` by `device` unless it is `offloaded`.
+
+    Raises ConfigError if the file is quantised already, and for nf4, which bitsandbytes makes of folders only.
+    """
+    file = model.transformer_file
+    assert file is not None
+    if kind != "none" and (file.quantization or kind == "nf4"):
+        raise ConfigError(
+            f"model.quantization={kind} is for weights that are not quantised yet"
+            if file.quantization
+            else "model.quantization=nf4 is for folders: bitsandbytes quantises while diffusers loads them",
+            where=file.path,
+            found=f"{file.quantization} weights" if file.quantization else None,
+            do="set model.quantization=none: the file is loaded as it was saved"
+            if file.quantization
+            else "set model.quantization=int8 or fp8, or use a GGUF file",
+        )
+    transformer = load_single_file(model_class, model, dtype)
+    if kind != "none":
+        config = _quantization_config(kind, dtype, model_class.NOT_QUANTISED)
+        quantize(transformer, config, None if offloaded or not is_accelerator(device) else device)
+    return transformer
+
+
+def _stored_dtype(model: ModelFolder) -> torch.dtype:
     """bfloat16 if all weights are; else float32, which represents every other dtype exactly."""
-    for file in folder.glob("*.safetensors"):
+    if model.transformer_file is not None:
+        dtypes = {tensor.dtype for tensor in model.transformer_file.tensors.values()}
+        return torch.bfloat16 if dtypes == {"BF16"} else torch.float32
+    for file in model.component("transformer").glob("*.safetensors"):
         with safe_open(file, framework="pt") as weights:
             if any(weights.get_slice(name).get_dtype() != "BF16" for name in weights.keys()):  # noqa: SIM118 (no dict)
                 return torch.float32
@@ -192,13 +232,13 @@ def _quantization_config(kind: str, dtype: torch.dtype, skipped: list[str]) -> A
         raise ConfigError(f"model.quantization={kind}: {error}", do=install_command("quantization")) from None
 
 
-def _refuse_quantised(folder: Path, kind: str) -> None:
-    saved = _saved_quantization(folder)
+def _refuse_quantised(config: Mapping[str, Any], kind: str, where: Path) -> None:
+    saved = config.get("quantization_config")
     if kind == "none" and saved is None:
         return
     raise ConfigError(
         "train.method=full cannot train quantised weights",
-        where=folder if saved else None,
+        where=where if saved else None,
         found=f"quant_method {saved.get('quant_method')} in config.json" if saved else f"model.quantization={kind}",
         do="set train.method=lora" + ("" if saved else ", or model.quantization=none"),
     )

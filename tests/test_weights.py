@@ -111,7 +111,7 @@ def test_a_changed_result_is_refused_wherever_it_is_loaded(train: Trainer) -> No
     opened = open_model(str(model), ("transformer", "vae", "scheduler"))
     for load in (
         lambda: load_pipeline(opened, PredictConfig(), choose("cpu", None, None, None)),
-        lambda: merge(Lora({}, {}, {}), train.folder / "merged", model / "transformer"),
+        lambda: merge(Lora({}, {}, {}), train.folder / "merged", opened),
     ):
         with pytest.raises(ModelError, match="was changed after it was written"):
             load()

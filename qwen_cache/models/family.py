@@ -65,6 +65,8 @@ class Family:
     """The class in diffusers."""
     text_width_key: str
     """The key of the text embeddings' width in the transformer's config.json."""
+    text_norm: str
+    """The transformer's parameter of that width, which only this family has."""
     pixels_per_text_token: int
     """Pixels of an image per token of the text encoder."""
     image_mode: Literal["RGB", "RGBA"] = "RGB"
@@ -132,6 +134,7 @@ QWEN_IMAGE = Family(
     text_encoder="qwen2_5_vl",
     transformer="QwenImageTransformer2DModel",
     text_width_key="joint_attention_dim",
+    text_norm="txt_norm.weight",
     pixels_per_text_token=28 * 28,  # patches of 14×14, merged 2×2
     predict_defaults={"num_inference_steps": 50, "true_cfg_scale": 4.0, "max_sequence_length": 512},
     not_in_predict={
@@ -162,6 +165,7 @@ QWEN_IMAGE_21 = Family(
     text_encoder="qwen3_vl",
     transformer="QwenImage21Transformer2DModel",
     text_width_key="context_in_dim",
+    text_norm="txt_in.text_norm.weight",
     pixels_per_text_token=32 * 32,  # patches of 16×16, merged 2×2
     image_mode="RGBA",
     one_condition_image=True,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from qwen_cache.errors import ModelError, first_line
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.models.family import NOT_YET, PIPELINES, SUPPORTED, Family, Pipeline, PipelineName, family_of
 from qwen_cache.models.template import Template
+from qwen_cache.models.weights_file import WeightsFile, check_packages, open_weights_file
 from qwen_cache.storage.checksums import NAME as CHECKSUMS
 from qwen_cache.storage.checksums import find_fault
 from qwen_cache.storage.mapped import read_file
@@ -34,10 +36,29 @@ class ModelFolder:
     name: str
     path: Path
     pipeline: PipelineName
+    transformer: str | None = None
+    """A single file whose weights are used in place of those of the transformer's folder."""
 
     def component(self, name: str) -> Path:
         """The folder of a component, such as `vae`."""
         return self.path / name
+
+    @cached_property
+    def transformer_file(self) -> WeightsFile | None:
+        """The single file in place of the transformer's weights; ModelError if it is not of this model."""
+        config = self.component("transformer") / "config.json"
+        return None if self.transformer is None else open_weights_file(self.transformer, read_config(config))
+
+    @property
+    def transformer_weights(self) -> Path | WeightsFile:
+        """Where the transformer's weights are: the single file, or the component's folder."""
+        return self.transformer_file or self.component("transformer")
+
+    @property
+    def transformer_config(self) -> dict[str, Any]:
+        """The transformer's config.json; with a single file, its `quantization_config` is that of the file."""
+        config = read_config(self.component("transformer") / "config.json")
+        return config if self.transformer_file is None else self.transformer_file.config(config)
 
     @property
     def public_name(self) -> str:
@@ -120,10 +141,15 @@ def _is_sigma(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
 
 
-def open_model(name: str | None, components: Sequence[str], revision: str | None = None) -> ModelFolder:
-    """Find a model, download missing `components`, and check that all of them exist; ModelError otherwise."""
+def open_model(
+    name: str | None, components: Sequence[str], revision: str | None = None, transformer: str | None = None
+) -> ModelFolder:
+    """Find a model, download missing `components`, and check that all of them exist; ModelError otherwise.
+
+    With a single file as its `transformer`, of the transformer's folder only config.json is needed.
+    """
     name = check_name(name)
-    path = Path(name) if Path(name).is_dir() else _download(name, components, revision)
+    path = Path(name) if Path(name).is_dir() else _download(name, components, revision, transformer)
     index = path / "model_index.json"
     if not index.is_file():
         do = "name the folder that contains vae/, text_encoder/ and transformer/, or a repository on the hub"
@@ -145,7 +171,10 @@ def open_model(name: str | None, components: Sequence[str], revision: str | None
             found=folders,
             do="download the whole model, or name another with --model",
         )
-    return ModelFolder(name, path, pipeline)
+    opened = ModelFolder(name, path, pipeline, transformer)
+    if "transformer" in components:
+        check_packages(opened.transformer_file)  # and with it the file
+    return opened
 
 
 def fingerprint(
@@ -187,7 +216,7 @@ def check_name(name: str | None) -> str:
     return name
 
 
-def _download(name: str, components: Sequence[str], revision: str | None) -> Path:
+def _download(name: str, components: Sequence[str], revision: str | None, transformer: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -196,7 +225,9 @@ def _download(name: str, components: Sequence[str], revision: str | None) -> Pat
         RepositoryNotFoundError,
     )
 
-    patterns = ["model_index.json", *(f"{each}/*" for each in components)]
+    whole = [each for each in components if each != "transformer" or transformer is None]
+    patterns = ["model_index.json", *(f"{each}/*" for each in whole)]
+    patterns += ["transformer/config.json"] if len(whole) < len(components) else []
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (RepositoryNotFoundError, HFValidationError) as error:

@@ -12,5 +12,9 @@ class ModelConfig(Section):
     """A diffusers folder, or a repository on the Hugging Face hub."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
+    transformer: str | None = None
+    """A single file in place of the transformer's weights: .safetensors as ComfyUI has it (bf16, fp8, scaled fp8), or
+    .gguf. Its config.json and all other components are those of model.path."""
     quantization: Literal["none", "int8", "fp8", "nf4"] = "none"
-    """Quantize the frozen transformer to 8 bits (torchao) or 4 (bitsandbytes, needs a GPU). none: as the folder is."""
+    """Quantize the frozen transformer to 8 bits (torchao) or 4 (bitsandbytes, needs a GPU). none: as the folder or file
+    is."""

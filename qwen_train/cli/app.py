@@ -23,6 +23,7 @@ from qwen_cache.options import (
     Json,
     Model,
     ReadPath,
+    Transformer,
     command,
     setting,
     setting_argument,
@@ -72,6 +73,7 @@ def run(
         ),
     ] = False,
     model: Model = None,
+    transformer: Transformer = None,
     max_steps: Annotated[
         Given | None, setting("train.max_steps", "--max-steps", panel=TRAINING, help="Optimizer steps.")
     ] = None,
@@ -120,7 +122,7 @@ def run(
     named = [] if encode_on_the_fly else _only_cache(cache)
     if encode_on_the_fly and cache:
         named = [Given("CACHE", "data.source", cache.value)]
-    given = [model, max_steps, learning_rate, rank, batch_size, out, *named]
+    given = [model, transformer, max_steps, learning_rate, rank, batch_size, out, *named]
     return run_train(config, set_, given, resume=resume, encode_on_the_fly=encode_on_the_fly, as_json=json)
 
 
@@ -167,6 +169,7 @@ def predict(
         ),
     ] = None,
     model: Model = None,
+    transformer: Transformer = None,
     lora: Annotated[
         list[str] | None,
         typer.Option(
@@ -320,7 +323,16 @@ def predict(
 
     sizes = (height, width, output_resolution)
     guidance = (negative_prompt, true_cfg_scale, guidance_scale)
-    others = (model, num_inference_steps, sigmas, num_images_per_prompt, seed, max_sequence_length, offload)
+    others = (
+        model,
+        transformer,
+        num_inference_steps,
+        sigmas,
+        num_images_per_prompt,
+        seed,
+        max_sequence_length,
+        offload,
+    )
     settings = load_config(config, set_, [*others, *guidance, *sizes])
     from qwen_cache.errors import ConfigError
     from qwen_train.cli.predict import PredictOptions, check_guidance, run_predict
@@ -387,6 +399,7 @@ def report(folder: OutputFolder = None, json: Json = False, config: ConfigFile =
 def plan(
     cache: ReadPath = None,
     model: Model = None,
+    transformer: Transformer = None,
     gpu_memory: Annotated[
         str | None,
         typer.Option(
@@ -402,7 +415,7 @@ def plan(
     """Predict the memory of training by part, and whether it fits. Loads no weights."""
     from qwen_cache.settings.load import load_config
 
-    settings = load_config(config, set_, [model, *_only_cache(cache)])
+    settings = load_config(config, set_, [model, transformer, *_only_cache(cache)])
     from qwen_train.cli.plan import run_plan
 
     return run_plan(settings, gpu_memory, as_json=json)
@@ -420,6 +433,7 @@ def export(
     source: Annotated[Path, typer.Argument(help="A LoRA: its file, or the folder of a run.", metavar="LORA")],
     *,
     model: Model = None,
+    transformer: Transformer = None,
     to: Annotated[
         Literal["diffusers", "comfyui", "peft", "merged"],
         typer.Option(help="The format; merged: the LoRA added to the model's weights.", rich_help_panel=OUTPUT),
@@ -440,7 +454,8 @@ def export(
     from qwen_cache.settings.load import load_config
     from qwen_train.cli.export import run_export
 
-    named = load_config(config, set_, [model]).model if model or config or set_ else None
+    given = model or transformer or config or set_
+    named = load_config(config, set_, [model, transformer]).model if given else None
     return run_export(source, to, out, named, as_json=json)
 
 

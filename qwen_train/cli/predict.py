@@ -78,7 +78,7 @@ def run_predict(settings: Config, options: PredictOptions) -> int:
     options = replace(options, prompts=[parse(prompt)[0] for prompt in options.prompts])
     components = COMPONENTS if options.cache is None else COMPONENTS_FOR_A_CACHE
     loras = [parse_lora(text) for text in options.loras]
-    model = open_model(settings.model.path, components, settings.model.revision)
+    model = open_model(settings.model.path, components, settings.model.revision, transformer=settings.model.transformer)
     cache = None if options.cache is None else open_configured(settings.cache, options.cache)
     samples = [] if cache is None else [find_sample([cache], key)[1] for key in options.keys]
     from qwen_train.inference.devices import choose

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from qwen_cache.console import console
 from qwen_cache.errors import ConfigError, TrainError, first_line
-from qwen_cache.models.folder import ModelFolder, read_config
+from qwen_cache.models.folder import ModelFolder
 from qwen_cache.plain_text import plain
 from qwen_cache.storage.checksums import check_safetensors
 from qwen_train.lora.adapter import PREFIX, origin_of
@@ -45,7 +45,7 @@ def check_loras(
         return
     folder = model.component("transformer")
     kind = TabulatedTransformer2DModel if tabulated else stock_class(folder)
-    config = read_config(folder / "config.json")
+    config = model.transformer_config
     if merge and (quantization != "none" or "quantization_config" in config):
         do = "generate without --merge, or merge into the unquantised model: `qwen-train export --to merged`"
         raise ConfigError("a LoRA merged into quantised weights would be rounded away", found="--merge", do=do)

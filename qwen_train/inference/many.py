@@ -23,7 +23,7 @@ from qwen_cache.errors import ConfigError, Problem, SourceError
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import content_hash
 from qwen_cache.models.family import Family
-from qwen_cache.models.folder import ModelFolder, read_config
+from qwen_cache.models.folder import ModelFolder
 from qwen_cache.plain_text import plain
 from qwen_cache.sources.places import File
 from qwen_cache.storage.remembered import file_digest
@@ -172,6 +172,7 @@ def fingerprint(model: ModelFolder) -> str:
     """The hash of a model's file names, sizes and times; reading the files would take longer than generating."""
     folders = [model.component(name) for name in COMPONENTS if (model.path / name).is_dir()]
     files = [(folder.name, path) for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
+    files += [("transformer", Path(model.transformer))] if model.transformer else []
     stats = [(component, path.name, path.stat()) for component, path in files]
     return content_hash(
         json.dumps([[component, name, s.st_size, s.st_mtime_ns] for component, name, s in stats]).encode()
@@ -186,7 +187,7 @@ def generate_samples(generator: Generator, cache: Cache, samples: Sequence[Sampl
     model, config, devices = generator.model, generator.config, generator.devices
     sampling = generator.sampling
     guidance = guidance_from_cache(config.negative_prompt, sampling.true_cfg_scale)
-    check_cache(Mixture.of(cache), model, read_config(model.component("transformer") / "config.json"))
+    check_cache(Mixture.of(cache), model, model.transformer_config)
     with_controls = sum(len(sample.img_shapes) > 1 for sample in samples)
     if with_controls and (note := unusual_controls(model, with_controls, len(samples))):
         console().print(plain(note), markup=False)

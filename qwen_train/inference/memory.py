@@ -33,7 +33,14 @@ from qwen_cache.settings.load import Config
 from qwen_cache.sources.sizes import calculate_dimensions
 from qwen_train.data.batches import in_order
 from qwen_train.memory.plan import Workload, config_path
-from qwen_train.memory.predict import FRAGMENTATION, RESERVED, SampleSize, frozen_bytes, quantization_of
+from qwen_train.memory.predict import (
+    FRAGMENTATION,
+    RESERVED,
+    Quantization,
+    SampleSize,
+    frozen_bytes,
+    quantization_of,
+)
 from qwen_train.model.stock import trained_class
 
 CHANNELS = {"RGB": 3, "RGBA": 4}
@@ -64,7 +71,7 @@ class Components:
     condition_area: int | None
     """About the pixels of an image for the text encoder; None for those of the VAE."""
     dtype: torch.dtype = torch.bfloat16
-    quantization: str = "none"
+    quantization: Quantization | None = None
     """The transformer's, on loading."""
 
     @property

@@ -37,7 +37,7 @@ from qwen_train.inference.prompts import Embedded, PromptEncoder
 from qwen_train.lora.files import WeightedLora
 from qwen_train.model.modulation import TabulatedTransformer2DModel, tabulate
 from qwen_train.model.stock import stock_class, trained_class
-from qwen_train.weights import quantization_options
+from qwen_train.weights import load_file, quantization_options
 
 Prompt = str | list[str] | None
 
@@ -59,7 +59,8 @@ def load_pipeline(
     offload, tabulated, dtype = config.offload, config.tabulated_modulation, torch_dtype(config.dtype)
     check_offload(offload, devices)
     folder = model.component("transformer")
-    check_component(folder)
+    if model.transformer is None:
+        check_component(folder)
     with naming(model.component("scheduler")):
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.component("scheduler"))
     with memory_for("loading the VAE", devices.vae):
@@ -69,11 +70,15 @@ def load_pipeline(
     stock = stock_class(folder)
     kind = TabulatedTransformer2DModel if tabulated else stock
     whole = trained_class({"_class_name": stock.__name__}, folder).NOT_QUANTISED
-    options = quantization_options(folder, quantization, dtype, whole, devices.transformer, offloaded=offload != "none")
-    with memory_for("loading the transformer", devices.transformer):
-        transformer = load_whole(kind, folder, torch_dtype=dtype, **options)
+    place, offloaded = devices.transformer, offload != "none"
+    with memory_for("loading the transformer", place):
+        if model.transformer is None:
+            options = quantization_options(folder, quantization, dtype, whole, place, offloaded=offloaded)
+            transformer = load_whole(kind, folder, torch_dtype=dtype, **options)
+        else:
+            transformer = load_file(kind, model, dtype, quantization, place, offloaded=offloaded).requires_grad_(False)
         if tabulated:
-            tabulate(transformer, folder, NoiseSchedule.of_config(scheduler.config))
+            tabulate(transformer, model.transformer_weights, NoiseSchedule.of_config(scheduler.config))
         if offload == "none":
             transformer.to(devices.transformer)
         parts: dict[str, Any] = dict.fromkeys(part for part in model.facts.encoder_parts if part != "vae")

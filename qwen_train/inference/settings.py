@@ -15,7 +15,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from qwen_cache.console import plural
 from qwen_cache.errors import ConfigError
-from qwen_cache.models.folder import ModelFolder, read_config
+from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.inference import PredictConfig
 from qwen_cache.system_errors import naming
 from qwen_train.inference.devices import Devices, check_offload
@@ -64,7 +64,7 @@ def check_settings(model: ModelFolder, config: PredictConfig, devices: Devices) 
     _check_names(model, config)
     _check_steps(model, config)
     _check_sides(model, config)
-    transformer = read_config(model.component("transformer") / "config.json")
+    transformer = model.transformer_config
     if config.tabulated_modulation:
         check_model(transformer)
         if config.dtype != "bfloat16":

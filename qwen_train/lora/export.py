@@ -32,7 +32,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from qwen_cache.errors import ConfigError, ModelError, TrainError, first_line
-from qwen_cache.models.folder import check_component, open_model, read_config
+from qwen_cache.models.folder import ModelFolder, check_component, open_model
 from qwen_cache.settings.load import CONFIG_NAME, load_config
 from qwen_cache.settings.model import ModelConfig
 from qwen_cache.storage.checksums import check_safetensors, sealed, write_checksums
@@ -42,6 +42,7 @@ from qwen_train.lora.files import check_export, find_lora
 from qwen_train.lora.names import COMFYUI_NAMES, DOWN, UP, comfyui_prefix, peft_names
 from qwen_train.lora.tensors import alpha_of, by_module, layer_shape, lokr_scale, rank_of, scaled_lokr
 from qwen_train.lora.types import LOHA, LOKR, LORA, OFT, AdapterType, type_of, type_of_names
+from qwen_train.model.single_file import DTYPES, load_single_file
 from qwen_train.model.stock import stock_class
 
 Form = Literal["diffusers", "comfyui", "peft", "merged"]
@@ -87,7 +88,7 @@ def export(source: Path, form: str, out: Path, model: ModelConfig | None = None)
     check_export(form, out)
     lora = read_lora(find_lora(source))
     if form == "merged":
-        return merge(lora, out, transformer_folder(source, model))
+        return merge(lora, out, base_model(source, model))
     if form == "peft":
         return write_peft_folder(lora, out)
     write: dict[str, Callable[[Lora], bytes]] = {"diffusers": diffusers_file, "comfyui": comfyui_file}
@@ -287,33 +288,28 @@ def write_peft_folder(lora: Lora, out: Path) -> Path:
 # ---- merged weights --------------------------------------------------------------------------------------------------
 
 
-def transformer_folder(source: Path, model: ModelConfig | None) -> Path:
-    """The base model's transformer: that of `model`, or of the qwen.yaml beside the LoRA."""
+def base_model(source: Path, model: ModelConfig | None) -> ModelFolder:
+    """The base model of `model`, or of the qwen.yaml beside the LoRA; ModelError if its transformer is quantised."""
     folder = source if source.is_dir() else source.parent
     candidates = [path for path in (folder / CONFIG_NAME, folder.parent / CONFIG_NAME) if path.is_file()]
     if model is None:
         model = load_config(candidates[0]).model if candidates else ModelConfig()
-    path = open_model(model.path, ("transformer",), model.revision).component("transformer")
-    if "quantization_config" in read_config(path / "config.json"):
+    base = open_model(model.path, ("transformer",), model.revision, transformer=model.transformer)
+    if "quantization_config" in base.transformer_config:
         raise ModelError(
             "these weights are quantised: merging would round the LoRA away",
-            where=path,
+            where=model.transformer or base.component("transformer"),
             do="merge into the unquantised model, with --model",
         )
-    return path
+    return base
 
 
-def merge(lora: Lora, out: Path, base: Path) -> Path:
+def merge(lora: Lora, out: Path, base: ModelFolder) -> Path:
     """Write to `out` the transformer of `base` with the LoRA added to its weights, in their dtype, atomically.
 
     Modules are changed in place; the folder is written next to `out` and then renamed.
     """
-    check_component(base)
-    kind = stock_class(base)
-    try:
-        transformer = kind.from_pretrained(base, torch_dtype=stored_dtype(base), use_safetensors=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"the transformer cannot be loaded: {error}", where=base) from None
+    transformer = load_stored(base)
     add_to_weights(lora, transformer)
     with whole_folder(out) as temporary:
         transformer.save_pretrained(temporary)
@@ -321,6 +317,19 @@ def merge(lora: Lora, out: Path, base: Path) -> Path:
         if out.exists():
             out.rmdir()  # fails if it is no longer empty
     return out
+
+
+def load_stored(base: ModelFolder) -> Any:
+    """The stock transformer in the dtype of its weights; ModelError if it cannot be loaded."""
+    folder = base.component("transformer")
+    kind = stock_class(folder)
+    if (file := base.transformer_file) is not None:
+        return load_single_file(kind, base, DTYPES[file.tensors["proj_out.weight"].dtype])
+    check_component(folder)
+    try:
+        return kind.from_pretrained(folder, torch_dtype=stored_dtype(folder), use_safetensors=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"the transformer cannot be loaded: {error}", where=folder) from None
 
 
 def add_to_weights(lora: Lora, transformer: Any, weight: float = 1.0) -> None:

@@ -55,10 +55,25 @@ class SampleSize(NamedTuple):
     """For each control the text tokens before it; none for the 20B family."""
 
 
+UNPACKED_TENSORS = 3  # of a GGUF matrix: diffusers' result in float16, its copy in bfloat16, and the blocks' integers
 RESERVED = 800_000_000  # CUDA context and libraries: 0.4 to 0.8 GB as published for recent GPUs; not measured here
 FRAGMENTATION = 0.03  # of the rest is unusable in the caching allocator; a conservative guess
-BYTES_PER_WEIGHT = {"int8": 1.0, "fp8": 1.0, "nf4": 0.5 + 4 / 64}  # nf4: a float32 scale per 64 weights
-BYTES_PER_ROW = {"int8": 5, "fp8": 4, "nf4": 0}  # each output channel's float32 scale, and torchao's int8 zero point
+
+
+class Quantization(NamedTuple):
+    """The bytes of the matrices in the blocks."""
+
+    per_weight: float
+    per_row: float = 0
+    unpacked: int = 1
+    """How many tensors of the size of an unquantised matrix there are while it is unpacked."""
+
+
+QUANTIZATIONS = {
+    "int8": Quantization(1, 5),  # each output channel's float32 scale, and torchao's int8 zero point
+    "fp8": Quantization(1, 4),
+    "nf4": Quantization(0.5 + 4 / 64),  # a float32 scale per 64 weights
+}
 OPTIMIZER_STATE: dict[str, Callable[[Tensor], float]] = {
     "adamw": lambda p: 8 * p.numel(),
     # two bytes per element and two float32 scales per 256; small tensors stay in float32
@@ -175,31 +190,37 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def quantization_of(transformer: dict[str, Any], settings: Config) -> str:
-    """The quantisation of the frozen weights: by the settings, or by the config.json of a quantised folder."""
+def quantization_of(transformer: dict[str, Any], settings: Config) -> Quantization | None:
+    """The quantisation of the frozen weights: by the settings, by the config.json of a quantised folder, or that of a
+    single file. None without one."""
     saved = transformer.get("quantization_config")
     if saved is None:
-        return settings.model.quantization
+        return QUANTIZATIONS.get(settings.model.quantization)
+    if "bytes_per_weight" in saved:
+        packed = saved["quant_method"] == "gguf"
+        return Quantization(saved["bytes_per_weight"], unpacked=UNPACKED_TENSORS if packed else 1)
     text = json.dumps(saved).lower()
     kinds = {'"load_in_4bit": true': "nf4", '"load_in_8bit": true': "int8", "int8": "int8", "float8": "fp8"}
     for pattern, kind in kinds.items():
         if pattern in text:
-            return kind
+            return QUANTIZATIONS[kind]
     raise ModelError(
         "unknown quantisation: its memory cannot be predicted", where="config.json", found=saved.get("quant_method")
     )
 
 
-def frozen_bytes(model: nn.Module, kind: str) -> tuple[int, int]:
+def frozen_bytes(model: nn.Module, quantization: Quantization | None) -> tuple[int, int]:
     """The bytes of the frozen weights, and of the largest quantised one when unpacked for its product."""
     frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     total, unpacked = float(sum(map(_bytes, frozen))), 0
-    blocks: Any = model.transformer_blocks if kind != "none" else nn.Module()
+    if quantization is None:
+        return int(total), 0
+    blocks: Any = model.transformer_blocks
     for module in blocks.modules():
         if isinstance(module, nn.Linear) and module.weight in frozen:
             weight = module.weight
-            total += BYTES_PER_WEIGHT[kind] * weight.numel() + BYTES_PER_ROW[kind] * len(weight) - _bytes(weight)
-            unpacked = max(unpacked, _bytes(weight))
+            total += quantization.per_weight * weight.numel() + quantization.per_row * len(weight) - _bytes(weight)
+            unpacked = max(unpacked, quantization.unpacked * _bytes(weight))
     return int(total), unpacked
 
 

@@ -4,7 +4,8 @@ The outputs of `img_mod` and `txt_mod` of every block and of `norm_out.linear` d
 has 733 timesteps from 0.02 to 1. They are computed once for all timesteps, layer by layer from the checkpoint's files;
 each step then reads its rows from a memory-mapped file. Sums are in float32 and rounded once, so a row may differ by
 one rounding from a device's result. With quantisation on loading, the rows are those of the unquantised weights.
-Refused: float32, which has too many timesteps; a LoRA on these layers; folders saved quantised; unknown timesteps.
+Of a single file in fp8 or GGUF the rows are those of its unpacked weights. Refused: float32, which has too many
+timesteps; a LoRA on these layers; folders saved quantised; unknown timesteps.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.models.devices import to_device
 from qwen_cache.models.family import QWEN_IMAGE_21
 from qwen_cache.models.folder import read_config
+from qwen_cache.models.weights_file import WeightsFile
 from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.durable import allocate, cache_home, sync, whole_file
 from qwen_cache.storage.remembered import remembered
 from qwen_train.flow import NoiseSchedule
+from qwen_train.model.single_file import map_file, unpacked
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
 VERSION = 1  # increase it with every change that affects a row
@@ -93,7 +96,7 @@ def check_model(config: Mapping[str, Any]) -> None:
             f"{QWEN_IMAGE_21.name} has one modulation for all blocks, so a table would save nothing",
             do="set tabulated_modulation=false",
         )
-    if "quantization_config" in config:
+    if "quantization_config" in config and "bytes_per_weight" not in config["quantization_config"]:  # of a folder
         do = "use the unquantised model, with model.quantization; or set tabulated_modulation=false"
         raise ModelError("the table needs unquantised weights, and this transformer was saved quantised", do=do)
     if config.get("use_additional_t_cond"):
@@ -144,11 +147,15 @@ class Checkpoint:
 
     def fingerprint(self, layers: Sequence[str]) -> str:
         """One hash over the weights and biases of these layers, read again only when a file has changed."""
-        files = sorted({self.files.get(f"{layer}.weight", SAFETENSORS_WEIGHTS_NAME) for layer in layers})
-        paths = [self.folder / name for name in files]
+        paths = self.paths(layers)
         if not all(path.is_file() for path in paths):
             return self._hash(layers)  # which says what is missing
         return remembered(f"modulation {VERSION} {list(layers)}", paths, lambda: self._hash(layers))
+
+    def paths(self, layers: Sequence[str]) -> list[Path]:
+        """The files with these layers."""
+        files = sorted({self.files.get(f"{layer}.weight", SAFETENSORS_WEIGHTS_NAME) for layer in layers})
+        return [self.folder / name for name in files]
 
     def _hash(self, layers: Sequence[str]) -> str:
         digest = xxhash.xxh3_128(f"modulation {VERSION}".encode())
@@ -158,6 +165,19 @@ class Checkpoint:
             raw: Any = tensor.contiguous().view(torch.uint8).numpy()
             digest.update(raw)
         return digest.hexdigest()
+
+
+class FileCheckpoint(Checkpoint):
+    """The same of a single file; fp8 and packed weights are unpacked."""
+
+    def __init__(self, file: WeightsFile) -> None:
+        self.file, self.whole = file, map_file(file)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return unpacked(self.whole, self.file.tensors[name])
+
+    def paths(self, layers: Sequence[str]) -> list[Path]:
+        return [self.file.path]
 
 
 def open_table(checkpoint: Checkpoint, fingerprint: str, config: Mapping[str, Any], timesteps: Tensor) -> Table:
@@ -296,8 +316,11 @@ class TabulatedTransformer2DModel(QwenImageMultiResTransformer2DModel):
         raise ModelError("this transformer lacks its modulation weights, so it cannot be saved whole", do=OFF)
 
 
-def tabulate(transformer: Any, folder: Path, schedule: NoiseSchedule, sigmas: Sequence[float] = ()) -> None:
-    """Set the rows for the schedule's noise levels and for `sigmas`, in a transformer loaded from `folder`.
+def tabulate(
+    transformer: Any, weights: Path | WeightsFile, schedule: NoiseSchedule, sigmas: Sequence[float] = ()
+) -> None:
+    """Set the rows for the schedule's noise levels and for `sigmas`, in a transformer loaded from `weights`, a folder
+    or a single file.
 
     On each machine one process writes missing tables while the others wait.
     """
@@ -311,7 +334,7 @@ def tabulate(transformer: Any, folder: Path, schedule: NoiseSchedule, sigmas: Se
         )
     scheduled, others = timesteps_from(schedule.shift_terminal), torch.tensor(sigmas, dtype=torch.float32).bfloat16()
     others = torch.tensor(sorted(set(others.tolist()) - set(scheduled.tolist())), dtype=torch.bfloat16)
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(weights) if isinstance(weights, Path) else FileCheckpoint(weights)
     with PartialState().local_main_process_first():
         fingerprint = checkpoint.fingerprint([*EMBEDDER, *columns(transformer.config)])
         transformer.time_text_embed.tables = [

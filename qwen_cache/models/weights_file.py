@@ -1,0 +1,218 @@
+"""A transformer in a single file, of ComfyUI or GGUF: its parameters by their names in diffusers.
+
+Read without torch: safetensors in bf16, fp8 and scaled fp8, and GGUF, with or without ComfyUI's prefix. Refused, with
+the reason: URLs, pickles, truncated files, other quantisations, LoRAs, text encoders, and transformers of another
+family or size than the model's config.json says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from qwen_cache.errors import ConfigError, ModelError
+from qwen_cache.extras import install_command, installed
+from qwen_cache.models.family import FAMILIES
+from qwen_cache.models.tensor_headers import DOWNLOAD, Header, StoredTensor, read_header
+
+PREFIXES = ("model.diffusion_model.", "diffusion_model.")
+"""What ComfyUI's files may have before the name of a parameter."""
+OTHER_PARTS = ("text_encoders.", "cond_stage_model.", "vae.", "first_stage_model.")
+"""The rest of a whole checkpoint, which is not read: text encoder and VAE are those of the model folder."""
+SCALES = (".scale_weight", ".weight_scale")
+"""The scale of an fp8 weight in ComfyUI's first layout and in its present one (comfy/utils.py, convert_old_quants)."""
+IGNORED = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
+"""Scales of activations, which are not quantised here, and markers of the layout."""
+FP8 = ("F8_E4M3", "F8_E5M2")
+PARAMETERS = ("F32", "F16", "BF16", *FP8)
+COMFY_FORMATS = ("float8_e4m3fn", "float8_e5m2")
+"""Of comfy/quant_ops.py, those with a scale per tensor or row."""
+LONGEST_MARKER = 4096  # bytes of JSON; real ones have about 30
+GATE_UP = "img_mlp.gate_up.weight"
+GATE_AND_UP = ("img_mlp.gate_layer.weight", "img_mlp.proj.weight")
+"""ComfyUI joins these two matrices of Qwen-Image-2.1, the gate's rows first (as in diffusers' single-file loader)."""
+BLOCKS = "transformer_blocks."
+NOT_A_TRANSFORMER = {
+    ".lora_": ("a LoRA", "name the base here; a LoRA goes to `predict --lora` or train.lora.weights"),
+    "lora_unet_": ("a LoRA", "name the base here; a LoRA goes to `predict --lora` or train.lora.weights"),
+    ".qweight": ("quantised by nunchaku or another program", "use a bf16, fp8 or GGUF file, or its folder"),
+    "model.embed_tokens.": ("a text encoder", "text encoder and VAE are those of model.path"),
+    "model.layers.": ("a text encoder", "text encoder and VAE are those of model.path"),
+    "token_embd.": ("a text encoder", "text encoder and VAE are those of model.path"),
+    "decoder.": ("a VAE", "text encoder and VAE are those of model.path"),
+}
+"""Parts of names that say what a file is instead."""
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """A transformer in a single file. Make one with `open_weights_file`."""
+
+    path: Path
+    kind: Literal["safetensors", "gguf"]
+    tensors: Mapping[str, StoredTensor]
+    """The parameters, by their names in diffusers."""
+
+    @property
+    def quantization(self) -> str | None:
+        """How the weights are quantised: gguf or fp8; None if they are not."""
+        if any(tensor.is_packed for tensor in self.tensors.values()):
+            return "gguf"
+        return "fp8" if any(tensor.dtype in FP8 for tensor in self.tensors.values()) else None
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """In the matrices of the blocks, as loaded: fp8 with a float32 scale per row, what is not quantised in bf16."""
+        matrices = [it for name, it in self.tensors.items() if name.startswith(BLOCKS) and len(it.shape) == 2]
+        return sum(map(_bytes_loaded, matrices)) / sum(math.prod(it.shape) for it in matrices)
+
+    def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's config.json with the quantisation of this file in place of the folder's own."""
+        own = {name: value for name, value in config.items() if name != "quantization_config"}
+        quantised = {"quant_method": self.quantization, "bytes_per_weight": self.bytes_per_weight}
+        return own | ({"quantization_config": quantised} if self.quantization else {})
+
+
+def _bytes_loaded(matrix: StoredTensor) -> int:
+    weights = math.prod(matrix.shape)
+    if matrix.is_packed:
+        return matrix.end - matrix.begin
+    return weights + 4 * matrix.shape[0] if matrix.dtype in FP8 else 2 * weights
+
+
+def open_weights_file(name: str, config: Mapping[str, Any]) -> WeightsFile:
+    """The transformer in the file `name`, for a model with this config.json; ModelError if it is not that."""
+    path = Path(name)
+    if not path.is_file():
+        what = "model.transformer is a file"
+        found = "a URL" if "://" in name else "a folder" if path.is_dir() else "no such file"
+        do = {"a URL": "download it first", "a folder": "name a folder with --model"}.get(found)
+        raise ModelError(what, where=name, expected="a .safetensors or .gguf file", found=found, do=do)
+    header = read_header(path)
+    tensors = _parameters(path, header)
+    _check_architecture(path, tensors, config)
+    file = WeightsFile(path, header.kind, tensors)
+    _check_formats(path, header)
+    return file
+
+
+def check_packages(file: WeightsFile | None) -> None:
+    """ConfigError if a package is missing that loads this quantisation."""
+    packages = {"gguf": ("gguf", "gguf"), "fp8": ("torchao", "quantization")}
+    if file is None or file.quantization is None:
+        return
+    package, extra = packages[file.quantization]
+    if installed(package) is None:
+        what = f"{file.quantization} weights need a package that is not installed"
+        raise ConfigError(what, where=file.path, expected=package, do=install_command(extra))
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def _parameters(path: Path, header: Header) -> dict[str, StoredTensor]:
+    """The parameters with their scales, under diffusers' names."""
+    prefix = next((it for it in PREFIXES if any(name.startswith(it) for name in header.tensors)), "")
+    own = {name.removeprefix(prefix): it for name, it in header.tensors.items() if name.startswith(prefix)}
+    _refuse_others(path, own, [name for name in header.tensors if not name.startswith((prefix, *OTHER_PARTS))])
+    tensors, scales = {}, {}
+    for name, tensor in own.items():
+        if ending := next((it for it in SCALES if name.endswith(it)), None):
+            scales[f"{name.removesuffix(ending)}.weight"] = tensor
+        elif not name.endswith(IGNORED):
+            tensors[name] = tensor
+    for name, scale in scales.items():
+        tensors[name] = _scaled(f"{path}: {name}", tensors.get(name), scale)
+    for name in [it for it in tensors if it.endswith(GATE_UP)]:
+        joined = tensors.pop(name)
+        for second, part in enumerate(GATE_AND_UP):
+            tensors[name.replace(GATE_UP, part)] = joined.half(bool(second))
+    for name, tensor in tensors.items():
+        if not tensor.is_packed and tensor.dtype not in PARAMETERS:
+            raise ModelError(
+                "weights of this dtype are not read",
+                where=f"{path}: {name}",
+                expected=", ".join(PARAMETERS),
+                found=tensor.dtype,
+                do="use a bf16, fp8 or GGUF file of the model",
+            )
+    return tensors
+
+
+def _scaled(where: str, weight: StoredTensor | None, scale: StoredTensor) -> StoredTensor:
+    """The weight with its scale; ModelError for a scale of another kind than one number or one per row."""
+    rows = weight.shape[0] if weight and weight.shape else 0
+    if weight is None or weight.dtype not in FP8 or scale.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)):
+        raise ModelError(
+            "this scale is not of an fp8 weight, with one number for all or one for each row",
+            where=where,
+            found="no such weight" if weight is None else f"{weight.dtype} {weight.shape}, a scale of {scale.shape}",
+            do="use a bf16, fp8 or GGUF file of the model",
+        )
+    return replace(weight, scale=scale)
+
+
+def _refuse_others(path: Path, own: Mapping[str, StoredTensor], others: list[str]) -> None:
+    """Raise ModelError for the tensors of something else than a transformer."""
+    for part, (kind, do) in NOT_A_TRANSFORMER.items():
+        if any(part in name for name in own):
+            raise ModelError(f"this is not a transformer's file but {kind}", where=path, do=do)
+    if others:
+        what = "some tensors have ComfyUI's prefix, others have not"
+        raise ModelError(what, where=path, found=min(others), do=DOWNLOAD)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_architecture(path: Path, tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> None:
+    """ModelError unless family, width, layers and text width are those of config.json; torch compares the rest."""
+    family = next((each for each in FAMILIES if each.transformer == config.get("_class_name")), None)
+    if family is None:
+        return  # refused with the folder
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    expected: dict[str, Any] = {
+        "img_in.weight": (width, config["in_channels"]),
+        family.text_norm: (config[family.text_width_key],),
+    }
+    found: dict[str, Any] = {name: tensors[name].shape if name in tensors else None for name in expected}
+    expected["blocks"] = config["num_layers"]
+    found["blocks"] = len({name.split(".")[1] for name in tensors if name.startswith(BLOCKS)})
+    for name, value in expected.items():
+        if found[name] != value:
+            raise ModelError(
+                f"this is not the transformer of the model in model.path: {name}",
+                where=path,
+                expected=value,
+                found="no such tensor" if found[name] is None else found[name],
+                do=f"name a file of {family.name}, or its own model with --model",
+            )
+
+
+def _check_formats(path: Path, header: Header) -> None:
+    """ModelError for a layer that ComfyUI quantised otherwise than to fp8 with a scale per tensor or row."""
+    layers: dict[str, Any] = {}
+    try:
+        if text := header.metadata.get("_quantization_metadata"):
+            layers |= json.loads(text)["layers"]
+        markers = {name: it for name, it in header.tensors.items() if name.endswith(".comfy_quant")}
+        with open(path, "rb") as file:
+            for name, marker in markers.items():
+                file.seek(marker.begin)
+                layers[name] = json.loads(file.read(min(marker.end - marker.begin, LONGEST_MARKER)))
+        formats = {str(it["format"] if isinstance(it, dict) else it): name for name, it in layers.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise ModelError("ComfyUI's quantisation entries cannot be read", where=path, do=DOWNLOAD) from None
+    for kind, name in formats.items():
+        if kind not in COMFY_FORMATS:
+            raise ModelError(
+                "this quantisation of ComfyUI is not read",
+                where=f"{path}: {name}",
+                expected=" or ".join(COMFY_FORMATS),
+                found=kind,
+                do="use a bf16, fp8 or GGUF file of the model",
+            )

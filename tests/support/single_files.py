@@ -1,0 +1,88 @@
+"""A transformer written to a single file, as ComfyUI and llama.cpp's tools write it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+PREFIX = "model.diffusion_model."
+LAYOUTS = ("bf16", "prefixed", "fp8", "scale_weight", "comfy_quant", "metadata", "rows")
+"""bf16 without and with ComfyUI's prefix; fp8 without scales; fp8 with scales in the first layout, in the present one
+with its entries as tensors or as metadata, and with a scale for each row."""
+FORMAT = {"format": "float8_e4m3fn"}
+
+
+def weights_of(model: Path) -> dict[str, Tensor]:
+    """The transformer's weights, in float32."""
+    files = sorted((model / "transformer").glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def is_matrix(name: str, tensor: Tensor) -> bool:
+    """Whether these programs quantise it."""
+    return name.startswith("transformer_blocks.") and tensor.ndim == 2
+
+
+def write_safetensors(path: Path, weights: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
+    """Write the file, and return the weights that it means, in float32."""
+    stored: dict[str, Tensor] = {}
+    meant: dict[str, Tensor] = {}
+    scaled = layout not in ("bf16", "prefixed", "fp8")
+    for name, tensor in weights.items():
+        stored[name] = tensor.to(torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16)
+        meant[name] = stored[name].float()
+        if not scaled or not is_matrix(name, tensor):
+            continue
+        scale = (tensor.abs().amax(1) if layout == "rows" else tensor.abs().max()) / 448
+        column = scale[:, None] if layout == "rows" else scale
+        stored[name] = (tensor / column).to(torch.float8_e4m3fn)
+        meant[name] = stored[name].float() * column
+        layer = name.removesuffix(".weight")
+        stored[f"{layer}.{'scale_weight' if layout == 'scale_weight' else 'weight_scale'}"] = scale
+        if layout == "scale_weight":
+            stored[f"{layer}.scale_input"] = torch.tensor(0.5)
+        elif layout != "metadata":
+            stored[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(FORMAT).encode()), dtype=torch.uint8)
+    if layout == "scale_weight":
+        stored["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
+    layers = {name.removesuffix(".weight"): FORMAT for name in weights if is_matrix(name, weights[name])}
+    metadata = {"_quantization_metadata": json.dumps({"layers": layers})} if layout == "metadata" else None
+    prefix = PREFIX if layout in ("prefixed", "scale_weight") else ""
+    if prefix and layout == "prefixed":
+        stored["vae.decoder.conv_in.weight"] = torch.zeros(1)  # of a whole checkpoint
+    own = {name if name.startswith("vae.") else prefix + name: tensor for name, tensor in stored.items()}
+    save_file(own, path, metadata)
+    return meant
+
+
+def write_gguf(path: Path, weights: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
+    """Write the file by the `gguf` package, with matrices outside the blocks in BF16; the weights that it means."""
+    import gguf
+
+    writer, meant = gguf.GGUFWriter(path, "qwen_image"), {}
+    for name, tensor in weights.items():
+        of = kind if is_matrix(name, tensor) else "BF16" if tensor.ndim == 2 else "F32"
+        quant_type = gguf.GGMLQuantizationType[of]
+        packed = gguf.quants.quantize(tensor.numpy(), quant_type)
+        writer.add_tensor(name, packed, raw_dtype=quant_type)
+        meant[name] = torch.from_numpy(gguf.quants.dequantize(packed, quant_type).copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return meant
+
+
+def gguf_header(tensors: int, values: bytes, count: int, infos: bytes = b"") -> bytes:
+    """The beginning of a GGUF file with these counts, whatever follows."""
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, count) + values + infos
+
+
+def gguf_string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
