@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from qwen_cache.console import counting
-from qwen_cache.errors import ConfigError
+from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.extras import installed
 from qwen_cache.format.identity import canonical_json, content_hash
-from qwen_cache.models.folder import WEIGHTS, ModelFolder, fingerprint, open_model, read_config
+from qwen_cache.models.folder import NUNCHAKU, WEIGHTS, ModelFolder, fingerprint, open_model, read_config
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.checksums import NAME as CHECKSUMS
@@ -100,6 +100,13 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
         model = open_model(
             config.model.path, TRANSFORMER_PARTS, config.model.revision, transformer=config.model.transformer
         )
+        if model.needs_nunchaku:
+            raise ModelError(
+                "nunchaku's kernels cannot train: they have no gradients",
+                where=model.component("transformer"),
+                found=f"quant_method {NUNCHAKU} in config.json",
+                do="train the unquantised model, or a single file in fp8 or GGUF with --transformer",
+            )
         check_adapter(config, model.transformer_config)
         if samples is not None:
             check_cache(samples, model, model.transformer_config)
@@ -183,7 +190,8 @@ def check_resumable(start: Start) -> None:
     if start.config.train.layout == "auto":  # that of the checkpoint
         current["train.layout"] = saved.get("train.layout")
     if differences(saved, current):
-        models = state["model"], start.model.public_name
+        file = start.model.transformer
+        models = state["model"], " with ".join(filter(None, (start.model.public_name, file and Path(file).name)))
         check_fixed(start.newest, saved, current, _advice(start, saved, current), models)
 
 
@@ -193,7 +201,9 @@ def _whole_state(checkpoint: Path) -> dict[str, Any] | None:
         listed = json.loads((checkpoint / CHECKSUMS).read_bytes())["files"][STATE]["xxh3_128"]
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         if listed == file_digest(checkpoint / STATE):
-            return {"fixed": dict(state["fixed"]), "model": state["origin"]["model"]}
+            origin = state["origin"]
+            named = filter(None, (origin["model"], origin.get("transformer")))
+            return {"fixed": dict(state["fixed"]), "model": " with ".join(named)}
     return None
 
 

@@ -361,7 +361,7 @@ def test_21_merged_weights_compute_what_the_model_computes_with_the_lora(
     settings: dict[str, Any], base_21: Path, tmp_path: Path
 ) -> None:
     file, expected = random_lora_21(base_21, tmp_path / "run", **settings)
-    out = merge(read_lora(file), tmp_path / "merged", base_21)
+    out = merge(read_lora(file), tmp_path / "merged", folder_21(base_21))
     assert relative_error(output_21(stock_21(out)), expected) < TOLERANCE
     assert json.loads((out / "config.json").read_text())["_class_name"] == "QwenImage21Transformer2DModel"
 
@@ -418,7 +418,7 @@ def test_a_lora_of_the_other_model_is_refused(model: Path, base_21: Path, tmp_pa
     with pytest.raises(TrainError, match=r"img_mlp.net.2.lora_A.weight: the LoRA does not fit this model"):
         check_loras(folder_21(base_21), [WeightedLora(file)], False, "none")
     with pytest.raises(TrainError, match="the LoRA does not fit this model"):
-        merge(read_lora(file), tmp_path / "merged", base_21)
+        merge(read_lora(file), tmp_path / "merged", folder_21(base_21))
     file, _ = random_lora_21(base_21, tmp_path / "21", target_modules=["img_mlp.out"])
     with pytest.raises(TrainError, match="no such layer"):
         check_loras(ModelFolder("tiny", model, "QwenImageEditPlusPipeline"), [WeightedLora(file)], False, "none")

@@ -319,7 +319,8 @@ def test_a_run_on_a_file_is_the_run_on_a_folder_with_its_weights(train: Trainer)
     again = train("--resume", model__transformer=str(moved), train__max_steps=3)
     write(file, train.model, "bf16")
     result = train.try_("--resume", model__transformer=str(file), train__max_steps=4)
-    assert "another transformer" in result.stderr or "the transformer" in result.stderr
+    what = "this checkpoint was trained with another transformer, so it cannot be resumed (expected edit-plus with "
+    refused(result, what, "b.safetensors, xxh3-128 ", "found edit-plus with a.safetensors, xxh3-128 ")
     folder_of(train, train.folder / "model", meant)
     assert column(again, "loss") == column(train(out="folder", train__max_steps=3), "loss")
 
@@ -362,3 +363,129 @@ def test_settings_that_a_quantised_file_cannot_take_are_refused(train: Trainer) 
     write(file, train.model, "bf16")
     refused(train.try_(model__quantization="nf4", out="b", **at), "nf4 is for folders", "int8 or fp8, or use a GGUF")
     assert run("qwen-train", "export", out, "--to", "merged", "--out", train.folder / "merged").code == 0
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------
+
+IMAGE = ("--set", "predict.height=64", "--set", "predict.width=64", "--num-inference-steps", "2")
+
+
+def predicted(model: Path, out: Path, *options: str | Path, code: int = 0) -> bytes:
+    arguments = ("--model", model, "--prompt", "a", "--out", out, *IMAGE, *options)
+    result = run("qwen-train", "predict", *arguments)
+    assert result.code == code, result.stderr
+    return out.read_bytes()
+
+
+def test_predict_generates_with_the_weights_of_the_file(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model, file, folder = tiny_model("t2i"), tmp_path / "a.safetensors", tmp_path / "model"
+    others = {name: 1.25 * weight for name, weight in weights_of(model).items()}
+    meant = write_safetensors(file, others, "prefixed")
+    shutil.copytree(model, folder)
+    (weights,) = (folder / "transformer").glob("*.safetensors")
+    save_file(meant, weights)
+    expected = predicted(folder, tmp_path / "expected.png")
+    weights.unlink()
+    assert predicted(folder, tmp_path / "found.png", "--transformer", file) == expected
+    assert predicted(model, tmp_path / "other.png") != expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layout"), [("a.gguf", "Q8_0"), ("a.safetensors", "comfy_quant")])
+def test_predict_adds_a_lora_to_quantised_weights(
+    train: Trainer, tiny_model: Callable[[str], Path], name: str, layout: str
+) -> None:
+    file = train.folder / name
+    write(file, train.model, layout)
+    out = train(model__transformer=str(file), optimizer__learning_rate=0.05)
+    cached = ("--from-cache", train.cache, "--key", open_cache(train.cache)[0].key, "--transformer", file)
+    images = []
+    for number, options in enumerate(((), ("--lora", out), ("--lora", f"{out}:0"))):
+        png = train.folder / f"{number}.png"
+        arguments = ("--model", train.model, *cached, "--out", png, "--num-inference-steps", "2", *options)
+        assert run("qwen-train", "predict", *arguments).code == 0
+        images.append(png.read_bytes())
+    assert images[0] != images[1]
+    assert images[0] == images[2]
+    result = run("qwen-train", "predict", "--model", train.model, *cached, "--lora", out, "--merge")
+    refused(result, "a LoRA merged into quantised weights would be rounded away", "without --merge")
+
+
+def test_images_of_another_file_are_not_taken_for_present_ones(model: Path, tmp_path: Path) -> None:
+    from qwen_train.inference.many import fingerprint
+
+    found = []
+    for layout in ("bf16", "fp8"):
+        write(tmp_path / "a.safetensors", model, layout)
+        found.append(fingerprint(open_model(str(model), ("transformer",), transformer=str(tmp_path / "a.safetensors"))))
+    assert len({*found, fingerprint(open_model(str(model), ("transformer",)))}) == 3
+
+
+# ---- nunchaku --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nunchaku(train: Trainer) -> Path:
+    """A model whose transformer's config.json is that of a folder for nunchaku's kernels."""
+    folder = train.folder / "nunchaku"
+    shutil.copytree(train.model, folder)
+    config = folder / "transformer" / "config.json"
+    layers = {"precision": "int4", "group_size": 64, "rank": 16, "targets": [Q.removesuffix(".weight")]}
+    saved = {"quant_method": "nunchaku_lite", "compute_dtype": "bfloat16", "svdq_w4a4": layers}
+    text = json.loads(config.read_text(encoding="utf-8")) | {"quantization_config": saved}
+    config.write_text(json.dumps(text), encoding="utf-8")
+    return folder
+
+
+def test_what_nunchakus_kernels_cannot_do_is_refused(
+    train: Trainer, nunchaku: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train.model, where = nunchaku, nunchaku / "transformer"
+    found = f"{where}: nunchaku's kernels cannot train: they have no gradients (found quant_method nunchaku_lite"
+    refused(train.try_(), found, "train the unquantised model, or a single file in fp8 or GGUF with --transformer")
+    cached = ("predict", "--model", nunchaku, "--from-cache", train.cache, "--key", open_cache(train.cache)[0].key)
+    found = f"{where}: this transformer needs a package that is not installed (expected kernels)"
+    refused(run("qwen-train", *cached), found, "pip install kernels, on a machine with an NVIDIA GPU")
+    monkeypatch.setattr("qwen_train.cli.predict.installed", lambda name: "1")
+    monkeypatch.setattr("qwen_train.cli.predict.parse_lora", lambda text: text)
+    found = "a: a LoRA cannot be added to weights for nunchaku's kernels"
+    refused(run("qwen-train", *cached, "--lora", "a"), found, "or with a single file in fp8 or GGUF")
+
+
+def test_a_nunchaku_folder_is_loaded_by_diffusers_with_its_layers(
+    nunchaku: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels need CUDA, so a stand-in takes the place of diffusers' module with them."""
+    import sys
+    from types import ModuleType
+
+    from diffusers.quantizers.nunchaku import nunchaku_quantizer
+
+    from qwen_cache.settings.inference import PredictConfig
+    from qwen_train.inference.devices import choose
+    from qwen_train.inference.pipeline import load_pipeline
+
+    class StandIn(torch.nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.qweight = torch.nn.Parameter(torch.empty(width, width // 2, dtype=torch.int8), requires_grad=False)
+
+    def replace(transformer: Any, config: dict[str, Any], dtype: torch.dtype) -> int:
+        for target in config["svdq_w4a4"]["targets"]:
+            transformer.set_submodule(target, StandIn(64))
+        return 1
+
+    stand_in: Any = ModuleType("utils")
+    stand_in.replace_with_nunchaku_linear, stand_in.check_strict_state_dict_match = replace, lambda model, state: None
+    monkeypatch.setitem(sys.modules, "diffusers.quantizers.nunchaku.utils", stand_in)
+    monkeypatch.setattr(nunchaku_quantizer.NunchakuLiteQuantizer, "validate_environment", lambda *a, **k: None)
+    (file,) = (nunchaku / "transformer").glob("*.safetensors")
+    weights, layer = load_file(file), Q.removesuffix(".weight")
+    del weights[Q], weights[f"{layer}.bias"]
+    qweight = torch.randint(-128, 128, (64, 32), dtype=torch.int8)
+    save_file(weights | {f"{layer}.qweight": qweight}, file)
+    opened = open_model(str(nunchaku), ("transformer", "vae", "scheduler"))
+    pipeline = load_pipeline(opened, PredictConfig(), choose("cpu", None, None, None))
+    found = pipeline.transformer.get_submodule(layer)
+    assert isinstance(found, StandIn)
+    assert torch.equal(found.qweight, qweight)

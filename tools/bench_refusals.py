@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 TOOLS = Path(__file__).parent
+LORA = "pytorch_lora_weights.safetensors"
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft")
 MEASURED = """
 import atexit, json, sys, time
@@ -38,6 +39,8 @@ def refusals(cache: str, model: str, run: str) -> dict[str, list[str]]:
         "no cache": ["run", f"{cache}-nowhere", "--model", model, "--out", run],
         "no model": ["run", cache, "--model", f"{model}-nowhere", "--out", new],
         "no transformer": ["run", cache, "--model", cache, "--out", new],
+        "a URL as transformer": ["run", cache, "--model", model, "--out", new, "--transformer", "https://host/a.gguf"],
+        "a LoRA as transformer": ["run", cache, "--model", model, "--out", new, "--transformer", f"{run}/{LORA}"],
         "the folder holds a run": ["run", cache, "--model", model, "--out", run],
         "the folder is a cache": ["run", cache, "--model", model, "--out", cache],
         "a sample exceeds the budget": ["run", cache, "--model", model, "--out", new, "--set", "train.max_tokens=8"],
@@ -50,6 +53,7 @@ def refusals(cache: str, model: str, run: str) -> dict[str, list[str]]:
         "predict: no LoRA": ["predict", "--prompt", "x", "--model", model, "--lora", "nowhere"],
         "predict: no model": ["predict", "--prompt", "x", "--model", f"{model}-nowhere"],
         "predict: no cache": ["predict", "--from-cache", f"{cache}-nowhere", "--key", "x", "--model", model],
+        "predict: no transformer": ["predict", "--prompt", "x", "--model", model, "--transformer", f"{run}/{LORA}"],
         "predict: no sample": ["predict", "--from-cache", cache, "--key", "x", "--model", model],
         "decode: no latents": ["decode", run, "--model", model],
         "export: no LoRA": ["export", f"{run}-nowhere", "--to", "comfyui", "--out", f"{run}-new.safetensors"],

@@ -25,6 +25,8 @@ from qwen_cache.storage.remembered import remembered_digest
 
 ENCODER_PARTS = ("vae", "text_encoder", "tokenizer", "processor")
 """The folders of the frozen encoders; a model has those of its pipeline."""
+NUNCHAKU = "nunchaku_lite"
+"""The quant_method in config.json of a transformer that diffusers runs by nunchaku's kernels: it can only generate."""
 WEIGHTS = (".safetensors", "config.json")
 """Endings of the files that decide what a component computes."""
 
@@ -59,6 +61,11 @@ class ModelFolder:
         """The transformer's config.json; with a single file, its `quantization_config` is that of the file."""
         config = read_config(self.component("transformer") / "config.json")
         return config if self.transformer_file is None else self.transformer_file.config(config)
+
+    @property
+    def needs_nunchaku(self) -> bool:
+        """Whether the transformer's weights are for nunchaku's kernels."""
+        return bool(self.transformer_config.get("quantization_config", {}).get("quant_method") == NUNCHAKU)
 
     @property
     def public_name(self) -> str:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from qwen_cache.console import FAILED, FAULTS, INTERRUPTED, console, plural, print_json, print_problems, verbatim
 from qwen_cache.errors import ConfigError, Problem
-from qwen_cache.extras import require
+from qwen_cache.extras import installed, require
 from qwen_cache.format.cache import Cache, Sample, open_configured
 from qwen_cache.format.find import find_sample
 from qwen_cache.grounding.phrase import parse
-from qwen_cache.models.folder import open_model
+from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.inference import PredictConfig
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.durable import make_folder
@@ -79,6 +79,8 @@ def run_predict(settings: Config, options: PredictOptions) -> int:
     components = COMPONENTS if options.cache is None else COMPONENTS_FOR_A_CACHE
     loras = [parse_lora(text) for text in options.loras]
     model = open_model(settings.model.path, components, settings.model.revision, transformer=settings.model.transformer)
+    if model.needs_nunchaku:
+        check_nunchaku(model, options.loras)
     cache = None if options.cache is None else open_configured(settings.cache, options.cache)
     samples = [] if cache is None else [find_sample([cache], key)[1] for key in options.keys]
     from qwen_train.inference.devices import choose
@@ -128,6 +130,23 @@ def check(settings: Config, options: PredictOptions) -> None:
         _check_folder(options.out, options.source)
     elif not options.into_folder:
         _check_files(options, images)
+
+
+def check_nunchaku(model: ModelFolder, loras: Sequence[str]) -> None:
+    """Raise ConfigError for what diffusers' layers of nunchaku's kernels need or cannot do."""
+    if installed("kernels") is None:
+        raise ConfigError(
+            "this transformer needs a package that is not installed",
+            where=model.component("transformer"),
+            expected="kernels",
+            do="pip install kernels, on a machine with an NVIDIA GPU",
+        )
+    if loras:
+        raise ConfigError(
+            "a LoRA cannot be added to weights for nunchaku's kernels",
+            where=loras[0],
+            do="generate with the unquantised model, or with a single file in fp8 or GGUF",
+        )
 
 
 def _check_folder(out: Path, source: str) -> None:
