@@ -162,8 +162,9 @@ def test_config_prints_every_setting_as_a_settings_file() -> None:
     assert run("qwen-cache", "config").stdout == text
     assert max(map(len, text.splitlines())) <= 80
     listed = json.loads(run("qwen-train", "config", "--json").stdout)
-    parts = {key for key in known_keys() if key.startswith("train.caches.")}
-    sections = {key.rpartition(".")[0] for key in known_keys()} - {"train.caches"} | set(Config.model_fields)
+    lists = {"train.caches", "validation.prompts"}
+    parts = {key for key in known_keys() if key.rpartition(".")[0] in lists}
+    sections = {key.rpartition(".")[0] for key in known_keys()} - lists | set(Config.model_fields)
     assert {each["key"] for each in listed} == set(known_keys()) - parts - sections
     assert [each["key"] for each in listed if not each["description"]] == []
     assert all(each["value"] == each["default"] for each in listed)

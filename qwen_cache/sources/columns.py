@@ -281,7 +281,7 @@ def _read_row(
     named = next(filter(None, (target, *controls)), None)
     name = _numbered(where) if named is None else folder.name(named) if isinstance(named, str) else named.name
     seed, width, height = (next(iter(cells.get(each, [])), None) for each in TO_GENERATE)
-    if (width is None) != (height is None):
+    if (width is None) != (height is None) and not field_problems.keys() & {"width", "height"}:
         what = f"the {'height' if height is None else 'width'} is missing"
         field_problems.setdefault("size", (what, "give both, or neither"))
     size = None if width is None or height is None else (width, height)

@@ -1,8 +1,9 @@
 """What will be trained: held-out samples and the plan of the batches, from the index only and without torch.
 
-Refused: a cache without samples, with inputs that the transformer does not take or of another width, caption dropout
-where samples lack the empty prompt, and several noise draws where nothing can be computed once for all. Edits and text
-to image go with either transformer of a family; `unusual_controls` says where that is not what it was made for.
+Refused: a cache without samples, with inputs that the transformer does not take or of another width, samples without
+target, caption dropout where samples lack the empty prompt, and several noise draws where nothing can be computed once
+for all. Edits and text to image go with either transformer of a family; `unusual_controls` says where that is not what
+it was made for.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Planned:
     def of(cls, cache: Samples, config: TrainConfig) -> Planned:
         """Raises ConfigError or TrainError for settings under which nothing can be trained."""
         check_teacher(config)
+        check_targets(cache)
         training, validation = training_and_validation(cache, config)
         family = family_of_recipe(cache.recipe.recipe)
         check_noise_draws(family, config.noise_draws)
@@ -79,6 +81,17 @@ def check_teacher(config: TrainConfig) -> None:
             "every cache of train.caches has teacher: true, so the LoRA would learn to change nothing",
             where=", ".join(taught),
             do="add the cache to learn from, or remove teacher from it",
+        )
+
+
+def check_targets(cache: Samples) -> None:
+    """ConfigError for samples without target."""
+    if cache.has_index and (without := cache.column("target").null_count):
+        raise ConfigError(
+            "samples without target cannot be trained: they are images to generate, for validation",
+            where=cache.folder,
+            found=f"{without} of {len(cache)} samples without target",
+            do="train a cache that `qwen-cache build` made from targets, and name this one as validation.cache",
         )
 
 

@@ -44,6 +44,8 @@ class FakeLanes(AbstractContextManager[Any]):
         shapes = sample.img_shapes
         wanted = {"image_latents": (token_count(shapes[:1]), 64), "control_latents": (token_count(shapes[1:]), 64)}
         wanted |= {"prompt_embeds": (20, 64), "empty_prompt_embeds": (5, 64)}
+        absent = ["image_latents"] * (sample.row.target is None) + ["control_latents"] * (len(shapes) == 1)
+        wanted = {name: shape for name, shape in wanted.items() if name not in absent}
         data = {name: memoryview(self._noise(sample.key + name, shape)) for name, shape in wanted.items()}
         tensors = {name: TensorSpec("F32", shape, content_hash(data[name])) for name, shape in wanted.items()}
         meta = SampleMeta(recipe_id(self.job.recipe), sample.inputs, sample.row.prompt, shapes, 15, tensors)
