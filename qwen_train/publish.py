@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
@@ -107,9 +107,7 @@ class ShownImage:
     prompt: str
 
 
-def repository_of(
-    folder: Path, repo: str, *, base_model: str | None = None, with_images: bool = True, with_card: bool = True
-) -> Published:
+def repository_of(run: RunFacts, repo: str, *, with_images: bool = True, with_card: bool = True) -> Published:
     """The files for the repository `repo`; without `with_card` its README.md stays as it is.
 
     TrainError or ConfigError for what cannot be published.
@@ -118,7 +116,6 @@ def repository_of(
         validate_repo_id(repo)
     except HFValidationError as error:
         raise ConfigError("not the name of a repository", expected="OWNER/NAME", found=first_line(error)) from None
-    run = read_run(folder, base_model)
     files: dict[str, Path | bytes] = dict(_weights(run))
     images = _images(run.run) if with_images else []
     files |= {f"{IMAGES}/{image.name}": image.data for image in images}
@@ -131,8 +128,11 @@ def _run_of(folder: Path) -> Path:
     return folder.parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
 
 
-def read_run(folder: Path, base_model: str | None) -> RunFacts:
-    """The facts of the run in `folder`, or of a checkpoint's run."""
+def read_run(folder: Path, base_model: str | None = None, assignments: Sequence[str] = ()) -> RunFacts:
+    """The facts of the run in `folder`, or of a checkpoint's run; `assignments` override its settings.
+
+    TrainError or ConfigError for a folder without a result, a damaged LoRA, and a base without a name on the hub.
+    """
     is_lora = (folder / WEIGHTS_NAME).is_file() or not (folder / FULL).is_dir()
     origin: dict[str, Any] = {}
     if is_lora:
@@ -144,7 +144,7 @@ def read_run(folder: Path, base_model: str | None) -> RunFacts:
             "name the output folder of a run, or one of its checkpoints",
         )
         raise TrainError("this is not the folder of a run", where=run, expected=expected, do=do)
-    config, facts = load_config(run / CONFIG_NAME), read_config(run / RUN_FACTS_NAME)
+    config, facts = load_config(run / CONFIG_NAME, assignments), read_config(run / RUN_FACTS_NAME)
     name = origin.get("pipeline") or facts.get("pipeline")
     if name not in PIPELINES:
         raise TrainError("the run names no known pipeline", where=run, expected=" or ".join(PIPELINES), found=name)

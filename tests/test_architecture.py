@@ -151,6 +151,7 @@ def test_no_file_chooses_what_reads_it() -> None:
         ("qwen_cache/sources/images.py", "Image.open"): "FORMATS",
         ("qwen_cache/sources/webdataset.py", "tarfile.open"): "'r:'",
         ("qwen_train/inference/jobs.py", "Image.open"): "['PNG']",
+        ("qwen_train/publish.py", "Image.open"): "['PNG']",
         ("qwen_train/report.py", "Image.open"): "['PNG']",
     }
 

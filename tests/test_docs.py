@@ -54,6 +54,7 @@ REAL_MODELS = {"Qwen/Qwen-Image-Edit-2509": ("tiny", "edit-plus"), "Qwen/Qwen-Im
 """The folder and the variant of the tiny model that takes the place of each model in the commands."""
 SUBSTITUTIONS = {
     **{re.escape(name): folder for name, (folder, _) in REAL_MODELS.items()},
+    r"(--base-model )tiny": r"\g<1>OWNER/TINY",
     r"(--prompt 'a paper boat')": r"\g<1> --height 64 --width 64",
     r"(--output-resolution )\d+": r"\g<1>96",
     r"\bcuda:\d": "cpu",

@@ -620,6 +620,63 @@ def gc(
 
 @command(
     app,
+    page="howto/write-captions.md",
+    examples=["qwen-cache caption data --dry-run", "qwen-cache caption data/metadata.csv --text-device cuda:0,cuda:1"],
+)
+def caption(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            help="A folder or table of images, on this machine.",
+            metavar="SOURCE",
+            show_default="data.source of qwen.yaml, else data",
+        ),
+    ] = None,
+    model: Model = None,
+    captioner: Annotated[
+        Given | None,
+        setting(
+            "caption.model",
+            "--captioner",
+            panel=MODEL,
+            metavar="FOLDER",
+            help="Another Qwen2.5-VL or Qwen3-VL to write the captions.",
+            default="the model's own text encoder",
+        ),
+    ] = None,
+    dtype: Dtype = None,
+    on_error: OnError = None,
+    text_device: TextDevice = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The copy of a table, beside it.",
+            metavar="FILE",
+            show_default="NAME-captioned",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    replace: Annotated[
+        bool,
+        typer.Option("--replace", help="Caption every sample, also over existing prompts.", rich_help_panel=OUTPUT),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Count what is missing; write nothing.", rich_help_panel=OUTPUT)
+    ] = False,
+    json: Json = False,
+    config: ConfigFile = None,
+    set_: Assignments = None,
+) -> int:
+    """Write missing prompts with a vision-language model, into files to correct before they are built."""
+    from qwen_cache.cli.caption import run_caption
+    from qwen_cache.settings.load import load_config
+
+    settings = load_config(config, set_, [model, captioner, dtype, on_error, text_device])
+    return run_caption(settings, source, out, replace=replace, dry_run=dry_run, as_json=json)
+
+
+@command(
+    app,
     page="howto/train-with-edit-masks.md",
     examples=[
         "qwen-cache ground --image photo.jpg --phrase 'the red car'",

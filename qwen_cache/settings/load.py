@@ -23,6 +23,7 @@ from qwen_cache.console import console
 from qwen_cache.errors import ConfigError
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.cache import CacheConfig
+from qwen_cache.settings.caption import CaptionConfig
 from qwen_cache.settings.data import DataConfig
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.inference import PredictConfig
@@ -54,6 +55,7 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     predict: PredictConfig = PredictConfig()
     mask_head: MaskHeadConfig = MaskHeadConfig()
+    caption: CaptionConfig = CaptionConfig()
 
     @property
     def validation_cache(self) -> str:

@@ -494,6 +494,7 @@ def push(
         bool, typer.Option("--dry-run", help="Show the files and the card, and upload nothing.", rich_help_panel=OUTPUT)
     ] = False,
     json: Json = False,
+    set_: Assignments = None,
 ) -> int:
     """Upload a trained LoRA to the Hugging Face hub, with a model card made from the run."""
     from qwen_train.cli.push import run_push
@@ -507,6 +508,7 @@ def push(
         with_images=not no_images,
         keep_card=keep_card,
         dry_run=dry_run,
+        assignments=set_ or (),
         as_json=json,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from qwen_cache.console import console, human_bytes, print_done, print_json, print_text
@@ -20,14 +21,16 @@ def run_push(
     with_images: bool,
     keep_card: bool,
     dry_run: bool,
+    assignments: Sequence[str],
     as_json: bool,
 ) -> int:
     """Show or upload a trained result; the exit code."""
     require("huggingface_hub")
     in_one_process("push")
-    from qwen_train.publish import repository_of, upload
+    from qwen_train.publish import read_run, repository_of, upload
 
-    published = repository_of(folder, repo, base_model=base_model, with_images=with_images, with_card=not keep_card)
+    run = read_run(folder, base_model, assignments)
+    published = repository_of(run, repo, with_images=with_images, with_card=not keep_card)
     for name, size in published.sizes.items():
         console(always=dry_run).print(f"{plain(name)}, {human_bytes(size)}", markup=False)
     address = None if dry_run else upload(published, repo, private=private, revision=revision)
