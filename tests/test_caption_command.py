@@ -45,15 +45,15 @@ def test_a_caption_is_the_most_probable_answer(variant: str, images: int, system
     model = open_model(str(folder), ("text_encoder",))
     config = load_config(None, [f"caption.max_new_tokens={NEW_TOKENS}", "cache.dtype=float32"])
     [captioner] = load_captioners(model, config)
-    pictures = [photograph("chelsea.png").resize((64 + 32 * i, 64)) for i in range(images)]
-    found = captioner.caption(pictures, "describe it")
+    photos = [photograph("chelsea.png").resize((64 + 32 * i, 64)) for i in range(images)]
+    found = captioner.caption(photos, "describe it")
 
     tokenizer = AutoTokenizer.from_pretrained(model.tokenizer, trust_remote_code=False)
     whole = load_text_encoder(folder / "text_encoder", torch.float32)
     has_processor = (folder / "processor").is_dir()
     pixels = (
         Qwen2VLImageProcessorPil.from_pretrained(folder / "processor") if has_processor else Qwen2VLImageProcessorPil()
-    )(pictures, return_tensors="pt")
+    )(photos, return_tensors="pt")
     pads = [int(grid.prod()) // 4 for grid in pixels["image_grid_thw"]]
     slots = "".join(f"<|vision_start|>{'<|image_pad|>' * count}<|vision_end|>" for count in pads)
     text = f"{system}<|im_start|>user\n{slots}describe it<|im_end|>\n<|im_start|>assistant\n"

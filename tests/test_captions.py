@@ -3,6 +3,8 @@ stay marked, and a cache says why its samples changed."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from pathlib import Path
@@ -11,12 +13,20 @@ from typing import Any
 import pytest
 
 from qwen_cache import open_cache
+from qwen_cache.batching.batch_plan import sequence_settings
+from qwen_cache.errors import ConfigError
+from qwen_cache.settings.cache import CacheConfig
 from qwen_cache.settings.data import DataConfig
+from qwen_cache.settings.train import TrainConfig, WeightedCache
 from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.detect import read_source
 from qwen_cache.sources.rows import Row
+from qwen_train.data.batches import Batches
+from qwen_train.data.mixture import Mixture, open_mixture
+from qwen_train.flow import NoiseSchedule
 
 from .support.caches import build, plan
+from .support.commands import run
 from .support.fake_lanes import fake_lanes
 
 TinyModel = Callable[[str], Path]
@@ -104,3 +114,37 @@ def test_a_cache_stores_the_changed_prompts_and_says_why(
     assert plan(pairs, out, model, *trigger)["reasons"] == {"prompt": 4}
     assert build(pairs, out, model, *trigger).code == 0
     assert prompts_of(out) == {name: f"sks {prompt}" for name, prompt in before.items()}
+
+
+def test_an_epoch_may_have_each_image_once_with_its_captions_in_turn(
+    pairs: Path, tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caption that the source lists twice comes twice as often; other sizes of an image are no alternatives."""
+    fake_lanes(monkeypatch)
+    lines = {"cat": ["a", "b", "a"], "cup": ["c"]}
+    table = pairs / "t.jsonl"
+    rows = (
+        {"target": f"target_images/{name}.png", "control": f"control_images/{name}.png", "prompts": prompts}
+        for name, prompts in lines.items()
+    )
+    table.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    model, out = tiny_model("edit-plus"), tmp_path / "shards"
+    sizes = ("--set", "data.vae_image_size=[9216,4096]", "--set", "data.resolutions_per_sample=all")
+    result = run("qwen-cache", "build", table, "--out", out, "--model", model, *sizes)
+    assert result.code == 0, result.stderr
+    settings = TrainConfig(captions="one")
+    twice = open_mixture([WeightedCache(path=str(out)), WeightedCache(path=str(out), weight=2)], CacheConfig())
+    for samples, times in ((Mixture.of(open_cache(out)), 1), (twice, 3)):
+        epochs = Batches(samples, settings, NoiseSchedule()).plan.epochs
+        found = Counter[str]()
+        for epoch in range(3):
+            prompts = [samples.row(i).meta.prompt for i in epochs.order(epoch).tolist()]
+            assert len(prompts) == 4 * times
+            assert prompts.count("c") == 2 * times
+            found.update(prompts)
+        assert found == {"a": 4 * times, "b": 2 * times, "c": 6 * times}
+    fixed, default = sequence_settings(settings), sequence_settings(TrainConfig())
+    assert {name for name, value in default.items() if value != fixed[name]} == {"train.captions"}
+    twice.has_index = False
+    with pytest.raises(ConfigError, match=r"train\.captions=one needs the index of a cache"):
+        Batches(twice, settings, NoiseSchedule())

@@ -75,6 +75,29 @@ def test_an_epoch_is_a_function_of_seed_and_number_and_is_mixed() -> None:
     assert abs(np.corrcoef(np.arange(1000), [i in halves[0] for i in range(1000)])[0, 1]) < 5 / math.sqrt(1000)
 
 
+@pytest.mark.parametrize("weight", [1.0, 2.0, 0.5, 1.4, 0.07])
+def test_alternatives_of_an_image_take_turns_as_often_as_they_are_listed(weight: float) -> None:
+    """Whenever an image has come as often as it has entries, each entry has stood for it once."""
+    lists = [[7], [1, 1, 1, 2], [3, 4], [5, 5, 6], *([each] for each in range(10, 26))]
+    begins = np.cumsum([0, *map(len, lists)])[:-1]
+    part = MixturePart(np.concatenate(lists), weight, begins)
+    image_of = {sample: number for number, listed in enumerate(lists) for sample in listed}
+    epochs, came = Epochs([part], seed=5), [list[int]() for _ in lists]
+    for epoch in range(120):
+        order = epochs.order(epoch).tolist()
+        assert len(order) == len(epochs) == round(len(lists) * weight)
+        for sample in order:
+            came[image_of[sample]].append(sample)
+    for listed, found in zip(lists, came, strict=True):
+        if weight <= 1:  # with more, an epoch shuffles the turns within it
+            for begin in range(0, len(found) - len(listed) + 1, len(listed)):
+                assert sorted(found[begin : begin + len(listed)]) == listed
+        share = Counter(found)
+        assert all(abs(share[each] - len(found) * listed.count(each) / len(listed)) <= len(listed) for each in listed)
+    times = [len(found) for found in came]
+    assert max(times) - min(times) <= 1
+
+
 def test_repeats_are_different_positions_so_they_have_noise_of_their_own() -> None:
     plan = BatchPlan(np.full((2, 3), 9), TrainConfig(batch_size=2), parts=[MixturePart(np.arange(3), 2.0)])
     positions, done = [], 0

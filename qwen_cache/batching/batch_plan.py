@@ -277,6 +277,7 @@ def sequence_settings(config: BatchConfig) -> dict[str, Any]:
         "train.bucketing_window": config.bucketing_window if _bucketed(config) else None,
         "train.balance_window": config.balance_window if config.balance_window > 1 else None,
         "train.validation_split": config.validation_split or None,
+        "train.captions": config.captions if config.captions != "all" else None,
         "train.noise_draws": config.noise_draws if config.noise_draws > 1 else None,
     }
 

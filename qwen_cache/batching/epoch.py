@@ -3,6 +3,9 @@
 Each part of a mixture comes as often as its weight says: weight 1 is once, weight 2.5 is twice, and half of the part a
 third time. That half moves on with every epoch, so after any number of epochs the samples of a part have come equally
 often, to within one. Weights are rounded to whole samples, at least one per part.
+
+Where samples are alternatives, such as captions of one image, they take turns: each time an image comes, the next one
+stands for it, in an order of the image's own.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ FloatArray = npt.NDArray[np.float64]
 
 ORDER = 0  # the random stream that shuffles an epoch; streams from 1 are free for the caller
 ROUND = 1 << 32  # the random stream that shuffles a part
+TURNS = 1 << 33  # the random stream that shuffles alternatives
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,18 @@ class MixturePart:
     samples: IntArray
     """The indices of the samples."""
     weight: float = 1.0
+    begins: IntArray | None = None
+    """Where the alternatives of each image begin in `samples`, which repeats those that come more often. None: none are
+    alternatives."""
+
+    def __len__(self) -> int:
+        """How many samples an epoch has with weight 1."""
+        return len(self.samples if self.begins is None else self.begins)
 
     @property
     def per_epoch(self) -> int:
         """How many samples of this part an epoch has."""
-        return max(1, round(len(self.samples) * self.weight)) if len(self.samples) else 0
+        return max(1, round(len(self) * self.weight)) if len(self) else 0
 
 
 class Epochs:
@@ -51,12 +62,26 @@ class Epochs:
         return samples[random(self.seed, epoch, ORDER).permutation(len(samples))]
 
     def _of_part(self, i: int, epoch: int) -> IntArray:
-        samples = self.parts[i].samples
-        repeats, rest = divmod(self.parts[i].per_epoch, max(1, len(samples)))
-        if not rest:
-            return np.tile(samples, repeats)
-        ring = random(self.seed, i, ROUND).permutation(samples)  # each epoch takes the next `rest` of it
-        return np.concatenate([np.tile(samples, repeats), ring[(epoch * rest + np.arange(rest)) % len(ring)]])
+        part, count = self.parts[i], len(self.parts[i])
+        repeats, rest = divmod(part.per_epoch, max(1, count))
+        if part.begins is None and not rest:
+            return np.tile(part.samples, repeats)
+        ring = random(self.seed, i, ROUND).permutation(count)  # each epoch takes the next `rest` of it
+        again = ring[(epoch * rest + np.arange(rest)) % count] if rest else ring[:0]
+        chosen = np.concatenate([np.tile(np.arange(count), repeats), again])
+        if part.begins is None:
+            return part.samples[chosen]
+        taken = (epoch * rest - np.argsort(ring) + count - 1) // max(1, count)  # from the ring in earlier epochs
+        turns = epoch * repeats + taken[chosen] + np.repeat(np.arange(repeats + 1), [count] * repeats + [rest])
+        lengths = np.diff(part.begins, append=len(part.samples))
+        return self._in_turns(i)[part.begins[chosen] + turns % lengths[chosen]]
+
+    def _in_turns(self, i: int) -> IntArray:
+        """The alternatives, those of each image in a random order."""
+        part = self.parts[i]
+        assert part.begins is not None
+        images = np.searchsorted(part.begins, np.arange(len(part.samples)), side="right")
+        return part.samples[np.lexsort((random(self.seed, i, TURNS).random(len(images)), images))]
 
 
 def random(seed: int, epoch: int, stream: int) -> np.random.Generator:

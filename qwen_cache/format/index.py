@@ -100,7 +100,7 @@ class IndexRow:
     shard: str
     entry: Entry
     source_rows: int = 1
-    """The number of source rows with this content; it is stored, and trained, once."""
+    """The number of source rows with this content; it is stored once, and by default trained once in an epoch."""
 
     @property
     def meta(self) -> SampleMeta:

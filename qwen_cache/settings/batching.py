@@ -31,6 +31,9 @@ class BatchConfig(Section):
     noise_draws: Positive = 1
     """Timesteps and noises of a sample in one pass: text and control images are computed once, and each draw attends to
     them and to itself. Qwen-Image-2.1 only."""
+    captions: Literal["all", "one"] = "all"
+    """all: an epoch has every caption of an image. one: it has each image once, with the next of its captions; each of
+    them comes as often as the source lists it."""
     validation_split: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the samples that is held out. The hash of the target decides, so a sample never changes sides."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0

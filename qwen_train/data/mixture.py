@@ -113,10 +113,16 @@ class Mixture:
         tables = [cache.table for cache in self.caches]
         return sum(len(t) - t["edit_mask"].null_count for t in tables if "edit_mask" in t.column_names)
 
-    def parts(self, training: IntArray) -> list[MixturePart]:
+    def parts(self, training: IntArray, *, one_caption: bool = False) -> list[MixturePart]:
         """The samples at the positions `training`, by cache, each part with the weight of its cache."""
         each = np.split(training, np.searchsorted(training, self.ends[:-1]))
-        return [MixturePart(samples, entry.weight) for samples, entry in zip(each, self.entries, strict=True)]
+        begins = [end - len(cache) for end, cache in zip(self.ends, self.caches, strict=True)]
+        return [
+            _by_image(cache, samples - begin, begin, entry.weight)
+            if one_caption
+            else MixturePart(samples, entry.weight)
+            for cache, samples, begin, entry in zip(self.caches, each, begins, self.entries, strict=True)
+        ]
 
     def prefetch(self, positions: Iterable[int]) -> None:
         by_cache = defaultdict(list)
@@ -137,6 +143,19 @@ class Mixture:
         if not 0 <= position < len(self):
             raise IndexError(f"sample {position} of {len(self)}")
         return bisect_right(self.ends, position)
+
+
+def _by_image(cache: Cache, rows: IntArray, begin: int, weight: float) -> MixturePart:
+    """The samples in these rows of a cache, those of the same images as alternatives; the first row has the position
+    `begin`. The number of image tokens tells sizes of one image apart, which are no alternatives."""
+    tokens = index_token_counts(cache.table, cache.folder / INDEX_NAME)[0][rows].tolist()
+    columns = (cache.table[name].take(rows).to_pylist() for name in ("target", "controls", "source_rows"))
+    images = defaultdict[tuple[str, tuple[str, ...], int], list[int]](list)
+    for row, count, target, controls, times in zip(rows.tolist(), tokens, *columns, strict=True):
+        images[target, tuple(controls), count] += [begin + row] * times
+    samples = [position for alternatives in images.values() for position in alternatives]
+    begins = np.cumsum([0, *map(len, images.values())])[:-1]
+    return MixturePart(np.array(samples, dtype=np.int64), weight, begins)
 
 
 def open_mixture(parts: Sequence[WeightedCache], config: CacheConfig) -> Mixture:

@@ -95,7 +95,8 @@ class OnTheFlySamples:
         """`[2, N]`: image tokens (of target and controls) and text tokens."""
         return self._token_counts
 
-    def parts(self, training: IntArray) -> list[MixturePart]:
+    def parts(self, training: IntArray, *, one_caption: bool = False) -> list[MixturePart]:
+        """All of them: `planning.py` refuses `one_caption` where there is no index."""
         return [MixturePart(training)]
 
     def __len__(self) -> int:

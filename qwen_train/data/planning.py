@@ -50,7 +50,12 @@ class Planned:
             noise_draws=config.noise_draws,
             target_tokens=cache.target_tokens() if config.noise_draws > 1 else None,
         )
-        plan = BatchPlan(tokens, config, cache.name, cache.parts(training), loss_tokens)
+        one_caption = config.captions == "one"
+        if one_caption and not cache.has_index:
+            what = "train.captions=one needs the index of a cache, which --encode-on-the-fly does not have"
+            raise ConfigError(what, do="build a cache: `qwen-cache build`")
+        parts = cache.parts(training, one_caption=one_caption)
+        plan = BatchPlan(tokens, config, cache.name, parts, loss_tokens)
         return cls(training, validation, family, plan)
 
 

@@ -68,8 +68,11 @@ class Samples(Protocol):
     def edit_masks(self) -> int:
         """The number of samples with an edit mask; ConfigError without an index."""
 
-    def parts(self, training: IntArray) -> Sequence[MixturePart]:
-        """The samples at the positions `training`, grouped by their frequency in an epoch."""
+    def parts(self, training: IntArray, *, one_caption: bool = False) -> Sequence[MixturePart]:
+        """The samples at the positions `training`, grouped by their frequency in an epoch.
+
+        With `one_caption`, which needs an index, samples that differ in their prompt alone are alternatives.
+        """
 
     def prefetch(self, positions: Iterable[int]) -> None:
         """Begin to fetch or to encode these samples, and return at once."""
