@@ -34,8 +34,9 @@ from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.checksums import check_safetensors
 from qwen_cache.storage.durable import write_durably
 from qwen_cache.storage.mapped import read_file
+from qwen_train.latents import VALIDATION
 from qwen_train.lora.types import adapter_title
-from qwen_train.run_folder import LOSS, LOSSES, METRICS_NAME, TIMES, VALIDATION, checkpoints
+from qwen_train.run_folder import LOSS, LOSSES, METRICS_NAME, TIMES, checkpoints
 
 NAME = "report.html"
 RUN_FACTS_NAME = "about.json"

@@ -1,4 +1,4 @@
-"""The output folder of a run: its lock, settings, checkpoints and latents, without torch.
+"""The output folder of a run: its lock, settings and checkpoints, without torch.
 
 A second run in the folder is refused while the first one trains. A checkpoint is resumed only with the settings that
 decide what has been trained so far; one message names all differences, and the command that continues.
@@ -27,8 +27,6 @@ LOCK = ".lock"
 METRICS_NAME = "metrics.jsonl"
 TIMES = ("time", "elapsed_seconds")
 """The entries of a line that are not metrics."""
-VALIDATION = "validation"
-"""The folder for the latents of validation images."""
 LOSS = "validation_loss"
 LEVELS = 4
 """Noise levels of a sample in validation: one in each quarter of 0..1."""
@@ -222,32 +220,3 @@ def _listed(values: Mapping[str, Any], names: Sequence[str]) -> str:
     """The values of these settings as text; a single one without its name."""
     shown = {name: "none, or without effect" if (v := values.get(name)) is None else str(v) for name in names}
     return ", ".join(f"{name} {text}" for name, text in shown.items()) if len(names) > 1 else shown[names[0]]
-
-
-# ---- latents ---------------------------------------------------------------------------------------------------------
-
-
-def latents_files(folder: Path) -> list[Path]:
-    """The latents files: of a run, only its validation; of another folder, all; or the file itself."""
-    if folder.is_file():
-        return [folder]
-    is_run = latents_folder(folder) != folder
-    files = sorted(latents_folder(folder).rglob("*.safetensors"))
-    if is_run and not files:
-        raise TrainError("this run generated no images", where=folder, do="set validation.num_images")
-    if not files:
-        raise TrainError(
-            "no latents here",
-            where=folder,
-            expected=f"the output folder of a run with validation.num_images, or a folder in its {VALIDATION}/",
-            do="name another folder, or set validation.num_images and train",
-        )
-    return files
-
-
-def latents_folder(path: Path) -> Path:
-    """The folder with the latents and their PNGs: the validation folder of a run, or the folder of a file."""
-    if path.is_file():
-        return path.parent
-    is_run = (path / METRICS_NAME).is_file() or (path / VALIDATION).is_dir()
-    return path / VALIDATION if is_run else path

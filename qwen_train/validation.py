@@ -31,7 +31,8 @@ from qwen_cache.storage.checksums import sealed
 from qwen_cache.storage.durable import make_folder, write_durably
 from qwen_train.data.batches import Batch, Batches, NoiseDraw, NoisedSample, collate
 from qwen_train.inference.cached import generate_cached
-from qwen_train.run_folder import LEVELS, LOSS, LOSSES, VALIDATION
+from qwen_train.latents import VALIDATION
+from qwen_train.run_folder import LEVELS, LOSS, LOSSES
 
 
 @dataclass(frozen=True)

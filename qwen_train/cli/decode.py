@@ -10,8 +10,9 @@ from qwen_cache.extras import require
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, load_config
+from qwen_train.latents import latents_files, latents_folder
 from qwen_train.launch import in_one_process
-from qwen_train.run_folder import METRICS_NAME, latents_files, latents_folder
+from qwen_train.run_folder import METRICS_NAME
 
 
 def run_decode(

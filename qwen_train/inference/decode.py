@@ -23,7 +23,7 @@ from qwen_cache.models.folder import ModelFolder
 from qwen_cache.sources.sizes import Size
 from qwen_cache.storage.checksums import check_safetensors
 from qwen_cache.storage.durable import write_durably
-from qwen_train.run_folder import VALIDATION, latents_files
+from qwen_train.latents import VALIDATION, latents_files
 
 
 @dataclass(frozen=True)
