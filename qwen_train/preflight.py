@@ -1,7 +1,8 @@
 """What a run checks before it loads torch: a refusal takes less than a second of CPU time.
 
-In this order: the cache, that no other run writes to the output folder, what the folder holds already, the tracker, the
-model, whether they fit together, the timesteps, and whether the newest checkpoint can be resumed with these settings.
+In this order: the cache and that of validation, that no other run writes to the output folder, what the folder holds
+already, the tracker, the model, whether they fit together, the timesteps, and whether the newest checkpoint can be
+resumed with these settings.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from typing import Any
 from qwen_cache.console import counting
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.extras import installed
+from qwen_cache.format.cache import Cache
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.models.folder import NUNCHAKU, WEIGHTS, ModelFolder, fingerprint, open_model, read_config
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.checksums import NAME as CHECKSUMS
 from qwen_cache.storage.remembered import file_digest, remembered_digest
+from qwen_train.data.mixture import Mixture
 from qwen_train.data.planning import Planned, check_cache, check_empty_prompts
 from qwen_train.data.samples import Samples, open_samples
+from qwen_train.data.validation_cache import check_validation_cache, open_validation_cache
 from qwen_train.launch import Launch
 from qwen_train.lora.files import WeightedLora, find_assistant, find_start
 from qwen_train.lora.types import check_adapter
@@ -58,6 +62,8 @@ class Start:
     """None for --encode-on-the-fly, which loads encoders."""
     source: str | None
     """The source of --encode-on-the-fly."""
+    validation_cache: Cache | None
+    """Whose samples are generated during training."""
     newest: Path | None
     """The checkpoint to continue from."""
     weights: str
@@ -86,6 +92,7 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
         do = "build a cache: `qwen-cache build`"
         raise ConfigError("--encode-on-the-fly is for one training process", found=launch.world_size, do=do)
     samples = open_samples(config) if source is None else None
+    validation_cache = open_validation_cache(config, on_the_fly=source is not None)
     with only_run(out, launch):
         earlier = checkpoints(out)
         if earlier and not resume:
@@ -97,9 +104,8 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
                 do=f"continue it with `{command}`, or {NEW_RUN}",
             )
         check_tracker(config.logging.report_to)
-        model = open_model(
-            config.model.path, TRANSFORMER_PARTS, config.model.revision, transformer=config.model.transformer
-        )
+        parts = (*TRANSFORMER_PARTS, "vae") if config.validation.vae_device else TRANSFORMER_PARTS
+        model = open_model(config.model.path, parts, config.model.revision, transformer=config.model.transformer)
         if model.needs_nunchaku:
             raise ModelError(
                 "nunchaku's kernels cannot train: they have no gradients",
@@ -108,10 +114,14 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
                 do="train the unquantised model, or a single file in fp8 or GGUF with --transformer",
             )
         check_adapter(config, model.transformer_config)
+        if validation_cache is not None:
+            check_cache(Mixture.of(validation_cache), model, model.transformer_config)
         if samples is not None:
             check_cache(samples, model, model.transformer_config)
             check_empty_prompts(samples, config.train.caption_dropout)
             Planned.of(samples, config.train)
+        if samples is not None and validation_cache is not None:
+            check_validation_cache(validation_cache, samples, config.validation)
         scheduler = read_config(model.component("scheduler") / "scheduler_config.json")
         check_timesteps(config.train, float(scheduler.get("shift_terminal") or 0))
         newest = earlier[-1][1] if earlier else None
@@ -120,7 +130,9 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
         assistant = find_assistant(config.train)
         weights = hash_transformer(model) if launch.is_main else ""
         assistant_hash = hash_assistant(assistant) if launch.is_main and assistant else ""
-        start = Start(config, launch, model, samples, source, newest, weights, assistant, assistant_hash)
+        start = Start(
+            config, launch, model, samples, source, validation_cache, newest, weights, assistant, assistant_hash
+        )
         check_resumable(start)
         yield start
 

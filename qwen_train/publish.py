@@ -35,10 +35,10 @@ from qwen_cache.storage.checksums import NAME as CHECKSUMS
 from qwen_cache.storage.checksums import check_safetensors, find_fault
 from qwen_cache.storage.url import Url, location
 from qwen_cache.version import __version__
+from qwen_train.latents import STEP, VALIDATION
 from qwen_train.lora.files import WEIGHTS_NAME, find_lora
-from qwen_train.report import RUN_FACTS_NAME, STEP, UNREADABLE
+from qwen_train.report import RUN_FACTS_NAME, UNREADABLE
 from qwen_train.run_folder import NAME as CHECKPOINT
-from qwen_train.run_folder import VALIDATION
 
 CARD = "README.md"
 METADATA_KEY = "lora_adapter_metadata"

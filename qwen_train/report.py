@@ -34,7 +34,7 @@ from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.checksums import check_safetensors
 from qwen_cache.storage.durable import write_durably
 from qwen_cache.storage.mapped import read_file
-from qwen_train.latents import VALIDATION
+from qwen_train.latents import SCALES, STEP, VALIDATION, png_of
 from qwen_train.lora.types import adapter_title
 from qwen_train.run_folder import LOSS, LOSSES, METRICS_NAME, TIMES, checkpoints
 
@@ -45,10 +45,10 @@ OVERVIEW_FACTS = ("cache", "identity", "pipeline", "trainable_parameters", "devi
 SMOOTHED_SHARE, SMOOTHED_LEAST = 0.05, 20
 """The smoothed loss averages over about this share of the logged steps, or this many: with one sample in a step, the
 noise levels would dominate a shorter average."""
-SHOWN_STEPS = 3  # that show images: the first and the newest two; with two controls and the target they fit into a row
+SHOWN_STEPS = 8  # of each sample: at 30 kB an image, the page of ten samples with two controls has 3 MB
 THUMBNAIL = 320  # pixels
 LARGEST = 1e100  # far above any float32, and small enough that sums and differences do not overflow
-STEP = re.compile(r"step-(\d+)")
+DIGITS = re.compile(r"(\d+)")
 UNREADABLE = (OSError, ValueError, SyntaxError, AssertionError, MemoryError, Image.DecompressionBombError)
 """Raised by Pillow for a PNG that is damaged or too large."""
 
@@ -233,47 +233,93 @@ def smoothed(points: Points, weight: float) -> Points:
 
 
 @dataclass(frozen=True)
-class ValidationSample:
-    """A validation sample with its images."""
+class Strip:
+    """Images side by side."""
 
-    name: str
-    prompt: str
+    title: str
+    """The guidance, where a sample has images of several; else empty."""
     images: list[tuple[str, str]]
     """Captions and data URLs; the URL is empty, and the caption says so, if an image cannot be read."""
 
 
+@dataclass(frozen=True)
+class ValidationSample:
+    """A validation sample with its controls, its target, and what was generated at each step."""
+
+    name: str
+    prompt: str
+    strips: list[Strip]
+
+
 def validation_samples(folder: Path) -> list[ValidationSample]:
-    """The decoded images of the first and the newest steps, each with its target and controls."""
+    """The samples of the newest two steps, since the images of the newest may still come, by their names."""
     decoded = {path.parent for path in (folder / VALIDATION).glob("step-*/*.png")}
     steps = sorted((int(match[1]), path) for path in decoded if (match := STEP.fullmatch(path.name)))
-    if not steps:
-        return []
-    shown = steps if len(steps) <= SHOWN_STEPS else [steps[0], *steps[1 - SHOWN_STEPS :]]
-    newest = steps[-1][1]
-    return [_validation_sample(folder / VALIDATION, path, shown) for path in sorted(newest.glob("*.png"))]
+    newest = [_generated(path) for _, path in steps[-2:]]
+    stems = dict.fromkeys(stem for of_step in newest for stem in of_step)
+    found = [_validation_sample(folder / VALIDATION, stem, shown_steps(steps)) for stem in stems]
+    return sorted(found, key=lambda sample: natural_order(sample.name))
 
 
-def _validation_sample(folder: Path, decoded: Path, steps: Sequence[tuple[int, Path]]) -> ValidationSample:
-    """A decoded image with those of its controls, its target and the other steps that are decoded."""
+def natural_order(name: str) -> list[str | int]:
+    """A key that sorts prompts/10 after prompts/9."""
+    return [int(part) if i % 2 else part for i, part in enumerate(DIGITS.split(name))]
+
+
+def shown_steps(steps: Sequence[tuple[int, Path]]) -> list[tuple[int, Path]]:
+    """The first and the last steps, and up to `SHOWN_STEPS` in all, evenly spaced between them."""
+    if len(steps) <= SHOWN_STEPS:
+        return list(steps)
+    return [steps[round(i * (len(steps) - 1) / (SHOWN_STEPS - 1))] for i in range(SHOWN_STEPS)]
+
+
+def _generated(decoded: Path) -> list[str]:
+    """The names of the files with the images of a step, without the numbers of a file's further images."""
+    pngs = sorted(decoded.glob("*.png"))
+    further = {png_of(path, i) for path in pngs for i in range(1, len(_scales(_metadata(path))))}
+    return [path.stem for path in pngs if path not in further]
+
+
+def _validation_sample(folder: Path, stem: str, steps: Sequence[tuple[int, Path]]) -> ValidationSample:
+    """Strips of the shown steps, one for each guidance, of which the first begins with controls and target."""
     pngs = {path.name: path for path in (folder / "controls").glob("*.png")}
-    names = (f"{decoded.stem}-{i}.png" if i > 1 else decoded.name for i in count(1))  # as `decode` numbers them
+    names = (png_of(Path(f"{stem}.png"), i).name for i in count())
     controls = [pngs[name] for name in takewhile(pngs.__contains__, names)]
-    row = [(path, f"control {i}" if controls[1:] else "control") for i, path in enumerate(controls, 1)]
-    row.append((folder / "target" / decoded.name, "target"))
-    row += [(path / decoded.name, f"after step {step}" if step else "before training") for step, path in steps]
-    name, prompt = _name_and_prompt(decoded.with_suffix(".safetensors"))
-    return ValidationSample(name or decoded.stem, prompt, [_image(path, title) for path, title in row if path.exists()])
+    given = [(path, f"control {i}" if controls[1:] else "control") for i, path in enumerate(controls, 1)]
+    given.append((folder / "target" / f"{stem}.png", "target"))
+    strips, metadata = dict[str, list[tuple[Path, str]]](), dict[str, str]()
+    for step, decoded in steps:
+        png = decoded / f"{stem}.png"
+        metadata |= _metadata(png)
+        for i, title in enumerate(_scales(_metadata(png))):
+            strips.setdefault(title, []).append((png_of(png, i), f"after step {step}" if step else "before training"))
+    images = {title: [_image(path, caption) for path, caption in row if path.exists()] for title, row in strips.items()}
+    shown = [Strip(title, row) for title, row in images.items() if row]
+    beside = [_image(path, caption) for path, caption in given if path.exists()]
+    if beside and len(shown) == 1:
+        shown = [Strip("", beside + shown[0].images)]
+    elif beside:
+        shown.insert(0, Strip("", beside))
+    return ValidationSample(metadata.get("name", stem), metadata.get("prompt", ""), shown)
 
 
-def _name_and_prompt(latents: Path) -> tuple[str, str]:
-    """The name and prompt of the sample of these latents; empty if the file is missing or damaged."""
+def _scales(metadata: Mapping[str, str]) -> list[str]:
+    """A title for each image of a file; empty for a single one."""
+    try:
+        return [f"{SCALES} {float(scale):g}" for scale in json.loads(metadata.get(SCALES, ""))]
+    except (ValueError, TypeError, RecursionError):
+        return [""]
+
+
+def _metadata(png: Path) -> dict[str, str]:
+    """The metadata of the latents of an image; empty if the file is missing or damaged."""
+    latents = png.with_suffix(".safetensors")
     try:
         check_safetensors(latents, TrainError)
         with safe_open(latents, framework="np") as file:
-            metadata = file.metadata() or {}
+            return dict(file.metadata() or {})
     except (OSError, SafetensorError, TrainError):
-        return "", ""
-    return metadata.get("name", ""), metadata.get("prompt", "")
+        return {}
 
 
 def _image(path: Path, caption: str) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from qwen_cache.settings.load import Config, load_config
 from qwen_train.data.batches import Batches
 from qwen_train.lora.types import adapter_title
 from qwen_train.memory.predict import PARTS, largest_batch, predict_memory
+from qwen_train.validation_images import ValidationImages
 
 
 def print_plan(
@@ -26,8 +27,9 @@ def print_plan(
     parameters: list[torch.nn.Parameter],
     accelerator: Accelerator,
     step: int,
+    images: ValidationImages | None,
 ) -> None:
-    """Print what will be trained."""
+    """Print what will be trained, and which images show it."""
     t, cache, v, out = config.train, batches.cache, config.validation, console()
     pipelines = " and ".join(cache.pipelines)
     per_step = plan.samples_per_batch * t.gradient_accumulation_steps * accelerator.num_processes
@@ -37,8 +39,8 @@ def print_plan(
     trainable = sum(parameter.numel() for parameter in parameters)
     out.print(f"[bold]training[/] {method}, {trainable:,} trainable parameters, on {accelerator.device}")
     if t.assistant_lora is not None:
-        images = "" if not v.num_images else ", images with it" if v.assistant_lora else ", images without it"
-        out.print(f"[bold]assistant[/] {verbatim(t.assistant_lora)}: frozen, left out of the result{images}")
+        use = "" if not images else ", images with it" if v.assistant_lora else ", images without it"
+        out.print(f"[bold]assistant[/] {verbatim(t.assistant_lora)}: frozen, left out of the result{use}")
     out.print(f"[bold]batches[/]  {plan}", highlight=False)
     parts = zip(t.caches, cache.parts(batches.training), strict=False)  # encoding on the fly reads no caches
     if taught := sum(len(part.samples) for entry, part in parts if entry.teacher):
@@ -49,9 +51,9 @@ def print_plan(
     )
     if held_out := len(batches.validation):
         losses = f"their loss every {plural(v.validation_steps, 'step')}" if v.validation_steps else "never measured"
-        shown = plural(min(v.num_images, held_out), "image")
-        images = f", {shown} before training and every {plural(v.images_every_steps, 'step')}" if v.num_images else ""
-        out.print(f"[bold]held out[/] {plural(held_out, 'sample')} for validation: {losses}{images}")
+        out.print(f"[bold]held out[/] {plural(held_out, 'sample')} for validation: {losses}")
+    if images:
+        out.print(f"[bold]images[/]   {images.summary}", highlight=False)
     if t.edit_mask_weight != 1 and cache.has_index:
         out.print(f"[bold]masks[/]    {cache.edit_masks()} of {plural(len(cache), 'sample')}", highlight=False)
     if step:

@@ -24,6 +24,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from qwen_cache.console import console, progress, verbatim
+from qwen_cache.models.devices import choose_device, torch_dtype
 from qwen_cache.models.folder import read_config
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config
@@ -33,6 +34,7 @@ from qwen_train.checkpoint import Run, load_checkpoint, restoring, save_checkpoi
 from qwen_train.data.batches import Batch, Batches
 from qwen_train.data.planning import check_cache, unusual_controls
 from qwen_train.data.samples import open_samples
+from qwen_train.data.validation_cache import check_validation_cache
 from qwen_train.flow import NoiseSchedule, flow_loss, interpolate, pseudo_huber, scheduled_huber_c
 from qwen_train.launch import Launch
 from qwen_train.lora.adapter import start_from
@@ -51,7 +53,9 @@ from qwen_train.report import RUN_FACTS_NAME, renew_report
 from qwen_train.run_folder import ASSISTANT_LORA, CACHE, TRANSFORMER, fixed_settings
 from qwen_train.run_summary import distilled_warning, print_memory, print_plan, run_facts, settings_changed
 from qwen_train.signals import Signals, any_process
+from qwen_train.tracked_images import takes_images
 from qwen_train.validation import Validation, evaluating, make_validation, noised_samples
+from qwen_train.validation_images import ValidationImages, make_validation_images
 from qwen_train.weights import compute_dtype, load_transformer, prepare_for_training, trainable, with_layout
 
 GLOO_SECONDS = 0.5  # long enough for a waiting thread to get the interpreter, on a busy machine too
@@ -71,6 +75,9 @@ class Prepared:
     run: Run
     batches: Batches
     validation: Validation | None
+    images: ValidationImages | None
+    decoder: Any
+    """The `Decoder` of validation.vae_device, whose module knows the VAE; None without, and in all but one process."""
 
 
 def train(config: Config, *, resume: bool = False, encode_from: str | None = None) -> Path:
@@ -108,9 +115,9 @@ def take_steps(p: Prepared, log: MetricsLog, steps: Steps, signals: Signals, bar
     run, settings, saved, stop = p.run, p.config.train, p.run.step, False
     is_left = run.step < settings.max_steps
     task = bar.add_task("training", total=settings.max_steps, completed=run.step, count="", visible=is_left)
-    if run.step == 0 and p.validation and p.validation.generates_images(0):
+    if run.step == 0 and p.images:
         bar.update(task, count="generating images before the first step")  # a baseline for later images
-        generate_images(p, p.validation)
+        generate_images(p, p.images)
     while run.step < settings.max_steps and not stop:
         values = steps.next()
         count = progress_text(run.step, settings.max_steps, values, steps.throughput)
@@ -221,23 +228,31 @@ def save(p: Prepared) -> int:
 
 def validate(p: Prepared) -> dict[str, float]:
     """Validation losses, and images, if qwen.yaml schedules them after this step; {} without losses."""
-    v, losses = p.validation, dict[str, float]()
-    if v is None:
-        return losses
-    if v.measures_loss(p.run.step):
+    losses = dict[str, float]()
+    if p.validation and p.validation.measures_loss(p.run.step):
         device = p.accelerator.device
         with evaluating(p.transformer):
-            losses = v.losses(lambda batch: compute_loss(p.transformer, batch.to(device, p.dtype)), p.accelerator)
-    if v.generates_images(p.run.step):
-        generate_images(p, v)
+            losses = p.validation.losses(
+                lambda batch: compute_loss(p.transformer, batch.to(device, p.dtype)), p.accelerator
+            )
+    if p.images and p.images.due(p.run.step):
+        generate_images(p, p.images)
     return losses
 
 
-def generate_images(p: Prepared, validation: Validation) -> None:
-    """The validation images of this step; every process takes part."""
+def generate_images(p: Prepared, images: ValidationImages) -> None:
+    """The images of this step, by the averaged weights if there are any; every process takes part."""
+    averaged = p.run.ema.swapped() if p.run.ema else nullcontext()
     assisted = nullcontext() if p.config.validation.assistant_lora else without(p.transformer, ASSISTANT)
-    with evaluating(p.transformer), assisted:
-        validation.generate_images(p.out, p.run.step, p.transformer, p.accelerator, p.dtype)
+    with evaluating(p.transformer), averaged, assisted:
+        images.write(p.out, p.run.step, p.transformer, p.accelerator, p.dtype)
+    if p.config.validation.vae_device:
+        p.accelerator.wait_for_everyone()  # for the images of all processes
+        with together():
+            if p.decoder:
+                from qwen_train.watch import show_new_images
+
+                show_new_images(p.out, p.decoder, p.accelerator.trackers)
 
 
 def batches_per_step(p: Prepared, settings: TrainConfig) -> int:
@@ -330,8 +345,9 @@ def prepare(start: Start) -> Prepared:
     set_seed(settings.seed)
     with memory_for_training(accelerator.device):
         with together():
-            batches, validation = make_batches(start, config, accelerator)
+            batches, validation, images = make_batches(start, config, accelerator)
             transformer = load_for_training(start, config, batches, accelerator)
+            decoder = load_decoder(start, config) if accelerator.is_main_process else None
         if settings.tabulated_modulation:
             held_out = validation.samples if validation else ()
             sigmas = [noised.draws[0].sigma for sample in held_out for noised in noised_samples(sample)]
@@ -354,20 +370,27 @@ def prepare(start: Start) -> Prepared:
         with together(), restoring(start.newest):
             apply_settings(config, run.optimizer, run.lr_scheduler)
     parameters, dtype = trainable(run.transformer), compute_dtype(settings)
-    p = Prepared(config, start.out, accelerator, transformer, dtype, parameters, run, batches, validation)
+    p = Prepared(
+        config, start.out, accelerator, transformer, dtype, parameters, run, batches, validation, images, decoder
+    )
     with together():
         if accelerator.is_main_process:
             announce(p, start, changed)
     return p
 
 
-def make_batches(start: Start, config: Config, accelerator: Accelerator) -> tuple[Batches, Validation | None]:
-    """The batches of this process, and the validation that is scheduled."""
+def make_batches(
+    start: Start, config: Config, accelerator: Accelerator
+) -> tuple[Batches, Validation | None, ValidationImages | None]:
+    """The batches of this process, and the losses and images that are scheduled."""
     samples = start.samples or open_samples(config, start.source)
+    if start.samples is None and start.validation_cache is not None:
+        check_validation_cache(start.validation_cache, samples, config.validation)
     scheduler = read_config(start.model.component("scheduler") / "scheduler_config.json")
     schedule, ranks = NoiseSchedule.of_config(scheduler), accelerator.num_processes
     batches = Batches(samples, config.train, schedule, rank=accelerator.process_index, world_size=ranks)
-    return batches, make_validation(config, batches, scheduler)
+    images = make_validation_images(config, batches, start.validation_cache, scheduler)
+    return batches, make_validation(config, batches), images
 
 
 def announce(p: Prepared, start: Start, changed: list[str]) -> None:
@@ -376,7 +399,7 @@ def announce(p: Prepared, start: Start, changed: list[str]) -> None:
     make_folder(p.out)
     write_durably(p.out / CONFIG_NAME, p.config.to_yaml().encode("utf-8"))
     write_durably(p.out / RUN_FACTS_NAME, run_facts(p.batches, plan, p.parameters, p.accelerator))
-    print_plan(p.config, p.batches, plan, p.parameters, p.accelerator, p.run.step)
+    print_plan(p.config, p.batches, plan, p.parameters, p.accelerator, p.run.step, p.images)
     samples = p.batches.cache
     with_controls = int((samples.token_counts()[0] > samples.target_tokens()).sum())
     distilled = distilled_warning(start.model) if start.assistant is None else None
@@ -404,6 +427,17 @@ def load_for_training(start: Start, config: Config, batches: Batches, accelerato
     if settings.compile:
         transformer.compile_repeated_blocks()
     return transformer
+
+
+def load_decoder(start: Start, config: Config) -> Any:
+    """The VAE on validation.vae_device; None without."""
+    if not (device := config.validation.vae_device):
+        return None
+    from qwen_train.inference.decode import Decoder
+
+    decoder = Decoder(start.model, choose_device(device, "validation.vae_device"), torch_dtype(config.predict.dtype))
+    takes_images(config.logging.report_to)
+    return decoder
 
 
 def start_run(config: Config, transformer: Any, accelerator: Accelerator, hashes: dict[str, str]) -> Run:

@@ -1,37 +1,28 @@
-"""Validation on held-out samples: their loss, and images generated from them.
+"""Validation on held-out samples: their loss.
 
 Noise and noise levels depend only on a sample's key, so losses are comparable between runs with any seed and settings,
-and training's random state is not touched. No VAE is needed: images are stored as latents for `qwen-train decode`.
-A run that holds out no samples is refused.
+and training's random state is not touched. A run that holds out no samples is refused.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from jaxtyping import Float
-from safetensors.torch import save
 from torch import Tensor
 
-from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample
-from qwen_cache.format.sample import ImgShapes
+from qwen_cache.format.sample import LATENT_CHANNELS, token_count
 from qwen_cache.models.family import Family
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import ValidationConfig
-from qwen_cache.storage.checksums import sealed
-from qwen_cache.storage.durable import make_folder, write_durably
 from qwen_train.data.batches import Batch, Batches, NoiseDraw, NoisedSample, collate
-from qwen_train.inference.cached import generate_cached
-from qwen_train.latents import VALIDATION
 from qwen_train.run_folder import LEVELS, LOSS, LOSSES
 
 
@@ -42,15 +33,10 @@ class Validation:
     samples: tuple[Sample, ...]
     config: ValidationConfig
     edit_mask_weight: float
-    scheduler: dict[str, Any]
-    """The model's scheduler_config.json."""
     family: Family
 
     def measures_loss(self, step: int) -> bool:
         return self.config.validation_steps is not None and step % self.config.validation_steps == 0
-
-    def generates_images(self, step: int) -> bool:
-        return bool(self.config.num_images) and step % self.config.images_every_steps == 0
 
     def losses(self, loss_of: Callable[[Batch], Tensor], accelerator: Any) -> dict[str, float]:
         """The mean loss over the samples of all processes: overall, and per quarter of the noise levels.
@@ -58,55 +44,32 @@ class Validation:
         One sample at a time: a sample's loss then does not depend on others, and it takes less memory than training.
         """
         sums = torch.zeros(LEVELS, dtype=torch.float64)
-        for sample, is_filler in rank_samples(self.samples[: self.config.num_samples], accelerator):
+        for sample, is_filler in rank_samples(self.samples, accelerator):
             for level, noised in enumerate(noised_samples(sample)):
                 loss = float(loss_of(collate([noised], self.edit_mask_weight, family=self.family)))
                 sums[level] += 0.0 if is_filler else loss
         sums = accelerator.reduce(sums.to(accelerator.device)) if accelerator.num_processes > 1 else sums
-        means = (sums / min(len(self.samples), self.config.num_samples)).tolist()
+        means = (sums / len(self.samples)).tolist()
         return {LOSS: sum(means) / LEVELS, **dict(zip(LOSSES, means, strict=True))}
 
-    def generate_images(self, folder: Path, step: int, transformer: Any, accelerator: Any, dtype: torch.dtype) -> None:
-        """Generate images, and write their latents to `folder`/validation/step-N, targets and controls beside it."""
-        for sample, is_filler in rank_samples(self.samples[: self.config.num_images], accelerator):
-            latents = self.generate(sample, transformer, accelerator.device, dtype)
-            if is_filler:
-                continue
-            target, controls = sample.img_shapes[:1], sample.img_shapes[1:]
-            save_latents(folder / VALIDATION / f"step-{step}", sample, latents, target)
-            save_latents(folder / VALIDATION / "target", sample, sample["image_latents"], target)
-            if controls:
-                save_latents(folder / VALIDATION / "controls", sample, sample["control_latents"], controls)
 
-    def generate(
-        self, sample: Sample, transformer: Any, device: torch.device, dtype: torch.dtype
-    ) -> Float[Tensor, "S 64"]:
-        """The latents that the stock pipeline would generate from the cached embeddings and control latents."""
-        return generate_cached(
-            sample,
-            transformer,
-            FlowMatchEulerDiscreteScheduler.from_config(self.scheduler),
-            family=self.family,
-            num_inference_steps=self.config.num_inference_steps,
-            true_cfg_scale=self.config.true_cfg_scale,
-            latents=noise(sample, generator_of(sample, "image")),
-            device=device,
-            dtype=dtype,
-        )
-
-
-def make_validation(config: Config, batches: Batches, scheduler: dict[str, Any]) -> Validation | None:
+def make_validation(config: Config, batches: Batches) -> Validation | None:
     """The validation that qwen.yaml schedules; None without any."""
     settings = config.validation
-    if settings.validation_steps is None and not settings.num_images:
+    if settings.validation_steps is None:
         return None
+    samples = held_out(config, batches, settings.num_samples)
+    return Validation(samples, settings, config.train.edit_mask_weight, batches.family)
+
+
+def held_out(config: Config, batches: Batches, count: int) -> tuple[Sample, ...]:
+    """The first `count` held-out samples in the order of their keys; ConfigError without any."""
     if not config.train.validation_split:
         raise ConfigError(
             "validation needs held-out samples, and there are none",
             found=f"train.validation_split={config.train.validation_split}",
             do="set train.validation_split, such as 0.05, or remove the section validation",
         )
-    count = max(settings.num_samples if settings.validation_steps else 0, settings.num_images)
     samples = tuple(batches.cache[i] for i in held_out_by_key(batches)[:count])
     if not samples:
         raise ConfigError(
@@ -114,15 +77,7 @@ def make_validation(config: Config, batches: Batches, scheduler: dict[str, Any])
             found=f"train.validation_split={config.train.validation_split}",
             do="raise train.validation_split",
         )
-    without = [sample.name for sample in samples if "empty_prompt_embeds" not in sample]
-    if settings.num_images and settings.true_cfg_scale > 1 and without:
-        raise TrainError(
-            "guidance needs the embeddings of the empty prompt, which this cache lacks",
-            where=batches.cache.folder,
-            found=f"sample {without[0]}, validation.true_cfg_scale={settings.true_cfg_scale}",
-            do="set validation.true_cfg_scale=1, or run `qwen-cache build` on the images",
-        )
-    return Validation(samples, settings, config.train.edit_mask_weight, scheduler, batches.family)
+    return samples
 
 
 def held_out_by_key(batches: Batches) -> list[int]:
@@ -161,7 +116,8 @@ def generator_of(sample: Sample, use: str) -> torch.Generator:
 
 
 def noise(sample: Sample, generator: torch.Generator) -> Float[Tensor, "S 64"]:
-    return torch.randn(sample.shape("image_latents"), generator=generator)
+    """Noise for the target, whether the sample has one or it is to be generated."""
+    return torch.randn(token_count(sample.img_shapes[:1]), LATENT_CHANNELS, generator=generator)
 
 
 def noised_samples(sample: Sample) -> Iterator[NoisedSample]:
@@ -171,11 +127,3 @@ def noised_samples(sample: Sample) -> Iterator[NoisedSample]:
     for level in range(LEVELS):
         draw = NoiseDraw((level + offset) / LEVELS, noise(sample, generator))
         yield NoisedSample(sample, (draw,), without_caption=False)
-
-
-def save_latents(folder: Path, sample: Sample, latents: Float[Tensor, "S 64"], img_shapes: ImgShapes) -> None:
-    """Write packed latents of one or more images, with the metadata that `qwen-train decode` needs."""
-    make_folder(folder)
-    metadata = {"img_shapes": json.dumps(img_shapes), "name": sample.name, "prompt": sample.prompt}
-    data = save({"latents": latents.cpu().contiguous()}, metadata)
-    write_durably(folder / f"{sample.key}.safetensors", *sealed(data))

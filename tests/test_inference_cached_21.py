@@ -28,7 +28,8 @@ from qwen_cache.models.folder import open_model
 from qwen_cache.settings.train import TrainConfig, ValidationConfig
 from qwen_train.inference.cached import generate_cached, initial_latents
 from qwen_train.model.qwen_image_21.transformer import QwenImage21MultiResTransformer2DModel
-from qwen_train.validation import Validation, evaluating, generator_of, noise
+from qwen_train.validation import evaluating, generator_of, noise
+from qwen_train.validation_images import ValidationImages
 from qwen_train.weights import prepare_for_training
 
 from .support.commands import run
@@ -207,9 +208,9 @@ def test_guidance_without_the_empty_prompt_is_refused(cached: Cached, monkeypatc
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_validation_images_are_those_of_the_stock_pipeline(guidance: float, cached: Cached) -> None:
     sample, pipeline = cached("three")
-    config = ValidationConfig(num_images=1, num_inference_steps=STEPS, true_cfg_scale=guidance)
-    validation = Validation((sample,), config, 1.0, dict(pipeline.scheduler.config), QWEN_IMAGE_21)
-    found = validation.generate(sample, pipeline.transformer, CPU, torch.float32)
+    config = ValidationConfig(num_images=1, num_inference_steps=STEPS)
+    images = ValidationImages((sample,), config, 1, dict(pipeline.scheduler.config), QWEN_IMAGE_21)
+    found = images.generate(sample, pipeline.transformer, CPU, torch.float32, guidance)
     given = {"latents": noise(sample, generator_of(sample, "image"))[None]}
     given |= {"negative_prompt": "", "true_cfg_scale": guidance} if guidance > 1 else {}
     assert relative(found, stock(pipeline, sample, CASES["three"], **given)) < TOLERANCE

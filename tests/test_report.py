@@ -404,6 +404,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def validation(folder: Path, images: dict[str, bytes]) -> Path:
+    folder.mkdir(exist_ok=True)
     (folder / METRICS_NAME).write_bytes(GOOD[0])
     for name, data in images.items():
         path = folder / "validation" / name
@@ -447,12 +448,17 @@ def test_what_pillow_warns_of_is_no_matter(tmp_path: Path) -> None:
     assert captions(Page(write_report(validation(tmp_path, {"step-5/a.png": image})))) == ["after step 5"]
 
 
-def test_the_first_and_the_newest_steps_are_side_by_side(tmp_path: Path) -> None:
+def test_steps_are_side_by_side(tmp_path: Path) -> None:
     """Without the folders that a file manager makes when it copies one, and samples that are no longer generated."""
     folders = ("step-0", "step-3", "step-5", "step-12", "step-foo", "step-12 copy", "step-99.bak", "step-")
     images = {f"{folder}/a.png": png() for folder in folders} | {"step-0/b.png": png()}
     page = Page(write_report(validation(tmp_path, images)))
-    assert captions(page) == ["before training", "after step 5", "after step 12"]
+    assert captions(page) == ["before training", *(f"after step {step}" for step in (3, 5, 12))]
+    many = validation(tmp_path / "many", {f"step-{10 * i}/a.png": png() for i in range(100)})
+    shown = captions(Page(write_report(many)))
+    assert [shown[0], *shown[-1:], len(shown)] == ["before training", "after step 990", report.SHOWN_STEPS]
+    gaps = np.diff([0, *(int(text.split()[-1]) for text in shown[1:])])
+    assert gaps.max() - gaps.min() <= 10
 
 
 def test_names_of_images_are_taken_as_they_are(tmp_path: Path) -> None:

@@ -121,8 +121,8 @@ def test_held_out_samples_are_reported_before_training(train: Trainer) -> None:
     settings = {**FROZEN, "validation.validation_steps": 100, "validation.num_images": 99}
     result = train.try_(settings=settings)
     count = len(held_out_keys(train, settings=settings))
-    line = f"held out {count} samples for validation: their loss every 100 steps, "
-    assert f"{line}{count} images before training and every 500 steps" in result.stderr
+    assert f"held out {count} samples for validation: their loss every 100 steps\n" in result.stderr
+    assert f"images   {count} images, before training, every 500 steps and after the last\n" in result.stderr
     assert "for validation" not in train.try_(out="other").stderr
 
 

@@ -105,7 +105,7 @@ def caption_rows(
         instruction = settings.edit_instruction if row.controls else settings.instruction
         captioner = free.get()
         try:
-            images = [open_rgb(image.read(), str(image)) for image in (*row.controls, row.target)]
+            images = [open_rgb(image.read(), str(image)) for image in (*row.controls, row.target) if image]
             caption = captioner.caption(images, instruction)
         except SourceError as error:
             return error

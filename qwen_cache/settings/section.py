@@ -18,6 +18,11 @@ Sigmas = Annotated[
     BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v),
 ]
 Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+Scales = Annotated[
+    list[Annotated[float, Field(ge=1, allow_inf_nan=False)]],
+    Field(min_length=1),
+    BeforeValidator(lambda v: v if isinstance(v, list) else [v]),
+]
 UrlPrefix = Annotated[str, Field(pattern="^[a-z][a-z0-9+.-]*://")]
 Resolutions = Annotated[
     list[tuple[Positive, Positive]],

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.batching import BatchConfig
-from qwen_cache.settings.section import Beta, Fraction, Names, NotNegative, Positive, Section
+from qwen_cache.settings.section import Beta, Fraction, Names, NotNegative, Positive, Scales, Section
 
 
 def _regular_expression(text: str) -> str:
@@ -281,13 +281,17 @@ class ValidationConfig(Section):
     """A cache of which every sample is generated, with target or without: its folder or a URL. By default the folder
     validation/ in cache.path, if it holds a cache; none: no cache."""
     num_images: NotNegative = 0
-    """Held-out samples for which the transformer generates an image, stored as latents for `qwen-train decode`."""
+    """Held-out samples that are generated too."""
     images_every_steps: Positive = 500
-    """Generate these images every this many steps, and once before training."""
+    """Generate images before training, every this many steps, and after the last; with the average of train.ema_decay,
+    if there is one. They are stored as latents for `qwen-train decode`."""
     num_inference_steps: Annotated[int, Field(ge=2)] = 20
     """Denoising steps of an image."""
-    true_cfg_scale: Annotated[float, Field(ge=1)] = 1.0
-    """Classifier-free guidance against the sample's own empty prompt; 1 turns it off and halves the time."""
+    true_cfg_scale: Scales = [1.0]
+    """Classifier-free guidance against the sample's own empty prompt; 1 turns it off and halves the time. Several, such
+    as [1, 4], give an image each, from the same noise."""
     assistant_lora: bool = False
     """Generate these images with train.assistant_lora, as for Lightning, or without it, as the result alone does. The
     losses are measured with it."""
+    vae_device: str | None = None
+    """Decode the images in the run itself, with the VAE on this device, such as cuda:1 or cpu; by default never."""

@@ -361,7 +361,7 @@ def predict(
 @command(
     app,
     page="howto/watch-a-run.md",
-    examples=["qwen-train decode", "qwen-train decode runs/cats --vae-device cuda:1"],
+    examples=["qwen-train decode", "qwen-train decode runs/cats --watch --vae-device cuda:1"],
 )
 def decode(
     folder: Annotated[
@@ -372,14 +372,18 @@ def decode(
     vae_device: Annotated[
         str, typer.Option(help="The device of the VAE.", metavar="DEVICE", rich_help_panel=DEVICES)
     ] = "auto",
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Decode images as they come, until the run has ended or Ctrl-C.")
+    ] = False,
     json: Json = False,
     config: ConfigFile = None,
     set_: Assignments = None,
 ) -> int:
-    """Decode the latents of validation images to PNGs. Only the VAE is loaded."""
+    """Decode the latents of validation images to PNGs, and show them in report.html. Only the VAE is loaded."""
     from qwen_train.cli.decode import run_decode
 
-    return run_decode(Path(folder.value) if folder else None, model, vae_device, config, set_ or (), as_json=json)
+    path = Path(folder.value) if folder else None
+    return run_decode(path, model, vae_device, config, set_ or (), watch=watch, as_json=json)
 
 
 @command(app, page="howto/watch-a-run.md", examples=["qwen-train report", "qwen-train report runs/cats"])

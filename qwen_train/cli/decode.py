@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from qwen_cache.console import plural, print_done, print_json
+from qwen_cache.console import console, counting, plural, print_done, print_json
+from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
 from qwen_cache.models.folder import open_model
+from qwen_cache.plain_text import plain
 from qwen_cache.settings.given import Given
-from qwen_cache.settings.load import CONFIG_NAME, load_config
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_train.latents import latents_files, latents_folder
 from qwen_train.launch import in_one_process
+from qwen_train.preflight import check_tracker
 from qwen_train.run_folder import METRICS_NAME
+
+AWAIT_SECONDS = 2.0
+
+if TYPE_CHECKING:
+    from qwen_train.inference.decode import Decoder
 
 
 def run_decode(
@@ -22,26 +32,78 @@ def run_decode(
     config: Path | None,
     assignments: Sequence[str],
     *,
+    watch: bool,
     as_json: bool,
 ) -> int:
-    """Decode the latents of validation images; the exit code."""
+    """Decode the latents of validation images, with `watch` as they come; the exit code."""
     require("torch")
     in_one_process("decode")
-    saved = folder / CONFIG_NAME if folder is not None and (folder / CONFIG_NAME).is_file() else None
-    settings = load_config(config or saved, assignments, [model])
-    folder = folder or Path(settings.train.output_dir)
-    latents_files(folder)
-    vae = open_model(settings.model.path, ("vae",), settings.model.revision)
-    from qwen_cache.models.devices import choose_device, torch_dtype
-    from qwen_train.inference.decode import decode_folder
-    from qwen_train.report import write_report
-
-    device, dtype = choose_device(vae_device, "--vae-device"), torch_dtype(settings.predict.dtype)
-    made = decode_folder(folder, vae, device, dtype)
-    if (folder / METRICS_NAME).is_file():
-        write_report(folder)
+    if watch:
+        folder = folder or Path(load_config(config, assignments, [model]).train.output_dir)
+        made = _watch(folder, model, vae_device, config, assignments)
+    else:
+        settings = _settings(folder, model, config, assignments)
+        folder = folder or Path(settings.train.output_dir)
+        latents_files(folder)
+        made = _decode(folder, _decoder(settings, vae_device))
     if as_json:
         print_json({"folder": str(folder), "images": [str(path) for path in made]})
         return 0
     print_done(f"{plural(len(made), 'new image')} in {latents_folder(folder)}")
     return 0
+
+
+def _settings(folder: Path | None, model: Given | None, config: Path | None, assignments: Sequence[str]) -> Config:
+    """Of the file that is named, else those of the run."""
+    saved = folder / CONFIG_NAME if folder is not None and (folder / CONFIG_NAME).is_file() else None
+    return load_config(config or saved, assignments, [model])
+
+
+def _decoder(settings: Config, vae_device: str) -> Decoder:
+    vae = open_model(settings.model.path, ("vae",), settings.model.revision)
+    from qwen_cache.models.devices import choose_device, torch_dtype
+    from qwen_train.inference.decode import Decoder
+
+    return Decoder(vae, choose_device(vae_device, "--vae-device"), torch_dtype(settings.predict.dtype))
+
+
+def _decode(folder: Path, decoder: Decoder) -> list[Path]:
+    from qwen_train.inference.decode import not_decoded
+    from qwen_train.report import write_report
+
+    images = not_decoded(latents_files(folder))
+    with counting("decoding", len(images)) as advance:
+        for image in images:
+            decoder.decode(image)
+            advance(1)
+    if (folder / METRICS_NAME).is_file():
+        write_report(folder)
+    return [image.png for image in images]
+
+
+def _watch(
+    folder: Path, model: Given | None, vae_device: str, config: Path | None, assignments: Sequence[str]
+) -> list[Path]:
+    _await_run(folder)
+    settings = _settings(folder, model, config, assignments)
+    check_tracker(settings.logging.report_to)
+    decoder = _decoder(settings, vae_device)
+    from qwen_train.watch import Watch
+
+    watch = Watch(folder, decoder, settings)
+    watch.run()
+    return watch.made
+
+
+def _await_run(folder: Path) -> None:
+    """Return once the run in `folder` has begun; ConfigError if there is something else."""
+    if folder.is_file() or (folder.is_dir() and not _may_become_a_run(folder)):
+        raise ConfigError("--watch follows a run, and there is none here", where=folder, expected=CONFIG_NAME)
+    if not (folder / CONFIG_NAME).is_file():
+        console().print(f"waiting for a run in {plain(folder)}", markup=False, highlight=False)
+    while not (folder / CONFIG_NAME).is_file():
+        time.sleep(AWAIT_SECONDS)
+
+
+def _may_become_a_run(folder: Path) -> bool:
+    return (folder / CONFIG_NAME).is_file() or all(path.name.startswith(".") for path in folder.iterdir())

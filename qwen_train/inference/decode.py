@@ -1,4 +1,4 @@
-"""`qwen-train decode`: decode the latents of a run's validation images.
+"""Decode the latents of a run's validation images: `qwen-train decode`, and `validation.vae_device`.
 
 Each image in a file of latents gets a PNG beside the file. Any device will do, at any time. Existing PNGs are skipped,
 and new ones are written atomically. Damaged files, and files without metadata about their images, are refused.
@@ -7,8 +7,9 @@ and new ones are written atomically. Damaged files, and files without metadata a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -16,14 +17,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from qwen_cache.console import counting
 from qwen_cache.encode.decode import decode_latents, load_vae, parts_of
+from qwen_cache.encode.tiles import VaeThatFits
 from qwen_cache.errors import TrainError
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.sources.sizes import Size
 from qwen_cache.storage.checksums import check_safetensors
 from qwen_cache.storage.durable import write_durably
-from qwen_train.latents import VALIDATION, latents_files
+from qwen_train.latents import SCALES, VALIDATION, png_of
 
 
 @dataclass(frozen=True)
@@ -34,24 +35,35 @@ class Latents:
     tokens: slice
     size: Size
     png: Path
+    title: str
+    """The sample's name and, where a file has several images, the guidance of this one."""
 
 
-def decode_folder(folder: Path, model: ModelFolder, device: torch.device, dtype: torch.dtype) -> list[Path]:
-    """Decode the latents of the run in `folder`, or of another folder or file; the new PNGs."""
-    images = [item for file in latents_files(folder) for item in latents_in(file)]
-    missing = [item for item in images if not item.png.exists()]
-    if not missing:
-        return []
-    vae = load_vae(model, device, dtype)
-    with counting("decoding", len(missing)) as advance:
-        for item in missing:
-            with safe_open(item.file, framework="pt") as file:
-                image = decode_latents(vae, file.get_tensor("latents")[item.tokens][None], item.size)
-            data = BytesIO()
-            image.save(data, "PNG")
-            write_durably(item.png, data.getvalue())
-            advance(1)
-    return [item.png for item in missing]
+@dataclass(frozen=True)
+class Decoder:
+    """The VAE of a model, which is loaded with the first image."""
+
+    model: ModelFolder
+    device: torch.device
+    dtype: torch.dtype
+
+    @cached_property
+    def vae(self) -> VaeThatFits:
+        return load_vae(self.model, self.device, self.dtype)
+
+    def decode(self, image: Latents) -> Path:
+        """Write the PNG of an image; its path."""
+        with safe_open(image.file, framework="pt") as file:
+            pixels = decode_latents(self.vae, file.get_tensor("latents")[image.tokens][None], image.size)
+        data = BytesIO()
+        pixels.save(data, "PNG")
+        write_durably(image.png, data.getvalue())
+        return image.png
+
+
+def not_decoded(files: Iterable[Path]) -> list[Latents]:
+    """The images in these files that have no PNG; TrainError for a file that is not one of latents."""
+    return [image for file in files for image in latents_in(file) if not image.png.exists()]
 
 
 def latents_in(path: Path) -> Iterator[Latents]:
@@ -59,8 +71,9 @@ def latents_in(path: Path) -> Iterator[Latents]:
     try:
         check_safetensors(path, TrainError)
         with safe_open(path, framework="pt") as file:
-            shapes = json.loads((file.metadata() or {})["img_shapes"])
-            parts = list(parts_of(shapes))
+            metadata = file.metadata() or {}
+            shapes = json.loads(metadata["img_shapes"])
+            parts, titles = list(parts_of(shapes)), titles_of(metadata, len(shapes), path.stem)
             tokens = file.get_slice("latents").get_shape()[0]
     except (OSError, SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise TrainError(
@@ -72,6 +85,14 @@ def latents_in(path: Path) -> Iterator[Latents]:
         raise TrainError(
             "the number of latents does not fit the images", where=path, expected=f"{shapes}", found=f"{tokens}"
         )
-    for number, (part, size) in enumerate(parts, 1):
-        name = f"{path.stem}.png" if number == 1 else f"{path.stem}-{number}.png"
-        yield Latents(path, part, size, path.with_name(name))
+    for number, (part, size) in enumerate(parts):
+        yield Latents(path, part, size, png_of(path, number), titles[number])
+
+
+def titles_of(metadata: Mapping[str, str], count: int, otherwise: str) -> list[str]:
+    """What to call each image of a file; ValueError if the guidance of some is missing."""
+    name = metadata.get("name") or otherwise
+    if SCALES not in metadata:
+        return [name] * count
+    scales = [float(scale) for scale in json.loads(metadata[SCALES])]
+    return [f"{name}, {SCALES} {scale:g}" for scale, _ in zip(scales, range(count), strict=True)]

@@ -1,0 +1,247 @@
+"""Images of a validation cache during training: which, when, by which weights, and where they are shown."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from qwen_cache import open_cache
+from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.settings.train import ValidationConfig
+from qwen_train.data.validation_cache import check_validation_cache
+
+from .support.caches import SMALL as SMALL_BUILD
+from .support.commands import refused, run
+from .support.judge import stock_pipeline
+from .support.paths import ROOT
+from .support.photographs import photograph
+from .support.runs import LORA, SMALL, Trainer, outcome, send
+
+IMAGES = {**SMALL, "validation.images_every_steps": 2, "validation.num_inference_steps": 2, "predict.dtype": "float32"}
+
+
+STEP_0 = "validation/step-0"
+
+
+@pytest.fixture(scope="module")
+def to_generate(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of two images to generate: one with a seed and two controls, one without a seed."""
+    folder = tmp_path_factory.mktemp("validation")
+    for name, photo, size in (("china", "china.jpg", (160, 107)), ("cat", "chelsea.png", (120, 120))):
+        photograph(photo).resize(size).save(folder / f"{name}.png")
+    prompts = [
+        {"prompt": "at night", "control": [f"{folder}/cat.png", f"{folder}/china.png"], "seed": 7},
+        {"prompt": "as a drawing", "control": f"{folder}/china.png"},
+    ]
+    options = ["--only-validation", "--set", f"validation.prompts={json.dumps(prompts)}", *SMALL_BUILD]
+    built = run("qwen-cache", "build", "--out", folder / "shards", "--model", tiny_model("edit-plus"), *options)
+    assert built.code == 0, built.stderr
+    return folder / "shards" / "validation"
+
+
+def latents(out: Path) -> dict[str, bytes]:
+    """The generated files of a run by their names."""
+    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.glob("validation/step-*/*"))}
+
+
+def test_every_sample_is_generated_before_training_every_n_steps_and_after_the_last(train: Trainer) -> None:
+    """Without held-out samples, from the same noise with and without guidance; training is not touched."""
+    expected = train(out="without")
+    settings = {**IMAGES, "validation.cache": str(train.cache)}
+    result = train.try_(settings=settings, validation__true_cfg_scale=[1, 4], train__checkpointing_steps=3)
+    out, cache = train.folder / "out", open_cache(train.cache)
+    when = "before training, every 2 steps and after the last"
+    assert f"images   {2 * len(cache)} images at true_cfg_scale 1 and 4, {when}" in result.stderr
+    assert outcome(out)[LORA] == outcome(expected)[LORA]
+    steps = {path.name: sorted(file.stem for file in path.iterdir()) for path in (out / "validation").glob("step-*")}
+    assert steps == dict.fromkeys(("step-0", "step-2", "step-3"), sorted(sample.key for sample in cache))
+    unguided = train(settings=settings, out="unguided") / "validation" / "step-0"
+    for sample in cache:
+        file = out / "validation" / "step-0" / f"{sample.key}.safetensors"
+        plain, guided = load_file(file)["latents"].chunk(2)
+        assert torch.equal(plain, load_file(unguided / file.name)["latents"])
+        assert not torch.allclose(plain, guided, atol=0.01)
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata()
+        assert json.loads(metadata["true_cfg_scale"]) == [1, 4]
+        assert json.loads(metadata["img_shapes"]) == [list(sample.img_shapes[0])] * 2
+
+
+def test_a_run_that_is_stopped_and_resumed_gives_the_same_images(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {**IMAGES, "validation.cache": str(train.cache), "optimizer.learning_rate": 0.01}
+    expected = latents(train(settings=settings, train__max_steps=4, out="whole"))
+    with monkeypatch.context() as patch:
+        send(patch, signal.SIGINT, in_batch=1)
+        stopped = train.try_(settings=settings, train__max_steps=4)
+    assert stopped.code == 130, stopped.stderr
+    assert latents(train.folder / "out").keys() == {name for name in expected if "step-4" not in name}
+    assert latents(train("--resume", settings=settings, train__max_steps=4)) == expected
+
+
+def test_the_average_generates_if_there_is_one(train: Trainer) -> None:
+    """Its images are those of a run that starts from the average, before its first step."""
+    settings = {**IMAGES, "validation.cache": str(train.cache), "optimizer.learning_rate": 0.1}
+    out = train(settings=settings, train__ema_decay=0.9, train__max_steps=2)
+    average = out / LORA.replace(".safetensors", "_ema.safetensors")
+    for weights, is_equal in ((average, True), (out / LORA, False)):
+        started = train(settings=settings, train__max_steps=1, train__lora__weights=str(weights), out=weights.stem)
+        equal = []
+        for sample in open_cache(train.cache):
+            files = [folder / f"{sample.key}.safetensors" for folder in (started / STEP_0, out / "validation/step-2")]
+            equal.append(torch.equal(*(load_file(file)["latents"] for file in files)))
+        assert equal == [is_equal] * len(open_cache(train.cache))
+
+
+def test_images_without_targets_are_those_of_the_stock_pipeline(
+    train: Trainer, to_generate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the sample's own seed, as the pipeline draws it; beside them their controls, and no target."""
+    out = train(settings=IMAGES, validation__cache=str(to_generate), train__max_steps=1)
+    assert {path.name for path in (out / "validation").iterdir()} == {"step-0", "step-1", "controls"}
+    sample, other = open_cache(to_generate)
+    assert (sample.seed, other.seed, len(sample.img_shapes)) == (7, None, 3)
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 16384)
+    _, h, w = sample.img_shapes[0]
+    embeds = sample["prompt_embeds"][None].clone()
+    with torch.no_grad():
+        expected = stock_pipeline(train.model, "edit-plus")(
+            image=[photograph("chelsea.png").resize((120, 120)), photograph("china.jpg").resize((160, 107))],
+            prompt_embeds=embeds,
+            prompt_embeds_mask=torch.ones(embeds.shape[:2], dtype=torch.long),
+            generator=torch.Generator().manual_seed(7),
+            true_cfg_scale=1.0,
+            num_inference_steps=2,
+            height=16 * h,
+            width=16 * w,
+            output_type="latent",
+        ).images[0]
+    found = load_file(out / STEP_0 / f"{sample.key}.safetensors")["latents"]
+    assert float((found - expected).norm() / expected.norm()) < 1e-4
+
+
+# ---- which cache -----------------------------------------------------------------------------------------------------
+
+
+def test_the_cache_inside_the_cache_is_the_default(train: Trainer) -> None:
+    inside = train.folder / "shards"
+    shutil.copytree(train.cache, inside)
+    shutil.copytree(train.cache, inside / "validation")
+    train.cache = inside
+    assert latents(train(settings=IMAGES, train__max_steps=1))
+    assert not latents(train(settings=IMAGES, train__max_steps=1, validation__cache="none", out="none"))
+
+
+def test_a_cache_of_another_model_is_refused(train: Trainer) -> None:
+    other = ROOT / "schemas" / "examples" / "valid" / "to-generate.v2"
+    refused(train.try_(settings=IMAGES, validation__cache=str(other)), f"{other}: the cache", "found width")
+    nowhere = train.folder / "nowhere"
+    refused(train.try_(settings=IMAGES, validation__cache=str(nowhere)), str(nowhere))
+    assert not (train.folder / "out").exists()
+
+
+def test_a_cache_of_another_encoder_is_refused(train: Trainer) -> None:
+    cache = open_cache(train.cache)
+    recipe = {**cache.recipe.recipe, "vae": "another"}
+    samples = SimpleNamespace(folder="shards", recipe=SimpleNamespace(recipe=recipe))
+    with pytest.raises(ConfigError) as error:
+        check_validation_cache(cache, samples, ValidationConfig())
+    assert str(error.value) == (
+        f"{train.cache}: the validation cache does not fit the cache in training: they differ in vae (expected "
+        f"another, as in shards, found {cache.recipe.recipe['vae']})\n"
+        "  → build both with the same model, or name another one in validation.cache"
+    )
+
+
+def test_guidance_without_the_empty_prompt_is_refused(train: Trainer) -> None:
+    cache = open_cache(train.cache)
+    column = cache.table.schema.get_field_index("empty_prompt_embeds")
+    cache.table = cache.table.set_column(column, "empty_prompt_embeds", pa.nulls(4, cache.table.schema[column].type))
+    check_validation_cache(cache, cache, ValidationConfig())
+    with pytest.raises(TrainError, match=r"4 of 4 samples without them, validation.true_cfg_scale=4.0") as error:
+        check_validation_cache(cache, cache, ValidationConfig(true_cfg_scale=[1, 4]))
+    assert "set validation.true_cfg_scale=1, or run `qwen-cache build` on the images" in str(error.value)
+
+
+# ---- decoding in the run ---------------------------------------------------------------------------------------------
+
+
+def logged(folder: Path) -> dict[tuple[str, int], bytes]:
+    """The images in TensorBoard's files of a folder, by tag and step."""
+    events = EventAccumulator(str(folder), size_guidance={"images": 0, "tensors": 0}).Reload()
+    images = [(tag, image) for tag in events.Tags()["images"] for image in events.Images(tag)]
+    return {(tag, image.step): image.encoded_image_string for tag, image in images}
+
+
+def pixels(png: bytes | Path) -> np.ndarray:  # type: ignore[type-arg]
+    return np.asarray(Image.open(BytesIO(png) if isinstance(png, bytes) else png))
+
+
+def test_a_run_can_decode_on_a_device_of_its_own(train: Trainer) -> None:
+    """The PNGs are those of `decode`; TensorBoard has each at its step, under the name of its sample."""
+    settings = {**IMAGES, "validation.cache": str(train.cache), "validation.vae_device": "cpu", "train.max_steps": 1}
+    out = train(settings=settings, validation__true_cfg_scale=[1, 3], logging__report_to="tensorboard")
+    found = {path.relative_to(out): path.read_bytes() for path in out.rglob("*.png")}
+    samples = list(open_cache(train.cache))
+    assert len(found) == 2 * 2 * len(samples) + len(samples) + sum(len(sample.img_shapes) - 1 for sample in samples)
+    for path in found:
+        (out / path).unlink()
+    assert run("qwen-train", "decode", out).code == 0
+    assert {path.relative_to(out): path.read_bytes() for path in out.rglob("*.png")} == found
+    expected = {
+        (f"images/{sample.name}, true_cfg_scale {scale}", step): out / f"validation/step-{step}/{sample.key}{end}.png"
+        for sample in samples
+        for scale, end in ((1, ""), (3, "-2"))
+        for step in (0, 1)
+    }
+    images = logged(out / "logs")
+    assert images.keys() == expected.keys()
+    for tag, path in expected.items():
+        assert np.array_equal(pixels(images[tag]), pixels(path)), tag
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        (
+            {"validation.vae_device": "cpu"},
+            (
+                "validation.vae_device decodes images, and this run generates none (found validation.vae_device=cpu)",
+                "set validation.cache or validation.num_images, or remove validation.vae_device",
+            ),
+        ),
+        (
+            {"validation.vae_device": "cuda:7", "validation.num_images": 1, "train.validation_split": 0.6},
+            ("validation.vae_device: no such device on this machine", "found cuda:7"),
+        ),
+    ],
+)
+def test_decoding_that_cannot_be_is_refused(train: Trainer, settings: dict[str, Any], parts: tuple[str, ...]) -> None:
+    refused(train.try_(settings={**IMAGES, **settings}), *parts)
+    assert not (train.folder / "out").exists()
+
+
+def test_without_a_vae_it_is_refused_beforehand(train: Trainer) -> None:
+    """And without validation.vae_device the model needs none."""
+    model = train.folder / "model"
+    shutil.copytree(train.model, model, ignore=shutil.ignore_patterns("vae", "text_encoder"))
+    train.model, settings = model, {**IMAGES, "validation.cache": str(train.cache)}
+    refused(train.try_(settings=settings, validation__vae_device="cpu"), str(model), "vae")
+    assert train.try_(settings=settings, train__max_steps=1).code == 0
