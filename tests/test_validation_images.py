@@ -60,6 +60,7 @@ def latents(out: Path) -> dict[str, bytes]:
     return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.glob("validation/step-*/*"))}
 
 
+@pytest.mark.slow
 def test_every_sample_is_generated_before_training_every_n_steps_and_after_the_last(train: Trainer) -> None:
     """Without held-out samples, from the same noise with and without guidance; training is not touched."""
     expected = train(out="without")
@@ -83,6 +84,7 @@ def test_every_sample_is_generated_before_training_every_n_steps_and_after_the_l
         assert json.loads(metadata["img_shapes"]) == [list(sample.img_shapes[0])] * 2
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_and_resumed_gives_the_same_images(
     train: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +98,7 @@ def test_a_run_that_is_stopped_and_resumed_gives_the_same_images(
     assert latents(train("--resume", settings=settings, train__max_steps=4)) == expected
 
 
+@pytest.mark.slow
 def test_the_average_generates_if_there_is_one(train: Trainer) -> None:
     """Its images are those of a run that starts from the average, before its first step."""
     settings = {**IMAGES, "validation.cache": str(train.cache), "optimizer.learning_rate": 0.1}
@@ -140,6 +143,7 @@ def test_images_without_targets_are_those_of_the_stock_pipeline(
 # ---- which cache -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_cache_inside_the_cache_is_the_default(train: Trainer) -> None:
     inside = train.folder / "shards"
     shutil.copytree(train.cache, inside)
@@ -194,6 +198,7 @@ def pixels(png: bytes | Path) -> np.ndarray:  # type: ignore[type-arg]
     return np.asarray(Image.open(BytesIO(png) if isinstance(png, bytes) else png))
 
 
+@pytest.mark.slow
 def test_a_run_can_decode_on_a_device_of_its_own(train: Trainer) -> None:
     """The PNGs are those of `decode`; TensorBoard has each at its step, under the name of its sample."""
     settings = {**IMAGES, "validation.cache": str(train.cache), "validation.vae_device": "cpu", "train.max_steps": 1}
