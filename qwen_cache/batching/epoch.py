@@ -68,12 +68,12 @@ class Epochs:
             return np.tile(part.samples, repeats)
         ring = random(self.seed, i, ROUND).permutation(count)  # each epoch takes the next `rest` of it
         again = ring[(epoch * rest + np.arange(rest)) % count] if rest else ring[:0]
-        chosen = np.concatenate([np.tile(np.arange(count), repeats), again])
+        chosen: IntArray = np.concatenate([np.tile(np.arange(count), repeats), again])
         if part.begins is None:
             return part.samples[chosen]
         taken = (epoch * rest - np.argsort(ring) + count - 1) // max(1, count)  # from the ring in earlier epochs
         turns = epoch * repeats + taken[chosen] + np.repeat(np.arange(repeats + 1), [count] * repeats + [rest])
-        lengths = np.diff(part.begins, append=len(part.samples))
+        lengths: IntArray = np.diff(part.begins, append=len(part.samples))
         return self._in_turns(i)[part.begins[chosen] + turns % lengths[chosen]]
 
     def _in_turns(self, i: int) -> IntArray:
