@@ -553,7 +553,7 @@ def test_a_split_that_leaves_nothing_is_refused(cache: Cache, share: float, whic
 
 def test_what_goes_by_an_index_is_refused_where_there_is_none() -> None:
     samples: Any = object.__new__(OnTheFlySamples)
-    samples.folder, samples.prompt_embeds_width = Path("data"), 64
+    samples.folder, samples.prompt_embeds_width, samples.pipelines = Path("data"), 64, ()
     samples.recipe, samples._token_counts = Recipe({}, 4, ""), np.ones((2, 4), np.int64)
     with pytest.raises(
         ConfigError, match=r"train\.validation_split.* needs the index of a cache.*\n.*qwen-cache build"
