@@ -272,12 +272,12 @@ def test_rows_after_a_shared_prefix_are_those_of_the_whole_input(
     about = [text_encoder.inputs([image((width * 28, height * 28)) for width, height in row]) for row in sizes]
     prefixes = text_encoder.read(about)
     tails = [text_encoder._split(prompt, len(row))[1] for prompt, row in zip(prompts, sizes, strict=True)]
-    tokens = [token_positions(text_encoder.tokenizer, tail, [find(tail, "the red car")]) for tail in tails]
+    tokens = [token_positions(text_encoder.processor.tokenizer, tail, [find(tail, "the red car")]) for tail in tails]
     shown = [image_tokens(eager.config, each["input_ids"], each["image_grid_thw"])[0] for each in about]
     with attention_rows(text_encoder.model, [[each] for each in tokens], shown) as rows:
         text_encoder.embed(prefixes, [(row, prompt, None) for row, prompt in enumerate(prompts)])
     for row, (inputs, tail) in enumerate(zip(about, tails, strict=True)):
-        ids = text_encoder.tokenizer(tail, return_tensors="pt")["input_ids"]
+        ids = text_encoder.processor.tokenizer(tail, return_tensors="pt")["input_ids"]
         whole = inputs | {"input_ids": torch.cat([inputs["input_ids"], ids], 1), "attention_mask": None}
         whole["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(ids)], 1)
         moved = [position + inputs["input_ids"].shape[1] for position in tokens[row]]
@@ -435,7 +435,7 @@ def test_frozen_qwen_with_the_encoders_template_sees_what_a_cache_is_made_from(
     qwen = FrozenQwen(deepcopy(text_encoder.model), load_processor(folder), merge="max", template=TEMPLATE)
     hidden = qwen.ground(images, PROMPT).hidden_states[0][-1]
     kept, _ = text_encoder.encode_whole(images, PROMPT)
-    tokenizer = text_encoder.tokenizer
+    tokenizer = text_encoder.processor.tokenizer
     after = len(tokenizer(TEMPLATE.text("", 0).rpartition("user\n")[2])["input_ids"])  # what closes the turn
     begin = len(kept) - after - len(tokenizer(PROMPT)["input_ids"])
     torch.testing.assert_close(hidden, kept[[begin + i for i in letters(tokenizer)]])
