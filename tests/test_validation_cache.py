@@ -145,6 +145,32 @@ def test_seeds_and_sizes_are_other_samples_and_targets_are_kept(pairs: Path, tmp
     assert found["cup"].key not in cached  # its mask is not read: nothing is trained on it
 
 
+@pytest.mark.usefixtures("fast")
+def test_an_edit_model_generates_from_text_alone_where_a_row_says_so(
+    controls: Path, tmp_path: Path, model: Path
+) -> None:
+    """Lines of a text file, prompts of the settings, empty cells of a table; a missing column is a mistake."""
+    (tmp_path / "prompts.txt").write_text("a cat\n\n  [[a dog]] on a beach\r\n", encoding="utf-8")
+    options = to_set(source=str(tmp_path / "prompts.txt"), prompts=["a bird"])
+    assert build(tmp_path, tmp_path / "shards", model, *options, "--only-validation").code == 0
+    found = by_name(tmp_path / "shards" / "validation")
+    assert {name: sample.prompt for name, sample in found.items()} == {
+        "prompts/1": "a cat",
+        "prompts/3": "a dog on a beach",
+        "prompt-1": "a bird",
+    }
+    assert {sample.img_shapes for sample in found.values()} == {((1, 8, 8),)}
+    assert {tuple(sample.row.meta.tensors) for sample in found.values()} == {("prompt_embeds", "empty_prompt_embeds")}
+    (controls / "t.csv").write_text("control,prompt\ncat.png,x\n,y\n")
+    assert (
+        build(tmp_path, tmp_path / "t", model, "--validation", str(controls / "t.csv"), "--only-validation").code == 0
+    )
+    assert list(by_name(tmp_path / "t" / "validation")) == ["cat", "t/3"]
+    (controls / "none.csv").write_text("prompt\nx\n")
+    result = build(tmp_path, tmp_path / "n", model, "--validation", str(controls / "none.csv"), "--only-validation")
+    assert (result.code, "no column holds the control" in result.stderr) == (2, True)
+
+
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
@@ -281,6 +307,15 @@ def test_inspect_says_that_they_are_to_be_generated(controls: Path, tmp_path: Pa
     shown = run("qwen-cache", "inspect", out, "--sample", "prompt-1").stdout
     assert "to generate" in shown
     assert "seed" in shown
+    refused(
+        run("qwen-cache", "inspect", out, "--source", controls),
+        f"{out}: inspect does not compare images to generate with their source",
+        "`qwen-cache build --only-validation --dry-run`",
+    )
+    refused(
+        run("qwen-cache", "migrate", "v2", "v1", out, "--out", tmp_path / "v1"),
+        "format v1 has no edit masks, attention, seeds or images to generate, but this cache does (found prompt-1)",
+    )
     strip = by_name(out)["prompt-1"].numpy("thumbnails")
     assert (strip.dtype, bytes(strip[:3])) == (np.uint8, b"\xff\xd8\xff")
 
@@ -299,7 +334,6 @@ def test_it_is_not_trained(command: str, controls: Path, tmp_path: Path, model: 
 
 
 PROBLEMS: list[tuple[Any, str]] = [
-    ({"prompt": "x"}, "the row has no control"),
     ({"prompt": "", "control": "cat.png"}, "the prompt is empty"),
     ({"prompt": "x", "control": "lost.png"}, "lost.png does not exist"),
     ({"prompt": "x", "control": "cat.png", "width": 64}, "the height is missing"),
@@ -329,7 +363,7 @@ def test_problems_are_listed_before_anything_is_encoded(
     assert by_line.keys() == set(range(1, len(PROBLEMS) + 1))
     for number, (_, what) in enumerate(PROBLEMS, 1):
         assert what in by_line[number]
-    assert "nothing will be encoded until these are fixed (found 9 problems)" in result.stderr
+    assert "nothing will be encoded until these are fixed (found 8 problems)" in result.stderr
     assert not fast
     assert build(pairs, tmp_path / "shards", model, *options, "--on-error", "skip").code == 0
     assert [sample.prompt for sample in open_cache(tmp_path / "shards" / "validation")] == ["good"]

@@ -90,23 +90,23 @@ def _read(config: Config, model: ModelFolder) -> tuple[list[Row], list[Problem]]
     """The usable rows of source and prompts, and the problems of the others."""
     rows: list[Row] = []
     problems: list[Problem] = []
-    needs_control, takes_control = model.needs_controls, model.takes_controls
+    data = config.data
     if config.validation.source:
         rows, problems = read_source(
             location(config.validation.source),
-            needs_control=needs_control,
-            takes_control=takes_control,
+            needs_control=model.needs_controls and not data.allow_no_control,
+            takes_control=model.takes_controls,
+            no_control="allowed" if data.allow_no_control else "stated",
             to_generate=True,
-            allow_empty_prompt=config.data.allow_empty_prompt,
-            allow_urls=config.data.allow_urls,
+            allow_empty_prompt=data.allow_empty_prompt,
+            allow_urls=data.allow_urls,
         )
     written = [prompt.model_dump() for prompt in config.validation.prompts]
     more, unusable = read_written(
         written,
         "validation.prompts",
-        needs_control=needs_control,
-        takes_control=takes_control,
-        allow_empty_prompt=config.data.allow_empty_prompt,
+        takes_control=model.takes_controls,
+        allow_empty_prompt=data.allow_empty_prompt,
     )
     taken = {row.name: 1 for row in rows}
     more = [replace(row, name=unique(row.name, taken)) for row in more]

@@ -64,6 +64,12 @@ def _check(cache: Cache, settings: Config) -> None:
             where=cache.folder,
             do="leave --source out; `qwen-cache import --dry-run` reads the cache that it was imported from",
         )
+    if cache.table["target"].null_count:
+        raise ConfigError(
+            "inspect does not compare images to generate with their source",
+            where=cache.folder,
+            do="leave --source out; `qwen-cache build --only-validation --dry-run` does it",
+        )
     expected, given = {name: recipe[name] for name in SIZES if name in recipe}, Resolution.of(settings.data).recipe()
     if expected != given:
         raise ConfigError(

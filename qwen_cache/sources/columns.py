@@ -10,6 +10,7 @@ sample only.
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -292,9 +293,10 @@ def _read_row(
 
 
 def _numbered(where: str) -> str:
-    """The name of a row without images: `prompts/12` for line 12 of data/prompts.csv."""
-    table, number = re.split(r"[:\[](?=\d+\]?$)", re.split(r"[/\\]", where)[-1])
-    return f"{table.rpartition('.')[0] or table}/{number.rstrip(']')}"
+    """The name of a row without images: `prompts/12` for line 12 of data/prompts.csv, `0/cat` for data/0.tar:cat."""
+    table, number = re.split(r"[:\[](?=[^:\[]+$)", where)
+    name = re.split(r"[/\\]", table)[-1]
+    return f"{posixpath.splitext(name)[0]}/{number.rstrip(']')}"
 
 
 def _image(value: str | Embedded, folder: TableFolder) -> Readable:

@@ -156,7 +156,6 @@ def read_written(
     records: Sequence[dict[str, Any]],
     where: str,
     *,
-    needs_control: bool,
     takes_control: bool,
     allow_empty_prompt: bool = False,
 ) -> tuple[list[Row], list[Problem]]:
@@ -164,7 +163,7 @@ def read_written(
 
     Each has the keys prompt, control (a list of paths from the working directory, or URLs), seed, width and height.
     """
-    needs = Needs(control=needs_control, target=False, to_generate=True, takes_control=takes_control)
+    needs = Needs(control=False, no_control="allowed", target=False, to_generate=True, takes_control=takes_control)
     columns: Columns = {role: [] for role in COLUMNS}
     columns |= {role: [role] for role in ("prompt", "control", *TO_GENERATE)}
     located = ((f"{where}[{number}]", record) for number, record in enumerate(records))
@@ -242,7 +241,7 @@ def _read(source: Location, needs: Needs) -> Iterator[Problem | Draft]:
     if isinstance(source, Path) and source.is_dir():
         return _read_folder(_opened(source), needs)
     if kind in READERS or (kind == PROMPTS and needs.to_generate):
-        return read_text_table(file_at(source), needs)
+        return read_text_table(file_at(source), replace(needs, control=needs.control and kind != PROMPTS))
     if kind in ARCHIVES:
         paths = (
             [source]
