@@ -68,20 +68,23 @@ class Epochs:
             return np.tile(part.samples, repeats)
         ring = random(self.seed, i, ROUND).permutation(count)  # each epoch takes the next `rest` of it
         again = ring[(epoch * rest + np.arange(rest)) % count] if rest else ring[:0]
-        chosen: IntArray = np.concatenate([np.tile(np.arange(count), repeats), again])
-        if part.begins is None:
-            return part.samples[chosen]
-        taken = (epoch * rest - np.argsort(ring) + count - 1) // max(1, count)  # from the ring in earlier epochs
-        turns = epoch * repeats + taken[chosen] + np.repeat(np.arange(repeats + 1), [count] * repeats + [rest])
-        lengths: IntArray = np.diff(part.begins, append=len(part.samples))
-        return self._in_turns(i)[part.begins[chosen] + turns % lengths[chosen]]
+        chosen = np.concatenate([np.tile(np.arange(count), repeats), again])
+        samples, positions = part.samples, chosen
+        if part.begins is not None:
+            taken = (epoch * rest - np.argsort(ring) + count - 1) // max(1, count)  # from the ring in earlier epochs
+            turns = epoch * repeats + taken[chosen] + np.repeat(np.arange(repeats + 1), [count] * repeats + [rest])
+            lengths = np.diff(part.begins, append=len(samples))
+            samples, positions = self._in_turns(i), part.begins[chosen] + turns % lengths[chosen]
+        order: IntArray = samples[positions]
+        return order
 
     def _in_turns(self, i: int) -> IntArray:
         """The alternatives, those of each image in a random order."""
         part = self.parts[i]
         assert part.begins is not None
         images = np.searchsorted(part.begins, np.arange(len(part.samples)), side="right")
-        return part.samples[np.lexsort((random(self.seed, i, TURNS).random(len(images)), images))]
+        ordered: IntArray = part.samples[np.lexsort((random(self.seed, i, TURNS).random(len(images)), images))]
+        return ordered
 
 
 def random(seed: int, epoch: int, stream: int) -> np.random.Generator:
