@@ -174,7 +174,7 @@ def test_an_image_that_cannot_be_read_leaves_the_others_their_captions(
 def test_a_table_is_copied_with_captions_in_place_of_empty_prompts(
     name: str, text: str, expected: str, tmp_path: Path, writer: Writer, caption: Callable[..., Result]
 ) -> None:
-    """And a run that is stopped continues."""
+    """And a run that is stopped continues, but not one with other settings."""
     for image in "abc":
         Image.new("RGB", (64, 64)).save(tmp_path / f"{image}.png")
     (tmp_path / name).write_text(text, encoding="utf-8")
@@ -182,7 +182,13 @@ def test_a_table_is_copied_with_captions_in_place_of_empty_prompts(
     writer.stop_after = 1
     assert caption(tmp_path / name, variant="t2i").code != 0
     assert not copy.exists()
-    writer.stop_after = 99
+    partial, writer.stop_after = tmp_path / f"{copy.name}.partial", 99
+    kept = partial.read_bytes()
+    assert caption(tmp_path / name, "--set", "caption.image_size=4096", variant="t2i").code == 0
+    assert writer.asked == ["describe: 1 images"] * (1 + sum(f"{{{number}}}" in expected for number in (1, 2, 3)))
+    copy.unlink()
+    partial.write_bytes(kept + b'\n["torn')
+    del writer.asked[1:]
     result = caption(tmp_path / name, variant="t2i")
     assert result.code == 0, result.stderr
     assert f"qwen-cache build {copy}" in result.stderr

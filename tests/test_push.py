@@ -127,6 +127,14 @@ def test_options_decide_images_card_branch_and_privacy(tmp_path: Path, hub: Mode
     assert not hub.branches["main"]
 
 
+def test_a_checkpoint_is_published_with_the_facts_of_its_run(tmp_path: Path, hub: ModelHub) -> None:
+    folder = write_run(tmp_path / "out")
+    (folder / "checkpoint-9").mkdir()
+    (folder / "pytorch_lora_weights.safetensors").rename(folder / "checkpoint-9/pytorch_lora_weights.safetensors")
+    assert push(folder / "checkpoint-9", "--set", "data.trigger_word=tok").code == 0
+    assert card_of(hub.branches["main"], tmp_path).data.to_dict()["instance_prompt"] == "tok"
+
+
 def test_the_card_of_a_model_under_the_research_licence_says_so(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "out", "Qwen/Qwen-Image-2.1", "QwenImage21Pipeline")
     card = ModelCard(json.loads(push(folder, "--dry-run", "--json").stdout)["card"])
