@@ -23,8 +23,9 @@ from torch import Tensor
 from qwen_cache import open_cache
 from qwen_cache.errors import ModelError, QwenCacheError
 from qwen_cache.models.folder import open_model
+from qwen_cache.models.live_bytes import LiveBytes
 from qwen_cache.models.tensor_headers import GGML_TYPES, StoredTensor
-from qwen_cache.models.weights_file import WeightsFile, open_weights_file
+from qwen_cache.models.weights_file import UNPACKED_OTHERS, UNPACKED_TENSORS, WeightsFile, open_weights_file
 from qwen_train.model.frozen_layers import UnpackedLinear, replace_layers
 from qwen_train.model.single_file import load_single_file
 from qwen_train.model.stock import trained_class
@@ -296,6 +297,19 @@ def test_the_memory_plan_counts_what_the_file_stores() -> None:
         assert file.bytes_per_weight == pytest.approx(size)
         found = frozen_bytes(blocks, quantization_of(file.config(REAL), settings))[0]
         assert found == pytest.approx(frozen_bytes(blocks, None)[0] - (2 - size) * weights, abs=1)
+
+
+def test_unpacking_takes_no_more_than_is_planned() -> None:
+    gguf = pytest.importorskip("gguf")
+    from diffusers.quantizers.gguf.utils import GGUFParameter, dequantize_gguf_tensor
+
+    for name, weights, size in GGML_TYPES.values():
+        if name in ("F32", "F16", "BF16"):
+            continue
+        packed = torch.empty(64, 1024 // weights * size, dtype=torch.uint8, device="meta")
+        with LiveBytes([packed]) as live:
+            dequantize_gguf_tensor(GGUFParameter(packed, quant_type=gguf.GGMLQuantizationType[name])).bfloat16()
+        assert 1.5 < live.peak / (64 * 1024 * 2) < UNPACKED_TENSORS.get(name, UNPACKED_OTHERS), name
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -31,6 +31,11 @@ FP8 = ("F8_E4M3", "F8_E5M2")
 PARAMETERS = ("F32", "F16", "BF16", *FP8)
 COMFY_FORMATS = ("float8_e4m3fn", "float8_e5m2")
 """Of comfy/quant_ops.py, those with a scale per tensor or row."""
+UNPACKED_TENSORS = {"BF16": 1, "F16": 1, "F32": 1, **dict.fromkeys(FP8, 1), "IQ4_NL": 7, "IQ4_XS": 7}
+UNPACKED_TENSORS |= {"Q5_0": 6, "Q5_1": 6}
+UNPACKED_OTHERS = 4
+"""The memory that unpacking a matrix takes for a moment, in bfloat16 matrices of its size: of diffusers' functions for
+GGML's types, 2.0 to 3.6, 5.0 for Q5_0 and Q5_1, 6.1 for IQ4 (tests/test_single_file.py measures them)."""
 LONGEST_MARKER = 4096  # bytes of JSON; real ones have about 30
 GATE_UP = "img_mlp.gate_up.weight"
 GATE_AND_UP = ("img_mlp.gate_layer.weight", "img_mlp.proj.weight")
@@ -73,7 +78,11 @@ class WeightsFile:
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The model's config.json with the quantisation of this file in place of the folder's own."""
         own = {name: value for name, value in config.items() if name != "quantization_config"}
-        quantised = {"quant_method": self.quantization, "bytes_per_weight": self.bytes_per_weight}
+        quantised = {
+            "quant_method": self.quantization,
+            "bytes_per_weight": self.bytes_per_weight,
+            "unpacked_tensors": max(UNPACKED_TENSORS.get(it.dtype, UNPACKED_OTHERS) for it in self.tensors.values()),
+        }
         return own | ({"quantization_config": quantised} if self.quantization else {})
 
 

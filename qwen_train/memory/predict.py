@@ -55,7 +55,6 @@ class SampleSize(NamedTuple):
     """For each control the text tokens before it; none for the 20B family."""
 
 
-UNPACKED_TENSORS = 3  # of a GGUF matrix: diffusers' result in float16, its copy in bfloat16, and the blocks' integers
 RESERVED = 800_000_000  # CUDA context and libraries: 0.4 to 0.8 GB as published for recent GPUs; not measured here
 FRAGMENTATION = 0.03  # of the rest is unusable in the caching allocator; a conservative guess
 
@@ -197,8 +196,7 @@ def quantization_of(transformer: dict[str, Any], settings: Config) -> Quantizati
     if saved is None:
         return QUANTIZATIONS.get(settings.model.quantization)
     if "bytes_per_weight" in saved:
-        packed = saved["quant_method"] == "gguf"
-        return Quantization(saved["bytes_per_weight"], unpacked=UNPACKED_TENSORS if packed else 1)
+        return Quantization(saved["bytes_per_weight"], unpacked=saved["unpacked_tensors"])
     text = json.dumps(saved).lower()
     kinds = {'"load_in_4bit": true': "nf4", '"load_in_8bit": true': "int8", "int8": "int8", "float8": "fp8"}
     for pattern, kind in kinds.items():
