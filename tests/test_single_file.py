@@ -339,6 +339,23 @@ def test_a_run_on_a_file_is_the_run_on_a_folder_with_its_weights(train: Trainer)
     assert column(again, "loss") == column(train(out="folder", train__max_steps=3), "loss")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model__quantization": "int8"},
+        {"train__method": "full"},
+        {"train__tabulated_modulation": True, "train__mixed_precision": "bf16"},
+    ],
+)
+def test_every_way_to_train_is_the_same_on_a_file(train: Trainer, options: dict[str, Any]) -> None:
+    file = train.folder / "a.safetensors"
+    meant = write(file, train.model, "prefixed")
+    losses = column(train(model__transformer=str(file), **options), "loss")
+    folder_of(train, train.folder / "model", {name: weight.bfloat16() for name, weight in meant.items()})
+    assert column(train(out="folder", **options), "loss") == losses
+
+
 @pytest.mark.parametrize(
     ("name", "layout", "options"),
     [
@@ -391,6 +408,7 @@ def predicted(model: Path, out: Path, *options: str | Path, code: int = 0) -> by
     return out.read_bytes()
 
 
+@pytest.mark.slow
 def test_predict_generates_with_the_weights_of_the_file(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     model, file, folder = tiny_model("t2i"), tmp_path / "a.safetensors", tmp_path / "model"
     others = {name: 1.25 * weight for name, weight in weights_of(model).items()}

@@ -14,7 +14,7 @@ from torch import Tensor
 PREFIX = "model.diffusion_model."
 LAYOUTS = ("bf16", "prefixed", "fp8", "scale_weight", "comfy_quant", "metadata", "rows")
 """bf16 without and with ComfyUI's prefix; fp8 without scales; fp8 with scales in the first layout, in the present one
-with its entries as tensors or as metadata, and with a scale for each row."""
+with its entries as tensors or as metadata, and with a scale for each row, also outside the blocks."""
 FORMAT = {"format": "float8_e4m3fn"}
 
 
@@ -37,7 +37,8 @@ def write_safetensors(path: Path, weights: Mapping[str, Tensor], layout: str) ->
     for name, tensor in weights.items():
         stored[name] = tensor.to(torch.float8_e4m3fn if layout == "fp8" else torch.bfloat16)
         meant[name] = stored[name].float()
-        if not scaled or not is_matrix(name, tensor):
+        outside = layout == "rows" and name == "proj_out.weight"
+        if not scaled or not (outside or is_matrix(name, tensor)):
             continue
         scale = (tensor.abs().amax(1) if layout == "rows" else tensor.abs().max()) / 448
         column = scale[:, None] if layout == "rows" else scale
