@@ -205,6 +205,18 @@ def test_another_model_is_refused_by_name(
         loaded(path, model)
 
 
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_a_file_of_2511_is_only_for_2511(tmp_path: Path, model: Path, config: dict[str, Any], prefix: str) -> None:
+    """Its parameters have the names and shapes of 2509; ComfyUI's marker tells them apart."""
+    path, marker = tmp_path / "a.safetensors", {f"{prefix}__index_timestep_zero__": torch.zeros(0)}
+    save_file({**{prefix + name: weight for name, weight in weights_of(model).items()}, **marker}, path)
+    found = open_weights_file(str(path), {**config, "zero_cond_t": True}).tensors
+    assert found.keys() == weights_of(model).keys()
+    message = refusal(path, config)
+    assert "it is of Qwen-Image-Edit-2511 (expected zero_cond_t true in config.json, found false)" in message
+    assert "→ set model.path, or --model, to Qwen/Qwen-Image-Edit-2511" in message
+
+
 def test_other_quantisations_are_refused(tmp_path: Path, model: Path, config: dict[str, Any]) -> None:
     path = tmp_path / "a.safetensors"
     layer = Q.removesuffix(".weight")

@@ -178,7 +178,7 @@ class _Gguf:
         name, dimensions = self.string(), self.read("I")
         if dimensions > MOST_DIMENSIONS:
             raise ValueError(dimensions)
-        shape = tuple(self.read("Q") for _ in range(dimensions))[::-1]
+        shape = tuple(self.read("Q") for _ in range(dimensions))[::-1] or (1,)
         kind, begin = self.read("I"), self.read("Q")
         if kind not in GGML_TYPES:
             raise ModelError(
@@ -189,6 +189,6 @@ class _Gguf:
                 do="use a file in one of these, such as Q4_K_M or Q8_0",
             )
         dtype, weights, size = GGML_TYPES[kind]
-        if not shape or shape[-1] % weights:
+        if shape[-1] % weights:
             raise ValueError(shape)
         return name, StoredTensor(dtype, shape, begin, begin + math.prod(shape) // weights * size)

@@ -25,8 +25,10 @@ OTHER_PARTS = ("text_encoders.", "cond_stage_model.", "vae.", "first_stage_model
 """The rest of a whole checkpoint, which is not read: text encoder and VAE are those of the model folder."""
 SCALES = (".scale_weight", ".weight_scale")
 """The scale of an fp8 weight in ComfyUI's first layout and in its present one (comfy/utils.py, convert_old_quants)."""
-IGNORED = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
-"""Scales of activations, which are not quantised here, and markers of the layout."""
+ZERO_COND_T = "__index_timestep_zero__"
+"""ComfyUI's marker of Qwen-Image-Edit-2511, whose parameters have the names and shapes of 2509 (model_detection.py)."""
+IGNORED = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", ZERO_COND_T)
+"""Scales of activations, which are not quantised here, and markers."""
 FP8 = ("F8_E4M3", "F8_E5M2")
 PARAMETERS = ("F32", "F16", "BF16", *FP8)
 COMFY_FORMATS = ("float8_e4m3fn", "float8_e5m2")
@@ -104,9 +106,16 @@ def open_weights_file(name: str, config: Mapping[str, Any]) -> WeightsFile:
     header = read_header(path)
     tensors = _parameters(path, header)
     _check_architecture(path, tensors, config)
-    file = WeightsFile(path, header.kind, tensors)
     _check_formats(path, header)
-    return file
+    if any(name.endswith(ZERO_COND_T) for name in header.tensors) and not config.get("zero_cond_t"):
+        raise ModelError(
+            "this is not the transformer of the model in model.path: it is of Qwen-Image-Edit-2511",
+            where=path,
+            expected="zero_cond_t true in config.json",
+            found="false",
+            do="set model.path, or --model, to Qwen/Qwen-Image-Edit-2511",
+        )
+    return WeightsFile(path, header.kind, tensors)
 
 
 def check_packages(file: WeightsFile | None) -> None:
