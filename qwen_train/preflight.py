@@ -17,7 +17,6 @@ from typing import Any
 from qwen_cache.console import counting
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.extras import installed
-from qwen_cache.format.cache import Cache
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.models.folder import NUNCHAKU, WEIGHTS, ModelFolder, fingerprint, open_model, read_config
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
@@ -62,7 +61,7 @@ class Start:
     """None for --encode-on-the-fly, which loads encoders."""
     source: str | None
     """The source of --encode-on-the-fly."""
-    validation_cache: Cache | None
+    validation_cache: Mixture | None
     """Whose samples are generated during training."""
     newest: Path | None
     """The checkpoint to continue from."""
@@ -115,7 +114,7 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
             )
         check_adapter(config, model.transformer_config)
         if validation_cache is not None:
-            check_cache(Mixture.of(validation_cache), model, model.transformer_config)
+            check_cache(validation_cache, model, model.transformer_config)
         if samples is not None:
             check_cache(samples, model, model.transformer_config)
             check_empty_prompts(samples, config.train.caption_dropout)

@@ -15,8 +15,9 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config, load_config
 from qwen_train.data.batches import Batches
+from qwen_train.data.samples import Samples
 from qwen_train.lora.types import adapter_title
-from qwen_train.memory.predict import PARTS, largest_batch, predict_memory
+from qwen_train.memory.predict import PARTS, largest_batch, largest_image, predict_memory
 from qwen_train.validation_images import ValidationImages
 
 
@@ -82,12 +83,18 @@ def settings_changed(earlier: Path, config: Config) -> list[str]:
     return [f"{name} {before[name]} → {value}" for name, value in config.flat().items() if before[name] != value]
 
 
-def print_memory(config: Config, batches: Batches, transformer: dict[str, Any], device: str) -> None:
-    """Print the memory of the largest batch, where `qwen-train plan` can predict it."""
+def print_memory(
+    config: Config, batches: Batches, transformer: dict[str, Any], device: str, validation_cache: Samples | None
+) -> None:
+    """Print the memory of the largest batch, or of the largest image if that takes more.
+
+    Only where `qwen-train plan` can predict it.
+    """
     if not batches.cache.has_index or config.train.fsdp:
         return
     batch, _ = largest_batch(batches)
-    memory = predict_memory(transformer, config, batch, "cpu" if device == "cpu" else "accelerator")
+    image = largest_image(validation_cache)
+    memory = predict_memory(transformer, config, batch, "cpu" if device == "cpu" else "accelerator", image)
     sizes = {words: getattr(memory, part) for part, words in PARTS.items()}
     parts = ", ".join(f"{words} {human_bytes(size)}" for words, size in sizes.items() if size)
     console().print(f"[bold]memory[/]   about {human_bytes(memory.total)}: {parts}", highlight=False)

@@ -59,19 +59,13 @@ def takes_images(report_to: str) -> bool:
     return report_to in FORMS
 
 
-def log_decoded(trackers: Iterable[Any], image: Latents) -> None:
-    """Log the PNG of a generated image under its title, at its step; targets and controls have none."""
+def log_decoded(trackers: Iterable[Any], image: Latents, pixels: Image.Image) -> None:
+    """Log a generated image under its title, at its step; targets and controls have none."""
     if (step := step_of(image.file)) is None:
         return
     for tracker in trackers:
         form, arguments = FORMS[tracker.name]
-        tracker.log_images({f"{NAME}/{image.title}": form(_opened(image.png))}, step=step, **arguments)
-
-
-def _opened(path: Path) -> Image.Image:
-    with Image.open(path, formats=["PNG"]) as image:
-        image.load()
-        return image
+        tracker.log_images({f"{NAME}/{image.title}": form(pixels)}, step=step, **arguments)
 
 
 def finish(trackers: Sequence[Any]) -> None:

@@ -408,7 +408,8 @@ def announce(p: Prepared, start: Start, changed: list[str]) -> None:
             console().print(plain(line), markup=False)
     if changed:
         console().print(f"[bold]changed[/] from here on: {verbatim(', '.join(changed))}")
-    print_memory(p.config, p.batches, start.model.transformer_config, p.accelerator.device.type)
+    transformer = start.model.transformer_config
+    print_memory(p.config, p.batches, transformer, p.accelerator.device.type, start.validation_cache)
 
 
 def load_for_training(start: Start, config: Config, batches: Batches, accelerator: Accelerator) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qwen_cache.console import plural
 from qwen_cache.errors import TrainError
-from qwen_cache.format.cache import Cache, Sample
+from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.models.family import Family
 from qwen_cache.settings.load import Config
@@ -27,6 +27,7 @@ from qwen_cache.settings.train import ValidationConfig
 from qwen_cache.storage.checksums import sealed
 from qwen_cache.storage.durable import make_folder, write_durably
 from qwen_train.data.batches import Batches
+from qwen_train.data.mixture import Mixture
 from qwen_train.inference.cached import generate_cached, initial_latents
 from qwen_train.latents import SCALES, VALIDATION
 from qwen_train.validation import generator_of, held_out, noise, rank_samples
@@ -98,7 +99,7 @@ class ValidationImages:
 
 
 def make_validation_images(
-    config: Config, batches: Batches, cache: Cache | None, scheduler: dict[str, Any]
+    config: Config, batches: Batches, cache: Mixture | None, scheduler: dict[str, Any]
 ) -> ValidationImages | None:
     """The images that qwen.yaml schedules, of held-out samples and of the validation cache; None without any."""
     settings = config.validation
@@ -111,9 +112,10 @@ def make_validation_images(
             found=f"sample {without[0]}, validation.true_cfg_scale={scale}",
             do="set validation.true_cfg_scale=1, or run `qwen-cache build` on the images",
         )
-    samples += tuple(cache) if cache is not None else ()
+    samples += tuple(cache[i] for i in range(len(cache))) if cache is not None else ()
     if not samples:
         return None
+    samples = tuple({sample.key: sample for sample in samples}.values())  # that cache may have held-out ones, too
     return ValidationImages(samples, settings, config.train.max_steps, scheduler, batches.family)
 
 

@@ -36,8 +36,7 @@ def show_new_images(folder: Path, decoder: Decoder, trackers: Iterable[Any]) -> 
 def show_images(folder: Path, decoder: Decoder, images: Iterable[Latents], trackers: Iterable[Any]) -> None:
     """Decode images of the run in `folder`, log them and renew the report."""
     for image in images:
-        decoder.decode(image)
-        log_decoded(trackers, image)
+        log_decoded(trackers, image, decoder.decode(image))
     renew_report(folder)
 
 

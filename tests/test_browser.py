@@ -177,7 +177,7 @@ def many(overview: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
 def report(built: Built, tiny_model: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of a real run with decoded images; its log is extended, so that there is a mean over steps too."""
     train = Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path_factory.mktemp("run"))
-    out = train(settings=IMAGES, validation__validation_steps=1)
+    out = train(settings=IMAGES, validation__validation_steps=1, validation__true_cfg_scale=[1, 4])
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     logged = [json.loads(line) for line in lines]
     for step in range(3, 301):
@@ -387,17 +387,19 @@ def test_the_numbers_under_the_pointer_are_those_of_the_metrics(browser: Any, re
                 assert (number(at.inner_text()), chart.locator(".rule").get_attribute("d")) == (300, None)
 
 
-def test_images_of_a_sample_are_in_a_row(browser: Any, report: Path) -> None:
+def test_images_of_a_sample_are_in_strips(browser: Any, report: Path) -> None:
+    """Its steps one below the other for each guidance."""
     with opened(browser, report) as shown:
         for card in shown.locator("article").all():
-            boxes = [image.bounding_box() for image in card.locator("img").all()]
-            captions = card.locator("figcaption").all_inner_texts()
-            assert captions in (
-                ["control", "target", *GENERATED],
-                ["control 1", "control 2", "target", *GENERATED],
-            )
-            assert len({box["y"] for box in boxes}) == 1
-            assert all(box["width"] > 100 for box in boxes)
+            strips = card.locator(".images").all()
+            boxes = [[image.bounding_box() for image in strip.locator("img").all()] for strip in strips]
+            captions = [strip.locator("figcaption").all_inner_texts() for strip in strips]
+            assert captions[0] in (["control", "target"], ["control 1", "control 2", "target"])
+            assert captions[1:] == [[*GENERATED]] * 2
+            assert card.locator("h4").all_inner_texts() == ["true_cfg_scale 1", "true_cfg_scale 4"]
+            assert all(len({box["y"] for box in strip}) == 1 for strip in boxes)
+            assert all(box["width"] > 100 for strip in boxes for box in strip)
+            assert [box["x"] for box in boxes[1]] == [box["x"] for box in boxes[2]]
         assert shown.locator("article").count() == 2
 
 

@@ -6,22 +6,27 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from qwen_cache import open_cache
 from qwen_cache.errors import ModelError
-from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
+from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21, family_of_transformer
 from qwen_cache.settings.load import load_config
 from qwen_cache.settings.train import TrainConfig
+from qwen_train.inference.cached import generate_cached
 from qwen_train.memory import predict
 from qwen_train.memory.predict import Memory, SampleSize, predict_memory, tokens_of
 from qwen_train.model.qwen_image_21.transformer import QwenImage21MultiResTransformer2DModel
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.validation import evaluating
 
 from .support.commands import refused, run
 from .support.full_size import EDIT, EDIT_21, REAL, REAL_21, bench
@@ -61,14 +66,14 @@ def predicted(config: dict[str, Any], settings: list[str], batch: list[SampleSiz
 
 # ---- against the allocator -------------------------------------------------------------------------------------------
 
-Compare = Callable[..., tuple[Memory, Memory]]
+Compare = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
 def compare() -> Iterator[Compare]:
     """Prediction and measurement, in a process of their own: beside what other tests left the profiler sees more."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        yield lambda *arguments: process.submit(compare_here, *arguments).result()
+        yield lambda *arguments, run=compare_here: process.submit(run, *arguments).result()
 
 
 def compare_here(
@@ -108,6 +113,50 @@ def test_prediction_for_qwen_image_21_is_within_a_tenth(name: str, layout: str, 
     assert (found.weights, found.trained) == (measured.weights, measured.trained)
     assert found.total == pytest.approx(measured.total, rel=0.1)
     assert 0.99 < found.activations / measured.activations < 1.2
+
+
+LARGE = SampleSize(((1, 48, 64), (1, 32, 32)), 60, (9,))
+
+
+class Random(dict[str, torch.Tensor]):
+    """A sample of this size, without a cache."""
+
+    def __init__(self, size: SampleSize, width: int) -> None:
+        controls = sum(h * w for _, h, w in size.img_shapes[1:])
+        text = torch.randn(size.text_tokens, width)
+        super().__init__(prompt_embeds=text, empty_prompt_embeds=text, control_latents=torch.randn(controls, 64))
+        self.img_shapes, self.row = size.img_shapes, SimpleNamespace(meta=size)
+
+
+def generation_here(config: dict[str, Any], settings: list[str]) -> int:
+    """What the allocator gives while an image is generated with guidance."""
+    loaded, family = load_config(None, settings), family_of_transformer(config)
+    model, sample = bench.make_model(config, loaded, "cpu"), Random(LARGE, config[family.text_width_key])
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    latents = torch.randn(48 * 64, 64)
+    with evaluating(model):
+        return bench.peak_on_cpu(
+            lambda: generate_cached(
+                sample, model, scheduler, family=family, num_inference_steps=2, true_cfg_scale=4.0,
+                latents=latents, device=torch.device("cpu"), dtype=torch.float32,
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [SMALL, SMALL_21], ids=["20B", "2.1"])
+def test_images_that_take_more_than_a_step_count(config: dict[str, Any], compare: Compare) -> None:
+    """Without the gradients, which there are not between steps; images that take less change nothing."""
+    settings = ["train.mixed_precision='no'", "validation.true_cfg_scale=[1,4]"]
+    small = SampleSize(((1, 8, 8),), 20)
+    alone = predict_memory(config, load_config(None, settings), [small], "cpu")
+    assert predict_memory(config, load_config(None, settings), [LARGE], "cpu", small) == predict_memory(
+        config, load_config(None, settings), [LARGE], "cpu"
+    )
+    found = predict_memory(config, load_config(None, settings), [small], "cpu", LARGE)
+    assert replace(found, activations=0) == replace(alone, activations=0)
+    measured = compare(config, settings, run=generation_here)
+    assert found.activations + found.gradients == pytest.approx(measured, rel=0.1)
 
 
 def test_every_draw_adds_the_activations_of_a_target() -> None:

@@ -218,7 +218,13 @@ def test_cached_targets_and_controls_are_stored_beside_the_images(train: Trainer
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_two_processes_measure_and_generate_the_same_as_one(train: Trainer, fsdp: bool) -> None:
     """Of an odd number of samples, too."""
-    settings = {**MEASURED, "validation.num_samples": 1, "validation.num_images": 2, "validation.images_every_steps": 2}
+    settings = {**MEASURED, "validation.num_samples": 1, "validation.num_images": 1, "validation.images_every_steps": 2}
+    settings |= {
+        "validation.cache": str(train.cache),
+        "validation.true_cfg_scale": [1, 3],
+        "validation.vae_device": "cpu",
+    }
+    settings |= {"predict.dtype": "float32"}
     one = train(settings=settings, validation__num_inference_steps=2, out="one")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     options = {"validation__num_inference_steps": 2, "train__fsdp": fsdp, "out": "two"}
@@ -233,6 +239,8 @@ def test_two_processes_measure_and_generate_the_same_as_one(train: Trainer, fsdp
     assert done.returncode == 0, done.stderr
     two = train.folder / "two"
     assert column(two, "validation_loss") == pytest.approx(column(one, "validation_loss"), rel=1e-5)
-    for path in (one / "validation" / "step-2").iterdir():
+    files = sorted(path.relative_to(one) for path in (one / "validation").rglob("*"))
+    assert files == sorted(path.relative_to(two) for path in (two / "validation").rglob("*"))
+    for path in (one / "validation" / "step-2").glob("*.safetensors"):
         with safe_open(path, "pt") as a, safe_open(two / path.relative_to(one), "pt") as b:
             torch.testing.assert_close(a.get_tensor("latents"), b.get_tensor("latents"), rtol=1e-4, atol=1e-4)

@@ -24,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from qwen_cache import open_cache
 from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.settings.train import ValidationConfig
+from qwen_train.data.mixture import Mixture
 from qwen_train.data.validation_cache import check_validation_cache
 
 from .support.caches import SMALL as SMALL_BUILD
@@ -162,9 +163,9 @@ def test_a_cache_of_another_model_is_refused(train: Trainer) -> None:
 
 
 def test_a_cache_of_another_encoder_is_refused(train: Trainer) -> None:
-    cache = open_cache(train.cache)
+    cache = Mixture.of(open_cache(train.cache))
     recipe = {**cache.recipe.recipe, "vae": "another"}
-    samples = SimpleNamespace(folder="shards", recipe=SimpleNamespace(recipe=recipe))
+    samples: Any = SimpleNamespace(folder="shards", recipe=SimpleNamespace(recipe=recipe))
     with pytest.raises(ConfigError) as error:
         check_validation_cache(cache, samples, ValidationConfig())
     assert str(error.value) == (
@@ -175,7 +176,7 @@ def test_a_cache_of_another_encoder_is_refused(train: Trainer) -> None:
 
 
 def test_guidance_without_the_empty_prompt_is_refused(train: Trainer) -> None:
-    cache = open_cache(train.cache)
+    cache = Mixture.of(open_cache(train.cache))
     column = cache.table.schema.get_field_index("empty_prompt_embeds")
     cache.table = cache.table.set_column(column, "empty_prompt_embeds", pa.nulls(4, cache.table.schema[column].type))
     check_validation_cache(cache, cache, ValidationConfig())

@@ -46,6 +46,8 @@ def refusals(cache: str, model: str, run: str) -> dict[str, list[str]]:
         "a sample exceeds the budget": ["run", cache, "--model", model, "--out", new, "--set", "train.max_tokens=8"],
         "no timestep": ["run", cache, "--model", model, "--out", new, "--set", "train.max_timestep=10"],
         "no tracker": ["run", cache, "--model", model, "--out", new, "--set", "logging.report_to=aim"],
+        "no images to decode": ["run", cache, "--model", model, "--out", new, "--set", "validation.vae_device=cpu"],
+        "no validation cache": ["run", cache, "--model", model, "--out", new, "--set", "validation.cache=nowhere"],
         "no LoRA to start from": ["run", cache, "--model", model, "--out", new, "--set", "train.lora.weights=nowhere"],
         "other settings than the checkpoint": ["run", "--resume", "--out", run, "--rank", "3", "--batch-size", "7"],
         "plan: no cache": ["plan", f"{cache}-nowhere", "--model", model],

@@ -373,7 +373,10 @@ def decode(
         str, typer.Option(help="The device of the VAE.", metavar="DEVICE", rich_help_panel=DEVICES)
     ] = "auto",
     watch: Annotated[
-        bool, typer.Option("--watch", help="Decode images as they come, until the run has ended or Ctrl-C.")
+        bool,
+        typer.Option(
+            "--watch", help="Decode images as they come, until the run has ended or Ctrl-C.", rich_help_panel=INPUT
+        ),
     ] = False,
     json: Json = False,
     config: ConfigFile = None,

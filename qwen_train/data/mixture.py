@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, combinations
 from typing import Any
 
@@ -170,8 +170,7 @@ def _trained_as(entry: WeightedCache) -> list[float | bool]:
 
 
 def _check_compatible(first: Cache, other: Cache) -> None:
-    pipelines = [cache.recipe.recipe.get("pipeline") for cache in (first, other)]
-    names = ENCODERS if pipelines[0] != pipelines[1] and same_inputs(*pipelines) else MUST_MATCH
+    names = entries_to_match(first.recipe.recipe, other.recipe.recipe)
     a, b = _compared_properties(first, names), _compared_properties(other, names)
     for what in a:
         if what in b and a[what] != b[what]:
@@ -181,6 +180,12 @@ def _check_compatible(first: Cache, other: Cache) -> None:
                 found=f"{b[what]} in {other.folder}",
                 do="build both with the same model and cache.dtype, or remove one from train.caches",
             )
+
+
+def entries_to_match(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> Sequence[str]:
+    """Those of `MUST_MATCH` that two recipes must share where both have them."""
+    pipelines = [each.get("pipeline") for each in (recipe, other)]
+    return ENCODERS if pipelines[0] != pipelines[1] and same_inputs(*pipelines) else MUST_MATCH
 
 
 def _compared_properties(cache: Cache, names: Sequence[str]) -> dict[str, Any]:

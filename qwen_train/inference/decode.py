@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from PIL import Image
 from safetensors import SafetensorError, safe_open
 
 from qwen_cache.encode.decode import decode_latents, load_vae, parts_of
@@ -51,14 +52,14 @@ class Decoder:
     def vae(self) -> VaeThatFits:
         return load_vae(self.model, self.device, self.dtype)
 
-    def decode(self, image: Latents) -> Path:
-        """Write the PNG of an image; its path."""
+    def decode(self, image: Latents) -> Image.Image:
+        """Write the PNG of an image."""
         with safe_open(image.file, framework="pt") as file:
             pixels = decode_latents(self.vae, file.get_tensor("latents")[image.tokens][None], image.size)
         data = BytesIO()
         pixels.save(data, "PNG")
         write_durably(image.png, data.getvalue())
-        return image.png
+        return pixels
 
 
 def not_decoded(files: Iterable[Path]) -> list[Latents]:

@@ -22,6 +22,7 @@ from qwen_cache.settings.load import Config
 from qwen_cache.settings.model import ModelConfig
 from qwen_train.data.batches import Batches
 from qwen_train.data.samples import Samples, open_samples
+from qwen_train.data.validation_cache import open_validation_cache
 from qwen_train.flow import NoiseSchedule
 from qwen_train.memory.predict import (
     ACCELERATOR,
@@ -30,6 +31,7 @@ from qwen_train.memory.predict import (
     block_bytes,
     host_bytes,
     largest_batch,
+    largest_image,
     predict_memory,
     tokens_of,
 )
@@ -59,6 +61,8 @@ class Workload:
     """Of the cache."""
     batch: list[SampleSize]
     sample: SampleSize
+    image: SampleSize | None = None
+    """The largest sample of the validation cache, if there is one."""
 
     @classmethod
     def of(cls, settings: Config, samples: Samples | None = None) -> Workload:
@@ -67,14 +71,16 @@ class Workload:
         transformer = transformer_config(settings.model)
         batches = Batches(samples or open_samples(settings), settings.train, NoiseSchedule())
         check_family(batches, transformer)
-        return cls(transformer, batches.cache.recipe.recipe, *largest_batch(batches))
+        image = largest_image(open_validation_cache(settings))
+        return cls(transformer, batches.cache.recipe.recipe, *largest_batch(batches), image)
 
 
 def plan(settings: Config, workload: Workload, capacity: int | None) -> dict[str, Any]:
     """What `qwen-train plan` reports of training, as a JSON value: the largest batch, its memory by part, what fits."""
     settings = with_layout(settings, ACCELERATOR)
     transformer, batch, largest = workload.transformer, workload.batch, workload.sample
-    family, memory = family_of_transformer(transformer), predict_memory(transformer, settings, batch)
+    family, image = family_of_transformer(transformer), workload.image
+    memory = predict_memory(transformer, settings, batch, image=image)
     report: dict[str, Any] = {
         "largest_batch": {"samples": len(batch), "tokens": tokens_of(batch, settings.train, family)},
         "largest_sample": tokens_of([largest], settings.train, family),
@@ -85,7 +91,7 @@ def plan(settings: Config, workload: Workload, capacity: int | None) -> dict[str
         return report
     most = most_tokens(transformer, settings, largest, capacity)
     report |= {"gpu_memory": capacity, "fits": memory.total <= capacity, "max_tokens": most}
-    return report if report["fits"] else {**report, "do": savings(transformer, settings, batch, most, capacity)}
+    return report if report["fits"] else {**report, "do": savings(transformer, settings, batch, most, capacity, image)}
 
 
 def most_tokens(transformer: dict[str, Any], settings: Config, largest: SampleSize, capacity: int) -> int | None:
@@ -102,7 +108,12 @@ def most_tokens(transformer: dict[str, Any], settings: Config, largest: SampleSi
 
 
 def savings(
-    transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], most: int | None, capacity: int
+    transformer: dict[str, Any],
+    settings: Config,
+    batch: Sequence[SampleSize],
+    most: int | None,
+    capacity: int,
+    image: SampleSize | None = None,
 ) -> list[str]:
     """Alternative settings under which the batch fits, as text; a smaller batch comes first, if that is possible."""
     fitting = [f"train.max_tokens={most}"] if most and len(batch) > 1 else []
@@ -114,7 +125,7 @@ def savings(
             if changes.get("train.offload_blocks") == FEWEST:
                 changes = {**changes, "train.offload_blocks": fewest_blocks(transformer, settings, batch, capacity)}
             changed = _changed(settings, changes)
-            total = predict_memory(transformer, changed, batch).total
+            total = predict_memory(transformer, changed, batch, image=image).total
             if changed == settings or total > capacity:
                 continue
             words = " ".join(f"{name}={json.dumps(value)}" for name, value in changes.items())

@@ -28,6 +28,7 @@ from qwen_cache.models.live_bytes import LiveBytes, flash_attention
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import LoraConfig, TrainConfig
 from qwen_train.data.batches import Batches, TokenPlaces, in_order
+from qwen_train.data.samples import Samples
 from qwen_train.flow import flow_loss, interpolate
 from qwen_train.lora.assistant import assistant_bytes
 from qwen_train.lora.types import check_adapter
@@ -73,6 +74,7 @@ QUANTIZATIONS = {
     "fp8": Quantization(1, 4),
     "nf4": Quantization(0.5 + 4 / 64),  # a float32 scale per 64 weights
 }
+LOOP_TENSORS = 5  # of denoising, as large as the latents of all images: noise, controls, both, and two predictions
 OPTIMIZER_STATE: dict[str, Callable[[Tensor], float]] = {
     "adamw": lambda p: 8 * p.numel(),
     # two bytes per element and two float32 scales per 256; small tensors stay in float32
@@ -118,10 +120,17 @@ class Memory:
 
 
 def predict_memory(
-    transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], device: Device = "accelerator"
+    transformer: dict[str, Any],
+    settings: Config,
+    batch: Sequence[SampleSize],
+    device: Device = "accelerator",
+    image: SampleSize | None = None,
 ) -> Memory:
     """The memory of a training step on `batch`, for a transformer with this config.json and the settings `model`,
-    `train` and `optimizer`. Raises ConfigError or ModelError for settings that cannot be combined."""
+    `train`, `optimizer` and `validation`; `image` is the largest to generate between steps, if there is any.
+
+    Raises ConfigError or ModelError for settings that cannot be combined.
+    """
     check_adapter(settings, transformer)
     settings = settings if device == "cpu" else with_layout(settings, ACCELERATOR)
     layers = int(transformer["num_layers"])
@@ -129,13 +138,15 @@ def predict_memory(
     few, more = layers % every + 3 * every, layers % every + 4 * every  # the first and the last block are different
     with torch.random.fork_rng(devices=[]):  # a LoRA samples its initial weights on meta too
         if more >= layers or _names_blocks(settings.train.lora):
-            values = _of_layers(layers, transformer, settings, batch, device)
+            values = _of_layers(layers, transformer, settings, batch, device, image)
         else:
-            a, b = (_of_layers(n, transformer, settings, batch, device) for n in (few, more))
+            a, b = (_of_layers(n, transformer, settings, batch, device, image) for n in (few, more))
             values = tuple(y + (y - x) * (layers - more) // every for x, y in zip(a, b, strict=True))
-    memory, update = Memory(*values[:-1]), values[-1]
+    *parts, update, generating = values
+    memory = Memory(*parts)
+    generating -= memory.gradients  # there are none between steps
     frozen = memory.weights + assistant_bytes(settings.train, compute_dtype(settings.train))
-    memory = replace(memory, weights=frozen, activations=max(memory.activations, update))
+    memory = replace(memory, weights=frozen, activations=max(memory.activations, update, generating))
     if settings.train.offload_blocks:
         check_offload(settings, transformer)
         on_host = max(0, settings.train.offload_blocks - ON_DEVICE)
@@ -153,10 +164,15 @@ def _names_blocks(lora: LoraConfig) -> bool:
 
 
 def _of_layers(
-    layers: int, transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], device: Device
+    layers: int,
+    transformer: dict[str, Any],
+    settings: Config,
+    batch: Sequence[SampleSize],
+    device: Device,
+    image: SampleSize | None,
 ) -> tuple[int, ...]:
-    """The values of `Memory`, and what the optimizer's update takes: each is linear in the layers, their maximum is
-    not."""
+    """The values of `Memory`, and what the optimizer's update and the image take: each is linear in the layers, their
+    maximum is not."""
     model = training_model(on_meta({**transformer, "num_layers": layers}, settings), settings, device)
     family = family_of_transformer(transformer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -169,6 +185,7 @@ def _of_layers(
     if accumulated:  # gradients persist, so a new one is freed as soon as it is added
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    generating = peak_of_image(model, image, settings, family) + unpacked if image else 0
     step = peak_of_step(model, batch, settings.train, family) + unpacked
     memory = Memory(
         weights=frozen,
@@ -178,7 +195,7 @@ def _of_layers(
         average=gradients if settings.train.ema_decay else 0,
         activations=step if accumulated else step - gradients,
     )
-    return *astuple(memory), update
+    return *astuple(memory), update, generating
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -372,6 +389,39 @@ def peak_of_step(model: Any, batch: Sequence[SampleSize], settings: TrainConfig,
     return peak
 
 
+@torch.no_grad()
+def peak_of_image(model: Any, sample: SampleSize, settings: Config, family: Family) -> int:
+    """The peak bytes of generating an image, without the parameters; with what Qwen-Image-2.1 keeps of its first step.
+
+    With guidance its two halves run one after the other, and each keeps its own.
+    """
+    config, dtype = model.config, compute_dtype(settings.train)
+    arguments = {"image_positions": [sample.image_positions]} if family.text_rows_only else {}
+    with LiveBytes(list(model.parameters())) as live, model.kernels:
+        model(
+            hidden_states=torch.empty(
+                1, token_count(sample.img_shapes), config.in_channels, device="meta", dtype=dtype
+            ),
+            encoder_hidden_states=torch.empty(
+                1, sample.text_tokens, config[family.text_width_key], device="meta", dtype=dtype
+            ),
+            timestep=torch.empty(1, device="meta"),
+            img_shapes=[in_order(sample.img_shapes, family)],
+            return_dict=False,
+            **arguments,
+        )
+    tokens = token_count(sample.img_shapes)
+    peak = live.peak + LOOP_TENSORS * tokens * config.in_channels * dtype.itemsize
+    if family.joint_sequence and config.causal_condition:
+        rows, scales = (
+            tokens - token_count(sample.img_shapes[:1]) + sample.text_tokens,
+            settings.validation.true_cfg_scale,
+        )
+        kept = 2 * rows * config.num_attention_heads * config.attention_head_dim * len(model.transformer_blocks)
+        peak += kept * dtype.itemsize * (2 if max(scales) > 1 else 1)
+    return int(peak)
+
+
 # ---- the batches of a run -------------------------------------------------------------------------------------------
 
 
@@ -396,6 +446,16 @@ def largest_batch(batches: Batches) -> tuple[list[SampleSize], SampleSize]:
         most = max(most, batch, key=tokens)
         largest = max(largest, *batch, key=lambda sample: tokens([sample]))
     return most, largest
+
+
+def largest_image(cache: Samples | None) -> SampleSize | None:
+    """The sample of a validation cache with the most tokens; None without a cache.
+
+    Held-out samples, which are generated alone and without gradients, take less than a batch of such samples.
+    """
+    rows = [cache.row(i).meta for i in range(len(cache))] if cache is not None else []
+    sizes = [SampleSize(row.img_shapes, row.text_length, row.image_positions) for row in rows]
+    return max(sizes, key=lambda size: token_count(size.img_shapes) + size.text_tokens, default=None)
 
 
 def tokens_of(batch: Sequence[SampleSize], settings: TrainConfig, family: Family) -> int:
