@@ -57,6 +57,14 @@ SETTINGS = {
         "train.gradient_checkpointing=false",
         r"train.lora.target_modules='.*\.[13]\.attn\.to_[qk]'",
     ],
+    "ranks of their own": [
+        "train.gradient_checkpointing=false",
+        "train.lora.rank_pattern={to_q: 64, 3.attn.to_k: 200}",
+    ],
+    "LoKr": ["train.gradient_checkpointing=false", "train.lora.type=lokr"],
+    "LoHa": ["train.gradient_checkpointing=false", "train.lora.type=loha"],
+    "OFT": ["train.gradient_checkpointing=false", "train.lora.type=oft"],
+    "OFT, checkpointing": ["train.lora.type=oft", "train.lora.use_cayley_neumann=false"],
 }
 
 

@@ -10,6 +10,7 @@ several processes (DDP's buckets, FSDP2).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal, NamedTuple, Self, cast
@@ -84,6 +85,8 @@ OPTIMIZER_STATE: dict[str, Callable[[Tensor], float]] = {
 }
 
 
+IN_EVERY_BLOCK = re.compile(r"all-linear|(?!transformer_blocks)[a-z_]\w*(\.\w+)*")
+"""A target module, or a pattern of ranks, that is the same in every block: the end of a name, such as attn.to_q."""
 PARTS = {
     "weights": "frozen weights",
     "trained": "trained weights",
@@ -158,9 +161,8 @@ def predict_memory(
 
 def _names_blocks(lora: LoraConfig) -> bool:
     """Whether the blocks may differ in their adapter."""
-    targets = lora.target_modules
-    is_pattern = isinstance(targets, str) or bool(lora.rank_pattern)
-    return is_pattern or any("transformer_blocks" in target for target in targets)
+    targets = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
+    return not all(IN_EVERY_BLOCK.fullmatch(name) for name in (*targets, *lora.rank_pattern))
 
 
 def _of_layers(
@@ -256,6 +258,10 @@ def host_bytes(transformer: dict[str, Any], settings: Config) -> int:
 # ---- a step on the meta device ---------------------------------------------------------------------------------------
 
 
+AUTOCAST = (F.linear, F.scaled_dot_product_attention, torch.bmm, torch.einsum)
+"""The functions of a training step that autocast computes in its dtype; the last two are those of an OFT."""
+
+
 class KernelMemory(TorchFunctionMode):
     """Makes "meta" save the tensors that the device's kernels save: attention without its logits, and autocast's casts.
 
@@ -280,7 +286,7 @@ class KernelMemory(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.autocast and function in (F.linear, F.scaled_dot_product_attention):
+        if self.autocast and function in AUTOCAST:
             args = [self._cast(value, self.autocast) for value in args]
             kwargs = {name: self._cast(value, self.autocast) for name, value in kwargs.items()}
         return (
