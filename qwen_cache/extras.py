@@ -34,6 +34,7 @@ EXTRAS = {
     "ray": "`build --ray`: encoding on a cluster",
     "prodigy": "optimizer.name: prodigy",
     "gguf": "GGUF files as model.transformer",
+    "optimizers": "optimizer.name: Lion, CAME, AdEMAMix and schedule-free optimizers, by import path",
     "quantization": "model.quantization, and optimizer.name: adamw8bit",
 }
 """The extras in pyproject.toml except `all` and those for this project's own demo, docs and tests."""

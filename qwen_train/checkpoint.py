@@ -35,12 +35,17 @@ from qwen_cache.storage.checksums import UNLISTED, Fault, find_fault, write_chec
 from qwen_cache.storage.durable import remove_folder, sync_file, whole_file, whole_folder, write_durably
 from qwen_cache.storage.remembered import file_digest
 from qwen_train.model.ema import Ema
-from qwen_train.model.sharding import distribute_like, full_tensor
+from qwen_train.model.sharding import assign, distribute_like, full_tensor
+from qwen_train.optimizers import evaluation_weights, has_two_modes, trained_parameters
 from qwen_train.processes import all_gather_object, together
 from qwen_train.run_folder import NAME, NEW_RUN, STATE, check_fixed, checkpoints
 from qwen_train.weights import gather_weights, read_weights, weights_path, write_weights
 
 EMA_SUFFIX = "_ema"
+TRAINING_WEIGHTS = "training_weights"
+"""The entry with the weights that an optimizer with two modes computes gradients at; the weights' file has the others,
+which are those to generate images with."""
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16)}
 FULL = (errno.ENOSPC, errno.EDQUOT, None)
 """Errors of a full disk; those of the safetensors library have no number, and mean the same."""
 
@@ -81,6 +86,8 @@ def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
         "lr_scheduler": _flatten(run.lr_scheduler.state_dict(), "lr_scheduler", tensors),
         "random": _flatten(all_gather_object(_random_state()), "random", tensors),
     }
+    if has_two_modes(run.optimizer):
+        state[TRAINING_WEIGHTS] = _flatten(trained_parameters(run.optimizer), TRAINING_WEIGHTS, tensors)
     with together(), _writing(f"checkpoint-{run.step}", folder):
         if tensors is not None:
             if final.exists():  # only another run can have written it; where files cannot be locked there may be one
@@ -111,7 +118,8 @@ def save_result(folder: Path, run: Run, dtype: torch.dtype) -> Path:
 
 def _all_weights(run: Run, keep: bool) -> dict[str, dict[str, Tensor]]:
     """The trained weights and, if there is one, their EMA, by the suffix of their names."""
-    weights = {"": gather_weights(run.transformer, keep=keep)}
+    with evaluation_weights(run.optimizer):
+        weights = {"": gather_weights(run.transformer, keep=keep)}
     if run.ema:
         with run.ema.swapped():
             weights[EMA_SUFFIX] = gather_weights(run.transformer, keep=keep)
@@ -175,7 +183,11 @@ def load_checkpoint(path: Path, run: Run) -> None:
             run.ema.updates = _count(state["ema"])
             with run.ema.swapped():
                 read_weights(run.transformer, weights_path(run.transformer, path, EMA_SUFFIX))
-        run.optimizer.load_state_dict(_distributed(_unflatten(state["optimizer"], tensors), run.optimizer))
+        _load_optimizer(run.optimizer, _unflatten(state["optimizer"], tensors))
+        if has_two_modes(run.optimizer):
+            saved = _unflatten(state[TRAINING_WEIGHTS], tensors)
+            for parameter, value in zip(trained_parameters(run.optimizer), saved, strict=True):
+                assign(parameter, value)
         run.lr_scheduler.load_state_dict(_unflatten(state["lr_scheduler"], tensors))
         run.step, run.consumed_samples = _count(state["step"]), _count(state["samples"])
         _set_random_state(_unflatten(state["random"], tensors), run)
@@ -224,6 +236,19 @@ def _count(value: Any) -> int:
     return value
 
 
+def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """Restore the optimizer's state as it was saved: torch casts it to the parameters' dtype, JSON has no tuples."""
+    for group, fresh in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        group |= {n: tuple(v) for n, v in group.items() if isinstance(v, list) and isinstance(fresh.get(n), tuple)}
+    optimizer.load_state_dict(_distributed(state, optimizer))
+    parameters = trained_parameters(optimizer)
+    for index, values in state["state"].items():
+        restored = optimizer.state[parameters[index]]
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.dtype != restored[name].dtype:
+                restored[name] = value.to(restored[name].device)
+
+
 def _distributed(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     """An optimizer's state, each tensor sharded like its parameter."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -258,6 +283,9 @@ def _set_random_state(states: list[dict[str, Any]], run: Run) -> None:
 def _flatten(value: Any, path: str, tensors: dict[str, Tensor] | None) -> Any:
     """`value` as JSON, its tensors moved to `tensors` unless that is None; dicts become lists of pairs, since keys may
     be numbers."""
+    if type(value).__name__ == "OptimState8bit":  # torchao's, which is imported only where it is used
+        parts = {name: _flatten(getattr(value, name), f"{path}.{name}", tensors) for name in value.tensor_attrs}
+        return {"8bit": parts, "signed": value.signed, "dtype": str(value.dtype)}
     if isinstance(value, Tensor):
         gathered = full_tensor(value)
         if tensors is not None:
@@ -277,6 +305,11 @@ def _unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
         return value
     if "tensor" in value:
         return tensors[value["tensor"]]
+    if "8bit" in value:
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+        parts = {name: tensors[part["tensor"]] for name, part in value["8bit"].items()}
+        return OptimState8bit(**parts, signed=bool(value["signed"]), dtype=DTYPES[value["dtype"]])
     if "list" in value:
         return [_unflatten(item, tensors) for item in value["list"]]
     return {key: _unflatten(item, tensors) for key, item in value["dict"]}

@@ -1,8 +1,8 @@
 """What a run checks before it loads torch: a refusal takes less than a second of CPU time.
 
 In this order: the cache and that of validation, that no other run writes to the output folder, what the folder holds
-already, the tracker, the model, whether they fit together, the timesteps, and whether the newest checkpoint can be
-resumed with these settings.
+already, the tracker, the optimizer's package, the model, whether they fit together, the timesteps, and whether the
+newest checkpoint can be resumed with these settings.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from qwen_train.data.validation_cache import check_validation_cache, open_valida
 from qwen_train.launch import Launch
 from qwen_train.lora.files import WeightedLora, find_assistant, find_start
 from qwen_train.lora.types import check_adapter
+from qwen_train.optimizer_names import check_optimizer
 from qwen_train.run_folder import (
     ASSISTANT_LORA,
     CACHE,
@@ -103,6 +104,7 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
                 do=f"continue it with `{command}`, or {NEW_RUN}",
             )
         check_tracker(config.logging.report_to)
+        check_optimizer(config, launch.world_size)
         parts = (*TRANSFORMER_PARTS, "vae") if config.validation.vae_device else TRANSFORMER_PARTS
         model = open_model(config.model.path, parts, config.model.revision, transformer=config.model.transformer)
         if model.needs_nunchaku:

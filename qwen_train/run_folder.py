@@ -159,6 +159,8 @@ def fixed_settings(config: Config) -> dict[str, Any]:
     fixed: dict[str, Any] = {"model.quantization": config.model.quantization, "seed": t.seed, "train.method": t.method}
     if t.method == "lora":
         fixed["lora"] = _lora_settings(t.lora)
+    if t.stochastic_rounding:
+        fixed["train.stochastic_rounding"] = True
     return fixed | {
         "optimizer.name": config.optimizer.name,
         "train.ema_decay": t.ema_decay,

@@ -46,7 +46,13 @@ from qwen_train.model.modulation import tabulate
 from qwen_train.model.offload import offload_blocks
 from qwen_train.model.sharding import check_shardable, full_tensor, wrap
 from qwen_train.nonfinite import NonFiniteGuard
-from qwen_train.optimizers import apply_settings, make_optimizer
+from qwen_train.optimizers import (
+    apply_settings,
+    evaluation_weights,
+    make_optimizer,
+    optimizer_class,
+    schedule_warning,
+)
 from qwen_train.preflight import Start, starting
 from qwen_train.processes import all_gather_object, connect, together
 from qwen_train.report import RUN_FACTS_NAME, renew_report
@@ -197,7 +203,7 @@ class Steps:
     def _update(self) -> float:
         """Update the weights; the learning rate of this step."""
         run = self.p.run
-        learning_rate: float = run.lr_scheduler.get_last_lr()[0]
+        learning_rate = float(run.lr_scheduler.get_last_lr()[0])
         run.optimizer.step()
         if run.ema:
             run.ema.update()
@@ -231,7 +237,7 @@ def validate(p: Prepared) -> dict[str, float]:
     losses = dict[str, float]()
     if p.validation and p.validation.measures_loss(p.run.step):
         device = p.accelerator.device
-        with evaluating(p.transformer):
+        with evaluation_weights(p.run.optimizer), evaluating(p.transformer):
             losses = p.validation.losses(
                 lambda batch: compute_loss(p.transformer, batch.to(device, p.dtype)), p.accelerator
             )
@@ -242,9 +248,9 @@ def validate(p: Prepared) -> dict[str, float]:
 
 def generate_images(p: Prepared, images: ValidationImages) -> None:
     """The images of this step, by the averaged weights if there are any; every process takes part."""
-    averaged = p.run.ema.swapped() if p.run.ema else nullcontext()
+    averaged = p.run.ema.swapped() if p.run.ema else evaluation_weights(p.run.optimizer)
     assisted = nullcontext() if p.config.validation.assistant_lora else without(p.transformer, ASSISTANT)
-    with evaluating(p.transformer), averaged, assisted:
+    with averaged, evaluating(p.transformer), assisted:
         images.write(p.out, p.run.step, p.transformer, p.accelerator, p.dtype)
     if p.config.validation.vae_device:
         p.accelerator.wait_for_everyone()  # for the images of all processes
@@ -341,6 +347,8 @@ def prepare(start: Start) -> Prepared:
         log_with=report_to if report_to != "none" else None,
         project_dir=str(start.out),
     )
+    with together():
+        optimizer_class(start.config)  # refused before the transformer is loaded
     config = with_layout(start.config, accelerator.device, start.out if start.newest else None)
     set_seed(settings.seed)
     with memory_for_training(accelerator.device):
@@ -402,10 +410,13 @@ def announce(p: Prepared, start: Start, changed: list[str]) -> None:
     print_plan(p.config, p.batches, plan, p.parameters, p.accelerator, p.run.step, p.images)
     samples = p.batches.cache
     with_controls = int((samples.token_counts()[0] > samples.target_tokens()).sum())
-    distilled = distilled_warning(start.model) if start.assistant is None else None
-    for line in (distilled, unusual_controls(start.model, with_controls, len(samples))):
-        if line:
-            console().print(plain(line), markup=False)
+    notices = (
+        distilled_warning(start.model) if start.assistant is None else None,
+        unusual_controls(start.model, with_controls, len(samples)),
+        schedule_warning(p.config, p.run.optimizer),
+    )
+    for line in filter(None, notices):
+        console().print(plain(line), markup=False)
     if changed:
         console().print(f"[bold]changed[/] from here on: {verbatim(', '.join(changed))}")
     transformer = start.model.transformer_config
@@ -448,4 +459,6 @@ def start_run(config: Config, transformer: Any, accelerator: Accelerator, hashes
     fixed = {**hashes, **fixed_settings(config)}
     ema = Ema(parameters, settings.ema_decay) if settings.ema_decay else None
     set_seed(settings.seed, device_specific=True)  # each process samples its own dropout
-    return Run(transformer, accelerator.prepare_optimizer(optimizer), lr_scheduler, fixed, ema=ema)
+    optimizer = accelerator.prepare_optimizer(optimizer)
+    optimizer.train()  # where there are two modes
+    return Run(transformer, optimizer, lr_scheduler, fixed, ema=ema)

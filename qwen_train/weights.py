@@ -2,7 +2,8 @@
 
 `train.method: lora` freezes the base, which may be quantised, and trains an adapter in float32. `full` trains every
 weight in float32, since bfloat16 would round small updates away; with mixed_precision bf16, products are computed and
-the result is saved in bfloat16, as in diffusers' trainers. Full training of quantised weights is refused.
+the result is saved in bfloat16, as in diffusers' trainers. With train.stochastic_rounding the weights stay in
+bfloat16, and the optimizer rounds updates at random. Full training of quantised weights is refused.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def load_transformer(model: ModelFolder, config: Config, device: torch.device = 
         _refuse_quantised(saved, kind, where)
     if settings.offload_blocks:
         check_offload(config, saved)
-    dtype = _stored_dtype(model) if settings.method == "full" else compute_dtype(settings)
+    as_stored = settings.method == "full" and not settings.stochastic_rounding
+    dtype = _stored_dtype(model) if as_stored else compute_dtype(settings)
     model_class = trained_class(saved, where)
     if settings.tabulated_modulation:
         check_settings(settings, saved)

@@ -12,6 +12,7 @@ import torch
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import install_command
 from qwen_cache.settings.load import Config
+from qwen_train.optimizer_names import check_optimizer
 from qwen_train.optimizers import make_optimizer, optimizer_class
 
 
@@ -32,8 +33,10 @@ def after_steps(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Paramet
     return [weight.detach() for weight in weights]
 
 
-def prodigy(*arguments: Any, **settings: Any) -> torch.optim.Optimizer:
-    return pytest.importorskip("prodigyopt").Prodigy(*arguments, **settings)  # type: ignore[no-any-return]
+def of_package(path: str) -> Any:
+    """The class at an import path, imported when it is called; its test is skipped without the package."""
+    module, name = path.split(".")
+    return lambda *arguments, **settings: getattr(pytest.importorskip(module), name)(*arguments, **settings)
 
 
 ADAM = {"betas": (0.8, 0.95), "weight_decay": 0.3, "eps": 1e-5}
@@ -41,7 +44,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, ADAM, {"amsgrad": True}),
     "adamw8bit": (bitsandbytes.optim.AdamW8bit, ADAM, {"min_8bit_size": 16}),
     "adafactor": (torch.optim.Adafactor, {"weight_decay": 0.3}, {"beta2_decay": -0.5}),
-    "prodigy": (prodigy, ADAM, {"d_coef": 2.0}),
+    "prodigy": (of_package("prodigyopt.Prodigy"), ADAM, {"d_coef": 2.0}),
+    "pytorch_optimizer.Lion": (of_package("pytorch_optimizer.Lion"), {}, {"weight_decay": 0.3}),
+    "pytorch_optimizer.CAME": (of_package("pytorch_optimizer.CAME"), {}, {"betas": [0.8, 0.95, 0.99]}),
+    "pytorch_optimizer.AdEMAMix": (of_package("pytorch_optimizer.AdEMAMix"), {}, {"alpha": 2.0}),
+    "bitsandbytes.optim.Lion": (bitsandbytes.optim.Lion, {}, {"weight_decay": 0.3}),
+    "bitsandbytes.optim.AdEMAMix": (bitsandbytes.optim.AdEMAMix, {}, {"alpha": 2.0}),
     "torch.optim.SGD": (torch.optim.SGD, {}, {"momentum": 0.5, "weight_decay": 0.1}),
 }
 
@@ -59,22 +67,36 @@ def test_is_the_librarys_own_with_the_settings_given(name: str) -> None:
     assert not torch.equal(after_steps(plain, others)[0], expected[0]), "settings and arguments make no difference"
 
 
+def test_muon_is_torchs_own_for_the_matrices_of_a_lora_and_refuses_vectors() -> None:
+    ours, theirs = parameters()[:1], parameters()[:1]
+    expected = after_steps(torch.optim.Muon(theirs, lr=0.02, weight_decay=0.3), theirs)
+    settings = config("torch.optim.Muon", learning_rate=0.02, arguments={"weight_decay": 0.3})
+    assert torch.equal(after_steps(make_optimizer(settings, ours)[0], ours)[0], expected[0])
+    with pytest.raises(ConfigError) as refusal:
+        make_optimizer(settings, parameters())
+    assert "torch.optim.Muon does not take these settings: Muon only supports 2D parameters" in str(refusal.value)
+
+
 def test_eight_bits_are_eight_bits() -> None:
     optimizer, _ = make_optimizer(config("adamw8bit", arguments={"min_8bit_size": 16}), weights := parameters())
     after_steps(optimizer, weights)
     assert optimizer.state[weights[0]]["state1"].dtype == torch.uint8
 
 
-@pytest.mark.parametrize(("name", "extra"), [("prodigy", "prodigy"), ("adamw8bit", "quantization")])
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("prodigy", "prodigy"), ("adamw8bit", "quantization"), ("schedulefree.AdamWScheduleFree", "optimizers")],
+)
 def test_a_library_that_is_missing_is_said_with_what_brings_it(
     monkeypatch: pytest.MonkeyPatch, name: str, extra: str
 ) -> None:
-    for module in ("prodigyopt", "bitsandbytes", "bitsandbytes.optim"):
+    for module in ("prodigyopt", "bitsandbytes", "bitsandbytes.optim", "schedulefree"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError) as refusal:
-        optimizer_class(name)
-    assert f"the optimizer {name} cannot be imported" in str(refusal.value)
-    assert str(refusal.value).endswith(f"→ {install_command(extra)}")
+    for refuse in (optimizer_class, lambda settings: check_optimizer(settings, 1)):
+        with pytest.raises(ConfigError) as refusal:
+            refuse(config(name))
+        assert f"the optimizer {name} cannot be imported" in str(refusal.value)
+        assert str(refusal.value).endswith(f"→ {install_command(extra)}")
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def refusals(cache: str, model: str, run: str) -> dict[str, list[str]]:
         "the folder is a cache": ["run", cache, "--model", model, "--out", cache],
         "a sample exceeds the budget": ["run", cache, "--model", model, "--out", new, "--set", "train.max_tokens=8"],
         "no timestep": ["run", cache, "--model", model, "--out", new, "--set", "train.max_timestep=10"],
+        "no optimizer": ["run", cache, "--model", model, "--out", new, "--set", "optimizer.name=nowhere.Lion"],
         "no tracker": ["run", cache, "--model", model, "--out", new, "--set", "logging.report_to=aim"],
         "no images to decode": ["run", cache, "--model", model, "--out", new, "--set", "validation.vae_device=cpu"],
         "no validation cache": ["run", cache, "--model", model, "--out", new, "--set", "validation.cache=nowhere"],

@@ -112,6 +112,9 @@ class TrainConfig(BatchConfig):
     """The folder for checkpoints and the LoRA."""
     method: Literal["lora", "full"] = "lora"
     """lora: an adapter. full: every weight, kept in float32; the result goes to output_dir/transformer."""
+    stochastic_rounding: bool = False
+    """For full: keep weights, gradients and moments in bfloat16, in half the memory; updates are rounded at random, up
+    or down, so that small ones count on average. By torchao; with optimizer.name adamw or adamw8bit, one process."""
     caches: list[WeightedCache] = []
     """Several caches in place of cache.path: [{path: a, weight: 2}, {path: b, weight: 0.5}]."""
     assistant_lora: str | None = None
@@ -204,7 +207,8 @@ class MaskHeadConfig(Section):
 
 class OptimizerConfig(Section):
     name: str = "adamw"
-    """adamw, adamw8bit (bitsandbytes), adafactor, prodigy (prodigyopt), or the import path of a class."""
+    """adamw, adamw8bit (bitsandbytes), adafactor, prodigy (prodigyopt), or the import path of a class, such as
+    schedulefree.AdamWScheduleFree."""
     arguments: dict[str, Any] = {}
     """Further arguments of this class, such as {momentum: 0.9}."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4

@@ -83,6 +83,12 @@ OPTIMIZER_STATE: dict[str, Callable[[Tensor], float]] = {
     "adafactor": lambda p: 4 * (p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.ndim > 1 else p.numel()),
     "prodigy": lambda p: 16 * p.numel(),
 }
+ROUNDED_STATE: dict[str, Callable[[Tensor], float]] = {
+    "adamw": lambda p: 4 * p.numel(),
+    # torchao quantises a tensor that has at least 4096 elements, in whole blocks of 256
+    "adamw8bit": lambda p: (2 + 8 / 256) * p.numel() if p.numel() >= 4096 and p.numel() % 256 == 0 else 4 * p.numel(),
+}
+"""With train.stochastic_rounding, by torchao."""
 
 
 IN_EVERY_BLOCK = re.compile(r"all-linear|(?!transformer_blocks)[a-z_]\w*(\.\w+)*")
@@ -180,9 +186,13 @@ def _of_layers(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen, unpacked = frozen_bytes(model, quantization_of(transformer, settings))
     gradients = sum(map(_bytes, trained))
-    state = OPTIMIZER_STATE.get(settings.optimizer.name, OPTIMIZER_STATE["adamw"])
-    # the update of all trained weights at once on an accelerator (foreach), one after the other on the CPU
-    update = gradients if device == "accelerator" else max(map(_bytes, trained), default=0)
+    rounded = settings.train.stochastic_rounding
+    states = ROUNDED_STATE if rounded else OPTIMIZER_STATE
+    state = states.get(settings.optimizer.name, states["adamw"])
+    # the update of all trained weights at once on an accelerator (foreach), one after the other on the CPU and by
+    # torchao, which computes in float32
+    largest = max(map(_bytes, trained), default=0)
+    update = 2 * largest if rounded else gradients if device == "accelerator" else largest
     accumulated = settings.train.gradient_accumulation_steps > 1
     if accumulated:  # gradients persist, so a new one is freed as soon as it is added
         for parameter in trained:
@@ -348,8 +358,10 @@ def on_meta(transformer: dict[str, Any], settings: Config) -> Any:
         model = model_class.from_config(transformer)
     if train.tabulated_modulation:
         model.time_text_embed.__class__ = MetaRows
+    in_float32 = train.method == "full" and not train.stochastic_rounding
+    stored = torch.float32 if in_float32 else compute_dtype(train)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.float32 if train.method == "full" else compute_dtype(train))
+        parameter.data = parameter.data.to(stored)
     return model
 
 

@@ -22,11 +22,12 @@ from qwen_cache.settings.train import TrainConfig
 def wrap(accelerator: Any, transformer: Any, settings: TrainConfig) -> Any:
     """The transformer on this process's device under autocast; in DDP or FSDP2 with several processes.
 
-    Full training converts the weights to float32.
+    Full training converts the weights to float32, unless stochastic rounding keeps them in bfloat16.
     """
+    in_float32 = settings.method == "full" and not settings.stochastic_rounding
 
     def in_trained_dtype(module: Any) -> Any:
-        return module.to(torch.float32) if settings.method == "full" else module
+        return module.to(torch.float32) if in_float32 else module
 
     if not settings.fsdp or accelerator.num_processes == 1:
         if not settings.offload_blocks:
