@@ -28,6 +28,7 @@ from qwen_train import train as training
 from qwen_train.data.batches import Batch, NoiseDraw, NoisedSample
 from qwen_train.data.mixture import open_mixture
 from qwen_train.lora.adapter import lora_weights
+from qwen_train.weights import trainable
 
 from .support.commands import run
 from .support.marks import slow
@@ -172,6 +173,25 @@ def test_the_first_step_has_nothing_to_teach_and_costs_a_pass_of_the_taught_samp
         assert loss <= 1e-4**2 * plain
         assert gradient <= 1e-4 * usual
         assert bool(plain) == bool(batch.taught)
+
+
+@pytest.mark.slow
+def test_the_teacher_has_the_assistant_and_no_dropout(train_mixed: Trainer) -> None:
+    """And leaves the random state as it was, and our LoRA as it is in training."""
+    assistant = train_mixed(train__max_steps=2, optimizer__learning_rate=0.1, out="assistant")
+    targets = []
+    for dropout, lora in ((0.0, None), (0.5, None), (0.5, str(assistant)), (0.0, str(assistant))):
+        p = prepared(train_mixed, train__batch_size=8, train__lora__lora_dropout=dropout, train__assistant_lora=lora)
+        before = torch.get_rng_state()
+        batch = training.with_teacher(p, p.batches.batch(0))
+        assert torch.equal(torch.get_rng_state(), before)
+        assert batch.taught
+        assert batch.target is not None
+        targets.append(batch.target[list(batch.taught)])
+        assert len(trainable(p.run.transformer)) == len(lora_weights(p.run.transformer))
+    assert torch.equal(targets[0], targets[1])
+    assert torch.equal(targets[2], targets[3])
+    assert not torch.allclose(targets[0], targets[2], rtol=1e-2)
 
 
 @pytest.mark.slow

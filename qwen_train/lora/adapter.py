@@ -157,7 +157,7 @@ def has_lora(transformer: Any) -> bool:
 def lora_weights(transformer: Any) -> dict[str, Tensor]:
     """The adapter's weights by name; not copies."""
     weights: dict[str, Tensor] = get_peft_model_state_dict(transformer)
-    return weights
+    return {name.replace(".base_layer.", "."): weight for name, weight in weights.items()}  # inside of another type's
 
 
 def write_lora(transformer: Any, weights: Mapping[str, Tensor], path: Path, origin: Mapping[str, Any]) -> None:

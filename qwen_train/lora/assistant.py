@@ -20,13 +20,12 @@ import peft
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import set_peft_model_state_dict
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.errors import ConfigError, TrainError, first_line
 from qwen_cache.models.folder import read_config
 from qwen_cache.settings.train import TrainConfig
-from qwen_cache.storage.checksums import check_safetensors
 from qwen_train.lora.export import Lora, read_lora, settings_of
 from qwen_train.lora.files import WeightedLora, find_assistant
 from qwen_train.lora.names import DOWN, UP
@@ -131,8 +130,10 @@ def assistant_bytes(settings: TrainConfig, dtype: torch.dtype, modules: str = ""
     """
     if (source := find_assistant(settings)) is None:
         return 0
-    check_safetensors(source.file, TrainError)
-    with safe_open(source.file, framework="pt") as file:
-        names = [name for name in file.keys() if modules in name]  # noqa: SIM118 (no dict)
-        values = sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    try:
+        with safe_open(source.file, framework="pt") as file:
+            names = [name for name in file.keys() if modules in name]  # noqa: SIM118 (no dict)
+            values = sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    except (SafetensorError, OSError) as error:
+        raise TrainError(f"this is not a LoRA file: {first_line(error)}", where=source.file) from None
     return int(values * dtype.itemsize)
