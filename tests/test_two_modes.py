@@ -87,11 +87,11 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(train: Trainer, name
     pytest.importorskip(name.split(".")[0])
     settings = FREE | {"optimizer.name": name} | ({"optimizer.learning_rate": 1.0} if name == PRODIGY else {})
     expected = train(settings=settings, train__validation_split=0.6, out="expected")
-    train(settings=settings | IMAGES, train__max_steps=1)
+    train(settings=settings | IMAGES, train__max_steps=2)  # after the first, both modes have the same weights
     out = train("--resume", settings=settings | IMAGES)
     different = differences(outcome(out), outcome(expected))
-    assert [each for each in different if not each.startswith("checkpoint-1/")] == []
-    assert load_file(out / "checkpoint-1" / LORA).keys() == load_file(out / LORA).keys()
+    assert [each for each in different if not each.startswith("checkpoint-2/")] == []
+    assert load_file(out / "checkpoint-2" / LORA).keys() == load_file(out / LORA).keys()
 
 
 def test_the_file_has_the_averaged_weights_and_they_are_those_measured(train: Trainer) -> None:
