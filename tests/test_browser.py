@@ -131,7 +131,7 @@ def sample(i: int, **changes: Any) -> list[Any]:
     """A row of the list, as `page.sample_row` makes it."""
     row = {"key": f"{i * 0x9E3779B97F4A7C15 % 2**128:032x}", "name": f"photo-{i}", "prompt": f"Edit number {i}."}
     row |= {"sizes": [[320, 224], [256, 256]], "text_tokens": 20 + i % 7, "image_tokens": 536, "edit_mask_from": None}
-    row |= {"recipe": "default", "images": []} | changes
+    row |= {"recipe": "default", "images": [], "to_generate": False} | changes
     return [row[column] for column in COLUMNS]
 
 
