@@ -301,3 +301,25 @@ def test_with_other_settings(train: Trainer, changes: dict[str, Any]) -> None:
         for n, parameter in layer.named_parameters()
         if ASSISTANT in n
     } == {False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "lokr", "loha", "oft"])
+def test_beside_every_type_of_adapter(train: Trainer, kind: str) -> None:
+    """Ours keeps its names, and either alone does what it does without the other."""
+    file = assistant_file(train)
+    settings = {**SMALL, "train.lora.type": kind, "train.lora.target_modules": ["to_q", "to_k"]}
+    settings |= {"train.lora.oft_block_size": 16} if kind == "oft" else {}
+    p = train.prepared(settings=settings, train__assistant_lora=str(file))
+    q = train.prepared(settings=settings, out="alone")
+    both, alone = p.run.transformer, q.run.transformer
+    assert lora_weights(both).keys() == lora_weights(alone).keys()
+    randomise(p)
+    randomise(q)
+    batch = p.batches.batch(0)
+    with torch.no_grad():
+        with without(both, TRAINED):
+            expected = velocity(stock_with(train, {"other": file}, [1.0]), batch)
+            assert tensor_error(velocity(both, batch), expected) < EXACT
+        with without(both, ASSISTANT):
+            assert tensor_error(velocity(both, batch), velocity(alone, batch)) < EXACT

@@ -22,6 +22,7 @@ from qwen_cache.encode.text import kept_tokens
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Cache
 from qwen_cache.models.folder import ENCODER_PARTS, open_model
+from qwen_cache.settings.train import WeightedCache
 from qwen_train.data.batches import NoisedSample
 from qwen_train.data.mixture import Mixture
 from qwen_train.train import compute_loss
@@ -225,13 +226,14 @@ def test_what_cannot_work_together_is_refused(built: Built, tiny_model: TinyMode
     """Another VAE or text encoder, two editing pipelines even beside text to image, another family."""
     text, edits = (open_cache(built(*each, mixed=True)) for each in (("t2i", NO_CONTROLS), ("edit-plus",)))
     other = open_cache(built("edit", ("--on-error", "skip")))
-    assert Mixture([text, edits], [1, 1]).pipelines == ("QwenImagePipeline", "QwenImageEditPlusPipeline")
+    entries = [WeightedCache(path="")] * 3
+    assert Mixture([text, edits], entries[:2]).pipelines == ("QwenImagePipeline", "QwenImageEditPlusPipeline")
     message = r"differ in pipeline \(expected QwenImageEditPlusPipeline, as in .*, found QwenImageEditPipeline in "
     with pytest.raises(ConfigError, match=message):
-        Mixture([text, edits, other], [1, 1, 1])
+        Mixture([text, edits, other], entries)
     for part in ("vae", "text_encoder"):
         with pytest.raises(ConfigError, match=rf"differ in {part} \(expected \w+, as in .*, found other in "):
-            Mixture([text, with_recipe(edits, **{part: "other"})], [1, 1])
+            Mixture([text, with_recipe(edits, **{part: "other"})], entries[:2])
     caches = [{"path": str(cache.folder)} for cache in (text, edits)]
     for model, family in (("edit", "QwenImageEditPipeline"), ("qwen-image-21", "QwenImage21Pipeline")):
         train = Trainer(Path(), tiny_model(model), tmp_path)
