@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from jaxtyping import Float
 from rich.progress import Progress
-from torch import Tensor
 
 from qwen_cache.console import console, progress, verbatim
 from qwen_cache.models.devices import choose_device, torch_dtype
@@ -35,10 +32,11 @@ from qwen_train.data.batches import Batch, Batches
 from qwen_train.data.planning import check_cache, unusual_controls
 from qwen_train.data.samples import open_samples
 from qwen_train.data.validation_cache import check_validation_cache
-from qwen_train.flow import NoiseSchedule, flow_loss, interpolate, pseudo_huber, scheduled_huber_c
+from qwen_train.flow import NoiseSchedule
 from qwen_train.launch import Launch
 from qwen_train.lora.adapter import start_from
-from qwen_train.lora.assistant import ASSISTANT, TRAINED, add_assistant, read_assistant, without
+from qwen_train.lora.assistant import ASSISTANT, add_assistant, read_assistant, without
+from qwen_train.loss import compute_loss, with_teacher, zero_loss
 from qwen_train.memory.exhausted import memory_for_training
 from qwen_train.metrics import MetricsLog, StepStats, Throughput, progress_text
 from qwen_train.model.ema import Ema
@@ -183,8 +181,8 @@ class Steps:
     def _backward(self, batch: Batch, stats: StepStats) -> None:
         """Add the gradient of a batch; the step's gradient is the mean over its samples."""
         p, run = self.p, self.p.run
-        batch = with_teacher(p, batch.to(p.accelerator.device, p.dtype))
-        loss = compute_loss(p.transformer, batch, p.config.train)
+        batch, settings = batch.to(p.accelerator.device, p.dtype), p.config.train
+        loss = compute_loss(p.transformer, with_teacher(run.transformer, batch, settings, p.accelerator), settings)
         value, run.consumed_samples = float(loss.detach()), batch.consumed_samples
         if self.guard.skips(p.accelerator, f"the loss of step {run.step + 1}", value, batch.labels):
             loss, stats.skipped_batches = zero_loss(p.transformer, batch), stats.skipped_batches + 1
@@ -270,71 +268,6 @@ def scale_gradients(parameters: list[torch.nn.Parameter], factor: float) -> None
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(factor)
-
-
-def with_teacher(p: Prepared, batch: Batch) -> Batch:
-    """The batch with the velocity that the model predicts without the LoRA as the target of its taught samples.
-
-    One more pass, of these samples alone and without gradients. It goes past DDP, so processes need not have taught
-    samples at the same time. Under FSDP2 each pass gathers the weights from all, so if one has some, all take part.
-    """
-    settings, rows = p.config.train, batch.taught
-    if not any(entry.teacher for entry in settings.caches):
-        return batch
-    if not (any_process(p.accelerator, bool(rows)) if settings.fsdp else rows):
-        return batch
-    with torch.no_grad(), without(p.run.transformer, TRAINED):
-        taught = predict_velocity(p.run.transformer, batch.part(rows or (0,))).float()
-    target = batch.noise - batch.clean
-    for row, velocity in zip(rows, taught, strict=bool(rows)):
-        target[row, : len(velocity)] = velocity
-    return replace(batch, target=target)
-
-
-def compute_loss(transformer: Any, batch: Batch, settings: TrainConfig | None = None) -> torch.Tensor:
-    """The flow-matching loss of a batch, which is on the transformer's device; the squared error without `settings`."""
-    velocity = predict_velocity(transformer, batch)
-    error_of = element_error(settings, batch) if settings else torch.square
-    return flow_loss(velocity, batch.clean, batch.noise, batch.weight, batch.sample_weight, batch.target, error_of)
-
-
-def predict_velocity(transformer: Any, batch: Batch) -> Float[Tensor, "B S 64"]:
-    """The velocity that the transformer predicts for the batch at its noise levels."""
-    sigma = batch.sigma if batch.token_sigma is None else batch.token_sigma
-    noisy = interpolate(batch.clean, batch.noise, sigma, batch.is_target)
-    layout = {} if batch.image_positions is None else {"image_positions": batch.image_positions}
-    velocity: Tensor = transformer(
-        hidden_states=noisy.to(batch.prompt_embeds.dtype),
-        encoder_hidden_states=batch.prompt_embeds,
-        encoder_hidden_states_mask=batch.prompt_embeds_mask,
-        timestep=batch.sigma,
-        img_shapes=batch.img_shapes,
-        return_dict=False,
-        **layout,
-    )[0]
-    return velocity
-
-
-def element_error(settings: TrainConfig, batch: Batch) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function of `train.loss_type`, for the noise levels of the batch."""
-    if settings.loss_type == "mse":
-        return torch.square
-    if settings.loss_type == "l1":
-        return torch.abs
-    if settings.huber_schedule == "constant":
-        return partial(pseudo_huber, c=settings.huber_c)
-    sigma = batch.sigma if batch.token_sigma is None else batch.token_sigma
-    return partial(pseudo_huber, c=scheduled_huber_c(settings.huber_c, sigma.reshape(len(sigma), -1)))
-
-
-def zero_loss(transformer: Any, batch: Batch) -> torch.Tensor:
-    """The loss of a skipped batch: zero, with zero gradients, computed on zeros.
-
-    Processes wait for one another's gradients, so the backward pass cannot be skipped.
-    """
-    latents, prompt_embeds = torch.zeros_like(batch.clean), torch.zeros_like(batch.prompt_embeds)
-    zeros = replace(batch, clean=latents, noise=latents, prompt_embeds=prompt_embeds, target=None)
-    return 0 * compute_loss(transformer, zeros)
 
 
 def prepare(start: Start) -> Prepared:

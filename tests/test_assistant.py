@@ -24,6 +24,7 @@ from qwen_train.lora.adapter import lora_weights, origin_of
 from qwen_train.lora.assistant import ASSISTANT, TRAINED, tuned_layers, without
 from qwen_train.lora.export import read_lora
 from qwen_train.lora.files import WeightedLora, find_assistant
+from qwen_train.loss import predict_velocity
 from qwen_train.memory.predict import SampleSize, block_bytes, predict_memory
 
 from .support.marks import slow
@@ -283,15 +284,15 @@ def test_with_other_settings(train: Trainer, changes: dict[str, Any]) -> None:
     randomise(p)
     batch = p.batches.batch(0).to(torch.device("cpu"), p.dtype)
     with torch.no_grad():
-        found = training.predict_velocity(p.transformer, batch).float()
+        found = predict_velocity(p.transformer, batch).float()
         with without(p.transformer, ASSISTANT):
-            alone = training.predict_velocity(p.transformer, batch).float()
+            alone = predict_velocity(p.transformer, batch).float()
     AcceleratorState._reset_state(reset_partial_state=True)  # the judge is in float32
     judge = {"train__assistant_lora": f"{file}:{WEIGHT}", "train__batch_size": changes.get("train__batch_size")}
     q = train.prepared(out="judge", **judge)
     randomise(q)
     with torch.no_grad():
-        expected = training.predict_velocity(q.transformer, q.batches.batch(0))
+        expected = predict_velocity(q.transformer, q.batches.batch(0))
     effect = tensor_error(alone, expected)
     assert effect > 0.1, "an assistant too small to be seen"
     assert tensor_error(found, expected) < (EXACT if "train__layout" in changes else effect / 4)

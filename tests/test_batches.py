@@ -43,9 +43,9 @@ from qwen_train.data.mixture import Mixture
 from qwen_train.data.on_the_fly import OnTheFlySamples
 from qwen_train.data.split import split
 from qwen_train.flow import NoiseSchedule, Weighting, weighting
+from qwen_train.loss import compute_loss
 from qwen_train.model.modulation import timesteps_from
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
-from qwen_train.train import compute_loss
 
 Built = Callable[..., Path]
 V1 = ("--format", "v1")

@@ -24,6 +24,7 @@ from torch import Tensor
 from qwen_cache import open_cache
 from qwen_cache.settings.cache import CacheConfig
 from qwen_cache.settings.train import WeightedCache
+from qwen_train import loss as loss_module
 from qwen_train import train as training
 from qwen_train.data.batches import Batch, NoiseDraw, NoisedSample
 from qwen_train.data.mixture import open_mixture
@@ -42,6 +43,11 @@ LOSS_WEIGHT = 0.5
 EXACT = 1e-5
 """Of float32: two orders of the same sums."""
 TARGETS = ["to_q", "to_v"]
+
+
+def with_teacher(p: Any, batch: Batch) -> Batch:
+    """The batch as training has it."""
+    return loss_module.with_teacher(p.run.transformer, batch, p.config.train, p.accelerator)
 
 
 def prepared(train: Trainer, **changes: Any) -> training.Prepared:
@@ -131,13 +137,13 @@ def test_loss_and_gradient_of_a_mixed_batch_are_those_of_the_stock_model_one_by_
     kind = QwenImageTransformer2DModel if variant == "edit-plus" else QwenImage21Transformer2DModel
     velocity = velocity_20b if variant == "edit-plus" else stock_velocity
     stock = stock_of(p, tiny_model(variant) / "transformer", kind)
-    loss = training.compute_loss(p.transformer, training.with_teacher(p, batch))
+    loss = loss_module.compute_loss(p.transformer, with_teacher(p, batch))
     loss.backward()
     expected = reference_loss(p, stock, noised, velocity)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=EXACT)
     assert relative_error(gradients(p.run.transformer), gradients(stock)) < EXACT
-    plain = training.compute_loss(p.transformer, batch)
+    plain = loss_module.compute_loss(p.transformer, batch)
     assert abs(plain.item() / expected.item() - 1) > 0.01, "a teacher that changes nothing would hide a mistake"
 
 
@@ -159,13 +165,13 @@ def test_the_first_step_has_nothing_to_teach_and_costs_a_pass_of_the_taught_samp
     assert {len(batch.taught) for batch in batches} == {0, 1, 2}
     for batch in batches:
         passes.clear()
-        with_target = training.with_teacher(p, batch)
+        with_target = with_teacher(p, batch)
         assert passes == ([(len(batch.taught), False)] if batch.taught else [])
         alone = torch.zeros(2)
         alone[list(batch.taught)] = 1
         values = []
         for each in (with_target, batch):
-            loss = training.compute_loss(p.transformer, replace(each, sample_weight=alone))
+            loss = loss_module.compute_loss(p.transformer, replace(each, sample_weight=alone))
             loss.backward()
             values.append((loss.item(), max(float(g.abs().max()) for g in gradients(p.run.transformer).values())))
             p.run.optimizer.zero_grad()
@@ -183,7 +189,7 @@ def test_the_teacher_has_the_assistant_and_no_dropout(train_mixed: Trainer) -> N
     for dropout, lora in ((0.0, None), (0.5, None), (0.5, str(assistant)), (0.0, str(assistant))):
         p = prepared(train_mixed, train__batch_size=8, train__lora__lora_dropout=dropout, train__assistant_lora=lora)
         before = torch.get_rng_state()
-        batch = training.with_teacher(p, p.batches.batch(0))
+        batch = with_teacher(p, p.batches.batch(0))
         assert torch.equal(torch.get_rng_state(), before)
         assert batch.taught
         assert batch.target is not None
@@ -209,7 +215,7 @@ def test_a_run_with_a_teacher_resumes_and_skips_what_is_not_finite(train_mixed: 
 def test_a_teacher_that_is_not_finite_is_a_loss_that_is_not(
     train_mixed: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    predict, spoiled = training.predict_velocity, []
+    predict, spoiled = loss_module.predict_velocity, []
 
     def spoil(transformer: Any, batch: Batch) -> Tensor:
         velocity = predict(transformer, batch)
@@ -218,7 +224,7 @@ def test_a_teacher_that_is_not_finite_is_a_loss_that_is_not(
             return velocity + torch.nan
         return velocity
 
-    monkeypatch.setattr(training, "predict_velocity", spoil)
+    monkeypatch.setattr(loss_module, "predict_velocity", spoil)
     out = train_mixed(train__on_nan="skip", train__max_steps=8)
     assert spoiled
     assert sum(column(out, "skipped_batches")) == 1

@@ -755,7 +755,7 @@ def test_options_of_run_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     @contextmanager
     def starting(config: Config, launch: Launch, *, resume: bool, source: str | None) -> Iterator[Start]:
-        seen.append(Start(config, launch, cast(Any, None), None, source, None, ""))
+        seen.append(Start(config, launch, cast(Any, None), None, source, None, None, ""))
         yield seen[-1]
 
     def train_started(start: Start) -> Path:

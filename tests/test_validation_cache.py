@@ -22,18 +22,12 @@ from qwen_cache.sources.sizes import Resolution, SourceImage, sizes_to_generate
 from .support.caches import build, contents, plan
 from .support.commands import refused, run
 from .support.crash import Crash, crash_after
-from .support.fake_lanes import FakeLanes, fake_lanes
+from .support.fake_lanes import FakeLanes
 from .support.marks import slow
 from .support.photographs import photograph
 from .support.sources import write_mixed
 
 NAMES = ("cat", "china", "cup", "flower")
-
-
-@pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> list[FakeLanes]:
-    """Builds without encoders; every set of lanes that was loaded."""
-    return fake_lanes(monkeypatch)
 
 
 @pytest.fixture
@@ -144,6 +138,19 @@ def test_seeds_and_sizes_are_other_samples_and_targets_are_kept(pairs: Path, tmp
     cached = {sample.key for sample in open_cache(tmp_path / "shards")}
     assert {found["cat"].key, found["china"].key} < cached
     assert found["cup"].key not in cached  # its mask is not read: nothing is trained on it
+
+
+@pytest.mark.usefixtures("fast")
+def test_prompts_are_as_they_were_written_except_for_the_trigger_word(
+    controls: Path, tmp_path: Path, model: Path
+) -> None:
+    prompts = [{"prompt": p, "control": str(controls / "cat.png")} for p in ("[trigger] at night", "a dog")]
+    (controls / "cup.txt").write_text("[trigger] on the table", encoding="utf-8")
+    captions = ("--set", "data.trigger_word=sks", "--set", "data.prompt_prefix=a photo,")
+    validation = to_set(source=str(controls), prompts=prompts)
+    assert build(controls, tmp_path / "shards", model, *validation, *captions, "--only-validation").code == 0
+    found = {name: sample.prompt for name, sample in by_name(tmp_path / "shards" / "validation").items()}
+    assert [found[name] for name in ("prompt-1", "prompt-2", "cup")] == ["sks at night", "a dog", "sks on the table"]
 
 
 @pytest.mark.usefixtures("fast")

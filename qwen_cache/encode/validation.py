@@ -32,6 +32,7 @@ from qwen_cache.format import directory
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import NO_CACHE
+from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.detect import Row, read_source, read_written
 from qwen_cache.sources.rows import unique
 from qwen_cache.storage.url import local_folder, location
@@ -110,7 +111,8 @@ def _read(config: Config, model: ModelFolder) -> tuple[list[Row], list[Problem]]
     )
     taken = {row.name: 1 for row in rows}
     more = [replace(row, name=unique(row.name, taken)) for row in more]
-    rows = as_encoded([*rows, *more], masks=False, phrases=EditMasks.of(config).attend)
+    rows = Captions.of(config.data).as_written.applied([*rows, *more])
+    rows = as_encoded(rows, masks=False, phrases=EditMasks.of(config).attend)
     unfit = [*check_prompts(model, rows), *_check_sizes(model, rows)]
     rows = [row for row in rows if row.where not in {problem.where for problem in unfit}]
     return rows, [*problems, *unusable, *unfit]
