@@ -189,7 +189,7 @@ def test_config_finds_settings_by_their_words(words: str, found: str) -> None:
 def test_config_shows_the_values_that_are_set() -> None:
     Path("qwen.yaml").write_text("train: {lora: {rank: 4}}\n", encoding="utf-8")
     shown = run("qwen-train", "config", "--search", "update matrices").stdout
-    assert shown == "train:\n  lora:\n    # The rank of the update matrices. Default: 16.\n    rank: 4\n"
+    assert shown == "train:\n  lora:\n    # The rank of the update matrices; OFT has none. Default: 16.\n    rank: 4\n"
     result = run("qwen-train", "config", "--search", "nothing like it")
     assert result.code == 2
     assert result.stderr == (

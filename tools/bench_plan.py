@@ -124,6 +124,7 @@ def plan_once(model: str, out: str, source: str) -> dict[str, Any]:
             measure=False,
             replace_recipe=False,
             repair=False,
+            only_validation=False,
             as_json=True,
         )
     plan = json.loads(printed.getvalue())

@@ -84,7 +84,7 @@ def settings_file(entries: Iterable[tuple[str, Any, str]]) -> str:
                 space = [""] if depth == 0 else []
                 lines += [*space, *comment(_about(around[: depth + 1]), depth), f"{_indent(depth)}{part}:"]
         section, depth = around, len(around)
-        lines += [*comment(text, depth), f"{_indent(depth)}{name}: {_value(value)}"]
+        lines += [*comment(text, depth), *_entry(name, value, depth)]
     return "\n".join(lines).strip()
 
 
@@ -106,6 +106,15 @@ def comment(text: str, depth: int = 0) -> list[str]:
     """Lines of a comment."""
     start = f"{_indent(depth)}# "
     return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=start, break_on_hyphens=False)
+
+
+def _entry(name: str, value: Any, depth: int) -> list[str]:
+    """A key with its value: on one line, but for sentences that do not fit on it."""
+    line, indent = f"{_indent(depth)}{name}: {_value(value)}", _indent(depth + 1)
+    if len(line) <= WIDTH or not isinstance(value, str) or " ".join(value.split()) != value:
+        return [line]
+    folded = textwrap.TextWrapper(WIDTH, indent, indent, break_long_words=False, break_on_hyphens=False).wrap(value)
+    return [f"{_indent(depth)}{name}: >-", *folded]
 
 
 def _indent(depth: int) -> str:
