@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from qwen_cache.errors import ConfigError, QwenCacheError
+from qwen_cache.errors import ConfigError, Problem, QwenCacheError
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.data import DataConfig
@@ -348,6 +348,40 @@ def test_a_model_that_takes_images_or_none_takes_all_kinds_of_rows(pairs: Path, 
     (tmp_path / "prompts.csv").write_text("prompt\nx\n", encoding="utf-8")
     with pytest.raises(QwenCacheError, match="no column holds the target"):
         found(tmp_path / "prompts.csv")
+
+
+def test_an_editing_model_takes_the_rows_without_controls_that_build_takes(pairs: Path) -> None:
+    """Where a cell of a table is empty, or the setting allows it; not with --prompt, nor what may be a mistake."""
+    targets, control = pairs / "target_images", pairs / "control_images" / "flower.png"
+    allowed = DataConfig(allow_no_control=True)
+    table = pairs / "rows.csv"
+    rows = ["target,control,prompt", "target_images/cat.png,control_images/cat.png,x", "target_images/cup.png,,y"]
+    table.write_text("\n".join(rows), encoding="utf-8")
+    prompts_alone = pairs / "targets.csv"
+    prompts_alone.write_text("target,prompt\ntarget_images/cup.png,y\n", encoding="utf-8")
+
+    def found(source: Path, data: DataConfig, *prompts: str) -> tuple[dict[str, int], list[Problem]]:
+        jobs, problems = source_jobs(str(source), data, EDIT, prompts)
+        return {job.name: len(job.controls) for job in jobs}, problems
+
+    both = {"target_images/cat": 1, "target_images/cup": 0}
+    assert found(table, DataConfig()) == (both, [])
+    refused = Problem(f"{table}:3", "the target has no control", "add one, or remove the target")
+    assert found(table, allowed, "z") == ({"target_images/cat": 1}, [refused])
+    assert "no column holds the control" in refusal(lambda: found(prompts_alone, DataConfig()))
+    assert found(prompts_alone, allowed) == ({"target_images/cup": 0}, [])
+    control.unlink()
+    expected = {"cat": 2, "china": 1, "cup": 1}
+    what = "the control control_images/flower.png (or .jpg, …) is missing, found none"
+    do = "add it, or remove the target, or set data.allow_no_control=true if it is meant to have none"
+    assert found(pairs, DataConfig()) == (expected, [Problem(str(targets / "flower.png"), what, do)])
+    assert found(pairs, allowed) == (expected | {"flower": 0}, [])
+    alone = dict.fromkeys((*expected, "flower"), 1)
+    assert found(targets, allowed) == found(targets, DataConfig()) == (alone, []), "a folder of images to edit"
+    shutil.rmtree(control.parent)
+    assert "no control folder, which an editing model needs" in refusal(lambda: found(pairs, DataConfig()))
+    assert found(pairs, allowed) == (dict.fromkeys(alone, 0), [])
+    assert "no control folder" in refusal(lambda: found(pairs, allowed, "z"))
 
 
 def test_control_images_keep_their_transparency_for_a_model_that_has_it(tmp_path: Path) -> None:

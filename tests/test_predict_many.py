@@ -29,9 +29,10 @@ from qwen_train.inference.jobs import COMPONENTS, GenerateJob, control_images
 from qwen_train.inference.prompts import PromptEncoder
 
 from .support.commands import Result, run
+from .support.judge import stock_pipeline
 from .support.marks import slow
 from .support.photographs import photograph
-from .support.sources import write_pairs
+from .support.sources import write_mixed, write_pairs
 
 TinyModel = Callable[[str], Path]
 Predict = Callable[..., Result]
@@ -207,26 +208,45 @@ def test_prompts_may_be_beside_the_images_or_in_a_table(predict: Predict, photos
 
 
 def test_control_without_with_and_target_are_side_by_side(
-    predict: Predict, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    predict: Predict, lora: Path, tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, out, grids = write_pairs(tmp_path / "data"), tmp_path / "generated", []
+    """Of edits and text to image, which is as the stock pipeline has it."""
+    table, out, grids = write_mixed(tmp_path / "data"), tmp_path / "generated", []
+    source, model, names = (
+        table.parent,
+        tiny_model("edit-plus"),
+        ["cat", "china", "cup", "flower", "rocket", "astronaut"],
+    )
     grid = comparison.compare_grid
     monkeypatch.setattr(comparison, "compare_grid", lambda *shown: grids.append(shown) or grid(*shown))
-    result = predict("--source", source, "--out", out, "--lora", lora, "--compare")
+    result = predict("--source", table, "--out", out, "--lora", lora, "--compare")
     assert result.code == 0, result.stderr
+    note = "note: for 2 of 6 rows, without control images, QwenImageEditPlusPipeline generates from text alone"
+    assert note in result.stderr.splitlines()
     assert f"side by side: {out / 'compare.png'}\n" in result.stderr
     ((rows, captions),) = grids
-    assert [caption.partition(": ")[0] for caption in captions] == ["cat", "china", "cup", "flower"]
-    assert captions[2] == "cup: invert the colours"
-    for name, row in zip(("cat", "china", "cup", "flower"), rows, strict=True):
-        assert np.array_equal(row.with_lora, pixels(out / f"{name}.png"))
-        assert np.array_equal(row.without_lora, pixels(out / f"{name}-without-lora.png"))
-        assert np.array_equal(row.controls[0], pixels(source / "control_images" / f"{name}.png"))
+    assert [caption.partition(": ")[0] for caption in captions] == [f"target_images/{name}" for name in names]
+    assert captions[2] == "target_images/cup: invert the colours"
+    trained = stock_pipeline.__wrapped__(model, "t2i")  # not the one that other tests share
+    trained.load_lora_weights(lora)
+    for name, row in zip(names, rows, strict=True):
+        target = out / "target_images" / name
+        assert np.array_equal(row.with_lora, pixels(target.with_suffix(".png")))
+        assert np.array_equal(row.without_lora, pixels(target.with_name(f"{name}-without-lora.png")))
         assert np.array_equal(row.target, pixels(source / "target_images" / f"{name}.png"))
         assert np.abs(np.asarray(row.with_lora).astype(int) - np.asarray(row.without_lora)).max() > 8
+        assert [np.asarray(image).tolist() for image in row.controls[:1]] == [
+            pixels(path).tolist() for path in [source / "control_images" / f"{name}.png"] if path.exists()
+        ]
+    for pipeline, shown in ((trained, rows[4].with_lora), (stock_pipeline(model, "t2i"), rows[4].without_lora)):
+        arguments = {"prompt": "a rocket", "height": 64, "width": 64, "num_inference_steps": 2}
+        expected = pipeline(**arguments, true_cfg_scale=1.0, generator=torch.Generator().manual_seed(0)).images[0]
+        assert np.array_equal(shown, np.asarray(expected))
     plain = tmp_path / "plain"
-    assert predict("--source", source, "--out", plain).code == 0
-    assert np.array_equal(pixels(plain / "cat.png"), pixels(out / "cat-without-lora.png"))
+    assert predict("--source", table, "--out", plain).code == 0
+    for name in ("cat", "rocket"):
+        found = pixels(plain / "target_images" / f"{name}.png")
+        assert np.array_equal(found, pixels(out / "target_images" / f"{name}-without-lora.png"))
 
 
 # ---- from a cache ----------------------------------------------------------------------------------------------------

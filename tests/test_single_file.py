@@ -421,8 +421,11 @@ def predicted(model: Path, out: Path, *options: str | Path, code: int = 0) -> by
 
 
 @pytest.mark.slow
-def test_predict_generates_with_the_weights_of_the_file(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    model, file, folder = tiny_model("t2i"), tmp_path / "a.safetensors", tmp_path / "model"
+@pytest.mark.parametrize("variant", ["t2i", "edit-plus"])
+def test_predict_generates_with_the_weights_of_the_file(
+    variant: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, file, folder = tiny_model(variant), tmp_path / "a.safetensors", tmp_path / "model"
     others = {name: 1.25 * weight for name, weight in weights_of(model).items()}
     meant = write_safetensors(file, others, "prefixed")
     shutil.copytree(model, folder)

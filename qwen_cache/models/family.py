@@ -30,7 +30,7 @@ class Pipeline:
     """The published repositories."""
     template: Template
     min_controls: int
-    """The fewest control images that diffusers' class takes. A cache may have samples without any in every case."""
+    """The fewest control images that diffusers' class takes. Without any, its family's text to image is meant."""
     max_controls: int | None
     """The most control images; None: any number."""
     without_controls: Template | None = None

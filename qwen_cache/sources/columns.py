@@ -95,10 +95,10 @@ def find_columns(
             unknown.append(name)
         elif role is not None and name not in taken and role not in named:
             _add(columns, role, number, name, where, noun)
-    for role in ("target", "prompt", "control"):
+    for role, needed in (("target", needs.target), ("prompt", needs.prompt), ("control", needs.some_control)):
         if not columns[role] and role not in named and _wants_generic(role, columns["target"], needs):
             _add_generic(columns, role, unknown, where, noun)
-        if getattr(needs, role) and not columns[role]:
+        if needed and not columns[role]:
             more = f"; {NO_CONTROL_AT_ALL}" if role == "control" and needs.no_control == "stated" else ""
             raise _no_column(role, found or names, unknown, where, noun, more)
     if not (columns["target"] or columns["control"] or needs.to_generate):

@@ -107,9 +107,9 @@ def read_source(
     The rows of a folder are sorted by name; those of tables and tars keep their order. With `needs_control`, for an
     editing model, the source must have controls; without `takes_control`, for text-to-image, there must be none (by
     default `needs_control` decides both). `no_control` says which rows may lack one: by default none where controls are
-    needed, else those of which a table states it. Without `needs_target`, to generate images, rows may lack the target,
-    and the folder may hold only controls. With `to_generate` they may also have a seed and a size. `allow_urls`,
-    `columns`, `split` and `config_name` are the settings of `data`; `captions` changes the prompts.
+    needed, else those of which a table states it; where any may, so may all. Without `needs_target`, to generate,
+    rows may lack the target, and the folder may hold only controls. With `to_generate` they may also have a seed and a
+    size. `allow_urls`, `columns`, `split` and `config_name` are the settings of `data`; `captions` changes the prompts.
     """
     takes_control = needs_control if takes_control is None else takes_control
     needs = Needs(

@@ -198,7 +198,7 @@ def _layout(folder: Folder, needs: Needs) -> Layout:
     if not needs.target and not folders["target"] and reads_controls:
         return Layout("", tuple(folders["control"]), prompt=next(iter(named.get("prompt", [])), None))
     for role in KNOWN:
-        if needs.control and not folders[role]:
+        if needs.some_control and not folders[role]:
             raise SourceError(
                 f"the folder has no {role} folder, which an editing model needs",
                 where=folder.path,

@@ -42,7 +42,7 @@ class Needs:
     """The parts that a source must have, and the settings of `data` that say how it is read."""
 
     control: bool
-    """A column, part or folder of controls: for an editing model."""
+    """A column, part or folder of controls, unless any row may lack them: for an editing model."""
     no_control: NoControl = "refused"
     target: bool = True
     """If False, a row may lack the target: an image to generate."""
@@ -55,6 +55,11 @@ class Needs:
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     split: str | None = None
     config_name: str | None = None
+
+    @property
+    def some_control(self) -> bool:
+        """Whether a source without a single control is refused."""
+        return self.control and self.no_control != "allowed"
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,8 @@ def check_guidance(config: PredictConfig, true_cfg_scale: float | None) -> None:
 def _one(generator: Generator, options: PredictOptions) -> int:
     """Generate the images of one prompt."""
     images = open_images(options.images, generator.model.family)
+    if not images:
+        _note_text_alone(generator.model, "without --image")
     generated = generator.generate(images, options.prompts[0], save_interrupted=options.save_interrupted)
     paths, steps = save_images(generated.images, options.out), generated.interrupted_after
     if options.as_json:
@@ -197,6 +199,12 @@ def _one(generator: Generator, options: PredictOptions) -> int:
     size = f"{generated.images[0].width}×{generated.images[0].height}"
     console().print(f"{ended}: {_joined(paths)}, {size}", highlight=False)
     return 0 if steps is None else INTERRUPTED
+
+
+def _note_text_alone(model: ModelFolder, where: str) -> None:
+    """Say where an editing model generates without a control image: it may be a mistake."""
+    if model.needs_controls:
+        console().print(f"note: {where}, {model.pipeline} generates from text alone", markup=False, highlight=False)
 
 
 def _many(settings: Config, generator: Generator, options: PredictOptions) -> int:
@@ -215,6 +223,9 @@ def _many(settings: Config, generator: Generator, options: PredictOptions) -> in
     if problems and settings.data.on_error == "stop":
         console(always=True).print("nothing was generated; fix these rows, or skip them with --set data.on_error=skip")
         return FAILED
+    if without := sum(not job.controls for job in jobs):
+        of_all = f"for {without} of {plural(len(jobs), 'row')}, without control images"
+        _note_text_alone(generator.model, of_all if options.source else "without --image")
     comparison = comparison_path(png, len(jobs)) if options.compare else None
     results = generate_jobs(generator, jobs, folder, comparison=comparison)
     existing = f", {len(results.skipped)} already there" if results.skipped else ""

@@ -110,13 +110,14 @@ class Generator:
     ) -> GeneratedImages:
         """Generate from `prompt` and the control `images`, with the seed of the settings.
 
-        Images are of any size, RGB or for Qwen-Image-2.1 also RGBA.
+        Images are of any size, RGB or for Qwen-Image-2.1 also RGBA. Without any, an editing model is called as
+        Qwen-Image's pipeline calls its transformer, which has the same inputs.
 
         The first signal (SIGINT or SIGTERM) ends the generation after the current step: with unfinished images if
         `save_interrupted`, else with KeyboardInterrupt.
 
         Raises:
-            ConfigError: more or fewer images than the pipeline takes.
+            ConfigError: more images than the pipeline takes.
             DeviceError: too little memory on a device.
             ModelError: weights that are missing or cannot be loaded.
         """
@@ -150,7 +151,8 @@ class Generator:
             save_interrupted: return unfinished images after a signal, instead of raising KeyboardInterrupt.
             one_of_many: remove the progress line at the end.
         """
-        pipeline, config, steps = self.pipeline, self.config, 0
+        pipeline = self.pipeline if images else self.pipeline.without_images
+        config, steps = self.config, 0
         pipeline.set_progress_bar_config(disable=True)
         with Signals() as signals, counting("generating", self.steps, transient=one_of_many) as advance:
 

@@ -71,15 +71,16 @@ def source_jobs(
     """A job for each row of a source as `qwen-cache build` reads it, tags in their own order, and the problems of the
     other rows.
 
-    Rows with a control need no target. `prompts` replace the rows' own: a job for each row and prompt. Then a model
-    that takes images or none edits: with one prompt for all, only the images distinguish the rows.
+    Rows with a control need no target. Rows without are text to image, for an editing model where `qwen-cache build`
+    takes them too; a folder of images alone has controls for it. `prompts` replace the rows' own: a job for each row
+    and prompt. Then every row needs a control: with one prompt for all, only the images distinguish the rows.
     """
-    needs_control = model.needs_controls or (model.takes_controls and bool(prompts))
+    edits = model.takes_controls and bool(prompts)
     rows, problems = read_source(
         location(source),
-        needs_control=needs_control,
+        needs_control=model.needs_controls or edits,
         takes_control=model.takes_controls,
-        no_control="allowed" if config.allow_no_control and not needs_control else None,
+        no_control="refused" if edits else "allowed" if config.allow_no_control else "stated",
         needs_target=not model.takes_controls,
         needs_prompt=not prompts,
         allow_empty_prompt=config.allow_empty_prompt or bool(prompts),

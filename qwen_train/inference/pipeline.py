@@ -3,12 +3,13 @@
 Arguments and results are the stock pipelines', bit for bit on the same devices. Only two things are overridden: the
 moves of tensors between components, and the text encoder (prompts.py), which is loaded for the first prompt, never for
 `prompt_embeds`, and leaves a shared device before VAE and transformer come. An image too large for the memory of the
-VAE's device is processed in tiles.
+VAE's device is processed in tiles. Editing pipelines take images; `without_images` is the pipeline that takes none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -131,6 +132,11 @@ class Placed:
     def _execution_device(self) -> torch.device:
         return self.devices.transformer
 
+    @property
+    def without_images(self) -> Any:
+        """The pipeline that generates from prompts alone."""
+        return self
+
     def free_encoder(self) -> None:
         """Free the text encoder's memory until the next prompt."""
         self.prompt_encoder.free()
@@ -159,6 +165,20 @@ class PlacedImages(Placed):
 
 class PlacedEdit(PlacedImages):
     """A mixin for the Edit pipelines."""
+
+    scheduler: Any  # of the stock pipeline, like all of these
+    vae: Any
+    transformer: Any
+    maybe_free_model_hooks: Any
+
+    @cached_property
+    def without_images(self) -> PlacedTextPipeline:
+        """Qwen-Image's pipeline with the same components, LoRAs and offloading."""
+        parts = {"scheduler": self.scheduler, "vae": self.vae, "transformer": self.transformer}
+        text = PlacedTextPipeline(**parts, text_encoder=None, tokenizer=None)
+        text.devices, text.prompt_encoder = self.devices, self.prompt_encoder
+        text.maybe_free_model_hooks = self.maybe_free_model_hooks  # a module has the hooks of one pipeline
+        return text
 
     def _get_qwen_prompt_embeds(
         self, prompt: Prompt = None, image: Any = None, device: Any = None, dtype: Any = None

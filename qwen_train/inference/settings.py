@@ -142,9 +142,7 @@ def _check_default_guidance(model: ModelFolder, negative_prompt: str) -> None:
 
 
 def check_count(model: ModelFolder, images: int) -> None:
-    """Raise ConfigError unless the pipeline takes this many control images."""
+    """Raise ConfigError if the pipeline takes fewer control images."""
     most = model.max_controls
-    if model.needs_controls and not images:
-        raise ConfigError(f"{model.pipeline} edits an image", do="give one with --image")
     if most is not None and images > most:
         raise ConfigError(f"{model.pipeline} takes {plural(most, 'image')}", found=images, do="give fewer")

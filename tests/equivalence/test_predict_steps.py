@@ -32,7 +32,8 @@ from tests.support.judge import TOLERANCE, image, relative, stock_pipeline
 
 TinyModel = Callable[[str], Path]
 IMAGES = [("china.jpg", (160, 107)), ("chelsea.png", (60, 120)), ("coffee.png", (97, 130))]
-VARIANTS = [("t2i", 0), ("edit", 1), ("edit-plus", 1), ("edit-plus", 2), ("edit-plus", 3), ("edit-2511", 2)]
+EDITS = [("edit", 1), ("edit-plus", 1), ("edit-plus", 2), ("edit-plus", 3), ("edit-2511", 2)]
+FROM_TEXT = [("t2i", 0), ("edit-2511", 0), ("edit", 0), ("edit-plus", 0)]
 ONE_FAST = [("edit-plus", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("t2i", 0), ("edit", 1)))]
 FLOAT32 = PredictConfig(dtype="float32")
 PROMPT = {"prompt": "make it 黑白"}
@@ -44,12 +45,18 @@ GUIDED = {"negative_prompt": "blurry", "true_cfg_scale": 3.0}
 
 @pytest.fixture
 def both(tiny_model: TinyModel, small_areas: None) -> Callable[..., Both]:
-    """Both pipelines of a variant, with images; float32 when nothing else is said."""
+    """Both pipelines of a variant, with images; float32 when nothing else is said.
+
+    Without images those of text to image, with the components of the variant.
+    """
 
     def make(variant: str, count: int, dtype: torch.dtype = torch.float32) -> Both:
         folder = tiny_model(variant)
         images = [image(name, size) for name, size in IMAGES[:count]]
-        return Both(our_pipeline(folder, dtype), stock_pipeline(folder, variant, dtype), images)
+        ours = our_pipeline(folder, dtype)
+        if not images:
+            return Both(ours.without_images, stock_pipeline(folder, "t2i", dtype))
+        return Both(ours, stock_pipeline(folder, variant, dtype), images)
 
     return make
 
@@ -65,8 +72,10 @@ def thorough(fast: Callable[..., bool], *values: Sequence[Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("which", "guidance", "dtype"),
     thorough(
-        lambda which, guidance, dtype: guidance and (dtype == torch.float32 or which == ("edit-plus", 2)),
-        VARIANTS,
+        lambda which, guidance, dtype: (
+            guidance and which not in FROM_TEXT[2:] and (dtype == torch.float32 or which == ("edit-plus", 2))
+        ),
+        EDITS + FROM_TEXT,
         [{}, GUIDED],
         [torch.float32, torch.bfloat16],
     ),
@@ -142,10 +151,10 @@ def test_a_callback_sees_every_step_and_may_change_it(both: Callable[..., Both])
 # ---- prompts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["t2i", "edit"])
-def test_two_prompts_at_once(variant: str, both: Callable[..., Both]) -> None:
+@pytest.mark.parametrize(("variant", "count"), [("t2i", 0), ("edit", 1)])
+def test_two_prompts_at_once(variant: str, count: int, both: Callable[..., Both]) -> None:
     """Edit takes an image for each. With stock's own embeddings all is equal to the bit, padding and mask included."""
-    pipelines = both(variant, 0)
+    pipelines = both(variant, count)
     prompts = ["a cat", "make the second one 黑白, and keep all of its reflections where they are"]
     two = [image("china.jpg", (96, 96)), image("chelsea.png", (96, 96))]
     controls = {"image": two} if variant == "edit" else {}
@@ -198,7 +207,7 @@ def test_what_stock_refuses_is_refused_in_its_words(arguments: dict[str, Any], b
 
 @pytest.mark.slow
 @pytest.mark.parametrize("offload", ["model", "sequential"])
-@pytest.mark.parametrize(("variant", "count"), [pytest.param("t2i", 0, marks=pytest.mark.slow), ("edit-plus", 2)])
+@pytest.mark.parametrize(("variant", "count"), [("t2i", 0), ("edit-plus", 2), ("edit-plus", 0)])
 def test_offloaded_all_is_equal(
     variant: str, count: int, offload: Any, both: Callable[..., Both], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +228,7 @@ def test_offloaded_all_is_equal(
     monkeypatch.setattr(PromptEncoder, "leave", lambda encoder: brought.append("no encoder") or leave(encoder))
     pipelines = both(variant, count)
     ours = load_pipeline(pipelines.ours.prompt_encoder.model, PredictConfig(dtype="float32", offload=offload), CPU)
+    ours = ours if count else ours.without_images
     offloaded = Both(ours, pipelines.stock, pipelines.images)
     turns = [*["PlacedVae"] * (count > 0), "QwenImageTransformer2DModel", "PlacedVae"]
     for _ in range(2):  # after a call the hooks are taken off and put on once more
