@@ -214,10 +214,15 @@ def test_offloaded_all_is_equal(
     """The CPU takes the accelerator's place: the hooks are the same, and what is not where it should be raises."""
     monkeypatch.setattr(drawing, "check_offload", lambda *arguments: None)
     monkeypatch.setattr(PromptEncoder, "_offloads", True)
+    brought: list[str] = []
     for name in ("cpu_offload", "cpu_offload_with_hook"):  # diffusers says cpu:0, where torch says cpu
         stock_hook = getattr(accelerate, name)
-        monkeypatch.setattr(accelerate, name, lambda model, device, f=stock_hook, **named: f(model, "cpu", **named))
-    brought: list[str] = []
+
+        def hook_to_cpu(model: Any, device: Any, f: Any = stock_hook, **named: Any) -> Any:
+            brought.append("hooked")
+            return f(model, "cpu", **named)
+
+        monkeypatch.setattr(accelerate, name, hook_to_cpu)
     bring, leave = CpuOffload.pre_forward, PromptEncoder.leave
 
     def pre_forward(hook: CpuOffload, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +235,7 @@ def test_offloaded_all_is_equal(
     ours = load_pipeline(pipelines.ours.prompt_encoder.model, PredictConfig(dtype="float32", offload=offload), CPU)
     ours = ours if count else ours.without_images
     offloaded = Both(ours, pipelines.stock, pipelines.images)
-    turns = [*["PlacedVae"] * (count > 0), "QwenImageTransformer2DModel", "PlacedVae"]
+    turns = [*["PlacedVae"] * (count > 0), "QwenImageTransformer2DModel", "PlacedVae", "hooked", "hooked"]
     for _ in range(2):  # after a call the hooks are taken off and put on once more
         brought.clear()
         assert_equal(*(result.images for result in offloaded.call(**PROMPT, **GUIDED)))
