@@ -24,8 +24,8 @@ from qwen_cache import open_cache
 from qwen_cache.errors import ModelError, QwenCacheError
 from qwen_cache.models.folder import open_model
 from qwen_cache.models.live_bytes import LiveBytes
+from qwen_cache.models.single_file import UNPACKED_OTHERS, UNPACKED_TENSORS, SingleFile, open_single_file
 from qwen_cache.models.tensor_headers import GGML_TYPES, StoredTensor
-from qwen_cache.models.weights_file import UNPACKED_OTHERS, UNPACKED_TENSORS, WeightsFile, open_weights_file
 from qwen_train.model.frozen_layers import UnpackedLinear, replace_layers
 from qwen_train.model.single_file import load_single_file
 from qwen_train.model.stock import trained_class
@@ -149,7 +149,7 @@ def test_the_sizes_of_ggml_types_are_those_of_the_gguf_package() -> None:
 
 def refusal(name: object, config: dict[str, Any]) -> str:
     with pytest.raises(QwenCacheError) as error:
-        open_weights_file(str(name), config)
+        open_single_file(str(name), config)
     return str(error.value)
 
 
@@ -210,7 +210,7 @@ def test_a_file_of_2511_is_only_for_2511(tmp_path: Path, model: Path, config: di
     """Its parameters have the names and shapes of 2509; ComfyUI's marker tells them apart."""
     path, marker = tmp_path / "a.safetensors", {f"{prefix}__index_timestep_zero__": torch.zeros(0)}
     save_file({**{prefix + name: weight for name, weight in weights_of(model).items()}, **marker}, path)
-    found = open_weights_file(str(path), {**config, "zero_cond_t": True}).tensors
+    found = open_single_file(str(path), {**config, "zero_cond_t": True}).tensors
     assert found.keys() == weights_of(model).keys()
     message = refusal(path, config)
     assert "it is of Qwen-Image-Edit-2511 (expected zero_cond_t true in config.json, found false)" in message
@@ -281,7 +281,7 @@ def test_a_missing_package_is_named_before_torch_is_loaded(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "a.safetensors", model, "fp8")
-    monkeypatch.setattr("qwen_cache.models.weights_file.installed", lambda name: None)
+    monkeypatch.setattr("qwen_cache.models.single_file.installed", lambda name: None)
     with pytest.raises(QwenCacheError, match=r"fp8 weights need a package that is not installed \(expected torchao\)"):
         open_model(str(model), ("transformer",), transformer=str(tmp_path / "a.safetensors"))
     open_model(str(model), ("vae",), transformer=str(tmp_path / "a.safetensors"))
@@ -305,7 +305,7 @@ def test_the_memory_plan_counts_what_the_file_stores() -> None:
             for i, shape in enumerate(matrices)
             if len(shape) == 2
         }
-        file = WeightsFile(Path("a"), "gguf", stored)
+        file = SingleFile(Path("a"), "gguf", stored)
         assert file.bytes_per_weight == pytest.approx(size)
         found = frozen_bytes(blocks, quantization_of(file.config(REAL), settings))[0]
         assert found == pytest.approx(frozen_bytes(blocks, None)[0] - (2 - size) * weights, abs=1)

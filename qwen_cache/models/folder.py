@@ -16,8 +16,8 @@ from typing import Any
 from qwen_cache.errors import ModelError, first_line
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.models.family import NOT_YET, PIPELINES, SUPPORTED, Family, Pipeline, PipelineName, family_of
+from qwen_cache.models.single_file import SingleFile, check_packages, open_single_file
 from qwen_cache.models.template import Template
-from qwen_cache.models.weights_file import WeightsFile, check_packages, open_weights_file
 from qwen_cache.storage.checksums import NAME as CHECKSUMS
 from qwen_cache.storage.checksums import find_fault
 from qwen_cache.storage.mapped import read_file
@@ -46,13 +46,13 @@ class ModelFolder:
         return self.path / name
 
     @cached_property
-    def transformer_file(self) -> WeightsFile | None:
+    def transformer_file(self) -> SingleFile | None:
         """The single file in place of the transformer's weights; ModelError if it is not of this model."""
         config = self.component("transformer") / "config.json"
-        return None if self.transformer is None else open_weights_file(self.transformer, read_config(config))
+        return None if self.transformer is None else open_single_file(self.transformer, read_config(config))
 
     @property
-    def transformer_weights(self) -> Path | WeightsFile:
+    def transformer_weights(self) -> Path | SingleFile:
         """Where the transformer's weights are: the single file, or the component's folder."""
         return self.transformer_file or self.component("transformer")
 

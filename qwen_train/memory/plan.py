@@ -17,7 +17,7 @@ from qwen_cache.console import human_bytes
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.models.family import family_of_transformer
 from qwen_cache.models.folder import check_name, read_config
-from qwen_cache.models.weights_file import open_weights_file
+from qwen_cache.models.single_file import open_single_file
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.model import ModelConfig
 from qwen_train.data.batches import Batches
@@ -155,7 +155,7 @@ def transformer_config(model: ModelConfig) -> dict[str, Any]:
     path = config_path(model, "transformer")
     config = read_config(path)
     trained_class(config, path)
-    return config if model.transformer is None else open_weights_file(model.transformer, config).config(config)
+    return config if model.transformer is None else open_single_file(model.transformer, config).config(config)
 
 
 def config_path(model: ModelConfig, component: str) -> Path:

@@ -35,7 +35,7 @@ from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.models.devices import to_device
 from qwen_cache.models.family import QWEN_IMAGE_21
 from qwen_cache.models.folder import read_config
-from qwen_cache.models.weights_file import WeightsFile
+from qwen_cache.models.single_file import SingleFile
 from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.durable import allocate, cache_home, sync, whole_file
 from qwen_cache.storage.remembered import remembered
@@ -170,7 +170,7 @@ class Checkpoint:
 class FileCheckpoint(Checkpoint):
     """The same of a single file; fp8 and packed weights are unpacked."""
 
-    def __init__(self, file: WeightsFile) -> None:
+    def __init__(self, file: SingleFile) -> None:
         self.file, self.whole = file, map_file(file)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -317,7 +317,7 @@ class TabulatedTransformer2DModel(QwenImageMultiResTransformer2DModel):
 
 
 def tabulate(
-    transformer: Any, weights: Path | WeightsFile, schedule: NoiseSchedule, sigmas: Sequence[float] = ()
+    transformer: Any, weights: Path | SingleFile, schedule: NoiseSchedule, sigmas: Sequence[float] = ()
 ) -> None:
     """Set the rows for the schedule's noise levels and for `sigmas`, in a transformer loaded from `weights`, a folder
     or a single file.

@@ -1,4 +1,4 @@
-"""Load a transformer from a single file (`qwen_cache/models/weights_file.py`) by diffusers' single-file loader.
+"""Load a transformer from a single file (`qwen_cache/models/single_file.py`) by diffusers' single-file loader.
 
 The file is mapped, not read into memory; processes of one machine share its bytes. bf16, f16 and f32 weights are
 converted to the wanted dtype. The matrices of the blocks stay quantised: fp8 with the file's own scale, one per row, as
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from qwen_cache.errors import ModelError, first_line
 from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.single_file import BLOCKS, FP8, SingleFile
 from qwen_cache.models.tensor_headers import StoredTensor
-from qwen_cache.models.weights_file import BLOCKS, FP8, WeightsFile
 
 DTYPES = {
     "F32": torch.float32,
@@ -53,7 +53,7 @@ def load_single_file(kind: type[Any], model: ModelFolder, dtype: torch.dtype) ->
     return transformer
 
 
-def check_parameters(kind: type[Any], file: WeightsFile, config: Mapping[str, Any]) -> None:
+def check_parameters(kind: type[Any], file: SingleFile, config: Mapping[str, Any]) -> None:
     """ModelError unless the file has the parameters of the class with this config.json, in their shapes."""
     with torch.device("meta"):
         stock = getattr(kind, "_stock_class", kind).from_config(dict(config))
@@ -91,7 +91,7 @@ def quantize(transformer: Any, config: Any, device: torch.device | None) -> None
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def map_file(file: WeightsFile) -> Tensor:
+def map_file(file: SingleFile) -> Tensor:
     """The bytes of the file, mapped copy-on-write: `[N]` in uint8."""
     return torch.from_numpy(np.memmap(file.path, np.uint8, "c"))
 
@@ -148,7 +148,7 @@ def _float8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Any:
     return quantization.Float8Tensor(values, scales, block_size=[1, values.shape[1]], dtype=dtype)
 
 
-def _quantization_config(file: WeightsFile, dtype: torch.dtype) -> Any:
+def _quantization_config(file: SingleFile, dtype: torch.dtype) -> Any:
     """diffusers' config for the file's quantised weights."""
     import diffusers
 

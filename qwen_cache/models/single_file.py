@@ -56,8 +56,8 @@ NOT_A_TRANSFORMER = {
 
 
 @dataclass(frozen=True)
-class WeightsFile:
-    """A transformer in a single file. Make one with `open_weights_file`."""
+class SingleFile:
+    """A transformer in a single file. Make one with `open_single_file`."""
 
     path: Path
     kind: Literal["safetensors", "gguf"]
@@ -95,7 +95,7 @@ def _bytes_loaded(matrix: StoredTensor) -> int:
     return weights + 4 * matrix.shape[0] if matrix.dtype in FP8 else 2 * weights
 
 
-def open_weights_file(name: str, config: Mapping[str, Any]) -> WeightsFile:
+def open_single_file(name: str, config: Mapping[str, Any]) -> SingleFile:
     """The transformer in the file `name`, for a model with this config.json; ModelError if it is not that."""
     path = Path(name)
     if not path.is_file():
@@ -115,10 +115,10 @@ def open_weights_file(name: str, config: Mapping[str, Any]) -> WeightsFile:
             found="false",
             do="set model.path, or --model, to Qwen/Qwen-Image-Edit-2511",
         )
-    return WeightsFile(path, header.kind, tensors)
+    return SingleFile(path, header.kind, tensors)
 
 
-def check_packages(file: WeightsFile | None) -> None:
+def check_packages(file: SingleFile | None) -> None:
     """ConfigError if a package is missing that loads this quantisation."""
     packages = {"gguf": ("gguf", "gguf"), "fp8": ("torchao", "quantization")}
     if file is None or file.quantization is None:
