@@ -38,7 +38,8 @@ from qwen_train.model.ema import Ema
 from qwen_train.model.sharding import assign, distribute_like, full_tensor
 from qwen_train.optimizers import evaluation_weights, has_two_modes, trained_parameters
 from qwen_train.processes import all_gather_object, together
-from qwen_train.run_folder import NAME, NEW_RUN, STATE, check_fixed, checkpoints
+from qwen_train.resumable import NEW_RUN, check_fixed
+from qwen_train.run_folder import NAME, STATE, checkpoints
 from qwen_train.weights import gather_weights, read_weights, weights_path, write_weights
 
 EMA_SUFFIX = "_ema"

@@ -7,81 +7,33 @@ newest checkpoint can be resumed with these settings.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from qwen_cache.console import counting
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.extras import installed
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.models.folder import NUNCHAKU, WEIGHTS, ModelFolder, fingerprint, open_model, read_config
-from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import TrainConfig
-from qwen_cache.storage.checksums import NAME as CHECKSUMS
 from qwen_cache.storage.remembered import file_digest, remembered_digest
-from qwen_train.data.mixture import Mixture
 from qwen_train.data.planning import Planned, check_cache, check_empty_prompts
-from qwen_train.data.samples import Samples, open_samples
+from qwen_train.data.samples import open_samples
 from qwen_train.data.validation_cache import check_validation_cache, open_validation_cache
 from qwen_train.launch import Launch
 from qwen_train.lora.files import WeightedLora, find_assistant, find_start
 from qwen_train.lora.types import check_adapter
 from qwen_train.optimizer_names import check_optimizer
-from qwen_train.run_folder import (
-    ASSISTANT_LORA,
-    CACHE,
-    NEW_RUN,
-    STATE,
-    TRANSFORMER,
-    by_setting,
-    check_fixed,
-    checkpoints,
-    differences,
-    fixed_settings,
-    only_run,
-    resume_command,
-)
+from qwen_train.resumable import NEW_RUN, check_resumable
+from qwen_train.run_folder import checkpoints, only_run
+from qwen_train.run_settings import resume_command
+from qwen_train.start import Start
 
 TRANSFORMER_PARTS = ("transformer", "scheduler")
 PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow", "mlflow-skinny")}
 """The packages of the trackers that several install; the others have their own name."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """A run that has passed these checks and holds the lock of its output folder."""
-
-    config: Config
-    launch: Launch
-    model: ModelFolder
-    samples: Samples | None
-    """None for --encode-on-the-fly, which loads encoders."""
-    source: str | None
-    """The source of --encode-on-the-fly."""
-    validation_cache: Mixture | None
-    """Whose samples are generated during training."""
-    newest: Path | None
-    """The checkpoint to continue from."""
-    weights: str
-    """The hash of the transformer's files; empty except in the main process, which is the only one to read them."""
-    assistant: WeightedLora | None = None
-    """The LoRA of `train.assistant_lora`."""
-    assistant_hash: str = ""
-    """Of its file, and its weight; empty as `weights` is, and without an assistant."""
-
-    @property
-    def out(self) -> Path:
-        """The output folder."""
-        return Path(self.config.train.output_dir)
-
-    @property
-    def resume_command(self) -> str:
-        """The command line that continues this run."""
-        return resume_command(self.out, self.launch, source=self.source)
 
 
 @contextmanager
@@ -181,78 +133,3 @@ def hash_transformer(model: ModelFolder) -> str:
 def hash_assistant(assistant: WeightedLora) -> str:
     """The hash of the LoRA's file, and its weight: what decides the function that is trained."""
     return f"xxh3-128 {file_digest(assistant.file)}, weight {assistant.weight:g}"
-
-
-# ---- resuming --------------------------------------------------------------------------------------------------------
-
-
-def check_resumable(start: Start) -> None:
-    """TrainError if the checkpoint belongs to another cache, transformer or settings.
-
-    A damaged checkpoint passes: `load_checkpoint`, which compares all its files with their checksums, refuses it.
-    """
-    if start.newest is None or (state := _whole_state(start.newest)) is None:
-        return
-    saved, current = state["fixed"], fixed_settings(start.config)
-    current |= {CACHE: start.samples.identity} if start.samples else {}
-    current |= {TRANSFORMER: start.weights} if start.weights else {}
-    current |= {ASSISTANT_LORA: start.assistant_hash} if start.assistant_hash else {}
-    unknown = {CACHE, TRANSFORMER} if start.weights else {CACHE, TRANSFORMER, ASSISTANT_LORA}
-    for name in unknown - current.keys():  # not known yet
-        saved.pop(name, None)
-    if start.config.train.layout == "auto":  # that of the checkpoint
-        current["train.layout"] = saved.get("train.layout")
-    if differences(saved, current):
-        file = start.model.transformer
-        models = state["model"], " with ".join(filter(None, (start.model.public_name, file and Path(file).name)))
-        check_fixed(start.newest, saved, current, _advice(start, saved, current), models)
-
-
-def _whole_state(checkpoint: Path) -> dict[str, Any] | None:
-    """The compared entries of state.json; None if its checksum is wrong or they are missing."""
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        listed = json.loads((checkpoint / CHECKSUMS).read_bytes())["files"][STATE]["xxh3_128"]
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        if listed == file_digest(checkpoint / STATE):
-            origin = state["origin"]
-            named = filter(None, (origin["model"], origin.get("transformer")))
-            return {"fixed": dict(state["fixed"]), "model": " with ".join(named)}
-    return None
-
-
-CONTENT = {
-    CACHE: ("cache.path", "cache.recipe", "train.caches"),
-    TRANSFORMER: ("model.path", "model.revision", "model.transformer"),
-    ASSISTANT_LORA: ("train.assistant_lora",),
-}
-"""The settings that name what is compared by content."""
-BELONGING = {"optimizer.name": "optimizer.", "train.method": "train.lora.", TRANSFORMER: "model."}
-"""The prefix of the settings that make sense only with the same value of this one."""
-
-
-def _advice(start: Start, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """What to do about these differences: the command that continues, with the changes that are possible."""
-    refused = differences(saved, current)
-    now, own = start.config.flat(), _own_settings(start.out)
-    was = own.flat() if own else {}
-    for name, settings in CONTENT.items():
-        if name in refused and all(was.get(each) == now[each] for each in settings):
-            return f"restore the {name}, whose content has changed, or {NEW_RUN}"
-    dropped = {"train.output_dir", "train.layout", *refused, *(each for n in refused for each in CONTENT.get(n, ()))}
-    beginnings = tuple(BELONGING[name] for name in refused if name in BELONGING)
-    changes = {
-        name: value
-        for name, value in now.items()
-        if was.get(name) != value and name not in dropped and not (beginnings and name.startswith(beginnings))
-    }
-    before = differences(saved, fixed_settings(own)) if own else refused
-    expected = by_setting(saved)
-    changes |= {name: expected.get(name) for name in refused if name in before and name in now}
-    command = resume_command(start.out, start.launch, changes, start.source)
-    return f"`{command}` continues the run; or {NEW_RUN}"
-
-
-def _own_settings(out: Path) -> Config | None:
-    with suppress(ConfigError):
-        return load_config(out / CONFIG_NAME)
-    return None

@@ -51,12 +51,13 @@ from qwen_train.optimizers import (
     optimizer_class,
     schedule_warning,
 )
-from qwen_train.preflight import Start, starting
+from qwen_train.preflight import starting
 from qwen_train.processes import all_gather_object, connect, together
 from qwen_train.report import RUN_FACTS_NAME, renew_report
-from qwen_train.run_folder import ASSISTANT_LORA, CACHE, TRANSFORMER, fixed_settings
+from qwen_train.resumable import ASSISTANT_LORA, CACHE, TRANSFORMER, fixed_settings
 from qwen_train.run_summary import distilled_warning, print_memory, print_plan, run_facts, settings_changed
 from qwen_train.signals import Signals, any_process
+from qwen_train.start import Start
 from qwen_train.tracked_images import takes_images
 from qwen_train.validation import Validation, evaluating, make_validation, noised_samples
 from qwen_train.validation_images import ValidationImages, make_validation_images

@@ -26,8 +26,8 @@ from qwen_cache.settings.train import LoraConfig
 from qwen_train.inference.loras import check_loras, load_loras
 from qwen_train.lora.adapter import add_lora, lora_weights, start_from, write_lora
 from qwen_train.lora.files import WeightedLora, parse_lora
-from qwen_train.run_folder import differences as setting_differences
-from qwen_train.run_folder import fixed_settings
+from qwen_train.resumable import differences as setting_differences
+from qwen_train.resumable import fixed_settings
 
 from .support.commands import refused, run
 from .support.judge import TOLERANCE

@@ -15,8 +15,10 @@ from qwen_cache.extras import require
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_train.launch import Launch, silence_others
-from qwen_train.preflight import Start, starting
-from qwen_train.run_folder import METRICS_NAME, named_in, run_settings
+from qwen_train.preflight import starting
+from qwen_train.run_folder import METRICS_NAME
+from qwen_train.run_settings import named_in, run_settings
+from qwen_train.start import Start
 
 SECONDS_TO_PRINT = 5
 """torchrun kills all processes as soon as one fails; so the others wait until the one with the error has printed it."""

@@ -1,0 +1,67 @@
+"""The settings of a run, and the command that continues it: a resumed run takes the settings of its own folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qwen_cache.errors import ConfigError
+from qwen_cache.settings.given import Given
+from qwen_cache.settings.load import CONFIG_NAME, RENAMED, Config, load_config
+from qwen_cache.settings.yaml_text import assignment, parse_yaml, read_yaml
+from qwen_train.launch import Launch
+
+
+def run_settings(
+    path: Path | None, assignments: Sequence[str] | None, given: Iterable[Given | None], *, resume: bool
+) -> tuple[Config, Config]:
+    """The settings of a run, and those that the command would have without `resume`.
+
+    A resumed run takes the qwen.yaml of its own folder, overridden by what `path`, `assignments` and `given` set. The
+    qwen.yaml of the working directory is ignored. Raises ConfigError.
+    """
+    named = [each for each in given if each is not None]
+    fresh = load_config(path, assignments, named)
+    own = Path(fresh.train.output_dir) / CONFIG_NAME
+    if not resume or not own.is_file():
+        return fresh, fresh
+    try:
+        load_config(own)
+    except ConfigError as error:
+        do = "correct it; or remove it, and give the run's settings again"
+        raise ConfigError(error.what, where=own, expected=error.expected, found=error.found, do=do) from None
+    names = {"train.output_dir"} | {each.key for each in named}
+    names |= _names(read_yaml(path)) if path else set()
+    for name, _, text in (each.partition("=") for each in assignments or ()):
+        names |= {name.strip(), *_names(parse_yaml(text), f"{name.strip()}.")}
+    values = fresh.flat()
+    return load_config(own, [assignment(name, values[name]) for name in _among(values, names)]), fresh
+
+
+def named_in(path: Path, settings: Iterable[str]) -> list[str]:
+    """Those of the dotted names of settings that a settings file has. ConfigError if it is not YAML."""
+    return _among(settings, _names(read_yaml(path)))
+
+
+def _among(settings: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The settings that are named; a name inside one, as in optimizer.arguments, names the whole."""
+    new = {RENAMED.get(name, name) for name in names}
+    return [name for name in settings if any(f"{each}.".startswith(f"{name}.") for each in new)]
+
+
+def _names(value: object, prefix: str = "") -> set[str]:
+    """The dotted names in nested mappings."""
+    if not isinstance(value, dict):
+        return set()
+    return {f"{prefix}{name}" for name in value}.union(*(_names(v, f"{prefix}{n}.") for n, v in value.items()))
+
+
+def resume_command(
+    out: Path, launch: Launch, changes: Mapping[str, Any] | None = None, source: str | None = None
+) -> str:
+    """The command line that continues the run in `out` with its own settings and these `changes`."""
+    arguments = ["run", *(["--encode-on-the-fly", source] if source else []), "--resume", "--out", str(out)]
+    for name, value in (changes or {}).items():
+        arguments += ["--set", assignment(name, value)]
+    return launch.command(arguments)
