@@ -37,6 +37,7 @@ from qwen_cache.storage.url import Url, location
 from qwen_cache.version import __version__
 from qwen_train.latents import STEP, VALIDATION
 from qwen_train.lora.files import WEIGHTS_NAME, find_lora
+from qwen_train.lora.types import LOKR, LORA, OFT, TYPES, AdapterType
 from qwen_train.report import RUN_FACTS_NAME, UNREADABLE
 from qwen_train.run_folder import NAME as CHECKPOINT
 
@@ -53,7 +54,11 @@ REPOSITORY = "https://github.com/qwen-cache/qwen-cache"
 SECTIONS = ("train", "optimizer", "lr_scheduler", "model.quantization")
 ALWAYS = ("train.method", "train.max_steps", "train.batch_size", "optimizer.learning_rate", "train.seed")
 """Settings that the card has even if they are the defaults."""
-OF_LORA = ("train.lora.rank", "train.lora.target_modules")
+LOADED_BY = {
+    LORA: 'pipe.load_lora_weights("{repo}")',
+    LOKR: f'pipe.transformer.load_lora_adapter("{{repo}}", weight_name="{WEIGHTS_NAME}")',
+}
+"""How diffusers 0.42 loads each type of adapter; it loads no LoHa and no OFT."""
 NAMES = ("train.lora.target_modules", "optimizer.name")
 """Settings that are text, and name parts of programs."""
 
@@ -92,6 +97,11 @@ class RunFacts:
     def run(self) -> Path:
         """The folder of the run."""
         return _run_of(self.folder)
+
+    @property
+    def adapter(self) -> AdapterType | None:
+        """The type of the adapter; None after full training."""
+        return TYPES[self.config.train.lora.type] if self.is_lora else None
 
     @property
     def family(self) -> Family:
@@ -241,16 +251,23 @@ def _card(run: RunFacts, repo: str, images: list[ShownImage]) -> str:
         license_name=None if is_known else licence,
         license_link=None if is_known else link,
         pipeline_tag=_pipeline_tag(run),
-        tags=[*(["lora", "template:sd-lora"] if run.is_lora else []), "diffusers", "qwen-image", "qwen-cache"],
+        tags=[*_type_tags(run), "diffusers", "qwen-image", "qwen-cache"],
         base_model_relation="adapter" if run.is_lora else "finetune",
         **extra,
     )
     parts = [f"# {repo.rpartition('/')[2]}", _introduction(run, trigger, link)]
     parts += ["<Gallery />"] if images else []
-    parts += ["## Use it with diffusers", f"```python\n{_code(run, repo)}\n```"]
+    parts += _usage(run, repo)
     parts += ["## Training", _table([("setting", "value"), *_settings(run)])]
     parts += ["## Dataset", _table([("", "value"), *_dataset(run)])]
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"))
+
+
+def _type_tags(run: RunFacts) -> list[str]:
+    """The type of the adapter; for `lora` the hub shows how to load it with `load_lora_weights`."""
+    if run.adapter is None:
+        return []
+    return [run.adapter.name, *(["template:sd-lora"] if run.adapter is LORA else [])]
 
 
 def _widget(image: ShownImage) -> dict[str, Any]:
@@ -258,7 +275,9 @@ def _widget(image: ShownImage) -> dict[str, Any]:
 
 
 def _introduction(run: RunFacts, trigger: str | None, link: str) -> str:
-    what = "A LoRA for" if run.is_lora else "The transformer of a full fine-tuning of"
+    what = "The transformer of a full fine-tuning of"
+    if run.adapter is not None:
+        what = f"{'An' if run.adapter is OFT else 'A'} {run.adapter.title} for"
     base, licence = f"[{run.base_model}](https://huggingface.co/{run.base_model})", run.family.licence
     text = f"{what} {base}, trained by [qwen-cache]({REPOSITORY}) {__version__}."
     text += f" The trigger word is `{plain(trigger)}`." if trigger else ""
@@ -277,13 +296,27 @@ def _pipeline_tag(run: RunFacts) -> str:
     return "image-to-image" if edits else "text-to-image"
 
 
+def _usage(run: RunFacts, repo: str) -> list[str]:
+    """A heading, and how to generate with the weights: with diffusers if it loads them."""
+    if run.adapter is None or run.adapter in LOADED_BY:
+        return ["## Use it with diffusers", f"```python\n{_code(run, repo)}\n```"]
+    name = repo.rpartition("/")[2]
+    image = "--image photo.jpg " if run.pipeline.min_controls else ""
+    return [
+        "## Use it with qwen-cache",
+        f"diffusers does not load a {run.adapter.title}.",
+        f"```sh\nhf download {repo} {WEIGHTS_NAME} --local-dir {name}\n"
+        f'qwen-train predict --model {run.base_model} --lora {name} {image}--prompt "…"\n```',
+    ]
+
+
 def _code(run: RunFacts, repo: str) -> str:
     pipeline = run.pipeline.name
     load = f'"{run.base_model}", dtype=torch.bfloat16'
-    if run.is_lora:
+    if run.adapter is not None:
         return (
             f"import torch\nfrom diffusers import {pipeline}\n\n"
-            f'pipe = {pipeline}.from_pretrained({load}).to("cuda")\npipe.load_lora_weights("{repo}")'
+            f'pipe = {pipeline}.from_pretrained({load}).to("cuda")\n{LOADED_BY[run.adapter].format(repo=repo)}'
         )
     kind = run.family.transformer
     return (
@@ -296,7 +329,8 @@ def _code(run: RunFacts, repo: str) -> str:
 def _settings(run: RunFacts) -> Iterator[tuple[str, str]]:
     """The settings that decide the result, without those that could hold a path, in the order of qwen.yaml."""
     defaults, values = Config().flat(), run.config.flat()
-    shown = {*ALWAYS, *(OF_LORA if run.is_lora else ())}
+    shown = {*ALWAYS, *(["train.lora.target_modules"] if run.adapter else [])}
+    shown |= {"train.lora.rank"} if run.adapter not in (None, OFT) else set()
     for name, value in values.items():
         wanted = name in shown or (name.startswith(SECTIONS) and value != defaults.get(name))
         wanted = wanted and (run.is_lora or not name.startswith("train.lora."))
@@ -330,15 +364,19 @@ def _dataset(run: RunFacts) -> Iterator[tuple[str, str]]:
 
 
 def _trigger_word(run: RunFacts) -> str | None:
-    """The trigger word of the run's settings, or of those that its cache was built with."""
+    """The trigger word of the run's settings, or the one that all its caches were built with, except the teacher's."""
     if word := run.config.data.trigger_word:
         return word.strip()
-    if run.config.train.caches or isinstance(location(run.config.cache.path), Url):
-        return None
-    settings = Path(run.config.cache.path) / CONFIG_NAME
+    caches = [entry.path for entry in run.config.train.caches if not entry.teacher] or [run.config.cache.path]
+    words = {_trigger_word_of(cache) for cache in caches}
+    return words.pop() if len(words) == 1 else None
+
+
+def _trigger_word_of(cache: str) -> str | None:
+    """The trigger word that a cache on this machine was built with."""
     with suppress(QwenCacheError, OSError):
-        if settings.is_file() and (word := load_config(settings).data.trigger_word):
-            return word.strip()
+        if not isinstance(location(cache), Url) and (settings := Path(cache) / CONFIG_NAME).is_file():
+            return (load_config(settings).data.trigger_word or "").strip() or None
     return None
 
 

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import load_config
 from qwen_cache.storage.checksums import sealed, write_checksums
+from qwen_train.publish import read_run, repository_of
 
 from .support.commands import Result, refused, run
 from .support.hub import ModelHub
@@ -207,13 +208,38 @@ def test_a_hub_that_cannot_be_reached_is_a_sentence(
     refused(push(folder), f"{REPO}: the hub cannot be reached")
 
 
-@pytest.mark.parametrize("variant", [slow("lora"), slow("full")])
+def test_the_card_says_how_each_type_of_adapter_is_loaded(tmp_path: Path) -> None:
+    types = {
+        "lokr": ("A LoKr for", 'pipe.transformer.load_lora_adapter("me/cats", weight_name='),
+        "loha": ("A LoHa for", "diffusers does not load a LoHa."),
+        "oft": ("An OFT for", f'predict --model {BASE} --lora cats --image photo.jpg --prompt "…"'),
+    }
+    for kind, texts in types.items():
+        folder = write_run(tmp_path / kind, BASE, **{"train.lora.type": kind, "train.lora.rank": 16})
+        card = repository_of(read_run(folder), REPO).card
+        assert all(text in card for text in (*texts, f"| `train.lora.type` | {kind} |")), card
+        assert ("train.lora.rank" in card, "load_lora_weights" in card) == (kind != "oft", False)
+        assert ModelCard(card).data.tags[0] == kind
+
+
+def test_the_trigger_word_is_that_of_the_caches_without_the_teachers(tmp_path: Path) -> None:
+    for word in ("sks", "dog"):
+        (tmp_path / word).mkdir()
+        (tmp_path / word / "qwen.yaml").write_text(f"data: {{trigger_word: {word}}}", encoding="utf-8")
+    for teacher in (True, False):
+        caches = [{"path": str(tmp_path / "sks")}, {"path": str(tmp_path / "dog"), "teacher": teacher}]
+        changes = {"data.trigger_word": None, "train.caches": caches}
+        card = repository_of(read_run(write_run(tmp_path / f"out-{teacher}", **changes)), REPO).card
+        assert ModelCard(card).data.to_dict().get("instance_prompt") == ("sks" if teacher else None)
+
+
+@pytest.mark.parametrize("variant", [slow("lora"), slow("lokr"), slow("full")])
 def test_the_code_of_the_card_loads_what_was_trained(
     variant: str, train: Trainer, tmp_path: Path, hub: ModelHub
 ) -> None:
     """With the uploaded files in a folder in place of the repository, and the tiny model in place of the base, without
     its processor, which needs torchvision."""
-    folder = train(train__method=variant)
+    folder = train(train__method="full") if variant == "full" else train(train__lora__type=variant)
     assert push(folder, "--base-model", BASE).code == 0
     copy = tmp_path / "copy"
     for name, data in hub.branches["main"].items():
@@ -228,6 +254,10 @@ def test_the_code_of_the_card_loads_what_was_trained(
     found, file = names["pipe"].transformer.state_dict(), next(copy.rglob("*.safetensors"))
     for name, tensor in load_file(file).items():
         loaded = found[
-            re.sub(r"^transformer\.|(?<=lora_[AB]\.)(?=weight)", lambda part: "" if part[0] else "default_0.", name)
+            re.sub(
+                r"^transformer\.|(?<=lora_[AB]\.)(?=weight)|(lokr_w\w+)$",
+                lambda part: f"{part[1]}.default_0" if part[1] else "" if part[0] else "default_0.",
+                name,
+            )
         ]
         assert torch.equal(loaded, tensor.to(loaded.dtype))
