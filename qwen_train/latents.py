@@ -23,7 +23,7 @@ SCALES = "true_cfg_scale"
 """The entry of a file's metadata with the guidance of each of its images, as a JSON list; only of several images."""
 
 
-GENERATE = "set validation.cache or validation.num_images"
+GENERATE = "set validation.prompts and build the cache, or set validation.num_images"
 
 
 def latents_files(folder: Path) -> list[Path]:
@@ -38,7 +38,7 @@ def latents_files(folder: Path) -> list[Path]:
             "no latents here",
             where=folder,
             expected=f"the output folder of a run that generated images, or a folder in its {VALIDATION}/",
-            do=f"name another folder, or {GENERATE} and train",
+            do=f"name another folder; or {GENERATE}, and train",
         )
     return files
 

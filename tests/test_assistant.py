@@ -1,4 +1,4 @@
-"""A frozen second LoRA: what is trained is base + assistant + ours, and what is written is ours alone.
+"""The assistant LoRA: what is trained is base + assistant + ours, and what is written is ours alone.
 
 The judge is the stock transformer with both files, loaded by diffusers' own loader, on one sample at a time in float32.
 """

@@ -105,7 +105,11 @@ def test_files_that_are_no_latents_of_a_run_are_named(train: Trainer, damage: st
 def test_a_run_without_images_says_so_and_its_weights_are_left_alone(train: Trainer) -> None:
     out = train(train__max_steps=1)
     result = run("qwen-train", "decode", out)
-    refused(result, f"{out}: this run generated no images", "set validation.cache or validation.num_images")
+    refused(
+        result,
+        f"{out}: this run generated no images",
+        "set validation.prompts and build the cache, or set validation.num_images",
+    )
     assert ".safetensors" not in result.stderr
 
 

@@ -59,7 +59,9 @@ def test_a_settings_file_for_the_data() -> None:
     )
     comments = " ".join(line.strip().removeprefix("# ") for line in text.splitlines() if "#" in line)
     assert about in comments
-    assert "1 of 3 samples without a prompt: `build` refuses this unless the setting is true." in comments
+    without = "1 of 3 samples without a prompt: `build` refuses this unless the setting is true. `qwen-cache caption`"
+    assert without in comments
+    assert "`validation.prompts` has prompts to generate images from while the model trains" in comments
     assert "576²: the median target has 704×480 pixels." in comments
     assert "333.3 epochs at a batch size of 1." in comments
     assert "Also possible: Qwen/Qwen-Image-Edit-2509 (apache-2.0); Qwen/Qwen-Image-Edit (apache-2.0)" in comments
@@ -175,6 +177,7 @@ def test_config_prints_every_setting_as_a_settings_file() -> None:
     [
         ("lr", "optimizer.learning_rate"),
         ("network_dim", "train.lora.rank"),
+        ("teacher", "train.caches"),
         ("shuffle window", "train.bucketing_window"),
         ("Learning_Rate", "optimizer.learning_rate"),
         ("bitsandbytes", "model.quantization"),

@@ -230,7 +230,7 @@ def test_a_run_can_decode_on_a_device_of_its_own(train: Trainer) -> None:
             {"validation.vae_device": "cpu"},
             (
                 "validation.vae_device decodes images, and this run generates none (found validation.vae_device=cpu)",
-                "set validation.cache or validation.num_images, or remove validation.vae_device",
+                "set validation.prompts and build the cache, or set validation.num_images; or remove validation.",
             ),
         ),
         (

@@ -173,7 +173,8 @@ def chosen(
     yield "data.source", config.data.source, ""
     if survey.without_prompt:
         what = f"{survey.without_prompt} of {plural(survey.samples, 'sample')} without a prompt: `build` refuses this"
-        yield "data.allow_empty_prompt", False, f"{what} unless the setting is true."
+        do = "`qwen-cache caption` writes what is missing, for you to correct."
+        yield "data.allow_empty_prompt", False, f"{what} unless the setting is true. {do}"
     area, width, height = VAE_IMAGE_SIZE, *survey.median
     if width * height < SMALL * area:
         side = max(STEP, math.isqrt(width * height) // STEP * STEP)
@@ -212,7 +213,8 @@ def _memory(family: Family, torch: Torch) -> Iterator[tuple[str, Any, str]]:
 
 def _head(source: str, survey: Survey) -> str:
     what = f"Written by `qwen-cache init`. {plain(source)} is {summary(survey)}."
-    where = "`qwen-train config` lists all settings, `qwen-train config --search lr` searches them."
+    where = "`qwen-train config` lists all settings, `qwen-train config --search lr` searches them. "
+    where += "`validation.prompts` has prompts to generate images from while the model trains; there are none yet."
     return "\n".join([*comment(what), *comment(where)])
 
 

@@ -235,6 +235,11 @@ OTHER_NAMES = {
     "train.batch_size": ("train_batch_size",),
     "model.quantization": ("fp8", "fp8_base", "quantize"),
     "train.offload_blocks": ("blocks_to_swap",),
+    "train.timestep_shift": ("discrete_flow_shift", "flow_shift"),
+    "train.assistant_lora": ("assistant_lora_path",),
+    "train.caches": ("teacher", "diff_output_preservation", "prior_preservation"),
+    "train.caption_dropout": ("caption_dropout_rate",),
+    "validation.prompts": ("sample_prompts", "samples"),
 }
 """The names of settings in other trainers."""
 

@@ -116,9 +116,10 @@ class TrainConfig(BatchConfig):
     """For full: keep weights, gradients and moments in bfloat16, in half the memory; updates are rounded at random, up
     or down, so that small ones count on average. By torchao; with optimizer.name adamw or adamw8bit, one process."""
     caches: list[WeightedCache] = []
-    """Several caches in place of cache.path: [{path: a, weight: 2}, {path: b, weight: 0.5}]."""
+    """Several caches in place of cache.path: [{path: a, weight: 2}, {path: b, weight: 0.5}]. An entry may also have
+    recipe, loss_weight (a factor of the loss of its samples), and teacher: true, which keeps what the model does."""
     assistant_lora: str | None = None
-    """A frozen second LoRA that is active in training and left out of the result: a file, the output folder of a run,
+    """A second, frozen LoRA that is active in training and left out of the result: a file, the output folder of a run,
     or owner/repository[/file] on the hub, each with an optional :weight."""
     max_steps: Positive = 1000
     """Optimizer steps."""

@@ -14,6 +14,7 @@ from qwen_cache.settings.train import NO_CACHE, ValidationConfig
 from qwen_cache.storage.url import location
 from qwen_train.data.mixture import Mixture, entries_to_match
 from qwen_train.data.samples import Samples
+from qwen_train.latents import GENERATE
 
 
 def open_validation_cache(config: Config, *, on_the_fly: bool = False) -> Mixture | None:
@@ -29,7 +30,7 @@ def open_validation_cache(config: Config, *, on_the_fly: bool = False) -> Mixtur
         raise ConfigError(
             "validation.vae_device decodes images, and this run generates none",
             found=f"validation.vae_device={settings.vae_device}",
-            do="set validation.cache or validation.num_images, or remove validation.vae_device",
+            do=f"{GENERATE}; or remove validation.vae_device",
         )
     return None
 

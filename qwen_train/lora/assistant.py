@@ -1,4 +1,4 @@
-"""A frozen second LoRA, `train.assistant_lora`, and passes without one of the two adapters.
+"""The assistant LoRA, `train.assistant_lora`: a second, frozen adapter; and passes without one of the two.
 
 A LoRA for a distilled model is trained with an assistant that undoes the distillation, and used without it. The
 assistant is peft's second adapter: base + assistant + ours, each with its own product, as `predict` with both; so it
