@@ -19,8 +19,9 @@ from qwen_cache.models.folder import NUNCHAKU, WEIGHTS, ModelFolder, fingerprint
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.remembered import file_digest, remembered_digest
+from qwen_train.data.mixture import Mixture
 from qwen_train.data.planning import Planned, check_cache, check_empty_prompts
-from qwen_train.data.samples import open_samples
+from qwen_train.data.samples import Samples, open_samples
 from qwen_train.data.validation_cache import check_validation_cache, open_validation_cache
 from qwen_train.launch import Launch
 from qwen_train.lora.files import WeightedLora, find_assistant, find_start
@@ -57,24 +58,9 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
             )
         check_tracker(config.logging.report_to)
         check_optimizer(config, launch.world_size)
-        parts = (*TRANSFORMER_PARTS, "vae") if config.validation.vae_device else TRANSFORMER_PARTS
-        model = open_model(config.model.path, parts, config.model.revision, transformer=config.model.transformer)
-        if model.needs_nunchaku:
-            raise ModelError(
-                "nunchaku's kernels cannot train: they have no gradients",
-                where=model.component("transformer"),
-                found=f"quant_method {NUNCHAKU} in config.json",
-                do="train the unquantised model, or a single file in fp8 or GGUF with --transformer",
-            )
+        model = open_trainable(config)
         check_adapter(config, model.transformer_config)
-        if validation_cache is not None:
-            check_cache(validation_cache, model, model.transformer_config)
-        if samples is not None:
-            check_cache(samples, model, model.transformer_config)
-            check_empty_prompts(samples, config.train.caption_dropout)
-            Planned.of(samples, config.train)
-        if samples is not None and validation_cache is not None:
-            check_validation_cache(validation_cache, samples, config.validation)
+        check_samples(config, model, samples, validation_cache)
         scheduler = read_config(model.component("scheduler") / "scheduler_config.json")
         check_timesteps(config.train, float(scheduler.get("shift_terminal") or 0))
         newest = earlier[-1][1] if earlier else None
@@ -88,6 +74,35 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
         )
         check_resumable(start)
         yield start
+
+
+def open_trainable(config: Config) -> ModelFolder:
+    """The model, with the VAE if the run decodes its images; ModelError if it cannot be trained."""
+    parts = (*TRANSFORMER_PARTS, "vae") if config.validation.vae_device else TRANSFORMER_PARTS
+    model = open_model(config.model.path, parts, config.model.revision, transformer=config.model.transformer)
+    if model.needs_nunchaku:
+        raise ModelError(
+            "nunchaku's kernels cannot train: they have no gradients",
+            where=model.component("transformer"),
+            found=f"quant_method {NUNCHAKU} in config.json",
+            do="train the unquantised model, or a single file in fp8 or GGUF with --transformer",
+        )
+    return model
+
+
+def check_samples(
+    config: Config, model: ModelFolder, samples: Samples | None, validation_cache: Mixture | None
+) -> None:
+    """ConfigError or TrainError unless model, settings, samples and the validation cache fit together."""
+    if validation_cache is not None:
+        check_cache(validation_cache, model, model.transformer_config)
+    if samples is None:
+        return
+    check_cache(samples, model, model.transformer_config)
+    check_empty_prompts(samples, config.train.caption_dropout)
+    Planned.of(samples, config.train)
+    if validation_cache is not None:
+        check_validation_cache(validation_cache, samples, config.validation)
 
 
 def check_tracker(name: str) -> None:

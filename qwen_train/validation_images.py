@@ -18,7 +18,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from qwen_cache.console import plural
-from qwen_cache.errors import TrainError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.models.family import Family
@@ -28,6 +27,7 @@ from qwen_cache.storage.checksums import sealed
 from qwen_cache.storage.durable import make_folder, write_durably
 from qwen_train.data.batches import Batches
 from qwen_train.data.mixture import Mixture
+from qwen_train.data.planning import no_empty_prompt
 from qwen_train.inference.cached import generate_cached, initial_latents
 from qwen_train.latents import SCALES, VALIDATION
 from qwen_train.validation import generator_of, held_out, noise, rank_samples
@@ -106,12 +106,8 @@ def make_validation_images(
     samples = held_out(config, batches, settings.num_images) if settings.num_images else ()
     without, scale = [it.name for it in samples if "empty_prompt_embeds" not in it], max(settings.true_cfg_scale)
     if scale > 1 and without:
-        raise TrainError(
-            "guidance needs the embeddings of the empty prompt, which this cache lacks",
-            where=batches.cache.folder,
-            found=f"sample {without[0]}, validation.true_cfg_scale={scale}",
-            do="set validation.true_cfg_scale=1, or run `qwen-cache build` on the images",
-        )
+        found = f"sample {without[0]}, validation.true_cfg_scale={scale}"
+        raise no_empty_prompt("guidance", batches.cache.folder, found, "validation.true_cfg_scale=1")
     samples += tuple(cache[i] for i in range(len(cache))) if cache is not None else ()
     if not samples:
         return None

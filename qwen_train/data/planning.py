@@ -160,9 +160,15 @@ def check_empty_prompts(cache: Samples, caption_dropout: float) -> None:
     """Refuse caption dropout where samples lack the empty prompt; an imported cache may lack it."""
     missing = cache.column("empty_prompt_embeds").null_count
     if caption_dropout and missing:
-        raise TrainError(
-            "caption dropout needs the embeddings of the empty prompt, which this cache lacks",
-            where=cache.folder,
-            found=f"{missing} of {len(cache)} samples without them, train.caption_dropout={caption_dropout}",
-            do="set train.caption_dropout=0, or run `qwen-cache build` on the images",
-        )
+        found = f"{missing} of {len(cache)} samples without them, train.caption_dropout={caption_dropout}"
+        raise no_empty_prompt("caption dropout", cache.folder, found, "train.caption_dropout=0")
+
+
+def no_empty_prompt(what: str, where: object, found: str, setting: str) -> TrainError:
+    """The error of what needs the empty prompt; `setting` turns it off."""
+    return TrainError(
+        f"{what} needs the embeddings of the empty prompt, which this cache lacks",
+        where=where,
+        found=found,
+        do=f"set {setting}, or run `qwen-cache build` on the images",
+    )

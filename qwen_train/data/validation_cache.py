@@ -6,13 +6,14 @@ the empty prompt, and a device for decoding where no images are generated.
 
 from __future__ import annotations
 
-from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import open_configured
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import NO_CACHE, ValidationConfig
 from qwen_cache.storage.url import location
 from qwen_train.data.mixture import Mixture, entries_to_match
+from qwen_train.data.planning import no_empty_prompt
 from qwen_train.data.samples import Samples
 from qwen_train.latents import GENERATE
 
@@ -49,9 +50,5 @@ def check_validation_cache(cache: Mixture, samples: Samples, settings: Validatio
             )
     missing, scale = cache.column("empty_prompt_embeds").null_count, max(settings.true_cfg_scale)
     if missing and scale > 1:
-        raise TrainError(
-            "guidance needs the embeddings of the empty prompt, which this cache lacks",
-            where=cache.folder,
-            found=f"{missing} of {len(cache)} samples without them, validation.true_cfg_scale={scale}",
-            do="set validation.true_cfg_scale=1, or run `qwen-cache build` on the images",
-        )
+        found = f"{missing} of {len(cache)} samples without them, validation.true_cfg_scale={scale}"
+        raise no_empty_prompt("guidance", cache.folder, found, "validation.true_cfg_scale=1")

@@ -19,10 +19,11 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import LATENT_CHANNELS, token_count
 from qwen_cache.models.family import Family
+from qwen_train.data.planning import no_empty_prompt
 from qwen_train.flow import NoiseSchedule
 
 TOKENS_PER_SLOT = 4
@@ -78,12 +79,8 @@ def prompts_of(sample: Sample, true_cfg_scale: float) -> Iterator[Float[Tensor, 
     yield sample["prompt_embeds"]
     if true_cfg_scale > 1:
         if "empty_prompt_embeds" not in sample:
-            raise TrainError(
-                "guidance needs the embeddings of the empty prompt, which this cache lacks",
-                where=f"sample {sample.name}",
-                found=f"true_cfg_scale={true_cfg_scale}",
-                do="set true_cfg_scale=1, or run `qwen-cache build` on the images",
-            )
+            found = f"true_cfg_scale={true_cfg_scale}"
+            raise no_empty_prompt("guidance", f"sample {sample.name}", found, "true_cfg_scale=1")
         yield sample["empty_prompt_embeds"]
 
 
