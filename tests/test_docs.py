@@ -8,6 +8,7 @@ tiny model, which SUBSTITUTIONS puts in place of the real one. Blocks after `<!-
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import importlib.util
 import re
@@ -199,7 +200,7 @@ RUN = [
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-@pytest.mark.parametrize("page", [page if page == "tutorial.md" else slow(page) for page in RUN])
+@pytest.mark.parametrize("page", [page if page == "index.md" else slow(page) for page in RUN])
 def test_the_commands_of_a_page_run(page: str, folder: Callable[[str], Path]) -> None:
     settings = folder(page) / "qwen.yaml"
     names: dict[str, Any] = {}
@@ -233,9 +234,12 @@ def test_a_block_is_run_whole_or_marked() -> None:
 # ---- parsed, not run -------------------------------------------------------------------------------------------------
 
 
+commands = functools.cache(reference.commands)
+
+
 def check_command(program: str, name: str, *arguments: str) -> None:
     """Check that the command, its options and its settings exist."""
-    context = reference.commands(program)[name].make_context(name, list(arguments))
+    context = commands(program)[name].make_context(name, list(arguments))
     load_config(None, context.params.get("set_") or ())
 
 
@@ -257,15 +261,15 @@ SETTING = re.compile(rf"\b(?:{SECTIONS})\.(?!json|py\b)[a-z_]+(?:\.[a-z_]+)*")
 @pytest.mark.parametrize("page", PAGES)
 def test_names_in_the_text_exist(page: str) -> None:
     text = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    commands = [command for program in reference.APPS for command in reference.commands(program).values()]
-    options = {option for command in commands for parameter in command.params for option in parameter.opts}
+    known = [command for program in reference.APPS for command in commands(program).values()]
+    options = {option for command in known for parameter in command.params for option in parameter.opts}
     options |= {"--help", "--version", "--install-completion"}
     for code in re.findall(r"`([^`\n]+)`", text):
         assert set(SETTING.findall(code)) <= set(known_keys()), f"{page}: {code}"
         if code.startswith(("--", "qwen-")):
             assert set(re.findall(r"--[a-z][a-z-]*", code)) <= options, f"{page}: {code}"
         if match := re.match(r"(qwen-cache|qwen-train) ([a-z][a-z-]*)", code):
-            assert match[2] in reference.commands(match[1]), f"{page}: {code}"
+            assert match[2] in commands(match[1]), f"{page}: {code}"
 
 
 @pytest.mark.slow

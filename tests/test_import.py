@@ -45,6 +45,7 @@ from .support.imports import (
     write_pieces,
     write_qflux,
 )
+from .support.runs import run_training
 
 TOOLS = ("musubi", "qflux", "diffusion-pipe")
 
@@ -385,6 +386,7 @@ def test_added_and_removed_samples(made: list[TrainerSample], tmp_path: Path) ->
     assert run("qwen-cache", "verify", out).code == 0
 
 
+@pytest.mark.slow
 def test_a_crash_anywhere_and_the_same_command_give_the_same_bytes(made: list[TrainerSample], tmp_path: Path) -> None:
     source = write_musubi(tmp_path / "theirs", made)
     small = ["--set", "cache.shard_size=6000"]
@@ -760,12 +762,11 @@ def test_random_damage_is_an_error_or_nothing(tool: str, made: list[TrainerSampl
 
 
 def train(cache: Path, model: Path, out: Path, caption_dropout: float) -> Result:
-    AcceleratorState._reset_state(reset_partial_state=True)
     settings = [f"train.output_dir={out}", "train.mixed_precision=no", "train.max_steps=2", "logging.report_to=none"]
     settings += ["train.batch_size=2", f"train.caption_dropout={caption_dropout}"]
     assignments = [part for setting in settings for part in ("--set", setting)]
     try:
-        return run("qwen-train", "run", cache, "--model", model, *assignments)
+        return run_training(cache, "--model", model, *assignments)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from qwen_cache import open_cache
 from qwen_cache.batching.batch_plan import BatchPlan
@@ -26,6 +25,8 @@ from qwen_train.data.mixture import Mixture, open_mixture
 from qwen_train.flow import NoiseSchedule
 
 from .support.commands import Result, run
+from .support.marks import slow
+from .support.runs import run_training
 
 Built = Callable[..., Path]
 SMALLER = ("--set", "data.vae_image_size=9216")
@@ -180,12 +181,11 @@ def test_a_run_on_both_resumes_with_the_same_weights_only(
     first, second = built("edit-plus"), built("edit-plus", SMALLER)
 
     def train(weight: float, steps: int) -> Result:
-        AcceleratorState._reset_state(reset_partial_state=True)
         caches = json.dumps([{"path": str(first), "weight": weight}, {"path": str(second)}])
         settings = [f"train.caches={caches}", f"train.max_steps={steps}", f"train.output_dir={tmp_path / 'out'}"]
         settings += ["train.mixed_precision=no", "logging.report_to=none", "train.loss_reduction=per_token"]
         options = [option for setting in settings for option in ("--set", setting)]
-        return run("qwen-train", "run", "--model", tiny_model("edit-plus"), *options, "--resume")
+        return run_training("--model", tiny_model("edit-plus"), *options, "--resume")
 
     begun = train(2, 1)
     assert begun.code == 0, begun.stderr
@@ -205,7 +205,7 @@ def test_a_run_on_both_resumes_with_the_same_weights_only(
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["run", "plan"])
+@pytest.mark.parametrize("command", ["run", slow("plan")])
 def test_a_cache_on_the_command_line_is_in_place_of_all_of_them(
     command: str, built: Built, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from qwen_train.data.on_the_fly import OnTheFlySamples
 from .support.caches import SMALL, build
 from .support.commands import Result, run
 from .support.photographs import photograph
+from .support.runs import run_training
 from .support.waiting import HANG, wait_until
 
 SETTINGS = {
@@ -37,7 +38,7 @@ SETTINGS = {
 def train(out: Path, model: Path, *arguments: str | Path, **settings: object) -> Result:
     values = {**SETTINGS, "train.output_dir": out, **{k.replace("__", "."): v for k, v in settings.items()}}
     sets = [item for key, value in values.items() for item in ("--set", f"{key}={value}")]
-    return run("qwen-train", "run", *arguments, "--model", model, *sets, *SMALL[:-2])
+    return run_training(*arguments, "--model", model, *sets, *SMALL[:-2])
 
 
 def losses(out: Path) -> list[object]:

@@ -36,6 +36,7 @@ from .support.commands import Result, run
 from .support.judge import stock_pipeline
 from .support.marks import slow
 from .support.photographs import photograph
+from .support.runs import run_training
 
 pytestmark = pytest.mark.usefixtures("small_areas")  # test_predict_steps.py has the pipelines' own sizes
 CPU = torch.device("cpu")
@@ -114,7 +115,7 @@ def test_a_trained_lora_changes_the_image_as_it_does_in_the_stock_pipeline(
         "optimizer.learning_rate=0.01",
     ]
     options = [option for setting in settings for option in ("--set", setting)]
-    assert run("qwen-train", "run", built("edit-plus"), "--model", model, *options).code == 0
+    assert run_training(built("edit-plus"), "--model", model, *options).code == 0
     drawing = ["--prompt", "mirror it", "--image", image_files[0]]
     plain = predict(model, tmp_path / "plain.png", *drawing)
     trained = predict(model, tmp_path / "trained.png", *drawing, "--lora", out)

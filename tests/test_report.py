@@ -99,6 +99,12 @@ def labels(chart: ElementTree.Element) -> list[float]:
     return [value(text.text) for axis in ("values", "steps") for text in chart.findall(f".//div[@class='{axis}']/span")]
 
 
+@pytest.fixture
+def train(train: Trainer) -> Trainer:
+    train.page = True
+    return train
+
+
 def test_a_run_ends_with_a_page_that_needs_nothing_else(train: Trainer) -> None:
     out = train(settings=IMAGES, validation__validation_steps=1, train__max_steps=4)
     page = Page(out / "report.html")

@@ -9,6 +9,7 @@ import inspect
 import subprocess
 import sys
 import unicodedata
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -121,11 +122,16 @@ def test_the_pipeline_drops_exactly_the_template_before_the_user(models, variant
     assert kept == vision + "Make it blue.<|im_end|>\n<|im_start|>assistant\n"
 
 
+@cache
+def tokenizer_of(folder):
+    return Qwen2Tokenizer.from_pretrained(folder)
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("folder", ["edit/tokenizer", "qwen-image-21/processor"])
 @given(text=st.text())
 def test_the_tokenizer_takes_any_text(models, folder, text):
-    tokenizer = Qwen2Tokenizer.from_pretrained(models["edit"].parent / folder)
+    tokenizer = tokenizer_of(models["edit"].parent / folder)
     assert tokenizer.decode(tokenizer(text).input_ids) == unicodedata.normalize("NFC", text)
 
 

@@ -58,6 +58,7 @@ from .support.runs import (
     differences,
     outcome,
     relative_error,
+    run_training,
     send,
 )
 from .support.waiting import HANG
@@ -76,6 +77,7 @@ def fresh_accelerate() -> Iterator[None]:
 
 def test_a_run_leaves_lora_metrics_settings_checkpoint_and_curves(train: Trainer) -> None:
     changes = {"settings": EVERYTHING_RANDOM, "logging__report_to": "tensorboard", "train__max_steps": 4}
+    train.page = True
     out = train(**changes)
     assert sorted(path.name for path in out.iterdir()) == [
         "about.json",
@@ -101,8 +103,7 @@ def test_a_run_leaves_lora_metrics_settings_checkpoint_and_curves(train: Trainer
 def test_the_saved_settings_repeat_the_run_bit_for_bit(train: Trainer) -> None:
     first = train(settings=EVERYTHING_RANDOM)
     again = train.folder / "again"
-    AcceleratorState._reset_state(reset_partial_state=True)
-    result = run("qwen-train", "run", "--config", first / "qwen.yaml", "--set", f"train.output_dir={again}")
+    result = run_training("--config", first / "qwen.yaml", "--set", f"train.output_dir={again}")
     assert result.code == 0, result.stderr
     assert differences(outcome(again), outcome(first)) == []
     other = train(settings=EVERYTHING_RANDOM, train__seed=1, out="other")
@@ -115,7 +116,7 @@ def test_only_every_nth_step_is_logged(train: Trainer) -> None:
 
 def test_the_loss_falls(train: Trainer) -> None:
     out = train(
-        train__max_steps=40, train__batch_size=4, optimizer__learning_rate=0.01, train__gradient_checkpointing=False
+        train__max_steps=20, train__batch_size=4, optimizer__learning_rate=0.01, train__gradient_checkpointing=False
     )
     losses = column(out, "loss")
     assert sum(losses[-8:]) < 0.8 * sum(losses[:8])
@@ -270,7 +271,8 @@ def uninterrupted(
     return outcome(train(settings=EVERYTHING_RANDOM))
 
 
-@pytest.mark.parametrize("in_batch", [slow(0), 1, slow(2), slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("in_batch", [0, 1, 2, 3])
 def test_stopped_in_any_batch_and_resumed_equals_uninterrupted(
     train: Trainer, uninterrupted: dict[str, object], monkeypatch: pytest.MonkeyPatch, in_batch: int
 ) -> None:
@@ -316,7 +318,7 @@ def test_a_signal_finishes_the_step_saves_it_and_says_how_to_continue(
     assert not (train.folder / "out" / LORA).exists(), "an unfinished run must not look finished"
     assert signal.getsignal(number) == handler
     monkeypatch.undo()
-    continued = run("qwen-train", *shlex.split(command)[1:])
+    continued = run_training(*shlex.split(command)[2:])
     assert continued.code == 0, continued.stderr
     assert differences(outcome(train.folder / "out"), uninterrupted) == []
 
@@ -700,6 +702,7 @@ def within(modules: list[str], packages: tuple[str, ...]) -> list[str]:
     return sorted(name for name in modules if any(name == p or name.startswith((f"{p}.", f"{p}_")) for p in packages))
 
 
+@pytest.mark.slow
 def test_training_loads_no_encoder_and_no_pipeline(train: Trainer) -> None:
     """And other trainers' caches are imported without either library of models."""
     _, cache, _, model, *assignments = map(str, train.arguments(logging__report_to="tensorboard"))

@@ -45,6 +45,7 @@ from .support.runs import (
     differences,
     outcome,
     relative_error,
+    run_training,
     train_compiled,
     written,
 )
@@ -274,7 +275,8 @@ def die_in(batch: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(training, "compute_loss", die)
 
 
-@pytest.mark.parametrize("changes", [{}, slow({"train.method": "full"}), slow({"train.max_tokens": 900})], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"train.method": "full"}, {"train.max_tokens": 900}], ids=str)
 def test_dead_and_resumed_equals_uninterrupted(train: Trainer, changes: dict[str, Any]) -> None:
     settings = {**RANDOM, "train.checkpointing_steps": 1, "train.ema_decay": 0.9, **changes}
     if "train.max_tokens" in changes:
@@ -302,7 +304,7 @@ def test_resuming_with_another_number_of_draws_is_refused(train: Trainer) -> Non
     ("changes", "judge"),
     [
         ({"train.gradient_checkpointing": 2}, {"train.gradient_checkpointing": False}),
-        ({"train.offload_blocks": 2}, {}),
+        slow({"train.offload_blocks": 2}, {}),
         slow({"train.gradient_checkpointing": True}, {"train.gradient_checkpointing": False}),
         slow({"train.layout": "packed"}, {}),
         slow({"train.layout": "packed", "train.offload_blocks": 1}, {}),
@@ -404,7 +406,7 @@ def mixed(train: Trainer, *caches: Path) -> Result:
     config = train.folder / "qwen.yaml"
     config.write_text(json.dumps({"train": {"caches": [{"path": str(cache)} for cache in caches]}}), encoding="utf-8")
     _, _, *rest = train.arguments(settings={**SMALL, "train.noise_draws": 2, "train.batch_size": 4})
-    return run("qwen-train", "run", "--config", config, *rest)
+    return run_training("--config", config, *rest)
 
 
 def test_two_caches_are_trained_together_and_those_of_two_families_are_not(

@@ -32,7 +32,7 @@ from .support.commands import refused, run
 from .support.judge import TOLERANCE, relative
 from .support.marks import slow
 from .support.runs import SMALL as SMALL_RUN
-from .support.runs import Trainer, relative_error
+from .support.runs import Trainer, relative_error, run_training
 from .support.sources import write_mixed
 from .support.transformer_judge import trainable_gradients
 
@@ -200,7 +200,7 @@ def test_text_to_image_and_edits_are_trained_together_on_either_model(
     settings = {**SMALL_RUN, "train.caches": weighted, "train.max_steps": 2, "train.batch_size": 4}
     train = Trainer(caches[0], tiny_model(model), tmp_path)
     _, _, *arguments = train.arguments(settings=settings | {"train.validation_split": 0.4, "validation.num_images": 0})
-    result = run("qwen-train", "run", *arguments)
+    result = run_training(*arguments)
     assert result.code == 0, result.stderr
     words = " ".join(result.stderr.split())
     assert "12 samples, QwenImagePipeline and QwenImageEditPlusPipeline" in words

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -54,8 +55,21 @@ IMAGES = {
 }
 
 
+def run_training(*arguments: str | Path, page: bool = False) -> Result:
+    """`qwen-train run` without predicting memory, and unless `page` without writing the page of the run.
+
+    They take as long as a short run and have their own tests.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with patch.object(training, "print_memory"), nullcontext() if page else patch.object(training, "renew_report"):
+        return run("qwen-train", "run", *arguments)
+
+
 class Trainer:
     """`qwen-train run` on the small cache, with settings by their dotted names."""
+
+    page = False
+    """Whether runs write their page."""
 
     def __init__(self, cache: Path, model: Path, folder: Path) -> None:
         self.cache, self.model, self.folder = cache, model, folder
@@ -67,10 +81,7 @@ class Trainer:
         return ["run", self.cache, "--model", self.model, *itertools.chain(*assignments)]
 
     def try_(self, *options: str, **changes: Any) -> Result:
-        """Run without predicting memory, which takes as long as a short run and has its own test."""
-        AcceleratorState._reset_state(reset_partial_state=True)
-        with patch.object(training, "print_memory"):
-            return run("qwen-train", *self.arguments(**changes), *options)
+        return run_training(*self.arguments(**changes)[1:], *options, page=self.page)
 
     def __call__(self, *options: str, **changes: Any) -> Path:
         """The output folder of a run that works."""
