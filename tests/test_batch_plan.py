@@ -306,6 +306,7 @@ def test_batches_of_one_size_have_a_loss_scale_of_exactly_one() -> None:
     assert {rank.loss_scale for at_once in batches_of_ranks(plan, 0, 3, 3, 5) for rank in at_once} == {1.0}
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("world_size", "balance_window", "settings"),
     [

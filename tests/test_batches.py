@@ -474,6 +474,7 @@ def test_loss_of_a_padded_batch_is_the_mean_of_stock_losses(
         assert max(losses) > 1.01 * min(losses), "losses so similar would hide a mistake in their mean"
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("loss_reduction", ["per_sample", "per_token"])
 @pytest.mark.parametrize("scheme", ["none", "sigma_sqrt", "cosmap"])
 def test_loss_of_a_step_is_the_weighted_mean_over_its_samples_or_over_their_tokens(

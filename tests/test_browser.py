@@ -6,6 +6,7 @@ No page may write to the console or request anything but itself; `opened` checks
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from qwen_cache.inspect.summary import summarise
 
 from .support.browser import chromium
 from .support.commands import run
+from .support.marks import slow
 from .support.pages import HOSTILE, CacheSample, write
 from .support.runs import IMAGES, Trainer
 
@@ -216,7 +218,7 @@ def test_the_page_of_a_built_cache(browser: Any, built: Built, tmp_path: Path) -
         assert sorted(options[1:]) == sorted(f"{size} ({count})" for size, count in sizes.items())
 
 
-@pytest.mark.parametrize("text", ["to gold", "PHOTO-17", ROWS[42][0][5:20], "nothing like it"])
+@pytest.mark.parametrize("text", [slow("to gold"), slow("PHOTO-17"), ROWS[42][0][5:20], slow("nothing like it")])
 def test_search(browser: Any, many: Path, text: str) -> None:
     """In prompts, names and keys, ignoring case, while typing."""
     with opened(browser, many) as shown:
@@ -298,6 +300,7 @@ def test_a_hostile_source_is_text(browser: Any, tmp_path: Path) -> None:
         assert shown.locator("img, b, script[src]").count() == 0
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_samples(browser: Any, overview: dict[str, Any], tmp_path: Path) -> None:
     rows = [sample(i) for i in range(100_000)]
     path = tmp_path / "inspect.html"
@@ -311,7 +314,7 @@ def test_a_hundred_thousand_samples(browser: Any, overview: dict[str, Any], tmp_
         assert shown.locator("article").count() == 100
 
 
-@pytest.mark.parametrize("width", [PHONE, DESK])
+@pytest.mark.parametrize("width", [PHONE, slow(DESK)])
 def test_the_page_begins_with_samples_and_the_search_stays(browser: Any, many: Path, width: int) -> None:
     with opened(browser, many, width=width) as shown:
         search, following = shown.get_by_label("Search"), shown.get_by_role("button", name="Next")
@@ -360,7 +363,7 @@ def number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-@pytest.mark.parametrize("touch", [False, True])
+@pytest.mark.parametrize("touch", [slow(False), True])
 def test_the_numbers_under_the_pointer_are_those_of_the_metrics(browser: Any, report: Path, touch: bool) -> None:
     """Before and after, those of the last step; on a phone a tap stays."""
     logged = (report.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -406,9 +409,18 @@ def test_images_of_a_sample_are_in_strips(browser: Any, report: Path) -> None:
 # ---- legibility ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [PHONE, DESK])
-@pytest.mark.parametrize("name", ["many", "report"])
+@pytest.mark.parametrize(
+    ("name", "scheme", "width"),
+    [
+        ("report", "dark", PHONE),
+        ("many", "light", DESK),
+        *(
+            slow(name, scheme, width)
+            for name, scheme, width in itertools.product(("many", "report"), ("light", "dark"), (PHONE, DESK))
+            if (name, scheme, width) not in (("report", "dark", PHONE), ("many", "light", DESK))
+        ),
+    ],
+)
 def test_everything_can_be_read(
     browser: Any, name: str, width: int, scheme: str, request: pytest.FixtureRequest
 ) -> None:

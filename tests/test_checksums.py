@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     out = tmp_path / "transformer"
     (out / "below").mkdir(parents=True)
     (out / "config.json").write_text("{}", encoding="utf-8")
-    (out / "below" / "a.safetensors").write_bytes(bytes(1000))
+    (out / "below" / "a.safetensors").write_bytes(bytes(100))
     write_checksums(out)
     return out
 
@@ -58,7 +58,7 @@ def test_every_byte_of_every_file_counts(folder: Path) -> None:
     listed = json.loads((folder / NAME).read_bytes())["files"]
     assert listed == {
         name: {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
-        for name, data in (("config.json", b"{}"), ("below/a.safetensors", bytes(1000)))
+        for name, data in (("config.json", b"{}"), ("below/a.safetensors", bytes(100)))
     }
     for path in filter(Path.is_file, folder.rglob("*")):
         whole = path.read_bytes()

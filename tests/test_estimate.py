@@ -18,6 +18,7 @@ from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format.sample import token_count
 
 from .support.caches import build
+from .support.marks import slow
 
 TinyModel = Callable[[str], Path]
 SECONDS_PER_TOKEN, WARM_UP = 0.5, 1000.0
@@ -53,7 +54,7 @@ def dry_run(source: Path, out: Path, model: Path, *options: str) -> dict[str, An
     return dict(json.loads(result.stdout))
 
 
-@pytest.mark.parametrize("variant", ["edit-plus", "edit"])
+@pytest.mark.parametrize("variant", ["edit-plus", slow("edit")])
 def test_tokens_and_bytes_are_about_what_the_build_writes(
     variant: str, pairs: Path, tmp_path: Path, tiny_model: TinyModel
 ) -> None:

@@ -138,6 +138,7 @@ def test_comfyui_names_are_those_of_the_model_and_convert_back_to_the_same_bits(
     assert all(torch.equal(back[name], original[name]) for name in original)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_the_stock_loader_takes_the_comfyui_file(settings: dict[str, Any], model: Path, tmp_path: Path) -> None:
     file, expected = random_lora(model, tmp_path / "run", **settings)

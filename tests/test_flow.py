@@ -178,7 +178,7 @@ def mode_quantile(p: float, scale: float = 0.9) -> float:
     return 1 - u - scale * (math.cos(math.pi * u / 2) ** 2 - 1 + u)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("tokens", [256, 8192])
 @pytest.mark.parametrize(
     ("density", "quantile"),

@@ -144,12 +144,12 @@ def test_no_flipped_bit_of_a_shard_reaches_a_reader(cache: Path) -> None:
 
 
 def test_a_shard_with_a_flipped_bit_is_refused_or_means_the_same(cache: Path) -> None:
-    """Thousands of them, without the hash of the shard, which would notice them all."""
+    """More than a thousand of them, without the hash of the shard, which would notice them all."""
     version, chance = open_cache(cache).format_version, random.Random("scan")
     for path in cache.glob("*.tar"):
         data = path.read_bytes()
         expected = scan(data, version)
-        for at in chance.sample(range(len(data)), 1500):
+        for at in chance.sample(range(len(data)), 700):
             with suppress(FormatError):
                 assert scan(flip(data, at), version) == expected, at
 
@@ -161,8 +161,7 @@ def scan(data: bytes, version: int) -> list[Entry]:
     return entries
 
 
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("damage", ALL_KINDS, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", [flip_anywhere, *map(slow, ALL_KINDS[1:])], ids=lambda damage: damage.__name__)
 def test_verify_finds_every_damage_to_a_shard(damage: Damage, cache: Path) -> None:
     written, chance = everything(cache), random.Random(damage.__name__)
     for path in sorted(cache.glob("*.tar")):
@@ -188,7 +187,7 @@ def test_verify_finds_every_flip_and_every_cut_of_manifest_and_index(name: str, 
     written = everything(cache)
     path, chance = cache / name, random.Random(name)
     with restored(path) as data:
-        for at in range(len(data)) if name == "cache.json" else chance.sample(range(len(data)), 300):
+        for at in chance.sample(range(len(data)), 300):
             for changed in (flip(data, at), data[:at]):
                 path.write_bytes(changed)
                 assert verify_cache(cache), (at, changed)
@@ -213,7 +212,7 @@ def test_an_index_that_is_damaged_and_signed_again_gives_rows_or_is_refused(dama
     version = open_cache(cache).format_version
     data, chance = (cache / "index.parquet").read_bytes(), random.Random(damage.__name__)
     samples = len(open_cache(cache))
-    for _ in range(120):
+    for _ in range(40):
         with suppress(FormatError):
             table = read_index(damage(data, chance), version, "an index", samples)
             for record in table.to_pylist():

@@ -110,10 +110,12 @@ def edits(edit: Callable[[Image.Image, Random], Image.Image]) -> Iterator[tuple[
             yield control, redone(target, random), shape
 
 
-@pytest.mark.parametrize("edit", [pasted, slow(recoloured), slow(removed)])
-def test_finds_an_edit_under_shift_tone_and_compression(edit: Callable[[Image.Image, Random], Image.Image]) -> None:
+@pytest.mark.parametrize(("edit", "count"), [(pasted, 4), *(slow(edit, 9) for edit in (pasted, recoloured, removed))])
+def test_finds_an_edit_under_shift_tone_and_compression(
+    edit: Callable[[Image.Image, Random], Image.Image], count: int
+) -> None:
     found = []
-    for control, target, shape in islice(edits(edit), 9):
+    for control, target, shape in islice(edits(edit), count):
         difference = difference_mask(target, control, CELL)
         assert difference.mask is not None, difference.reason
         assert difference.mask.dtype == np.float32
@@ -124,7 +126,7 @@ def test_finds_an_edit_under_shift_tone_and_compression(edit: Callable[[Image.Im
     assert min(found) >= 0.5
 
 
-@pytest.mark.parametrize("name", ["chelsea.png", "coffee.png", "rocket.jpg"])
+@pytest.mark.parametrize("name", ["chelsea.png", slow("coffee.png"), slow("rocket.jpg")])
 def test_finds_what_is_recoloured_although_nothing_else_has_its_colour(name: str) -> None:
     """A curve of tones could do it to the whole image, and nobody would see the difference."""
     photo = ImageOps.grayscale(scene(name))

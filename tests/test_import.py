@@ -164,6 +164,7 @@ def test_several_captions_of_an_image_are_several_samples(tmp_path: Path) -> Non
 # ---- what qflux does not store ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("version", "shapes"), [(None, "tensor"), (None, "none"), ("2.0", "json"), ("2.0", "none")])
 def test_qflux_sizes_are_read_from_where_each_release_stores_them(
     version: str | None, shapes: str, made: list[TrainerSample], tmp_path: Path

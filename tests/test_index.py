@@ -54,7 +54,7 @@ def test_every_record_is_the_one_of_pyarrow(format_version: int) -> None:
     """With nulls anywhere, and for a table that begins within its buffers or has several chunks."""
     schema = index_schema(format_version)
 
-    @settings(max_examples=40)
+    @settings(max_examples=20)
     @given(
         st.lists(st.fixed_dictionaries({f.name: values(f.type) for f in schema}), min_size=1, max_size=12), st.data()
     )

@@ -96,6 +96,7 @@ def ours(
 # ---- the latents -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("use_kv_cache", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("name", CASES)

@@ -219,7 +219,8 @@ def test_a_few_blocks_tell_of_all(monkeypatch: pytest.MonkeyPatch, of_21: bool, 
 # ---- the real configuration ------------------------------------------------------------------------------------------
 
 
-def test_weights_of_the_real_configuration() -> None:
+@pytest.mark.parametrize(("kind", "each"), [("nf4", 0.5625), slow("fp8", 1), slow("int8", 1)])
+def test_weights_of_the_real_configuration(kind: str, each: float) -> None:
     """Against the model itself, which has 20.4 billion of them; what is not in blocks is not quantised."""
     with torch.device("meta"):
         model = QwenImageMultiResTransformer2DModel.from_config(REAL)
@@ -227,9 +228,8 @@ def test_weights_of_the_real_configuration() -> None:
     assert count == pytest.approx(20.43e9, rel=1e-3)
     assert predicted(REAL, [], EDIT).weights == 2 * count
     in_blocks = sum(p.numel() for p in model.transformer_blocks.parameters() if p.ndim == 2)
-    for kind, each in (("fp8", 1), ("int8", 1), ("nf4", 0.5625)):
-        weights = predicted(REAL, [f"model.quantization={kind}"], EDIT).weights
-        assert weights == pytest.approx(2 * (count - in_blocks) + each * in_blocks, rel=2e-3)
+    weights = predicted(REAL, [f"model.quantization={kind}"], EDIT).weights
+    assert weights == pytest.approx(2 * (count - in_blocks) + each * in_blocks, rel=2e-3)
 
 
 def test_weights_of_the_real_configuration_of_qwen_image_21() -> None:
@@ -245,12 +245,19 @@ def test_weights_of_the_real_configuration_of_qwen_image_21() -> None:
 
 
 def test_activations_of_the_real_configuration() -> None:
-    """Per token and block as measured on the real-size block in bfloat16: 110 kB, or one row of 6144 bytes where blocks
-    are recomputed. Autocast adds two copies of the image's rows, since q, k and v each cast them for a LoRA in float32.
-    On an accelerator it is no more, since LayerNorms keep the dtype of their input."""
+    """Per token and block as measured on the real-size block in bfloat16: 110 kB. Autocast adds two copies of the
+    image's rows, since q, k and v each cast them for a LoRA in float32."""
     image, text = 8192, 1500
     whole = predicted(REAL, SETTINGS["no checkpointing"], EDIT, "cpu").activations
     assert whole / 60 == pytest.approx(110e3 * (image + text) + 2 * 6144 * image, rel=0.02)
+
+
+@pytest.mark.slow
+def test_activations_of_recomputed_blocks_and_on_an_accelerator() -> None:
+    """One row of 6144 bytes where blocks are recomputed. On an accelerator it is no more, since LayerNorms keep the
+    dtype of their input."""
+    image, text = 8192, 1500
+    whole = predicted(REAL, SETTINGS["no checkpointing"], EDIT, "cpu").activations
     few = predicted({**REAL, "num_layers": 30}, [], EDIT).activations
     assert (predicted(REAL, [], EDIT).activations - few) / (image + text) / 30 == pytest.approx(6144, rel=0.03)
     padded = [*SETTINGS["no checkpointing"], "train.layout=padded"]

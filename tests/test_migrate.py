@@ -22,7 +22,6 @@ from qwen_cache.format.update import ListedSample, commit_update, open_staging, 
 from .support.caches import build, contents
 from .support.commands import Result, refused, run
 from .support.crash import Crash, crash_after
-from .support.marks import slow
 
 Built = Callable[..., Path]
 SHARDS = ("--set", "cache.shard_size=80kB")  # more shards than one
@@ -113,7 +112,8 @@ def test_compressed_tensors_are_restored_for_v1(plain: Callable[[str], Path], tm
     assert contents(tmp_path / "one") == contents(plain("v1"))
 
 
-@pytest.mark.parametrize("in_place", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("in_place", [True, False])
 def test_a_migration_that_dies_anywhere_continues_to_the_same_bytes(
     in_place: bool, plain: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -253,6 +253,7 @@ def move_when_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]
     return moved
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("replaced", [False, True], ids=["it is replaced", "it comes back"])
 @pytest.mark.parametrize("reader", READERS)
 def test_a_shard_that_is_moved_as_it_is_opened_is_found(

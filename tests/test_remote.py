@@ -45,6 +45,7 @@ from qwen_train.data.mixture import Mixture
 from qwen_train.flow import NoiseSchedule
 
 from .support.commands import command, run
+from .support.marks import slow
 from .support.server import BUCKET, Server, fresh_clients, serving
 from .support.waiting import HANG
 
@@ -501,7 +502,7 @@ def test_flipped_bytes_on_the_server_are_refused_and_not_kept(
 
 @pytest.mark.parametrize("codec", [(), ("--set", "cache.compression=zstd")], ids=["plain", "compressed"])
 @pytest.mark.parametrize("opened", ["before", "after"])
-@pytest.mark.parametrize("damage", ["flipped", "zeros", "truncated", "longer"])
+@pytest.mark.parametrize("damage", ["flipped", slow("zeros"), "truncated", slow("longer")])
 def test_a_damaged_copy_is_fetched_again(
     damage: str, opened: str, codec: tuple[str, ...], built: Callable[..., Path], copies: Path
 ) -> None:

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 import webdataset
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_cache import open_cache
@@ -257,6 +257,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
 
 
 @given(manifests())
+@settings(max_examples=30)
 def test_what_the_writer_makes_of_a_manifest_validates_and_parses_back(manifest: Manifest) -> None:
     data = manifest.to_bytes()
     schema_of(Path(f"x.cache.v{manifest.format_version}.json")).validate(json.loads(data))
@@ -294,6 +295,7 @@ def samples(draw: st.DrawFn) -> tuple[int, SampleMeta]:
 
 
 @given(samples())
+@settings(max_examples=30)
 def test_what_the_writer_makes_of_a_sample_validates_and_parses_back(made: tuple[int, SampleMeta]) -> None:
     version, meta = made
     data = meta.to_bytes(version)

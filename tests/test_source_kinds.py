@@ -250,6 +250,7 @@ def test_a_build_of_every_kind_is_the_build_of_the_folder(
     assert "nothing to do" in again.stderr
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.usefixtures("s3")
 @pytest.mark.parametrize("write", KINDS)
 def test_rows_of_every_kind_can_be_sent_to_another_process(

@@ -135,6 +135,7 @@ def test_the_tokenizer_takes_any_text(models, folder, text):
     assert tokenizer.decode(tokenizer(text).input_ids) == unicodedata.normalize("NFC", text)
 
 
+@pytest.mark.fast_cases(2)
 @torch.no_grad()
 @pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize("variant", PREFIX_LENGTHS)

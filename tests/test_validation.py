@@ -96,7 +96,11 @@ def test_training_is_the_same_with_and_without(train: Trainer) -> None:
     settings = {**EVERYTHING_RANDOM, "train.validation_split": 0.6}
     expected = train(settings=settings, out="without")
     out = train(
-        settings=settings, validation__validation_steps=2, validation__num_images=1, validation__images_every_steps=1
+        settings=settings,
+        validation__validation_steps=2,
+        validation__num_images=1,
+        validation__images_every_steps=1,
+        validation__num_inference_steps=2,
     )
     assert differences(outcome(out), outcome(expected)) == []
     assert ["validation_loss" in line for line in metrics(out)] == [False, True, False]
@@ -119,6 +123,7 @@ def test_measures_are_logged_between_the_steps_that_are(train: Trainer) -> None:
 
 def test_held_out_samples_are_reported_before_training(train: Trainer) -> None:
     settings = {**FROZEN, "validation.validation_steps": 100, "validation.num_images": 99}
+    settings["validation.num_inference_steps"] = 2
     result = train.try_(settings=settings)
     count = len(held_out_keys(train, settings=settings))
     assert f"held out {count} samples for validation: their loss every 100 steps\n" in result.stderr

@@ -52,7 +52,7 @@ from tests.support.sources import write_pairs
 @pytest.mark.parametrize(
     ("variant", "dtype", "sizes"),
     [
-        ("t2i", "float32", [(640, 427)]),
+        pytest.param("t2i", "float32", [(640, 427)], marks=pytest.mark.slow),
         pytest.param("edit", "bfloat16", [(640, 427), (333, 517)], marks=pytest.mark.slow),
         pytest.param("edit-plus", "bfloat16", [(640, 427), (427, 640), (451, 300)], marks=pytest.mark.slow),
         pytest.param("edit-2511", "bfloat16", [(512, 512), (600, 400)], marks=pytest.mark.slow),
@@ -183,7 +183,7 @@ def spoiled_text(results: list[EncodedText], value: float) -> list[EncodedText]:
 @pytest.mark.parametrize(
     ("lane", "spoil", "tensor", "value"),
     [
-        (VaeEncoder, spoiled_latents, "image_latents", float("inf")),
+        pytest.param(VaeEncoder, spoiled_latents, "image_latents", float("inf"), marks=pytest.mark.slow),
         (TextEncoder, spoiled_text, "empty_prompt_embeds", float("nan")),
         pytest.param(VaeEncoder, spoiled_latents, "image_latents", float("nan"), marks=pytest.mark.slow),
         pytest.param(TextEncoder, spoiled_text, "empty_prompt_embeds", float("inf"), marks=pytest.mark.slow),

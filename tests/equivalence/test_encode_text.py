@@ -80,7 +80,7 @@ def our_embeds(encoder: TextEncoder, controls: list[Image.Image], *prompts: str)
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("variant", "count"), NUMBERS)
 def test_the_tokens_are_the_pipelines_and_so_is_what_is_dropped(
     variant: str, count: int, text_encoder: TextEncoders, tiny_model: TinyModel
@@ -102,6 +102,7 @@ def test_the_tokens_are_the_pipelines_and_so_is_what_is_dropped(
     assert decoded.count("<|vision_end|>") == count
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("variant", PIPELINES)
 def test_the_recipe_names_what_the_pipeline_drops(variant: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     pipeline = stock_pipeline(tiny_model(variant), variant)

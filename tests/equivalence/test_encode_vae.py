@@ -172,6 +172,7 @@ def wide_vae() -> AutoencoderKLQwenImage:
     return AutoencoderKLQwenImage(base_dim=8).eval().requires_grad_(False)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("size", [(64, 64), (96, 32)])
 def test_two_dimensions_give_what_three_give_with_nothing_before_the_image(
     size: Size, wide_vae: AutoencoderKLQwenImage
@@ -242,6 +243,7 @@ def psnr(decoded: Tensor, original: Image.Image) -> float:
     return float(-10 * error.log10())
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("name", "size"),
     [

@@ -140,6 +140,7 @@ def only_its_own(path: Sequence[Window], start: int, stop: int) -> tuple[int, in
     return math.floor(stride * start), math.ceil(stride * stop)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_tiles_without_a_halo_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tiles, in the encoder and in the decoder."""
@@ -170,6 +171,7 @@ def test_tiles_without_a_halo_are_caught(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---- the transformer -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_wrong_positions_and_masks_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traps 2, 3, 5, 6, 7 and 15, in a batch of mixed sizes."""
     mutants = {name: (case, "rotary_embeddings", new) for name, (case, new) in ROPE_MUTANTS.items()} | MASK_MUTANTS

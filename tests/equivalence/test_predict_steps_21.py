@@ -28,6 +28,7 @@ from qwen_train.inference.pipeline import load_pipeline
 from qwen_train.inference.prompts import PromptEncoder, encode_prompts
 from tests.support.both_pipelines import CPU, PARTS, Both, assert_equal, copied, our_pipeline
 from tests.support.judge import TOLERANCE, TinyModel, image, relative
+from tests.support.marks import slow
 from tests.support.paths import load_tool
 from tests.support.qwen_image_21 import stock_pipeline_21, transparent
 
@@ -120,7 +121,7 @@ def test_the_kept_keys_and_values_are_those_of_every_step(both: Make) -> None:
     assert relative(kept, pipelines.call(**PROMPT, num_inference_steps=4, output_type="latent")[0].images) > 1e-2
 
 
-@pytest.mark.parametrize("output_type", ["pil", "np", "pt", "latent"])
+@pytest.mark.parametrize("output_type", ["pil", slow("np"), slow("pt"), "latent"])
 def test_every_form_of_the_result(output_type: str, both: Make) -> None:
     pipelines = both(2)
     ours, stock = pipelines.call(**PROMPT, output_type=output_type)
@@ -192,7 +193,7 @@ class StockEmbeddings:
     def leave(self) -> None: ...
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("count", [0, slow(1), 3])
 def test_prompts_encoded_before_give_the_same_images(count: int, both: Make, tiny_model: TinyModel) -> None:
     """As `predict` does, so that the text encoder can be freed: from the originals, with no encoder in the pipeline."""
     pipelines = both(count)

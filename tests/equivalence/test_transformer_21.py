@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 from qwen_train.model.qwen_image_21 import attention, joint_row, transformer
 from qwen_train.model.qwen_image_21.transformer import QwenImage21MultiResTransformer2DModel
 from tests.support.judge import TOLERANCE
+from tests.support.marks import slow
 from tests.support.transformer_21_judge import (
     CASES_21,
     COUNTS_21,
@@ -47,7 +48,7 @@ from tests.support.transformer_judge import (
 # ---- equal to the stock model ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draws", [1, 2, 4])
+@pytest.mark.parametrize("draws", [1, slow(2), 4])
 @pytest.mark.parametrize("case", CASES_21)
 def test_batch_equals_stock_singles(layout: str, case: str, draws: int) -> None:
     stock, samples = stock_model(), random_samples(*CASES_21[case], draws=draws)

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from qwen_train.model.qwen_image_21 import attention, joint_row
 from qwen_train.model.qwen_image_21.transformer import QwenImage21MultiResTransformer2DModel
 from tests.support.judge import AS_FAR
+from tests.support.marks import slow
 from tests.support.transformer_21_judge import (
     CASES_21,
     COUNTS_21,
@@ -98,7 +99,7 @@ def test_kernel_calls_do_not_grow_with_the_samples(monkeypatch: pytest.MonkeyPat
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("draws", [1, 3])
+@pytest.mark.parametrize("draws", [slow(1), 3])
 def test_flex_attention(layout: str, draws: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uncompiled, it computes all scores, and on the CPU gradients too, which its check refuses."""
     made, create = [], flex_attention.create_block_mask

@@ -106,7 +106,7 @@ def bitsandbytes_load(folder: Path) -> Callable[[type[Stock]], Any]:
     return load
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
 @pytest.mark.parametrize(
     "wrapped", [pytest.param(False, marks=pytest.mark.slow), True], ids=["from_pretrained", "from_stock"]
