@@ -124,6 +124,17 @@ def test_every_kind_of_source_gives_the_same_keys(controls: Path, tmp_path: Path
 
 
 @pytest.mark.usefixtures("fast")
+def test_the_trigger_word_is_in_prompts_where_they_name_it(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
+    """A source is read as for training, with prefix and trigger word; a prompt of the settings is as it is typed."""
+    (tmp_path / "prompts.txt").write_text("a cat\n[trigger] on a chair\n")
+    options = to_set(source=str(tmp_path / "prompts.txt"), prompts=["a dog", "[trigger] at night"])
+    options += ["--set", "data.trigger_word=sks", "--set", "data.prompt_prefix=a photo,", "--only-validation"]
+    assert build(tmp_path, tmp_path / "shards", tiny_model("t2i"), *options).code == 0
+    prompts = [sample.prompt for sample in by_name(tmp_path / "shards" / "validation").values()]
+    assert prompts == ["a photo, sks a cat", "a photo, sks on a chair", "a dog", "sks at night"]
+
+
+@pytest.mark.usefixtures("fast")
 def test_seeds_and_sizes_are_other_samples_and_targets_are_kept(pairs: Path, tmp_path: Path, model: Path) -> None:
     control = str(pairs / "control_images" / "china.png")
     row = {"prompt": "make it night", "control": control}
@@ -138,19 +149,6 @@ def test_seeds_and_sizes_are_other_samples_and_targets_are_kept(pairs: Path, tmp
     cached = {sample.key for sample in open_cache(tmp_path / "shards")}
     assert {found["cat"].key, found["china"].key} < cached
     assert found["cup"].key not in cached  # its mask is not read: nothing is trained on it
-
-
-@pytest.mark.usefixtures("fast")
-def test_prompts_are_as_they_were_written_except_for_the_trigger_word(
-    controls: Path, tmp_path: Path, model: Path
-) -> None:
-    prompts = [{"prompt": p, "control": str(controls / "cat.png")} for p in ("[trigger] at night", "a dog")]
-    (controls / "cup.txt").write_text("[trigger] on the table", encoding="utf-8")
-    captions = ("--set", "data.trigger_word=sks", "--set", "data.prompt_prefix=a photo,")
-    validation = to_set(source=str(controls), prompts=prompts)
-    assert build(controls, tmp_path / "shards", model, *validation, *captions, "--only-validation").code == 0
-    found = {name: sample.prompt for name, sample in by_name(tmp_path / "shards" / "validation").items()}
-    assert [found[name] for name in ("prompt-1", "prompt-2", "cup")] == ["sks at night", "a dog", "sks on the table"]
 
 
 @pytest.mark.usefixtures("fast")

@@ -23,9 +23,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from qwen_cache import open_cache
 from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.settings.load import load_config
 from qwen_cache.settings.train import ValidationConfig
+from qwen_cache.settings.yaml_text import parse_yaml
 from qwen_train.data.mixture import Mixture
-from qwen_train.data.validation_cache import check_validation_cache
+from qwen_train.data.validation_cache import check_validation_cache, open_validation_cache
 
 from .support.caches import SMALL as SMALL_BUILD
 from .support.commands import refused, run
@@ -173,6 +175,45 @@ def test_a_cache_of_another_encoder_is_refused(train: Trainer) -> None:
         f"another, as in shards, found {cache.recipe.recipe['vae']})\n"
         "  → build both with the same model, or name another one in validation.cache"
     )
+
+
+def test_images_of_other_prompts_than_those_of_the_settings_are_never_shown(train: Trainer, to_generate: Path) -> None:
+    """Prompts that were changed, added or removed since the build, and those that were never encoded."""
+    cache, saved = to_generate.parent, to_generate / "qwen.yaml"
+    prompts = parse_yaml(saved.read_text())["validation"]["prompts"]
+    build, none = "`qwen-cache build --only-validation`", "validation.cache=none"
+
+    def check(on_the_fly: bool = False, path: Path = cache, **validation: Any) -> Mixture | None:
+        given = [f"validation.{name}={json.dumps(value)}" for name, value in validation.items()]
+        return open_validation_cache(load_config(None, given, cache__path=str(path)), on_the_fly=on_the_fly)
+
+    def message(**validation: Any) -> str:
+        with pytest.raises(ConfigError) as error:
+            check(**validation)
+        return str(error.value)
+
+    built = f"{saved}: the validation cache was built from another validation."
+    as_it_is = f"set validation.cache={to_generate}"
+    assert message(prompts=["at dawn"]) == (
+        f"{built}prompts (expected 1 prompt: at dawn, found 2 prompts: at night; as a drawing)\n"
+        f"  → run {build}, or {as_it_is} and validation.prompts=[] to generate what it has, or {none}"
+    )
+    assert message() == (
+        f"{built}prompts (expected 0 prompts, found 2 prompts: at night; as a drawing)\n"
+        f"  → {as_it_is} to generate what it has, or {none}"
+    )
+    assert "another validation.prompts" in message(prompts=[{**prompts[0], "seed": 8}, prompts[1]])
+    assert "another validation.prompts" in message(prompts=["at dawn"], cache=str(to_generate))
+    assert f"{built}source (expected new.csv, found None)" in message(prompts=prompts, source="new.csv")
+    for given in ({"prompts": prompts}, {"cache": str(to_generate)}):
+        assert len(check(**given) or ()) == 2
+    assert check(prompts=["at dawn"], cache="none") is None
+    nowhere = train.folder / "nowhere"
+    assert message(path=nowhere, prompts=["at dawn"]) == (
+        f"{nowhere}/validation: the images to generate are not in a cache (found validation.prompts)\n"
+        f"  → encode them with {build}; or set {none}"
+    )
+    assert f"{build}, and set validation.cache={to_generate}; or" in message(on_the_fly=True, source="new.csv")
 
 
 def test_guidance_without_the_empty_prompt_is_refused(train: Trainer) -> None:

@@ -210,7 +210,8 @@ def _carry_out(task: Task, encoders: Encoders) -> dict[str, Any]:
         return _nothing_to_do(task)
     begin = time.monotonic()
     report = _run(task, encoders)
-    _save_settings(task.job)
+    if not task.is_repair:  # which encodes no row that the settings add
+        _save_settings(task.job)
     counts = _counts(task, report)
     _print_report(task, report, counts, time.monotonic() - begin)
     return {**counts, "samples": report.samples, "up_to_date": False}

@@ -1,7 +1,8 @@
 """The validation cache: images to generate while the model is trained, encoded beside the cache by the same encoders.
 
-Its rows are those of `validation.source`, then the prompts of `validation.prompts`; they need no target. Its recipe is
-that of the cache, so equal rows have equal embeddings and control latents. It is a cache of its own, in the folder
+Its rows are those of `validation.source`, with trigger word, prefix and suffix, then the prompts of
+`validation.prompts` as they are typed, except that the trigger word replaces [trigger]; they need no target. Its recipe
+is that of the cache, so equal rows have equal embeddings and control latents. It is a cache of its own, in the folder
 `validation/` of the cache unless `validation.cache` names another. With slices, only the first builds it. Refused: a
 folder that is the cache's or the source's own, format v1, and sizes that the model cannot generate.
 """
@@ -91,7 +92,7 @@ def _read(config: Config, model: ModelFolder) -> tuple[list[Row], list[Problem]]
     """The usable rows of source and prompts, and the problems of the others."""
     rows: list[Row] = []
     problems: list[Problem] = []
-    data = config.data
+    data, captions = config.data, Captions.of(config.data)
     if config.validation.source:
         rows, problems = read_source(
             location(config.validation.source),
@@ -101,8 +102,11 @@ def _read(config: Config, model: ModelFolder) -> tuple[list[Row], list[Problem]]
             to_generate=True,
             allow_empty_prompt=data.allow_empty_prompt,
             allow_urls=data.allow_urls,
+            captions=captions.in_order,
         )
-    written = [prompt.model_dump() for prompt in config.validation.prompts]
+    written = [
+        {**prompt.model_dump(), "prompt": captions.replaced(prompt.prompt)} for prompt in config.validation.prompts
+    ]
     more, unusable = read_written(
         written,
         "validation.prompts",
@@ -111,8 +115,7 @@ def _read(config: Config, model: ModelFolder) -> tuple[list[Row], list[Problem]]
     )
     taken = {row.name: 1 for row in rows}
     more = [replace(row, name=unique(row.name, taken)) for row in more]
-    rows = Captions.of(config.data).as_written.applied([*rows, *more])
-    rows = as_encoded(rows, masks=False, phrases=EditMasks.of(config).attend)
+    rows = as_encoded([*rows, *more], masks=False, phrases=EditMasks.of(config).attend)
     unfit = [*check_prompts(model, rows), *_check_sizes(model, rows)]
     rows = [row for row in rows if row.where not in {problem.where for problem in unfit}]
     return rows, [*problems, *unusable, *unfit]

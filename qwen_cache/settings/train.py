@@ -281,7 +281,8 @@ class ValidationConfig(Section):
     """What `build` encodes into the validation cache: a folder of controls with prompts, a table, tars, or a .txt with
     a prompt per line. A table may have columns `seed`, `width` and `height`. Targets are not needed."""
     prompts: list[ValidationPrompt] = []
-    """More rows for it: [a cat, {prompt: night, control: street.png, seed: 7, width: 1024, height: 768}]."""
+    """More rows for it: [a cat, {prompt: night, control: street.png, seed: 7, width: 1024, height: 768}]. The trigger
+    word replaces [trigger]; nothing is put before or after."""
     cache: str | None = None
     """A cache of which every sample is generated, with target or without: its folder or a URL. By default the folder
     validation/ in cache.path, if it holds a cache; none: no cache."""

@@ -72,8 +72,6 @@ class Captions:
     kept_tags: int = 0
     """The first tags that stay where they are."""
     seed: int = 0
-    inserted: bool = True
-    """Whether the trigger word is put before a prompt that lacks it."""
 
     @classmethod
     def of(cls, data: DataConfig) -> Self:
@@ -85,11 +83,6 @@ class Captions:
     def in_order(self) -> Captions:
         """The same, with the tags of a caption in their own order: for prompts to generate from."""
         return replace(self, orders=0)
-
-    @property
-    def as_written(self) -> Captions:
-        """The trigger word for its placeholder, and nothing else: for prompts that were written to be generated."""
-        return Captions(self.trigger_word, inserted=False)
 
     def applied(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with their captions as they are encoded; several rows for several orders of tags."""
@@ -106,13 +99,17 @@ class Captions:
         """One prompt with trigger word, prefix and suffix."""
         return self._completed(Marked.of(prompt)).text
 
+    def replaced(self, prompt: str) -> str:
+        """One prompt as it is, except that the trigger word replaces [trigger]."""
+        return prompt.replace(PLACEHOLDER, self.trigger_word) if self.trigger_word else prompt
+
     def _of(self, prompt: Marked) -> list[Marked]:
         return [self._completed(each) for each in (self._shuffled(prompt) if self.orders else [prompt])]
 
     def _completed(self, prompt: Marked) -> Marked:
         if self.trigger_word:
             prompt = prompt.replaced(PLACEHOLDER, self.trigger_word)
-            if self.inserted and not re.search(rf"(?<!\w){re.escape(self.trigger_word)}(?!\w)", prompt.text):
+            if not re.search(rf"(?<!\w){re.escape(self.trigger_word)}(?!\w)", prompt.text):
                 prompt = Marked.of(f"{self.trigger_word} ") + prompt
         prompt = Marked.of(f"{self.prefix} " if self.prefix else "") + prompt.stripped()
         gap = "" if self.suffix.startswith(tuple(PUNCTUATION)) else " "

@@ -1,17 +1,24 @@
 """The cache whose samples are generated during training: opened and checked by its index alone, without torch.
 
-Refused: a cache of another pipeline, VAE or text encoder than the cache in training, guidance where its samples lack
-the empty prompt, and a device for decoding where no images are generated.
+Refused: a cache of another pipeline, VAE or text encoder than the cache in training, one of other prompts than the
+settings have, prompts that are in no cache, guidance where its samples lack the empty prompt, and a device for decoding
+where no images are generated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
+
+from qwen_cache.console import plural
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import open_configured
 from qwen_cache.format.manifest import MANIFEST_NAME
-from qwen_cache.settings.load import Config
-from qwen_cache.settings.train import NO_CACHE, ValidationConfig
-from qwen_cache.storage.url import location
+from qwen_cache.settings.load import CONFIG_NAME, Config
+from qwen_cache.settings.train import NO_CACHE, ValidationConfig, ValidationPrompt
+from qwen_cache.settings.yaml_text import MAX_BYTES, parse_yaml
+from qwen_cache.storage.mapped import read_file
+from qwen_cache.storage.url import Url, location
 from qwen_train.data.mixture import Mixture, entries_to_match
 from qwen_train.data.planning import no_empty_prompt
 from qwen_train.data.samples import Samples
@@ -21,12 +28,23 @@ from qwen_train.latents import GENERATE
 def open_validation_cache(config: Config, *, on_the_fly: bool = False) -> Mixture | None:
     """The cache of `validation.cache`, or the one inside `cache.path` if that is what the run trains on; None without.
 
-    Raises ConfigError for `validation.vae_device` if no images are generated, and the errors of `open_cache`.
+    Raises ConfigError if its prompts are not those of the settings or were never encoded, and for
+    `validation.vae_device` if no images are generated; and the errors of `open_cache`.
     """
     settings, path = config.validation, config.validation_cache
-    is_given, has_default = settings.cache is not None, not on_the_fly and not config.train.caches
-    if path != NO_CACHE and (is_given or (has_default and (location(path) / MANIFEST_NAME).is_file())):
-        return Mixture.of(open_configured(config.cache, path))
+    is_given, may_be_inside = settings.cache is not None, not on_the_fly and not config.train.caches
+    if path != NO_CACHE and (is_given or (may_be_inside and (location(path) / MANIFEST_NAME).is_file())):
+        cache = Mixture.of(open_configured(config.cache, path))
+        _check_prompts(settings, path)
+        return cache
+    if not is_given and (settings.prompts or settings.source):
+        set_cache = "" if may_be_inside else f", and set validation.cache={path}"
+        raise ConfigError(
+            "the images to generate are not in a cache",
+            where=path if may_be_inside else None,
+            found="validation.prompts" if settings.prompts else f"validation.source={settings.source}",
+            do=f"encode them with `qwen-cache build --only-validation`{set_cache}; or set validation.cache=none",
+        )
     if settings.vae_device and not settings.num_images:
         raise ConfigError(
             "validation.vae_device decodes images, and this run generates none",
@@ -34,6 +52,52 @@ def open_validation_cache(config: Config, *, on_the_fly: bool = False) -> Mixtur
             do=f"{GENERATE}; or remove validation.vae_device",
         )
     return None
+
+
+def _check_prompts(settings: ValidationConfig, path: str) -> None:
+    """ConfigError if the settings that the cache was built with, as far as it has them, name other images to generate.
+
+    A cache that `validation.cache` names, without prompts beside it, is taken as it is; so is a source that was given
+    to `build` alone.
+    """
+    file = location(path) / CONFIG_NAME
+    if not file.is_file():
+        return
+    data = file.read_bytes(MAX_BYTES) if isinstance(file, Url) else read_file(file, MAX_BYTES)
+    saved = parse_yaml(data.decode("utf-8", "replace"), file)
+    built = saved.get("validation") if isinstance(saved, dict) else None
+    if not isinstance(built, dict):
+        return
+    if (settings.prompts or settings.cache is None) and (was := _prompts(built.get("prompts"))) != settings.prompts:
+        name, expected, found = "prompts", _counted(settings.prompts), _counted(was)
+    elif settings.source is not None and built.get("source") != settings.source:
+        name, expected, found = "source", settings.source, str(built.get("source"))
+    else:
+        return
+    empty = "[]" if name == "prompts" else "null"
+    also = f" and validation.{name}={empty}" if getattr(settings, name) else ""
+    first = "run `qwen-cache build --only-validation`, or " if settings.prompts or settings.source else ""
+    raise ConfigError(
+        f"the validation cache was built from another validation.{name}",
+        where=file,
+        expected=expected,
+        found=found,
+        do=f"{first}set validation.cache={path}{also} to generate what it has, or validation.cache=none",
+    )
+
+
+def _prompts(written: object) -> list[ValidationPrompt]:
+    """The prompts that a settings file has; without those that this version cannot read."""
+    prompts = []
+    for each in written if isinstance(written, list) else []:
+        with suppress(ValueError):
+            prompts.append(ValidationPrompt.model_validate(each))
+    return prompts
+
+
+def _counted(prompts: Sequence[ValidationPrompt]) -> str:
+    """How many prompts, and what they are."""
+    return ": ".join(filter(None, (plural(len(prompts), "prompt"), "; ".join(it.prompt for it in prompts))))
 
 
 def check_validation_cache(cache: Mixture, samples: Samples, settings: ValidationConfig) -> None:
