@@ -1,4 +1,4 @@
-"""report.html: a run on one self-contained page, without other files or the network.
+"""report.html: a run on one self-contained page, without other files or the network; its images link to their PNGs.
 
 It is a pure function of the output folder: curves from metrics.jsonl, settings from qwen.yaml, images from `qwen-train
 decode`; so `qwen-train report` writes the same page again. The template `run.html.jinja` has the markup; this module
@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from qwen_cache.console import console, human_bytes, human_time, plural
 from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.html.charts import Curve, CurveChart, curve_chart, number
-from qwen_cache.html.page import render
+from qwen_cache.html.page import relative_url, render
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.checksums import check_safetensors
@@ -233,13 +233,23 @@ def smoothed(points: Points, weight: float) -> Points:
 
 
 @dataclass(frozen=True)
+class Thumbnail:
+    """An image of the page."""
+
+    caption: str
+    source: str
+    """A data URL; empty, and the caption says so, if the image cannot be read."""
+    whole: str
+    """The URL of the PNG in the folder of the run."""
+
+
+@dataclass(frozen=True)
 class Strip:
     """Images side by side."""
 
     title: str
     """The guidance, where a sample has images of several; else empty."""
-    images: list[tuple[str, str]]
-    """Captions and data URLs; the URL is empty, and the caption says so, if an image cannot be read."""
+    images: list[Thumbnail]
 
 
 @dataclass(frozen=True)
@@ -322,8 +332,9 @@ def _metadata(png: Path) -> dict[str, str]:
         return {}
 
 
-def _image(path: Path, caption: str) -> tuple[str, str]:
-    """The caption, and a thumbnail as a data URL; an image that cannot be read only changes the caption."""
+def _image(path: Path, caption: str) -> Thumbnail:
+    """The thumbnail of a PNG in a folder of `VALIDATION`; one that cannot be read only changes the caption."""
+    whole = relative_url("/".join((VALIDATION, *path.parts[-2:])))
     try:
         content = BytesIO(path.read_bytes())
         with warnings.catch_warnings(action="ignore"), Image.open(content, formats=["PNG"]) as image:
@@ -333,11 +344,11 @@ def _image(path: Path, caption: str) -> tuple[str, str]:
             white = Image.new("RGBA", image.size, "white")
             small = (Image.alpha_composite(white, image) if image.mode == "RGBA" else image).convert("RGB")
     except UNREADABLE:
-        return f"{caption} {path.name} cannot be read", ""
+        return Thumbnail(f"{caption} {path.name} cannot be read", "", whole)
     small.thumbnail((THUMBNAIL, THUMBNAIL))
     data = BytesIO()
     small.save(data, "JPEG", quality=85)
-    return caption, f"data:image/jpeg;base64,{b64encode(data.getvalue()).decode('ascii')}"
+    return Thumbnail(caption, f"data:image/jpeg;base64,{b64encode(data.getvalue()).decode('ascii')}", whole)
 
 
 # ---- files of the run ------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ class Page(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.references: list[str] = []
+        self.links: list[str] = []
         self.words: list[str] = []
         self.html = path.read_text(encoding="utf-8")
         self.feed(self.html)
@@ -52,7 +53,8 @@ class Page(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.references += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        self.references += [value or "" for name, value in attrs if name in ("src", "srcset", "action")]
+        self.links += [value or "" for name, value in attrs if name == "href"]
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -108,7 +110,7 @@ def train(train: Trainer) -> Trainer:
 def test_a_run_ends_with_a_page_that_needs_nothing_else(train: Trainer) -> None:
     out = train(settings=IMAGES, validation__validation_steps=1, train__max_steps=4)
     page = Page(out / "report.html")
-    assert page.references == []
+    assert page.references == page.links == []
     assert not re.search(r"https?:|@import|url\(|fetch|XMLHttp|import\(|innerHTML|eval|<script ", page.html)
     cache = open_cache(train.cache)
     for text in (cache.identity, str(train.cache), f"{len(cache)}", "QwenImageEditPlusPipeline", str(train.model)):
@@ -260,6 +262,7 @@ def test_text_of_a_run_stays_text(tmp_path: Path) -> None:
     assert page.facts()[hostile] == hostile
     assert {*words.values(), "<b>&'\""} < set(page.words)
     assert [source[:5] for source in page.references] == ["data:"] * 2
+    assert set(page.links) == {"./validation/step-5/%3Cb%3E%26%27%22.png", "./validation/step-5/a.png"}
     assert page.html.count("<script>") == 1
 
 
@@ -502,6 +505,7 @@ def test_decoded_images_are_in_it(train: Trainer) -> None:
     assert Page(out / "report.html").references == []
     assert run("qwen-train", "decode", out).code == 0
     page = Page(out / "report.html")
+    assert {out / link for link in page.links} == set((out / "validation").rglob("*.png"))
     data = [base64.b64decode(source.removeprefix("data:image/jpeg;base64,")) for source in page.references]
     shown = [Image.open(BytesIO(jpeg)) for jpeg in data]
     newest = sorted((out / "validation" / "step-2").glob("*.png"))
@@ -511,7 +515,9 @@ def test_decoded_images_are_in_it(train: Trainer) -> None:
     cache = open_cache(train.cache)
     for image in newest:
         assert {cache[image.stem].name, cache[image.stem].prompt} < set(page.words)
-    last, expected = np.asarray(shown[-1], float), np.asarray(Image.open(newest[-1]).convert("RGB"), float)
+    last, expected = (
+        np.asarray(image.convert("RGB"), float) for image in (shown[-1], Image.open(out / page.links[-1]))
+    )
     assert last.shape == expected.shape
     assert np.abs(last - expected).mean() < 20, "a JPEG of noise"
 

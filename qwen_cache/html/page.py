@@ -7,9 +7,11 @@ own style and scripts are included unescaped. A missing value is an error. jinja
 from __future__ import annotations
 
 import json
+import os
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from qwen_cache.html.charts import number
 from qwen_cache.plain_text import json_without_controls, without_controls
@@ -53,6 +55,11 @@ def _shown(value: object) -> object:
 
 def _dumps(value: object, **_: object) -> str:
     return json_without_controls(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+
+
+def relative_url(path: str) -> str:
+    """The URL of a file beside the page; `quote` leaves slashes, and `./` keeps a colon from looking like a scheme."""
+    return f"./{quote(os.fsencode(path))}"
 
 
 def own_file(name: str) -> Markup:

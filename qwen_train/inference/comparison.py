@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from PIL import Image
 
 from qwen_cache.console import counting
-from qwen_cache.html.page import render
+from qwen_cache.html.page import relative_url, render
 from qwen_cache.storage.durable import make_folder, write_durably
 from qwen_train.inference.grid import Row, compare_grid, titled
 from qwen_train.inference.images import save_images
@@ -101,12 +100,7 @@ def _saved_images(folder: Path, number: int, each: Comparison) -> Iterator[dict[
         source = f"{folder.name}/{name}"
         whole = each.files[title].relative_to(folder.parent).as_posix() if title in each.files else source
         size = {"width": small.width, "height": small.height}
-        yield {"file": name, "title": title, "source": _url(source), "whole": _url(whole), **size}
-
-
-def _url(path: str) -> str:
-    """A relative URL; `quote` leaves slashes, and `./` keeps a colon in a name from looking like a scheme."""
-    return f"./{quote(os.fsencode(path))}"
+        yield {"file": name, "title": title, "source": relative_url(source), "whole": relative_url(whole), **size}
 
 
 def _image_folder(page: Path) -> Path:
