@@ -136,7 +136,11 @@ def test_a_file_that_stays_damaged_is_named_once_while_the_run_goes_on(
     assert "stopped; the same command continues" in result.stderr
 
 
-def test_a_folder_without_a_run_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(train: Trainer, trained: Path) -> None:
+    """A cache has a qwen.yaml too, and would be watched for ever."""
+    for options in ([], ["--watch"]):
+        result = run("qwen-train", "decode", train.cache, *options)
+        refused(result, f"{train.cache}: this folder is a cache", "name the output folder of a run")
     for folder in (trained / "validation" / "step-0", trained / "metrics.jsonl"):
         result = run("qwen-train", "decode", folder, "--watch")
         refused(result, f"{folder}: --watch follows a run, and there is none here (expected qwen.yaml)")

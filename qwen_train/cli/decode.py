@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from qwen_cache.console import console, counting, plural, print_done, print_json
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
+from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.models.folder import open_model
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.given import Given
@@ -38,6 +39,9 @@ def run_decode(
     """Decode the latents of validation images, with `watch` as they come; the exit code."""
     require("torch")
     in_one_process("decode")
+    if folder is not None and (folder / MANIFEST_NAME).exists():
+        do = "name the output folder of a run; `qwen-cache inspect --html` shows the images of a cache"
+        raise ConfigError("this folder is a cache", where=folder, do=do)
     if watch:
         folder = folder or Path(load_config(config, assignments, [model]).train.output_dir)
         made = _watch(folder, model, vae_device, config, assignments)
