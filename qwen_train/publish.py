@@ -1,9 +1,9 @@
 """A trained result as a repository on the Hugging Face hub: its files, and a model card made from the run.
 
 What is uploaded is a whitelist: the weights, generated validation images, and the card. The card has numbers, choices
-and names of modules from the settings, the identity of the dataset, and the prompts of the images that it shows; never
-a path or an address of this machine, nor images of the dataset. Damaged weights, damaged images and a base without a
-name on the hub are refused. Needs no torch; only `upload` needs the network.
+and names of modules from the settings, the identity of the dataset, the names of files of weights, and the prompts of
+the images that it shows; never a path or an address of this machine, nor images of the dataset. Damaged weights,
+damaged images and a base without a name on the hub are refused. Needs no torch; only `upload` needs the network.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData
@@ -32,17 +32,16 @@ from qwen_cache.plain_text import plain
 from qwen_cache.settings.describe import describe
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.checksums import NAME as CHECKSUMS
-from qwen_cache.storage.checksums import check_safetensors, find_fault
+from qwen_cache.storage.checksums import check_safetensors, find_fault, sealed
 from qwen_cache.storage.url import Url, location
 from qwen_cache.version import __version__
-from qwen_train.latents import STEP, VALIDATION
-from qwen_train.lora.files import WEIGHTS_NAME, find_lora
-from qwen_train.lora.types import LOKR, LORA, OFT, TYPES, AdapterType
+from qwen_train.latents import SCALES, STEP, VALIDATION, png_of
+from qwen_train.lora.files import ORIGIN, PREFIX, WEIGHTS_NAME, find_lora, settings_in
+from qwen_train.lora.types import LOHA, LOKR, LORA, OFT, AdapterType, adapter_title, type_of_names
 from qwen_train.report import RUN_FACTS_NAME, UNREADABLE
 from qwen_train.run_folder import NAME as CHECKPOINT
 
 CARD = "README.md"
-METADATA_KEY = "lora_adapter_metadata"
 TRANSPORT: type[BaseException] = HfHubHTTPError.__bases__[0]
 """The errors of connections: httpx's in huggingface_hub 1, httpx2's in 2."""
 IMAGES = "images"
@@ -54,13 +53,18 @@ REPOSITORY = "https://github.com/qwen-cache/qwen-cache"
 SECTIONS = ("train", "optimizer", "lr_scheduler", "model.quantization")
 ALWAYS = ("train.method", "train.max_steps", "train.batch_size", "optimizer.learning_rate", "train.seed")
 """Settings that the card has even if they are the defaults."""
-LOADED_BY = {
-    LORA: 'pipe.load_lora_weights("{repo}")',
-    LOKR: f'pipe.transformer.load_lora_adapter("{{repo}}", weight_name="{WEIGHTS_NAME}")',
-}
-"""How diffusers 0.42 loads each type of adapter; it loads no LoHa and no OFT."""
+OF_LORA = ("train.lora.rank", "train.lora.oft_block_size", "train.lora.target_modules")
 NAMES = ("train.lora.target_modules", "optimizer.name")
 """Settings that are text, and name parts of programs."""
+BY_PEFT = (LOHA, OFT)
+"""Types that diffusers does not load: their repository has peft's files, too."""
+LOADING = {
+    LORA: "pipe.load_lora_weights({repo})",
+    LOKR: f'pipe.transformer.load_lora_adapter({{repo}}, weight_name="{WEIGHTS_NAME}")',  # it would look for a .bin
+    LOHA: "PeftModel.from_pretrained(pipe.transformer, {repo})",
+    OFT: "PeftModel.from_pretrained(pipe.transformer, {repo})",
+}
+"""How each type is added to a pipeline: docs/howto/choose-an-adapter.md says which program loads which."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,17 @@ class Published:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """What the file of an adapter says."""
+
+    type: AdapterType
+    settings: dict[str, Any]
+    """peft's."""
+    origin: dict[str, Any]
+    """The model and the cache that it was trained on."""
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """What the folder of a run says about its result."""
 
@@ -88,7 +103,8 @@ class RunFacts:
     config: Config
     facts: dict[str, Any]
     """about.json"""
-    is_lora: bool
+    adapter: Adapter | None
+    """None after full training."""
     pipeline: Pipeline
     base_model: str
     """Its repository on the hub."""
@@ -99,13 +115,18 @@ class RunFacts:
         return _run_of(self.folder)
 
     @property
-    def adapter(self) -> AdapterType | None:
-        """The type of the adapter; None after full training."""
-        return TYPES[self.config.train.lora.type] if self.is_lora else None
-
-    @property
     def family(self) -> Family:
         return family_of(self.pipeline.name)
+
+    @property
+    def single_file(self) -> str | None:
+        """The name of the file with the transformer's weights, if they are not the base's own."""
+        return _name(self.config.model.transformer)
+
+    @property
+    def assistant(self) -> str | None:
+        """The name of the file of `train.assistant_lora`."""
+        return _name(self.adapter.origin.get("assistant_lora")) if self.adapter else None
 
 
 @dataclass(frozen=True)
@@ -115,6 +136,8 @@ class ShownImage:
     name: str
     data: bytes
     prompt: str
+    true_cfg_scale: float | None
+    """Of several with this prompt."""
 
 
 def repository_of(run: RunFacts, repo: str, *, with_images: bool = True, with_card: bool = True) -> Published:
@@ -134,6 +157,11 @@ def repository_of(run: RunFacts, repo: str, *, with_images: bool = True, with_ca
     return Published(card | files, text)
 
 
+def _name(path: object) -> str | None:
+    """The last part of a path of any system."""
+    return plain(PureWindowsPath(str(path)).name).replace("`", "'") if path else None
+
+
 def _run_of(folder: Path) -> Path:
     return folder.parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
 
@@ -143,10 +171,9 @@ def read_run(folder: Path, base_model: str | None = None, assignments: Sequence[
 
     TrainError or ConfigError for a folder without a result, a damaged LoRA, and a base without a name on the hub.
     """
-    is_lora = (folder / WEIGHTS_NAME).is_file() or not (folder / FULL).is_dir()
-    origin: dict[str, Any] = {}
-    if is_lora:
-        origin = _origin(find_lora(folder))
+    is_full = (folder / FULL).is_dir() and not (folder / WEIGHTS_NAME).is_file()
+    adapter = None if is_full else _adapter(find_lora(folder))
+    origin = adapter.origin if adapter else {}
     run = _run_of(folder)
     if not (run / CONFIG_NAME).is_file() or not (run / RUN_FACTS_NAME).is_file():
         expected, do = (
@@ -160,18 +187,20 @@ def read_run(folder: Path, base_model: str | None = None, assignments: Sequence[
         raise TrainError("the run names no known pipeline", where=run, expected=" or ".join(PIPELINES), found=name)
     pipeline = PIPELINES[str(name)]
     base = base_model or str(origin.get("model") or config.model.path or "")
-    return RunFacts(folder, config, facts, is_lora, pipeline, _checked_base(base, base_model, pipeline))
+    return RunFacts(folder, config, facts, adapter, pipeline, _checked_base(base, base_model, pipeline))
 
 
-def _origin(file: Path) -> dict[str, Any]:
-    """The model and cache recorded in a LoRA file (`lora/adapter.py`, which needs torch); {} if there are none."""
+def _adapter(file: Path) -> Adapter:
+    """What the file of an adapter says; TrainError if it is damaged."""
     try:
         check_safetensors(file, TrainError)
         with safe_open(file, framework="np") as opened:
-            origin = json.loads((opened.metadata() or {}).get(METADATA_KEY, "{}")).get("trained_on")
-    except (OSError, SafetensorError, ValueError, AttributeError) as error:
+            settings, kind = settings_in(opened.metadata()), type_of_names(opened.keys())
+    except (OSError, SafetensorError, ValueError) as error:
         raise TrainError(f"the LoRA cannot be read: {first_line(error)}", where=file) from None
-    return origin if isinstance(origin, dict) else {}
+    origin = settings.pop(ORIGIN, {})
+    settings = {name.removeprefix(f"{PREFIX}."): value for name, value in settings.items()}
+    return Adapter(kind, settings, origin if isinstance(origin, dict) else {})
 
 
 def _checked_base(base: str, given: str | None, pipeline: Pipeline) -> str:
@@ -191,8 +220,10 @@ def _checked_base(base: str, given: str | None, pipeline: Pipeline) -> str:
 def _weights(run: RunFacts) -> Iterator[tuple[str, Path | bytes]]:
     """The files of the weights. A config.json loses the path that diffusers writes into it, and with it the list of
     checksums its meaning."""
-    if run.is_lora:
+    if run.adapter:
         yield WEIGHTS_NAME, run.folder / WEIGHTS_NAME
+        if run.adapter.type in BY_PEFT:
+            yield from _for_peft(run.adapter, run.folder / WEIGHTS_NAME)
         return
     folder = run.folder / FULL
     listed = folder if (folder / CHECKSUMS).is_file() else run.folder
@@ -207,21 +238,46 @@ def _weights(run: RunFacts) -> Iterator[tuple[str, Path | bytes]]:
             yield name, path
 
 
+def _for_peft(adapter: Adapter, path: Path) -> Iterator[tuple[str, bytes]]:
+    """The same weights as the two files that `peft.PeftModel.from_pretrained` takes: only names change."""
+    config = {**adapter.settings, "peft_type": adapter.type.peft_type, "inference_mode": True}
+    yield "adapter_config.json", json.dumps(config, indent=2, sort_keys=True).encode("utf-8")
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = {name: value for name, value in json.loads(data[8:end]).items() if name != "__metadata__"}
+    renamed = {f"base_model.model.{name.removeprefix(f'{PREFIX}.')}": value for name, value in header.items()}
+    text = json.dumps(renamed).encode("utf-8")
+    yield "adapter_model.safetensors", b"".join(sealed(len(text).to_bytes(8, "little") + text + data[end:]))
+
+
 def _images(run: Path) -> list[ShownImage]:
     """The images of the newest step that is decoded, in the order of their names."""
     decoded = {path.parent for path in (run / VALIDATION).glob("step-*/*.png")}
     steps = sorted((int(match[1]), path) for path in decoded if (match := STEP.fullmatch(path.name)))
-    return [_image(path) for path in sorted(steps[-1][1].glob("*.png"))[:MOST_IMAGES]] if steps else []
+    if not steps:
+        return []
+    folder = steps[-1][1]
+    words = {png: each for file in sorted(folder.glob("*.safetensors")) for png, each in _words(file)}
+    known, others = [png for png in words if png.is_file()], sorted({*folder.glob("*.png")} - words.keys())
+    return [_image(path, *words.get(path, ("", None))) for path in [*known, *others][:MOST_IMAGES]]
 
 
-def _image(path: Path) -> ShownImage:
-    """An image with its pixels alone: no other content of the file is published."""
-    latents = path.with_suffix(".safetensors")
-    prompt = ""
-    if latents.is_file():
+def _words(latents: Path) -> Iterator[tuple[Path, tuple[str, float | None]]]:
+    """The PNG of each image of a file, with its prompt, and its guidance if there are several."""
+    try:
         check_safetensors(latents, TrainError)
         with safe_open(latents, framework="np") as file:
-            prompt = (file.metadata() or {}).get("prompt", "")
+            metadata = file.metadata() or {}
+        scales = [None if scale is None else float(scale) for scale in json.loads(metadata.get(SCALES, "[null]"))]
+    except (OSError, SafetensorError, ValueError, TypeError) as error:
+        what = f"the prompt of an image cannot be read: {first_line(error)}"
+        raise TrainError(what, where=latents, do="delete this file and its images; or add --no-images") from None
+    for number, scale in enumerate(scales):
+        yield png_of(latents, number), (metadata.get("prompt", ""), scale)
+
+
+def _image(path: Path, prompt: str, true_cfg_scale: float | None) -> ShownImage:
+    """An image with its pixels alone: no other content of the file is published."""
     data = BytesIO()
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(path, formats=["PNG"]) as image:
@@ -230,7 +286,7 @@ def _image(path: Path) -> ShownImage:
     except UNREADABLE as error:
         do = "delete it, and run `qwen-train decode` again; or add --no-images"
         raise TrainError(f"this image cannot be read: {first_line(error)}", where=path, do=do) from None
-    return ShownImage(path.name, data.getvalue(), prompt)
+    return ShownImage(path.name, data.getvalue(), prompt, true_cfg_scale)
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------
@@ -251,36 +307,39 @@ def _card(run: RunFacts, repo: str, images: list[ShownImage]) -> str:
         license_name=None if is_known else licence,
         license_link=None if is_known else link,
         pipeline_tag=_pipeline_tag(run),
-        tags=[*_type_tags(run), "diffusers", "qwen-image", "qwen-cache"],
-        base_model_relation="adapter" if run.is_lora else "finetune",
+        tags=[*_adapter_tags(run), "diffusers", "qwen-image", "qwen-cache"],
+        base_model_relation="adapter" if run.adapter else "finetune",
         **extra,
     )
     parts = [f"# {repo.rpartition('/')[2]}", _introduction(run, trigger, link)]
     parts += ["<Gallery />"] if images else []
-    parts += _usage(run, repo)
+    parts += ["## Use it with diffusers", f"```python\n{_code(run, repo)}\n```"]
     parts += ["## Training", _table([("setting", "value"), *_settings(run)])]
     parts += ["## Dataset", _table([("", "value"), *_dataset(run)])]
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"))
 
 
-def _type_tags(run: RunFacts) -> list[str]:
-    """The type of the adapter; for `lora` the hub shows how to load it with `load_lora_weights`."""
-    if run.adapter is None:
-        return []
-    return [run.adapter.name, *(["template:sd-lora"] if run.adapter is LORA else [])]
-
-
 def _widget(image: ShownImage) -> dict[str, Any]:
-    return {"text": image.prompt or " ", "output": {"url": f"{IMAGES}/{image.name}"}}
+    parameters = {} if image.true_cfg_scale is None else {"parameters": {SCALES: image.true_cfg_scale}}
+    return {"text": image.prompt or " ", **parameters, "output": {"url": f"{IMAGES}/{image.name}"}}
+
+
+def _adapter_tags(run: RunFacts) -> list[str]:
+    """The hub's tags: under `lora` it shows how a pipeline loads one, which is wrong for other types."""
+    return [run.adapter.type.name, "template:sd-lora"] if run.adapter else []
 
 
 def _introduction(run: RunFacts, trigger: str | None, link: str) -> str:
-    what = "The transformer of a full fine-tuning of"
-    if run.adapter is not None:
-        what = f"{'An' if run.adapter is OFT else 'A'} {run.adapter.title} for"
+    what, lora = "The transformer of a full fine-tuning of", run.config.train.lora
+    if run.adapter:
+        what = f"{'An' if run.adapter.type is OFT else 'A'} {adapter_title(lora)} for"
     base, licence = f"[{run.base_model}](https://huggingface.co/{run.base_model})", run.family.licence
     text = f"{what} {base}, trained by [qwen-cache]({REPOSITORY}) {__version__}."
     text += f" The trigger word is `{plain(trigger)}`." if trigger else ""
+    if file := run.single_file:
+        text += f"\n\nThe transformer that it was trained on is not that repository's, but the file `{file}`."
+    if assistant := run.assistant:
+        text += f"\n\nIt was trained beside the assistant LoRA `{assistant}`, which is not part of it."
     if licence != "apache-2.0":
         text += (
             f"\n\nThe base is under the [{licence}]({link}) licence, which allows **no commercial use**. It holds for "
@@ -296,28 +355,14 @@ def _pipeline_tag(run: RunFacts) -> str:
     return "image-to-image" if edits else "text-to-image"
 
 
-def _usage(run: RunFacts, repo: str) -> list[str]:
-    """A heading, and how to generate with the weights: with diffusers if it loads them."""
-    if run.adapter is None or run.adapter in LOADED_BY:
-        return ["## Use it with diffusers", f"```python\n{_code(run, repo)}\n```"]
-    name = repo.rpartition("/")[2]
-    image = "--image photo.jpg " if run.pipeline.min_controls else ""
-    return [
-        "## Use it with qwen-cache",
-        f"diffusers does not load a {run.adapter.title}.",
-        f"```sh\nhf download {repo} {WEIGHTS_NAME} --local-dir {name}\n"
-        f'qwen-train predict --model {run.base_model} --lora {name} {image}--prompt "…"\n```',
-    ]
-
-
 def _code(run: RunFacts, repo: str) -> str:
     pipeline = run.pipeline.name
     load = f'"{run.base_model}", dtype=torch.bfloat16'
-    if run.adapter is not None:
-        return (
-            f"import torch\nfrom diffusers import {pipeline}\n\n"
-            f'pipe = {pipeline}.from_pretrained({load}).to("cuda")\n{LOADED_BY[run.adapter].format(repo=repo)}'
-        )
+    if run.adapter:
+        imports = f"import torch\nfrom diffusers import {pipeline}\n"
+        imports += "from peft import PeftModel\n" if run.adapter.type in BY_PEFT else ""
+        loading = LOADING[run.adapter.type].format(repo=f'"{repo}"')
+        return f'{imports}\npipe = {pipeline}.from_pretrained({load}).to("cuda")\n{loading}'
     kind = run.family.transformer
     return (
         f"import torch\nfrom diffusers import {pipeline}, {kind}\n\n"
@@ -329,11 +374,11 @@ def _code(run: RunFacts, repo: str) -> str:
 def _settings(run: RunFacts) -> Iterator[tuple[str, str]]:
     """The settings that decide the result, without those that could hold a path, in the order of qwen.yaml."""
     defaults, values = Config().flat(), run.config.flat()
-    shown = {*ALWAYS, *(["train.lora.target_modules"] if run.adapter else [])}
-    shown |= {"train.lora.rank"} if run.adapter not in (None, OFT) else set()
+    shown = {*ALWAYS, *(OF_LORA if run.adapter else ())}
+    without = "train.lora." if not run.adapter else "train.lora.rank" if run.adapter.type == OFT else "train.lora.oft_"
     for name, value in values.items():
         wanted = name in shown or (name.startswith(SECTIONS) and value != defaults.get(name))
-        wanted = wanted and (run.is_lora or not name.startswith("train.lora."))
+        wanted = wanted and not name.startswith(without)
         if wanted and value is not None and _is_harmless(name, value):
             yield f"`{name}`", plain(", ".join(map(str, value)) if isinstance(value, list) else str(value))
 

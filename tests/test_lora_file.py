@@ -26,8 +26,9 @@ from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.format.cache import Sample
 from qwen_cache.settings.load import load_config
 from qwen_train import train as training
-from qwen_train.lora.adapter import METADATA_KEY, lora_weights, origin_of, start_from, write_lora
+from qwen_train.lora.adapter import lora_weights, start_from, write_lora
 from qwen_train.lora.export import read_lora
+from qwen_train.lora.files import METADATA_KEY, origin_of
 
 from .support.caches import build
 from .support.judge import TOLERANCE

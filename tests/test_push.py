@@ -14,20 +14,23 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from peft.utils import get_peft_model_state_dict
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from safetensors import safe_open
 from safetensors.numpy import save
 from safetensors.torch import load_file
 
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import load_config
 from qwen_cache.storage.checksums import sealed, write_checksums
+from qwen_train.lora.files import settings_in
 from qwen_train.publish import read_run, repository_of
 
 from .support.commands import Result, refused, run
 from .support.hub import ModelHub
 from .support.marks import slow
-from .support.runs import Trainer
+from .support.runs import LORA, SMALL, Trainer
 from .support.server import serving
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's way of sending
@@ -38,12 +41,18 @@ SECRET = "s3cret"
 TINY = {"w": np.zeros((2, 2), np.float32)}
 
 
-def write_run(folder: Path, model: str = BASE, pipeline: str = "QwenImageEditPlusPipeline", **changes: Any) -> Path:
+def write_run(
+    folder: Path,
+    model: str = BASE,
+    pipeline: str = "QwenImageEditPlusPipeline",
+    origin: dict[str, str] | None = None,
+    **changes: Any,
+) -> Path:
     """The folder of a finished run with a validation image at two steps."""
     paths = {f"{part}": f"/home/{SECRET}/{part}" for part in ("cache.path", "train.output_dir", "data.source")}
     values = {**paths, "model.path": f"/models/{SECRET}", "train.lora.rank": 8, "data.trigger_word": "sks", **changes}
     config = load_config(None, given=[Given("", key, value) for key, value in values.items()])
-    origin = {"model": model, "pipeline": pipeline, "cache": "0" * 32}
+    origin = {"model": model, "pipeline": pipeline, "cache": "0" * 32, **(origin or {})}
     facts = {"cache": f"/home/{SECRET}", "identity": "0" * 32, "pipeline": pipeline, "samples": 13}
     header = {"lora_adapter_metadata": json.dumps({"trained_on": origin})}
     folder.mkdir()
@@ -145,6 +154,37 @@ def test_the_card_of_a_model_under_the_research_licence_says_so(tmp_path: Path) 
     assert f"[qwen-research]({link}) licence, which allows **no commercial use**" in card.text
 
 
+def test_the_card_names_the_file_of_the_transformer_and_the_assistant_without_their_folders(tmp_path: Path) -> None:
+    origin = {"assistant_lora": "turbo.safetensors, xxh3-128 0, weight 1"}
+    paths = {
+        "model.transformer": f"C:\\{SECRET}\\tuned.gguf",
+        "train.assistant_lora": f"{SECRET}/turbo.safetensors:0.5",
+    }
+    card = json.loads(push(write_run(tmp_path / "out", origin=origin, **paths), "--dry-run", "--json").stdout)["card"]
+    assert "trained on is not that repository's, but the file `tuned.gguf`." in card
+    assert "beside a frozen second LoRA, `turbo.safetensors, xxh3-128 0, weight 1`, which is no part of it." in card
+    assert SECRET not in card
+
+
+def test_the_card_shows_every_image_with_its_prompt_and_its_guidance(tmp_path: Path, hub: ModelHub) -> None:
+    """Several of a file, as of a validation cache, and one without latents."""
+    folder = write_run(tmp_path / "out")
+    images = folder / "validation" / "step-10"
+    metadata = {"prompt": "sks at night", "true_cfg_scale": "[1.0, 4.0]"}
+    (images / "b.safetensors").write_bytes(b"".join(sealed(save(TINY, metadata))))
+    for name in ("b", "b-2", "c"):
+        Image.new("RGB", (8, 8)).save(images / f"{name}.png")
+    assert push(folder).code == 0
+    assert card_of(hub.branches["main"], tmp_path).data.to_dict()["widget"] == [
+        {"text": "sks, at step 10", "output": {"url": "images/a.png"}},
+        {"text": "sks at night", "parameters": {"true_cfg_scale": 1.0}, "output": {"url": "images/b.png"}},
+        {"text": "sks at night", "parameters": {"true_cfg_scale": 4.0}, "output": {"url": "images/b-2.png"}},
+        {"text": " ", "output": {"url": "images/c.png"}},
+    ]
+    (images / "b.safetensors").write_bytes(b"".join(sealed(save(TINY, metadata | {"true_cfg_scale": "x"}))))
+    refused(push(folder), "b.safetensors: the prompt of an image cannot be read", "or add --no-images")
+
+
 def test_all_weights_are_published_without_the_path_that_diffusers_wrote(tmp_path: Path, hub: ModelHub) -> None:
     folder = write_run(tmp_path / "out")
     (folder / "pytorch_lora_weights.safetensors").unlink()
@@ -208,20 +248,6 @@ def test_a_hub_that_cannot_be_reached_is_a_sentence(
     refused(push(folder), f"{REPO}: the hub cannot be reached")
 
 
-def test_the_card_says_how_each_type_of_adapter_is_loaded(tmp_path: Path) -> None:
-    types = {
-        "lokr": ("A LoKr for", 'pipe.transformer.load_lora_adapter("me/cats", weight_name='),
-        "loha": ("A LoHa for", "diffusers does not load a LoHa."),
-        "oft": ("An OFT for", f'predict --model {BASE} --lora cats --image photo.jpg --prompt "…"'),
-    }
-    for kind, texts in types.items():
-        folder = write_run(tmp_path / kind, BASE, **{"train.lora.type": kind, "train.lora.rank": 16})
-        card = repository_of(read_run(folder), REPO).card
-        assert all(text in card for text in (*texts, f"| `train.lora.type` | {kind} |")), card
-        assert ("train.lora.rank" in card, "load_lora_weights" in card) == (kind != "oft", False)
-        assert ModelCard(card).data.tags[0] == kind
-
-
 def test_the_trigger_word_is_that_of_the_caches_without_the_teachers(tmp_path: Path) -> None:
     for word in ("sks", "dog"):
         (tmp_path / word).mkdir()
@@ -233,13 +259,14 @@ def test_the_trigger_word_is_that_of_the_caches_without_the_teachers(tmp_path: P
         assert ModelCard(card).data.to_dict().get("instance_prompt") == ("sks" if teacher else None)
 
 
-@pytest.mark.parametrize("variant", [slow("lora"), slow("lokr"), slow("full")])
+@pytest.mark.parametrize("variant", [slow(each) for each in ("lora", "lokr", "loha", "oft", "full")])
 def test_the_code_of_the_card_loads_what_was_trained(
     variant: str, train: Trainer, tmp_path: Path, hub: ModelHub
 ) -> None:
     """With the uploaded files in a folder in place of the repository, and the tiny model in place of the base, without
     its processor, which needs torchvision."""
-    folder = train(train__method="full") if variant == "full" else train(train__lora__type=variant)
+    settings = {"train.method": "full"} if variant == "full" else {"train.lora.type": variant}
+    folder = train(settings=SMALL | settings | ({"train.lora.rank_pattern": {"to_q": 2}} if variant == "loha" else {}))
     assert push(folder, "--base-model", BASE).code == 0
     copy = tmp_path / "copy"
     for name, data in hub.branches["main"].items():
@@ -251,13 +278,22 @@ def test_the_code_of_the_card_loads_what_was_trained(
     code = match[1].replace(f'"{BASE}"', base).replace(f'"{REPO}"', repr(str(copy))).replace("cuda", "cpu")
     names: dict[str, Any] = {}
     exec(code, names)
-    found, file = names["pipe"].transformer.state_dict(), next(copy.rglob("*.safetensors"))
-    for name, tensor in load_file(file).items():
-        loaded = found[
-            re.sub(
-                r"^transformer\.|(?<=lora_[AB]\.)(?=weight)|(lokr_w\w+)$",
-                lambda part: f"{part[1]}.default_0" if part[1] else "" if part[0] else "default_0.",
-                name,
+    transformer = names["pipe"].transformer
+    if variant == "full":
+        found, trained = transformer.state_dict(), load_file(next((folder / "transformer").glob("*.safetensors")))
+    else:
+        ((adapter, config),) = transformer.peft_config.items()
+        found, trained = get_peft_model_state_dict(transformer, adapter_name=adapter), load_file(folder / LORA)
+        assert config.peft_type.lower() == variant
+        with safe_open(folder / LORA, framework="np") as file:
+            assert getattr(config, "rank_pattern", {}) == settings_in(file.metadata()).get(
+                "transformer.rank_pattern", {}
             )
-        ]
+    assert len(found) == len(trained)
+    for name, tensor in trained.items():
+        loaded = found[name.removeprefix("transformer.")]
         assert torch.equal(loaded, tensor.to(loaded.dtype))
+    inputs = {"hidden_states": torch.zeros(1, 4, 64), "encoder_hidden_states": torch.zeros(1, 5, 64)}
+    cast = {name: tensor.bfloat16() for name, tensor in inputs.items()}
+    output = transformer(**cast, timestep=torch.tensor([0.5]), img_shapes=[[(1, 2, 2)]], return_dict=False)[0]
+    assert output.dtype == torch.bfloat16

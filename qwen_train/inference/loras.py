@@ -23,9 +23,8 @@ from qwen_cache.errors import ConfigError, TrainError, first_line
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.plain_text import plain
 from qwen_cache.storage.checksums import check_safetensors
-from qwen_train.lora.adapter import PREFIX, origin_of
 from qwen_train.lora.export import add_to_weights, attach, check_fit, check_pairs, read_lora
-from qwen_train.lora.files import WeightedLora
+from qwen_train.lora.files import PREFIX, WeightedLora, origin_of
 from qwen_train.lora.names import only_export_reads
 from qwen_train.lora.types import LORA, OFT, AdapterType, type_of_names
 from qwen_train.model.modulation import TabulatedTransformer2DModel

@@ -14,7 +14,6 @@ import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +25,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from qwen_cache.errors import ConfigError, TrainError
-from qwen_cache.format.fields import parse_json
 from qwen_cache.settings.train import LoraConfig
 from qwen_cache.storage.checksums import check_safetensors, sealed
 from qwen_cache.storage.durable import write_durably
-from qwen_train.lora.files import find_start
+from qwen_train.lora.files import METADATA_KEY, ORIGIN, PREFIX, find_start, settings_in
 from qwen_train.lora.tensors import alpha_of, rank_of
 from qwen_train.lora.types import type_of
 from qwen_train.model.sharding import assign
-
-PREFIX = "transformer"
-METADATA_KEY = "lora_adapter_metadata"  # where diffusers' loader reads rank and alpha
-ORIGIN = "trained_on"
-"""Key in that JSON text: the model, its pipeline and the identity of the cache."""
 
 
 def add_lora(transformer: Any, config: LoraConfig) -> None:
@@ -167,22 +160,6 @@ def write_lora(transformer: Any, weights: Mapping[str, Tensor], path: Path, orig
     text = json.dumps(metadata | ({ORIGIN: dict(origin)} if origin else {}), indent=2, sort_keys=True)
     prefixed = {f"{PREFIX}.{name}": tensor for name, tensor in weights.items()}
     write_durably(path, *sealed(save(prefixed, {METADATA_KEY: text})))
-
-
-def settings_in(header: Mapping[str, str] | None, key: str = METADATA_KEY) -> dict[str, Any]:
-    """The JSON object under `key` in a file's metadata; {} without one, ValueError for something else."""
-    settings = parse_json((header or {}).get(key, "{}"))
-    if not isinstance(settings, dict):
-        raise ValueError(f"{key} in its metadata is not a JSON object")  # noqa: TRY004 (callers name the file)
-    return settings
-
-
-def origin_of(path: Path) -> dict[str, Any]:
-    """The model and cache recorded in a LoRA file; {} for a file of another trainer."""
-    with safe_open(path, framework="np") as file, suppress(ValueError):
-        origin = settings_in(file.metadata()).get(ORIGIN)
-        return origin if isinstance(origin, dict) else {}
-    return {}
 
 
 def start_from(transformer: Any, path: Path) -> None:

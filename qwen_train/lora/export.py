@@ -37,8 +37,7 @@ from qwen_cache.settings.load import CONFIG_NAME, load_config
 from qwen_cache.settings.model import ModelConfig
 from qwen_cache.storage.checksums import check_safetensors, sealed, write_checksums
 from qwen_cache.storage.durable import make_folder, whole_folder, write_durably
-from qwen_train.lora.adapter import METADATA_KEY, ORIGIN, PREFIX, settings_in
-from qwen_train.lora.files import check_export, find_lora
+from qwen_train.lora.files import METADATA_KEY, ORIGIN, PREFIX, check_export, find_lora, settings_in
 from qwen_train.lora.names import COMFYUI_NAMES, DOWN, UP, comfyui_prefix, peft_names
 from qwen_train.lora.tensors import alpha_of, by_module, layer_shape, lokr_scale, rank_of, scaled_lokr
 from qwen_train.lora.types import LOHA, LOKR, LORA, OFT, AdapterType, type_of, type_of_names

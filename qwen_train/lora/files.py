@@ -1,17 +1,30 @@
-"""Find the file of a LoRA without torch, so that a path without one is refused before anything is loaded."""
+"""Find the file of a LoRA, and what its header says, without torch, so that a path without one is refused before
+anything is loaded."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
 
 from qwen_cache.errors import ConfigError, TrainError, first_line
+from qwen_cache.format.fields import parse_json
 from qwen_cache.settings.train import TrainConfig
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 """The LoRA in the output folder of a run, by the name that diffusers' pipelines look for."""
+PREFIX = "transformer"
+"""What the names of its tensors, and of peft's settings in its header, begin with, before a dot."""
+METADATA_KEY = "lora_adapter_metadata"
+"""Where diffusers' loader reads peft's settings, such as rank and alpha, as JSON text."""
+ORIGIN = "trained_on"
+"""Key in that JSON text: the model, its pipeline and the identity of the cache."""
 
 ON_HUB = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*(?<!\.safetensors))(?:/(?P<file>[^\\]+\.safetensors))?")
 """A repository on the hub, or a file of it."""
@@ -103,6 +116,22 @@ def _download(repository: str, file: str) -> Path:
         what = f"train.assistant_lora: no such file here, and none from the hub: {first_line(error)}"
         do = "name a file that exists here, or owner/repository/file on the hub"
         raise ConfigError(what, where=f"{repository}/{file}", do=do) from None
+
+
+def settings_in(header: Mapping[str, str] | None, key: str = METADATA_KEY) -> dict[str, Any]:
+    """The JSON object under `key` in a file's metadata; {} without one, ValueError for something else."""
+    settings = parse_json((header or {}).get(key, "{}"))
+    if not isinstance(settings, dict):
+        raise ValueError(f"{key} in its metadata is not a JSON object")  # noqa: TRY004 (callers name the file)
+    return settings
+
+
+def origin_of(path: Path) -> dict[str, Any]:
+    """The model and cache recorded in a LoRA file; {} for a file of another trainer."""
+    with safe_open(path, framework="np") as file, suppress(ValueError):
+        origin = settings_in(file.metadata()).get(ORIGIN)
+        return origin if isinstance(origin, dict) else {}
+    return {}
 
 
 def check_export(form: str, out: Path) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from torch import Tensor
 
 from qwen_cache.errors import TrainError
-from qwen_train.lora.adapter import PREFIX
+from qwen_train.lora.files import PREFIX
 from qwen_train.lora.types import TYPES
 
 COMFYUI_PREFIX = "diffusion_model"
