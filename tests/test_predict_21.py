@@ -176,6 +176,8 @@ def test_what_is_not_given_is_the_pipelines_own_default(tiny_model: TinyModel, m
     class Pipeline:
         devices, interrupt = CPU, False
 
+        without_images = property(lambda self: self)
+
         def set_progress_bar_config(self, **options: Any) -> None: ...
 
         def __call__(self, **arguments: Any) -> Any:
