@@ -102,6 +102,24 @@ def test_two_stopped_processes_resume_bit_for_bit(train: Trainer, fsdp: bool, me
     assert differences(written(by_two(train, "--resume", settings=settings)), whole) == []
 
 
+@pytest.mark.parametrize(("fsdp", "method"), [(False, "lora"), (True, "full")], ids=["ddp", "fsdp2, full"])
+def test_two_processes_equal_one_with_an_optimizer_of_two_modes(train: Trainer, fsdp: bool, method: str) -> None:
+    """All evaluate and save between steps, and one continues where two stopped."""
+    pytest.importorskip("schedulefree")
+    settings = {name: value for name, value in STEPS.items() if name not in ("train.ema_decay", "optimizer.eps")}
+    settings |= {"train.method": method, "optimizer.name": "schedulefree.AdamWScheduleFree"}
+    settings |= {"optimizer.arguments": {"eps": STEPS["optimizer.eps"]}, "train.batch_size": 1}
+    settings |= {"train.validation_split": 0.4, "validation.validation_steps": 1}
+    one = train(settings=settings, train__gradient_accumulation_steps=2, out="one")
+    out = by_two(train, settings=settings, train__fsdp=fsdp, train__max_steps=2)
+    train("--resume", settings=settings, train__gradient_accumulation_steps=2)
+    for name in ("loss", "validation_loss"):
+        assert column(out, name) == pytest.approx(column(one, name), rel=1e-5)
+    weights = "transformer/*.safetensors" if method == "full" else LORA
+    found, expected = (load_file(next(each.glob(weights))) for each in (out, one))
+    assert relative_error(found, expected) < 1e-5
+
+
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
 def test_two_processes_equal_one_with_a_teacher_for_one_of_them(train_mixed: Trainer, fsdp: bool) -> None:
     """In some steps one process alone has a sample with the teacher; both have a frozen second LoRA."""

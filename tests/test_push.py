@@ -162,7 +162,7 @@ def test_the_card_names_the_file_of_the_transformer_and_the_assistant_without_th
     }
     card = json.loads(push(write_run(tmp_path / "out", origin=origin, **paths), "--dry-run", "--json").stdout)["card"]
     assert "trained on is not that repository's, but the file `tuned.gguf`." in card
-    assert "beside a frozen second LoRA, `turbo.safetensors, xxh3-128 0, weight 1`, which is no part of it." in card
+    assert "beside the assistant LoRA `turbo.safetensors, xxh3-128 0, weight 1`, which is not part of it." in card
     assert SECRET not in card
 
 
