@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from PIL import Image
@@ -205,6 +206,46 @@ def test_a_table_is_copied_with_captions_in_place_of_empty_prompts(
     assert (len(rows), problems) == (3, [])
 
 
+def test_a_table_that_changes_gets_no_caption_of_another_row(
+    tmp_path: Path, writer: Writer, caption: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a stopped run and the next, or during one. The copy is marked as UTF-8 where the table is."""
+    for image in "abc":
+        Image.new("RGB", (64, 64)).save(tmp_path / f"{image}.png")
+    table, mark, answer = tmp_path / "t.csv", "\ufeff", writer.caption
+    table.write_text(f"{mark}image,text\r\na.png,\r\nb.png,\r\n", encoding="utf-8", newline="")
+    writer.stop_after = 1
+    assert caption(table, variant="t2i").code != 0
+    writer.stop_after = 99
+    table.write_text(f"{mark}image,text\r\nc.png,ä\r\na.png,\r\nb.png,\r\n", encoding="utf-8", newline="")
+
+    def changing(images: Sequence[Image.Image], instruction: str) -> str:
+        table.write_text(f'{mark}image,text\nb.png,\na.png,\nc.png,"two\nlines"\n', encoding="utf-8")
+        return answer(images, instruction)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "caption", changing)
+        what = f"{table}: this table was changed while its captions were written"
+        refused(caption(table, variant="t2i"), what, "run the same command again: the captions so far are kept")
+    assert caption(table, variant="t2i").code == 0
+    assert len(writer.asked) == 2
+    expected = f'{mark}image,text\nb.png,"describe, caption 2"\na.png,"describe, caption 1"\nc.png,"two\nlines"\n'
+    assert (tmp_path / "t-captioned.csv").read_text(encoding="utf-8") == expected
+
+
+def test_another_model_may_be_a_repository_on_the_hub(
+    tmp_path: Path, caption: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    asked: list[Any] = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: (asked.append(name), tmp_path)[1])
+    monkeypatch.setattr(captioning, "load_captioners", lambda model, _: (asked.append(model), [Writer()])[1])
+    assert caption(tmp_path, "--captioner", "Qwen/Qwen2.5-VL-7B-Instruct", "--dry-run", variant="t2i").code == 0
+    assert asked == []
+    assert caption(tmp_path, "--captioner", "Qwen/Qwen2.5-VL-7B-Instruct", variant="t2i").code == 0
+    assert asked == ["Qwen/Qwen2.5-VL-7B-Instruct", tmp_path]
+
+
 def test_what_cannot_be_captioned_is_refused(
     tmp_path: Path, pairs: Path, writer: Writer, caption: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,5 +258,5 @@ def test_what_cannot_be_captioned_is_refused(
     refused(caption(pairs), "1 problem in the source")
     monkeypatch.undo()
     wrong = caption(tmp_path / "t.csv", "--captioner", tmp_path / "none", variant="t2i")
-    refused(wrong, f"{tmp_path / 'none'}: caption.model: no such folder", "without --captioner")
+    refused(wrong, f"{tmp_path / 'none'}: no such folder", "give the folder of a model, or a repository such as")
     assert not writer.asked

@@ -12,7 +12,7 @@ from qwen_cache.console import console, counting, plural, print_json, print_prob
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.extras import require
 from qwen_cache.format.identity import canonical_json, content_hash
-from qwen_cache.models.folder import ModelFolder, open_model
+from qwen_cache.models.folder import ModelFolder, check_name, open_language_model, open_model
 from qwen_cache.plain_text import plain, shell_line
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.caption_files import CaptionFiles, caption_files
@@ -30,6 +30,8 @@ def run_caption(
     if not dry_run:
         require("torch")
     place, data = location(source or config.data.source), config.data
+    if config.caption.model:
+        check_name(config.caption.model)
     model = open_model(config.model.path, PARTS, config.model.revision)
     rows, problems = read_source(
         place,
@@ -67,9 +69,10 @@ def _write(missing: Sequence[Row], files: CaptionFiles, config: Config, model: M
     """Write the captions of these rows; the problems of those that have none."""
     failed: list[Problem] = []
     if missing:
+        source = open_language_model(config.caption.model) if config.caption.model else model
         from qwen_cache.encode.caption import caption_rows, load_captioners
 
-        captioners = load_captioners(None if config.caption.model else model, config)
+        captioners = load_captioners(source, config)
         with counting("captioning", total=len(missing)) as advance:
             for row, caption in caption_rows(missing, captioners, config.caption):
                 if isinstance(caption, SourceError):

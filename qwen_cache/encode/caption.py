@@ -18,7 +18,7 @@ from PIL import Image
 from transformers import GenerationConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from qwen_cache.errors import ConfigError, SourceError
+from qwen_cache.errors import SourceError
 from qwen_cache.grounding.frozen_qwen import CHAT
 from qwen_cache.models.devices import choose_devices, is_accelerator, torch_dtype
 from qwen_cache.models.folder import ModelFolder
@@ -73,16 +73,13 @@ def smaller(image: Image.Image, pixels: int) -> Image.Image:
     return image.resize(size, Image.Resampling.LANCZOS)
 
 
-def load_captioners(model: ModelFolder | None, config: Config) -> list[Captioner]:
-    """A captioner for each of the text encoder's devices: of `model`, or of `caption.model`."""
+def load_captioners(model: ModelFolder | Path, config: Config) -> list[Captioner]:
+    """A captioner for each of the text encoder's devices: of a model, or of the folder of a language model."""
     settings, dtype = config.caption, torch_dtype(config.cache.dtype)
     devices = choose_devices(config.cache.text_device, "--text-device", preferred=1)
-    folder = model.component("text_encoder") if model else Path(str(settings.model))
-    if not folder.is_dir():
-        do = "download it (`hf download`), and name the folder; without --captioner the text encoder writes"
-        raise ConfigError("caption.model: no such folder", where=folder, do=do)
+    folder = model if isinstance(model, Path) else model.component("text_encoder")
     kind = text_encoder_type(folder)
-    processor = _processor_of(model, kind) if model else make_processor(kind, folder)
+    processor = make_processor(kind, folder) if isinstance(model, Path) else _processor_of(model, kind)
     return [Captioner(load_text_encoder(folder, dtype), processor, kind, settings, device) for device in devices]
 
 

@@ -156,7 +156,10 @@ def open_model(
     With a single file as its `transformer`, of the transformer's folder only config.json is needed.
     """
     name = check_name(name)
-    path = Path(name) if Path(name).is_dir() else _download(name, components, revision, transformer)
+    whole = [each for each in components if each != "transformer" or transformer is None]
+    patterns = ["model_index.json", *(f"{each}/*" for each in whole)]
+    patterns += ["transformer/config.json"] if len(whole) < len(components) else []
+    path = Path(name) if Path(name).is_dir() else _download(name, patterns, revision)
     index = path / "model_index.json"
     if not index.is_file():
         do = "name the folder that contains vae/, text_encoder/ and transformer/, or a repository on the hub"
@@ -218,12 +221,19 @@ def check_name(name: str | None) -> str:
         raise ModelError(
             "this is a file, not a folder" if Path(name).is_file() else "no such folder",
             where=name,
-            do="give a diffusers folder, or a repository such as Qwen/Qwen-Image-Edit-2509",
+            do="give the folder of a model, or a repository such as Qwen/Qwen-Image-Edit-2509",
         )
     return name
 
 
-def _download(name: str, components: Sequence[str], revision: str | None, transformer: str | None) -> Path:
+def open_language_model(name: str) -> Path:
+    """The folder of a vision-language model as transformers stores it, downloaded if there is none; ModelError if it
+    cannot be."""
+    check_name(name)
+    return Path(name) if Path(name).is_dir() else _download(name, ["*.json", "*.txt", "*.jinja", "*.safetensors"], None)
+
+
+def _download(name: str, patterns: list[str], revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -232,9 +242,6 @@ def _download(name: str, components: Sequence[str], revision: str | None, transf
         RepositoryNotFoundError,
     )
 
-    whole = [each for each in components if each != "transformer" or transformer is None]
-    patterns = ["model_index.json", *(f"{each}/*" for each in whole)]
-    patterns += ["transformer/config.json"] if len(whole) < len(components) else []
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (RepositoryNotFoundError, HFValidationError) as error:

@@ -7,7 +7,8 @@ from qwen_cache.settings.section import Positive, Section
 
 class CaptionConfig(Section):
     model: str | None = None
-    """A folder with Qwen2.5-VL or Qwen3-VL that writes the captions; by default the model's own text encoder."""
+    """The Qwen2.5-VL or Qwen3-VL that writes the captions, a folder or a repository on the hub; by default the model's
+    own text encoder."""
     instruction: str = (
         "Describe this image for somebody who has to paint it: subject, surroundings, style and light. Write one short "
         "paragraph, without an introduction."

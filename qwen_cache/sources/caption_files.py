@@ -1,8 +1,9 @@
 """Where captions of a source are written: text files beside the targets of a folder, or a copy of a text table.
 
 Nothing that exists is replaced unless asked: a prompt, a text file without one, a copy made earlier. Captions for a
-table are kept in FILE.partial until all are there, so that a stopped run continues. Sources whose prompts are not in
-files of their own (tars, Parquet, URLs) are refused.
+table are kept in FILE.partial until all are there, by their images, so that a stopped run continues even if rows have
+moved. Refused: a table that is changed meanwhile, and sources whose prompts are not in files of their own (tars,
+Parquet, URLs).
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from qwen_cache.errors import SourceError
+from qwen_cache.format.identity import content_hash
 from qwen_cache.settings.data import DataConfig
 from qwen_cache.sources.columns import LIST_COLUMNS, Columns, find_columns
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
@@ -62,7 +65,7 @@ def caption_files(
             do, expected = "leave out --out, or name a file there", f"a {source.suffix} file in {source.parent}"
             what = "the copy of a table stands beside it, as its paths start there"
             raise SourceError(what, where=copy, expected=expected, do=do)
-        return TableCopy(source, copy, data, settings, replace=replace)
+        return TableCopy(source, copy, data, settings, content_hash(read_bytes(source)), replace=replace)
     expected = f"a folder of images, or a table ({', '.join(READERS)}), on this machine"
     do = "write a table of its images first"
     raise SourceError("captions cannot be written beside this source", where=source, expected=expected, do=do)
@@ -120,6 +123,8 @@ class TableCopy:
     """The copy."""
     data: DataConfig
     settings: str
+    content: str
+    """The hash of the table."""
     replace: bool = field(kw_only=True)
     done: dict[str, str] = field(default_factory=dict)
     """Captions by the location of their row."""
@@ -134,28 +139,33 @@ class TableCopy:
             raise SourceError("this table has been written already", where=self.source, do=do)
         captioned = {row.where for row in rows if row.prompt}
         by_row = {row.where: row for row in reversed(rows) if self.replace or row.where not in captioned}
-        self.done.update(self._kept())
+        kept = self._kept()
+        self.done.update({row.where: kept[key] for row in by_row.values() if (key := _images(row)) in kept})
         return [row for row in reversed(by_row.values()) if row.where not in self.done]
 
-    def _kept(self) -> dict[str, str]:
-        """The captions that an earlier run with these settings made; a line that was cut off is none."""
+    def _kept(self) -> dict[tuple[str, ...], str]:
+        """The captions by an earlier run with these settings, by their images; a line that was cut off is none."""
         kept = {}
         for line in self.partial.read_text(encoding="utf-8").split("\n") if self.partial.is_file() else ():
             try:
-                where, settings, caption = json.loads(line)
+                images, settings, caption = json.loads(line)
             except (ValueError, TypeError):
                 continue
             if settings == self.settings:
-                kept[where] = caption
+                kept[tuple(images)] = caption
         return kept
 
     def write(self, row: Row, caption: str) -> None:
         self.done[row.where] = caption
         with self.partial.open("a", encoding="utf-8", newline="\n") as file:
-            file.write("\n" + json.dumps([row.where, self.settings, caption]))
+            file.write("\n" + json.dumps([_images(row), self.settings, caption]))
 
     def finish(self) -> None:
-        names, records = READERS[self.table.suffix](self.table, read_bytes(self.table).decode("utf-8-sig"))
+        data = read_bytes(self.table)
+        if content_hash(data) != self.content:
+            do = "run the same command again: the captions so far are kept"
+            raise SourceError("this table was changed while its captions were written", where=self.table, do=do)
+        names, records = READERS[self.table.suffix](self.table, data.decode("utf-8-sig"))
         column = self._column(names)
         values = []
         for record in records:
@@ -164,13 +174,19 @@ class TableCopy:
                 caption: Any = self.done.get(where)
                 is_list = column in LIST_COLUMNS or isinstance(row.get(column), list)
                 values.append(row | ({column: [caption] if is_list else caption} if caption is not None else {}))
-        write_durably(self.source, _text(self.table.suffix, list(dict.fromkeys([*names, column])), values).encode())
+        encoding = "utf-8-sig" if data.startswith(BOM_UTF8) else "utf-8"  # spreadsheets tell UTF-8 by it
+        text = _text(self.table.suffix, list(dict.fromkeys([*names, column])), values)
+        write_durably(self.source, text.encode(encoding))
         self.partial.unlink(missing_ok=True)
 
     def _column(self, names: Sequence[str]) -> str:
         needs = Needs(control=False, target=False, prompt=False, columns=self.data.columns)
         columns: Columns = find_columns(names, self.table, needs)
         return next(iter(columns["prompt"]), "prompt")
+
+
+def _images(row: Row) -> tuple[str, ...]:
+    return tuple(str(image) for image in (*row.controls, row.target))
 
 
 def _text(kind: str, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
