@@ -7,6 +7,7 @@ ComfyUI's loader (comfy/weight_adapter) on the tensors of a file, in float64.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from qwen_cache.models.folder import open_model
 from qwen_cache.settings.load import load_config
 from qwen_cache.settings.train import LoraConfig
 from qwen_train.inference.loras import check_loras, load_loras
-from qwen_train.lora.adapter import add_lora, lora_weights, start_from, write_lora
+from qwen_train.lora.adapter import METADATA_KEY, add_lora, lora_weights, start_from, write_lora
+from qwen_train.lora.export import read_lora
 from qwen_train.lora.files import WeightedLora, parse_lora
 from qwen_train.resumable import differences as setting_differences
 from qwen_train.resumable import fixed_settings
@@ -34,6 +36,7 @@ from .support.judge import TOLERANCE
 from .support.marks import slow
 from .support.outputs import relative_error
 from .support.runs import EVERYTHING_RANDOM, LORA, Trainer, differences, written
+from .support.single_files import weights_of, write_gguf
 
 TYPES: dict[str, dict[str, Any]] = {
     "LoHa": {"type": "loha", "rank": 3, "lora_alpha": 5, "rank_pattern": {"to_q": 2}},
@@ -44,6 +47,8 @@ TYPES: dict[str, dict[str, Any]] = {
     "COFT": {"type": "oft", "oft_block_size": 32, "coft": True, "eps": 0.3, "use_cayley_neumann": False},
 }
 QUERY = "transformer_blocks.1.attn.to_q"
+NONE: tuple[bool, str] = (False, "none")
+"""Neither merged nor quantised."""
 EPSILON = float(torch.finfo(torch.float32).eps)
 
 
@@ -303,6 +308,78 @@ def test_damaged_files_are_refused(model: Path, tmp_path: Path) -> None:
         assert message in " ".join(str(error.value).split()), (number, str(error.value))
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("lora", {"rank_pattern": {"(([a-z_.0-9])+)+x": 2}}, "rank_pattern (found {'(([a-z_.0-9])+)+x': 2})"),
+        ("lora", {"alpha_pattern": {"a?" * 30 + "a" * 30: 2}}, "alpha_pattern (found {'a?a?a?"),
+        ("lora", {"alpha_pattern": {"(": 2}}, "alpha_pattern (found {'(': 2})"),
+        ("lora", {"rank_pattern": [1]}, "rank_pattern (found [1])"),
+        ("lora", {"alpha_pattern": {"to_q": "x"}}, "alpha_pattern (found {'to_q': 'x'})"),
+        ("lora", {"r": 2.5}, "r (found 2.5)"),
+        ("lora", {"r": 10**9}, f"{QUERY} (expected r 1000000000, found 2)"),
+        ("lora", {"lora_alpha": math.inf}, "lora_alpha (found inf)"),
+        ("lora", {"init_lora_weights": "pissa"}, "init_lora_weights (found pissa)"),
+        ("lora", {"modules_to_save": ["norm_out"]}, "modules_to_save (found ['norm_out'])"),
+        ("lora", {"of_a_later_peft": 1}, "of_a_later_peft (found 1)"),
+        ("lora", {"use_dora": True}, "does not belong to the tensors of this LoRA (found use_dora=True)"),
+        ("lora", {"peft_type": "LOHA"}, "a LoRA with the settings of another type (found LOHA)"),
+        ("loha", {"alpha": "x"}, "alpha (found x)"),
+        ("loha", {"r": 3}, f"{QUERY} (expected r 3, found 2)"),
+        ("oft", {"oft_block_size": 32}, f"{QUERY} (expected oft_block_size 32, found 16)"),
+        ("oft", {"eps": "a"}, "eps (found a)"),
+    ],
+)
+def test_settings_in_a_file_are_checked_before_peft_gets_them(
+    kind: str, settings: dict[str, Any], message: str, model: Path, tmp_path: Path
+) -> None:
+    """Each of these made peft hang, take all memory, change the base weights, or end in a traceback."""
+    file = small_adapter(tmp_path, kind, settings)
+    for read in (
+        read_lora,
+        lambda it: check_loras(open_model(str(model), ("transformer",)), [WeightedLora(it)], *NONE),
+    ):
+        with pytest.raises(TrainError) as error:
+            read(file)
+        what, _, values = message.partition(" (")
+        for part in (str(file), what, values):
+            assert part in str(error.value)
+
+
+def small_adapter(folder: Path, kind: str, settings: dict[str, Any]) -> Path:
+    """An adapter of one layer, with these settings in its header."""
+    shapes = {
+        "lora": {"lora_A.weight": (2, 64), "lora_B.weight": (64, 2)},
+        "loha": {f"hada_w{i}_{side}": shape for i in (1, 2) for side, shape in (("a", (64, 2)), ("b", (2, 64)))},
+        "oft": {"oft_R.weight": (4, 120)},
+    }[kind]
+    own = {"lora": {"r": 2, "lora_alpha": 1}, "loha": {"r": 2, "alpha": 1}, "oft": {"oft_block_size": 16}}[kind]
+    header = {"peft_type": kind.upper(), "target_modules": [QUERY], **own, **settings}
+    text = json.dumps({f"transformer.{name}": value for name, value in header.items()})
+    file, generator = folder / f"{kind}.safetensors", torch.Generator().manual_seed(0)
+    tensors = {f"transformer.{QUERY}.{name}": torch.randn(it, generator=generator) for name, it in shapes.items()}
+    save_file(tensors, file, {METADATA_KEY: text})
+    return file
+
+
+def test_a_files_expressions_mean_what_they_mean_to_peft_and_its_targets_follow_from_its_tensors(
+    model: Path, tmp_path: Path
+) -> None:
+    endless = "(([a-z_.0-9])+)+x"
+    patterns = {"to_z": 9.0, r"transformer_blocks\.\d+\.attn\.to_q": 4.0}
+    settings = {"r": 8, "rank_pattern": {"attn.to_[qk]": 2}, "alpha_pattern": patterns}
+    file = small_adapter(tmp_path, "lora", {**settings, "target_modules": endless, "exclude_modules": endless})
+    tensors = load_file(file)
+    weight = stock(model).get_parameter(f"{QUERY}.weight") + 4.0 / 2 * (
+        tensors[f"transformer.{QUERY}.lora_B.weight"] @ tensors[f"transformer.{QUERY}.lora_A.weight"]
+    )
+    assert torch.allclose(merged_weights(file, model, tmp_path / "merged")[f"{QUERY}.weight"], weight)
+    expected = stock(model)
+    expected.get_parameter(f"{QUERY}.weight").data.copy_(weight)
+    found = output(pipeline_with([WeightedLora(file)], model).transformer)
+    assert relative_error(found, output(expected)) < TOLERANCE
+
+
 # ---- predict ---------------------------------------------------------------------------------------------------------
 
 
@@ -461,7 +538,19 @@ def test_what_the_transformer_cannot_have_is_refused(model: Path) -> None:
 
 def test_bases_that_a_type_cannot_have_are_refused(train: Trainer) -> None:
     result = train.try_(settings={"train.lora.type": "loha", "model.quantization": "nf4"})
-    refused(result, "train.lora.type", "a LoHa needs the shape of each weight, which 4-bit weights have lost")
+    refused(result, "train.lora.type", "a LoHa needs the shape of each weight, which packed weights have lost")
     refused(result, "(found model.quantization=nf4)", "or model.quantization to int8 or fp8")
+    pytest.importorskip("gguf")
+    packed = train.folder / "a.gguf"
+    write_gguf(packed, weights_of(train.model), "Q8_0")
+    result = train.try_(settings={"train.lora.type": "lokr", "model.transformer": str(packed)})
+    refused(result, "train.lora.type", "a LoKr needs the shape of each weight", "(found GGUF weights)")
+    file = random_adapter(train.model, train.folder / "run", **TYPES["LoHa"])[0]
+    with pytest.raises(ConfigError) as error:
+        check_loras(
+            open_model(str(train.model), ("transformer",), transformer=str(packed)), [WeightedLora(file)], *NONE
+        )
+    assert f"{file}: a LoHa needs the shape of each weight, which packed weights have lost" in str(error.value)
+    assert "(found GGUF weights)\n  → generate with the unquantised model" in str(error.value)
     result = train.try_(settings={"train.lora.type": "oft", "train.fsdp": True})
     refused(result, "OFT rotates in float32, and train.fsdp gathers its weights in bfloat16", "set train.fsdp=false")

@@ -24,13 +24,15 @@ from qwen_cache.models.folder import ModelFolder
 from qwen_cache.plain_text import plain
 from qwen_cache.storage.checksums import check_safetensors
 from qwen_train.lora.export import add_to_weights, attach, check_fit, check_pairs, read_lora
-from qwen_train.lora.files import PREFIX, WeightedLora, origin_of
+from qwen_train.lora.files import ORIGIN, PREFIX, WeightedLora, origin_of
 from qwen_train.lora.names import only_export_reads
-from qwen_train.lora.types import LORA, OFT, AdapterType, type_of_names
+from qwen_train.lora.peft_settings import check_settings
+from qwen_train.lora.types import LORA, OFT, AdapterType, check_base, type_of_names
 from qwen_train.model.modulation import TabulatedTransformer2DModel
 from qwen_train.model.stock import stock_class
 
 CONVERT = "convert it with `qwen-train export FILE --to diffusers`"
+UNPACKED = "generate with the unquantised model, or with model.quantization=int8 or fp8"
 UNREADABLE = (ValueError, RuntimeError, KeyError, OSError, SafetensorError)
 
 
@@ -53,6 +55,7 @@ def check_loras(
     layers = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
     _check_types(loras, merge)
     for lora in loras:
+        check_base(_type(lora.file), quantization, config, lora.file, UNPACKED)
         _check_fit(lora.file, layers)
         origin = origin_of(lora.file)
         if origin.get("pipeline", model.pipeline) != model.pipeline:
@@ -74,7 +77,10 @@ def load_loras(pipeline: Any, loras: Sequence[WeightedLora], merge: bool = False
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several are intended
-                pipeline.load_lora_weights(str(lora.file.parent), weight_name=lora.file.name, adapter_name=name)
+                state, settings = _read(lora.file)
+                pipeline.load_lora_into_transformer(
+                    state, pipeline.transformer, adapter_name=name, metadata=settings, _pipeline=pipeline
+                )
         except UNREADABLE as error:
             raise TrainError(f"the LoRA cannot be loaded: {first_line(error)}", where=lora.file) from None
     if loras:
@@ -129,8 +135,7 @@ def _check_fit(file: Path, layers: dict[str, Any]) -> None:
         return
     try:
         check_safetensors(file, TrainError)
-        # of the mixin that the pipelines of all models share
-        state: dict[str, Tensor] = QwenImagePipeline.lora_state_dict(str(file.parent), weight_name=file.name)
+        state, _ = _read(file)
     except UNREADABLE as error:
         raise TrainError(f"this is not a LoRA file: {first_line(error)}", where=file) from None
     do = CONVERT if only_export_reads(_names(file)) else None
@@ -149,6 +154,20 @@ def _check_fit(file: Path, layers: dict[str, Any]) -> None:
             raise TrainError(what, where=where, expected=expected, found=tuple(tensor.shape))
         weights[name] = tensor
     check_pairs(weights, file)
+
+
+def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """A LoRA's tensors and peft's settings, as the stock loader reads them, with the settings checked."""
+    # of the mixin that the pipelines of all models share
+    state, header = QwenImagePipeline.lora_state_dict(
+        str(file.parent), weight_name=file.name, use_safetensors=True, return_lora_metadata=True
+    )
+    if not header:
+        return state, None
+    given = {name.removeprefix(f"{PREFIX}."): value for name, value in header.items() if name != ORIGIN}
+    weights = {name.removeprefix(f"{PREFIX}."): tensor for name, tensor in state.items()}
+    settings = check_settings(given, weights, file)
+    return state, {f"{PREFIX}.{name}": value for name, value in settings.items()}
 
 
 def _names(file: Path) -> list[str]:

@@ -39,8 +39,9 @@ from qwen_cache.storage.checksums import check_safetensors, sealed, write_checks
 from qwen_cache.storage.durable import make_folder, whole_folder, write_durably
 from qwen_train.lora.files import METADATA_KEY, ORIGIN, PREFIX, check_export, find_lora, settings_in
 from qwen_train.lora.names import COMFYUI_NAMES, DOWN, UP, comfyui_prefix, peft_names
+from qwen_train.lora.peft_settings import check_settings
 from qwen_train.lora.tensors import alpha_of, by_module, layer_shape, lokr_scale, rank_of, scaled_lokr
-from qwen_train.lora.types import LOHA, LOKR, LORA, OFT, AdapterType, type_of, type_of_names
+from qwen_train.lora.types import LOHA, LOKR, LORA, OFT, AdapterType, type_of_names
 from qwen_train.model.single_file import DTYPES, load_single_file
 from qwen_train.model.stock import stock_class
 
@@ -118,24 +119,13 @@ def read_lora(file: Path) -> Lora:
     kind = type_of_names(weights)
     if kind == LORA:
         check_pairs(weights, file)
-        return Lora(weights, given or settings_of(weights, alphas), origin)
+        return Lora(weights, check_settings(given, weights, file) or settings_of(weights, alphas), origin)
     modules = by_module(weights, file)
     for module, own in modules.items():
         layer_shape(kind, own, f"{file}: {module}")
     if given:
-        check_type(given, kind, file)
-        return Lora(weights, given, origin)
+        return Lora(weights, check_settings(given, weights, file), origin)
     return of_another_trainer(kind, modules, alphas, file)
-
-
-def check_type(settings: Mapping[str, Any], kind: AdapterType, file: Path) -> None:
-    """Raise TrainError unless peft's settings are those of this type."""
-    try:
-        named = type_of(settings)
-    except ValueError as error:
-        raise TrainError(str(error), where=file) from None
-    if named != kind:
-        raise TrainError(f"a {kind.title} with the settings of another type", where=file, found=named.peft_type)
 
 
 def of_another_trainer(

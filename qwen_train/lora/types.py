@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from qwen_cache.errors import ConfigError
@@ -80,13 +81,8 @@ def check_adapter(config: Config, transformer: Mapping[str, Any]) -> None:
     if settings.method != "lora":
         return
     title = TYPES[settings.lora.type].title
-    if settings.lora.type in ("lokr", "loha") and _packed(config.model.quantization, transformer):
-        raise ConfigError(
-            f"a {title} needs the shape of each weight, which 4-bit weights have lost",
-            where="train.lora.type",
-            found="model.quantization=nf4" if config.model.quantization == "nf4" else "4-bit weights in config.json",
-            do="set train.lora.type=lora, or model.quantization to int8 or fp8 with the unquantised model",
-        )
+    do = "set train.lora.type=lora, or model.quantization to int8 or fp8 with the unquantised model"
+    check_base(TYPES[settings.lora.type], config.model.quantization, transformer, "train.lora.type", do)
     if settings.lora.type == "oft" and settings.fsdp:
         raise ConfigError(
             f"{title} rotates in float32, and train.fsdp gathers its weights in bfloat16",
@@ -95,5 +91,20 @@ def check_adapter(config: Config, transformer: Mapping[str, Any]) -> None:
         )
 
 
-def _packed(quantization: str, transformer: Mapping[str, Any]) -> bool:
-    return quantization == "nf4" or '"load_in_4bit": true' in json.dumps(transformer.get("quantization_config"))
+def check_base(
+    kind: AdapterType, quantization: str, transformer: Mapping[str, Any], where: Path | str, do: str
+) -> None:
+    """Raise ConfigError if an adapter of this type cannot be added to weights with this quantisation."""
+    if kind in (LOKR, LOHA) and (packed := _packed(quantization, transformer)):
+        what = f"a {kind.title} needs the shape of each weight, which packed weights have lost"
+        raise ConfigError(what, where=where, found=packed, do=do)
+
+
+def _packed(quantization: str, transformer: Mapping[str, Any]) -> str | None:
+    """Which weights are packed, in words; None if none are."""
+    saved = transformer.get("quantization_config") or {}
+    if quantization == "nf4":
+        return "model.quantization=nf4"
+    if saved.get("quant_method") == "gguf":
+        return "GGUF weights"
+    return "4-bit weights in config.json" if '"load_in_4bit": true' in json.dumps(saved) else None
