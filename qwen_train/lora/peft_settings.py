@@ -75,7 +75,7 @@ FITS: dict[str, Callable[[Any], bool]] = {
 
 
 def check_settings(given: Mapping[str, Any], weights: Mapping[str, Tensor], file: Path) -> dict[str, Any]:
-    """The settings of an adapter with these weights under peft's names, its patterns as names of modules; TrainError.
+    """The settings of an adapter with these weights under peft's names, its targets as names of modules; TrainError.
 
     {} for a file without settings.
     """
@@ -92,8 +92,8 @@ def check_settings(given: Mapping[str, Any], weights: Mapping[str, Tensor], file
     settings = {}
     for name, value in given.items():
         if value is None or name in NOT_NEEDED:
-            continue
-        if not _fits(name, value, defaults):
+            value = defaults.get(name)
+        elif not _fits(name, value, defaults):
             what = "this setting of peft is not one that can be read here"
             raise TrainError(what, where=f"{file}: {name}", found=str(value)[:LONGEST_NAME])
         if name in defaults:
@@ -101,14 +101,13 @@ def check_settings(given: Mapping[str, Any], weights: Mapping[str, Tensor], file
     modules = _modules(kind, weights, file)
     if isinstance(settings.get("target_modules"), str):  # a regular expression
         settings["target_modules"] = sorted(modules)
-    for name in PATTERNS:
-        if settings.get(name):
-            settings[name] = _by_name(settings[name], modules)
+    ranks = _by_name(settings.get(PATTERNS[0]) or {}, modules)
     if kind == LORA and settings.get("use_dora", False) != any(MAGNITUDE in name for name in weights):
         what = "peft's setting use_dora does not belong to the tensors of this LoRA"
         raise TrainError(what, where=file, found=f"use_dora={settings.get('use_dora', False)}")
     for module, rank in modules.items():
-        key, expected = ("oft_block_size", settings.get("oft_block_size")) if kind == OFT else _rank(settings, module)
+        key = "oft_block_size" if kind == OFT else "r"
+        expected = ranks.get(module, settings.get(key))
         if kind in (LORA, LOHA, OFT) and rank != expected:
             raise TrainError(
                 f"the tensors of this {kind.title} do not belong to its settings",
@@ -123,10 +122,6 @@ def _fits(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
     if name in FITS:
         return FITS[name](value)
     return value is False or value in ([], {}) or (name in defaults and value == defaults[name])
-
-
-def _rank(settings: Mapping[str, Any], module: str) -> tuple[str, Any]:
-    return "r", settings.get(PATTERNS[0], {}).get(module, settings.get("r"))
 
 
 def _modules(kind: AdapterType, weights: Mapping[str, Tensor], file: Path) -> dict[str, int | None]:
@@ -174,7 +169,7 @@ def _by_name(patterns: Mapping[str, Any], modules: Iterable[str]) -> dict[str, A
     compiled = [(re.compile(_whole_name(pattern)), value) for pattern, value in patterns.items()]
     found = {}
     for module in modules:
-        own = [patterns[module]] if module in patterns else (value for it, value in compiled if it.match(module))
+        own = (value for it, value in compiled if it.match(module))
         if (value := next(iter(own), None)) is not None:
             found[module] = value
     return found

@@ -92,8 +92,7 @@ def alpha_of(settings: Mapping[str, Any], module: str) -> float:
 
 def _of_module(settings: Mapping[str, Any], pattern: str, default: str, module: str) -> Any:
     patterns = settings.get(pattern) or {}
-    key = module if module in patterns else get_pattern_key(patterns, module)
-    return patterns.get(key, settings[default])
+    return patterns.get(get_pattern_key(patterns, module), settings[default])
 
 
 def lokr_scale(tensors: Tensors, alpha: float | None) -> float:
