@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers import (
-    FlowMatchEulerDiscreteScheduler,
     QwenImage21Pipeline,
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
@@ -30,11 +29,11 @@ from qwen_cache.models.family import PipelineName
 from qwen_cache.models.folder import ModelFolder, check_component
 from qwen_cache.models.loading import load_whole
 from qwen_cache.settings.inference import PredictConfig
-from qwen_cache.system_errors import naming
 from qwen_train.flow import NoiseSchedule
 from qwen_train.inference.devices import Devices, check_offload, memory_for
 from qwen_train.inference.loras import load_loras
 from qwen_train.inference.prompts import Embedded, PromptEncoder
+from qwen_train.inference.settings import load_scheduler
 from qwen_train.lora.files import WeightedLora
 from qwen_train.model.modulation import TabulatedTransformer2DModel, tabulate
 from qwen_train.model.stock import stock_class, trained_class
@@ -62,8 +61,7 @@ def load_pipeline(
     folder = model.component("transformer")
     if model.transformer is None:
         check_component(folder)
-    with naming(model.component("scheduler")):
-        scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.component("scheduler"))
+    scheduler = load_scheduler(model)
     with memory_for("loading the VAE", devices.vae):
         vae = PlacedVae(load_whole(vae_class(model), model.component("vae"), torch_dtype=dtype), devices.vae)
         if offload == "none":

@@ -15,9 +15,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from qwen_cache.console import plural
 from qwen_cache.errors import ConfigError
-from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.folder import ModelFolder, read_config
 from qwen_cache.settings.inference import PredictConfig
-from qwen_cache.system_errors import naming
 from qwen_train.inference.devices import Devices, check_offload
 from qwen_train.model.modulation import check_model
 
@@ -97,6 +96,12 @@ def _check_names(model: ModelFolder, config: PredictConfig) -> None:
             )
 
 
+def load_scheduler(model: ModelFolder) -> FlowMatchEulerDiscreteScheduler:
+    """The model's scheduler; ModelError if its settings cannot be read."""
+    settings = read_config(model.component("scheduler") / "scheduler_config.json")
+    return FlowMatchEulerDiscreteScheduler.from_config(settings)
+
+
 def _check_steps(model: ModelFolder, config: PredictConfig) -> None:
     """Raise ConfigError for steps that would be ignored, or that end in 0 / 0."""
     saved = None if config.sigmas else model.sample_sigmas
@@ -110,8 +115,7 @@ def _check_steps(model: ModelFolder, config: PredictConfig) -> None:
         )
     sigmas = config.sigmas or saved
     last = sigmas[-1] if sigmas else 1 / Sampling.of(model, config).num_inference_steps
-    with naming(model.component("scheduler")):
-        scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.component("scheduler"))
+    scheduler = load_scheduler(model)
     if last == 1 and scheduler.config.shift_terminal:  # stretched by the stock scheduler, it would be 0 / 0
         found = f"--sigmas {last:g}" if config.sigmas else "sample_sigmas 1" if saved else "--num-inference-steps 1"
         what = "the last sigma must be below 1" if sigmas else "one step is too few for this model's scheduler"
