@@ -6,7 +6,6 @@ jaxtyping's import hook (pyproject.toml) is installed.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 from collections import Counter
@@ -65,11 +64,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("ten slowest tests, in seconds of CPU time")
     for nodeid, seconds in total.most_common(10):
         terminalreporter.line(f"{seconds:8.1f}  {nodeid}")
-
-
-def pytest_collection_finish() -> None:
-    """What all tests import stays for good: the garbage collector need not look at it each time."""
-    gc.freeze()
 
 
 # ---- slow tests ------------------------------------------------------------------------------------------------------
