@@ -67,6 +67,9 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
         if config.train.method == "lora" and config.train.lora.weights is not None and newest is None:
             find_start(Path(config.train.lora.weights))
         assistant = find_assistant(config.train)
+        if config.validation.assistant_lora and assistant is None:
+            do = "set train.assistant_lora, or leave it out"
+            raise ConfigError("validation.assistant_lora is about train.assistant_lora, which is not set", do=do)
         weights = hash_transformer(model) if launch.is_main else ""
         assistant_hash = hash_assistant(assistant) if launch.is_main and assistant else ""
         start = Start(

@@ -227,6 +227,8 @@ def test_what_cannot_be_an_assistant_is_refused_by_name(train: Trainer, monkeypa
         result = train.try_(train__assistant_lora=str(value), **changes)
         assert result.code == 2
         assert all(message in result.stderr for message in messages), result.stderr
+    result = train.try_(validation__assistant_lora=True)
+    assert (result.code, "about train.assistant_lora, which is not set" in result.stderr) == (2, True)
     assert not (train.folder / "out").exists()
 
 

@@ -25,7 +25,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from qwen_cache.errors import ConfigError, TrainError
-from qwen_cache.settings.train import LoraConfig
+from qwen_cache.settings.train import TAKES, LoraConfig
 from qwen_cache.storage.checksums import check_safetensors, sealed
 from qwen_cache.storage.durable import write_durably
 from qwen_train.lora.files import METADATA_KEY, ORIGIN, PREFIX, find_start, settings_in
@@ -64,48 +64,23 @@ def add_lora(transformer: Any, config: LoraConfig) -> None:
             parameter.data = parameter.data.float()
 
 
+CONFIGS: dict[str, type[peft.PeftConfig]] = {
+    "lora": peft.LoraConfig,
+    "lokr": peft.LoKrConfig,
+    "loha": peft.LoHaConfig,
+    "oft": peft.OFTConfig,
+}
+
+
 def peft_config(config: LoraConfig) -> peft.PeftConfig:
-    """The settings as peft's; what both take has the same name, except rank and alpha."""
-    targets, rank = config.target_modules, config.rank
-    alpha = config.lora_alpha if config.lora_alpha is not None else rank
-    patterns = {"rank_pattern": dict(config.rank_pattern), "alpha_pattern": dict(config.alpha_pattern)}
-    dropout = {"module_dropout": config.module_dropout}
-    match config.type:
-        case "lora":
-            return peft.LoraConfig(
-                r=rank,
-                lora_alpha=alpha,
-                lora_dropout=config.lora_dropout,
-                target_modules=targets,
-                init_lora_weights=config.init_lora_weights,
-                use_rslora=config.use_rslora,
-                use_dora=config.use_dora,
-                **patterns,
-            )
-        case "lokr":
-            return peft.LoKrConfig(
-                r=rank,
-                alpha=alpha,
-                rank_dropout=config.rank_dropout,
-                target_modules=targets,
-                init_weights=config.init_weights,
-                decompose_both=config.decompose_both,
-                decompose_factor=config.decompose_factor,
-                **dropout,
-                **patterns,
-            )
-        case "loha":
-            rows = {"rank_dropout": config.rank_dropout}
-            return peft.LoHaConfig(r=rank, alpha=alpha, target_modules=targets, **rows, **dropout, **patterns)
-        case "oft":
-            return peft.OFTConfig(
-                oft_block_size=config.oft_block_size,
-                target_modules=targets,
-                coft=config.coft,
-                eps=config.eps,
-                use_cayley_neumann=config.use_cayley_neumann,
-                **dropout,
-            )
+    """The settings that this type takes as peft's, by the same names; only rank is `r`, and LoRA alone has
+    `lora_alpha`, the others `alpha`."""
+    taken = {name: getattr(config, name) for name in TAKES[config.type]}
+    if "rank" in taken:
+        rank, alpha = taken.pop("rank"), taken.pop("lora_alpha")
+        taken |= {"r": rank, "lora_alpha" if config.type == "lora" else "alpha": rank if alpha is None else alpha}
+        taken |= {name: dict(taken[name]) for name in ("rank_pattern", "alpha_pattern")}  # peft changes its own
+    return CONFIGS[config.type](target_modules=config.target_modules, **taken)
 
 
 def name_modules(settings: Any, modules: Sequence[str]) -> None:
