@@ -52,6 +52,16 @@ NewCache = Annotated[
     Given,
     setting("cache.path", "--out", panel=OUTPUT, metavar="FOLDER", help="The cache to create or extend."),
 ]
+VaeDevice = Annotated[
+    Given | None,
+    setting(
+        "cache.vae_device",
+        "--vae-device",
+        panel=DEVICES,
+        metavar="DEVICE",
+        help="The device of the VAE, such as cuda:0, or several: cuda:0,cuda:1.",
+    ),
+]
 TextDevice = Annotated[
     Given | None,
     setting(
@@ -119,11 +129,12 @@ def init(
 )
 def build(
     source: Annotated[
-        str | None,
-        typer.Argument(
+        Given | None,
+        setting_argument(
+            "data.source",
+            "SOURCE",
             help="A folder, table or tars of images, or a URL.",
-            metavar="SOURCE",
-            show_default="data.source of qwen.yaml, else data",
+            default="data.source of qwen.yaml, else data",
         ),
     ] = None,
     model: Model = None,
@@ -197,16 +208,7 @@ def build(
         bool,
         typer.Option("--rehash", help="Read every image and the weights again, changed or not.", rich_help_panel=INPUT),
     ] = False,
-    vae_device: Annotated[
-        Given | None,
-        setting(
-            "cache.vae_device",
-            "--vae-device",
-            panel=DEVICES,
-            metavar="DEVICE",
-            help="The device of the VAE, such as cuda:0, or several: cuda:0,cuda:1.",
-        ),
-    ] = None,
+    vae_device: VaeDevice = None,
     text_device: TextDevice = None,
     ray: Annotated[
         str | None,
@@ -263,13 +265,13 @@ def build(
     edit_mask, head = _mask_and_head(edit_mask)
     columns = (targets, Given("--controls", "data.columns.control", controls) if controls else None)
     masks = (edit_mask, mask_head or head)
-    given = (model, dtype, *columns, on_error, *masks, slice_, validation, vae_device, text_device, out, format)
+    given = (source, model, dtype, *columns, on_error, *masks, slice_, validation, vae_device, text_device, out, format)
     settings = load_config(config, set_, given)
     local_folder(settings.cache.path)
     with rehashing(rehash):
         return run_build(
             settings,
-            source,
+            None,
             ray=ray,
             dry_run=dry_run,
             check=check,
@@ -305,17 +307,78 @@ def encode_worker(source: str, settings: str) -> int:
     return run_encode_worker(parse_config(settings), source)
 
 
+SPOT_CHECK = "Encode some samples again (with --re-encode)"
+
+
 @command(
     app,
-    page="howto/troubleshooting.md",
-    examples=["qwen-cache verify", "qwen-cache verify s3://bucket/shards --json"],
+    page="howto/share-a-cache.md",
+    examples=["qwen-cache verify s3://bucket/shards --json", "qwen-cache verify shards --re-encode 20 --source data"],
 )
-def verify(cache: ReadPath = None, json: Json = False, config: ConfigFile = None, set_: Assignments = None) -> int:
-    """Check every byte of a cache against its hashes."""
-    from qwen_cache.cli.verify import run_verify
+def verify(
+    cache: ReadPath = None,
+    re_encode: Annotated[
+        int | None,
+        typer.Option(
+            help="Instead of checking every byte, encode N random samples again from their images and compare.",
+            metavar="N",
+            min=1,
+            rich_help_panel=SPOT_CHECK,
+        ),
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            help="The images and prompts of the cache.",
+            metavar="SOURCE",
+            show_default="data.source of the qwen.yaml in the cache",
+            rich_help_panel=SPOT_CHECK,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Choose the samples of an earlier check.",
+            metavar="INT",
+            min=0,
+            show_default="another one each time",
+            rich_help_panel=SPOT_CHECK,
+        ),
+    ] = None,
+    model: Annotated[
+        Given | None,
+        setting(
+            "model.path",
+            "--model",
+            panel=SPOT_CHECK,
+            metavar="MODEL",
+            help="The model of the cache: a diffusers folder, or a repository on the hub.",
+            default="model.path of the qwen.yaml in the cache",
+        ),
+    ] = None,
+    vae_device: VaeDevice = None,
+    text_device: TextDevice = None,
+    json: Json = False,
+    config: ConfigFile = None,
+    set_: Assignments = None,
+) -> int:
+    """Check every byte of a cache against its hashes, or some samples against their images."""
+    from qwen_cache.errors import ConfigError
     from qwen_cache.settings.load import load_config
 
-    return run_verify(load_config(config, set_, [cache]).cache.path, as_json=json)
+    path = load_config(config, set_, [cache]).cache.path
+    options = {"--source": source, "--seed": seed, "--model": model}
+    options |= {"--vae-device": vae_device, "--text-device": text_device}
+    if re_encode is not None:
+        from qwen_cache.cli.spot_check import SpotCheck, run_spot_check
+
+        given = (model, vae_device, text_device, Given("CACHE", "cache.path", path))
+        return run_spot_check(path, SpotCheck(re_encode, source, seed, config, set_ or (), given, json))
+    if unused := [name for name, value in options.items() if value is not None]:
+        raise ConfigError("these options go with --re-encode", found=", ".join(unused), do="give --re-encode N too")
+    from qwen_cache.cli.verify import run_verify
+
+    return run_verify(path, as_json=json)
 
 
 WITH_HTML = "The page of --html"
