@@ -8,7 +8,6 @@ bfloat16, and the optimizer rounds updates at random. Full training of quantised
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.extras import install_command
 from qwen_cache.models.devices import full_float32, is_accelerator
 from qwen_cache.models.folder import ModelFolder, check_component, read_config
+from qwen_cache.models.quantized_linear import torchao_config
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.lora.adapter import add_lora, has_lora, load_lora, lora_weights, write_lora
@@ -227,8 +227,7 @@ def _quantization_config(kind: str, dtype: torch.dtype, skipped: list[str]) -> A
                 bnb_4bit_compute_dtype=dtype,
                 llm_int8_skip_modules=skipped,
             )
-        name = {"int8": "Int8WeightOnlyConfig", "fp8": "Float8WeightOnlyConfig"}[kind]
-        weights = getattr(importlib.import_module("torchao.quantization"), name)()
+        weights = torchao_config(kind, "model.quantization")
         return diffusers.TorchAoConfig(weights, modules_to_not_convert=skipped)
     except ImportError as error:
         raise ConfigError(f"model.quantization={kind}: {error}", do=install_command("quantization")) from None

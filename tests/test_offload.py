@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from qwen_cache.cli import doctor
+from qwen_cache.models.offload import ALIGNMENT, OffloadedBlocks, frozen_slots, piece_sizes
 from qwen_cache.settings.load import load_config
 from qwen_train import train as training
 from qwen_train.memory.predict import host_bytes, predict_memory
@@ -119,7 +120,7 @@ def test_at_most_two_blocks_are_on_the_device(offloaded: int) -> None:
     model, plain = transformer(7, offloaded), transformer(7, 0)
     places: set[tuple[int, int]] = set()
     for block in (model.transformer_blocks[i] for i in offload.offloaded_indices(7, offloaded)):
-        slots = list(offload.frozen_slots(block))
+        slots = list(frozen_slots(block))
         block.attn.register_forward_pre_hook(
             lambda *_, slots=slots: places.update(
                 (storage.data_ptr(), storage.nbytes())
@@ -134,7 +135,7 @@ def test_at_most_two_blocks_are_on_the_device(offloaded: int) -> None:
         for block in plain.transformer_blocks
     )
     assert len(places) == min(offloaded, 2)
-    assert sum(size for _, size in places) <= 2 * (largest + offload.ALIGNMENT * len(slots))
+    assert sum(size for _, size in places) <= 2 * (largest + ALIGNMENT * len(slots))
     gradients = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
     assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters() if p.requires_grad)
 
@@ -142,7 +143,7 @@ def test_at_most_two_blocks_are_on_the_device(offloaded: int) -> None:
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 679_600_128, 2**30, 2**30 + 1])
 def test_host_memory_is_what_the_weights_take(size: int) -> None:
     """torch pins powers of two; in these pieces at most a 64th is lost."""
-    pieces = offload.piece_sizes(size)
+    pieces = piece_sizes(size)
     assert all(piece & (piece - 1) == 0 for piece in pieces)
     assert size <= sum(pieces) <= size + max(size // 64, 1)
 
@@ -150,9 +151,9 @@ def test_host_memory_is_what_the_weights_take(size: int) -> None:
 def test_a_copy_is_under_way_before_its_block_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In both directions, so that a GPU need not wait for it: but for the first block of all."""
     events: list[str] = []
-    copy = offload.OffloadedBlocks._copy
+    copy = OffloadedBlocks._copy
     monkeypatch.setattr(
-        offload.OffloadedBlocks, "_copy", lambda host, i, buffer: events.append(f"copy {i}") or copy(host, i, buffer)
+        OffloadedBlocks, "_copy", lambda host, i, buffer: events.append(f"copy {i}") or copy(host, i, buffer)
     )
     model = transformer(3, 3)
     for i, block in enumerate(model.transformer_blocks):

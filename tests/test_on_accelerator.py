@@ -22,10 +22,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from qwen_cache import open_cache
+from qwen_cache.models.live_bytes import FRAGMENTATION, RESERVED
 from qwen_cache.settings.load import load_config
 from qwen_train.inference.memory import Components, memory_beside_training
 from qwen_train.memory.plan import Workload, plan
-from qwen_train.memory.predict import FRAGMENTATION, RESERVED, SampleSize
+from qwen_train.memory.predict import SampleSize
 
 from .support.caches import SMALL as SMALL_BUILD
 from .support.caches import SMALL_ONE_IMAGE

@@ -32,10 +32,11 @@ from qwen_cache.console import (
 from qwen_cache.encode import builder
 from qwen_cache.encode.builder import BuildJob, Encoders, Encoding
 from qwen_cache.encode.cluster import on_cluster
+from qwen_cache.encode.device_plan import DevicePlan, has_accelerator, memory_lines, plan_devices
 from qwen_cache.encode.edit_mask import EditMasks, ReusableSamples, reusable_samples
 from qwen_cache.encode.estimate import bytes_to_write, estimate, free_bytes
 from qwen_cache.encode.load import check_devices, load_lanes
-from qwen_cache.encode.obstacles import changed_recipe, empty_source, full_disk, unusable_rows
+from qwen_cache.encode.obstacles import changed_recipe, empty_source, full_disk, little_memory, unusable_rows
 from qwen_cache.encode.plan import BuildPlan
 from qwen_cache.encode.repair import plan_repair
 from qwen_cache.encode.validation import loaded_once, prepare_with_validation
@@ -74,6 +75,8 @@ class Task:
     is_repair: bool = False
     elsewhere: Mapping[str, list[str]] = field(default_factory=dict)
     """Damaged shards that hold only samples of other recipes, each with the names of these recipes."""
+    devices: list[DevicePlan] | None = None
+    """What the build needs of each device; None if nothing is encoded, or if it is not known."""
 
     @property
     def has_work(self) -> bool:
@@ -111,7 +114,11 @@ def run_build(
         jobs = prepare_with_validation(config, source, on_bytes, alone=only_validation)
     if repair:
         jobs = [job for job in jobs if is_main(job) or (job.folder / MANIFEST_NAME).exists()]
-    plan = _plan_repair if repair else partial(_plan_build, replace_recipe=replace_recipe)
+    make = _plan_repair if repair else partial(_plan_build, replace_recipe=replace_recipe)
+
+    def plan(job: BuildJob) -> Task:
+        return make(job) if ray is not None else _with_devices(make(job), always=dry_run)
+
     if dry_run:
         return _dry_run([plan(job) for job in jobs], check=check, measure=measure, as_json=as_json)
     with ExitStack() as locks:
@@ -159,6 +166,16 @@ def _plan_repair(job: BuildJob) -> Task:
     obstacles = [unusable_rows(job, plan), full_disk(job, plan, update)]
     nothing = ReusableSamples({}, EditMasks.of(job.config), attention_is_readable=False)
     return Task(job, plan, update, nothing, [error for error in obstacles if error], True, repair.elsewhere)
+
+
+def _with_devices(task: Task, *, always: bool) -> Task:
+    """With what the build needs of its devices; without `always` only where there is an accelerator, which may be too
+    small."""
+    if not task.plan.to_encode or not (always or has_accelerator()):
+        return task
+    devices = plan_devices(task.job, task.plan.to_encode)
+    error = little_memory(devices or [])
+    return replace(task, devices=devices, obstacles=[*task.obstacles, *([error] if error else [])])
 
 
 def _dry_run(tasks: Sequence[Task], *, check: bool, measure: bool, as_json: bool) -> int:
@@ -393,6 +410,8 @@ def _print_cost(task: Task, seconds: float | None, out: PlainConsole) -> None:
         free = free_bytes(job.folder)
         left = "unknown free space" if free is None else f"{human_bytes(free)} free"
         out.print(f"[bold]disk[/]     {human_bytes(needed)} to write, {left}")
+    for number, line in enumerate(memory_lines(task.devices or ())):
+        out.print(f"{INDENT if number else '[bold]memory[/]   '}{line}")
     if plan.kept:
         out.print(f"{INDENT}{plural(len(plan.kept), 'sample')} kept from an interrupted build")
     if plan.to_copy:
@@ -429,5 +448,6 @@ def _plan_json(task: Task, seconds: float | None) -> dict[str, Any]:
         "bytes": size.bytes,
         "bytes_to_write": bytes_to_write(job, plan, task.update),
         "bytes_free": free_bytes(job.folder),
+        "memory": None if task.devices is None else [planned.as_json() for planned in task.devices],
         "seconds": seconds,
     }

@@ -17,7 +17,8 @@ VAE_BATCH_PIXELS, TEXT_BATCH_TOKENS = 2 * 1024 * 1024, 2048  # on a GPU
 
 
 def check_devices(config: Config) -> None:
-    """DeviceError if a named device does not exist, before anything is read."""
+    """DeviceError if a named device does not exist, or cannot compute with the quantised weights that the settings ask
+    for; ConfigError if a package for them is missing. Before anything is read."""
     devices = {"--vae-device": config.cache.vae_device, "--text-device": config.cache.text_device}
     named = {option: name for option, name in devices.items() if name != "auto"}
     if named:
@@ -25,6 +26,13 @@ def check_devices(config: Config) -> None:
 
         for option, name in named.items():
             choose_devices(name, option)
+    if (quantization := config.cache.text_quantization) != "none":
+        from qwen_cache.models.devices import choose_devices
+        from qwen_cache.models.placement import SETTING
+        from qwen_cache.models.quantized_linear import check_quantization
+
+        for device in choose_devices(config.cache.text_device, "--text-device", preferred=1):
+            check_quantization(quantization, SETTING, device)
 
 
 def load_lanes(job: BuildJob) -> Lanes:
@@ -40,6 +48,7 @@ def load_lanes(job: BuildJob) -> Lanes:
     from qwen_cache.encode.vae import VaeEncoder
     from qwen_cache.format.identity import recipe_id
     from qwen_cache.models.devices import choose_devices, is_accelerator, torch_dtype
+    from qwen_cache.models.placement import Placement
 
     cache = job.config.cache
     vae_devices = choose_devices(cache.vae_device, "--vae-device", preferred=0)
@@ -49,7 +58,11 @@ def load_lanes(job: BuildJob) -> Lanes:
     tokens = cache.text_batch_tokens or (TEXT_BATCH_TOKENS if is_accelerator(text_devices[0]) else 1)
     vae = [VaeEncoder(job.model, device, dtype, pixels) for device in vae_devices]
     masks = EditMasks.of(job.config)
-    text = [TextEncoder(job.model, device, dtype, tokens, attend=masks.attend) for device in text_devices]
+    placement = Placement(cache.text_quantization, cache.text_offload)
+    text = [
+        TextEncoder(job.model, device, dtype, tokens, attend=masks.attend, placement=placement)
+        for device in text_devices
+    ]
     recipe, crop = recipe_id(job.recipe), job.resolution.crop
     return Lanes(
         vae,

@@ -1,8 +1,8 @@
 """What stops a build after its plan and before an encoder is loaded; a dry run reports it.
 
-Unusable rows, no usable row, too little disk space, and a recipe that changed by accident: a build that would encode
-more than half of the cached samples again needs `--replace`. Samples that need no encoder (a new mask only, or a copy
-from a replaced shard) do not count.
+Unusable rows, no usable row, too little disk space, too little memory of a device, and a recipe that changed by
+accident: a build that would encode more than half of the cached samples again needs `--replace`. Samples that need no
+encoder (a new mask only, or a copy from a replaced shard) do not count.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from pathlib import Path
 
 from qwen_cache.console import human_bytes, plural
 from qwen_cache.encode.builder import BuildJob
+from qwen_cache.encode.device_plan import DevicePlan
 from qwen_cache.encode.estimate import bytes_to_write, free_bytes
 from qwen_cache.encode.plan import RECIPE, BuildPlan
 from qwen_cache.encode.recipe import recipe_changes
-from qwen_cache.errors import ConfigError, QwenCacheError, SourceError
+from qwen_cache.errors import ConfigError, DeviceError, QwenCacheError, SourceError
 from qwen_cache.format.update import Existing, Update
 from qwen_cache.plain_text import plain, shell_line
 
@@ -90,6 +91,19 @@ def full_disk(job: BuildJob, plan: BuildPlan, update: Update) -> QwenCacheError 
         found=human_bytes(free),
         do="make room (`qwen-cache gc` removes replaced shards), or name a folder on another disk with --out",
     )
+
+
+def little_memory(devices: Sequence[DevicePlan]) -> DeviceError | None:
+    """The error for a device that cannot hold the encoders."""
+    for planned in devices:
+        if planned.capacity is not None and SURE * planned.memory.least > planned.capacity:
+            return DeviceError(
+                f"{planned.device} has too little memory for the encoders",
+                expected=f"about {human_bytes(planned.memory.least)}",
+                found=human_bytes(planned.capacity),
+                do=planned.advice,
+            )
+    return None
 
 
 def _without_out(command: Sequence[str]) -> list[str]:

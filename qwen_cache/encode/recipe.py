@@ -47,6 +47,8 @@ def make_recipe(model: ModelFolder, config: Config, on_bytes: Callable[[int], No
     recipe |= {"drop_idx": template.drop_idx} if template.dropped_message is None else {}
     if not family.one_condition_image and model.takes_controls:
         recipe["condition_image_size"] = config.data.condition_image_size or template.condition_image_size
+    if config.cache.text_quantization != "none":
+        recipe["text_quantization"] = config.cache.text_quantization
     if model.takes_controls:
         recipe |= {
             "image_backend": "pil",  # torchvision's resize gives slightly other pixels

@@ -36,6 +36,7 @@ from qwen_cache.grounding.attention import AttentionRows, ImageTokens, attention
 from qwen_cache.grounding.phrase import token_positions
 from qwen_cache.models.devices import has_streams, is_accelerator, join_on_device, to_device
 from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.placement import WHOLE, Placement, place
 from qwen_cache.models.processor import load_processor, load_tokenizer
 from qwen_cache.models.template import VISION_END, Template
 from qwen_cache.models.text_encoder import load_text_encoder
@@ -203,12 +204,13 @@ class TextEncoder:
         batch_tokens: int = 1,
         *,
         attend: bool = False,
+        placement: Placement = WHOLE,
     ) -> None:
         family, self.folder = model.family, model
         self.processor = load_processor(model) if model.takes_controls else None
         self._frame = Frame.of(model, self.processor, model.takes_controls)
         self.text_rows_only = family.text_rows_only
-        self.model = load_text_encoder(model.component("text_encoder"), dtype).model.to(device)
+        self.model = place(load_text_encoder(model.component("text_encoder"), dtype).model, device, placement)
         if not family.final_norm:
             skip_final_norm(self.model)
         self.batch_tokens, self.attend = batch_tokens, attend
@@ -384,7 +386,7 @@ class TextEncoder:
                 tokens["attention_mask"] = torch.cat(
                     [before, torch.ones_like(tokens["input_ids"], dtype=torch.bool)], 1
                 )
-            past = _select_rows(prefixes.past, rows)
+            past = select_rows(prefixes.past, rows)
         tokens = self._sent(tokens)
         with self._capturing(prefixes, rows, chosen) as captured:
             hidden = self.model(**tokens, past_key_values=past, use_cache=past is not None).last_hidden_state.cpu()
@@ -442,7 +444,7 @@ def _padded(rows: list[torch.Tensor]) -> torch.Tensor:
     return pad_sequence(rows, batch_first=True)
 
 
-def _select_rows(past: DynamicCache, rows: Sequence[int]) -> DynamicCache:
+def select_rows(past: DynamicCache, rows: Sequence[int]) -> DynamicCache:
     """These rows as a cache of their own, so that a pass does not extend `past`."""
     whole = list(rows) == list(range(len(past.layers[0].keys)))
     index = slice(None) if whole else torch.tensor(rows, device=past.layers[0].keys.device)

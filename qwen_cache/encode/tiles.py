@@ -57,17 +57,20 @@ class VaeThatFits:
 
     vae: Any
     tile: int = TILE
+    always_tiles: bool = False
+    """Encode an image in tiles whether it fits or not."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.vae, name)
 
     def encode(self, pixels: torch.Tensor) -> AutoencoderKLOutput:
-        try:
-            encoded: AutoencoderKLOutput = self.vae.encode(pixels)
-            return encoded
-        except torch.OutOfMemoryError:
-            if len(pixels) > 1:
-                raise
+        if not self.always_tiles:
+            try:
+                encoded: AutoencoderKLOutput = self.vae.encode(pixels)
+                return encoded
+            except torch.OutOfMemoryError:
+                if len(pixels) > 1:
+                    raise
         return AutoencoderKLOutput(
             DiagonalGaussianDistribution(encode_in_tiles(for_single_frames(self.vae), pixels, self.tile))
         )

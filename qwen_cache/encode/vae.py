@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from PIL import Image
+from torch import nn
 
 from qwen_cache.encode.latents import latent_space, vae_class
 from qwen_cache.encode.single_frame import for_single_frames
@@ -24,13 +25,20 @@ from qwen_cache.models.loading import load_whole
 from qwen_cache.sources.sizes import Size
 
 
+def encoder_parts(vae: Any) -> list[nn.Module]:
+    """What encodes; a build needs no decoder, which stays on the host."""
+    return [vae.encoder, vae.quant_conv]
+
+
 class VaeEncoder:
     """The model's VAE on its own device. `batch_pixels` bounds the pixels that are encoded together."""
 
     def __init__(self, model: ModelFolder, device: torch.device, dtype: torch.dtype, batch_pixels: int = 1) -> None:
         vae = load_whole(vae_class(model), model.component("vae"), torch_dtype=dtype)
         self.space = latent_space(vae)
-        self.vae = VaeThatFits(for_single_frames(vae).to(device))
+        for part in encoder_parts(for_single_frames(vae)):
+            part.to(device)
+        self.vae = VaeThatFits(vae)
         self.device, self.dtype, self.batch_pixels = device, dtype, batch_pixels
 
     def pixels(self, image: Image.Image, size: Size) -> Float[torch.Tensor, "1 C 1 H W"]:

@@ -26,6 +26,11 @@ class CacheConfig(Section):
     """The device of the VAE, or several with commas; `auto` is the first accelerator, or the CPU."""
     text_device: str = "auto"
     """The device of the text encoder, or several; `auto` is the second accelerator, else the first, or the CPU."""
+    text_quantization: Literal["none", "int8", "fp8", "nf4"] = "none"
+    """Quantize the language model inside the text encoder to 8 bits (torchao) or 4 (bitsandbytes). Other embeddings, so
+    it is part of the recipe."""
+    text_offload: bool = False
+    """Keep the text encoder's layers in host memory, two at a time on the accelerator. The embeddings are the same."""
     vae_batch_pixels: Positive | None = None
     """Pixels per VAE batch, of images of one shape, 8 samples at most; 2 megapixels on CUDA, else one image."""
     text_batch_tokens: Positive | None = None

@@ -17,6 +17,7 @@ from qwen_cache.console import human_bytes
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.models.family import family_of_transformer
 from qwen_cache.models.folder import check_name, read_config
+from qwen_cache.models.live_bytes import FRAGMENTATION
 from qwen_cache.models.single_file import open_single_file
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.model import ModelConfig
@@ -26,7 +27,6 @@ from qwen_train.data.validation_cache import open_validation_cache
 from qwen_train.flow import NoiseSchedule
 from qwen_train.memory.predict import (
     ACCELERATOR,
-    FRAGMENTATION,
     SampleSize,
     block_bytes,
     host_bytes,

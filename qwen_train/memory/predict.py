@@ -25,7 +25,9 @@ from qwen_cache.batching.batch_plan import SUMMARISED, padded_tokens, row_tokens
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_cache.models.family import Family, family_of_transformer
-from qwen_cache.models.live_bytes import LiveBytes, flash_attention
+from qwen_cache.models.live_bytes import FRAGMENTATION, RESERVED, LiveBytes, flash_attention
+from qwen_cache.models.offload import ON_DEVICE, piece_sizes
+from qwen_cache.models.quantized_linear import QUANTIZATIONS, Quantization
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import LoraConfig, TrainConfig
 from qwen_train.data.batches import Batches, TokenPlaces, in_order
@@ -36,7 +38,6 @@ from qwen_train.lora.types import check_adapter
 from qwen_train.model.frozen_layers import InputDtypeLayerNorm
 from qwen_train.model.mixed_sizes import prefix_mask
 from qwen_train.model.modulation import TabulatedTransformer2DModel, TimestepRows, check_settings
-from qwen_train.model.offload import ON_DEVICE, piece_sizes
 from qwen_train.model.offload import check_settings as check_offload
 from qwen_train.model.qwen_image_21.attention import QwenImage21MultiResAttnProcessor, varlen_attention
 from qwen_train.model.qwen_image_21.joint_row import JointRow
@@ -57,24 +58,6 @@ class SampleSize(NamedTuple):
     """For each control the text tokens before it; none for the 20B family."""
 
 
-RESERVED = 800_000_000  # CUDA context and libraries: 0.4 to 0.8 GB as published for recent GPUs; not measured here
-FRAGMENTATION = 0.03  # of the rest is unusable in the caching allocator; a conservative guess
-
-
-class Quantization(NamedTuple):
-    """The bytes of the matrices in the blocks."""
-
-    per_weight: float
-    per_row: float = 0
-    unpacked: int = 1
-    """How many tensors of the size of an unquantised matrix there are while it is unpacked."""
-
-
-QUANTIZATIONS = {
-    "int8": Quantization(1, 5),  # each output channel's float32 scale, and torchao's int8 zero point
-    "fp8": Quantization(1, 4),
-    "nf4": Quantization(0.5 + 4 / 64),  # a float32 scale per 64 weights
-}
 LOOP_TENSORS = 5  # of denoising, as large as the latents of all images: noise, controls, both, and two predictions
 OPTIMIZER_STATE: dict[str, Callable[[Tensor], float]] = {
     "adamw": lambda p: 8 * p.numel(),

@@ -2,8 +2,8 @@
 
 Results are those of the layers they replace, within the rounding of the dtype.
 
-- `QuantizedLinear`: torchao's weight-only linear unpacks its weight to compute a product, and autograd then keeps the
-  unpacked weight, as large as an unquantised one. Here the backward pass unpacks the weight again.
+- `QuantizedLinear` (`qwen_cache/models/quantized_linear.py`) in place of torchao's layer, which keeps its unpacked
+  weight.
 - `UnpackedLinear`: the same for diffusers' linear layer of a GGUF file. Its weight becomes a plain tensor of bytes,
   which can be offloaded.
 - `InputDtypeLayerNorm`: under CUDA's autocast a LayerNorm returns float32, and so would every later tensor of a
@@ -12,10 +12,12 @@ Results are those of the layers they replace, within the rounding of the dtype.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from qwen_cache.models.quantized_linear import QuantizedLinear, has_weight_only_rows
 
 
 def replace_layers(transformer: nn.Module) -> None:
@@ -23,18 +25,10 @@ def replace_layers(transformer: nn.Module) -> None:
     for module in transformer.modules():
         if type(module) is nn.LayerNorm and not module.elementwise_affine:
             module.__class__ = InputDtypeLayerNorm
-        elif type(module) is nn.Linear and _has_weight_only_rows(module.weight):
+        elif type(module) is nn.Linear and has_weight_only_rows(module.weight):
             module.__class__ = QuantizedLinear
         elif type(module).__name__ == "GGUFLinear":
             as_unpacked_linear(module)
-
-
-def _has_weight_only_rows(weight: Any) -> bool:
-    """Whether it is torchao's int8 or fp8 weight with a scale per row, used without quantising the activations."""
-    if not {"qdata", "scale", "block_size"} <= getattr(weight, "__dict__", {}).keys() or weight.requires_grad:
-        return False
-    of_activations = (getattr(weight, name, None) for name in ("act_quant_kwargs", "act_pre_scale"))
-    return list(weight.block_size) == [1, weight.shape[1]] and all(setting is None for setting in of_activations)
 
 
 class InputDtypeLayerNorm(nn.LayerNorm):
@@ -43,17 +37,6 @@ class InputDtypeLayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             return super().forward(x)
-
-
-class QuantizedLinear(nn.Linear):
-    """A linear layer whose frozen weight is int8 or fp8 with a scale per row, under autocast in autocast's dtype."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        kind, weight = x.device.type, cast(Any, self.weight)
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        product: Any = _RowScaledProduct.apply
-        output: Tensor = product(x.to(dtype), weight.qdata, weight.scale.flatten(), self.bias)
-        return output
 
 
 def as_unpacked_linear(layer: Any) -> None:
@@ -101,23 +84,3 @@ class _UnpackedProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,), (weight,) = gradients, ctx.saved_tensors
         return gradient @ _unpack(weight, ctx.quant_type, gradient.dtype), None, None, None
-
-
-class _RowScaledProduct(torch.autograd.Function):
-    """`x @ weight.T * scale + bias`, with gradients for `x` alone.
-
-    A weight is cast to the dtype of `x` without rounding: int8 and fp8 (e4m3) are exact in bfloat16. Products with the
-    scales are in float32.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight, scale)
-        output = (x @ weight.to(x.dtype).t()).mul_(scale)
-        return output if bias is None else output.add_(bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,), (weight, scale) = gradients, ctx.saved_tensors
-        scaled = torch.mul(gradient, scale, out=torch.empty_like(gradient))
-        return scaled @ weight.to(gradient.dtype), None, None, None

@@ -1,0 +1,244 @@
+"""The memory of the encoders on each device, predicted from their config.json files before anything is loaded.
+
+The real modules run on tensors without data: the VAE on the largest image, whole and in tiles, the text encoder on the
+longest prompt and its images. `build` takes what is free beyond that for larger batches. Computed, not measured, is
+what the driver takes. Not predicted: a mask head.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from qwen_cache.encode.latents import latent_space, supported_vae
+from qwen_cache.encode.single_frame import for_single_frames
+from qwen_cache.encode.text import select_rows
+from qwen_cache.encode.tiles import VaeThatFits
+from qwen_cache.encode.vae import encoder_parts
+from qwen_cache.models.live_bytes import bytes_of, peak_of, with_reserve
+from qwen_cache.models.offload import ALIGNMENT, ON_DEVICE, piece_sizes
+from qwen_cache.models.placement import WHOLE, Placement
+from qwen_cache.models.quantized_linear import QUANTIZATIONS, Quantization, in_pieces
+from qwen_cache.models.text_encoder import MODELS, known_type
+from qwen_cache.models.vision_tower import batch_windows
+from qwen_cache.sources.sizes import Size
+
+CHANNELS = {"RGB": 3, "RGBA": 4}
+ROWS = 2  # prompts after the images in one pass: that of the sample and the empty one
+
+
+@dataclass(frozen=True)
+class Component:
+    """Bytes on the device of one component."""
+
+    weights: int
+    activations: int
+    """The peak of one pass."""
+    largest_layer: int = 0
+    """The weights of its largest layer, which offloading layer by layer keeps on the device."""
+    in_tiles: int | None = None
+    """The peak of one pass if the image runs in tiles; None if that is impossible."""
+    host: int = 0
+    """Bytes in host memory of weights that come to the device when they compute, or never do."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations
+
+    @property
+    def least(self) -> int:
+        """The activations of a pass that takes as little memory as possible."""
+        return self.activations if self.in_tiles is None else min(self.activations, self.in_tiles)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a build needs on one device, by encoder (`vae`, `text_encoder`)."""
+
+    encoders: Mapping[str, Component]
+    has_reserve: bool
+    """Whether the device's own memory is counted: not on the CPU, where images never run in tiles."""
+
+    @property
+    def weights(self) -> int:
+        return sum(each.weights for each in self.encoders.values())
+
+    @property
+    def at_once(self) -> int:
+        """With whole images, and both encoders at work at once."""
+        return self._with_reserve(self.weights + sum(each.activations for each in self.encoders.values()))
+
+    @property
+    def least(self) -> int:
+        """With images in tiles, and encoders that take turns."""
+        if not self.has_reserve:
+            return self.at_once
+        return self._with_reserve(self.weights + max(each.least for each in self.encoders.values()))
+
+    def _with_reserve(self, size: int) -> int:
+        return with_reserve(size) if self.has_reserve else size
+
+
+# ---- the VAE ---------------------------------------------------------------------------------------------------------
+
+
+def vae_on_meta(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """The stock VAE with this config.json, without data."""
+    kind = supported_vae(config.get("_class_name"), "vae/config.json")
+    with torch.device("meta"):
+        return in_dtype(kind.from_config(dict(config)), dtype)
+
+
+def encoding(vae: Any, image: Size, dtype: torch.dtype) -> int:
+    """The peak of encoding an image of these pixels."""
+    space, (width, height) = latent_space(vae), image
+    pixels = torch.empty(1, CHANNELS[space.mode], 1, height, width, dtype=dtype, device="meta")
+    return peak_of(lambda: space.encode(vae, pixels), vae.vae if isinstance(vae, VaeThatFits) else vae)
+
+
+@functools.cache
+def vae_lane(config: str, image: Size | None, dtype: torch.dtype) -> Component:
+    """The VAE's encoder as `build` runs it, on the largest image, if there is any. `config` is the JSON text."""
+    vae = for_single_frames(vae_on_meta(json.loads(config), dtype))
+    weights, tiled = sum(map(bytes_of, encoder_parts(vae))), None
+    if image is None:
+        return Component(weights, 0)
+    if (vae.config.get("patch_size") or 1) == 1:
+        tiled = encoding(VaeThatFits(vae, always_tiles=True), image, dtype)
+    return Component(weights, encoding(vae, image, dtype), in_tiles=tiled)
+
+
+# ---- the text encoder ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TextWork:
+    """A prompt about some images, for the text encoder."""
+
+    images: tuple[Size, ...]
+    """In pixels for the text encoder."""
+    tokens: int
+    """Of the prompt and what stands around it, without those of the images."""
+    in_one_pass: bool = False
+    """As `predict` encodes it, and not first the images and then the prompts."""
+
+
+@functools.cache
+def text_lane(
+    config: str, work: TextWork, dtype: torch.dtype, placement: Placement = WHOLE, *, partial: bool = False
+) -> Component:
+    """The text encoder without its `lm_head`, with the keys and values of a pass. `config` is the JSON text.
+
+    `partial` says whether weights wait in host memory: `placement.is_partial` of the device.
+    """
+    settings = json.loads(config)
+    kind = MODELS[known_type(settings.get("model_type"))]
+    with torch.device("meta"):
+        model = in_dtype(kind(kind.config_class.from_dict(settings)).model, dtype)
+    weights, host = bytes_of(model), 0
+    quantization = QUANTIZATIONS.get(placement.quantization)
+    layers = [_layer_bytes(layer, quantization) for layer in model.language_model.layers]
+    weights += sum(layers) - sum(map(bytes_of, model.language_model.layers))
+    largest = largest_layer(model)
+    if partial:
+        table = bytes_of(model.language_model.embed_tokens)
+        stacks = [[_layer_bytes(block) for block in model.visual.blocks], *([layers] if placement.offload else [])]
+        weights += sum(min(ON_DEVICE, len(stack)) * max(stack) - sum(stack) for stack in stacks) - table
+        host = table + sum(sum(piece_sizes(size)) for stack in stacks for size in stack)
+    if quantization:
+        for module in model.language_model.layers.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = UnpackedOnMeta
+    return Component(weights, peak_of(_passes(model, work, dtype), model), largest, host=host)
+
+
+def _passes(model: Any, work: TextWork, dtype: torch.dtype) -> Any:
+    """What the text encoder computes for a sample."""
+    batch_windows(model.visual)
+    tower, language_model = model.visual, model.language_model
+    width = language_model.config.hidden_size
+
+    def tokens(rows: int, count: int, past: DynamicCache | None) -> None:
+        language_model(
+            inputs_embeds=torch.empty(rows, count, width, dtype=dtype, device="meta"),
+            position_ids=torch.empty(3, rows, count, dtype=torch.long, device="meta"),
+            past_key_values=past,
+            use_cache=past is not None,
+        )
+
+    def run() -> None:
+        grids = [grid_of(tower.config.to_dict(), image) for image in work.images]
+        count = sum(h * w for h, w in grids) // tower.spatial_merge_size**2
+        past = DynamicCache()
+        if grids:
+            vision = tower.config
+            features = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+            pixels = torch.empty(sum(h * w for h, w in grids), features, device="meta")  # the processor's float32
+            tower(pixels.to(dtype), grid_thw=torch.tensor([[1, h, w] for h, w in grids]))
+        if work.in_one_pass:
+            tokens(1, count + work.tokens, past)
+        elif grids:
+            tokens(1, count, past)
+            tokens(ROWS, work.tokens, select_rows(past, [0] * ROWS))
+        else:
+            tokens(ROWS, work.tokens, None)
+
+    return run
+
+
+def grid_of(vision: Mapping[str, Any], image: Size) -> tuple[int, int]:
+    """Rows and columns of patches of an image, by the configuration of the vision tower."""
+    merge = int(vision["spatial_merge_size"])
+    width, height = (merge * max(1, round(side / (vision["patch_size"] * merge))) for side in image)
+    return height, width
+
+
+def image_token_count(config: Mapping[str, Any], images: Sequence[Size]) -> int:
+    """The tokens of images of these pixels, by the text encoder's config.json."""
+    kind = MODELS[known_type(config.get("model_type"))]
+    vision = kind.config_class.from_dict(dict(config)).vision_config.to_dict()
+    return sum(h * w // vision["spatial_merge_size"] ** 2 for h, w in (grid_of(vision, image) for image in images))
+
+
+def _layer_bytes(layer: nn.Module, quantization: Quantization | None = None) -> int:
+    """The bytes of a layer's parameters, as they are aligned in the memory for an offloaded one."""
+    total = 0
+    for module in layer.modules():
+        for parameter in module.parameters(recurse=False):
+            size: float = parameter.numel() * parameter.element_size()
+            if quantization and type(module) is nn.Linear and parameter is module.weight:
+                size = quantization.per_weight * parameter.numel() + quantization.per_row * len(parameter)
+            total += math.ceil(size / ALIGNMENT) * ALIGNMENT
+    return total
+
+
+class UnpackedOnMeta(nn.Linear):
+    """A quantised linear layer without data: it unpacks its weight in pieces, as quantised layers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def unpack(rows: slice) -> tuple[Tensor, None]:
+            return x.new_empty(rows.stop - rows.start, self.in_features), None
+
+        return in_pieces(x, self.out_features, unpack, self.bias)
+
+
+def largest_layer(model: nn.Module) -> int:
+    """The bytes of the largest layer's own parameters."""
+    own = (sum(p.numel() * p.element_size() for p in module.parameters(recurse=False)) for module in model.modules())
+    return max(own)
+
+
+def in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """The model with all numbers in `dtype`."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    return model
