@@ -20,10 +20,10 @@ from PIL import Image
 from qwen_cache import open_cache
 from qwen_cache.batching.budgets import round_budget
 from qwen_cache.format.identity import Inputs, content_hash, recipe_id
-from qwen_cache.format.manifest import Manifest
+from qwen_cache.format.rows import ListedSample
 from qwen_cache.format.sample import SampleMeta, token_count
 from qwen_cache.format.tensor import TensorSpec
-from qwen_cache.format.update import Existing, ListedSample, commit_update, open_staging, plan_update
+from qwen_cache.format.update import Existing, commit_update, open_staging, plan_update
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.data.batches import Batches
 from qwen_train.data.mixture import Mixture
@@ -70,9 +70,7 @@ def write(folder: Path, sizes: Sequence[Size]) -> Path:
         inputs = Inputs(content_hash(f"{i}".encode()), (), None)
         meta = SampleMeta(recipe_id(RECIPE), inputs, "edit it", ((1, h, w),), 0, specs)
         samples[meta.key] = f"{i}", meta, data
-    update = plan_update(
-        folder, Existing(Manifest.empty(2), []), 2, [ListedSample(samples[key][0], key) for key in samples]
-    )
+    update = plan_update(folder, Existing.empty(2), 2, [ListedSample(samples[key][0], key) for key in samples])
     staging = open_staging(update, "sizes", 1 << 24)
     for _, meta, data in samples.values():
         staging.add(meta, {name: memoryview(data[name]) for name in meta.tensors})

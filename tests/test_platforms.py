@@ -160,7 +160,7 @@ def test_local_copies_know_what_was_fetched_without_holes(without: dict[str, Any
 
 
 def test_a_sample_that_was_not_stored_completely_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = read_existing(EXAMPLE, 1).rows[1].entry
+    entry = read_existing(EXAMPLE, 1).rows.row(1).entry
     copy, pwrite = Copy(tmp_path / "shard.part", entry.offset + entry.length), os.pwrite
 
     def torn(file: int, data: memoryview, begin: int) -> int:

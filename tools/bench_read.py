@@ -36,9 +36,10 @@ import torch
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Sample, open_cache
 from qwen_cache.format.identity import Inputs, content_hash, copy_hashed, recipe_id
+from qwen_cache.format.rows import ListedSample
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.tensor import TensorSpec
-from qwen_cache.format.update import ListedSample, commit_update, open_staging, plan_update, read_existing
+from qwen_cache.format.update import commit_update, open_staging, plan_update, read_existing
 
 BATCH = 4
 CHUNK = 1 << 26  # bytes per shard or chunk, in formats with shards

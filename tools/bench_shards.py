@@ -21,10 +21,10 @@ from unittest.mock import patch
 
 from qwen_cache.format.cache import open_cache
 from qwen_cache.format.identity import Inputs, content_hash, recipe_id
-from qwen_cache.format.manifest import Manifest
+from qwen_cache.format.rows import ListedSample
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.tensor import TensorSpec
-from qwen_cache.format.update import Existing, ListedSample, commit_update, open_staging, plan_update
+from qwen_cache.format.update import Existing, commit_update, open_staging, plan_update
 from qwen_cache.format.verify import verify_cache
 
 RECIPE = {"what": "zeros"}
@@ -40,7 +40,7 @@ def write(folder: Path, count: int) -> None:
     metas = [SampleMeta(recipe_id(RECIPE), each, "a cat", ((1, 1, 1),), 0, specs) for each in inputs]
     listed = [ListedSample(str(i), meta.key) for i, meta in enumerate(metas)]
     with patch("qwen_cache.format.shard.sync"):
-        update = plan_update(folder, Existing(Manifest.empty(2), []), 2, listed)
+        update = plan_update(folder, Existing.empty(2), 2, listed)
         staging = open_staging(update, "bench", 1)
         for meta in metas:
             staging.add(meta, data)

@@ -29,10 +29,11 @@ from qwen_cache.format.directory import STAGING
 from qwen_cache.format.identity import Inputs, content_hash, dataset_identity, recipe_id
 from qwen_cache.format.index import INDEX_NAME, index_schema
 from qwen_cache.format.manifest import CHECKSUM, MANIFEST_NAME, IndexFile, Manifest, Recipe, Shard, with_checksum
+from qwen_cache.format.rows import ListedSample
 from qwen_cache.format.sample import SampleMeta, token_count
 from qwen_cache.format.shard import END_OF_ARCHIVE
 from qwen_cache.format.tensor import PLANES_ZSTD, TensorSpec
-from qwen_cache.format.update import Existing, ListedSample, commit_update, open_staging, plan_update
+from qwen_cache.format.update import Existing, commit_update, open_staging, plan_update
 
 EXAMPLES = Path(__file__).parents[1] / "schemas" / "examples"
 DTYPES = {"float32": "F32", "float16": "F16", "uint8": "U8"}
@@ -370,7 +371,7 @@ def write_cache(
     """Write `samples` as a build does, from staging to commit."""
     by_key = {each.meta.key: each for each in samples}
     listed = [ListedSample(each.name, key) for key, each in by_key.items()]
-    update = plan_update(folder, Existing(Manifest.empty(format_version), []), format_version, listed)
+    update = plan_update(folder, Existing.empty(format_version), format_version, listed)
     staging = open_staging(update, "example", shard_size)
     for each in by_key.values():
         staging.add(each.meta, {name: memoryview(data) for name, data in each.stored.items()})

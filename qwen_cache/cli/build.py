@@ -6,7 +6,6 @@ is 0, or with `--check` 1 if there is work.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -144,9 +143,9 @@ def _check_options(*, ray: str | None, dry_run: bool, check: bool, measure: bool
 def _plan_build(job: BuildJob, *, replace_recipe: bool) -> Task:
     """Plan a build; without `replace_recipe` it may not replace most of the cache because of another recipe."""
     existing = builder.load_existing(job)
-    cached = reusable_samples(job.config, job.recipe, existing, job.recipe_name)
     with counting(f"reading {_rows_of(job)}", total=len(job.rows)) as on_rows:
         plan = builder.plan_build(job, existing, lambda: on_rows(1))
+    cached = reusable_samples(job.config, job.recipe, existing, job.recipe_name, plan.missing)
     plan = builder.without_encoder(job, existing, plan, cached)
     update = builder.make_update(job, existing, plan)
     may_replace = replace_recipe or not is_main(job)  # a validation cache is small
@@ -164,7 +163,7 @@ def _plan_repair(job: BuildJob) -> Task:
         repair = plan_repair(job, on_bytes)
     plan, update = repair.plan, repair.update
     obstacles = [unusable_rows(job, plan), full_disk(job, plan, update)]
-    nothing = ReusableSamples({}, EditMasks.of(job.config), attention_is_readable=False)
+    nothing = ReusableSamples.none(EditMasks.of(job.config))
     return Task(job, plan, update, nothing, [error for error in obstacles if error], True, repair.elsewhere)
 
 
@@ -251,7 +250,7 @@ def _nothing_to_do(task: Task) -> dict[str, Any]:
         why = f"{job.folder} already holds this source"
         _save_settings(job)  # those of a build that was killed before it could
     console().print(f"nothing to do: {plain(why)}", markup=False)
-    samples = sum(row.meta.recipe == recipe_id(job.recipe) for row in task.update.existing.rows)
+    samples = len(task.update.existing.rows.where_in(recipe=[recipe_id(job.recipe)]))
     return {**dict.fromkeys(WORK, 0), "samples": samples, "up_to_date": True}
 
 
@@ -334,7 +333,7 @@ def _measure(job: BuildJob, plan: BuildPlan) -> float:
     """
     to_encode = plan.to_encode
     by_key = {sample.key: sample for sample in to_encode}
-    few = list(itertools.islice((by_key[key] for key in plan.order if key in by_key), MEASURED + 1))
+    few = [by_key[key] for key in plan.grouped(by_key)[: MEASURED + 1]]
     with load_lanes(job) as lanes:
         begin = time.monotonic()
         for number, work in enumerate([lanes.submit(sample) for sample in few]):

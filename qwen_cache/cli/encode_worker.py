@@ -9,7 +9,6 @@ from qwen_cache.console import FAILED, console, counting, print_problems
 from qwen_cache.encode import builder
 from qwen_cache.encode.load import load_lanes
 from qwen_cache.encode.worker import serve
-from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.update import Existing
 from qwen_cache.settings.load import Config
 
@@ -22,8 +21,7 @@ def run_encode_worker(config: Config, source: str) -> int:
     with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
         job = builder.prepare_build(config, source, on_bytes)
     with counting("reading the source", total=len(job.rows)) as on_rows:
-        empty = Existing(Manifest.empty(job.format_version), [])
-        plan = builder.plan_build(job, empty, lambda: on_rows(1))
+        plan = builder.plan_build(job, Existing.empty(job.format_version), lambda: on_rows(1))
     print_problems(plan.problems)
     if not plan.samples or (plan.problems and config.data.on_error == "stop"):
         console(always=True).print("nothing can be trained; fix these rows, or skip them with data.on_error=skip")

@@ -138,7 +138,7 @@ def _print_problems(plan: ImportPlan) -> None:
 
 
 def _plan_json(plan: ImportPlan, update: Update) -> dict[str, Any]:
-    here = {row.meta.key for row in update.existing.rows}
+    here = set(update.existing.rows)
     wanted = {row.key for row in update.rows}
     new = [sample for key, sample in plan.samples.items() if key not in here]
     return {

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import numpy as np
+
 from qwen_cache.encode.edit_mask import EditMasks, ReusableSamples
 from qwen_cache.encode.plan import BuildPlan, PlannedSample, Rules, make_plan, without_gc
 from qwen_cache.encode.recipe import make_recipe, recipe_changes
@@ -27,14 +29,13 @@ from qwen_cache.encode.slices import SourceSlice, refuse_other_slices
 from qwen_cache.errors import ConfigError, Problem, ShardError
 from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
-from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import DEFAULT_RECIPE
+from qwen_cache.format.rows import ListedSample, Listing
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.shard import compress
 from qwen_cache.format.staging import Staging
 from qwen_cache.format.update import (
     Existing,
-    ListedSample,
     Update,
     commit_update,
     copy_if_there,
@@ -271,7 +272,7 @@ def load_existing(job: BuildJob) -> Existing:
     """The existing cache, without the rows of missing shards; ConfigError if it cannot take this recipe."""
     existing = load_every_row(job)
     existing.check_name(job.recipe_name, job.recipe, job.folder)
-    return replace(existing, rows=_present(job, existing))
+    return _present(job, existing)
 
 
 def load_every_row(job: BuildJob) -> Existing:
@@ -287,25 +288,30 @@ def load_every_row(job: BuildJob) -> Existing:
             do=f"run `qwen-cache migrate`, build with --format v{manifest.format_version}, or into another folder",
         )
     if job.slice:
-        cached_names = [row.name for row in existing.of_recipe(job.recipe_name).values()]
+        cached_names = existing.of_recipe(job.recipe_name).column("name").to_pylist()
         refuse_other_slices(job.folder, job.slice, cached_names, job.other_names)
     return existing
 
 
-def _present(job: BuildJob, existing: Existing) -> list[IndexRow]:
-    """The rows whose shard exists. Samples of a missing shard are encoded again; ShardError if of another recipe."""
+def _present(job: BuildJob, existing: Existing) -> Existing:
+    """Only the rows whose shard exists: samples of a missing one are encoded again; ShardError if of another recipe."""
     here = directory.shards_here(job.folder, existing.manifest)
     replaced = existing.manifest.recipes.get(job.recipe_name)
     ours = {recipe_id(job.recipe), replaced.id if replaced else None}
-    for row in existing.rows:
-        if row.shard not in here and row.meta.recipe not in ours:
-            raise ShardError(
-                "a shard with samples of another recipe is missing",
-                where=job.folder / row.shard,
-                found=f"samples of recipe {existing.recipe_names.get(row.meta.recipe)!r}",
-                do="restore it from a copy, or run `qwen-cache build --repair` with the settings of that recipe",
-            )
-    return [row for row in existing.rows if row.shard in here]
+    shards = existing.manifest.shards
+    is_here = np.array([*(shard.name in here for shard in shards), False])[existing.shard_numbers]
+    if is_here.all():
+        return existing
+    lost = existing.rows.at(np.flatnonzero(~is_here))
+    for recipe in set(lost.column("recipe").to_pylist()) - ours:
+        row = next(lost.where_in(recipe=[recipe]).in_order())
+        raise ShardError(
+            "a shard with samples of another recipe is missing",
+            where=job.folder / row.shard,
+            found=f"samples of recipe {existing.recipe_names.get(recipe)!r}",
+            do="restore it from a copy, or run `qwen-cache build --repair` with the settings of that recipe",
+        )
+    return existing.only(existing.rows.at(np.flatnonzero(is_here)))
 
 
 def plan_build(job: BuildJob, existing: Existing, on_row: Callable[[], None] = lambda: None) -> BuildPlan:
@@ -345,10 +351,9 @@ def staging_name(job: BuildJob, *, repair: bool = False) -> str:
 
 def make_update(job: BuildJob, existing: Existing, plan: BuildPlan) -> Update:
     """The dataset after the build: the other recipes unchanged, then this one in the order of the source."""
-    others = existing.others(job.recipe_name)
-    ours = [ListedSample(sample.row.name, sample.key, sample.source_rows) for sample in plan.samples]
-    order = [row.key for row in others] + plan.order
-    return plan_update(job.folder, existing, job.format_version, [*others, *ours], order)
+    ours = Listing.of(ListedSample(sample.row.name, sample.key, sample.source_rows) for sample in plan.samples)
+    update = plan_update(job.folder, existing, job.format_version, existing.others(job.recipe_name) + ours)
+    return replace(update, order=plan.grouped(update.order))
 
 
 def run(

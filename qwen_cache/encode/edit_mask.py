@@ -7,6 +7,7 @@ comparison and attention for models without controls.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.identity import sample_key
 from qwen_cache.format.index import IndexRow
+from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, SampleMeta
 from qwen_cache.format.update import Existing
 from qwen_cache.models.folder import ModelFolder
@@ -103,15 +105,22 @@ def _head_metadata(head: Path) -> Any:
 class ReusableSamples:
     """Cached samples that agree with a recipe in everything but their masks."""
 
-    rows: dict[str, IndexRow]
-    """The rows of the samples, by `bare_key`."""
+    rows: KeyedRows
+    positions: dict[str, int]
+    """The positions of the samples in `rows`, by `bare_key`."""
     masks: EditMasks
     attention_is_readable: bool
     """Whether cached attention equals what this version would make."""
 
+    @classmethod
+    def none(cls, masks: EditMasks) -> ReusableSamples:
+        """No sample."""
+        return cls(Existing.empty(2).rows, {}, masks, attention_is_readable=False)
+
     def row_for(self, sample: PlannedSample) -> IndexRow | None:
         """The row from which the sample can be made without an encoder, if there is one."""
-        row = self.rows.get(bare_key(sample))
+        position = self.positions.get(bare_key(sample))
+        row = None if position is None else self.rows.row(position)
         unattended = not self.masks.attend or not sample.row.controls or not sample.row.prompt.strip()
         if row is None or unattended or self.has_attention(row):
             return row
@@ -121,15 +130,22 @@ class ReusableSamples:
         return self.attention_is_readable and "attention" in row.meta.tensors
 
 
-def reusable_samples(config: Config, new: dict[str, Any], existing: Existing, name: str) -> ReusableSamples:
-    """The samples of the recipe called `name`; none if it differs from the recipe `new` in more than masks."""
+def reusable_samples(
+    config: Config, new: dict[str, Any], existing: Existing, name: str, missing: Iterable[PlannedSample]
+) -> ReusableSamples:
+    """The samples of the recipe called `name` that `missing` ones may be made from.
+
+    None if the recipe differs from `new` in more than masks.
+    """
     masks, old = EditMasks.of(config), existing.recipes.get(name)
     if old is None or config.cache.format == "v1" or _without_masks(old) != _without_masks(new):
-        return ReusableSamples({}, masks, attention_is_readable=False)
-    rows = {}
-    for row in existing.of_recipe(name).values():
-        rows[bare_key(row.meta if masks.attend else replace(row.meta, phrase=()))] = row
-    return ReusableSamples(rows, masks, old.get("edit_mask_version") == VERSION)
+        return ReusableSamples.none(masks)
+    rows, targets = existing.of_recipe(name), {sample.inputs.target for sample in missing}
+    rows = rows.where_in(target=targets)
+    metas = (row.meta for row in rows.in_order())
+    keys = (bare_key(meta if masks.attend else replace(meta, phrase=())) for meta in metas)
+    positions = {key: int(position) for key, position in zip(keys, rows.positions, strict=True)}
+    return ReusableSamples(rows, positions, masks, old.get("edit_mask_version") == VERSION)
 
 
 def bare_key(sample: SampleMeta | PlannedSample) -> str:

@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow.compute as pc
+
 from qwen_cache.console import human_bytes
 from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.plan import BuildPlan, PlannedSample
@@ -56,7 +58,7 @@ def bytes_to_write(job: BuildJob, plan: BuildPlan, update: Update) -> int:
     """
     made = {sample.key for sample in plan.to_encode} | plan.new_masks
     written = estimate([sample for sample in plan.samples if sample.key in made], job).bytes
-    return written + sum(row.entry.length for row in update.moved.values())
+    return written + (pc.sum(update.moved.column("length")).as_py() or 0)
 
 
 def free_bytes(folder: Path) -> int | None:

@@ -35,7 +35,7 @@ def unusable_rows(job: BuildJob, plan: BuildPlan) -> SourceError | None:
 
 def empty_source(job: BuildJob, existing: Existing, plan: BuildPlan) -> SourceError | None:
     """The error for a build without a sample, unless it builds an empty slice."""
-    if plan.samples or (job.slice and not existing.rows):
+    if plan.samples or (job.slice and not len(existing)):
         return None
     return SourceError("no usable sample is left, so there is nothing to build")
 
@@ -61,7 +61,7 @@ def changed_recipe(
     `command` has the arguments of the command line, from which the commands in the message are made.
     """
     again = {sample.row.name for sample in plan.to_encode if any(r.startswith(RECIPE) for r in sample.reasons)}
-    cached = {row.name for row in existing.of_recipe(job.recipe_name).values()}
+    cached = existing.of_recipe(job.recipe_name).column("name").unique() if again else ()
     if 2 * len(again) <= len(cached):
         return None
     changes = "; ".join(recipe_changes(existing.recipes[job.recipe_name], job.recipe))

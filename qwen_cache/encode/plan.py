@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +20,7 @@ from qwen_cache.encode.remembered_images import NotRememberedError, PlannedImage
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.format.identity import Inputs, content_hash, differences, sample_key
 from qwen_cache.format.index import IndexRow
+from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.sources.detect import Readable, Row
 from qwen_cache.sources.sizes import (
@@ -101,13 +102,16 @@ class BuildPlan:
         found = {"kept": self.kept, "to_copy": self.to_copy, "new_masks": self.new_masks}
         return next((name for name, keys in found.items() if key in keys), "to_encode")
 
-    @property
-    def order(self) -> list[str]:
-        """The keys in the order of encoding, samples with the same controls next to each other."""
+    def grouped(self, keys: Iterable[str]) -> list[str]:
+        """The keys in the order of encoding: first those of other samples, then, with samples of the same controls next
+        to each other, those of this plan."""
+        wanted = dict.fromkeys(keys)
         groups: dict[tuple[str, ...], list[str]] = {}
         for sample in self.samples:
-            groups.setdefault(sample.inputs.controls, []).append(sample.key)
-        return [key for group in groups.values() for key in group]
+            if sample.key in wanted:
+                groups.setdefault(sample.inputs.controls, []).append(sample.key)
+                del wanted[sample.key]
+        return [*wanted, *(key for group in groups.values() for key in group)]
 
     @property
     def cached(self) -> int:
@@ -158,7 +162,7 @@ def make_plan(
     rows: Sequence[Row],
     problems: Sequence[Problem],
     rules: Rules,
-    cached: Mapping[str, IndexRow],
+    cached: KeyedRows,
     changed_recipe: Sequence[str] = (),
     on_row: Callable[[], None] = lambda: None,
     memory: RememberedImages | None = None,
@@ -169,8 +173,7 @@ def make_plan(
     if it does, none of them can be used.
     """
     memory = memory or RememberedImages.nowhere()
-    by_name = {row.name: row for row in cached.values()}
-    usable = {} if changed_recipe else cached
+    usable: Container[str] = () if changed_recipe else cached
     results: list[PlannedSample | Problem] = []
     with memory.planning(rows), ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4)) as pool:
         known = _remembered(rows, lambda row: _plan_row(row, rules, usable, memory, may_read=False), pool)
@@ -186,11 +189,18 @@ def make_plan(
     for item in good:
         if item.key not in samples:
             once = replace(item, source_rows=times[item.key]) if times[item.key] > 1 else item
-            samples[item.key] = _with_reasons(once, usable, by_name.get(item.row.name), changed_recipe)
+            samples[item.key] = once
     all_problems = [*problems, *(item for item in results if isinstance(item, Problem))]
-    names = {row.name for row in rows}
-    removed = tuple(row.name for key, row in cached.items() if key not in samples and row.name not in names)
-    return BuildPlan(tuple(samples.values()), tuple(all_problems), removed)
+    with_reasons = _with_reasons(samples, usable, cached, changed_recipe)
+    return BuildPlan(tuple(with_reasons), tuple(all_problems), _removed(rows, samples, cached))
+
+
+def _removed(rows: Iterable[Row], samples: Container[str], cached: KeyedRows) -> tuple[str, ...]:
+    """The names of the cached samples that neither `samples` nor the source has."""
+    unmatched = [key for key in cached if key not in samples]
+    names = {row.name for row in rows} if unmatched else set()
+    found = (cached[key].name for key in unmatched)
+    return tuple(name for name in found if name not in names)
 
 
 @contextmanager
@@ -232,21 +242,30 @@ def _remembered(
 
 
 def _with_reasons(
-    sample: PlannedSample, usable: Mapping[str, IndexRow], old: IndexRow | None, changed_recipe: Sequence[str]
-) -> PlannedSample:
-    if sample.key in usable:
-        return sample
-    reasons = [NEW]
-    if old is not None:
-        changes = differences(old.meta.inputs, old.meta.prompt, sample.inputs, sample.row.prompt)
-        changes += ["phrase"] if old.meta.phrase != sample.row.phrase else []
-        reasons = changes + [RECIPE + what for what in changed_recipe] or [NEW]
-    return replace(sample, reasons=tuple(reasons))
+    samples: Mapping[str, PlannedSample], usable: Container[str], cached: KeyedRows, changed_recipe: Sequence[str]
+) -> Iterator[PlannedSample]:
+    """The samples, the missing ones with the reasons: how they differ from the cached sample of their name."""
+    missing = {key for key in samples if key not in usable}
+    before = cached.where_in(name=[samples[key].row.name for key in missing])
+    named = dict(zip(before.column("name").to_pylist(), before.positions.tolist(), strict=True))
+    for key, sample in samples.items():
+        if key not in missing:
+            yield sample
+            continue
+        position = named.get(sample.row.name)
+        old = None if position is None else cached.row(position)
+        yield replace(sample, reasons=tuple(_reasons(sample, old, changed_recipe)))
 
 
-def _plan_row(
-    row: Row, rules: Rules, cached: Mapping[str, IndexRow], memory: RememberedImages, *, may_read: bool
-) -> Result:
+def _reasons(sample: PlannedSample, old: IndexRow | None, changed_recipe: Sequence[str]) -> list[str]:
+    if old is None:
+        return [NEW]
+    changes = differences(old.meta.inputs, old.meta.prompt, sample.inputs, sample.row.prompt)
+    changes += ["phrase"] if old.meta.phrase != sample.row.phrase else []
+    return changes + [RECIPE + what for what in changed_recipe] or [NEW]
+
+
+def _plan_row(row: Row, rules: Rules, cached: Container[str], memory: RememberedImages, *, may_read: bool) -> Result:
     """The samples of one row, or its problems: hash its files, and decode them if a sample is to be encoded.
 
     NotRememberedError if an image has to be read and `may_read` is False.
@@ -266,7 +285,7 @@ def _plan_row(
 
 
 def _samples_of(
-    row: Row, images: Sequence[PlannedImage], mask: PlannedImage | None, rules: Rules, cached: Mapping[str, IndexRow]
+    row: Row, images: Sequence[PlannedImage], mask: PlannedImage | None, rules: Rules, cached: Container[str]
 ) -> Result:
     """`_plan_row` of a row that the pipeline takes."""
     try:

@@ -52,16 +52,17 @@ def plan_repair(job: BuildJob, on_bytes: Callable[[int], None] = lambda _: None)
     _check_recipe(job, existing)
     damaged = damaged_shards(job.folder, existing, on_bytes)
     mine = recipe_id(job.recipe)
-    ours = {row.shard for row in existing.rows if row.meta.recipe == mine} & damaged.keys()
-    lost = {row.meta.key: row for row in existing.rows if row.shard in ours and row.meta.key in damaged[row.shard]}
+    ours = set(existing.rows.where_in(recipe=[mine], shard=damaged).column("shard").to_pylist())
+    affected = existing.rows.where_in(shard=ours)
+    keys_lost = {key for shard in ours for key in damaged[shard]}
+    lost = {key: affected[key] for key in affected if key in keys_lost}
     plan = _plan(job, existing, lost)
     dropped = lost.keys() - {sample.key for sample in plan.samples}
-    whole = replace(existing, rows=[row for row in existing.rows if row.meta.key not in lost])
-    listed = [row for row in existing.listed if row.key not in dropped]
-    rewritten = [row for row in existing.rows if row.shard in ours and row.meta.key not in dropped]
+    rewritten = affected.without(dropped)
     order = by_position(existing.manifest, rewritten)
-    shard_of = {row.meta.key: row.shard for row in rewritten}
+    shard_of = dict(zip(rewritten, rewritten.column("shard").to_pylist(), strict=True))
     last = dict.fromkeys(ours, "") | {shard_of[key]: key for key in order}
+    whole, listed = existing.only(existing.rows.without(lost)), existing.only(existing.rows.without(dropped)).listed
     update = plan_update(job.folder, whole, job.format_version, listed, order, last)
     return Repair(_with_finished(job, existing, plan), update, _elsewhere(existing, damaged.keys() - ours))
 
@@ -95,7 +96,8 @@ def _plan(job: BuildJob, existing: Existing, lost: Mapping[str, IndexRow]) -> Bu
     """The samples of `lost` that the source still has, and the problems of all others."""
     names, mine = {row.name for row in lost.values()}, recipe_id(job.recipe)
     rows = [row for row in job.rows if row.name in names]
-    read = make_plan(rows, (), rules(job), {})  # reads them all: where bytes were lost, trust no memory
+    nothing = existing.rows.where_in(key=())
+    read = make_plan(rows, (), rules(job), nothing)  # reads them all: where bytes were lost, trust no memory
     found = tuple(replace(sample, reasons=(DAMAGED,)) for sample in read.samples if sample.key in lost)
     now = {sample.row.name: sample for sample in read.samples}
     unreadable = {row.name for row in rows} - now.keys()  # their problems are among those of `read`
@@ -127,5 +129,7 @@ def _with_finished(job: BuildJob, existing: Existing, plan: BuildPlan) -> BuildP
 
 
 def _elsewhere(existing: Existing, shards: Set[str]) -> dict[str, list[str]]:
-    held = {(row.shard, existing.recipe_names.get(row.meta.recipe, "")) for row in existing.rows if row.shard in shards}
+    rows = existing.rows.where_in(shard=shards)
+    pairs = zip(rows.column("shard").to_pylist(), rows.column("recipe").to_pylist(), strict=True)
+    held = {(shard, existing.recipe_names.get(recipe, "")) for shard, recipe in pairs}
     return {shard: sorted(name for other, name in held if other == shard) for shard in sorted(shards)}

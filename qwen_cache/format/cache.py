@@ -17,15 +17,17 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute
+import pyarrow.compute as pc
 
 from qwen_cache.errors import ChecksumError, CodecError, IndexFileError, QwenCacheError, SampleKeyError
 from qwen_cache.extras import install_command
-from qwen_cache.format import directory
 from qwen_cache.format.codec import decode
 from qwen_cache.format.identity import content_hash, copy_hashed
-from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, record_reader
+from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, record_reader
+from qwen_cache.format.keys import Keys, hash_words
 from qwen_cache.format.manifest import Manifest, Recipe
+from qwen_cache.format.mapped_index import load_index
+from qwen_cache.format.rows import KeyedRows, taken
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.format.shards import LocalShards, RemoteShards, SampleBytes
 from qwen_cache.format.tensor import TensorSpec
@@ -66,24 +68,20 @@ def open_configured(config: CacheConfig, path: str | Path | Url | None = None) -
 def open_recipes(path: str | Path | Url, copies: LocalCopies) -> dict[str, Cache]:
     """A cache for every recipe, by its name, sorted."""
     folder = location(path)
-    manifest, table = _load(folder)
+    manifest, table = load_index(folder)
     return {name: _of_recipe(folder, manifest, table, name, copies) for name in sorted(manifest.recipes)}
 
 
 def _open(path: str | Path | Url, recipe: str | None, copies: LocalCopies) -> Cache:
     folder = location(path)
-    manifest, table = _load(folder)
+    manifest, table = load_index(folder)
     return _of_recipe(folder, manifest, table, _choose(manifest, recipe, folder), copies)
-
-
-def _load(folder: Path | Url) -> tuple[Manifest, pa.Table]:
-    manifest, index = directory.load(folder)
-    return manifest, read_index(index, manifest.format_version, str(folder / INDEX_NAME), manifest.index.samples)
 
 
 def _of_recipe(folder: Path | Url, manifest: Manifest, table: pa.Table, name: str, copies: LocalCopies) -> Cache:
     if table["recipe"].unique().to_pylist() != [manifest.recipes[name].id]:
-        table = table.filter(pyarrow.compute.equal(table["recipe"], manifest.recipes[name].id)).combine_chunks()
+        is_ours = pc.fill_null(pc.equal(table["recipe"], manifest.recipes[name].id), False)
+        table = taken(table, np.flatnonzero(is_ours.to_numpy()))
     if table.num_rows != manifest.recipes[name].samples:
         raise IndexFileError(
             f"index and manifest have different numbers of samples of recipe {name!r}",
@@ -168,6 +166,12 @@ class Cache:
             for record in batch.to_pylist():
                 yield index_row(record, self.format_version, where)
 
+    @property
+    def keyed_rows(self) -> KeyedRows:
+        """The index rows by key, parsed when asked for."""
+        where = str(self.folder / INDEX_NAME)
+        return KeyedRows(self.table, self.format_version, where, np.arange(len(self)))
+
     def shard(self, name: str) -> memoryview:
         """The mapped bytes of a shard of a local cache; QwenCacheError for a remote cache."""
         if isinstance(self.shards, RemoteShards):
@@ -179,20 +183,21 @@ class Cache:
 
     def _position(self, which: int | str) -> int:
         if isinstance(which, str):
-            if which not in self._positions:
+            if (position := self.keys.find(which)) < 0:
                 raise KeyError(f"no sample with the key {which!r} in {self.folder}")
-            return self._positions[which]
+            return position
         if not -len(self) <= which < len(self):
             raise IndexError(f"sample {which} of {len(self)}")
         return which % len(self)
 
     @cached_property
-    def _positions(self) -> dict[str, int]:
-        keys = self.table["key"].to_pylist()
-        positions = {key: i for i, key in enumerate(keys)}
-        if len(positions) != len(keys):
-            raise SampleKeyError("a key occurs twice in the index", where=self.folder / INDEX_NAME)
-        return positions
+    def keys(self) -> Keys:
+        """The positions of the samples by key; SampleKeyError if a key occurs twice."""
+        where = self.folder / INDEX_NAME
+        keys = Keys(hash_words(self.table["key"], where))
+        if len(keys.repeated()):
+            raise SampleKeyError("a key occurs twice in the index", where=where)
+        return keys
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,15 @@ STAGING = ".staging"  # shards of unfinished builds
 REPLACED = ".replaced"  # shards of earlier manifests
 LOCK = ".lock"
 LOOKS = 3  # at every place, before a file counts as missing: a commit moves it away while `gc` moves it back
+IN_MEMORY = 1 << 26  # bytes of a remote index; a larger one is downloaded to a file
 MAX_MANIFEST = 1 << 26  # bytes: room for 400,000 shards; parsing hostile JSON takes up to 30 times as much memory
 
 
-def load(folder: Path | Url) -> tuple[Manifest, bytes]:
-    """The manifest and its index, also while another process commits; FormatError if they are missing or invalid."""
+def load(folder: Path | Url) -> tuple[Manifest, memoryview]:
+    """The manifest and its index, which is mapped; also while another process commits.
+
+    FormatError if they are missing or invalid.
+    """
     looks = Counter[bytes]()
     for _ in range(10):  # a commit between two of these reads makes them disagree, or moves the index
         data = _read_manifest(folder)
@@ -55,7 +59,7 @@ def load(folder: Path | Url) -> tuple[Manifest, bytes]:
         manifest, index_found = parse_manifest(data, str(folder / MANIFEST_NAME)), "no file"
         for path in (folder / INDEX_NAME, pending_index(folder, manifest)):
             try:
-                index = _read(path, manifest.index.bytes)
+                index = _mapped(path, manifest.index.bytes)
             except TooLargeError:
                 index_found = "a larger file"
                 continue
@@ -272,6 +276,24 @@ def _read_manifest(folder: Path | Url) -> bytes | None:
         expected = f"at most {MAX_MANIFEST} bytes"
         where = folder / MANIFEST_NAME
         raise ManifestError("the manifest is too large", where=where, expected=expected) from None
+
+
+def _mapped(path: Path | Url, size: int) -> memoryview | None:
+    """A file of `size` bytes, None if it does not exist; TooLargeError if it has more bytes."""
+    if isinstance(path, Url) and size <= IN_MEMORY:
+        found = _read(path, size)
+        return None if found is None else memoryview(found)
+    try:
+        if isinstance(path, Url):
+            return path.download(size) if path.size() in (size, None) else memoryview(b"")
+        data = map_file(path)
+    except FileNotFoundError:
+        return None
+    except NotAFileError as error:
+        raise ManifestError(str(error.strerror), where=path) from None
+    if data.nbytes > size:
+        raise TooLargeError("the file is too large", where=path, expected=f"at most {size} bytes")
+    return data
 
 
 def _read(path: Path | Url, most: int) -> bytes | None:

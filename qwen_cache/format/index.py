@@ -4,15 +4,18 @@ Rows are in the order of the source. Each tensor is a struct column (dtype, shap
 null if the sample does not have it; offsets are from the beginning of the shard. Format v1 has image sizes in pixels
 instead of `img_shapes` and `prefix_length`. The column `seed` is there only if a sample has one.
 
-The memory for reading an index is bounded by its size: an index that decodes to more than `MAX_RATIO` times its bytes
-is refused before it is decoded.
+An index is written and read in row groups, so neither needs memory for all of it. What it decodes to is bounded by its
+size: an index that decodes to more than `MAX_RATIO` times its bytes is refused before it is decoded.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
@@ -37,7 +40,9 @@ from qwen_cache.format.tensor import MAX_RATIO, TensorSpec
 INDEX_NAME = "index.parquet"
 LEAST_BOUND = 1 << 26  # bytes that any index may decode to, however small it is
 FOOTER_LIMITS = {"thrift_string_size_limit": 1 << 20, "thrift_container_size_limit": 1 << 16}
-"""Limits of a footer: ours has strings of 12 kB, 130 elements in its schema, and a row group per million rows."""
+"""Limits of a footer: ours has strings of 12 kB, 130 elements in its schema, and a row group per `ROW_GROUP` rows."""
+ROW_GROUP = 1 << 16  # rows that are written and read at a time: 80 MB
+PARSED = 1 << 12  # rows that are Python objects at a time, at 8 kB each
 KEY_DIGITS = 12  # of a key in messages: enough to find the sample in a million
 NULLABLE = {1: {"mask", *TENSORS[1]}, 2: {"target", "mask", "seed", "edit_mask_from", *TENSORS[2]}}
 SEED = "seed"
@@ -115,17 +120,40 @@ class IndexRow:
 def write_index(rows: Sequence[IndexRow], format_version: int) -> bytes:
     """The bytes of index.parquet; equal rows give equal bytes."""
     schema = index_schema(format_version, seeds=any(row.meta.inputs.seed is not None for row in rows))
-    table = pa.Table.from_pylist([_to_record(row, format_version) for row in rows], schema)
-    data = _parquet(table, compression="zstd")
-    if decoded_bytes(table) > bound(len(data)):  # the same long prompts everywhere: readers would refuse it
-        data = _parquet(table, compression="none", use_dictionary=False)
+    groups = [rows[begin : begin + ROW_GROUP] for begin in range(0, len(rows), ROW_GROUP)]
+    return write_tables(lambda: (table_of(group, format_version, schema) for group in groups), schema)
+
+
+def table_of(rows: Sequence[IndexRow], format_version: int, schema: pa.Schema) -> pa.Table:
+    """The table of `rows`."""
+    parts = [
+        pa.Table.from_pylist([_to_record(row, format_version) for row in rows[begin : begin + PARSED]], schema)
+        for begin in range(0, len(rows), PARSED)
+    ]
+    return pa.concat_tables([schema.empty_table(), *parts])
+
+
+def write_tables(groups: Callable[[], Iterable[pa.Table]], schema: pa.Schema) -> bytes:
+    """The bytes of index.parquet from its row groups: each but the last has `ROW_GROUP` rows.
+
+    `groups` may be called twice.
+    """
+    data, decoded = _parquet(groups(), schema, compression="zstd")
+    if decoded > bound(len(data)):  # the same long prompts everywhere: readers would refuse it
+        data, _ = _parquet(groups(), schema, compression="none", use_dictionary=False)
     return data
 
 
-def _parquet(table: pa.Table, **options: Any) -> bytes:
-    sink = io.BytesIO()
-    pq.write_table(table, sink, **options)
-    return sink.getvalue()
+def _parquet(groups: Iterable[pa.Table], schema: pa.Schema, **options: Any) -> tuple[bytes, int]:
+    """The bytes of a Parquet file, and those that it decodes to. Equal rows give equal pages, however they are cut."""
+    sink, decoded, is_empty = io.BytesIO(), 0, True
+    with pq.ParquetWriter(sink, schema, **options) as writer:
+        for group in groups:
+            decoded, is_empty = decoded + decoded_bytes(group), False
+            writer.write_table(group.combine_chunks(), ROW_GROUP)
+        if is_empty:
+            writer.write_table(schema.empty_table())
+    return sink.getvalue(), decoded
 
 
 def bound(size: int) -> int:
@@ -133,20 +161,43 @@ def bound(size: int) -> int:
     return max(LEAST_BOUND, MAX_RATIO * size)
 
 
-def read_index(data: bytes, format_version: int, where: str, samples: int) -> pa.Table:
+def read_index(data: bytes | memoryview, format_version: int, where: str, samples: int) -> pa.Table:
     """The table of `samples` rows; FormatError F7 if it has other columns or rows, or decodes to too many bytes."""
+    schema, batches = read_batches(data, format_version, where, samples)
+    return pa.Table.from_batches(batches, schema).combine_chunks()
+
+
+def read_batches(
+    data: bytes | memoryview, format_version: int, where: str, samples: int
+) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """Like `read_index`, at most `ROW_GROUP` rows at a time; the schema is checked before the first."""
+    refused = (pa.ArrowException, OSError, UnicodeDecodeError, ValueError)
+
+    def explained(error: Exception) -> IndexFileError:
+        return IndexFileError(f"this is not a Parquet file that can be read: {error}", where=where)
+
+    def batches(file: pq.ParquetFile, expected: pa.Schema) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from _batches(file, expected, len(data), where)
+        except refused as error:
+            raise explained(error) from None
+
     try:
-        return _read_index(data, format_version, where, samples)
-    except (pa.ArrowException, OSError, UnicodeDecodeError, ValueError) as error:
-        raise IndexFileError(f"this is not a Parquet file that can be read: {error}", where=where) from None
+        file, expected = _opened(data, format_version, where, samples)
+    except refused as error:
+        raise explained(error) from None
+    return expected, batches(file, expected)
 
 
-def _read_index(data: bytes, format_version: int, where: str, samples: int) -> pa.Table:
+def _opened(
+    data: bytes | memoryview, format_version: int, where: str, samples: int
+) -> tuple[pq.ParquetFile, pa.Schema]:
+    """The file, whose claims are checked, and its schema."""
     claims = read_claims(memoryview(data), bound(len(data)))
     if claims.rows != samples:
         what = "index and manifest have different numbers of samples"
         raise IndexFileError(what, where=where, expected=samples, found=claims.rows)
-    _refuse_bomb(claims.bytes, data, where)
+    _refuse_bomb(claims.bytes, len(data), where)
     file = pq.ParquetFile(pa.BufferReader(data), **FOOTER_LIMITS)
     found = file.schema
     expected = index_schema(format_version, seeds=format_version > 1 and SEED in found.names)
@@ -159,18 +210,22 @@ def _read_index(data: bytes, format_version: int, where: str, samples: int) -> p
         raise ValueError("a row group has another number of columns than the schema")
     texts = [field.name for field in expected if pa.types.is_string(field.type)]
     # read_table would take 0.1 s to import pyarrow.dataset; pyarrow's threads can abort a short process with torch
-    file = pq.ParquetFile(pa.BufferReader(data), metadata=file.metadata, read_dictionary=texts)
-    table = file.read(use_threads=False)
-    table.validate(full=True)  # UTF-8, indices and offsets, because `record_reader` reads the buffers
-    _refuse_bomb(decoded_bytes(table), data, where)
-    batches = table.to_batches(max_chunksize=1 << 16)  # a chunk holds at most 2 GB of text
-    return pa.Table.from_batches(batches, table.schema).cast(expected).combine_chunks()
+    return pq.ParquetFile(pa.BufferReader(data), metadata=file.metadata, read_dictionary=texts), expected
 
 
-def _refuse_bomb(size: int, data: bytes, where: str) -> None:
-    if size > bound(len(data)):
-        expected = f"at most {bound(len(data))} bytes from {len(data)}"
-        raise IndexFileError("the index decodes to too many bytes", where=where, expected=expected, found=size)
+def _batches(file: pq.ParquetFile, expected: pa.Schema, size: int, where: str) -> Iterator[pa.RecordBatch]:
+    decoded = 0
+    for batch in file.iter_batches(ROW_GROUP, use_threads=False):
+        batch.validate(full=True)  # UTF-8, indices and offsets, because `record_reader` reads the buffers
+        decoded += decoded_bytes(pa.Table.from_batches([batch]))
+        _refuse_bomb(decoded, size, where)
+        yield batch.cast(expected)
+
+
+def _refuse_bomb(decoded: int, size: int, where: str) -> None:
+    if decoded > bound(size):
+        expected = f"at most {bound(size)} bytes from {size}"
+        raise IndexFileError("the index decodes to too many bytes", where=where, expected=expected, found=decoded)
 
 
 def decoded_bytes(table: pa.Table) -> int:
@@ -185,7 +240,7 @@ def _decoded_bytes(array: pa.Array) -> int:
         return int(array.nbytes - array.values.nbytes) + _decoded_bytes(array.values)
     if pa.types.is_dictionary(array.type):
         lengths = pc.binary_length(array.dictionary).cast(pa.int64())
-        return int(array.nbytes) + (pc.sum(lengths.take(array.indices)).as_py() or 0)
+        return int(array.indices.nbytes) + (pc.sum(lengths.take(array.indices)).as_py() or 0)
     return int(array.nbytes)
 
 
@@ -195,14 +250,20 @@ def record_reader(table: pa.Table) -> Callable[[int], dict[str, Any]]:
     It reads the buffers of the columns. Converting one row with pyarrow takes four times as long; converting all of a
     million samples would take gigabytes.
     """
-    columns = [(name, _reader(table[name])) for name in table.column_names]
+    batches = table.to_batches()
+    ends = list(accumulate(batch.num_rows for batch in batches))
+    of_batch = cache(lambda number: _batch_reader(batches[number]))  # a reader takes as much memory as 20 rows
+
+    def read(row: int) -> dict[str, Any]:
+        number = bisect_right(ends, row)
+        return of_batch(number)(row - (ends[number] - batches[number].num_rows))
+
+    return of_batch(0) if len(batches) == 1 else read
+
+
+def _batch_reader(batch: pa.RecordBatch) -> Callable[[int], dict[str, Any]]:
+    columns = [(name, _array_reader(batch.column(i))) for i, name in enumerate(batch.schema.names)]
     return lambda row: {name: read(row) for name, read in columns}
-
-
-def _reader(column: pa.ChunkedArray) -> Callable[[int], Any]:
-    if column.num_chunks != 1:  # a chunk holds at most 2 GB of text
-        return lambda i: column[i].as_py()
-    return _array_reader(column.chunk(0))
 
 
 def _array_reader(array: pa.Array) -> Callable[[int], Any]:

@@ -7,20 +7,26 @@ versions are refused, and different recipes of one name.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Cache, open_recipes
 from qwen_cache.format.index import IndexRow
+from qwen_cache.format.keys import IntArray, first_of_each
 from qwen_cache.format.manifest import Manifest
+from qwen_cache.format.rows import KeyedRows, listed, shard_numbers
+from qwen_cache.format.sample import TENSORS
 from qwen_cache.format.shard import compress
 from qwen_cache.format.update import (
-    ListedSample,
     Update,
     by_position,
     carry_out,
@@ -60,22 +66,29 @@ class Selection:
         return ({name} & self.names) | {pattern for pattern in self.patterns if fnmatchcase(name, pattern)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Merge:
     """The plan of one cache."""
 
     update: Update
     recipes: dict[str, dict[str, Any]]
-    origins: dict[str, tuple[Cache, IndexRow]]
-    """The cache and the row that each sample is taken from, by key."""
+    taken: list[tuple[Cache, KeyedRows]]
+    """The samples that are taken from each cache."""
+
+    def origin(self, key: str) -> tuple[Cache, IndexRow]:
+        """The cache and the row that a sample is taken from."""
+        return next((cache, rows[key]) for cache, rows in self.taken if key in rows)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sources:
     """The caches to merge, one for each recipe, and their selected samples."""
 
-    caches: list[Cache]
-    selected: list[tuple[Cache, IndexRow]]
+    selected: list[tuple[Cache, KeyedRows]]
+
+    @property
+    def caches(self) -> list[Cache]:
+        return [cache for cache, _ in self.selected]
 
 
 def read_sources(sources: Sequence[Path | Url], select: Selection, copies: LocalCopies) -> Sources:
@@ -84,7 +97,7 @@ def read_sources(sources: Sequence[Path | Url], select: Selection, copies: Local
     Raises ConfigError if a name or pattern of `select` matches no sample.
     """
     caches = [cache for source in sources for cache in open_recipes(source, copies).values()]
-    return Sources(caches, list(_selected(caches, select)))
+    return Sources(_selected(caches, select))
 
 
 def plan_merge(given: Sources, target: Path) -> Merge:
@@ -102,18 +115,20 @@ def plan_merge(given: Sources, target: Path) -> Merge:
                 where=cache.folder,
                 do="merge them into different folders: a training run reads one recipe",
             )
-    rows = existing.listed
-    origins: dict[str, tuple[Cache, IndexRow]] = {}
-    present = {row.key for row in rows}
-    taken: dict[int, list[IndexRow]] = {}
-    for cache, row in given.selected:
-        if row.meta.key not in present:
-            present.add(row.meta.key)
-            taken.setdefault(id(cache), []).append(row)
-            rows.append(ListedSample(row.name, row.meta.key, row.source_rows))
-            origins[row.meta.key] = cache, row
-    order = [key for cache in caches for key in by_position(cache.manifest, taken.get(id(cache), []))]
-    return Merge(plan_update(target, existing, max(versions), rows, order), recipes, origins)
+    taken = _without_repeated(existing.rows, given.selected)
+    rows = sum((listed(rows) for _, rows in taken), existing.listed)
+    order = [key for cache, rows in taken for key in by_position(cache.manifest, rows)]
+    return Merge(plan_update(target, existing, max(versions), rows, order), recipes, taken)
+
+
+def _without_repeated(
+    existing: KeyedRows, selected: Sequence[tuple[Cache, KeyedRows]]
+) -> list[tuple[Cache, KeyedRows]]:
+    """Without the samples that an earlier cache or `existing` has."""
+    every = [existing, *(rows for _, rows in selected)]
+    is_first = first_of_each(np.concatenate([rows.words for rows in every]))
+    _, *of_cache = np.split(is_first, np.cumsum([len(rows) for rows in every])[:-1])
+    return [(cache, rows.at(rows.positions[new])) for (cache, rows), new in zip(selected, of_cache, strict=True)]
 
 
 def merge(
@@ -131,7 +146,7 @@ def merge(
     staging = open_staging(plan.update, f"merge-{compression or 'as-it-lies'}", shard_size, linked)
 
     def write(key: str) -> None:
-        cache, row = plan.origins[key]
+        cache, row = plan.origin(key)
         if compression is None:
             staging.add_copy(row.entry, cache.shards.bytes_of(row), cache.folder / row.shard)
         else:
@@ -141,34 +156,43 @@ def merge(
     return carry_out(plan.update, staging, write, plan.recipes, {"qwen-cache": version}, on_sample)
 
 
-def _selected(caches: Sequence[Cache], select: Selection) -> Iterator[tuple[Cache, IndexRow]]:
-    unused = {*select.names, *select.patterns}
+def _selected(caches: Sequence[Cache], select: Selection) -> list[tuple[Cache, KeyedRows]]:
+    unused, selected = {*select.names, *select.patterns}, []
     for cache in caches:
-        for row in cache.rows():
-            matching = select.matching(row.name)
-            unused -= matching
-            if matching or select.is_everything:
-                yield cache, row
+        rows, chosen = cache.keyed_rows, array("q")
+        for position, name in enumerate(() if select.is_everything else rows.each("name")):
+            if matching := select.matching(name):
+                unused -= matching
+                chosen.append(position)
+        selected.append((cache, rows if select.is_everything else rows.at(np.array(chosen))))
     if unused:
         some = ", ".join(sorted(unused)[:SHOWN]) + (f" and {len(unused) - SHOWN} more" if len(unused) > SHOWN else "")
         do = "select samples by their name in the source: the column `name` of index.parquet"
         raise ConfigError("no sample has such a name", found=some, do=do)
-
-
-def _is_stored_as(row: IndexRow, compression: str) -> bool:
-    """Whether a sample is stored with `compression`. One that zstd did not make smaller is compressed again."""
-    return any(spec.codec for spec in row.meta.tensors.values()) == (compression == "zstd")
+    return selected
 
 
 def _whole_shards(plan: Merge, compression: str | None) -> list[Path]:
     """Local shards whose samples are all selected, new to the target, and stored with `compression` already."""
-    kept = [(c, row) for c, row in plan.origins.values() if compression is None or _is_stored_as(row, compression)]
-    selected = Counter((cache.folder, row.shard) for cache, row in kept)
-    manifests = {cache.folder: cache.manifest for cache, _ in plan.origins.values()}
-    whole = (
-        (folder, shard.name)
+    counts = dict[Path | Url, IntArray]()
+    for cache, rows in plan.taken:
+        kept = rows if compression is None else rows.at(rows.positions[_is_stored_as(rows, compression)])
+        numbers = shard_numbers(cache.manifest, kept)
+        count = np.bincount(numbers[numbers >= 0], minlength=len(cache.manifest.shards))
+        counts[cache.folder] = counts.get(cache.folder, 0) + count
+    manifests = {cache.folder: cache.manifest for cache, _ in plan.taken}
+    return [
+        folder / shard.name
         for folder, manifest in manifests.items()
-        for shard in manifest.shards
-        if isinstance(folder, Path) and selected[folder, shard.name] == shard.samples
-    )
-    return [folder / name for folder, name in whole]
+        for shard, selected in zip(manifest.shards, counts[folder], strict=True)
+        if isinstance(folder, Path) and selected == shard.samples
+    ]
+
+
+def _is_stored_as(rows: KeyedRows, compression: str) -> npt.NDArray[np.bool_]:
+    """Whether each sample is stored with `compression`. One that zstd did not make smaller is compressed again."""
+    is_compressed = np.zeros(len(rows), bool)
+    for name in TENSORS[rows.format_version]:
+        is_compressed |= pc.struct_field(rows.column(name), "codec").is_valid().to_numpy()
+    matches: npt.NDArray[np.bool_] = is_compressed == (compression == "zstd")
+    return matches

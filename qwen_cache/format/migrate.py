@@ -12,11 +12,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pyarrow.compute as pc
+
 from qwen_cache.errors import ConfigError
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Sample, open_recipes
 from qwen_cache.format.identity import content_hash
+from qwen_cache.format.index import SEED
 from qwen_cache.format.manifest import Manifest
+from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import TENSORS, SampleMeta, shared_rows
 from qwen_cache.format.shard import compress
 from qwen_cache.format.update import Update, by_position, carry_out, open_staging, plan_update, read_existing
@@ -40,8 +45,7 @@ def plan_migration(source: Path | Url, target: Path, old: int, new: int) -> Upda
     if new == 1 and (other := [name for name, it in given.manifest.recipes.items() if "family" in it.recipe]):
         family = given.manifest.recipes[other[0]].recipe["family"]
         raise ConfigError(f"format v1 cannot hold a cache of {family}", where=source, do="stay with v2")
-    unfit = [row.name for row in given.rows if not _fits(row.meta, new)]
-    if unfit:
+    if unfit := _unfit(given.rows, new):
         more = f" and {len(unfit) - SHOWN} more" if len(unfit) > SHOWN else ""
         raise ConfigError(
             f"format v{new} has no edit masks, attention, seeds or images to generate, but this cache does",
@@ -52,15 +56,23 @@ def plan_migration(source: Path | Url, target: Path, old: int, new: int) -> Upda
     in_place = directory.is_same(source, target)
     existing = given if in_place else read_existing(target, new)
     update = plan_update(target, existing, new, given.listed, by_position(given.manifest, given.rows))
-    if not in_place and existing.rows and not update.is_nothing:
+    if not in_place and len(existing) and not update.is_nothing:
         raise ConfigError("this folder holds another dataset", where=target, do="choose an empty folder with --out")
     return update
 
 
-def _fits(meta: SampleMeta, format_version: int) -> bool:
-    """Whether nothing is lost except thumbnails, which are for people only."""
-    only_v2 = meta.phrase or meta.inputs.target is None or meta.inputs.seed is not None
-    return meta.tensors.keys() <= {*TENSORS[format_version], "thumbnails"} and not (format_version == 1 and only_v2)
+def _unfit(rows: KeyedRows, format_version: int) -> list[str]:
+    """The names of the samples that would lose something other than thumbnails, which are for people only."""
+    if format_version > 1:
+        return []
+    table = rows.table
+    only_v2 = {name: table[name].is_valid() for name in (*TENSORS[2], SEED) if name in table.column_names}
+    lost = [only_v2[name] for name in only_v2 if name not in (*TENSORS[1], "thumbnails")]
+    lost += [table["target"].is_null()]
+    lost += [pc.greater(pc.list_value_length(table["phrase"]), 0)] if "phrase" in table.column_names else []
+    unfit = np.logical_or.reduce([each.to_numpy() for each in lost])
+    names: list[str] = rows.at(rows.positions[unfit[rows.positions]]).column("name").to_pylist()
+    return names
 
 
 def migrate(
@@ -74,11 +86,12 @@ def migrate(
 ) -> Manifest:
     """Write and commit `update` as qwen-cache `version`; the caller holds `directory.writing(update.folder)`."""
     manifest, _ = directory.load(source)
-    cache_of = {row.meta.key: cache for cache in open_recipes(source, copies).values() for row in cache.rows()}
+    caches = list(open_recipes(source, copies).values())
     staging = open_staging(update, "migrate", shard_size)
 
     def write(key: str) -> None:
-        staging.add(*compress(*converted(cache_of[key][key], update.format_version), compression))
+        cache = next(cache for cache in caches if key in cache.keys)
+        staging.add(*compress(*converted(cache[key], update.format_version), compression))
 
     recipes = {name: recipe.recipe for name, recipe in manifest.recipes.items()}
     return carry_out(update, staging, write, recipes, {**manifest.written_by, "qwen-cache": version}, on_sample)

@@ -1,25 +1,36 @@
 """Update a dataset to a list of rows, in one commit: shared by `build`, `migrate`, `merge` and `import`.
 
 A shard is kept as long as all of its samples are; otherwise it is rewritten, because stock readers take every sample of
-every shard. New shards are written in one order, into staging.
+every shard. New shards are written in one order, into staging. Rows that stay are columns from the old index to the new
+one, so adding a sample costs reading and writing the index.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
 from qwen_cache.errors import ConfigError
 from qwen_cache.format import directory
-from qwen_cache.format.identity import content_hash, dataset_identity, recipe_id
-from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, record_reader, write_index
+from qwen_cache.format.identity import content_hash, recipe_id
+from qwen_cache.format.index import INDEX_NAME, ROW_GROUP, SEED, IndexRow, index_schema, table_of, write_tables
+from qwen_cache.format.keys import IntArray
 from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recipe
+from qwen_cache.format.mapped_index import load_index
+from qwen_cache.format.rows import KeyedRows, ListedSample, Listing, fitted, listed, shard_numbers, taken
 from qwen_cache.format.shard import Entry, check_tensors, tensor_bytes
 from qwen_cache.format.staging import Staging, keys_in
 from qwen_cache.storage.durable import link_or_copy, move
@@ -27,18 +38,39 @@ from qwen_cache.storage.mapped import map_file
 from qwen_cache.storage.url import Url
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Existing:
     """The current dataset of a folder, with all recipes."""
 
     manifest: Manifest
-    rows: list[IndexRow]
+    rows: KeyedRows
 
-    def of_recipe(self, name: str) -> dict[str, IndexRow]:
+    @classmethod
+    def empty(cls, format_version: int) -> Existing:
+        """No dataset yet."""
+        return cls.of(Manifest.empty(format_version), index_schema(format_version).empty_table(), "")
+
+    @classmethod
+    def of(cls, manifest: Manifest, table: pa.Table, where: str) -> Existing:
+        """The dataset with the index `table`; `where` is for errors."""
+        return cls(manifest, KeyedRows(table, manifest.format_version, where, np.arange(len(table))))
+
+    @property
+    def table(self) -> pa.Table:
+        """The index, in which `rows` has the positions of those that count."""
+        return self.rows.table
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def only(self, rows: KeyedRows) -> Existing:
+        """The dataset with some of its rows alone."""
+        return replace(self, rows=rows)
+
+    def of_recipe(self, name: str) -> KeyedRows:
         """The rows of the recipe `name`, by key."""
         recipe = self.manifest.recipes.get(name)
-        id_ = recipe and recipe.id
-        return {row.meta.key: row for row in self.rows if row.meta.recipe == id_}
+        return self.rows.where_in(recipe=[recipe.id] if recipe else [])
 
     @property
     def recipes(self) -> dict[str, dict[str, Any]]:
@@ -46,19 +78,36 @@ class Existing:
         return {name: recipe.recipe for name, recipe in self.manifest.recipes.items()}
 
     @property
-    def listed(self) -> list[ListedSample]:
+    def listed(self) -> Listing:
         """The rows as entries of a new dataset."""
-        return [ListedSample(row.name, row.meta.key, row.source_rows) for row in self.rows]
+        return listed(self.rows)
 
     @property
     def recipe_names(self) -> dict[str, str]:
         """The names of the recipes by their ids."""
         return {recipe.id: name for name, recipe in self.manifest.recipes.items()}
 
-    def others(self, name: str) -> list[ListedSample]:
+    def others(self, name: str) -> Listing:
         """The rows of all recipes except `name`."""
-        mine = self.of_recipe(name)
-        return [row for row in self.listed if row.key not in mine]
+        mine = np.zeros(len(self.table), bool)
+        mine[self.of_recipe(name).positions] = True
+        return listed(self.rows.at(self.rows.positions[~mine[self.rows.positions]]))
+
+    @cached_property
+    def shard_numbers(self) -> IntArray:
+        """`[N]`: for each row of the index the position of its shard in the manifest, -1 for none."""
+        return shard_numbers(self.manifest, self.rows.at(np.arange(len(self.table))))
+
+    def of_shard(self) -> dict[str, KeyedRows]:
+        """The rows of each shard of the manifest."""
+        numbers = self.shard_numbers[self.rows.positions]
+        order = np.argsort(numbers, kind="stable")
+        shards = self.manifest.shards
+        ends = np.searchsorted(numbers[order], np.arange(len(shards) + 1))
+        return {
+            shard.name: self.rows.at(self.rows.positions[order[ends[i] : ends[i + 1]]])
+            for i, shard in enumerate(shards)
+        }
 
     def check_name(self, name: str, recipe: dict[str, Any], where: Path) -> None:
         """ConfigError if the cache has an equal recipe under another name."""
@@ -68,26 +117,17 @@ class Existing:
             raise ConfigError(what, where=where, do=f"set cache.recipe={same[0]}")
 
 
-@dataclass(frozen=True)
-class ListedSample:
-    """A row of the new dataset."""
-
-    name: str
-    key: str
-    source_rows: int = 1
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Update:
     """The new dataset, and the samples to write for it."""
 
     folder: Path
     existing: Existing
     format_version: int
-    rows: list[ListedSample]
-    kept: dict[str, IndexRow]
-    """Samples that stay in their shards, by key."""
-    moved: dict[str, IndexRow]
+    rows: Listing
+    kept: IntArray
+    """For each row its position in the existing index if the sample stays in its shard, else -1."""
+    moved: KeyedRows
     """Samples that stay but whose shards do not, by key."""
     order: list[str]
     """The keys to write, in their order in the new shards."""
@@ -104,43 +144,53 @@ class Update:
 def read_existing(folder: Path | Url, format_version: int) -> Existing:
     """The dataset in `folder`; an empty one of `format_version` if there is none."""
     if isinstance(folder, Path) and not (folder / MANIFEST_NAME).exists():
-        return Existing(Manifest.empty(format_version), [])
-    manifest, index = directory.load(folder)
-    where = str(folder / INDEX_NAME)
-    table = read_index(index, manifest.format_version, where, manifest.index.samples)
-    read = record_reader(table)
-    return Existing(manifest, [index_row(read(i), manifest.format_version, where) for i in range(table.num_rows)])
+        return Existing.empty(format_version)
+    manifest, table = load_index(folder)
+    return Existing.of(manifest, table, str(folder / INDEX_NAME))
 
 
 def plan_update(
     folder: Path,
     existing: Existing,
     format_version: int,
-    rows: Sequence[ListedSample],
+    rows: Iterable[ListedSample],
     order: Iterable[str] | None = None,
     damaged: Mapping[str, str] = MappingProxyType({}),
 ) -> Update:
     """Plan which samples stay, which move to other shards, and which have to be written.
 
-    `order` has the keys of `rows` in their order in new shards; by default the order of `rows`. No sample stays in a
-    `damaged` shard.
+    `order` has the keys of the samples that do not stay in their order in new shards, and may have others; by default
+    the order of `rows`. No sample stays in a `damaged` shard.
     """
-    keys = {row.key for row in rows} if format_version == existing.manifest.format_version else set()
-    staying = {row.meta.key: row for row in existing.rows if row.meta.key in keys}
-    count = Counter(row.shard for row in staying.values())
-    whole = {shard.name for shard in existing.manifest.shards if count[shard.name] == shard.samples}
-    whole -= damaged.keys()
-    kept = {key: row for key, row in staying.items() if row.shard in whole}
-    moved = {key: row for key, row in staying.items() if key not in kept}
-    in_order = [row.key for row in rows] if order is None else order
-    to_write = [key for key in in_order if key not in kept]
-    return Update(folder, existing, format_version, list(rows), kept, moved, to_write, damaged)
+    rows = Listing.of(rows)
+    positions: IntArray = np.full(len(rows), -1)
+    if format_version == existing.manifest.format_version:
+        positions = existing.rows.found.find_all(rows.words(folder))
+    stays = _in_whole_shards(existing, positions, damaged)
+    to_write = rows.keys(np.flatnonzero(~stays))
+    if order is not None:
+        wanted = set(to_write)
+        to_write = [key for key in order if key in wanted]
+    moved = existing.rows.at(np.sort(positions[(positions >= 0) & ~stays]))
+    return Update(folder, existing, format_version, rows, np.where(stays, positions, -1), moved, to_write, damaged)
 
 
-def by_position(manifest: Manifest, rows: Iterable[IndexRow]) -> list[str]:
+def _in_whole_shards(existing: Existing, positions: IntArray, damaged: Container[str]) -> npt.NDArray[np.bool_]:
+    """Whether each of the rows at `positions` (-1: none) is in a shard of which all rows are among them."""
+    shards, in_shard = existing.manifest.shards, positions >= 0
+    in_shard[in_shard] = existing.shard_numbers[positions[in_shard]] >= 0
+    numbers = existing.shard_numbers[positions[in_shard]]
+    count = np.bincount(numbers, minlength=len(shards)).tolist()
+    is_whole = [n == shard.samples and shard.name not in damaged for n, shard in zip(count, shards, strict=True)]
+    in_shard[in_shard] = np.array(is_whole, bool)[numbers]
+    return in_shard
+
+
+def by_position(manifest: Manifest, rows: KeyedRows) -> list[str]:
     """The keys of `rows` in their order in the shards of `manifest`."""
-    number = {shard.name: i for i, shard in enumerate(manifest.shards)}
-    return [row.meta.key for row in sorted(rows, key=lambda row: (number[row.shard], row.entry.offset))]
+    numbers = shard_numbers(manifest, rows)
+    order = np.lexsort((rows.column("offset").to_numpy(), numbers))
+    return list(rows.at(rows.positions[order]))
 
 
 def open_staging(update: Update, name: str, shard_size: int, linked: Iterable[Path] = ()) -> Staging:
@@ -243,21 +293,18 @@ def commit_update(
 ) -> Manifest:
     """Commit the update, with `recipes` by name; all samples of `order` must be in staging."""
     shards = staging.finish()
-    positions: dict[str, tuple[str, Entry]] = {
-        entry.meta.key: (shard.name, entry) for shard, entries in shards for entry in entries
-    }
-    positions |= {key: (row.shard, row.entry) for key, row in update.kept.items()}
-    rows = [IndexRow(row.name, *positions[row.key], row.source_rows) for row in update.rows]
-    index = write_index(rows, update.format_version)
+    written = {entry.meta.key: (shard.name, entry) for shard, entries in shards for entry in entries}
+    index = _write_index(update, written, keys := RecipeKeys())
     new = {shard.name: shard for shard, _ in shards}
-    kept = {row.shard for row in update.kept.values()} | new.keys()  # a shard that is built again keeps its place
     old = update.existing.manifest
+    stay = np.unique(update.existing.shard_numbers[update.kept[update.kept >= 0]])
+    kept = {old.shards[i].name for i in stay} | new.keys()  # a shard that is built again keeps its place
     names = {shard.name for shard in old.shards}
     manifest = replace(
         old,
         format_version=update.format_version,
-        recipes=_described(recipes, rows),
-        index=IndexFile(len(rows), len(index), content_hash(index)),
+        recipes={name: keys.described(recipe) for name, recipe in recipes.items()},
+        index=IndexFile(len(update.rows), len(index), content_hash(index)),
         shards=(
             *(new.get(shard.name, shard) for shard in old.shards if shard.name in kept),
             *(shard for shard, _ in shards if shard.name not in names),
@@ -270,9 +317,60 @@ def commit_update(
     return manifest
 
 
-def _described(recipes: dict[str, dict[str, Any]], rows: Iterable[IndexRow]) -> dict[str, Recipe]:
-    keys = defaultdict[str, list[str]](list)
-    for row in rows:
-        keys[row.meta.recipe].append(row.meta.key)
-    mine = {name: keys[recipe_id(recipe)] for name, recipe in recipes.items()}
-    return {name: Recipe(recipe, len(mine[name]), dataset_identity(mine[name])) for name, recipe in recipes.items()}
+def _write_index(update: Update, written: Mapping[str, tuple[str, Entry]], keys: RecipeKeys) -> bytes:
+    """The bytes of the new index; `keys` gets those of its rows."""
+    has_seed = any(entry.meta.inputs.seed is not None for _, entry in written.values())
+    schema = index_schema(update.format_version, seeds=has_seed or _has_seed(update))
+
+    def groups() -> Iterator[pa.Table]:
+        keys.clear()
+        for begin in range(0, len(update.rows), ROW_GROUP):
+            group = _row_group(update, slice(begin, begin + ROW_GROUP), written, schema)
+            keys.add(group)
+            yield group
+
+    return write_tables(groups, schema)
+
+
+def _has_seed(update: Update) -> bool:
+    table, kept = update.existing.table, update.kept[update.kept >= 0]
+    return SEED in table.column_names and bool(table[SEED].is_valid().to_numpy()[kept].any())
+
+
+def _row_group(update: Update, which: slice, written: Mapping[str, tuple[str, Entry]], schema: pa.Schema) -> pa.Table:
+    """Rows of the new index: columns of the old one where samples stay."""
+    rows, kept = update.rows.table[which], update.kept[which]
+    stays, table = kept >= 0, schema.empty_table()
+    if stays.any():
+        table = fitted(taken(update.existing.table, kept[stays]), schema)
+    if not stays.all():
+        new = Listing(taken(rows, np.flatnonzero(~stays)))
+        made = [IndexRow(row.name, *written[row.key], row.source_rows) for row in new]
+        table = pa.concat_tables([table, table_of(made, update.format_version, schema)])
+        table = taken(table, np.argsort(np.r_[np.flatnonzero(stays), np.flatnonzero(~stays)]))
+    for name in ("name", "source_rows"):
+        table = table.set_column(schema.get_field_index(name), schema.field(name), rows[name])
+    return table
+
+
+class RecipeKeys:
+    """The number of samples of each recipe, and the hash of their keys (`dataset_identity`)."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self._count = Counter[str]()
+        self._hash = defaultdict[str, xxhash.xxh3_128](xxhash.xxh3_128)
+
+    def add(self, table: pa.Table) -> None:
+        """Add rows of an index."""
+        for recipe in table["recipe"].unique().to_pylist():
+            keys = table["key"].filter(pc.equal(table["recipe"], recipe)).to_pylist()
+            self._hash[recipe].update("\n".join(keys if not self._count[recipe] else ["", *keys]).encode())
+            self._count[recipe] += len(keys)
+
+    def described(self, recipe: dict[str, Any]) -> Recipe:
+        """A recipe with its samples."""
+        id_ = recipe_id(recipe)
+        return Recipe(recipe, self._count[id_], self._hash[id_].hexdigest())

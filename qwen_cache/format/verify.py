@@ -13,7 +13,6 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,10 @@ from qwen_cache.errors import (
 from qwen_cache.format import directory
 from qwen_cache.format.codec import decode
 from qwen_cache.format.identity import content_hash, dataset_identity
-from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, record_reader
+from qwen_cache.format.index import INDEX_NAME, IndexRow
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest, Shard
+from qwen_cache.format.mapped_index import index_table
+from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import UNIT_RANGE
 from qwen_cache.format.shard import Entry, scan_shard, tensor_bytes
 from qwen_cache.format.update import Existing
@@ -65,15 +66,15 @@ def verify_cache(path: str | Path, on_bytes: Callable[[int], None] = lambda _: N
         (folder / MANIFEST_NAME).require_ranges()
     try:
         manifest, index = directory.load(folder)
-        table = read_index(index, manifest.format_version, str(folder / INDEX_NAME), manifest.index.samples)
+        table = index_table(manifest, index, str(folder / INDEX_NAME))
     except FormatError as error:
         return [error]
-    rows = _Rows(record_reader(table), manifest.format_version, str(folder / INDEX_NAME))
-    faults, of_shard = _index_faults(rows, table.num_rows, manifest, folder)
+    rows = Existing.of(manifest, table, str(folder / INDEX_NAME)).rows
+    faults, of_shard = index_faults(rows, manifest, folder)
     with ThreadPoolExecutor(os.cpu_count() if isinstance(folder, Path) else REMOTE_SHARDS) as pool:
 
         def check(shard: Shard) -> list[FormatError]:
-            return list(_shard_faults(folder, manifest.format_version, shard, map(rows, of_shard[shard.name])))
+            return list(_shard_faults(folder, manifest.format_version, shard, map(rows.row, of_shard[shard.name])))
 
         for shard, found in zip(manifest.shards, pool.map(check, manifest.shards), strict=True):
             faults += found
@@ -92,12 +93,10 @@ def damaged_shards(
 
     All other samples of a damaged shard can be read: their tensors, where the index has them, match their hashes.
     """
-    version, of_shard = existing.manifest.format_version, defaultdict[str, list[IndexRow]](list)
-    for row in existing.rows:
-        of_shard[row.shard].append(row)
+    version, of_shard = existing.manifest.format_version, existing.of_shard()
 
     def check(shard: Shard) -> set[str] | None:
-        rows = of_shard[shard.name]
+        rows = list(of_shard[shard.name].in_order())
         return set(_unreadable(folder, shard, rows)) if any(_shard_faults(folder, version, shard, rows)) else None
 
     damaged = {}
@@ -129,29 +128,17 @@ def _stray_faults(folder: Path | Url, manifest: Manifest) -> Iterator[FormatErro
             yield StrayFileError(STRAY, where=path, do=fix)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of an index, parsed whenever they are asked for."""
-
-    read: Callable[[int], dict[str, Any]]
-    format_version: int
-    where: str
-
-    def __call__(self, position: int) -> IndexRow:
-        return index_row(self.read(position), self.format_version, self.where)
-
-
-def _index_faults(
-    rows: _Rows, count: int, manifest: Manifest, folder: Path | Url
+def index_faults(
+    rows: KeyedRows, manifest: Manifest, folder: Path | Url
 ) -> tuple[list[FormatError], dict[str, array[int]]]:
     """The faults of the index, and the positions of the valid rows of each shard."""
     where, faults = folder / INDEX_NAME, list[FormatError]()
     recipes = {recipe.id: recipe.recipe for recipe in manifest.recipes.values()}
     of_shard = {shard.name: array("q") for shard in manifest.shards}
     keys = defaultdict[str, list[str]](list)
-    for position in range(count):
+    for position in range(len(rows)):
         try:
-            row = rows(position)
+            row = rows.row(position)
         except FormatError as error:
             faults.append(error)
             continue

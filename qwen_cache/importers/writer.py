@@ -22,10 +22,11 @@ from qwen_cache.errors import ConfigError, ModelError, SourceError
 from qwen_cache.format import directory
 from qwen_cache.format.identity import Inputs, canonical_json, content_hash, recipe_id
 from qwen_cache.format.manifest import DEFAULT_RECIPE, Manifest
+from qwen_cache.format.rows import ListedSample, Listing
 from qwen_cache.format.sample import LATENT_CHANNELS, TENSORS, SampleMeta, shared_rows, token_count
 from qwen_cache.format.shard import compress
 from qwen_cache.format.tensor import TensorSpec
-from qwen_cache.format.update import Existing, ListedSample, Update, carry_out, open_staging, plan_update
+from qwen_cache.format.update import Existing, Update, carry_out, open_staging, plan_update
 from qwen_cache.importers import diffusion_pipe, musubi, qflux
 from qwen_cache.importers.source import EXACT_IN, FoundSample, ImportedSample, Options
 from qwen_cache.models.family import PIPELINES, QWEN_IMAGE
@@ -185,8 +186,8 @@ def make_update(job: ImportJob, plan: ImportPlan, existing: Existing) -> Update:
             do="import into another folder, or set cache.recipe to another name",
         )
     existing.check_name(job.recipe_name, plan.recipe, job.folder)
-    ours = [ListedSample(sample.source.name, key, sample.source_rows) for key, sample in plan.samples.items()]
-    return plan_update(job.folder, existing, FORMAT_VERSION, [*existing.others(job.recipe_name), *ours])
+    ours = (ListedSample(sample.source.name, key, sample.source_rows) for key, sample in plan.samples.items())
+    return plan_update(job.folder, existing, FORMAT_VERSION, existing.others(job.recipe_name) + Listing.of(ours))
 
 
 def run(

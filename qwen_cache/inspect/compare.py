@@ -95,7 +95,7 @@ def _plan(cache: Cache, settings: Config, source: str) -> BuildPlan:
         model.max_controls,
     )
     here = shards_here(cache.folder, cache.manifest)  # samples of a missing shard count as not cached
-    cached = {row.meta.key: row for row in cache.rows() if row.shard in here}
+    cached = cache.keyed_rows.where_in(shard=here)
     masks = cache.format_version > 1 and settings.data.edit_mask != "none"
     rows = as_encoded(read.rows, masks=masks, phrases="attention" in recipe or "mask_head" in recipe)
     with counting("reading the source", total=len(read.rows)) as advance:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from qwen_cache.format.identity import Inputs, content_hash, recipe_id
-from qwen_cache.format.manifest import Manifest
+from qwen_cache.format.rows import ListedSample
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.tensor import TensorSpec
-from qwen_cache.format.update import Existing, ListedSample, commit_update, open_staging, plan_update
+from qwen_cache.format.update import Existing, commit_update, open_staging, plan_update
 
 from .commands import run
 
@@ -61,9 +61,7 @@ def write(
         shapes, origin = ((1, *CELLS),) * (1 + len(controls)), None if each.mask is None else "difference"
         meta = SampleMeta(recipe_id(recipe), inputs, each.prompt, shapes, 0, specs, (), origin)
         written[meta.key] = each.name, meta, data
-    update = plan_update(
-        folder, Existing(Manifest.empty(2), []), 2, [ListedSample(written[key][0], key) for key in written]
-    )
+    update = plan_update(folder, Existing.empty(2), 2, [ListedSample(written[key][0], key) for key in written])
     staging = open_staging(update, "page", 1 << 24)
     for _, meta, data in written.values():
         staging.add(meta, {name: memoryview(data[name]) for name in meta.tensors})

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from qwen_cache.format.identity import Inputs, content_hash, recipe_id
-from qwen_cache.format.manifest import Manifest
+from qwen_cache.format.rows import ListedSample
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.tensor import TensorSpec
-from qwen_cache.format.update import Existing, ListedSample, commit_update, open_staging, plan_update
+from qwen_cache.format.update import Existing, commit_update, open_staging, plan_update
 
 RECIPE = {"encoder_version": 2, "pipeline": "QwenImageEditPlusPipeline", "dtype": "float32", "text_encoder": "ab12"}
 QUICK = {"steps": 60, "base_channels": 4, "mask_size": 16, "learning_rate": 0.02, "validation_split": 0.3}
@@ -70,7 +70,7 @@ def write_scenes(folder: Path, scenes: Mapping[str, Sequence[Scene]], recipes: M
             meta = SampleMeta(recipe_id(recipe), inputs, "edit it", shapes, 0, specs, (), origin)
             written[meta.key] = (each.name, meta, data)
     listed = [ListedSample(name, key) for key, (name, _, _) in written.items()]
-    update = plan_update(folder, Existing(Manifest.empty(2), []), 2, listed)
+    update = plan_update(folder, Existing.empty(2), 2, listed)
     staging = open_staging(update, "scenes", 1 << 20)
     for _, meta, data in written.values():
         staging.add(meta, {name: memoryview(data[name]) for name in meta.tensors})

@@ -1,0 +1,189 @@
+"""The rows of an index as columns: looked up by key, listed by name, and taken into a new index.
+
+No row is a Python object before it is asked for, so ten million rows take the memory of their keys and positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from qwen_cache.format.index import ROW_GROUP, SEED, IndexRow, index_row, record_reader
+from qwen_cache.format.keys import IntArray, Keys, Words, hash_words
+from qwen_cache.format.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class ListedSample:
+    """A row of a new dataset."""
+
+    name: str
+    key: str
+    source_rows: int = 1
+
+
+LISTED = pa.schema([("name", pa.string()), ("key", pa.string()), ("source_rows", pa.int32())])
+
+
+class Listing(Collection[ListedSample]):
+    """The rows of a new dataset, as columns."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table.select(LISTED.names)
+
+    @classmethod
+    def of(cls, rows: Iterable[ListedSample]) -> Listing:
+        """The listing of `rows`, which are not kept."""
+        if isinstance(rows, Listing):
+            return rows
+        rows, parts = iter(rows), [LISTED.empty_table()]
+        while some := list(islice(rows, ROW_GROUP)):
+            columns = {name: [getattr(row, name) for row in some] for name in LISTED.names}
+            parts.append(pa.table(columns, LISTED))
+        return cls(pa.concat_tables(parts))
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def __iter__(self) -> Iterator[ListedSample]:
+        for batch in self.table.to_batches(ROW_GROUP):
+            yield from map(ListedSample, *(column.to_pylist() for column in batch.columns))
+
+    def __contains__(self, row: object) -> bool:
+        return any(row == each for each in self)
+
+    def __add__(self, other: Listing) -> Listing:
+        return Listing(pa.concat_tables([self.table, other.table]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Listing) and bool(self.table.equals(other.table))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def words(self, where: object) -> Words:
+        """`[N, 2]`: the keys as numbers."""
+        return hash_words(self.table["key"], where)
+
+    def keys(self, which: IntArray) -> list[str]:
+        """The keys of some rows."""
+        keys: list[str] = self.table["key"].take(pa.array(which)).to_pylist()
+        return keys
+
+
+class KeyedRows(Mapping[str, IndexRow]):
+    """The rows of an index at some positions, by their keys; each is parsed whenever it is asked for.
+
+    FormatError for a row that contradicts itself.
+    """
+
+    def __init__(self, table: pa.Table, format_version: int, where: str, positions: IntArray) -> None:
+        self.table, self.format_version, self.where, self.positions = table, format_version, where, positions
+
+    @property
+    def words(self) -> Words:
+        """`[N, 2]`: the keys as numbers."""
+        return hash_words(self.column("key"), self.where)
+
+    @cached_property
+    def found(self) -> Keys:
+        """Where the keys are in the table."""
+        return Keys(self.words, self.positions)
+
+    @cached_property
+    def row(self) -> Callable[[int], IndexRow]:
+        """The row at a position in the table."""
+        read = record_reader(self.table)
+        return lambda position: index_row(read(position), self.format_version, self.where)
+
+    def at(self, positions: IntArray) -> KeyedRows:
+        """The rows at other positions of the same table."""
+        return KeyedRows(self.table, self.format_version, self.where, positions)
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        """The values of these rows."""
+        return taken(self.table.select([name]), self.positions)[name]
+
+    def __getitem__(self, key: str) -> IndexRow:
+        if (position := self.found.find(key)) < 0:
+            raise KeyError(key)
+        return self.row(position)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.found
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __iter__(self) -> Iterator[str]:
+        return self.each("key")
+
+    def each(self, name: str) -> Iterator[Any]:
+        """The values of a column, which are not all in memory."""
+        for begin in range(0, len(self), ROW_GROUP):
+            yield from self.at(self.positions[begin : begin + ROW_GROUP]).column(name).to_pylist()
+
+    def in_order(self) -> Iterator[IndexRow]:
+        """The rows in the order of the table."""
+        return (self.row(int(position)) for position in self.positions)
+
+    def without(self, keys: Iterable[str]) -> KeyedRows:
+        """The rows with other keys."""
+        removed = pc.is_in(self.column("key"), pa.array(list(keys), pa.string())).to_numpy()
+        return self.at(self.positions[~removed])
+
+    def where_in(self, **values: Iterable[str | None]) -> KeyedRows:
+        """The rows whose columns have one of these values each."""
+        chosen = np.ones(len(self.table), bool)
+        for name, allowed in values.items():
+            found = pc.is_in(self.table[name], pa.array(list(set(allowed)), pa.string()))
+            chosen &= found.to_numpy()
+        return self.at(self.positions[chosen[self.positions]])
+
+
+def listed(rows: KeyedRows) -> Listing:
+    """Rows of an index as those of a new dataset."""
+    return Listing(taken(rows.table.select(LISTED.names), rows.positions))
+
+
+def shard_numbers(manifest: Manifest, rows: KeyedRows) -> IntArray:
+    """`[N]`: for each row the position of its shard in the manifest, -1 for none."""
+    names = pa.array([shard.name for shard in manifest.shards], pa.string())
+    numbers: IntArray = pc.fill_null(pc.index_in(rows.column("shard"), names), -1).to_numpy().astype(np.int64)
+    return numbers
+
+
+def taken(table: pa.Table, positions: IntArray) -> pa.Table:
+    """The rows at `positions`, in that order. Rows that follow each other are not copied."""
+    if not len(positions):
+        return table.schema.empty_table()
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    begins, ends = positions[np.r_[0, breaks]], positions[np.r_[breaks - 1, len(positions) - 1]] + 1
+    if len(begins) <= max(16, len(positions) // 256):
+        runs = zip(begins.tolist(), ends.tolist(), strict=True)
+        return pa.concat_tables([table.slice(begin, end - begin) for begin, end in runs])
+    order = np.argsort(positions, kind="stable")
+    in_order, pieces, first = positions[order], [], 0
+    for batch in table.to_batches():  # taking from a table with chunks would join them first
+        begin, end = np.searchsorted(in_order, [first, first + batch.num_rows])
+        if begin < end:
+            pieces.append(batch.take(pa.array(in_order[begin:end] - first)))
+        first += batch.num_rows
+    back = np.empty_like(order)
+    back[order] = np.arange(len(order))
+    parts = [pa.Table.from_batches(pieces).combine_chunks().take(pa.array(back))]
+    return pa.concat_tables(parts)
+
+
+def fitted(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table with or without the column of seeds, as `schema` has it."""
+    if SEED in schema.names and SEED not in table.schema.names:
+        nulls = pa.nulls(table.num_rows, schema.field(SEED).type)
+        table = table.add_column(schema.get_field_index(SEED), schema.field(SEED), nulls)
+    return table.select(schema.names)
