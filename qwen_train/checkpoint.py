@@ -67,6 +67,8 @@ class Run:
     consumed_samples: int = 0
     """Samples that all processes have trained; this number determines the next batch (`batch_plan`)."""
     ema: Ema | None = None
+    commits: list[dict[str, Any]] | None = None
+    """With `train.follow` the commits that were taken in, as JSON (`data/commits.py`)."""
 
 
 def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
@@ -87,6 +89,8 @@ def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
         "lr_scheduler": _flatten(run.lr_scheduler.state_dict(), "lr_scheduler", tensors),
         "random": _flatten(all_gather_object(_random_state()), "random", tensors),
     }
+    if run.commits is not None:
+        state["commits"] = run.commits
     if has_two_modes(run.optimizer):
         state[TRAINING_WEIGHTS] = _flatten(trained_parameters(run.optimizer), TRAINING_WEIGHTS, tensors)
     with together(), _writing(f"checkpoint-{run.step}", folder):

@@ -2,12 +2,12 @@
 
 In this order: the cache and that of validation, that no other run writes to the output folder, what the folder holds
 already, the tracker, the optimizer's package, the model, whether they fit together, the timesteps, and whether the
-newest checkpoint can be resumed with these settings.
+newest checkpoint can be resumed with these settings. With `train.follow` the caches come after the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from qwen_cache.models.folder import NUNCHAKU, WEIGHTS, ModelFolder, fingerprint
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.remembered import file_digest, remembered_digest
-from qwen_train.data.mixture import Mixture
+from qwen_train.data.commits import TakenIn, check_followable, followed, open_commits, wait_for_commits
+from qwen_train.data.mixture import Mixture, open_mixture
 from qwen_train.data.planning import Planned, check_cache, check_empty_prompts
 from qwen_train.data.samples import Samples, open_samples
 from qwen_train.data.validation_cache import check_validation_cache, open_validation_cache
@@ -27,7 +28,7 @@ from qwen_train.launch import Launch
 from qwen_train.lora.files import WeightedLora, find_assistant, find_start
 from qwen_train.lora.types import check_adapter
 from qwen_train.optimizer_names import check_optimizer
-from qwen_train.resumable import NEW_RUN, check_resumable
+from qwen_train.resumable import NEW_RUN, check_resumable, taken_of
 from qwen_train.run_folder import checkpoints, only_run
 from qwen_train.run_settings import resume_command
 from qwen_train.start import Start
@@ -44,8 +45,11 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
     if source is not None and launch.world_size > 1:
         do = "build a cache: `qwen-cache build`"
         raise ConfigError("--encode-on-the-fly is for one training process", found=launch.world_size, do=do)
-    samples = open_samples(config) if source is None else None
-    validation_cache = open_validation_cache(config, on_the_fly=source is not None)
+    check_followable(config, source)
+    samples, validation_cache, taken = None, None, tuple[TakenIn, ...]()
+    if not config.train.follow:
+        samples = open_samples(config) if source is None else None
+        validation_cache = open_validation_cache(config, on_the_fly=source is not None)
     with only_run(out, launch):
         earlier = checkpoints(out)
         if earlier and not resume:
@@ -60,10 +64,14 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
         check_optimizer(config, launch.world_size)
         model = open_trainable(config)
         check_adapter(config, model.transformer_config)
+        newest = earlier[-1][1] if earlier else None
+        if config.train.follow:  # last of all, since it may wait for hours
+            taken = taken_of(newest) if newest else ()
+            samples = open_followed(config, taken)
+            validation_cache = open_validation_cache(config)
         check_samples(config, model, samples, validation_cache)
         scheduler = read_config(model.component("scheduler") / "scheduler_config.json")
         check_timesteps(config.train, float(scheduler.get("shift_terminal") or 0))
-        newest = earlier[-1][1] if earlier else None
         if config.train.method == "lora" and config.train.lora.weights is not None and newest is None:
             find_start(Path(config.train.lora.weights))
         assistant = find_assistant(config.train)
@@ -72,11 +80,21 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
             raise ConfigError("validation.assistant_lora is about train.assistant_lora, which is not set", do=do)
         weights = hash_transformer(model) if launch.is_main else ""
         assistant_hash = hash_assistant(assistant) if launch.is_main and assistant else ""
-        start = Start(
-            config, launch, model, samples, source, validation_cache, newest, weights, assistant, assistant_hash
-        )
+        hashes = weights, assistant, assistant_hash
+        start = Start(config, launch, model, samples, source, validation_cache, newest, *hashes, taken)
         check_resumable(start)
         yield start
+
+
+def open_followed(config: Config, taken: Sequence[TakenIn]) -> Mixture:
+    """The caches of a run with `train.follow`, at the last commit of its checkpoint, or as they are now.
+
+    Waits for the first commit.
+    """
+    if taken:
+        return open_commits(config, taken[-1].commits, taken[-1].recipes, Path(config.train.output_dir))
+    wait_for_commits(config)
+    return open_mixture(followed(config), config.cache)
 
 
 def open_trainable(config: Config) -> ModelFolder:

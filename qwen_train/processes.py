@@ -6,19 +6,21 @@ each with the whole run, and more processes than accelerators.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import parse_flag_from_env
 
 from qwen_cache.errors import ConfigError, TrainError, first_line
 from qwen_train.launch import Launch
 
 T = TypeVar("T")
+GLOO_SECONDS = 0.5  # long enough for a waiting thread to get the interpreter, on a busy machine too
 
 
 class EndedElsewhereError(TrainError):
@@ -76,6 +78,18 @@ def together() -> Iterator[None]:
         raise problem
     if any(told):
         raise EndedElsewhereError("another process has ended")
+
+
+def leave(accelerator: Accelerator) -> None:
+    """Close the connection between the processes once it is idle.
+
+    To release the tensors that it gathered last, gloo's thread needs the interpreter. DDP's destructor holds the
+    interpreter while it waits for that thread (torch 2.13), forever unless the thread gets a moment first.
+    """
+    accelerator.wait_for_everyone()
+    if accelerator.num_processes > 1:
+        time.sleep(GLOO_SECONDS)
+    accelerator.end_training()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import re
 import warnings
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import BytesIO
@@ -25,6 +26,7 @@ from typing import Any, TypeGuard
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 
+from qwen_cache.batching.epoch import BEGIN
 from qwen_cache.console import console, human_bytes, human_time, plural
 from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.html.charts import Curve, CurveChart, curve_chart, number
@@ -34,6 +36,7 @@ from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.checksums import check_safetensors
 from qwen_cache.storage.durable import write_durably
 from qwen_cache.storage.mapped import read_file
+from qwen_train.data.commits import TakenIn, describe, read_sequence
 from qwen_train.latents import SCALES, STEP, VALIDATION, png_of
 from qwen_train.lora.types import adapter_title
 from qwen_train.run_folder import LOSS, LOSSES, METRICS_NAME, TIMES, checkpoints
@@ -115,13 +118,17 @@ def overview(folder: Path, metrics: Metrics, facts: Mapping[str, Any], per_step:
     if last:
         of = f" of {_text_of(config.train.max_steps)}" if config else ""
         yield "steps", number(last) + of + (f", {plural(round(per_step, 1), 'sample')} in each" if per_step else "")
-    each = facts.get("samples_in_an_epoch")
+    each, taken = facts.get("samples_in_an_epoch"), commits(folder, last)
     if per_step and _is_number(each) and each > 0:
-        yield "epochs", f"{per_step * last / each:,.1f}, {plural(each, 'sample')} in each"
+        begin, which = (taken[-1].begin, " by now") if taken else (BEGIN, "")
+        epochs = begin.epoch + (per_step * last - begin.samples) / each
+        yield "epochs", f"{epochs:,.1f}, {plural(each, 'sample')} in each{which}"
+    if taken:
+        yield "commits", "; ".join(describe(entry) for entry in taken)
     yield from times(metrics)
     speeds = [speed for _, speed in series(metrics, "samples_per_second") if speed > 0]
-    if per_step and speeds and _is_number(taken := per_step / (usual := median(speeds))):
-        yield "speed", f"{_duration(taken)} for a step: {number(1 / taken)} steps/s, {number(usual)} samples/s"
+    if per_step and speeds and _is_number(seconds := per_step / (usual := median(speeds))):
+        yield "speed", f"{_duration(seconds)} for a step: {number(1 / seconds)} steps/s, {number(usual)} samples/s"
     yield from losses(metrics)
     sizes = [f"{path}, {human_bytes(size)}" for path, size in outcome(folder)]
     if sizes:
@@ -132,6 +139,13 @@ def overview(folder: Path, metrics: Metrics, facts: Mapping[str, Any], per_step:
     for name in OVERVIEW_FACTS:
         if name in facts:
             yield name.replace("_", " "), _text_of(facts[name])
+
+
+def commits(folder: Path, last: int) -> Sequence[TakenIn]:
+    """The commits of the cache that the run took in up to the step `last`; none where they cannot be read."""
+    with suppress(TrainError, OSError):
+        return [each for each in read_sequence(folder).taken if each.step <= last]
+    return []
 
 
 def times(metrics: Metrics) -> Facts:

@@ -18,6 +18,7 @@ from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.settings.train import LoraConfig
 from qwen_cache.storage.checksums import NAME as CHECKSUMS
 from qwen_cache.storage.remembered import file_digest
+from qwen_train.data.commits import TakenIn
 from qwen_train.run_folder import STATE
 from qwen_train.run_settings import resume_command
 from qwen_train.start import Start
@@ -52,6 +53,8 @@ def fixed_settings(config: Config) -> dict[str, Any]:
         fixed["lora"] = _lora_settings(t.lora)
     if t.stochastic_rounding:
         fixed["train.stochastic_rounding"] = True
+    if t.follow:
+        fixed["train.follow"] = True
     return fixed | {
         "optimizer.name": config.optimizer.name,
         "train.ema_decay": t.ema_decay,
@@ -85,11 +88,13 @@ def check_fixed(
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """The settings that differ, without those that differ only because of another one.
 
-    The settings of a LoRA follow from train.method; a setting without effect on one side follows from another one.
+    The settings of a LoRA follow from train.method, what is compared of a cache from train.follow; a setting without
+    effect on one side follows from another one.
     """
     was, now = by_setting(saved), by_setting(current)
     names = [name for name in was | now if was.get(name) != now.get(name)]
     names = [name for name in names if not (name.startswith("train.lora.") and "train.method" in names)]
+    names = [name for name in names if not (name == CACHE and "train.follow" in names)]
     both = [name for name in names if not (name in DERIVED and None in (was.get(name), now.get(name)))]
     return both or names
 
@@ -126,7 +131,7 @@ def check_resumable(start: Start) -> None:
     if start.newest is None or (state := _whole_state(start.newest)) is None:
         return
     saved, current = state["fixed"], fixed_settings(start.config)
-    current |= {CACHE: start.samples.identity} if start.samples else {}
+    current |= {CACHE: start.cache_identity} if start.cache_identity else {}
     current |= {TRANSFORMER: start.weights} if start.weights else {}
     current |= {ASSISTANT_LORA: start.assistant_hash} if start.assistant_hash else {}
     unknown = {CACHE, TRANSFORMER} if start.weights else {CACHE, TRANSFORMER, ASSISTANT_LORA}
@@ -148,8 +153,15 @@ def _whole_state(checkpoint: Path) -> dict[str, Any] | None:
         if listed == file_digest(checkpoint / STATE):
             origin = state["origin"]
             named = filter(None, (origin["model"], origin.get("transformer")))
-            return {"fixed": dict(state["fixed"]), "model": " with ".join(named)}
+            taken = tuple(map(TakenIn.of, state.get("commits", ())))
+            return {"fixed": dict(state["fixed"]), "model": " with ".join(named), "taken": taken}
     return None
+
+
+def taken_of(checkpoint: Path) -> tuple[TakenIn, ...]:
+    """The commits that a run with `train.follow` had taken in; none of a damaged checkpoint."""
+    state = _whole_state(checkpoint)
+    return tuple(state["taken"]) if state else ()
 
 
 def _advice(start: Start, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:

@@ -27,6 +27,9 @@ LOSSES = tuple(f"{LOSS}_q{i + 1}" for i in range(LEVELS))
 """The loss in each quarter, from little noise to much, as metrics.jsonl has it."""
 NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"
+COMMITS = "commits"
+"""The folder of the commits that a run with train.follow has taken in."""
+SEQUENCE = "sequence.json"
 
 
 @contextmanager

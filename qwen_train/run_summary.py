@@ -36,6 +36,8 @@ def print_plan(
     per_step = plan.samples_per_batch * t.gradient_accumulation_steps * accelerator.num_processes
     epochs = t.max_steps * per_step / plan.in_epoch
     out.print(f"[bold]cache[/]    {verbatim(cache.folder)}: {len(cache)} samples, {verbatim(pipelines)}")
+    if t.follow:
+        out.print("         still growing: new commits are taken in at the ends of epochs", highlight=False)
     method = adapter_title(t.lora) if t.method == "lora" else "every weight"
     trainable = sum(parameter.numel() for parameter in parameters)
     out.print(f"[bold]training[/] {method}, {trainable:,} trainable parameters, on {accelerator.device}")

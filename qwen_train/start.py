@@ -7,6 +7,7 @@ from pathlib import Path
 
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config
+from qwen_train.data.commits import TakenIn
 from qwen_train.data.mixture import Mixture
 from qwen_train.data.samples import Samples
 from qwen_train.launch import Launch
@@ -35,11 +36,20 @@ class Start:
     """The LoRA of `train.assistant_lora`."""
     assistant_hash: str = ""
     """Of its file, and its weight; empty as `weights` is, and without an assistant."""
+    taken: tuple[TakenIn, ...] = ()
+    """The commits that the run has taken in until its newest checkpoint, with `train.follow`."""
 
     @property
     def out(self) -> Path:
         """The output folder."""
         return Path(self.config.train.output_dir)
+
+    @property
+    def cache_identity(self) -> str | None:
+        """What a resumed run must share of its samples; None where they are not known yet."""
+        if self.config.train.follow and isinstance(self.samples, Mixture):
+            return self.samples.lasting_identity
+        return self.samples.identity if self.samples else None
 
     @property
     def resume_command(self) -> str:

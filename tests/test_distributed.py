@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ from qwen_cache.storage.durable import locked
 from qwen_train import checkpoint
 from qwen_train.weights import load_transformer
 
-from .support.runs import LORA, SMALL, Trainer, column, differences, relative_error, written
-from .support.waiting import HANG
+from .support.runs import LORA, SMALL, Trainer, column, differences, relative_error, two, written
 
 pytestmark = pytest.mark.slow
 
@@ -38,19 +36,6 @@ STEPS = {
     "optimizer.learning_rate": 0.01,
     "optimizer.eps": 1e-3,  # a small one makes whole steps of gradients that are nothing but rounding
 }
-
-
-def two(train: Trainer, *options: str, **changes: Any) -> subprocess.CompletedProcess[str]:
-    """`qwen-train run` in two processes, as torchrun starts them."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    program = changes.pop("program", [Path(sys.executable).parent / "qwen-train"])
-    return subprocess.run(
-        [*torchrun, *program, *map(str, train.arguments(**changes)), *options],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-    )
 
 
 def by_two(train: Trainer, *options: str, **changes: Any) -> Path:
@@ -163,7 +148,7 @@ ONE_FAILS = """
 import os, sys
 from pathlib import Path
 from qwen_cache.errors import ConfigError
-from qwen_train import preflight, train as training
+from qwen_train import preflight, prepare
 rank, which, where = os.environ["RANK"], sys.argv.pop(1), sys.argv.pop(1)
 
 def failing(function):
@@ -176,7 +161,7 @@ def failing(function):
 if where == "preflight":
     preflight.check_tracker = failing(preflight.check_tracker)
 else:
-    training.load_transformer = failing(training.load_transformer)
+    prepare.load_transformer = failing(prepare.load_transformer)
 from qwen_train.cli import main
 main()
 """

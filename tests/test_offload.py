@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from qwen_cache.cli import doctor
 from qwen_cache.models.offload import ALIGNMENT, OffloadedBlocks, frozen_slots, piece_sizes
 from qwen_cache.settings.load import load_config
-from qwen_train import train as training
+from qwen_train import prepare
 from qwen_train.memory.predict import host_bytes, predict_memory
 from qwen_train.model import offload
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
@@ -45,7 +45,7 @@ def plain(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
 
     def run(*options: str, **changes: Any) -> Path:
         with monkeypatch.context() as patch:
-            patch.setattr(training, "offload_blocks", copied)
+            patch.setattr(prepare, "offload_blocks", copied)
             return train(*options, **{"out": "plain", "train__offload_blocks": 2, **changes})
 
     return run

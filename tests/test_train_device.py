@@ -9,6 +9,7 @@ import torch
 
 from qwen_cache.errors import DeviceError
 from qwen_cache.settings.load import load_config
+from qwen_train import prepare
 from qwen_train import train as training
 from qwen_train.memory.exhausted import memory_for_training
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
@@ -22,7 +23,7 @@ from .support.runs import Trainer
     ("setting", "where"),
     [
         (None, (training, "compute_loss")),
-        ("expandable_segments:True", (training, "wrap")),
+        ("expandable_segments:True", (prepare, "wrap")),
         (None, (QwenImageMultiResTransformer2DModel, "from_pretrained")),
     ],
 )

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from qwen_cache.batching.epoch import Epochs, FloatArray, IntArray, MixturePart, random
+from qwen_cache.batching.epoch import BEGIN, Begin, Epochs, FloatArray, IntArray, MixturePart, random
 from qwen_cache.console import plural
 from qwen_cache.errors import ConfigError, IndexFileError, TrainError
 from qwen_cache.settings.batching import BatchConfig
@@ -99,16 +99,18 @@ class BatchPlan:
         name: Callable[[int], str] = str,
         parts: Sequence[MixturePart] | None = None,
         loss_tokens: IntArray | None = None,
+        begin: Begin = BEGIN,
     ) -> None:
         """Plan the samples whose token counts are `tokens` ([2, N]: row 0 target and controls, row 1 text).
 
         `name` gives a sample's name for error messages. `parts` sets how often samples come in an epoch; by
         default every sample comes once. `loss_tokens` ([N]) is the weight of each sample in the mean loss of an
-        optimizer step; by default all weigh the same. Raises TrainError for a sample that exceeds `max_tokens`,
+        optimizer step; by default all weigh the same. `begin` continues a run that another plan began. Raises
+        TrainError for a sample that exceeds `max_tokens`,
         ConfigError where `drop_last` cannot apply.
         """
         _check_budget(tokens, config, name)
-        self.tokens, self.config, self.loss_tokens = tokens, config, loss_tokens
+        self.tokens, self.config, self.loss_tokens, self.begin = tokens, config, loss_tokens, begin
         self.epochs = Epochs([MixturePart(np.arange(tokens.shape[1]))] if parts is None else parts, config.seed)
         samples = len(self.epochs)
         self.limit = config.batch_size or (max(1, samples) if config.max_tokens else 1)
@@ -122,23 +124,49 @@ class BatchPlan:
 
     def batch(self, consumed_samples: int) -> list[int]:
         """The positions of the samples in the next batch after `consumed_samples`; TrainError if none begins there."""
-        epoch, index = divmod(consumed_samples, self.in_epoch)
+        epoch, index = divmod(consumed_samples - self.begin.samples, self.in_epoch)
         number, offset = divmod(index, self.window)
-        window = self._windows(epoch, number)
+        window = self._windows(self.begin.epoch + epoch, number)
         i = int(np.searchsorted(window.cuts, offset))
         if window.cuts[i] != offset:
             do = "resume with the program and the settings that wrote the checkpoint, or start a new run"
             raise TrainError("no batch begins here", found=f"{consumed_samples} samples trained", do=do)
         indices: list[int] = window.indices[window.cuts[i] : window.cuts[i + 1]].tolist()
-        return [epoch * len(self.epochs) + index for index in indices]
+        return [self.begin.position + epoch * len(self.epochs) + index for index in indices]
 
-    def rank_batches(self, consumed_samples: int, rank: int, world_size: int, per_step: int) -> Iterator[RankBatch]:
+    def enters_an_epoch(self, consumed_samples: int, batches: int) -> bool:
+        """Whether the next `batches`, a step, have samples of a later epoch than the sample that was trained last."""
+        end = consumed_samples
+        for _ in range(batches):
+            end += len(self.batch(end))
+        last, coming = (each - 1 - self.begin.samples for each in (consumed_samples, end))
+        return last >= 0 and coming // self.in_epoch > last // self.in_epoch
+
+    def next_begin(self, consumed_samples: int) -> Begin:
+        """Where another plan begins that takes over after `consumed_samples`: with the next epoch."""
+        epochs, left = divmod(consumed_samples - self.begin.samples, self.in_epoch)
+        batches = 0 if self.config.max_tokens else epochs * self._batches_in_epoch() - (-left // self.limit)
+        epochs += bool(left)
+        return Begin(
+            self.begin.epoch + epochs,
+            consumed_samples,
+            self.begin.position + epochs * len(self.epochs),
+            self.begin.batches + batches,
+        )
+
+    def rank_batches(
+        self, consumed_samples: int, rank: int, world_size: int, per_step: int, *, one_epoch: bool = False
+    ) -> Iterator[RankBatch]:
         """The endless batches of `rank`, from an optimizer step that begins after `consumed_samples`.
 
         A step is the next `per_step` · `world_size` batches, sorted by cost. Sorted batch k goes to rank
-        k mod `world_size`, so the ranks train batches of similar cost at the same time.
+        k mod `world_size`, so the ranks train batches of similar cost at the same time. With `one_epoch` they end
+        before a later step that enters the next epoch.
         """
+        first = consumed_samples
         while True:
+            if one_epoch and consumed_samples > first and self.enters_an_epoch(consumed_samples, per_step * world_size):
+                return
             batches = []
             for _ in range(per_step * world_size):
                 batches.append(self.batch(consumed_samples))
@@ -154,14 +182,15 @@ class BatchPlan:
 
     def sample(self, position: int) -> int:
         """The index in the cache of the sample at `position`."""
-        epoch, index = divmod(position, len(self.epochs))
-        return int(self.epochs.order(epoch)[index])
+        epoch, index = divmod(position - self.begin.position, len(self.epochs))
+        return int(self.epochs.order(self.begin.epoch + epoch)[index])
 
     def summary(self, world_size: int = 1, per_step: int = 1) -> Summary:
         """Statistics of the first epoch, for optimizer steps of `per_step` batches on each of `world_size` ranks."""
         windows = range(-(-min(self.in_epoch, SUMMARISED) // self.window))
-        plans = [self._plan(0, number) for number in windows]
-        tokens = [self.tokens[:, self.epochs.order(0)[plan.indices]] for plan in plans]
+        epoch = self.begin.epoch
+        plans = [self._plan(epoch, number) for number in windows]
+        tokens = [self.tokens[:, self.epochs.order(epoch)[plan.indices]] for plan in plans]
         sizes = np.concatenate([np.diff(plan.cuts) for plan in plans])
         valid = np.concatenate([each.sum(0) for each in tokens])
         costs = np.concatenate([self._costs(each, plan.cuts) for each, plan in zip(tokens, plans, strict=True)])
@@ -193,7 +222,12 @@ class BatchPlan:
         """How many batches come before a window, where that is known without planning them all; else 0."""
         if self.config.max_tokens:
             return 0
-        return epoch * -(-self.in_epoch // self.limit) + number * (self.window // self.limit)
+        epochs = epoch - self.begin.epoch
+        return self.begin.batches + epochs * self._batches_in_epoch() + number * (self.window // self.limit)
+
+    def _batches_in_epoch(self) -> int:
+        """How many batches an epoch has, without a token budget."""
+        return -(-self.in_epoch // self.limit)
 
     def _cost(self, positions: Sequence[int]) -> int:
         tokens = self.tokens[:, [self.sample(position) for position in positions]]

@@ -26,6 +26,22 @@ TURNS = 1 << 33  # the random stream that shuffles alternatives
 
 
 @dataclass(frozen=True)
+class Begin:
+    """Where in a run a plan begins: all 0, unless the run has trained by another plan before."""
+
+    epoch: int = 0
+    samples: int = 0
+    """Samples that were trained before."""
+    position: int = 0
+    """The first position of the plan, so that no two samples of a run share one."""
+    batches: int = 0
+    """Batches that were trained before, where the plan knows."""
+
+
+BEGIN = Begin()
+
+
+@dataclass(frozen=True)
 class MixturePart:
     """Samples of equal weight."""
 

@@ -42,6 +42,7 @@ from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import differences
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.sample import SampleMeta
+from qwen_cache.format.update import Existing
 from qwen_cache.settings.cache import CacheConfig
 from qwen_cache.settings.data import DataConfig
 from qwen_cache.settings.load import Config
@@ -204,7 +205,8 @@ def _by_content(cache: Cache, job: BuildJob, count: int, random: np.random.Gener
 
 def _plan(job: BuildJob, rows: Sequence[Row], memory: RememberedImages | None = None) -> dict[str, PlannedSample]:
     """The samples of these rows by key; their images are read and hashed."""
-    return {sample.key: sample for sample in make_plan(rows, [], rules(job), {}, memory=memory).samples}
+    nothing = Existing.empty(job.format_version).rows
+    return {sample.key: sample for sample in make_plan(rows, [], rules(job), nothing, memory=memory).samples}
 
 
 def _nothing(cache: Cache, job: BuildJob, chosen: Chosen) -> SourceError:

@@ -60,9 +60,12 @@ def open_cache(
     return _open(path, recipe, LocalCopies.of(local_copies, local_copies_size))
 
 
-def open_configured(config: CacheConfig, path: str | Path | Url | None = None) -> Cache:
-    """Open `config.path`, or `path` instead, with the recipe and the local copies of `config`."""
-    return _open(config.path if path is None else path, config.recipe, LocalCopies.of_settings(config))
+def open_configured(config: CacheConfig, path: str | Path | Url | None = None, *, commit: Path | None = None) -> Cache:
+    """Open `config.path`, or `path` instead, with the recipe and the local copies of `config`.
+
+    `commit` is a folder with manifest and index of an earlier commit, to open the cache as it was then.
+    """
+    return _open(config.path if path is None else path, config.recipe, LocalCopies.of_settings(config), commit)
 
 
 def open_recipes(path: str | Path | Url, copies: LocalCopies) -> dict[str, Cache]:
@@ -72,10 +75,12 @@ def open_recipes(path: str | Path | Url, copies: LocalCopies) -> dict[str, Cache
     return {name: _of_recipe(folder, manifest, table, name, copies) for name in sorted(manifest.recipes)}
 
 
-def _open(path: str | Path | Url, recipe: str | None, copies: LocalCopies) -> Cache:
+def _open(path: str | Path | Url, recipe: str | None, copies: LocalCopies, commit: Path | None = None) -> Cache:
     folder = location(path)
-    manifest, table = load_index(folder)
-    return _of_recipe(folder, manifest, table, _choose(manifest, recipe, folder), copies)
+    manifest, table = load_index(folder if commit is None else commit)
+    cache = _of_recipe(folder, manifest, table, _choose(manifest, recipe, folder), copies)
+    cache.commit = commit
+    return cache
 
 
 def _of_recipe(folder: Path | Url, manifest: Manifest, table: pa.Table, name: str, copies: LocalCopies) -> Cache:
@@ -104,6 +109,8 @@ class Cache:
     ) -> None:
         self.folder, self.manifest, self.recipe_name, self.table = folder, manifest, recipe_name, table
         self.copies = copies
+        self.commit: Path | None = None
+        """The folder of manifest and index, if that is not the cache itself."""
         self._record = record_reader(table)
         self._rows: dict[int, IndexRow] = {}
         self.shards = (
@@ -179,7 +186,7 @@ class Cache:
         return self.shards.map(name)
 
     def __reduce__(self) -> tuple[Callable[..., Cache], tuple[Any, ...]]:
-        return _open, (self.folder, self.recipe_name, self.copies)
+        return _open, (self.folder, self.recipe_name, self.copies, self.commit)
 
     def _position(self, which: int | str) -> int:
         if isinstance(which, str):

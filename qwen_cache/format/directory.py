@@ -79,6 +79,12 @@ def load(folder: Path | Url) -> tuple[Manifest, memoryview]:
     )
 
 
+def read_manifest(folder: Path | Url) -> Manifest | None:
+    """The manifest as it is now, without the index; None if there is none, FormatError if it is invalid."""
+    data = _read_manifest(folder)
+    return None if data is None else parse_manifest(data, str(folder / MANIFEST_NAME))
+
+
 def shard_paths(folder: Folder, name: str) -> tuple[Folder, Folder]:
     """The possible paths of a shard; FormatError if its name could lead out of the folder."""
     if not SHARD_PATTERN.fullmatch(name):

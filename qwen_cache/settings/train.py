@@ -118,6 +118,9 @@ class TrainConfig(BatchConfig):
     caches: list[WeightedCache] = []
     """Several caches in place of cache.path: [{path: a, weight: 2}, {path: b, weight: 0.5}]. An entry may also have
     recipe, loss_weight (a factor of the loss of its samples), and teacher: true, which keeps what the model does."""
+    follow: bool = False
+    """Train while the cache is built: wait for its first commit, and take in new ones at the ends of epochs. max_steps
+    and the learning rate's schedule count steps, whatever the commits."""
     assistant_lora: str | None = None
     """A second, frozen LoRA that is active in training and left out of the result: a file, the output folder of a run,
     or owner/repository[/file] on the hub, each with an optional :weight."""

@@ -94,6 +94,15 @@ def run(
             default="1 without train.max_tokens",
         ),
     ] = None,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="Train while the cache is built: wait for its first commit, take in new ones at the ends of epochs. "
+            "Sets train.follow.",
+            rich_help_panel=INPUT,
+        ),
+    ] = False,
     resume: Annotated[
         bool,
         typer.Option(
@@ -122,6 +131,8 @@ def run(
     named = [] if encode_on_the_fly else _only_cache(cache)
     if encode_on_the_fly and cache:
         named = [Given("CACHE", "data.source", cache.value)]
+    if follow:
+        named.append(Given("--follow", "train.follow", True))
     given = [model, transformer, max_steps, learning_rate, rank, batch_size, out, *named]
     return run_train(config, set_, given, resume=resume, encode_on_the_fly=encode_on_the_fly, as_json=json)
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qwen_cache.batching.batch_plan import RankBatch
+from qwen_cache.batching.epoch import BEGIN, Begin
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import ImgShapes, token_count
@@ -177,11 +179,19 @@ class Batches:
     """The endless sequence of batches of one process (`rank` of `world_size`)."""
 
     def __init__(
-        self, cache: Samples, config: TrainConfig, schedule: NoiseSchedule, *, rank: int = 0, world_size: int = 1
+        self,
+        cache: Samples,
+        config: TrainConfig,
+        schedule: NoiseSchedule,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        begin: Begin = BEGIN,
     ) -> None:
+        """Those from `begin` of a run on."""
         self.cache, self.config, self.rank, self.world_size = cache, config, rank, world_size
         self.schedule = replace(schedule, shift=config.timestep_shift)
-        planned = Planned.of(cache, config)
+        planned = Planned.of(cache, config, begin)
         self.training, self.validation = planned.training, planned.validation
         """The trained and the held-out samples, as positions in the cache."""
         self.family, self.plan = planned.family, planned.plan
@@ -191,9 +201,9 @@ class Batches:
         return self._make(next(self._rank_batches(consumed_samples)))
 
     def _rank_batches(self, consumed_samples: int) -> Iterator[RankBatch]:
-        return self.plan.rank_batches(
-            consumed_samples, self.rank, self.world_size, self.config.gradient_accumulation_steps
-        )
+        config = self.config
+        per_step, follow = config.gradient_accumulation_steps, config.follow
+        return self.plan.rank_batches(consumed_samples, self.rank, self.world_size, per_step, one_epoch=follow)
 
     def _make(self, rank_batch: RankBatch, buffers: Buffers | None = None) -> Batch:
         samples = [self.sample_noise(position) for position in rank_batch.positions]
@@ -249,6 +259,7 @@ class Batches:
     def starting_at(self, consumed_samples: int) -> Generator[Batch]:
         """The endless batches after `consumed_samples`, where an optimizer step begins, prepared ahead by one thread.
 
+        With `train.follow` they end before a later step that enters the next epoch, which may be of another commit.
         A batch is valid until the next one is requested, which reuses its memory.
         """
         rank_batches = self._rank_batches(consumed_samples)
@@ -259,11 +270,15 @@ class Batches:
             try:
                 while True:
                     while len(pending) <= AHEAD:
-                        while len(planned) <= FETCHED_AHEAD:
-                            planned.append(next(rank_batches))
-                            thread.submit(self._prefetch, planned[-1])
+                        for rank_batch in islice(rank_batches, FETCHED_AHEAD + 1 - len(planned)):
+                            planned.append(rank_batch)
+                            thread.submit(self._prefetch, rank_batch)
+                        if not planned:
+                            break
                         buffers = free.popleft()
                         pending.append((thread.submit(self._make, planned.popleft(), buffers), buffers))
+                    if not pending:
+                        return
                     batch, buffers = pending.popleft()
                     yield batch.result()
                     buffers.release()

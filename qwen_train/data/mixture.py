@@ -75,6 +75,15 @@ class Mixture:
         return self.recipe.identity
 
     @property
+    def lasting_identity(self) -> str:
+        """The hash of all recipes, format versions, weights and roles in order: it stays while the caches grow."""
+        each = [
+            [cache.recipe.id, cache.format_version, *_trained_as(entry)]
+            for cache, entry in zip(self.caches, self.entries, strict=True)
+        ]
+        return content_hash(canonical_json(each))
+
+    @property
     def prompt_embeds_width(self) -> int:
         return self.caches[0].prompt_embeds_width
 

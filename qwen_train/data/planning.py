@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from qwen_cache.batching.batch_plan import BatchPlan, row_tokens
-from qwen_cache.batching.epoch import IntArray
+from qwen_cache.batching.epoch import BEGIN, Begin, IntArray
 from qwen_cache.console import plural
 from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.format.sample import LATENT_CHANNELS
@@ -36,8 +36,8 @@ class Planned:
     plan: BatchPlan
 
     @classmethod
-    def of(cls, cache: Samples, config: TrainConfig) -> Planned:
-        """Raises ConfigError or TrainError for settings under which nothing can be trained."""
+    def of(cls, cache: Samples, config: TrainConfig, begin: Begin = BEGIN) -> Planned:
+        """The plan from `begin` of a run on; ConfigError or TrainError where nothing can be trained."""
         check_teacher(config)
         check_targets(cache)
         training, validation = training_and_validation(cache, config)
@@ -55,7 +55,7 @@ class Planned:
             what = "train.captions=one needs the index of a cache, which --encode-on-the-fly does not have"
             raise ConfigError(what, do="build a cache: `qwen-cache build`")
         parts = cache.parts(training, one_caption=one_caption)
-        plan = BatchPlan(tokens, config, cache.name, parts, loss_tokens)
+        plan = BatchPlan(tokens, config, cache.name, parts, loss_tokens, begin)
         return cls(training, validation, family, plan)
 
 

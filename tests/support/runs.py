@@ -7,6 +7,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from torch._dynamo.utils import counters
 
 from qwen_cache import open_cache
 from qwen_cache.settings.load import Config, load_config
-from qwen_train import checkpoint
+from qwen_train import checkpoint, prepare
 from qwen_train import train as training
 from qwen_train.data.batches import Batches
 from qwen_train.data.mixture import Mixture
@@ -30,6 +32,7 @@ from qwen_train.launch import Launch
 from qwen_train.preflight import starting
 
 from .commands import Result, run
+from .waiting import HANG
 
 LORA = "pytorch_lora_weights.safetensors"
 SMALL = {"train.mixed_precision": "no", "train.max_steps": 3, "logging.report_to": "none"}
@@ -61,7 +64,7 @@ def run_training(*arguments: str | Path, page: bool = False) -> Result:
     They take as long as a short run and have their own tests.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
-    with patch.object(training, "print_memory"), nullcontext() if page else patch.object(training, "renew_report"):
+    with patch.object(prepare, "print_memory"), nullcontext() if page else patch.object(training, "renew_report"):
         return run("qwen-train", "run", *arguments)
 
 
@@ -121,6 +124,19 @@ class MixedTrainer(Trainer):
     def config(self, **changes: Any) -> Config:
         _, _, model, *assignments = self.arguments(**changes)
         return load_config(None, [str(it) for it in assignments[1::2]], model__path=str(model))
+
+
+def two(train: Trainer, *options: str, **changes: Any) -> subprocess.CompletedProcess[str]:
+    """`qwen-train run` in two processes, as torchrun starts them."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    program = changes.pop("program", [Path(sys.executable).parent / "qwen-train"])
+    return subprocess.run(
+        [*torchrun, *program, *map(str, train.arguments(**changes)), *options],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+    )
 
 
 def metrics(out: Path) -> list[dict[str, float]]:

@@ -54,7 +54,7 @@ def run(folder: Path, batch_size: int, out: Path, card: Card) -> Row:
     def load(_: Any, given: Config, __: Any) -> Any:
         return models.random_weights(config, given, card)
 
-    with patch("qwen_train.train.load_transformer", load):
+    with patch("qwen_train.prepare.load_transformer", load):
         train(settings)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     timed = lines[WARM_UP:]
