@@ -8,6 +8,7 @@ lines, without a traceback, and exit with code 2.
     ├── ModelError       the model folder: missing parts, another architecture
     ├── ConfigError      qwen.yaml, --set, and options that contradict each other
     ├── TooLargeError    a file or a listing on a server that does not fit into memory
+    ├── ConflictError    another build has changed the cache in object storage meanwhile
     ├── DeviceError      a device that does not exist or has too little memory
     ├── FormatError      a cache that breaks a rule of schemas/FORMAT.md (`rule` names it)
     └── TrainError       a run that cannot start, continue or resume
@@ -99,6 +100,10 @@ class ConfigError(QwenCacheError):
 
 class DeviceError(QwenCacheError):
     """A device does not exist on this machine, or has too little memory."""
+
+
+class ConflictError(QwenCacheError):
+    """Another build has committed to a cache in object storage since this one read it."""
 
 
 class TooLargeError(QwenCacheError):

@@ -740,10 +740,11 @@ def test_verify_finds_the_same_in_a_remote_cache_as_in_the_folder(
     fsspec.filesystem("s3").rm_file(f"{BUCKET}/verify-{damage}/{first.name}")
     url = upload(shards, f"verify-{damage}")
     theirs, ours = (run("qwen-cache", "verify", where, "--json") for where in (shards, url))
-    assert ours.code == theirs.code == (damage != "nothing"), ours.stderr
+    assert theirs.code == (damage != "nothing"), theirs.stderr
+    assert ours.code == (damage not in ("nothing", "stray")), ours.stderr
     expected = [{**finding, "where": finding["where"].replace(str(shards), url)} for finding in faults(theirs)]
-    if damage == "stray":
-        expected = [{**finding, "do": "move it out of the folder"} for finding in expected]
+    if damage == "stray":  # in object storage, replaced shards and those of unfinished builds stay beside the others
+        expected = []
     assert faults(ours) == expected
 
 
@@ -776,13 +777,15 @@ def test_commands_of_a_user_on_s3(s3: tuple[str, int], local: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("gc",), ("build", "data", "--model", "model", "--out"), ("gc", "--dry-run")])
-def test_nothing_is_written_to_a_url(
-    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("url", ["https://host/shards", "hf://models/a/b/shards", "zip://shards::s3://bucket/a.zip"])
+def test_nothing_is_written_where_no_write_is_conditional(
+    arguments: tuple[str, ...], url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = run("qwen-cache", *arguments, "s3://bucket/shards")
+    result = run("qwen-cache", *arguments, url)
     assert result.code == 2
-    assert "s3://bucket/shards: caches are written on a local disk only" in result.stderr
+    assert f"{url}: caches are not written there (expected a local folder, s3://, gs:// or hf://da" in result.stderr
+    assert "→ build into a local folder and copy that: shards and index first, cache.json last" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -385,7 +385,10 @@ REFUSALS: list[tuple[Sequence[str], str]] = [
         ["--validation", "CONTROLS", *to_set(cache="CONTROLS")],
         "the validation cache would be among the images that it is made from",
     ),
-    (["--validation", "CONTROLS", *to_set(cache="s3://bucket/validation")], "s3://bucket/validation"),
+    (
+        ["--validation", "CONTROLS", *to_set(cache="https://host/validation")],
+        "https://host/validation: caches are not written there",
+    ),
     (to_set(prompts=[{"control": "a.png"}]), "validation.prompts"),
     (to_set(prompts=[{"prompt": "x", "contol": "a.png"}]), "validation.prompts"),
     (["--validation", "lost.txt"], "lost.txt: the file does not exist"),

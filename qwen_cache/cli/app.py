@@ -260,14 +260,14 @@ def build(
     from qwen_cache.cli.build import run_build
     from qwen_cache.settings.load import load_config
     from qwen_cache.storage.remembered import rehashing
-    from qwen_cache.storage.url import local_folder
+    from qwen_cache.storage.upload import destination
 
     edit_mask, head = _mask_and_head(edit_mask)
     columns = (targets, Given("--controls", "data.columns.control", controls) if controls else None)
     masks = (edit_mask, mask_head or head)
     given = (source, model, dtype, *columns, on_error, *masks, slice_, validation, vae_device, text_device, out, format)
     settings = load_config(config, set_, given)
-    local_folder(settings.cache.path)
+    destination(settings.cache.path)  # before anything slow
     with rehashing(rehash):
         return run_build(
             settings,
@@ -663,13 +663,25 @@ def import_(
     )
 
 
-@command(app, page="howto/migrate-and-merge.md", examples=["qwen-cache gc --dry-run", "qwen-cache gc shards"])
+@command(
+    app, page="howto/migrate-and-merge.md", examples=["qwen-cache gc --dry-run", "qwen-cache gc s3://bucket/shards"]
+)
 def gc(
-    cache: CachePath = None,
+    cache: ReadPath = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="List what would be deleted; delete nothing.", rich_help_panel=OUTPUT),
     ] = False,
+    grace_hours: Annotated[
+        float,
+        typer.Option(
+            "--grace-hours",
+            min=0,
+            metavar="HOURS",
+            help="In object storage, spare files younger than this, and builds that wrote since.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = 24,
     json: Json = False,
     config: ConfigFile = None,
     set_: Assignments = None,
@@ -678,7 +690,8 @@ def gc(
     from qwen_cache.cli.gc import run_gc
     from qwen_cache.settings.load import load_config
 
-    return run_gc(load_config(config, set_, [cache]).cache.path, dry_run=dry_run, as_json=json)
+    path = load_config(config, set_, [cache]).cache.path
+    return run_gc(path, grace_hours=grace_hours, dry_run=dry_run, as_json=json)
 
 
 @command(

@@ -9,10 +9,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qwen_cache.command_line import fail
@@ -33,7 +32,7 @@ from qwen_cache.encode.builder import BuildJob, Encoders, Encoding
 from qwen_cache.encode.cluster import on_cluster
 from qwen_cache.encode.device_plan import DevicePlan, has_accelerator, memory_lines, plan_devices
 from qwen_cache.encode.edit_mask import EditMasks, ReusableSamples, reusable_samples
-from qwen_cache.encode.estimate import bytes_to_write, estimate, free_bytes
+from qwen_cache.encode.estimate import bytes_to_write, disk_bytes, estimate, free_bytes
 from qwen_cache.encode.load import check_devices, load_lanes
 from qwen_cache.encode.obstacles import changed_recipe, empty_source, full_disk, little_memory, unusable_rows
 from qwen_cache.encode.plan import BuildPlan
@@ -49,6 +48,8 @@ from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_cache.storage.durable import write_durably
 from qwen_cache.storage.mapped import read_file
+from qwen_cache.storage.upload import destination, store_of
+from qwen_cache.storage.url import Url
 
 if TYPE_CHECKING:
     from qwen_cache.plain_output import PlainConsole
@@ -112,7 +113,7 @@ def run_build(
     with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
         jobs = prepare_with_validation(config, source, on_bytes, alone=only_validation)
     if repair:
-        jobs = [job for job in jobs if is_main(job) or (job.folder / MANIFEST_NAME).exists()]
+        jobs = [job for job in jobs if is_main(job) or (job.folder / MANIFEST_NAME).is_file()]
     make = _plan_repair if repair else partial(_plan_build, replace_recipe=replace_recipe)
 
     def plan(job: BuildJob) -> Task:
@@ -128,7 +129,7 @@ def run_build(
 
 def is_main(job: BuildJob) -> bool:
     """Whether the job builds the cache itself, not its validation cache."""
-    return job.folder == Path(job.config.cache.path)
+    return job.folder == destination(job.config.cache.path)
 
 
 def _check_options(*, ray: str | None, dry_run: bool, check: bool, measure: bool) -> None:
@@ -236,8 +237,17 @@ def _carry_out(task: Task, encoders: Encoders) -> dict[str, Any]:
 def _save_settings(job: BuildJob) -> None:
     """Save the settings beside the dataset, unless they are there."""
     path, settings = job.folder / CONFIG_NAME, job.config.to_yaml().encode("utf-8")
-    if not path.is_file() or read_file(path) != settings:
+    if isinstance(path, Url):
+        save_remotely(path, settings)
+    elif not path.is_file() or read_file(path) != settings:
         write_durably(path, settings)
+
+
+def save_remotely(path: Url, settings: bytes) -> None:
+    with suppress(FileNotFoundError):
+        if path.read_bytes() == settings:
+            return
+    store_of(path).put(path, settings)
 
 
 def _nothing_to_do(task: Task) -> dict[str, Any]:
@@ -319,7 +329,9 @@ def _print_report(task: Task, report: builder.Report, counts: dict[str, int], se
     parts += [plural(counts["new_masks"], "new mask")] if counts["new_masks"] else []
     out.print(f"[bold green]done[/] in {human_time(seconds)}: {', '.join(parts)}")
     out.print(f"{plain(task.job.folder)} holds {plural(report.samples, 'sample')} in {shards}", markup=False)
-    if report.replaced and task.is_repair:
+    if report.replaced and isinstance(task.job.folder, Url):
+        out.print(f"{plural(report.replaced, 'replaced shard')} kept for runs that read them, until `qwen-cache gc`")
+    elif report.replaced and task.is_repair:
         out.print(f"{plural(report.replaced, 'damaged shard')} moved to .replaced; `qwen-cache gc` removes them")
     elif report.replaced:
         replaced = plural(report.replaced, "replaced shard")
@@ -408,7 +420,11 @@ def _print_cost(task: Task, seconds: float | None, out: PlainConsole) -> None:
     if needed := bytes_to_write(job, plan, task.update):
         free = free_bytes(job.folder)
         left = "unknown free space" if free is None else f"{human_bytes(free)} free"
-        out.print(f"[bold]disk[/]     {human_bytes(needed)} to write, {left}")
+        if isinstance(job.folder, Url):
+            needed_here = human_bytes(disk_bytes(job, plan, task.update))
+            out.print(f"[bold]upload[/]   {human_bytes(needed)}; {needed_here} of it on this disk at a time, {left}")
+        else:
+            out.print(f"[bold]disk[/]     {human_bytes(needed)} to write, {left}")
     for number, line in enumerate(memory_lines(task.devices or ())):
         out.print(f"{INDENT if number else '[bold]memory[/]   '}{line}")
     if plan.kept:

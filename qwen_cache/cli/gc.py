@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from qwen_cache.console import console, human_bytes, plural, print_json
 from qwen_cache.format.directory import collect_garbage
+from qwen_cache.format.remote import find_garbage, remove_garbage
 from qwen_cache.plain_text import plain
-from qwen_cache.storage.url import local_folder
+from qwen_cache.storage.upload import destination
+from qwen_cache.storage.url import Url
 
 
-def run_gc(cache: str, *, dry_run: bool, as_json: bool) -> int:
-    """Remove the files that the dataset does not name, or with `dry_run` list them; return the exit code."""
-    sizes = collect_garbage(local_folder(cache), dry_run=dry_run)
+def run_gc(cache: str, *, grace_hours: float, dry_run: bool, as_json: bool) -> int:
+    """Remove the files that the dataset does not name, or with `dry_run` list them; return the exit code.
+
+    In object storage, where no lock tells that a build is at work, the files of the last `grace_hours` are spared.
+    """
+    folder = destination(cache)
+    spared: Mapping[str, int] = {}
+    if isinstance(folder, Url):
+        found = find_garbage(folder, grace_hours * 3600)
+        sizes, spared = {str(folder / path): size for path, size in found.files.items()}, found.spared
+        if not dry_run:
+            remove_garbage(folder, found.files)
+    else:
+        sizes = {str(path): size for path, size in collect_garbage(folder, dry_run=dry_run).items()}
     total = sum(sizes.values())
     if as_json:
-        files = {str(path): size for path, size in sizes.items()}
-        print_json({"cache": cache, "removed": not dry_run, "files": files, "bytes": total})
+        facts = {"cache": cache, "removed": not dry_run, "files": sizes, "bytes": total}
+        print_json(facts | ({"spared_bytes": sum(spared.values())} if isinstance(folder, Url) else {}))
         return 0
     out = console(always=dry_run)
     for path, size in sizes.items():
         out.print(f"{plain(path)}  {human_bytes(size)}", markup=False)
     out.print(f"{plural(len(sizes), 'file')}, {human_bytes(total)} {'to remove' if dry_run else 'removed'}")
+    if spared:
+        files, kept = plural(len(spared), "file"), human_bytes(sum(spared.values()))
+        out.print(f"{files}, {kept} spared: a build may be at work on them (--grace-hours {grace_hours:g})")
     return 0

@@ -9,7 +9,8 @@ from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.merge import Selection, merge, plan_merge, read_sources
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.local_copies import LocalCopies
-from qwen_cache.storage.url import local_folder, location
+from qwen_cache.storage.upload import destination
+from qwen_cache.storage.url import location
 from qwen_cache.version import __version__
 
 
@@ -18,7 +19,7 @@ def run_merge(config: Config, caches: list[str], select: list[str], *, as_json: 
 
     Samples keep their compression unless `cache.compression` is set.
     """
-    sources, target = [location(cache) for cache in caches], local_folder(config.cache.path)
+    sources, target = [location(cache) for cache in caches], destination(config.cache.path)
     if any(directory.is_same(source, target) for source in sources):
         raise ConfigError("a cache cannot be merged into itself", where=target, do="choose another folder with --out")
     copies = LocalCopies.of_settings(config.cache)
@@ -28,6 +29,6 @@ def run_merge(config: Config, caches: list[str], select: list[str], *, as_json: 
 
         def write(on_sample: OnSample) -> Manifest:
             compression = config.cache.compression if "compression" in config.cache.model_fields_set else None
-            return merge(plan, int(config.cache.shard_size), compression, __version__, on_sample)
+            return merge(plan, int(config.cache.shard_size), compression, __version__, copies, on_sample)
 
         return write_update(plan.update, write, "merging", as_json)

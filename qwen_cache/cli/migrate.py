@@ -13,7 +13,8 @@ from qwen_cache.plain_text import plain
 from qwen_cache.settings.cache import check_compression
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.local_copies import LocalCopies
-from qwen_cache.storage.url import local_folder, location
+from qwen_cache.storage.upload import destination
+from qwen_cache.storage.url import location
 from qwen_cache.version import __version__
 
 OnSample = Callable[[int], None]
@@ -21,7 +22,7 @@ OnSample = Callable[[int], None]
 
 def run_migrate(config: Config, cache: str, old: int, new: int, *, as_json: bool) -> int:
     """Migrate `cache` into `config.cache.path`; return the exit code."""
-    source, target = location(cache), local_folder(config.cache.path)
+    source, target = location(cache), destination(config.cache.path)
     copies = LocalCopies.of_settings(config.cache)
     check_compression(f"v{new}", config.cache.compression)
     directory.load(source)  # before the lock creates a folder

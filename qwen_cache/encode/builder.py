@@ -28,6 +28,7 @@ from qwen_cache.encode.remembered_images import RememberedImages
 from qwen_cache.encode.slices import SourceSlice, refuse_other_slices
 from qwen_cache.errors import ConfigError, Problem, ShardError
 from qwen_cache.format import directory
+from qwen_cache.format.finished import finished_samples, replaced_shards
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.manifest import DEFAULT_RECIPE
 from qwen_cache.format.rows import ListedSample, Listing
@@ -39,11 +40,9 @@ from qwen_cache.format.update import (
     Update,
     commit_update,
     copy_if_there,
-    finished_samples,
     open_staging,
     plan_update,
     read_existing,
-    replaced_shards,
 )
 from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, open_model
 from qwen_cache.models.template import PIXEL_TOKENS
@@ -52,7 +51,9 @@ from qwen_cache.settings.load import Config
 from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.detect import Row, read_source
 from qwen_cache.sources.sizes import Resolution
-from qwen_cache.storage.url import location
+from qwen_cache.storage.local_copies import LocalCopies
+from qwen_cache.storage.upload import destination
+from qwen_cache.storage.url import Url, location
 from qwen_cache.version import __version__
 
 IN_FLIGHT = 16  # samples ahead of the writer: enough for uneven lanes; about 300 MB of pixels at a megapixel
@@ -63,7 +64,7 @@ class BuildJob:
     """Everything a build knows before it reads the cache."""
 
     config: Config
-    folder: Path
+    folder: Path | Url
     model: ModelFolder
     recipe: dict[str, Any]
     rows: list[Row]
@@ -150,7 +151,8 @@ def prepare_build(
 
     `model` is that of `fitting_model`, if it was called before.
     """
-    if directory.is_same(location(source or config.data.source), Path(config.cache.path)):
+    folder = destination(config.cache.path)
+    if directory.is_same(location(source or config.data.source), folder):
         what = "the cache would be among the images that it is made from"
         raise ConfigError(what, where=config.cache.path, do="choose another folder with --out")
     model = model or fitting_model(config)
@@ -160,7 +162,6 @@ def prepare_build(
     keeps_masks = config.cache.format != "v1" and masks.source != "none"
     rows = as_encoded(source_rows.rows, masks=keeps_masks, phrases=masks.attend)
     recipe = make_recipe(model, config, on_bytes)
-    folder = Path(config.cache.path)
     return BuildJob(
         config,
         folder,
@@ -295,7 +296,7 @@ def load_every_row(job: BuildJob) -> Existing:
 
 def _present(job: BuildJob, existing: Existing) -> Existing:
     """Only the rows whose shard exists: samples of a missing one are encoded again; ShardError if of another recipe."""
-    here = directory.shards_here(job.folder, existing.manifest)
+    here = directory.intact_shards(job.folder, existing.manifest)
     replaced = existing.manifest.recipes.get(job.recipe_name)
     ours = {recipe_id(job.recipe), replaced.id if replaced else None}
     shards = existing.manifest.shards
@@ -338,7 +339,7 @@ def without_encoder(job: BuildJob, existing: Existing, plan: BuildPlan, cached: 
     """The plan with the missing samples that need no encoder: finished by an interrupted build, in a replaced shard, or
     `cached` with another mask."""
     keys = {sample.key for sample in plan.missing}
-    finished = finished_samples(job.folder, existing, staging_name(job), keys)
+    finished = finished_samples(job.folder, existing.manifest, staging_name(job), keys)
     found = finished.interrupted | finished.replaced
     masks = {sample.key for sample in plan.missing if sample.key not in found and cached.row_for(sample) is not None}
     return replace(plan, kept=finished.interrupted, to_copy=finished.replaced, new_masks=frozenset(masks))
@@ -370,9 +371,10 @@ def run(
     samples = {sample.key: sample for sample in missing}
     reusable = replaced_shards(job.folder, samples.keys(), job.format_version)
     name = staging_name(job, repair=bool(update.damaged))
-    staging = open_staging(update, name, int(job.config.cache.shard_size), reusable)
+    copies = LocalCopies.of_settings(job.config.cache)
+    staging = open_staging(update, name, int(job.config.cache.shard_size), reusable, copies)
     try:
-        on_sample(sum(key in samples for key in update.order[: staging.position]))
+        on_sample(sum(key in samples for key in update.order) - sum(key in samples for key in staging.to_write))
         made = _write(job, update, samples, staging, encoders, on_sample)
         libraries = {name: version(name) for name in ("diffusers", "torch", "transformers")}
         written_by = {"qwen-cache": __version__, **libraries}
@@ -398,7 +400,7 @@ def _write(
     on_sample: Callable[[int], None],
 ) -> set[str]:
     """Write the samples of the update in order; returns the keys of those that were not copied."""
-    order = update.order[staging.position :]
+    order = staging.to_write
     to_make = {key for key in order if key in samples and staging.left_over(key) is None}
     with encoders.load(job) if to_make else nullcontext() as lanes:
         for key, work in _ahead(order, samples, to_make, lanes, encoders.in_flight):

@@ -16,10 +16,13 @@ import pyarrow.compute as pc
 from qwen_cache.console import human_bytes
 from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.plan import BuildPlan, PlannedSample
+from qwen_cache.format.remote import STAGED
 from qwen_cache.format.sample import LATENT_CHANNELS, token_count
 from qwen_cache.format.update import Update
 from qwen_cache.models.family import estimate_tokens
 from qwen_cache.sources.sizes import img_shapes
+from qwen_cache.storage.durable import cache_home
+from qwen_cache.storage.url import Url
 
 COMPRESSED = 0.7  # of the bytes, with zstd: settings/cache.py
 
@@ -61,8 +64,18 @@ def bytes_to_write(job: BuildJob, plan: BuildPlan, update: Update) -> int:
     return written + (pc.sum(update.moved.column("length")).as_py() or 0)
 
 
-def free_bytes(folder: Path) -> int | None:
-    """The free space for files in `folder`, which need not exist; None if the system does not report it."""
+def disk_bytes(job: BuildJob, plan: BuildPlan, update: Update) -> int:
+    """About how many bytes the build needs on a disk of this machine: for object storage, a few shards at a time."""
+    needed = bytes_to_write(job, plan, update)
+    return min(needed, STAGED * int(job.config.cache.shard_size)) if isinstance(job.folder, Url) else needed
+
+
+def free_bytes(folder: Path | Url) -> int | None:
+    """The free space for files in `folder`, which need not exist; None if the system does not report it.
+
+    For object storage, that of the user's cache folder, where shards wait for their upload.
+    """
+    folder = cache_home() if isinstance(folder, Url) else folder
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     with suppress(OSError):
         usage = shutil.disk_usage(there)

@@ -14,12 +14,13 @@ from pathlib import Path
 from qwen_cache.console import human_bytes, plural
 from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.device_plan import DevicePlan
-from qwen_cache.encode.estimate import bytes_to_write, free_bytes
+from qwen_cache.encode.estimate import disk_bytes, free_bytes
 from qwen_cache.encode.plan import RECIPE, BuildPlan
 from qwen_cache.encode.recipe import recipe_changes
 from qwen_cache.errors import ConfigError, DeviceError, QwenCacheError, SourceError
 from qwen_cache.format.update import Existing, Update
 from qwen_cache.plain_text import plain, shell_line
+from qwen_cache.storage.url import Url
 
 SURE = 0.9  # of the estimated bytes: a build that may just fit is not refused
 
@@ -43,7 +44,7 @@ def empty_source(job: BuildJob, existing: Existing, plan: BuildPlan) -> SourceEr
 class RecipeChangedError(ConfigError):
     """A build would replace most of the cache because of its settings, which may be an accident."""
 
-    def __init__(self, what: str, where: Path, commands: Sequence[str]) -> None:
+    def __init__(self, what: str, where: Path | Url, commands: Sequence[str]) -> None:
         do = "keep these samples too, in another folder or as another recipe, or replace them"
         super().__init__(what, where=where, do=do)
         self.commands = tuple(commands)
@@ -81,7 +82,7 @@ def changed_recipe(
 
 def full_disk(job: BuildJob, plan: BuildPlan, update: Update) -> QwenCacheError | None:
     """The error for a build that does not fit on the disk."""
-    needed, free = bytes_to_write(job, plan, update), free_bytes(job.folder)
+    needed, free = disk_bytes(job, plan, update), free_bytes(job.folder)
     if free is None or SURE * needed <= free:
         return None
     return QwenCacheError(

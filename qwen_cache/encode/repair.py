@@ -11,19 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from qwen_cache.encode.builder import BuildJob, load_every_row, rules, staging_name
 from qwen_cache.encode.plan import BuildPlan, PlannedSample, make_plan
 from qwen_cache.encode.recipe import recipe_changes
 from qwen_cache.errors import ConfigError, Problem
 from qwen_cache.format import directory
+from qwen_cache.format.finished import finished_samples
 from qwen_cache.format.identity import differences, recipe_id
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import DEFAULT_RECIPE, MANIFEST_NAME
-from qwen_cache.format.update import Existing, Update, by_position, finished_samples, plan_update
+from qwen_cache.format.update import Existing, Update, by_position, plan_update
 from qwen_cache.format.verify import damaged_shards
 from qwen_cache.plain_text import shell_line
 from qwen_cache.settings.load import CONFIG_NAME, load_config
+from qwen_cache.storage.url import Url
 
 DAMAGED = "damaged"
 _DROP = "or drop the sample with --on-error skip"
@@ -46,6 +49,13 @@ def plan_repair(job: BuildJob, on_bytes: Callable[[int], None] = lambda _: None)
     Raises ManifestError if there is no cache, ConfigError if it has another recipe, and FormatError if its manifest or
     index is damaged, which no build can repair.
     """
+    if isinstance(job.folder, Url):
+        raise ConfigError(
+            "--repair works on a local folder",
+            where=job.folder,
+            do="remove the shards that `qwen-cache verify` names and run the same command without --repair: "
+            "it encodes their samples again",
+        )
     if not (job.folder / MANIFEST_NAME).exists():
         raise directory.no_manifest(job.folder)
     existing = load_every_row(job)
@@ -87,7 +97,7 @@ def _right_settings(job: BuildJob) -> str:
     """Where the settings of the recipe are: the cache has a file of those of its last build."""
     path = job.folder / CONFIG_NAME
     with suppress(ConfigError, OSError):
-        if (load_config(path).cache.recipe or DEFAULT_RECIPE) == job.recipe_name:
+        if isinstance(path, Path) and (load_config(path).cache.recipe or DEFAULT_RECIPE) == job.recipe_name:
             return f"add `{shell_line(['--config', str(path)])}`, which has those of the last build"
     return f"give those of recipe {job.recipe_name!r}; {path} does not have them"
 
@@ -124,7 +134,7 @@ def _lost(row: IndexRow, now: PlannedSample | None) -> tuple[str, str]:
 
 def _with_finished(job: BuildJob, existing: Existing, plan: BuildPlan) -> BuildPlan:
     keys = {sample.key for sample in plan.samples}
-    finished = finished_samples(job.folder, existing, staging_name(job, repair=True), keys)
+    finished = finished_samples(job.folder, existing.manifest, staging_name(job, repair=True), keys)
     return replace(plan, kept=finished.interrupted, to_copy=finished.replaced)
 
 

@@ -17,6 +17,7 @@ from typing import TypeVar
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import CONFIG_NAME
 from qwen_cache.settings.yaml_text import read_yaml
+from qwen_cache.storage.url import Url
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ class SourceSlice:
 
 
 def refuse_other_slices(
-    folder: Path, source_slice: SourceSlice, cached_names: Collection[str], other_names: Collection[str]
+    folder: Path | Url, source_slice: SourceSlice, cached_names: Collection[str], other_names: Collection[str]
 ) -> None:
     """ConfigError if `folder`, a cache of the samples `cached_names`, has samples of other slices (`other_names`).
 
@@ -66,10 +67,10 @@ def refuse_other_slices(
         )
 
 
-def _built_as(folder: Path) -> str | None:
+def _built_as(folder: Path | Url) -> str | None:
     """The slice that a finished build recorded beside its cache; `part` is the setting's former name."""
     path = folder / CONFIG_NAME
-    if not path.is_file():
+    if isinstance(path, Url) or not path.is_file():
         return None
     try:
         data = read_yaml(path)["data"]

@@ -36,7 +36,8 @@ from qwen_cache.settings.train import NO_CACHE
 from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.detect import Row, read_source, read_written
 from qwen_cache.sources.rows import unique
-from qwen_cache.storage.url import local_folder, location
+from qwen_cache.storage.upload import destination
+from qwen_cache.storage.url import Url, location
 
 
 def is_wanted(config: Config) -> bool:
@@ -70,7 +71,7 @@ def prepare_with_validation(
     return [validation] if alone else [job, validation]
 
 
-def _folder(config: Config) -> Path:
+def _folder(config: Config) -> Path | Url:
     """The folder of the validation cache; ConfigError if it cannot be written there."""
     path = config.validation_cache
     if config.cache.format == "v1":
@@ -78,8 +79,9 @@ def _folder(config: Config) -> Path:
     if config.validation.cache == NO_CACHE:
         found = "validation.cache=none with a source or prompts"
         raise ConfigError("no validation cache is wanted, but it has rows", found=found, do="leave one of them out")
-    folder = local_folder(path)
-    if folder.absolute() == Path(config.cache.path).absolute() or directory.is_same(folder, Path(config.cache.path)):
+    folder, cache = destination(path), destination(config.cache.path)
+    same = isinstance(folder, Path) and isinstance(cache, Path) and folder.absolute() == cache.absolute()
+    if same or directory.is_same(folder, cache):
         raise ConfigError("the validation cache would replace the cache", where=path, do="set another validation.cache")
     source = config.validation.source
     if source and directory.is_same(location(source), folder):

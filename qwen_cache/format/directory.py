@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from qwen_cache.errors import ConfigError, IndexFileError, ManifestError, QwenCacheError, ShardError, TooLargeError
+from qwen_cache.format import remote
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN, VERSIONS, Manifest, parse_manifest
+from qwen_cache.format.remote import STAGING
 from qwen_cache.storage.durable import (
     LockHeldError,
     NoLocksError,
@@ -32,13 +34,13 @@ from qwen_cache.storage.durable import (
     write_durably,
 )
 from qwen_cache.storage.mapped import NotAFileError, map_file, open_file, read_file
+from qwen_cache.storage.upload import store_of
 from qwen_cache.storage.url import Url
 from qwen_cache.system_errors import naming
 
 T = TypeVar("T")
 Folder = TypeVar("Folder", Path, Url, Path | Url)  # a Path gives Paths, a Url gives Urls
 
-STAGING = ".staging"  # shards of unfinished builds
 REPLACED = ".replaced"  # shards of earlier manifests
 LOCK = ".lock"
 LOOKS = 3  # at every place, before a file counts as missing: a commit moves it away while `gc` moves it back
@@ -133,6 +135,14 @@ def shards_here(folder: Path | Url, manifest: Manifest) -> set[str]:
     return {name for name in names if find_shard(folder, name, _exists)}
 
 
+def intact_shards(folder: Path | Url, manifest: Manifest) -> set[str]:
+    """The names of the shards that exist; in object storage, by one listing, those with their size."""
+    if isinstance(folder, Path):
+        return shards_here(folder, manifest)
+    files = store_of(folder).listing(folder).files if manifest.shards else {}
+    return {each.name for each in manifest.shards if each.name in files and files[each.name].size == each.bytes}
+
+
 def _exists(path: Path) -> bool:
     with suppress(NotAFileError), naming(path):
         os.close(open_file(path))
@@ -141,8 +151,14 @@ def _exists(path: Path) -> bool:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Lock the directory for writing; QwenCacheError immediately if another process has the lock."""
+def writing(folder: Path | Url) -> Iterator[None]:
+    """Lock the directory for writing; QwenCacheError immediately if another process has the lock.
+
+    In object storage nothing is locked: the commit is conditional.
+    """
+    if isinstance(folder, Url):
+        yield
+        return
     try:
         make_folder(folder)
     except (FileExistsError, NotADirectoryError):
@@ -160,9 +176,11 @@ def writing(folder: Path) -> Iterator[None]:
         raise QwenCacheError(what, where=folder, found=error.strerror, do=do) from None
 
 
-def is_same(source: Path | Url, target: Path) -> bool:
-    """Whether both are one folder of this machine, however it is spelled and through whatever links."""
-    return isinstance(source, Path) and target.exists() and source.exists() and os.path.samefile(source, target)
+def is_same(source: Path | Url, target: Path | Url) -> bool:
+    """Whether both are one folder of this machine, however it is spelled and through whatever links, or one URL."""
+    if isinstance(source, Url) or isinstance(target, Url):
+        return str(source).rstrip("/") == str(target).rstrip("/")
+    return target.exists() and source.exists() and os.path.samefile(source, target)
 
 
 def _refuse_links(folder: Path) -> None:
@@ -173,15 +191,21 @@ def _refuse_links(folder: Path) -> None:
             raise QwenCacheError("a symbolic link where this program writes", where=path, do="remove it")
 
 
-def commit(folder: Path, manifest: Manifest, index: bytes, shards: Sequence[Path]) -> None:
+def commit(
+    folder: Path | Url, manifest: Manifest, index: bytes, shards: Sequence[Path], replaces: Manifest | None = None
+) -> None:
     """Atomically make `shards` (sealed, elsewhere in the folder), `index` and `manifest` the dataset.
 
-    Raises ConfigError for more shards than a manifest has room for.
+    In object storage, `shards` are there already, and ConflictError is raised if the dataset is no longer `replaces`
+    (None: there was none). Raises ConfigError for more shards than a manifest has room for.
     """
     data = manifest.to_bytes()
     if len(data) > MAX_MANIFEST:
         what, do = "too many shards for one cache", "set a larger cache.shard_size"
         raise ConfigError(what, where=folder, found=len(manifest.shards), do=do)
+    if isinstance(folder, Url):
+        remote.commit(folder, manifest, index, replaces or Manifest.empty(manifest.format_version))
+        return
     for path in shards:
         move(path, folder / path.name)  # synced with the rename of the index
     write_durably(pending_index(folder, manifest), index)

@@ -1,14 +1,15 @@
 """Merge: a new cache from the samples of several caches, or from some samples of one.
 
-Shards whose samples are all selected are linked, not copied. A sample in several caches is taken from the first one:
-under the same key, processors give different last digits. Every copied sample is checked. Caches of different format
-versions are refused, and different recipes of one name.
+Shards whose samples are all selected are linked, not copied; within object storage, the store copies them. A sample in
+several caches is taken from the first one: under the same key, processors give different last digits. Every copied
+sample is checked. Caches of different format versions are refused, and different recipes of one name.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,6 +24,7 @@ from qwen_cache.format.cache import Cache, open_recipes
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.keys import IntArray, first_of_each
 from qwen_cache.format.manifest import Manifest
+from qwen_cache.format.remote import build_name, copy_shard, read_parts
 from qwen_cache.format.rows import KeyedRows, listed, shard_numbers
 from qwen_cache.format.sample import TENSORS
 from qwen_cache.format.shard import compress
@@ -35,9 +37,11 @@ from qwen_cache.format.update import (
     read_existing,
 )
 from qwen_cache.storage.local_copies import LocalCopies
+from qwen_cache.storage.upload import store_of
 from qwen_cache.storage.url import Url
 
 SHOWN = 10  # names that an error lists
+COPIES = 8  # shards copied within a store at a time; no byte of them passes this machine
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def read_sources(sources: Sequence[Path | Url], select: Selection, copies: Local
     return Sources(_selected(caches, select))
 
 
-def plan_merge(given: Sources, target: Path) -> Merge:
+def plan_merge(given: Sources, target: Path | Url) -> Merge:
     """Plan to add samples to `target`, which keeps its own; ConfigError if the caches are incompatible."""
     caches, versions = given.caches, {cache.format_version for cache in given.caches}
     existing = read_existing(target, max(versions))
@@ -136,14 +140,18 @@ def merge(
     shard_size: int,
     compression: str | None,
     version: str,
+    copies: LocalCopies,
     on_sample: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
     """Write and commit as qwen-cache `version`; the caller holds `directory.writing(plan.update.folder)`.
 
     Samples are stored with `compression` (`none` or `zstd`); None keeps the stored bytes.
     """
-    linked = _whole_shards(plan, compression)
-    staging = open_staging(plan.update, f"merge-{compression or 'as-it-lies'}", shard_size, linked)
+    whole, name = _whole_shards(plan, compression), f"merge-{compression or 'as-it-lies'}"
+    if isinstance(plan.update.folder, Url):
+        _copy_shards(plan, plan.update.folder, name, {url for url in whole if isinstance(url, Url)})
+    linked = [path for path in whole if isinstance(path, Path)]
+    staging = open_staging(plan.update, name, shard_size, linked, copies)
 
     def write(key: str) -> None:
         cache, row = plan.origin(key)
@@ -172,8 +180,8 @@ def _selected(caches: Sequence[Cache], select: Selection) -> list[tuple[Cache, K
     return selected
 
 
-def _whole_shards(plan: Merge, compression: str | None) -> list[Path]:
-    """Local shards whose samples are all selected, new to the target, and stored with `compression` already."""
+def _whole_shards(plan: Merge, compression: str | None) -> list[Path | Url]:
+    """Shards whose samples are all selected, new to the target, and stored with `compression` already."""
     counts = dict[Path | Url, IntArray]()
     for cache, rows in plan.taken:
         kept = rows if compression is None else rows.at(rows.positions[_is_stored_as(rows, compression)])
@@ -185,7 +193,7 @@ def _whole_shards(plan: Merge, compression: str | None) -> list[Path]:
         folder / shard.name
         for folder, manifest in manifests.items()
         for shard, selected in zip(manifest.shards, counts[folder], strict=True)
-        if isinstance(folder, Path) and selected == shard.samples
+        if selected == shard.samples
     ]
 
 
@@ -196,3 +204,25 @@ def _is_stored_as(rows: KeyedRows, compression: str) -> npt.NDArray[np.bool_]:
         is_compressed |= pc.struct_field(rows.column(name), "codec").is_valid().to_numpy()
     matches: npt.NDArray[np.bool_] = is_compressed == (compression == "zstd")
     return matches
+
+
+def _copy_shards(plan: Merge, target: Url, name: str, whole: Set[Url]) -> None:
+    """Copy shards within one store, without downloading them; those of other stores are copied by samples."""
+    version = plan.update.format_version
+    build, here = build_name(name, version), store_of(target).listing(target)
+    copied = {shard.name for shard, _ in read_parts(target, build, here, version)}
+    shards = {cache.folder / shard.name: shard for cache, _ in plan.taken for shard in cache.manifest.shards}
+
+    def copy(url: Url) -> None:
+        rows = (row for cache, rows in plan.taken for row in _in_shard(cache, rows, url))
+        stored = shards[url], sorted((row.entry for row in rows), key=lambda entry: entry.offset)
+        copy_shard(url, target, build, stored, version)
+
+    with ThreadPoolExecutor(COPIES, "copy") as pool:
+        list(pool.map(copy, sorted(url for url in whole if url.name not in copied)))
+
+
+def _in_shard(cache: Cache, rows: KeyedRows, url: Url) -> Iterator[IndexRow]:
+    """The rows of a shard."""
+    is_there = isinstance(cache.folder, Url) and cache.folder / url.name == url
+    return rows.where_in(shard=[url.name] if is_there else []).in_order()

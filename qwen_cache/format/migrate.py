@@ -33,7 +33,7 @@ AFTER_PROMPT = 5
 SHOWN = 10  # samples that an error lists
 
 
-def plan_migration(source: Path | Url, target: Path, old: int, new: int) -> Update:
+def plan_migration(source: Path | Url, target: Path | Url, old: int, new: int) -> Update:
     """Plan to write the dataset in `source`, of format version `old`, as version `new` to `target` (may be `source`).
 
     Raises ConfigError if `source` has another version, `target` holds another dataset, or `new` cannot hold it.
@@ -87,7 +87,7 @@ def migrate(
     """Write and commit `update` as qwen-cache `version`; the caller holds `directory.writing(update.folder)`."""
     manifest, _ = directory.load(source)
     caches = list(open_recipes(source, copies).values())
-    staging = open_staging(update, "migrate", shard_size)
+    staging = open_staging(update, "migrate", shard_size, copies=copies)
 
     def write(key: str) -> None:
         cache = next(cache for cache in caches if key in cache.keys)

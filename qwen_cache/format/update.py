@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,10 +30,12 @@ from qwen_cache.format.index import INDEX_NAME, ROW_GROUP, SEED, IndexRow, index
 from qwen_cache.format.keys import IntArray
 from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recipe
 from qwen_cache.format.mapped_index import load_index
+from qwen_cache.format.remote_build import RemoteBuild
 from qwen_cache.format.rows import KeyedRows, ListedSample, Listing, fitted, listed, shard_numbers, taken
 from qwen_cache.format.shard import Entry, check_tensors, tensor_bytes
-from qwen_cache.format.staging import Staging, keys_in
+from qwen_cache.format.staging import Staging, staging_folder
 from qwen_cache.storage.durable import link_or_copy, move
+from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.mapped import map_file
 from qwen_cache.storage.url import Url
 
@@ -109,7 +111,7 @@ class Existing:
             for i, shard in enumerate(shards)
         }
 
-    def check_name(self, name: str, recipe: dict[str, Any], where: Path) -> None:
+    def check_name(self, name: str, recipe: dict[str, Any], where: Path | Url) -> None:
         """ConfigError if the cache has an equal recipe under another name."""
         same = [other for other, known in self.recipes.items() if recipe_id(known) == recipe_id(recipe)]
         if same and same != [name]:
@@ -121,7 +123,7 @@ class Existing:
 class Update:
     """The new dataset, and the samples to write for it."""
 
-    folder: Path
+    folder: Path | Url
     existing: Existing
     format_version: int
     rows: Listing
@@ -143,14 +145,15 @@ class Update:
 
 def read_existing(folder: Path | Url, format_version: int) -> Existing:
     """The dataset in `folder`; an empty one of `format_version` if there is none."""
-    if isinstance(folder, Path) and not (folder / MANIFEST_NAME).exists():
+    manifest_path = folder / MANIFEST_NAME
+    if not (manifest_path.exists() if isinstance(manifest_path, Path) else manifest_path.is_file()):
         return Existing.empty(format_version)
     manifest, table = load_index(folder)
     return Existing.of(manifest, table, str(folder / INDEX_NAME))
 
 
 def plan_update(
-    folder: Path,
+    folder: Path | Url,
     existing: Existing,
     format_version: int,
     rows: Iterable[ListedSample],
@@ -193,21 +196,31 @@ def by_position(manifest: Manifest, rows: KeyedRows) -> list[str]:
     return list(rows.at(rows.positions[order]))
 
 
-def open_staging(update: Update, name: str, shard_size: int, linked: Iterable[Path] = ()) -> Staging:
-    """The staging folder `name`, with its shards of an earlier run, shards that a crash left under their final names,
-    and the shards `linked` from other caches."""
-    folder = staging_folder(update.folder, name, update.format_version)
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in directory.unlisted_shards(update.folder, update.existing.manifest):
-        move(path, folder / path.name)
-    for path in linked:
-        if directory.find_shard(path.parent, path.name, lambda found: _link(found, folder)) is None:
-            raise directory.missing_shard(path.parent, path.name)
-    return Staging(folder, update.order, update.format_version, shard_size, frozenset(update.damaged.values()))
-
-
-def staging_folder(folder: Path, name: str, format_version: int) -> Path:
-    return folder / directory.STAGING / f"{name}-v{format_version}"
+def open_staging(
+    update: Update, name: str, shard_size: int, linked: Iterable[Path] = (), copies: LocalCopies | None = None
+) -> Staging:
+    """The staging of the build `name`, with its shards of an earlier run, shards that a crash left under their final
+    names, and the shards `linked` from other caches. `copies` are for samples that move within object storage."""
+    version, remote = update.format_version, None
+    if isinstance(update.folder, Url):
+        keys, manifest = set(update.order), update.existing.manifest
+        remote = RemoteBuild(update.folder, name, version, manifest, keys, copies or LocalCopies.of())
+        folder = remote.scratch
+    else:
+        folder = staging_folder(update.folder, name, version)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(update.folder, Path):
+            for path in directory.unlisted_shards(update.folder, update.existing.manifest):
+                move(path, folder / path.name)
+        for path in linked:
+            if directory.find_shard(path.parent, path.name, lambda found: _link(found, folder)) is None:
+                raise directory.missing_shard(path.parent, path.name)
+        return Staging(folder, update.order, version, shard_size, frozenset(update.damaged.values()), remote)
+    except BaseException:
+        if remote:
+            remote.close()
+        raise
 
 
 def _link(shard: Path, folder: Path) -> Path:
@@ -216,45 +229,12 @@ def _link(shard: Path, folder: Path) -> Path:
     return folder / shard.name
 
 
-def replaced_shards(folder: Path, keys: Set[str], format_version: int) -> dict[Path, set[str]]:
-    """The replaced shards that contain a sample of `keys`, each with all of its keys; they are not hashed."""
-    paths = sorted((folder / directory.REPLACED).glob("*.tar")) if keys else []
-    found = {path: keys_in(path, format_version) for path in paths}
-    return {path: keys_of_shard for path, keys_of_shard in found.items() if not keys.isdisjoint(keys_of_shard)}
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Samples of an update that are on the disk already, by key."""
-
-    interrupted: frozenset[str] = frozenset()
-    """In the staging of an interrupted run, or in shards that it could no longer add to the dataset."""
-    replaced: frozenset[str] = frozenset()
-    """In shards that the dataset no longer uses, and not among `interrupted`."""
-
-
-def finished_samples(folder: Path, existing: Existing, name: str, keys: Set[str]) -> Finished:
-    """Which samples of `keys` an update with the staging `name` would copy. Reads headers only, writes nothing.
-
-    A shard with damaged tensors is found when it is copied: its samples are written again.
-    """
-    if not keys:
-        return Finished()
-    version = existing.manifest.format_version
-    interrupted = Staging.finished(staging_folder(folder, name, version), version)
-    for path in directory.unlisted_shards(folder, existing.manifest):
-        interrupted |= keys_in(path, version)
-    missing = keys - interrupted
-    replaced = set[str]().union(*replaced_shards(folder, missing, version).values())
-    return Finished(frozenset(keys & interrupted), frozenset(missing & replaced))
-
-
 def copy_if_there(update: Update, staging: Staging, key: str) -> bool:
     """Append a sample that an earlier run left, or that is in a shard that does not stay; False if it is in neither."""
     if (left := staging.left_over(key)) is not None:
         staging.add_copy(*left)
     elif (row := update.moved.get(key)) is not None:
-        shard = directory.map_shard(update.folder, row.shard)
+        shard = staging.remote.shards.bytes_of(row) if staging.remote else _mapped(update.folder, row.shard)
         if row.shard in update.damaged:  # its archive is not trusted, its tensors have their hashes
             check_tensors(row.entry, shard, str(update.folder / row.shard))
             staging.add(row.meta, dict(tensor_bytes(row.entry, shard)))
@@ -263,6 +243,11 @@ def copy_if_there(update: Update, staging: Staging, key: str) -> bool:
     else:
         return False
     return True
+
+
+def _mapped(folder: Path | Url, name: str) -> memoryview:
+    assert isinstance(folder, Path)
+    return directory.map_shard(folder, name)
 
 
 def carry_out(
@@ -279,7 +264,7 @@ def carry_out(
     """
     try:
         on_sample(staging.position)
-        for key in update.order[staging.position :]:
+        for key in staging.to_write:
             if not copy_if_there(update, staging, key):
                 write(key)
             on_sample(1)
@@ -311,7 +296,9 @@ def commit_update(
         ),
         written_by=written_by,
     )
-    directory.commit(update.folder, manifest, index, [staging.folder / shard.name for shard, _ in shards])
+    directory.commit(update.folder, manifest, index, [staging.folder / shard.name for shard, _ in shards], old)
+    if staging.remote:
+        staging.remote.uploads.remove_parts(written.keys())
     with suppress(OSError):  # the dataset is complete; `gc` removes what stays
         shutil.rmtree(staging.folder)
     return manifest

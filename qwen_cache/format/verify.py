@@ -118,13 +118,16 @@ def _unreadable(folder: Path, shard: Shard, rows: Iterable[IndexRow]) -> Iterato
 
 
 def _stray_faults(folder: Path | Url, manifest: Manifest) -> Iterator[FormatError]:
-    """Files that stock readers of `*.tar` would take for shards; `gc` removes only those with the name of a shard."""
+    """Files that stock readers of `*.tar` would take for shards; `gc` removes only those with the name of a shard.
+
+    In object storage, shards stay where they are until `gc`, and those of an unfinished build are there already.
+    """
     ours = {path.name for path in directory.unlisted_shards(folder, manifest)}
     listed = {shard.name for shard in manifest.shards}
     archives: list[Path | Url] = [*folder.glob("*.tar")]
     for path in sorted(archives, key=lambda path: path.name):
-        if path.name not in listed:
-            fix = None if path.name in ours and isinstance(folder, Path) else "move it out of the folder"
+        if path.name not in listed and (isinstance(folder, Path) or path.name not in ours):
+            fix = None if path.name in ours else "move it out of the folder"
             yield StrayFileError(STRAY, where=path, do=fix)
 
 

@@ -32,7 +32,9 @@ from qwen_cache.importers.source import EXACT_IN, FoundSample, ImportedSample, O
 from qwen_cache.models.family import PIPELINES, QWEN_IMAGE
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.load import Config
-from qwen_cache.storage.url import local_folder
+from qwen_cache.storage.local_copies import LocalCopies
+from qwen_cache.storage.upload import destination
+from qwen_cache.storage.url import Url
 from qwen_cache.version import __version__
 
 Tool = Literal["qflux", "musubi", "diffusion-pipe"]
@@ -57,8 +59,8 @@ class ImportJob:
     """None: the dtype of the first sample."""
 
     @property
-    def folder(self) -> Path:
-        return local_folder(self.config.cache.path)
+    def folder(self) -> Path | Url:
+        return destination(self.config.cache.path)
 
     @property
     def recipe_name(self) -> str:
@@ -117,7 +119,7 @@ def prepare(
         raise ConfigError(f"--image-size and --captions are for qflux; {tool} stores both")
     if not source.is_dir():
         raise SourceError("no such folder", where=source, do="give the folder of the cache to import")
-    if directory.is_same(source, Path(config.cache.path)):
+    if directory.is_same(source, destination(config.cache.path)):
         raise ConfigError("a cache cannot be imported into itself", where=source, do="choose another folder with --out")
     return ImportJob(config, tool, source, model, options, dtype)
 
@@ -197,7 +199,8 @@ def run(
 
     `on_sample` is called with a number of written samples: first those of an earlier run together, then one by one.
     """
-    staging = open_staging(update, recipe_id(plan.recipe), int(job.config.cache.shard_size))
+    cache = job.config.cache
+    staging = open_staging(update, recipe_id(plan.recipe), int(cache.shard_size), copies=LocalCopies.of_settings(cache))
 
     def write(key: str) -> None:
         staging.add(*compress(*_read_again(plan, key), job.config.cache.compression))

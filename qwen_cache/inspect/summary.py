@@ -20,6 +20,7 @@ from qwen_cache.format.cache import Cache, Sample, open_recipes
 from qwen_cache.format.find import find_sample
 from qwen_cache.format.index import INDEX_NAME, IndexRow
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
+from qwen_cache.format.remote import STAGING
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, token_count
 from qwen_cache.format.tensor import BYTES_PER_ELEMENT
 from qwen_cache.inspect.flags import index_flags, scan_flags
@@ -57,7 +58,7 @@ def survey(
 ) -> tuple[dict[str, Any], OpenRecipes]:
     """`summarise`, and the caches that it read, so that a page shows exactly the dataset that was counted."""
     folder = location(path)
-    staged = sorted((folder / directory.STAGING).rglob("*.tar")) if isinstance(folder, Path) else []
+    staged = sorted((folder / STAGING).rglob("*.tar")) if isinstance(folder, Path) else []
     if isinstance(folder, Path) and staged and not (folder / MANIFEST_NAME).exists():
         size = sum(path.stat().st_size for path in staged)
         source = compare(folder, None) if compare else {}

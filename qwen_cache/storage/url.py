@@ -1,6 +1,7 @@
 """Remote files by fsspec (s3://, gs://, hf://, https://, …), read by byte ranges, with retries.
 
-Remote files are never written. What a server may send and how long it may take is bounded: `storage/bounds.py`.
+Nothing is written here: that is `storage/store.py`. What a server may send and how long it may take is bounded:
+`storage/bounds.py`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Url:
         A file of less than a block is read in one request.
         """
         step = min(BLOCK, most + 1)
-        first: bytes = self._call(lambda files, path: _cat(files, path, 0, step), "reading")
+        first: bytes = self.call(lambda files, path: _cat(files, path, 0, step), "reading")
         if len(first) < step:
             return first
         if len(first) > step:
@@ -94,7 +95,7 @@ class Url:
                 raise EOFError(f"{len(data)} of {end - begin} bytes came")
             return data
 
-        data = self._call(read, f"reading the bytes {begin} to {end}")
+        data = self.call(read, f"reading the bytes {begin} to {end}")
         if len(data) > end - begin:
             raise self._no_ranges(f"{end - begin} bytes")
         return data
@@ -120,7 +121,7 @@ class Url:
             size: int | None = files.info(path, **_within(files, bounds.seconds_for(0))).get("size")
             return size
 
-        return self._call(ask, "asking for its size")
+        return self.call(ask, "asking for its size")
 
     @property
     def listed(self) -> str:
@@ -134,7 +135,7 @@ class Url:
             files.invalidate_cache()
             return _version(files.info(path, **_within(files, bounds.seconds_for(0))))
 
-        return self.listed or self._call(ask, "asking for its version")
+        return self.listed or self.call(ask, "asking for its version")
 
     def is_file(self) -> bool:
         try:
@@ -152,7 +153,7 @@ class Url:
             return [str(each).rstrip("/").rpartition("/")[2] for each in files.ls(path, detail=False, **within)]
 
         with suppress(FileNotFoundError, QwenCacheError):
-            return [self / name for name in self._call(ask, "listing") if fnmatchcase(name, pattern)]
+            return [self / name for name in self.call(ask, "listing") if fnmatchcase(name, pattern)]
         return []
 
     def find(self, *, deep: bool = True) -> dict[str, str]:
@@ -171,7 +172,7 @@ class Url:
             found = ((str(each["name"]).removeprefix(top + "/"), each) for each in entries)
             return {name: _version(each) for name, each in found if each["type"] != "directory"}
 
-        return self._call(ask, "listing")
+        return self.call(ask, "listing")
 
     def download(self, size: int) -> memoryview:
         """The first `size` bytes, mapped from an unnamed file in the folder for temporary files (TMPDIR)."""
@@ -189,15 +190,16 @@ class Url:
                     pass
             return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
 
-    def _call(self, operation: Callable[[Any, str], T], what: str) -> T:
+    def call(self, operation: Callable[[Any, str], T], what: str, patience: float = bounds.PATIENCE) -> T:
         """`operation(file system, path)`, retried after transient errors; FileNotFoundError is raised as it is.
 
-        The file system is looked up every time: fsspec caches one per process, so a fork gets its own connections.
+        No attempt begins later than `patience` seconds after the first. The file system is looked up every time: fsspec
+        caches one per process, so a fork gets its own connections.
         """
         from fsspec.core import url_to_fs
 
         retrying = Retrying(
-            stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(bounds.PATIENCE),
+            stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(patience),
             wait=wait_random_exponential(FIRST_WAIT),
             retry=retry_if_exception(_is_transient),
             reraise=True,
@@ -233,7 +235,7 @@ class Url:
             return QwenCacheError(f"{what} is refused", where=self, found=reason, do=do)
         if _is_final(error):
             return QwenCacheError(f"{what} is not possible", where=self, found=reason, do="check the address")
-        do = "check the connection and run the same command again; it keeps what it has fetched"
+        do = "check the connection and run the same command again; it keeps what is done"
         times = "once" if attempts == 1 else f"{attempts} times"
         return QwenCacheError(f"{what} failed {times}", where=self, found=reason, do=do)
 
@@ -351,15 +353,3 @@ def location(address: str | Path | Url) -> Path | Url:
         expected, do = "https, s3, gs, hf, …, or zip and tar around them", "copy the files to a disk or such a server"
         raise ConfigError("this protocol is not supported", where=address, expected=expected, found=protocol, do=do)
     return Url(address) if match else Path(address)
-
-
-def local_folder(address: str) -> Path:
-    """The local folder at an address; ConfigError for a URL."""
-    folder = location(address)
-    if isinstance(folder, Url):
-        raise ConfigError(
-            "caches are written on a local disk only",
-            where=folder,
-            do="write to a local folder and copy that: shards and index first, cache.json last",
-        )
-    return folder
