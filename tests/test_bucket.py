@@ -6,19 +6,28 @@ The server is real: moto speaks S3. The judge is the same build into a folder.
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+import s3fs
 
 from qwen_cache import open_cache
+from qwen_cache.format import directory
+from qwen_cache.format.manifest import MANIFEST_NAME
+from qwen_cache.storage import s3_store
 from qwen_cache.storage import url as remote
 
 from .support.caches import SMALL
 from .support.commands import Result, run
 from .support.fake_lanes import FakeLanes
+from .support.marks import slow
 from .support.server import BUCKET
+from .support.sources import write_pairs
 
 SHARDS = ("--set", "cache.shard_size=1")
 """A shard for each sample."""
@@ -34,7 +43,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def url(s3: tuple[str, int], request: pytest.FixtureRequest) -> str:
-    return f"s3://{BUCKET}/{request.node.name}/shards"
+    return f"s3://{BUCKET}/{re.sub('[^a-z]', '-', request.node.name)}/shards"
 
 
 def build(source: Path, out: object, model: Path, *options: str) -> Result:
@@ -94,4 +103,213 @@ def test_a_build_into_a_bucket(
     assert found["spared_bytes"] > 0
     assert run("qwen-cache", "gc", url, "--grace-hours", "0").code == 0
     assert len(files(url)) == 4 + 4
+    valid(url)
+
+
+# ---- what may happen in between --------------------------------------------------------------------------------------
+
+WRITES = {"put_object", "upload_part", "create_multipart_upload", "complete_multipart_upload", "delete_objects"}
+
+
+class Requests:
+    """The requests of this process that change a bucket; from the one with the number `last`, the network is dead.
+
+    With `arrives`, that one still reaches the server, but its answer is lost. `faults` are raised in place of the
+    first requests, or after them.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        self.last: float = float("inf")
+        self.arrives = False
+        self.faults: list[tuple[Exception, bool]] = []
+        call = s3fs.S3FileSystem._call_s3
+
+        async def counted(files: Any, method: str, *arguments: Any, **options: Any) -> Any:
+            if method in WRITES:
+                self.names.append(f"{method} {options.get('Key', '')}")
+                if len(self.names) > self.last:
+                    if self.arrives and len(self.names) == self.last + 1:
+                        await call(files, method, *arguments, **options)
+                    raise PermissionError("the network is dead")
+                if self.faults:
+                    error, arrives = self.faults.pop(0)
+                    if arrives:
+                        await call(files, method, *arguments, **options)
+                    raise error
+            return await call(files, method, *arguments, **options)
+
+        monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", counted)
+        monkeypatch.setattr(s3fs.S3FileSystem, "call_s3", fsspec.asyn.sync_wrapper(counted))
+
+    def reset(self) -> None:
+        self.names, self.last, self.arrives = [], float("inf"), False
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> Requests:
+    return Requests(monkeypatch)
+
+
+def change(pairs: Path, *names: str) -> None:
+    for name in names:
+        (pairs / "target_images" / f"{name}.txt").write_text(f"another prompt for {name}", encoding="utf-8")
+
+
+@pytest.fixture
+def changed(
+    url: str, pairs: Path, tiny_model: Any, fast: list[FakeLanes], tmp_path: Path
+) -> tuple[str, Callable[[], Result], Path]:
+    """A cache in a bucket; the build of its source, in which three prompts have changed; that build in a folder."""
+    model = tiny_model("edit-plus")
+    assert build(pairs, url, model).code == 0
+    change(pairs, "cat", "china", "flower")
+    assert build(pairs, tmp_path / "expected", model).code == 0
+    fast.clear()
+    return url, lambda: build(pairs, url, model), tmp_path / "expected"
+
+
+def every_step(requests: Requests, again: Callable[[], Result]) -> int:
+    """The number of requests of a build."""
+    requests.reset()
+    result = again()
+    assert result.code == 0, result.stderr
+    return len(requests.names)
+
+
+@pytest.mark.parametrize("arrives", [False, slow(True)])
+@pytest.mark.parametrize("machine", [slow("same"), "another"])
+def test_a_build_that_dies_at_any_request_continues(
+    arrives: bool,
+    machine: str,
+    changed: tuple[str, Callable[[], Result], Path],
+    requests: Requests,
+    fast: list[FakeLanes],
+    home: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """The old dataset or the new one is valid; the same command encodes nothing again that was uploaded."""
+    url, again, expected = changed
+    old, bucket = open_cache(url).identity, fsspec.filesystem("s3")
+    before = {name: bucket.cat_file(f"{url}/{name}") for name in files(url)}
+    steps = every_step(requests, again)
+    assert steps > 12
+    assert open_cache(url).identity == open_cache(expected).identity != old
+    is_slow = request.node.get_closest_marker("slow") is not None
+    for last in range(steps) if is_slow else (6, steps - 3):
+        bucket.rm(url, recursive=True)
+        for name, data in before.items():
+            bucket.pipe_file(f"{url}/{name}", data)
+        bucket.invalidate_cache()
+        shutil.rmtree(home, ignore_errors=True)
+        requests.reset()
+        requests.last, requests.arrives = last, arrives
+        fast.clear()
+        assert again().code == 2, last
+        first = {name for lanes in fast for name in lanes.encoded}
+        requests.reset()
+        valid(url)
+        assert open_cache(url).identity in (old, open_cache(expected).identity)
+        there = {name for name in files(url) if name.endswith(".tar")} - before.keys()
+        parts = {Path(name).stem for name in files(url) if name.startswith(".staging/")}
+        uploaded = len([name for name in there if Path(name).stem in parts])
+        if machine == "another":
+            shutil.rmtree(home, ignore_errors=True)
+        fast.clear()
+        result = again()
+        assert result.code == 0, result.stderr
+        encoded = [name for lanes in fast for name in lanes.encoded]
+        assert len(encoded) <= 3 - uploaded
+        assert machine == "another" or not first.intersection(encoded)
+        valid(url)
+        assert open_cache(url).identity == open_cache(expected).identity
+        assert content(url) == content(expected)
+        assert "nothing to do" in result.stderr or not [name for name in files(url) if name.startswith(".staging/")]
+        kept = f"index-{open_cache(url).manifest.index.xxh3_128}.parquet"
+        assert bucket.cat_file(f"{url}/index.parquet") == bucket.cat_file(f"{url}/{kept}")
+
+
+FAULTS = {
+    "reset": ConnectionResetError("connection reset by peer"),
+    "time-out": TimeoutError(),
+    "internal error": OSError(121, "We encountered an internal error"),
+    "slow down": OSError(16, "SlowDown"),
+}
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+@pytest.mark.parametrize("fault", ["reset", slow("time-out"), slow("internal error"), slow("slow down")])
+def test_a_fault_at_every_request_is_not_noticed(
+    fault: str,
+    arrives: bool,
+    changed: tuple[str, Callable[[], Result], Path],
+    requests: Requests,
+    fast: list[FakeLanes],
+) -> None:
+    """Also when the request did its work and only the answer was lost."""
+    url, again, expected = changed
+
+    class EverySecond(list[Any]):
+        turn = 0
+
+        def __bool__(self) -> bool:
+            self.turn += 1
+            return self.turn % 2 == 1
+
+        def pop(self, _: Any = 0) -> Any:
+            return FAULTS[fault], arrives
+
+    requests.faults = EverySecond()
+    result = again()
+    assert result.code == 0, result.stderr
+    assert sorted(fast[-1].encoded) == ["cat", "china", "flower"]
+    requests.faults = []
+    valid(url)
+    assert content(url) == content(expected)
+
+
+# ---- two builders ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["while it encodes", "at the last moment"])
+def test_of_two_builders_one_commits(
+    when: str,
+    url: str,
+    pairs: Path,
+    tiny_model: Any,
+    fast: list[FakeLanes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other is told so, and its next run reuses its shards: nothing is encoded twice."""
+    model, other, commits = tiny_model("edit-plus"), write_pairs(tmp_path / "other"), []
+    change(other, "cat")
+    module, name = (directory, "commit") if when == "while it encodes" else (s3_store, "_write_if")
+    original = getattr(module, name)
+
+    def overtaken(*arguments: Any, **options: Any) -> Any:
+        if not commits and (when == "while it encodes" or str(arguments[0]).endswith(MANIFEST_NAME)):
+            commits.append("")
+            commits.append(open_at(other))
+        return original(*arguments, **options)
+
+    def open_at(source: Path) -> str:
+        with monkeypatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path / "another-machine"))
+            result = build(source, url, model)
+            assert result.code == 0, result.stderr
+        return open_cache(url).identity
+
+    monkeypatch.setattr(module, name, overtaken)
+    result = build(pairs, url, model)
+    assert result.code == 2
+    assert f"{url}: another build has committed to this cache since this one read it" in result.stderr
+    assert "→ run the same command again: its shards are reused, and nothing is encoded twice" in result.stderr
+    assert open_cache(url).identity == commits[1]
+    valid(url)
+    encoded = len(fast)
+    assert build(pairs, url, model).code == 0
+    assert len(fast) == encoded, "the shards of the first run are there"
+    assert build(pairs, tmp_path / "expected", model).code == 0
+    assert content(url) == content(tmp_path / "expected")
     valid(url)

@@ -14,7 +14,6 @@ import os
 import pickle
 import random
 import re
-import select
 import shutil
 import socket
 import subprocess
@@ -46,7 +45,7 @@ from qwen_train.flow import NoiseSchedule
 
 from .support.commands import command, run
 from .support.marks import slow
-from .support.server import BUCKET, Server, fresh_clients, serving
+from .support.server import BUCKET, Proxy, Server, fresh_clients, serving
 from .support.waiting import HANG
 
 SHARDS = ("--set", "cache.shard_size=1")
@@ -61,48 +60,6 @@ def served(local: Path, tmp_path: Path) -> Iterator[Server]:
     """The cache by HTTP, from a copy that may be damaged."""
     with serving(Server(Path(shutil.copytree(local, tmp_path / "served")))) as server:
         yield server
-
-
-class Proxy:
-    """A TCP proxy that cuts connections: each of the first `cuts` after `after` bytes of answers."""
-
-    def __init__(self, target: tuple[str, int], cuts: float, after: int = 60_000) -> None:
-        self.target, self.cuts, self.after = target, cuts, after
-        self.cut = 0
-        self.listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
-
-    def serve_forever(self, poll_interval: float) -> None:
-        while True:
-            try:
-                client, _ = self.listening.accept()
-            except OSError:
-                return
-            threading.Thread(target=self.forward, args=(client,), daemon=True).start()
-
-    def forward(self, client: socket.socket) -> None:
-        left = self.after
-        with client, socket.create_connection(self.target) as server:
-            while True:
-                for source in select.select([client, server], [], [])[0]:
-                    try:
-                        data = source.recv(65_536)
-                    except OSError:
-                        return
-                    if not data:
-                        return
-                    if source is server and self.cut < self.cuts:
-                        data, left = data[:left], left - len(data)
-                    (client if source is server else server).sendall(data)
-                    if left <= 0:
-                        self.cut += 1
-                        return
-
-    def shutdown(self) -> None:
-        self.listening.shutdown(socket.SHUT_RDWR)
-
-    def server_close(self) -> None:
-        self.listening.close()
 
 
 def upload(folder: Path, name: str, protocol: str = "s3") -> str:

@@ -157,6 +157,7 @@ def writing(folder: Path | Url) -> Iterator[None]:
     In object storage nothing is locked: the commit is conditional.
     """
     if isinstance(folder, Url):
+        remote.finish_commit(folder)
         yield
         return
     try:

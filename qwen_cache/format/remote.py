@@ -162,7 +162,7 @@ class Uploads:
 
     def add(self, path: Path | None, stored: Stored) -> None:
         """Begin to upload a shard, or without `path` the part of one that is there; raises what an earlier one met."""
-        while len(self._running) >= UPLOADS + WAITING:
+        while len(self._running) >= UPLOADS + WAITING or (self._running and self._running[0].done()):
             self._running.pop(0).result()
         self.parts.append(stored)
         self._running.append(self._pool.submit(self._upload, path, stored))
@@ -210,6 +210,19 @@ def commit(folder: Url, manifest: Manifest, index: bytes, replaces: Manifest) ->
         _check_shards(folder, manifest, here)
     if not store.swap(url, old, data, {folder / index_name(manifest): index}, {folder / INDEX_NAME: index}):
         raise conflict(folder)
+
+
+def finish_commit(folder: Url) -> None:
+    """The last step of a commit, after a kill: make `index.parquet` a copy of the index that the manifest names."""
+    store, here = store_of(folder), store_of(folder).listing(folder).files
+    if MANIFEST_NAME not in here:
+        return
+    manifest = parse_manifest((folder / MANIFEST_NAME).read_bytes(), str(folder / MANIFEST_NAME))
+    kept, copy = here.get(index_name(manifest)), here.get(INDEX_NAME)
+    if kept and (copy is None or copy.tag != kept.tag):
+        source, target = folder / index_name(manifest), folder / INDEX_NAME
+        if not store.copy(source, target):
+            store.put(target, source.read_bytes())
 
 
 def conflict(folder: Url) -> ConflictError:

@@ -59,7 +59,8 @@ class GoogleStore:
             prefix, page, now = _list(folder, token)
             for each in page.get("items", ()):
                 modified = datetime.fromisoformat(each["updated"]).timestamp()
-                found[each["name"].removeprefix(prefix)] = StoredFile(int(each["size"]), modified)
+                file = StoredFile(int(each["size"]), modified, str(each.get("md5Hash")))
+                found[each["name"].removeprefix(prefix)] = file
             if "nextPageToken" not in page:
                 return Listing(found, now)
             token = {"pageToken": page["nextPageToken"]}
@@ -74,7 +75,7 @@ class GoogleStore:
                 url.call(delete, "removing")
 
     def check(self, folder: Url) -> None:
-        check_conditions(self, folder)
+        check_conditions(self, folder, lambda url, data: _write(url, data, "0"))
 
 
 def _swap(url: Url, old: bytes | None, new: bytes) -> bool:

@@ -152,10 +152,12 @@ def _list(files: Any, path: str) -> Listing:
     except EntryNotFoundError:
         entries = []
     found = {
-        each.path.removeprefix(f"{folder}/" if folder else ""): StoredFile(
-            each.size, each.last_commit.date.timestamp() if each.last_commit else time()
-        )
+        each.path.removeprefix(f"{folder}/" if folder else ""): _stored(each)
         for each in entries
         if isinstance(each, RepoFile)
     }
     return Listing(found, now)
+
+
+def _stored(file: Any) -> StoredFile:
+    return StoredFile(file.size, file.last_commit.date.timestamp() if file.last_commit else time(), str(file.blob_id))

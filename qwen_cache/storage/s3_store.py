@@ -64,7 +64,7 @@ class S3Store:
             prefix = page["Prefix"]
             for each in page.get("Contents", ()):
                 modified = each["LastModified"].timestamp()
-                found[each["Key"].removeprefix(prefix)] = StoredFile(int(each["Size"]), modified)
+                found[each["Key"].removeprefix(prefix)] = StoredFile(int(each["Size"]), modified, str(each["ETag"]))
             if not page.get("IsTruncated"):
                 return Listing(found, _clock(page))
             more = {"ContinuationToken": page["NextContinuationToken"]}
@@ -74,7 +74,7 @@ class S3Store:
             _delete(urls[begin : begin + PER_DELETE])
 
     def check(self, folder: Url) -> None:
-        check_conditions(self, folder)
+        check_conditions(self, folder, lambda url, data: _write_if(url, data, IfNoneMatch="*"))
 
 
 def _swap(url: Url, old: bytes | None, new: bytes) -> bool:
@@ -87,10 +87,16 @@ def _swap(url: Url, old: bytes | None, new: bytes) -> bool:
         if data != old:
             return False
         condition = {"IfMatch": tag} if tag else {"IfNoneMatch": "*"}
-        with suppress(_UnmetError):
-            _call(url, "writing", "put_object", len(new), Body=new, **condition)
+        if _write_if(url, new, **condition):
             return True
         now = _read(url)
+    return False
+
+
+def _write_if(url: Url, data: bytes, **condition: str) -> bool:
+    with suppress(_UnmetError):
+        _call(url, "writing", "put_object", len(data), Body=data, **condition)
+        return True
     return False
 
 

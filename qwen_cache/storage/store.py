@@ -7,7 +7,7 @@ costs one of them. A server that ignores conditions is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -23,10 +23,12 @@ NEVER = Event()
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file in a listing; `modified` is in seconds since 1970, by the clock of the store."""
+    """A file in a listing; `modified` is in seconds since 1970, by the clock of the store. Files with one `tag` are
+    equal; equal files may have different ones."""
 
     size: int
     modified: float
+    tag: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,12 @@ class Store(Protocol):
         """QwenCacheError if nothing can be written to a folder, or conditions are ignored there."""
 
 
-def check_conditions(store: Store, folder: Url) -> None:
-    """QwenCacheError if the store writes a file although it exists and must not; leaves nothing behind."""
+def check_conditions(store: Store, folder: Url, create: Callable[[Url, bytes], bool]) -> None:
+    """QwenCacheError if `create` writes a file that exists, or nothing can be written; leaves nothing behind."""
     file = folder / f".check-{uuid4().hex}"
     store.put(file, b"whether this can be written\n")
     try:
-        if store.swap(file, None, b"whether conditions are ignored\n", {}, {}):
+        if create(file, b"whether conditions are ignored\n"):
             raise QwenCacheError(
                 "this server ignores the condition of a write, so two builders could commit over each other",
                 where=folder,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import itertools
 import re
+import select
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -119,6 +121,48 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         pass
+
+
+class Proxy:
+    """A TCP proxy that cuts connections: each of the first `cuts` after `after` bytes of answers, or of requests."""
+
+    def __init__(self, target: tuple[str, int], cuts: float, after: int = 60_000, of: str = "answers") -> None:
+        self.target, self.cuts, self.after, self.of = target, cuts, after, of
+        self.cut = 0
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
+
+    def serve_forever(self, poll_interval: float) -> None:
+        while True:
+            try:
+                client, _ = self.listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self.forward, args=(client,), daemon=True).start()
+
+    def forward(self, client: socket.socket) -> None:
+        left = self.after
+        with client, socket.create_connection(self.target) as server:
+            while True:
+                for source in select.select([client, server], [], [])[0]:
+                    try:
+                        data = source.recv(65_536)
+                    except OSError:
+                        return
+                    if not data:
+                        return
+                    if source is (server if self.of == "answers" else client) and self.cut < self.cuts:
+                        data, left = data[:left], left - len(data)
+                    (client if source is server else server).sendall(data)
+                    if left <= 0:
+                        self.cut += 1
+                        return
+
+    def shutdown(self) -> None:
+        self.listening.shutdown(socket.SHUT_RDWR)
+
+    def server_close(self) -> None:
+        self.listening.close()
 
 
 class serving:  # noqa: N801 (used as a function is)
