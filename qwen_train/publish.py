@@ -17,9 +17,7 @@ from io import BytesIO
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-from huggingface_hub.utils._validators import validate_repo_id
+from huggingface_hub import ModelCard, ModelCardData
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 
@@ -33,6 +31,7 @@ from qwen_cache.settings.describe import describe
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.checksums import NAME as CHECKSUMS
 from qwen_cache.storage.checksums import check_safetensors, find_fault, sealed
+from qwen_cache.storage.hub_repository import Published, Repository, check_repository_name
 from qwen_cache.storage.url import Url, location
 from qwen_cache.version import __version__
 from qwen_train.latents import SCALES, STEP, VALIDATION, png_of
@@ -42,8 +41,6 @@ from qwen_train.report import RUN_FACTS_NAME, UNREADABLE
 from qwen_train.run_folder import NAME as CHECKPOINT
 
 CARD = "README.md"
-TRANSPORT: type[BaseException] = HfHubHTTPError.__bases__[0]
-"""The errors of connections: httpx's in huggingface_hub 1, httpx2's in 2."""
 IMAGES = "images"
 """The folder of the repository for the images that the card shows."""
 MOST_IMAGES = 8
@@ -65,22 +62,6 @@ LOADING = {
     OFT: "PeftModel.from_pretrained(pipe.transformer, {repo})",
 }
 """How each type is added to a pipeline: docs/howto/choose-an-adapter.md says which program loads which."""
-
-
-@dataclass(frozen=True)
-class Published:
-    """A repository before it is uploaded."""
-
-    files: dict[str, Path | bytes]
-    """By path in the repository."""
-    card: str
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The bytes of each file."""
-        return {
-            name: len(data) if isinstance(data, bytes) else data.stat().st_size for name, data in self.files.items()
-        }
 
 
 @dataclass(frozen=True)
@@ -145,10 +126,7 @@ def repository_of(run: RunFacts, repo: str, *, with_images: bool = True, with_ca
 
     TrainError or ConfigError for what cannot be published.
     """
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise ConfigError("not the name of a repository", expected="OWNER/NAME", found=first_line(error)) from None
+    check_repository_name(repo)
     files: dict[str, Path | bytes] = dict(_weights(run))
     images = _images(run.run) if with_images else []
     files |= {f"{IMAGES}/{image.name}": image.data for image in images}
@@ -205,8 +183,8 @@ def _adapter(file: Path) -> Adapter:
 
 def _checked_base(base: str, given: str | None, pipeline: Pipeline) -> str:
     """The base's repository; ConfigError for a local folder, whose name on the hub nobody knows."""
-    with suppress(HFValidationError):
-        validate_repo_id(base)
+    with suppress(ConfigError):
+        check_repository_name(base)
         if base.count("/") == 1 and (given or not Path(base).exists()):
             return base
     do = f"name the repository that it is, or comes from: --base-model {pipeline.models[0]}"
@@ -438,37 +416,6 @@ def upload(published: Published, repo: str, *, private: bool, revision: str | No
 
     QwenCacheError if the hub refuses, or with `private` if the repository exists and is public.
     """
-    api = HfApi(library_name="qwen-cache", library_version=__version__)
-    operations = [
-        CommitOperationAdd(path_in_repo=name, path_or_fileobj=data if isinstance(data, bytes) else str(data))
-        for name, data in published.files.items()
-    ]
-    try:
-        api.create_repo(repo, private=private or None, exist_ok=True)
-        if private and not api.model_info(repo).private:
-            do = "make it private on its page, name another, or leave out --private"
-            raise ConfigError("this repository is public", where=repo, expected="a private one", do=do)
-        if revision:
-            api.create_branch(repo, branch=revision, exist_ok=True)
-        commit = api.create_commit(repo, operations, commit_message="Upload from qwen-train", revision=revision)
-        return str(commit.commit_url)
-    except HfHubHTTPError as error:
-        raise _refused(repo, error) from None
-    except (TRANSPORT, OfflineModeIsEnabled, ConnectionError, TimeoutError) as error:
-        do = "check the connection and HF_ENDPOINT, and run the same command again"
-        raise QwenCacheError("the hub cannot be reached", where=repo, found=first_line(error), do=do) from None
-    except (OSError, RuntimeError, ValueError) as error:  # of a single file, with its reason as the cause
-        found, do = first_line(error.__cause__ or error), "run the same command again: what is there is not sent again"
-        raise QwenCacheError("the upload failed", where=repo, found=found, do=do) from None
-
-
-def _refused(repo: str, error: HfHubHTTPError) -> QwenCacheError:
-    """What the hub's answer means."""
-    code = error.response.status_code if error.response is not None else 0
-    what, do = {
-        401: ("the hub does not know you", "log in with `hf auth login`, or set HF_TOKEN"),
-        403: ("you may not write to this repository", "use a token with write access, or name another owner"),
-        404: ("the hub has no such repository or revision, or hides it from you", "check the name and the token"),
-    }.get(code, ("the hub refused the upload", "run the same command again; huggingface.co/status says how it is"))
-    found = f"status {code}: {first_line(error.server_message or error)}"
-    return QwenCacheError(what, where=repo, found=found, do=do)
+    repository = Repository(repo, "model", revision)
+    repository.create(private=private)
+    return repository.commit(published.files, "Upload from qwen-train")

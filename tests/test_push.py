@@ -28,7 +28,7 @@ from qwen_train.lora.files import settings_in
 from qwen_train.publish import read_run, repository_of
 
 from .support.commands import Result, refused, run
-from .support.hub import ModelHub
+from .support.hub import UploadHub
 from .support.marks import slow
 from .support.runs import LORA, SMALL, Trainer
 from .support.server import serving
@@ -74,11 +74,11 @@ def write_run(
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)  # a protocol of its own, not LFS
     monkeypatch.setenv("HF_TOKEN", "hf_a_token")
-    with serving(ModelHub(REPO)) as server:
+    with serving(UploadHub(REPO)) as server:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
         yield server
 
@@ -94,7 +94,7 @@ def card_of(files: dict[str, bytes], folder: Path) -> ModelCard:
     return ModelCard.load(path)
 
 
-def test_the_hub_gets_weights_images_and_card_and_nothing_of_this_machine(tmp_path: Path, hub: ModelHub) -> None:
+def test_the_hub_gets_weights_images_and_card_and_nothing_of_this_machine(tmp_path: Path, hub: UploadHub) -> None:
     folder = write_run(tmp_path / "out")
     result = push(folder, "--json")
     assert result.code == 0, result.stderr
@@ -122,7 +122,7 @@ def test_the_hub_gets_weights_images_and_card_and_nothing_of_this_machine(tmp_pa
     assert f'pipe.load_lora_weights("{REPO}")' in card.text
 
 
-def test_options_decide_images_card_branch_and_privacy(tmp_path: Path, hub: ModelHub) -> None:
+def test_options_decide_images_card_branch_and_privacy(tmp_path: Path, hub: UploadHub) -> None:
     folder = write_run(tmp_path / "out")
     shown = push(folder, "--dry-run", "--no-images")
     assert shown.code == 0
@@ -137,7 +137,7 @@ def test_options_decide_images_card_branch_and_privacy(tmp_path: Path, hub: Mode
     assert not hub.branches["main"]
 
 
-def test_a_checkpoint_is_published_with_the_facts_of_its_run(tmp_path: Path, hub: ModelHub) -> None:
+def test_a_checkpoint_is_published_with_the_facts_of_its_run(tmp_path: Path, hub: UploadHub) -> None:
     folder = write_run(tmp_path / "out")
     (folder / "checkpoint-9").mkdir()
     (folder / "pytorch_lora_weights.safetensors").rename(folder / "checkpoint-9/pytorch_lora_weights.safetensors")
@@ -166,7 +166,7 @@ def test_the_card_names_the_file_of_the_transformer_and_the_assistant_without_th
     assert SECRET not in card
 
 
-def test_the_card_shows_every_image_with_its_prompt_and_its_guidance(tmp_path: Path, hub: ModelHub) -> None:
+def test_the_card_shows_every_image_with_its_prompt_and_its_guidance(tmp_path: Path, hub: UploadHub) -> None:
     """Several of a file, as of a validation cache, and one without latents."""
     folder = write_run(tmp_path / "out")
     images = folder / "validation" / "step-10"
@@ -185,7 +185,7 @@ def test_the_card_shows_every_image_with_its_prompt_and_its_guidance(tmp_path: P
     refused(push(folder), "b.safetensors: the prompt of an image cannot be read", "or add --no-images")
 
 
-def test_all_weights_are_published_without_the_path_that_diffusers_wrote(tmp_path: Path, hub: ModelHub) -> None:
+def test_all_weights_are_published_without_the_path_that_diffusers_wrote(tmp_path: Path, hub: UploadHub) -> None:
     folder = write_run(tmp_path / "out")
     (folder / "pytorch_lora_weights.safetensors").unlink()
     (folder / "transformer").mkdir()
@@ -202,7 +202,7 @@ def test_all_weights_are_published_without_the_path_that_diffusers_wrote(tmp_pat
     refused(push(folder, "--base-model", BASE), "model.safetensors: this file was changed after it was written")
 
 
-def test_what_cannot_be_published_is_refused_before_the_hub_is_asked(tmp_path: Path, hub: ModelHub) -> None:
+def test_what_cannot_be_published_is_refused_before_the_hub_is_asked(tmp_path: Path, hub: UploadHub) -> None:
     folder = write_run(tmp_path / "out", model="my-base")
     refused(push(folder), "the base model has no name on the hub", "found my-base", f"--base-model {BASE}")
     wrong = run("qwen-train", "push", folder, "me/a/b", "--base-model", BASE)
@@ -230,17 +230,17 @@ def test_what_cannot_be_published_is_refused_before_the_hub_is_asked(tmp_path: P
     ],
 )
 def test_an_answer_of_the_hub_becomes_a_sentence(
-    status: int, what: str, do: str, tmp_path: Path, hub: ModelHub
+    status: int, what: str, do: str, tmp_path: Path, hub: UploadHub
 ) -> None:
     hub.status = status
     refused(push(write_run(tmp_path / "out")), f"{REPO}: {what}", f"found status {status}: no, {status}", do)
 
 
 def test_a_hub_that_cannot_be_reached_is_a_sentence(
-    tmp_path: Path, hub: ModelHub, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, hub: UploadHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_run(tmp_path / "out")
-    with serving(ModelHub(REPO)) as other:
+    with serving(UploadHub(REPO)) as other:
         closed = other.url
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", closed)
     refused(push(folder), f"{REPO}: the hub cannot be reached", "check the connection")
@@ -261,7 +261,7 @@ def test_the_trigger_word_is_that_of_the_caches_without_the_teachers(tmp_path: P
 
 @pytest.mark.parametrize("variant", [slow(each) for each in ("lora", "lokr", "loha", "oft", "full")])
 def test_the_code_of_the_card_loads_what_was_trained(
-    variant: str, train: Trainer, tmp_path: Path, hub: ModelHub
+    variant: str, train: Trainer, tmp_path: Path, hub: UploadHub
 ) -> None:
     """With the uploaded files in a folder in place of the repository, and the tiny model in place of the base, without
     its processor, which needs torchvision."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from qwen_cache.encode.rounding import ONE_ROW, RMS_BOUND, difference
+from qwen_cache.encode.saved_settings import settings_of_build
 from qwen_cache.settings.load import load_config
 
 from .support.caches import build
@@ -172,6 +173,21 @@ def test_a_source_that_has_changed_does_not_confirm_the_cache(built: Built, pair
     assert "china: the source has other content now: target" in check(built("edit-plus"), "--source", pairs).stderr
 
 
+def test_a_name_that_two_samples_have_is_found_in_either(
+    built: Built, pairs: Path, tmp_path: Path, tiny_model: Any
+) -> None:
+    """As in a merged cache; a row that can no longer be used is none of them."""
+    change_target(pairs)
+    assert build(pairs, tmp_path / "other", tiny_model("edit-plus")).code == 0
+    merged = run("qwen-cache", "merge", built("edit-plus"), tmp_path / "other", "--out", tmp_path / "merged")
+    assert merged.code == 0, merged.stderr
+    found = report(tmp_path / "merged", "--source", pairs, "--re-encode", "9", "--model", tiny_model("edit-plus"))
+    assert (found["samples"], found["compared"], found["changed"], found["ok"]) == (5, 4, [], True)
+    (pairs / "target_images" / "cat.png").write_bytes(b"no image")
+    found = report(built("edit-plus"), "--source", pairs)
+    assert {each["name"]: each["what"] for each in found["changed"]} == {"china": "target", "cat": "cannot be used"}
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_bounds_are_wider_than_rounding_and_narrower_than_a_fault(dtype: str) -> None:
     """64 residual additions of sums of many products, in two orders: the model of `rounding.py`."""
@@ -297,6 +313,15 @@ def test_what_cannot_be_encoded_again_is_refused(tmp_path: Path, fast: Any, tiny
     prompts = ("--set", "validation.prompts=[{prompt: a cat}]", "--only-validation")
     assert build(tmp_path, tmp_path / "shards", tiny_model("t2i"), *prompts).code == 0
     refused(check(tmp_path / "shards" / "validation"), "a cache of images to generate", "leave --re-encode out")
+
+
+def test_the_devices_are_not_those_of_the_machine_that_built_the_cache(built: Built, tmp_path: Path) -> None:
+    settings = load_config(built("edit-plus") / "qwen.yaml", ["cache.vae_device=cuda:7", "cache.vae_batch_pixels=5"])
+    (tmp_path / "qwen.yaml").write_text(settings.to_yaml())
+    read = settings_of_build(tmp_path, assignments=["cache.text_device=cpu"])
+    assert (read.cache.vae_device, read.cache.text_device, read.cache.vae_batch_pixels) == ("auto", "cpu", None)
+    assert read.data == settings.data
+    assert settings_of_build(tmp_path, tmp_path / "qwen.yaml").cache.vae_device == "cuda:7"
 
 
 def test_options_of_the_spot_check_need_it(tmp_path: Path) -> None:

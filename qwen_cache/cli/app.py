@@ -696,6 +696,97 @@ def gc(
 
 @command(
     app,
+    page="howto/share-a-cache.md",
+    examples=[
+        "qwen-cache push hf://datasets/OWNER/NAME --dry-run",
+        "qwen-cache push shards OWNER/NAME --license cc-by-4.0 \\\n     --source-license 'CC BY 4.0, by Jane Doe'",
+    ],
+)
+def push(
+    cache: Annotated[str, typer.Argument(help="The folder of the cache; may be left out.", metavar="CACHE")],
+    repo: Annotated[
+        str | None,
+        typer.Argument(help="The dataset on the Hugging Face hub: hf://datasets/OWNER/NAME.", metavar="REPO"),
+    ] = None,
+    *,
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            help="The model on the hub, if the cache was built with a local folder.",
+            metavar="REPO",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    licence: Annotated[
+        str | None,
+        typer.Option(
+            "--license",
+            help="The licence of the dataset, by its name on the hub: cc-by-4.0, other, …",
+            metavar="NAME",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    source_licence: Annotated[
+        str | None,
+        typer.Option(
+            "--source-license",
+            help="The licence of the images and prompts, in any words.",
+            metavar="TEXT",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make the repository private.", rich_help_panel=OUTPUT)
+    ] = False,
+    revision: Annotated[
+        str | None,
+        typer.Option(help="The branch; created if there is none.", metavar="BRANCH", rich_help_panel=OUTPUT),
+    ] = None,
+    no_gallery: Annotated[
+        bool,
+        typer.Option("--no-gallery", help="Show no samples on the card.", rich_help_panel=OUTPUT),
+    ] = False,
+    keep_card: Annotated[
+        bool, typer.Option("--keep-card", help="Leave the repository's README.md as it is.", rich_help_panel=OUTPUT)
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the files and the card, and upload nothing.", rich_help_panel=OUTPUT)
+    ] = False,
+    preview: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the card and the gallery into this folder, and upload nothing.",
+            metavar="FOLDER",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    json: Json = False,
+    config: ConfigFile = None,
+    set_: Assignments = None,
+) -> int:
+    """Publish a cache as a dataset on the Hugging Face hub, with a card."""
+    from qwen_cache.cli.push import PushOptions, run_push
+    from qwen_cache.settings.load import load_config
+
+    given = Given("CACHE", "cache.path", cache) if repo else None
+    path = load_config(config, set_, [given]).cache.path
+    options = PushOptions(
+        base_model=base_model,
+        licence=licence,
+        source_licence=source_licence,
+        private=private,
+        revision=revision,
+        with_gallery=not no_gallery,
+        keep_card=keep_card,
+        dry_run=dry_run,
+        preview=preview,
+        as_json=json,
+    )
+    return run_push(path, repo or cache, options)
+
+
+@command(
+    app,
     page="howto/write-captions.md",
     examples=["qwen-cache caption data --dry-run", "qwen-cache caption data/metadata.csv --text-device cuda:0,cuda:1"],
 )

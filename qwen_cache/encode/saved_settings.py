@@ -20,6 +20,7 @@ from qwen_cache.storage.url import Url
 
 HUB_DATASETS = "hf://datasets/"
 _PRIVATE = ("source", "mask_head", "allow_urls", "slice", "on_error")
+_OF_A_MACHINE = ("vae_device", "text_device", "vae_batch_pixels", "text_batch_tokens")
 _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -29,14 +30,19 @@ def settings_of_build(
     assignments: Sequence[str] = (),
     given: Sequence[Given | None] = (),
 ) -> Config:
-    """Settings of `config`, else of the qwen.yaml in the cache, else of ./qwen.yaml; the others override."""
+    """Settings of `config`, else of the qwen.yaml in the cache, else of ./qwen.yaml; the others override.
+
+    Of the qwen.yaml in the cache without the devices: they are those of the machine that built it.
+    """
     own = folder / CONFIG_NAME
     if config is None and isinstance(own, Url):
         saved = _remote(own)
         if saved is not None:
             return overridden(saved, str(own), assignments, given)
     elif config is None and isinstance(own, Path) and own.is_file():
-        config = own
+        value = load_config(own).model_dump(mode="json")
+        value["cache"] = {name: each for name, each in value["cache"].items() if name not in _OF_A_MACHINE}
+        return overridden(value, str(own), assignments, given)
     return load_config(config, assignments, given)
 
 
@@ -49,6 +55,9 @@ def public_settings(config: Config) -> dict[str, Any]:
     shown: dict[str, Any] = {
         name: value for name, value in data.items() if name not in _PRIVATE and value != standard[name]
     }
+    named = [each for column in data["columns"].values() for each in (column if isinstance(column, list) else [column])]
+    if any(each and Path(each).is_absolute() for each in named):
+        shown.pop("columns")
     if config.data.source.startswith(HUB_DATASETS):
         shown["source"] = config.data.source
     value = {"data": shown} if shown else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -108,31 +109,43 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-class ModelHub(ThreadingHTTPServer):
-    """Takes what `huggingface_hub` uploads into the model repository `name`, by git and by LFS.
+class UploadHub(ThreadingHTTPServer):
+    """Takes what `huggingface_hub` uploads into the repository `name` of a kind, by git and by LFS.
 
     `status` is its answer to a commit, if it is not 200; `exists` and `private` are those of the repository.
+    `before_commit` runs before each commit is looked at: what others do meanwhile.
     """
 
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, kind: str = "model") -> None:
         super().__init__(("127.0.0.1", 0), UploadHandler)
-        self.name, self.status = name, 200
+        self.name, self.kind, self.status = name, kind, 200
         self.exists = self.private = False
         self.requests: list[tuple[str, str]] = []
         self.objects: dict[str, bytes] = {}
         self.branches: dict[str, dict[str, bytes]] = {"main": {}}
+        self.commits = 0
+        self.before_commit: Callable[[], object] = lambda: None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
+    @property
+    def head(self) -> str:
+        """The newest commit, of all branches."""
+        return f"{self.commits:040x}"
+
+    def sent(self) -> list[str]:
+        """The objects that were sent by LFS."""
+        return [path for method, path in self.requests if method == "PUT"]
+
 
 class UploadHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: ModelHub
+    server: UploadHub
 
     def do_GET(self) -> None:
         self.answer()
@@ -147,19 +160,21 @@ class UploadHandler(BaseHTTPRequestHandler):
         hub, path = self.server, unquote(urlsplit(self.path).path)
         body = self.body()
         hub.requests.append((self.command, path))
-        api = f"/api/models/{hub.name}"
+        api, git = f"/api/{hub.kind}s/{hub.name}", f"{'' if hub.kind == 'model' else 'datasets/'}{hub.name}"
         if path == "/api/repos/create":
             return self.create(json.loads(body))
         if path == "/api/validate-yaml":
             return self.send({"errors": [], "warnings": []})
-        if path == api:
-            return self.send({"id": hub.name, "sha": COMMIT, "private": hub.private, "siblings": []})
+        if path in (api, f"{api}/revision/{self.branch}"):
+            return self.send({"id": hub.name, "sha": hub.head, "private": hub.private, "siblings": []})
         if branch := self.after(path, f"{api}/branch/"):
             hub.branches.setdefault(branch, {})
             return self.send({})
+        if self.after(path, f"{api}/tree/"):
+            return self.send([self.entry(*each) for each in hub.branches[self.branch].items()])
         if self.after(path, f"{api}/preupload/"):
             return self.send({"files": [self.mode(file) for file in json.loads(body)["files"]]})
-        if path == f"/{hub.name}.git/info/lfs/objects/batch":
+        if path == f"/{git}.git/info/lfs/objects/batch":
             return self.send(
                 {"transfer": "basic", "objects": [self.upload(each) for each in json.loads(body)["objects"]]}
             )
@@ -169,6 +184,14 @@ class UploadHandler(BaseHTTPRequestHandler):
         if branch := self.after(path, f"{api}/commit/"):
             return self.commit(branch, [json.loads(line) for line in body.splitlines()])
         return self.send({"error": f"Repository not found: {path}"}, 404)
+
+    @property
+    def branch(self) -> str:
+        """The branch that was made last: the tests use one besides main."""
+        return list(self.server.branches)[-1]
+
+    def entry(self, path: str, data: bytes) -> dict[str, Any]:
+        return {"type": "file", "oid": "0" * 40, "size": len(data), "path": path}
 
     def body(self) -> bytes:
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
@@ -186,28 +209,39 @@ class UploadHandler(BaseHTTPRequestHandler):
     def create(self, asked: dict[str, Any]) -> None:
         hub = self.server
         if hub.exists:
-            return self.send({"error": "You already created this model repo", "url": f"{hub.url}/{hub.name}"}, 409)
+            return self.send({"error": "You already created this repo", "url": f"{hub.url}/{hub.name}"}, 409)
         hub.exists, hub.private = True, bool(asked.get("private")) or asked.get("visibility") == "private"
         return self.send({"url": f"{hub.url}/{hub.name}", "name": hub.name})
 
     def mode(self, file: dict[str, Any]) -> dict[str, Any]:
-        how = "regular" if file["path"].endswith((".md", ".json")) else "lfs"
+        how = "regular" if file["path"].endswith((".md", ".json", ".yaml")) else "lfs"
         return {"path": file["path"], "uploadMode": how, "shouldIgnore": False}
 
     def upload(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Where to send an object; nowhere, if it is here."""
+        if asked["oid"] in self.server.objects:
+            return asked
         return {**asked, "actions": {"upload": {"href": f"{self.server.url}/objects/{asked['oid']}"}}}
 
     def commit(self, branch: str, lines: list[dict[str, Any]]) -> None:
         hub = self.server
+        hub.before_commit()
         if hub.status != 200:
             return self.send({"error": f"no, {hub.status}"}, hub.status)
+        files = dict(hub.branches[branch])
         for line in lines:
             value = line["value"]
+            if line["key"] == "header" and value.get("parentCommit", hub.head) != hub.head:
+                return self.send({"error": "A commit has happened since. Please refresh and try again."}, 412)
             if line["key"] == "file":
-                hub.branches[branch][value["path"]] = base64.b64decode(value["content"])
+                files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
-                hub.branches[branch][value["path"]] = hub.objects[value["oid"]]
-        return self.send({"commitUrl": f"{hub.url}/{hub.name}/commit/{COMMIT}", "commitOid": COMMIT})
+                files[value["path"]] = hub.objects[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
+        hub.branches[branch] = files
+        hub.commits += 1
+        return self.send({"commitUrl": f"{hub.url}/{hub.name}/commit/{hub.head}", "commitOid": hub.head})
 
     def send(self, value: Any, status: int = 200) -> None:
         data = json.dumps(value).encode()

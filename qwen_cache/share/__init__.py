@@ -1,0 +1,1 @@
+"""A cache as a dataset repository on the hub."""
