@@ -72,6 +72,14 @@ def run(
             rich_help_panel=INPUT,
         ),
     ] = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="Train while the cache is built: wait for its first commit, take in new ones at the ends of epochs.",
+            rich_help_panel=INPUT,
+        ),
+    ] = False,
     model: Model = None,
     transformer: Transformer = None,
     max_steps: Annotated[
@@ -94,15 +102,6 @@ def run(
             default="1 without train.max_tokens",
         ),
     ] = None,
-    follow: Annotated[
-        bool,
-        typer.Option(
-            "--follow",
-            help="Train while the cache is built: wait for its first commit, take in new ones at the ends of epochs. "
-            "Sets train.follow.",
-            rich_help_panel=INPUT,
-        ),
-    ] = False,
     resume: Annotated[
         bool,
         typer.Option(
