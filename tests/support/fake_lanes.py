@@ -15,6 +15,8 @@ from qwen_cache.format.identity import content_hash, recipe_id
 from qwen_cache.format.sample import SampleMeta, token_count
 from qwen_cache.format.tensor import TensorSpec
 
+PROMPT_ROWS = 20
+
 
 def fake_lanes(monkeypatch: pytest.MonkeyPatch) -> list[FakeLanes]:
     """Build without encoders from now on; every set of lanes that is loaded."""
@@ -43,7 +45,7 @@ class FakeLanes(AbstractContextManager[Any]):
     def result(self, sample: PlannedSample) -> tuple[SampleMeta, dict[str, memoryview]]:
         shapes = sample.img_shapes
         wanted = {"image_latents": (token_count(shapes[:1]), 64), "control_latents": (token_count(shapes[1:]), 64)}
-        wanted |= {"prompt_embeds": (20, 64), "empty_prompt_embeds": (5, 64)}
+        wanted |= {"prompt_embeds": (PROMPT_ROWS, 64), "empty_prompt_embeds": (5, 64)}
         absent = ["image_latents"] * (sample.row.target is None) + ["control_latents"] * (len(shapes) == 1)
         wanted = {name: shape for name, shape in wanted.items() if name not in absent}
         data = {name: memoryview(self._noise(sample.key + name, shape)) for name, shape in wanted.items()}
