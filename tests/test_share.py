@@ -181,7 +181,7 @@ def test_what_cannot_be_published_is_refused(cache: Path, hub: UploadHub, tmp_pa
     refused(push(cache, "--license", "by me"), "--license is no identifier of a licence", "cc-by-4.0")
     refused(push(cache, "--base-model", "mine"), "the base model is no repository on the hub", "--base-model Qwen/")
     refused(push(tmp_path), "not a cache")
-    refused(run("qwen-cache", "push", "s3://bucket/shards", REPO), "s3://bucket/shards")
+    refused(run("qwen-cache", "push", "s3://bucket/shards", REPO), "s3://bucket/shards: only a cache in a local folder")
     assert not hub.requests
     shard = min(cache.glob("*.tar"))
     data = bytearray(shard.read_bytes())

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from qwen_cache import open_cache
 from qwen_cache.encode.rounding import ONE_ROW, RMS_BOUND, difference
 from qwen_cache.encode.saved_settings import settings_of_build
+from qwen_cache.encode.spot_check import positions_in
 from qwen_cache.settings.load import load_config
 
 from .support.caches import build
@@ -88,9 +90,6 @@ def test_the_samples_are_found_by_content_where_the_source_has_other_names(
 
 
 def test_the_seed_decides_which_samples_are_chosen(built: Built) -> None:
-    from qwen_cache import open_cache
-    from qwen_cache.encode.spot_check import positions_in
-
     cache = open_cache(built("edit-plus"))
     named = positions_in(cache, "name", ["cat", "cup", "nothing"])
     assert [cache[int(position)].name for position in named] == ["cat", "cup"]
@@ -243,6 +242,32 @@ def test_other_processors_confirm_an_honest_cache(
 
 
 @pytest.mark.slow
+def test_faults_of_a_bfloat16_cache_are_found(built: Built, pairs: Path, tmp_path: Path, tiny_model: Any) -> None:
+    """Noise of 10 %, an image of before its change, a prompt with another word; noise of 1 % is what rounding makes."""
+    in_bfloat16 = ("--dtype", "bfloat16")
+    change_target(pairs)
+    (pairs / "target_images" / "flower.txt").write_text("make it black and green")
+    assert build(pairs, tmp_path / "other", tiny_model("edit-plus"), *in_bfloat16).code == 0
+    others = {sample.name: sample for sample in open_cache(tmp_path / "other")}
+    random = np.random.default_rng(0)
+
+    def noisy(latents: Any, share: float) -> Any:
+        values = latents.astype(np.float32)
+        return (values + share * values.std() * random.standard_normal(values.shape)).astype(latents.dtype)
+
+    def change(name: str, tensors: Tensors) -> Tensors:
+        if name in ("cat", "cup"):
+            return tensors | {"control_latents": noisy(tensors["control_latents"], 0.1 if name == "cat" else 0.01)}
+        tensor = "image_latents" if name == "china" else "prompt_embeds"
+        return tensors | {tensor: others[name].stored_numpy(tensor)}
+
+    found = report(forge(built("edit-plus", in_bfloat16), tmp_path / "forged", change))
+    findings = {(each["sample"].split()[0], each["tensor"]) for each in found["findings"]}
+    assert {("cat", "control_latents"), ("china", "image_latents"), ("flower", "prompt_embeds")} <= findings
+    assert not [each for each in findings if each[0] == "cup"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -299,6 +324,9 @@ def test_a_source_is_needed(built: Built, pairs: Path, tmp_path: Path, monkeypat
     refused(check(cache, "--source", tmp_path / "moved"), "there is no such source", "give --source SOURCE")
     with serving(Server(cache)) as server:
         refused(check(server.url), "a remote cache names no source on the hub", "give --source SOURCE")
+        (cache / "qwen.yaml").write_text("data: {source: hf://datasets/me/nothing}")
+        model = str(load_config(built("edit-plus") / "qwen.yaml").model.path)
+        refused(check(server.url, "--model", model), "hf://datasets/me/nothing: ")
     (cache / "qwen.yaml").unlink()
     refused(check(cache), "no source is given, and the cache has no settings that name one", "give --source SOURCE")
 

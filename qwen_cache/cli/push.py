@@ -29,24 +29,17 @@ class PushOptions:
     as_json: bool
 
 
-def _local(path: str) -> Path:
-    """The folder at `path`; ConfigError for a URL."""
-    folder = location(path)
-    if isinstance(folder, Url):
-        do = "copy it first: `qwen-cache merge URL --out DIR`"
-        raise ConfigError("a cache is published from a local folder", where=folder, do=do)
-    return folder
-
-
 def run_push(path: str, address: str, options: PushOptions) -> int:
     """Show or publish the cache at `path`; the exit code."""
     require("huggingface_hub")
     from qwen_cache.share.card import Licences
     from qwen_cache.share.contents import repository_name, share
 
-    repo = repository_name(address)
+    repo, folder = repository_name(address), location(path)
+    if isinstance(folder, Url):
+        raise ConfigError("only a cache in a local folder can be pushed", where=folder, do="copy it to a disk first")
     shared = share(
-        _local(path),
+        folder,
         repo,
         Licences(options.licence, options.source_licence),
         base_model=options.base_model,
