@@ -4,6 +4,7 @@ compared nothing is confirmed."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -213,6 +214,7 @@ def test_the_bounds_are_wider_than_rounding_and_narrower_than_a_fault(dtype: str
     replaced[3] = one[4]
     assert difference("prompt_embeds", replaced, one, dtype).largest > ONE_ROW * RMS_BOUND[dtype]
     nothing = np.full_like(one, np.nan)
+    assert difference("prompt_embeds", nothing, one, dtype).rms == math.inf
     assert not difference("prompt_embeds", nothing, one, dtype).is_within
 
 
