@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from qwen_cache import open_cache
 from qwen_cache.models.live_bytes import FRAGMENTATION, RESERVED
+from qwen_cache.models.text_encoder import MODELS
 from qwen_cache.settings.load import load_config
 from qwen_train.inference.memory import Components, memory_beside_training
 from qwen_train.memory.plan import Workload, plan
@@ -414,6 +415,79 @@ def test_what_a_build_needs_for_its_largest_sample(
     for lane, device in (("vae", "0"), ("text_encoder", "1")):
         needed = (lanes[lane] - RESERVED) / (1 + FRAGMENTATION)
         assert needed == pytest.approx(peaks[device]["active"], rel=0.08), lane
+
+
+# ---- text encoders in less memory ------------------------------------------------------------------------------------
+
+
+def with_text_encoder(source: Path, folder: Path) -> Path:
+    """A copy of a model with a deeper and wider text encoder, whose weights take more than a pass."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("text_encoder"))
+    config = json.loads((source / "text_encoder" / "config.json").read_text(encoding="utf-8"))
+    kind = MODELS[config["model_type"]]
+    text, vision = config["text_config"], config["vision_config"]
+    text.pop("layer_types", None)
+    text |= {"num_hidden_layers": 8, "intermediate_size": 6144}
+    vision |= {"depth": 6, "intermediate_size": 1024}
+    vision |= {"fullatt_block_indexes": [2, 5]} if "fullatt_block_indexes" in vision else {}
+    torch.manual_seed(0)
+    kind(kind.config_class.from_dict(config)).bfloat16().save_pretrained(folder / "text_encoder")
+    return folder
+
+
+PLACEMENTS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    **{kind: ("--set", f"cache.text_quantization={kind}") for kind in ("int8", "fp8", "nf4")},
+    "offload": ("--set", "cache.text_offload=true"),
+    "int8 offload": ("--set", "cache.text_quantization=int8", "--set", "cache.text_offload=true"),
+}
+
+
+@pytest.fixture(scope="module", params=["edit-plus", "qwen-image-21"])
+def in_less_memory(
+    request: pytest.FixtureRequest,
+    folder: Path,
+    sources: Callable[[str], list[str]],
+    tiny_model: Callable[[str], Path],
+) -> tuple[Path, dict[str, Report]]:
+    """A folder of caches, and the reports of their builds and plans, by placement."""
+    variant = request.param
+    model, caches = with_text_encoder(tiny_model(variant), folder / f"deep {variant}"), folder / f"placed {variant}"
+    jobs: dict[str, Job] = {}
+    for name, options in PLACEMENTS.items():
+        arguments = ["build", *sources(variant), "--out", str(caches / name), "--model", str(model), *LARGE]
+        arguments += [*TWO_DEVICES, "--dtype", "bfloat16", "--set", "cache.store_attention=true", *options]
+        jobs[f"{name}, plan"] = {"program": "qwen-cache", "arguments": [*arguments, "--dry-run", "--json"]}
+        jobs[name] = {"program": "qwen-cache", "arguments": arguments}
+    return caches, run_jobs(folder / f"placed jobs {variant}", jobs)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_less_memory_as_planned(name: str, in_less_memory: tuple[Path, dict[str, Report]]) -> None:
+    """Each encoder has a device of its own. The plan is for one pass of the largest sample."""
+    _, reports = in_less_memory
+    plans = {
+        each["device"]: each["encoders"] for each in json.loads(done(reports[f"{name}, plan"])["stdout"])["memory"]
+    }
+    peaks = done(reports[name])["peaks"]
+    text = plans["simu:1"]["text_encoder"]
+    assert text["weights"] + text["activations"] == pytest.approx(peaks["1"]["active"], rel=0.08)
+    whole = json.loads(reports["none, plan"]["stdout"])["memory"][1]["encoders"]["text_encoder"]["weights"]
+    assert (text["weights"] < 0.8 * whole) == (name != "none")
+
+
+@pytest.mark.parametrize(("name", "same"), [("offload", "none"), ("int8 offload", "int8")])
+def test_offloaded_layers_give_the_same_embeddings(
+    name: str, same: str, in_less_memory: tuple[Path, dict[str, Report]]
+) -> None:
+    caches, reports = in_less_memory
+    done(reports[name])
+    found, expected = (open_cache(caches / each) for each in (name, same))
+    assert [sample.key for sample in found] == [sample.key for sample in expected], "it is no part of the recipe"
+    for sample in expected:
+        for tensor in ("prompt_embeds", "empty_prompt_embeds", "attention"):
+            if tensor in sample.row.meta.tensors:
+                assert torch.equal(found[sample.key][tensor], sample[tensor]), tensor
 
 
 @pytest.mark.parametrize("variant", ["t2i", "qwen-image-21"])

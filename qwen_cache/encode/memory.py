@@ -79,9 +79,12 @@ class DeviceMemory:
     @property
     def least(self) -> int:
         """With images in tiles, and encoders that take turns."""
-        if not self.has_reserve:
-            return self.at_once
-        return self._with_reserve(self.weights + max(each.least for each in self.encoders.values()))
+        return self._with_reserve(self.tensors) if self.has_reserve else self.at_once
+
+    @property
+    def tensors(self) -> int:
+        """`least` without the device's own memory, which is estimated."""
+        return self.weights + max(each.least for each in self.encoders.values())
 
     def _with_reserve(self, size: int) -> int:
         return with_reserve(size) if self.has_reserve else size

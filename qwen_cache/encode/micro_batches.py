@@ -188,8 +188,8 @@ class Lane(Generic[Item, Result]):
         raise DeviceError(
             "a device has too little memory for one sample",
             found=found,
-            do="close what else uses it, name another with --vae-device or --text-device, or lower "
-            "data.vae_image_size; encoded samples are kept",
+            do="close what else uses it, name another with --vae-device or --text-device, set cache.text_offload=true, "
+            "or lower data.vae_image_size; encoded samples are kept",
         )
 
     def _results(self, items: Sequence[Item], cost: int, *, alone: bool) -> Sequence[Result]:

@@ -95,9 +95,9 @@ def full_disk(job: BuildJob, plan: BuildPlan, update: Update) -> QwenCacheError 
 
 
 def little_memory(devices: Sequence[DevicePlan]) -> DeviceError | None:
-    """The error for a device that cannot hold the encoders."""
+    """The error for a device that cannot hold the encoders, whatever its driver takes."""
     for planned in devices:
-        if planned.capacity is not None and SURE * planned.memory.least > planned.capacity:
+        if planned.capacity is not None and SURE * planned.memory.tensors > planned.capacity:
             return DeviceError(
                 f"{planned.device} has too little memory for the encoders",
                 expected=f"about {human_bytes(planned.memory.least)}",

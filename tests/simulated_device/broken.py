@@ -15,7 +15,7 @@ import torch
 
 from .build import extension
 
-OFFLOADING = "qwen_train/model/offload.py"
+OFFLOADING = "qwen_cache/models/offload.py"
 
 
 @contextmanager
