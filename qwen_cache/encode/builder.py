@@ -231,15 +231,23 @@ def read_rows(
     )
     source_slice = SourceSlice.parse(config.data.slice) if config.data.slice else None
     rows, problems = (source_slice.take(every), source_slice.take(problems)) if source_slice else (every, problems)
-    other_names = frozenset(row.name for row in every) - {row.name for row in rows}
-    unusable = check(rows)
-    rows = [row for row in rows if row.where not in {problem.where for problem in unusable}]
+    other_names = frozenset(row.name for row in every) - {row.name for row in rows} if source_slice else frozenset()
+    del every
+    if unusable := check(rows):
+        places = {problem.where for problem in unusable}
+        rows = [row for row in rows if row.where not in places]
     return SourceRows(rows, [*problems, *unusable], source_slice, other_names)
 
 
 def as_encoded(rows: list[Row], *, masks: bool, phrases: bool) -> list[Row]:
     """The rows without masks and phrases, unless the stored tensors depend on them."""
-    return [replace(row, mask=row.mask if masks else None, phrase=row.phrase if phrases else ()) for row in rows]
+
+    def fitted(row: Row) -> Row:
+        if (masks or row.mask is None) and (phrases or not row.phrase):
+            return row
+        return replace(row, mask=row.mask if masks else None, phrase=row.phrase if phrases else ())
+
+    return [fitted(row) for row in rows]
 
 
 def check_tokens(rows: list[Row]) -> list[Problem]:

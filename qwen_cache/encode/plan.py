@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeVar
 
 from qwen_cache.console import plural
 from qwen_cache.encode.remembered_images import NotRememberedError, PlannedImage, RememberedImages
@@ -33,13 +35,15 @@ from qwen_cache.sources.sizes import (
     sizes_to_generate,
 )
 
+T = TypeVar("T")
+
 NEW = "new"
 RECIPE = "recipe: "  # prefix of reasons that come from the settings, not from the source
 CHUNK = 64  # rows per task of the thread pool
 ASPECT_TOLERANCE = 0.01  # a mask may have another size than its target, but not another shape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PlannedSample:
     """One sample of the source, its key, and the reasons why the cache lacks it (empty if it has it)."""
 
@@ -68,7 +72,7 @@ class PlannedSample:
         return list(zip(files, hashes, self.sizes[len(self.sizes) - len(files) :], strict=True))
 
 
-Result = list[PlannedSample] | list[Problem]
+Result = tuple[PlannedSample | Problem, ...]
 """The samples of a row, or its problems."""
 
 
@@ -174,25 +178,24 @@ def make_plan(
     """
     memory = memory or RememberedImages.nowhere()
     usable: Container[str] = () if changed_recipe else cached
-    results: list[PlannedSample | Problem] = []
+    samples: dict[str, PlannedSample] = {}
+    repeated, all_problems = Counter[str](), list(problems)
     with memory.planning(rows), ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4)) as pool:
         known = _remembered(rows, lambda row: _plan_row(row, rules, usable, memory, may_read=False), pool)
-        unknown = [row for row, result in zip(rows, known, strict=True) if result is None]
+        unknown = [row for row, result in zip(rows, known, strict=True) if not result]
         work = pool.map(lambda row: _plan_row(row, rules, usable, memory, may_read=True), unknown)
         with closing(result for result in work) as read:  # if this ends early, the pool drops the pending rows
-            for result in known:
-                results += next(read) if result is None else result
+            while known:
+                for item in known.popleft() or next(read):
+                    if isinstance(item, Problem):
+                        all_problems.append(item)
+                    elif item is not samples.setdefault(item.key, item):
+                        repeated[item.key] += 1
                 on_row()
-    good = [item for item in results if isinstance(item, PlannedSample)]
-    times = Counter(item.key for item in good)
-    samples: dict[str, PlannedSample] = {}
-    for item in good:
-        if item.key not in samples:
-            once = replace(item, source_rows=times[item.key]) if times[item.key] > 1 else item
-            samples[item.key] = once
-    all_problems = [*problems, *(item for item in results if isinstance(item, Problem))]
-    with_reasons = _with_reasons(samples, usable, cached, changed_recipe)
-    return BuildPlan(tuple(with_reasons), tuple(all_problems), _removed(rows, samples, cached))
+    for key, times in repeated.items():
+        samples[key] = replace(samples[key], source_rows=1 + times)
+    _add_reasons(samples, usable, cached, changed_recipe)
+    return BuildPlan(tuple(samples.values()), tuple(all_problems), _removed(rows, samples, cached))
 
 
 def _removed(rows: Iterable[Row], samples: Container[str], cached: KeyedRows) -> tuple[str, ...]:
@@ -220,41 +223,36 @@ def without_gc() -> Iterator[None]:
 
 
 @without_gc()
-def _remembered(
-    rows: Sequence[Row], plan_row: Callable[[Row], Result], pool: ThreadPoolExecutor
-) -> list[Result | None]:
-    """The results of the rows whose images need not be read, None for the others.
+def _remembered(rows: Sequence[Row], plan_row: Callable[[Row], Result], pool: ThreadPoolExecutor) -> deque[Result]:
+    """The results of the rows whose images need not be read, nothing for the others.
 
     The threads are for slow disks. A task has many rows, since submitting a task costs as much as planning one row.
     """
 
-    def plan(chunk: Sequence[Row]) -> list[Result | None]:
-        results: list[Result | None] = []
+    def plan(chunk: Sequence[Row]) -> list[Result]:
+        results: list[Result] = []
         for row in chunk:
             try:
                 results.append(plan_row(row))
             except NotRememberedError:
-                results.append(None)
+                results.append(())
         return results
 
     chunks = (rows[begin : begin + CHUNK] for begin in range(0, len(rows), CHUNK))
-    return [result for chunk in pool.map(plan, chunks) for result in chunk]
+    return deque(result for chunk in pool.map(plan, chunks) for result in chunk)
 
 
-def _with_reasons(
-    samples: Mapping[str, PlannedSample], usable: Container[str], cached: KeyedRows, changed_recipe: Sequence[str]
-) -> Iterator[PlannedSample]:
-    """The samples, the missing ones with the reasons: how they differ from the cached sample of their name."""
-    missing = {key for key in samples if key not in usable}
+def _add_reasons(
+    samples: dict[str, PlannedSample], usable: Container[str], cached: KeyedRows, changed_recipe: Sequence[str]
+) -> None:
+    """Add the reasons to the missing samples: how they differ from the cached sample of their name."""
+    missing = [key for key in samples if key not in usable]
     before = cached.where_in(name=[samples[key].row.name for key in missing])
     named = dict(zip(before.column("name").to_pylist(), before.positions.tolist(), strict=True))
-    for key, sample in samples.items():
-        if key not in missing:
-            yield sample
-            continue
-        position = named.get(sample.row.name)
+    for key in missing:
+        position = named.get(samples[key].row.name)
         old = None if position is None else cached.row(position)
-        yield replace(sample, reasons=tuple(_reasons(sample, old, changed_recipe)))
+        samples[key] = replace(samples[key], reasons=tuple(_reasons(samples[key], old, changed_recipe)))
 
 
 def _reasons(sample: PlannedSample, old: IndexRow | None, changed_recipe: Sequence[str]) -> list[str]:
@@ -273,7 +271,7 @@ def _plan_row(row: Row, rules: Rules, cached: Container[str], memory: Remembered
     if rules.max_controls is not None and len(row.controls) > rules.max_controls:
         takes = f"{rules.pipeline} takes {plural(rules.max_controls, 'control image')}"
         what = f"{row.name}: {takes}, found {len(row.controls)}"
-        return [Problem(row.where, what, "drop the others, or build for Qwen-Image-Edit-2509 (Edit-Plus)")]
+        return (Problem(row.where, what, "drop the others, or build for Qwen-Image-Edit-2509 (Edit-Plus)"),)
     files = [file for file in (row.target, *row.controls) if file is not None]
     images = [memory.image(file, may_read=may_read) for file in files]
     mask = memory.image(row.mask, is_mask=True, may_read=may_read) if row.mask else None
@@ -289,11 +287,11 @@ def _samples_of(
 ) -> Result:
     """`_plan_row` of a row that the pipeline takes."""
     try:
-        hashes = [image.hash() for image in images]
+        hashes = [_shared(image.hash()) for image in images]
         target, controls = (hashes[0], hashes[1:]) if row.target else (None, hashes)
-        inputs = Inputs(target, tuple(controls), mask.hash() if mask else None, row.seed)
+        inputs = Inputs(target, _shared(tuple(controls)), mask.hash() if mask else None, row.seed)
     except SourceError as error:
-        return [as_problem(row, error.where, error)]
+        return (as_problem(row, error.where, error),)
     try:
         originals = [SourceImage(image.where, image.size()) for image in images]
         if row.target:
@@ -301,11 +299,19 @@ def _samples_of(
         else:
             choices = [sizes_to_generate(originals, row.size, rules.resolution)]
     except SourceError as error:
-        return _decode(row, images, mask, rules) or [as_problem(row, error.where, error)]
+        return tuple(_decode(row, images, mask, rules)) or (as_problem(row, error.where, error),)
     keys = [sample_key(rules.recipe_id, inputs, row.prompt, img_shapes(sizes), row.phrase) for sizes in choices]
     problems = [] if all(key in cached for key in keys) else _decode(row, images, mask, rules)
-    own = tuple(image.size for image in originals)
-    return problems or [PlannedSample(row, inputs, key, sizes, own) for key, sizes in zip(keys, choices, strict=True)]
+    if problems:
+        return tuple(problems)
+    own = _shared(tuple(image.size for image in originals))
+    return tuple(PlannedSample(row, inputs, key, _shared(sizes), own) for key, sizes in zip(keys, choices, strict=True))
+
+
+@lru_cache(1 << 12)
+def _shared(value: T) -> T:
+    """An equal value that another sample may have: few sizes differ, and samples may share an image."""
+    return value
 
 
 def _decode(row: Row, images: Sequence[PlannedImage], mask: PlannedImage | None, rules: Rules) -> list[Problem]:

@@ -46,7 +46,7 @@ def recipe_id(recipe: dict[str, Any]) -> str:
     return content_hash(canonical_json(recipe))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Inputs:
     """The content hashes of the files that a sample was made from, and a seed to generate with."""
 

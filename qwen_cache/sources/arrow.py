@@ -71,7 +71,7 @@ class Table(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Cell:
     """An image in a table."""
 

@@ -39,14 +39,29 @@ FILE_URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/]*/.")
 """A URL with a path: `https://x` alone would be split into a folder `https:/`, which is a local one."""
 
 
-@dataclass(frozen=True)
 class File:
-    """An image in a file of its own."""
+    """An image in a file of its own. A local path is kept as text: a `Path` takes 300 bytes more."""
 
-    path: Location
+    __slots__ = ("_place",)
+
+    def __init__(self, path: Location) -> None:
+        self._place = path if isinstance(path, Url) else str(path)
+
+    @property
+    def path(self) -> Location:
+        return Path(self._place) if isinstance(self._place, str) else self._place
 
     def __str__(self) -> str:
-        return str(self.path)
+        return str(self._place)
+
+    def __repr__(self) -> str:
+        return f"File({self.path!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, File) and self._place == other._place
+
+    def __hash__(self) -> int:
+        return hash(self._place)
 
     @property
     def files(self) -> tuple[Location, ...]:

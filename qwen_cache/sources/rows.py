@@ -62,7 +62,7 @@ class Needs:
         return self.control and self.no_control != "allowed"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One sample of the source."""
 
