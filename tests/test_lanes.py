@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from qwen_cache import open_cache
-from qwen_cache.encode import builder, lanes
+from qwen_cache.encode import builder, lanes, write
 from qwen_cache.encode.builder import BuildJob, Encoders
 from qwen_cache.encode.lanes import Lanes
 from qwen_cache.encode.text import EncodedText
@@ -90,7 +90,7 @@ class Build:
             plan = builder.plan_build(self.job, existing)
             assert not plan.problems
             update = builder.make_update(self.job, existing, plan)
-            return len(builder.run(self.job, update, plan.missing, Encoders(self.load_lanes, IN_FLIGHT)).made)
+            return len(write.run(self.job, update, plan.missing, Encoders(self.load_lanes, IN_FLIGHT)).made)
 
     def load_lanes(self, job: BuildJob) -> Lanes:
         vae: Any = self.encoders["vae"]

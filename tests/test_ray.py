@@ -1,111 +1,70 @@
-"""What `build --ray` promises: the cache of one machine, byte for byte, whichever node encoded what or died."""
+"""What `build --ray` promises: the samples of one machine, whichever worker wrote which shard, or died.
+
+The judge is the cache that one machine builds: equal identity, keys and hashes of all tensors.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import json
 import os
+import random
+import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from qwen_cache import open_cache
 from qwen_cache.cli import build as build_command
-from qwen_cache.encode import builder
-from qwen_cache.encode.builder import BuildJob
+from qwen_cache.encode import builder, write
 from qwen_cache.encode.cluster import Node, WorkerResources, choose_nodes, choose_resources
-from qwen_cache.encode.plan import PlannedSample
-from qwen_cache.errors import ModelError
 from qwen_cache.extras import install_command
-from qwen_cache.format.identity import content_hash, recipe_id
-from qwen_cache.format.sample import SampleMeta, token_count
-from qwen_cache.format.staging import Staging
-from qwen_cache.format.tensor import TensorSpec
+from qwen_cache.format.manifest import SHARD_PATTERN
+from qwen_cache.format.staging import Destination, Staging, keys_in
 from qwen_cache.settings.cache import CacheConfig
 
-from .support.caches import build, contents
+from .support import node_lanes
+from .support.caches import SMALL, build
 from .support.commands import Result, run
+from .support.node_lanes import Log, NodeLanes
+from .support.paths import ROOT
+from .support.server import BUCKET
+from .support.waiting import HANG
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
 SHARDS = ("--set", "cache.shard_size=200kB")  # more shards than one
 CPU = ("--vae-device", "cpu", "--text-device", "cpu")
 
 
-class NodeLanes(AbstractContextManager[Any]):
-    """In place of the encoders: bytes that depend on the key alone. Notes in `log` which node encoded what."""
-
-    def __init__(self, job: BuildJob, log: Path) -> None:
-        import ray
-
-        self.job, self.log = job, log
-        self.node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else "here"
-        self.fate = (log / "fates" / self.node).read_text() if (log / "fates" / self.node).exists() else ""
-        if self.fate == "broken":
-            raise ModelError("the weights are damaged", where="vae", do="download them again")
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def busy(self) -> set[str]:
-        """The nodes that have something to do."""
-        return {path.name.split("@")[1] for path in self.log.glob("*@*")}
-
-    def submit(self, sample: PlannedSample) -> PlannedSample:
-        if self.fate == "blind":
-            (self.log / "no such folder").read_bytes()
-        (self.log / f"{Path(sample.row.name).name}@{self.node}").touch()
-        return sample
-
-    def result(self, sample: PlannedSample) -> tuple[SampleMeta, dict[str, memoryview]]:
-        if self.fate == "exit":
-            os._exit(1)
-        while self.fate == "hang" or (self.fate.isdecimal() and len(self.busy()) < int(self.fate)):
-            time.sleep(0.05)
-        shapes = sample.img_shapes
-        wanted = {"image_latents": (token_count(shapes[:1]), 64), "control_latents": (token_count(shapes[1:]), 64)}
-        wanted |= {"prompt_embeds": (20, 64), "empty_prompt_embeds": (5, 64)}
-        data = {name: memoryview(noise(sample.key + name, shape[0] * 64)) for name, shape in wanted.items()}
-        tensors = {name: TensorSpec("F32", shape, content_hash(data[name])) for name, shape in wanted.items()}
-        return SampleMeta(recipe_id(self.job.recipe), sample.inputs, sample.row.prompt, shapes, 15, tensors), data
+Hashes = dict[str, str]
 
 
-def noise(seed: str, count: int) -> bytes:
-    """`count` floats between 1 and 2."""
-    mantissas = hashlib.shake_128(seed.encode()).digest(2 * count)
-    return b"".join(mantissas[2 * i : 2 * i + 2] + b"\x80\x3f" for i in range(count))
-
-
-class Log:
-    """What the nodes logged, and what will happen to them: a number waits until that many nodes are busy."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "fates").mkdir(parents=True)
-
-    def doom(self, node: Any, fate: str) -> None:
-        (self.folder / "fates" / node.node_id).write_text(fate)
-
-    def encoded(self, node: Any = None) -> set[str]:
-        """The names of the samples that were started, on one node or on all."""
-        names = (path.name.split("@") for path in self.folder.glob("*@*"))
-        return {name for name, where in names if node is None or where == node.node_id}
-
-    def clear(self) -> None:
-        for path in self.folder.glob("*@*"):
-            path.unlink()
+def described(folder: Path | str) -> tuple[str, list[tuple[str, str, Hashes]]]:
+    """The identity of a cache, and each sample's name, key and hashes; `verify` accepts it."""
+    verified = run("qwen-cache", "verify", folder)
+    assert verified.code == 0, verified.stdout + verified.stderr
+    cache = open_cache(folder)
+    rows = [
+        (row.name, row.meta.key, {name: spec.xxh3_128 for name, spec in row.meta.tensors.items()})
+        for row in cache.rows()
+    ]
+    return cache.identity, rows
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A cluster of a head without CPUs, and two nodes with one each."""
+def cluster(s3: object) -> Iterator[Any]:
+    """A cluster of a head without CPUs, and two nodes with one each; they inherit the credentials of the bucket."""
     from ray.cluster_utils import Cluster
 
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that the nodes need not import pytest
+    ray.cloudpickle.register_pickle_by_value(node_lanes)  # so that the nodes need not import pytest
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **MEMORY})
     made.nodes = [made.add_node(num_cpus=1, **MEMORY) for _ in range(2)]
     yield made
@@ -161,9 +120,9 @@ def test_a_cluster_makes_the_cache_of_one_machine(
     assert not one & other, "each sample was encoded once"
     assert len(one | other) == 36
     assert build(table, tmp_path / "one", model, *SHARDS).code == 0
-    assert contents(tmp_path / "many") == contents(tmp_path / "one")
-    assert len(list((tmp_path / "one").glob("*.tar"))) > 2
-    assert run("qwen-cache", "verify", tmp_path / "many").code == 0
+    assert described(tmp_path / "many") == described(tmp_path / "one")
+    assert len(list((tmp_path / "many").glob("*.tar"))) > 2
+    assert not list((tmp_path / "many" / ".staging").iterdir())
 
 
 @pytest.mark.slow
@@ -202,15 +161,93 @@ def test_the_work_of_a_killed_node_is_done_again_elsewhere(
     assert lost
     assert lost <= log.encoded(cluster.nodes[0]) | log.encoded(cluster.nodes[1])
     assert build(table, tmp_path / "one", model, *SHARDS).code == 0
-    assert contents(tmp_path / "many") == contents(tmp_path / "one")
+    assert described(tmp_path / "many") == described(tmp_path / "one")
 
 
-@pytest.mark.slow  # Ray takes ten seconds to be sure
-def test_when_every_worker_dies_what_is_done_is_kept(
+@pytest.mark.slow
+def test_workers_write_into_a_bucket(
+    cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one of them dies, commits are made, and another run is continued after an interruption."""
+    url, add = f"s3://{BUCKET}/ray/shards", Staging.add_shard
+    arguments = ["build", table, "--out", url, "--model", model, *SMALL, *SHARDS, "--ray", cluster.address]
+
+    def add_some(staging: Staging, shard: Any) -> None:
+        if len(staging.sealed) == 2:
+            raise KeyboardInterrupt
+        add(staging, shard)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "add_shard", add_some)
+        assert run("qwen-cache", *arguments).code == 130
+    first = len(log.encoded())
+    log.clear()
+    log.command_kill("worker", 5)
+    continued = run("qwen-cache", *arguments, "--set", "cache.commit_every=8")
+    assert continued.code == 0, continued.stderr
+    assert log.killed()
+    assert first
+    assert len(log.encoded()) < 36
+    assert build(table, tmp_path / "one", model, *SHARDS).code == 0
+    assert described(url) == described(tmp_path / "one")
+    assert not list(Path(os.environ["XDG_CACHE_HOME"]).rglob("*.tar"))
+
+
+@pytest.mark.slow
+def test_commits_are_made_while_workers_write(
+    cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits, commit = list[int](), write.commit_early
+
+    def counting(*arguments: Any) -> Any:
+        update = commit(*arguments)
+        commits.append(len(open_cache(tmp_path / "many")))
+        return update
+
+    monkeypatch.setattr(write, "commit_early", counting)
+    assert build_on(cluster, table, tmp_path / "many", model, "--set", "cache.commit_every=5").code == 0
+    assert len(commits) >= 2
+    assert commits == sorted(commits)
+    assert build(table, tmp_path / "one", model, *SHARDS).code == 0
+    assert described(tmp_path / "many") == described(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_new_masks_are_made_here_and_the_rest_by_workers(
     cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path
 ) -> None:
+    """The head of the cluster encodes nothing."""
+    out = tmp_path / "many"
+    assert build_on(cluster, table, out, model).code == 0
+    table.write_text(table.read_text().replace('"cup, 4"', '"cup, changed"'))
+    log.clear()
+    result = build_on(cluster, table, out, model, "--set", "data.edit_mask=diff", "--replace", "--json")
+    assert result.code == 0, result.stderr
+    counts = json.loads(result.stdout)
+    assert (counts["encoded"], counts["new_masks"]) == (1, 35)
+    assert log.encoded() == {"cup#5"}
+    assert run("qwen-cache", "verify", out).code == 0
+
+
+@pytest.mark.slow
+def test_a_folder_that_a_node_does_not_share_is_refused(
+    cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = Destination.of
+    monkeypatch.setattr(write.Destination, "of", lambda *at: replace(of(*at), token="elsewhere"))
+    result = build_on(cluster, table, tmp_path / "shards", model)
+    assert result.code == 2
+    address = cluster.nodes[0].node_ip_address
+    what = f"error: {tmp_path / 'shards'}: this node does not see the folder of the cache, on node {address}"
+    assert what in result.stderr
+    assert "→ build into a folder that all nodes share, or into a bucket (--out s3://…)" in result.stderr
+
+
+@pytest.mark.slow
+def test_when_every_worker_dies_it_says_so(cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path) -> None:
+    """Each node gets three workers."""
     for node in cluster.nodes:
-        log.doom(node, "exit")
+        log.doom(node, "dead")
     result = build_on(cluster, table, tmp_path / "shards", model)
     assert result.code == 2
     assert "error: every worker of the Ray cluster is lost (found " in result.stderr
@@ -219,26 +256,103 @@ def test_when_every_worker_dies_what_is_done_is_kept(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("fate", "found"), [("exit", "found "), ("confused", "RuntimeError: the device is confused")])
+def test_a_chunk_that_fails_three_times_names_its_samples(
+    fate: str, found: str, cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path
+) -> None:
+    """Whether the process ends or raises an error; all samples of a chunk are named, and what is done is kept."""
+    for node in cluster.nodes:
+        log.doom(node, fate)
+    result = build_on(cluster, table, tmp_path / "shards", model)
+    assert result.code == 2
+    message = result.stderr.partition(": encoding these samples failed 3 times: ")[2]
+    names = [name.removeprefix("target_images/") for name in message.partition(" (found ")[0].split(", ")]
+    assert len(names) > 1
+    assert set(names) <= log.encoded()
+    assert found in message
+    assert "→ build without --ray to see which of them fails; what is complete is kept" in message
+    assert "Traceback" not in result.stderr
+    assert build(table, tmp_path / "shards", model, *SHARDS).code == 0
+
+
+@pytest.mark.slow
+def test_a_broken_node_is_left_out(cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path) -> None:
+    """A chunk that failed on one node goes to the other, so it does not fail three times."""
+    log.doom(cluster.nodes[0], "exit")
+    log.doom(cluster.nodes[1], "2")
+    result = build_on(cluster, table, tmp_path / "many", model)
+    assert result.code == 0, result.stderr
+    assert log.encoded(cluster.nodes[0]) <= log.encoded(cluster.nodes[1])
+    assert build(table, tmp_path / "one", model, *SHARDS).code == 0
+    assert described(tmp_path / "many") == described(tmp_path / "one")
+
+
+VICTIMS = ("worker", "writer, before", "driver", "writer, after")
+"""A worker among its samples, before and after it makes a shard durable and names it; and the process that commits."""
+
+
+@pytest.mark.slow
+def test_twenty_deaths_change_nothing(cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path) -> None:
+    """Workers, writers and the driver are killed in turn, each at a random moment; a killed driver's build is continued
+    with Ray and without."""
+    assert build(table, tmp_path / "one", model, *SHARDS).code == 0
+    one, chance, deaths = described(tmp_path / "one"), random.Random(0), 0
+    for number in itertools.count():
+        victim, out = VICTIMS[number % len(VICTIMS)], tmp_path / f"many-{number}"
+        log.command_kill(victim, chance.randrange(3 if "writer" in victim else 30))
+        code = drive(log, table, out, model, "--ray", cluster.address)
+        deaths += log.killed()
+        if victim == "driver" and code == -signal.SIGKILL:
+            assert not (out / "cache.json").exists()
+            finished = in_complete_shards(out, tmp_path / "one")
+            log.clear()
+            code = drive(log, table, out, model, *(["--ray", cluster.address] if chance.random() < 0.5 else []))
+            assert not finished & log.encoded(), "work of the workers was done again"
+        assert code == 0, f"{victim}, seed 0, number {number}"
+        assert described(out) == one
+        shutil.rmtree(out)
+        if deaths == 20:
+            return
+
+
+def drive(log: Log, source: Path, out: Path, model: Path, *options: str) -> int:
+    """The exit code of a build in a process of its own."""
+    build_options = ["build", source, "--out", out, "--model", model, *SMALL, *SHARDS, *options]
+    command = [sys.executable, "-m", "tests.support.node_lanes", log.folder, *build_options]
+    return subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, timeout=HANG).returncode
+
+
+def in_complete_shards(out: Path, one: Path) -> set[str]:
+    """The names of the samples in the complete shards of a staging folder; `one` is the finished cache."""
+    names = {row.meta.key: Path(row.name).name for row in open_cache(one).rows()}
+    shards = [path for path in out.glob(".staging/*/*.tar") if SHARD_PATTERN.fullmatch(path.name)]
+    return {names[key] for path in shards for key in keys_in(path, 2)}
+
+
+@pytest.mark.slow
 def test_an_interrupted_build_continues_without_ray(
     cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, add = tmp_path / "shards", Staging.add
+    out, add = tmp_path / "shards", Staging.add_shard
     assert build(table, tmp_path / "one", model, *SHARDS).code == 0
 
-    def add_some(staging: Staging, *sample: Any) -> None:
-        if staging.position == 20:
+    def add_some(staging: Staging, shard: Any) -> None:
+        if len(staging.sealed) == 2:
             raise KeyboardInterrupt
-        add(staging, *sample)
+        add(staging, shard)
 
-    monkeypatch.setattr(Staging, "add", add_some)
+    monkeypatch.setattr(Staging, "add_shard", add_some)
     stopped = build_on(cluster, table, out, model)
     assert stopped.code == 130
-    assert "20 of 36 samples finished and kept; run the same command to continue" in stopped.stderr
-    monkeypatch.setattr(Staging, "add", add)
+    assert " of 36 samples finished and kept; run the same command to continue" in stopped.stderr
+    monkeypatch.setattr(Staging, "add_shard", add)
+    finished = in_complete_shards(out, tmp_path / "one")
+    assert len(list(out.glob(".staging/*/*.tar"))) >= 3
     log.clear()
     assert build(table, out, model, *SHARDS).code == 0
-    assert len(log.encoded()) == 16
-    assert contents(out) == contents(tmp_path / "one")
+    assert 0 < len(log.encoded()) <= 36 - len(finished)
+    assert not log.encoded() & finished
+    assert described(out) == described(tmp_path / "one")
 
 
 @pytest.mark.slow
@@ -293,7 +407,7 @@ def test_the_real_encoders_on_a_node(cluster: Any, pairs: Path, tmp_path: Path, 
         os.chdir(before)
     assert many.code == 0, many.stderr
     assert build(pairs, tmp_path / "one", model, *SHARDS, *CPU).code == 0
-    assert contents(tmp_path / "many") == contents(tmp_path / "one")
+    assert described(tmp_path / "many") == described(tmp_path / "one")
 
 
 def test_without_a_cluster_or_without_ray_it_says_so(

@@ -45,7 +45,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.utils import logging
 
 from qwen_cache import open_cache
-from qwen_cache.encode import builder
+from qwen_cache.encode import builder, write
 from qwen_cache.encode.builder import BuildJob, Encoders
 from qwen_cache.encode.lanes import Lanes
 from qwen_cache.encode.load import TEXT_BATCH_TOKENS, VAE_BATCH_PIXELS
@@ -250,7 +250,7 @@ def build_ours(vae: Any, text: Any, job: BuildJob, out: Path) -> None:
         plan = builder.plan_build(job, existing)
         assert not plan.problems, plan.problems
         update = builder.make_update(job, existing, plan)
-        builder.run(job, update, plan.missing, Encoders(lambda job: make_lanes(vae, text, job)))
+        write.run(job, update, plan.missing, Encoders(lambda job: make_lanes(vae, text, job)))
 
 
 def make_lanes(vae: Any, text: Any, job: BuildJob) -> Lanes:

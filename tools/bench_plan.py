@@ -33,7 +33,7 @@ from PIL import Image
 
 from qwen_cache.cli.build import run_build
 from qwen_cache.console import plural
-from qwen_cache.encode import builder
+from qwen_cache.encode import builder, write
 from qwen_cache.encode.builder import BuildJob, Encoders
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format import directory
@@ -93,7 +93,7 @@ def fill(config: Config, source: str) -> None:
         existing = builder.load_existing(job)
         plan = builder.plan_build(job, existing)
         assert not plan.problems, plan.problems[:3]
-        builder.run(job, builder.make_update(job, existing, plan), plan.to_encode, Encoders(Zeros))
+        write.run(job, builder.make_update(job, existing, plan), plan.to_encode, Encoders(Zeros))
 
 
 # ---- one plan --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from qwen_cache.cli.build_progress import progress_line
 from qwen_cache.command_line import fail
 from qwen_cache.console import (
     FAILED,
@@ -27,7 +28,7 @@ from qwen_cache.console import (
     print_problems,
     verbatim,
 )
-from qwen_cache.encode import builder
+from qwen_cache.encode import builder, write
 from qwen_cache.encode.builder import BuildJob, Encoders, Encoding
 from qwen_cache.encode.cluster import on_cluster
 from qwen_cache.encode.device_plan import DevicePlan, has_accelerator, memory_lines, plan_devices
@@ -38,6 +39,7 @@ from qwen_cache.encode.obstacles import changed_recipe, empty_source, full_disk,
 from qwen_cache.encode.plan import BuildPlan
 from qwen_cache.encode.repair import plan_repair
 from qwen_cache.encode.validation import loaded_once, prepare_with_validation
+from qwen_cache.encode.write import Progress
 from qwen_cache.errors import ConfigError, QwenCacheError, ShardError
 from qwen_cache.extras import require
 from qwen_cache.format import directory
@@ -279,24 +281,26 @@ def _left_damaged(tasks: Sequence[Task]) -> int:
     return FAULTS if damaged else 0
 
 
-def _run(task: Task, encoders: Encoders) -> builder.Report:
+def _run(task: Task, encoders: Encoders) -> write.Report:
     """Encode with a progress line; when interrupted, print how many samples are kept."""
-    finished, missing, plan = 0, task.plan.missing, task.plan
+    now, plan = Progress(0), task.plan
+    missing = plan.missing
     what = "encoding" if plan.to_encode else "making masks" if plan.new_masks else "copying"
     try:
-        with counting(what, total=len(missing)) as advance:
+        with progress_line(what, len(missing)) as show:
 
-            def count(samples: int) -> None:
-                nonlocal finished
-                finished += samples
-                advance(samples)
+            def update(progress: Progress) -> None:
+                nonlocal now
+                now = progress
+                show(progress)
 
             loading = replace(encoders, load=_loader(task, encoders))
-            return builder.run(task.job, task.update, missing, loading, count)
+            again = partial(builder.update_of_slice, task.job, plan) if task.job.slice and not task.is_repair else None
+            return write.run(task.job, task.update, missing, loading, update, plan.new_masks, again)
     except BaseException:
-        if finished:
+        if now.finished:
             total = plural(len(missing), "sample")
-            console().print(f"{finished} of {total} finished and kept; run the same command to continue")
+            console().print(f"{now.finished} of {total} finished and kept; run the same command to continue")
         raise
 
 
@@ -313,7 +317,7 @@ def _loader(task: Task, encoders: Encoders) -> Callable[[BuildJob], Encoding]:
     return load
 
 
-def _counts(task: Task, report: builder.Report) -> dict[str, int]:
+def _counts(task: Task, report: write.Report) -> dict[str, int]:
     """The number of missing samples by how they were made; a sample whose copy was damaged counts as encoded."""
     plan, made = task.plan, [sample for sample in task.plan.missing if sample.key in report.made]
     masks, kept = sum(task.cached.row_for(sample) is not None for sample in made), len(plan.kept - report.made)
@@ -321,7 +325,7 @@ def _counts(task: Task, report: builder.Report) -> dict[str, int]:
     return dict(zip(WORK, (len(made) - masks, copied, kept, masks), strict=True))
 
 
-def _print_report(task: Task, report: builder.Report, counts: dict[str, int], seconds: float) -> None:
+def _print_report(task: Task, report: write.Report, counts: dict[str, int], seconds: float) -> None:
     out, shards = console(), f"{plural(report.shards, 'shard')}, {human_bytes(report.bytes)}"
     parts = [f"{counts['encoded']} encoded"]
     parts += [f"{counts['copied']} copied from replaced shards"] if counts["copied"] else []

@@ -1,20 +1,16 @@
-"""Build: make a cache equal to its source under one recipe, encoding only what is missing.
+"""Build: plan a cache equal to its source under one recipe, encoding only what is missing.
 
-    prepare (source, model, recipe) → plan (what, why) → lanes (encode) → staging (shards) → one commit
+    prepare (source, model, recipe) → plan (what, why) → lanes (encode) → staging (shards) → commit (`write.py`)
 
 A second build of the same source does nothing. A build that returns to earlier settings reuses the samples in replaced
-shards, while those exist. A build that is killed leaves the old dataset in place and its finished samples in staging;
-the same command continues from there and gives the same bytes if the encoders take one sample at a time
-(`micro_batches`).
+shards, while those exist.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -25,25 +21,17 @@ from qwen_cache.encode.edit_mask import EditMasks, ReusableSamples
 from qwen_cache.encode.plan import BuildPlan, PlannedSample, Rules, make_plan, without_gc
 from qwen_cache.encode.recipe import make_recipe, recipe_changes
 from qwen_cache.encode.remembered_images import RememberedImages
-from qwen_cache.encode.slices import SourceSlice, refuse_other_slices
+from qwen_cache.encode.slices import SlicedSource, SourceSlice
 from qwen_cache.errors import ConfigError, Problem, ShardError
 from qwen_cache.format import directory
-from qwen_cache.format.finished import finished_samples, replaced_shards
+from qwen_cache.format.finished import finished_samples
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.manifest import DEFAULT_RECIPE
-from qwen_cache.format.rows import ListedSample, Listing
+from qwen_cache.format.remote import Stored, conflict
+from qwen_cache.format.rows import KeyedRows, ListedSample, Listing, listed
 from qwen_cache.format.sample import SampleMeta
-from qwen_cache.format.shard import compress
-from qwen_cache.format.staging import Staging
-from qwen_cache.format.update import (
-    Existing,
-    Update,
-    commit_update,
-    copy_if_there,
-    open_staging,
-    plan_update,
-    read_existing,
-)
+from qwen_cache.format.staging import Destination
+from qwen_cache.format.update import Existing, Update, plan_update, read_existing
 from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, open_model
 from qwen_cache.models.template import PIXEL_TOKENS
 from qwen_cache.settings.cache import check_compression
@@ -51,10 +39,8 @@ from qwen_cache.settings.load import Config
 from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.detect import Row, read_source
 from qwen_cache.sources.sizes import Resolution
-from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.upload import destination
 from qwen_cache.storage.url import Url, location
-from qwen_cache.version import __version__
 
 IN_FLIGHT = 16  # samples ahead of the writer: enough for uneven lanes; about 300 MB of pixels at a megapixel
 
@@ -73,10 +59,14 @@ class BuildJob:
     """Masks of the source that the format version cannot store."""
     slice: SourceSlice | None = None
     """The slice of the source that `rows` come from; None for the whole source."""
-    other_names: frozenset[str] = frozenset()
-    """The names of the rows in the other slices."""
+    sliced: SlicedSource | None = None
+    """All rows of that source; None if it is not sliced."""
     source: str = ""
     """The address that `rows` come from."""
+
+    def keeps(self, name: str) -> bool:
+        """Whether a cached sample of this name belongs to another slice."""
+        return self.sliced is not None and self.sliced.keeps(name)
 
     @property
     def recipe_name(self) -> str:
@@ -106,8 +96,12 @@ class BuildJob:
         return int(self.config.cache.format.removeprefix("v"))
 
 
+Chunk = tuple[PlannedSample, ...]
+"""The samples of one shard that a worker writes."""
+
+
 class Encoding(Protocol):
-    """The running encoders, on one machine or many. Callers take results in the order of submission."""
+    """The running encoders of this machine. Callers take results in the order of submission."""
 
     def __enter__(self) -> Self: ...
 
@@ -121,24 +115,37 @@ class Encoding(Protocol):
 
 
 @dataclass(frozen=True)
+class WorkersState:
+    """What workers have written into shards that are not complete yet, and the samples per second of each worker."""
+
+    samples: int
+    bytes: int
+    rates: Mapping[str, float]
+
+
+class Writers(Protocol):
+    """Workers with encoders of their own, which write shards."""
+
+    @property
+    def count(self) -> int:
+        """How many workers there are."""
+        ...
+
+    def write(
+        self, chunks: Sequence[Chunk], destination: Destination, on_state: Callable[[WorkersState], None]
+    ) -> Iterator[Stored]:
+        """A shard of each chunk, as they are completed."""
+        ...
+
+
+@dataclass(frozen=True)
 class Encoders:
     """How to load the encoders when needed, and how many samples to submit before taking the first result."""
 
     load: Callable[[BuildJob], Encoding]
     in_flight: int = IN_FLIGHT
-
-
-@dataclass(frozen=True)
-class Report:
-    """The result of a build."""
-
-    made: frozenset[str]
-    """The keys of the samples that were encoded, or got a new mask; all others were copied or already present."""
-    samples: int
-    shards: int
-    bytes: int
-    replaced: int
-    """Shards that the dataset no longer names, kept until `gc`."""
+    writers: Callable[[BuildJob], AbstractContextManager[Writers]] | None = None
+    """How to start workers that encode in place of this process; `load` then only serves new masks."""
 
 
 def prepare_build(
@@ -171,7 +178,7 @@ def prepare_build(
         source_rows.problems,
         left_out,
         source_rows.slice,
-        source_rows.other_names,
+        source_rows.sliced,
         source or config.data.source,
     )
 
@@ -208,8 +215,8 @@ class SourceRows:
     problems: list[Problem]
     """The problems of the unusable rows."""
     slice: SourceSlice | None
-    other_names: frozenset[str]
-    """The names of the rows of the other slices."""
+    sliced: SlicedSource | None
+    """All rows, if there is a slice."""
 
 
 @without_gc()
@@ -229,14 +236,17 @@ def read_rows(
         config_name=config.data.config_name,
         captions=Captions.of(config.data),
     )
-    source_slice = SourceSlice.parse(config.data.slice) if config.data.slice else None
-    rows, problems = (source_slice.take(every), source_slice.take(problems)) if source_slice else (every, problems)
-    other_names = frozenset(row.name for row in every) - {row.name for row in rows} if source_slice else frozenset()
+    source_slice, sliced, rows = SourceSlice.parse(config.data.slice) if config.data.slice else None, None, every
+    if source_slice:
+        rows = source_slice.take(every)
+        positions = {row.name: i for i, row in enumerate(every)}
+        sliced = SlicedSource(positions, frozenset(row.name for row in rows), is_complete=not problems)
+        problems = source_slice.take(problems)
     del every
     if unusable := check(rows):
         places = {problem.where for problem in unusable}
         rows = [row for row in rows if row.where not in places]
-    return SourceRows(rows, [*problems, *unusable], source_slice, other_names)
+    return SourceRows(rows, [*problems, *unusable], source_slice, sliced)
 
 
 def as_encoded(rows: list[Row], *, masks: bool, phrases: bool) -> list[Row]:
@@ -285,7 +295,7 @@ def load_existing(job: BuildJob) -> Existing:
 
 
 def load_every_row(job: BuildJob) -> Existing:
-    """The existing cache as its index has it; ConfigError for another format version, or rows of other slices."""
+    """The existing cache as its index has it; ConfigError for another format version."""
     existing = read_existing(job.folder, job.format_version)
     manifest = existing.manifest
     if manifest.format_version != job.format_version:
@@ -296,9 +306,6 @@ def load_every_row(job: BuildJob) -> Existing:
             found=f"v{manifest.format_version}",
             do=f"run `qwen-cache migrate`, build with --format v{manifest.format_version}, or into another folder",
         )
-    if job.slice:
-        cached_names = existing.of_recipe(job.recipe_name).column("name").to_pylist()
-        refuse_other_slices(job.folder, job.slice, cached_names, job.other_names)
     return existing
 
 
@@ -329,7 +336,8 @@ def plan_build(job: BuildJob, existing: Existing, on_row: Callable[[], None] = l
     changed = recipe_changes(recipe.recipe, job.recipe) if recipe else []
     cached = existing.of_recipe(job.recipe_name)
     memory = RememberedImages.of(job.source, job.config.data)
-    return make_plan(job.rows, job.problems, rules(job), cached, changed, on_row, memory)
+    plan = make_plan(job.rows, job.problems, rules(job), cached, changed, on_row, memory)
+    return replace(plan, removed=tuple(name for name in plan.removed if not job.keeps(name)))
 
 
 def rules(job: BuildJob) -> Rules:
@@ -354,84 +362,30 @@ def without_encoder(job: BuildJob, existing: Existing, plan: BuildPlan, cached: 
 
 
 def staging_name(job: BuildJob, *, repair: bool = False) -> str:
-    """The name of the staging folder for builds with this recipe; repairs use another one."""
-    return recipe_id(job.recipe) + ("-repair" if repair else "")
+    """The name of the staging folder for builds with this recipe; repairs and slices use others."""
+    of_slice = f"-{job.slice.number}-of-{job.slice.count}" if job.slice else ""
+    return recipe_id(job.recipe) + of_slice + ("-repair" if repair else "")
 
 
 def make_update(job: BuildJob, existing: Existing, plan: BuildPlan) -> Update:
     """The dataset after the build: the other recipes unchanged, then this one in the order of the source."""
     ours = Listing.of(ListedSample(sample.row.name, sample.key, sample.source_rows) for sample in plan.samples)
+    if job.sliced:
+        ours = job.sliced.in_order(ours + listed(_of_other_slices(job, existing)))
     update = plan_update(job.folder, existing, job.format_version, existing.others(job.recipe_name) + ours)
     return replace(update, order=plan.grouped(update.order))
 
 
-def run(
-    job: BuildJob,
-    update: Update,
-    missing: Sequence[PlannedSample],
-    encoders: Encoders,
-    on_sample: Callable[[int], None] = lambda _: None,
-) -> Report:
-    """Copy or encode the missing samples and commit; the caller holds `directory.writing(job.folder)`.
-
-    `on_sample` gets the number of samples just finished: first those that an earlier run left, then one by one.
-    """
-    samples = {sample.key: sample for sample in missing}
-    reusable = replaced_shards(job.folder, samples.keys(), job.format_version)
-    name = staging_name(job, repair=bool(update.damaged))
-    copies = LocalCopies.of_settings(job.config.cache)
-    staging = open_staging(update, name, int(job.config.cache.shard_size), reusable, copies)
-    try:
-        on_sample(sum(key in samples for key in update.order) - sum(key in samples for key in staging.to_write))
-        made = _write(job, update, samples, staging, encoders, on_sample)
-        libraries = {name: version(name) for name in ("diffusers", "torch", "transformers")}
-        written_by = {"qwen-cache": __version__, **libraries}
-        manifest = commit_update(update, staging, {**update.existing.recipes, job.recipe_name: job.recipe}, written_by)
-    finally:
-        staging.close()
-    before, after = ({s.name for s in m.shards} for m in (update.existing.manifest, manifest))
-    return Report(
-        made=frozenset(made),
-        samples=manifest.recipes[job.recipe_name].samples,
-        shards=len(after),
-        bytes=sum(shard.bytes for shard in manifest.shards),
-        replaced=len(before - after),
-    )
+def update_of_slice(job: BuildJob, plan: BuildPlan) -> Update:
+    """`make_update` for the dataset as it is now; ConflictError if its recipe was replaced meanwhile."""
+    existing = load_existing(job)
+    if existing.recipes.get(job.recipe_name, job.recipe) != job.recipe:
+        raise conflict(job.folder)
+    return make_update(job, existing, plan)
 
 
-def _write(
-    job: BuildJob,
-    update: Update,
-    samples: Mapping[str, PlannedSample],
-    staging: Staging,
-    encoders: Encoders,
-    on_sample: Callable[[int], None],
-) -> set[str]:
-    """Write the samples of the update in order; returns the keys of those that were not copied."""
-    order = staging.to_write
-    to_make = {key for key in order if key in samples and staging.left_over(key) is None}
-    with encoders.load(job) if to_make else nullcontext() as lanes:
-        for key, work in _ahead(order, samples, to_make, lanes, encoders.in_flight):
-            if lanes is not None and work is not None:
-                staging.add(*compress(*lanes.result(work), job.config.cache.compression))
-            else:
-                is_copied = copy_if_there(update, staging, key)
-                assert is_copied
-            on_sample(key in samples)
-    return to_make
-
-
-def _ahead(
-    order: Sequence[str],
-    samples: Mapping[str, PlannedSample],
-    to_make: set[str],
-    lanes: Encoding | None,
-    in_flight: int,
-) -> Iterator[tuple[str, Any]]:
-    """Each key with its submitted work, up to `in_flight` ahead; None for a sample that is copied."""
-    waiting: deque[tuple[str, Any]] = deque()
-    for key in order:
-        waiting.append((key, lanes.submit(samples[key]) if lanes and key in to_make else None))
-        if len(waiting) >= in_flight:
-            yield waiting.popleft()
-    yield from waiting
+def _of_other_slices(job: BuildJob, existing: Existing) -> KeyedRows:
+    """The cached samples of the other slices; none if they have another recipe, which the build replaces."""
+    rows = existing.of_recipe(job.recipe_name)
+    is_same = existing.recipes.get(job.recipe_name) == job.recipe
+    return rows.at(rows.positions[[is_same and job.keeps(name) for name in rows.each("name")]])

@@ -1,12 +1,11 @@
-"""Lanes on a Ray cluster: each worker has both encoders; this process hands out samples and is the only writer.
+"""The workers of a Ray cluster, which encode and write shards; this process hands out chunks and commits.
 
-Results are taken in the order of the plan. So on nodes of one kind the cache is, byte for byte, that of one machine,
-whichever worker encoded what (if the encoders take one sample at a time: `micro_batches`), and an interrupted build
-resumes with Ray or without. The samples of a lost worker, or of a lost node, go to the others. All output passes
-through this process; where its network or disk is the limit, use `--slice` instead.
+Samples never pass through this process, so on nodes of one kind their tensors are those of one machine, and only the
+cut into shards differs. A lost worker is replaced, on its node or on one that is still there, and its unfinished chunks
+are done again. Refuses a chunk that fails three times, and names its samples.
 
-Every node needs the same environment, the source under the same paths, and the model there or on the hub. Refuses a
-node whose weights or code would give another recipe.
+Every node needs the same environment, the source and the folder of the cache under the same paths unless that is in
+object storage, and the model there or on the hub.
 """
 
 from __future__ import annotations
@@ -14,35 +13,33 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
 from importlib.util import find_spec
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
-from qwen_cache.encode.builder import IN_FLIGHT, BuildJob, Encoders, Encoding
-from qwen_cache.encode.plan import PlannedSample
-from qwen_cache.encode.recipe import make_recipe, recipe_changes
-from qwen_cache.errors import ConfigError, DeviceError, ModelError, QwenCacheError, SourceError
+from qwen_cache.encode.builder import BuildJob, Chunk, Encoders, Encoding, WorkersState
+from qwen_cache.encode.cluster_worker import Worker, Written
+from qwen_cache.errors import ConfigError, DeviceError, QwenCacheError, SourceError
 from qwen_cache.extras import install_command
-from qwen_cache.format.sample import SampleMeta
-from qwen_cache.models.folder import ENCODER_PARTS, open_model
+from qwen_cache.format.remote import Stored
+from qwen_cache.format.staging import Destination
 from qwen_cache.settings.cache import CacheConfig
 
 if TYPE_CHECKING:
     import ray
 
 LOCAL = "local"
-WINDOW = 4096  # samples that the builder submits before the first result; they wait without pixels
-AHEAD = 2  # workers may be this many times the content of all lanes ahead of the writer, so that none idles
 DECODE_CPUS = 4  # of a worker on a GPU: the threads that decode
-
-Encoded = tuple[SampleMeta, dict[str, memoryview]]
+FAILURES = 3  # of one chunk, or of a node in a row, before it is given up
+CHUNKS = 2  # of a worker at a time: it encodes one while the shard of the other is made durable
+INTERVAL = 1.0  # seconds between two looks at what the workers have written
+LOOK_FOR_NODES = 10.0  # seconds between two looks for nodes that have joined
+SHOWN = 10  # names of samples in an error
 
 
 @dataclass(frozen=True)
@@ -87,72 +84,55 @@ def choose_nodes(nodes: Iterable[Mapping[str, Any]], resources: WorkerResources)
     return chosen
 
 
-class Worker:
-    """The lanes of one machine, in a process of its own on some node; it serves one call at a time."""
-
-    def __init__(self, job: BuildJob, load_lanes: Callable[[BuildJob], Encoding], folder: str) -> None:
-        with suppress(OSError):  # relative paths mean the same here, where this folder is shared
-            os.chdir(folder)
-        self.job, self.load_lanes, self.started = job, load_lanes, deque[Any]()
-
-    def load(self) -> None:
-        """Load the encoders; ModelError if they are not those of the recipe."""
-        job, config = self.job, self.job.config
-        if not job.model.path.is_dir():
-            job = replace(job, model=open_model(config.model.path, ENCODER_PARTS, config.model.revision))
-        if different := recipe_changes(job.recipe, make_recipe(job.model, config)):
-            raise ModelError(
-                "the model or the environment of this node gives another recipe",
-                where=job.model.path,
-                found=", ".join(different),
-                do="give all nodes the same model and the same environment",
-            )
-        self.lanes = self.load_lanes(job)
-
-    def begin(self, sample: PlannedSample) -> None:
-        self.started.append(self.lanes.submit(sample))
-
-    def finish(self, _started: None) -> tuple[SampleMeta, dict[str, np.ndarray[Any, Any]]]:
-        """The result of the oldest started sample. As arrays, its tensors are shared and not copied."""
-        meta, tensors = self.lanes.result(self.started.popleft())
-        return meta, {name: np.frombuffer(data, np.uint8) for name, data in tensors.items()}
-
-
-@dataclass(frozen=True)
-class StartedSample:
-    """A sample, its number in the order of submission, and what `Worker.begin` returned."""
-
-    number: int
-    sample: PlannedSample
-    ref: ray.ObjectRef[Any]
-
-
 @dataclass(eq=False)
 class WorkerHandle:
-    """A worker, seen from this process. `started` are its samples, oldest first; the first is being waited for."""
+    """A worker, seen from this process, with the chunks that it was given."""
 
     actor: Any
-    address: str
-    started: deque[StartedSample] = field(default_factory=deque)
+    node: Node
     is_loaded: bool = False
+    chunks: set[int] = field(default_factory=set)
+    since: float = 0.0
+    """When its first chunk was handed out."""
+    written: Written = field(default_factory=Written)
+    is_asked: bool = False
+    """Whether a request for `written` is on its way."""
 
-    def has_controls_of(self, sample: PlannedSample) -> bool:
-        """Whether its newest sample has the controls of `sample`, so that it need not encode them again."""
-        controls = sample.inputs.controls
-        return bool(controls and self.started and self.started[-1].sample.inputs.controls == controls)
+
+@dataclass
+class Work:
+    """Chunks to write, by number, and how often and where they failed."""
+
+    chunks: Sequence[Chunk]
+    destination: Destination
+    waiting: list[int]
+    failures: Counter[int] = field(default_factory=Counter)
+    failed_on: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    def next_for(self, worker: WorkerHandle, nodes: set[str]) -> int | None:
+        """The first chunk for a worker; one that failed goes to a node of `nodes` on which it has not, if there is one,
+        and to a worker that has no other chunk, so that a second failure is surely its own."""
+        for number in self.waiting:
+            failed_on = self.failed_on.get(number, set[str]())
+            is_elsewhere = worker.node.id not in failed_on or nodes <= failed_on
+            if is_elsewhere and not (self.failures[number] and worker.chunks):
+                return number
+        return None
 
 
-class ClusterLanes:
-    """The lanes of all workers, as if they were one machine's."""
+class Cluster:
+    """Workers on all nodes. The encoders of one recipe are loaded once, for as many calls of `write` as follow."""
 
     def __init__(self, job: BuildJob, address: str, load_lanes: Callable[[BuildJob], Encoding]) -> None:
         self.job, self.address, self.load_lanes = job, address, load_lanes
         self.workers: list[WorkerHandle] = []
-        self.waiting: list[tuple[int, PlannedSample]] = []
-        """A heap by number of submission; samples of a lost worker return to it."""
-        self.submitted = self.taken = 0
-        self.running: dict[ray.ObjectRef[Any], WorkerHandle] = {}
-        self.done: dict[str, Encoded] = {}
+        self.running: dict[ray.ObjectRef[Any], tuple[WorkerHandle, str | int]] = {}
+        """What is waited for: `load`, `written`, or the number of a chunk."""
+        self.lost = Counter[str]()
+        """The workers that each node has lost since it last wrote a chunk."""
+        self.last_error = ""
+        self.asked = self.filled = 0.0
+        """When the workers were last asked how far they are, and when it was last looked for nodes without workers."""
 
     def __enter__(self) -> Self:
         import ray
@@ -160,13 +140,12 @@ class ClusterLanes:
         _connect(self.address)
         nodes = ray.nodes()
         has_gpus = any(node["Alive"] and node["Resources"].get("GPU", 0) >= 1 for node in nodes)
-        resources = choose_resources(self.job.config.cache, has_gpus=has_gpus)
-        chosen = choose_nodes(nodes, resources)
-        if not chosen:
+        self.resources = choose_resources(self.job.config.cache, has_gpus=has_gpus)
+        if not choose_nodes(nodes, self.resources):
             ray.shutdown()
             found = f"{len(nodes)} nodes without" if nodes else "no nodes"
-            raise DeviceError("no node of the Ray cluster has these devices", expected=resources, found=found)
-        self.workers = [self._start(node, resources) for node in chosen]
+            raise DeviceError("no node of the Ray cluster has these devices", expected=self.resources, found=found)
+        self._fill()
         return self
 
     def __exit__(
@@ -178,90 +157,154 @@ class ClusterLanes:
             ray.kill(worker.actor)
         ray.shutdown()
 
-    def submit(self, sample: PlannedSample) -> str:
-        heappush(self.waiting, (self.submitted, sample))
-        self.submitted += 1
-        self._hand_out()
-        return sample.key
+    @property
+    def count(self) -> int:
+        return len(self.workers)
 
-    def result(self, key: str) -> Encoded:
-        """Wait for that sample; the workers keep busy meanwhile."""
-        while key not in self.done:
-            self._wait()
-        self.taken += 1
-        return self.done.pop(key)
+    def write(
+        self, chunks: Sequence[Chunk], destination: Destination, on_state: Callable[[WorkersState], None]
+    ) -> Iterator[Stored]:
+        """A shard of each chunk, as they are completed."""
+        work = Work(chunks, destination, list(range(len(chunks))))
+        left = len(chunks)
+        while left:
+            self._fill()
+            self._hand_out(work)
+            shard = self._wait(work)
+            on_state(self._state())
+            if shard is not None:
+                left -= 1
+                yield shard
 
-    def _start(self, node: Node, resources: WorkerResources) -> WorkerHandle:
+    def _fill(self) -> None:
+        """Start a worker wherever there is none: at first, after a loss, and on nodes that have joined."""
+        import ray
+
+        if time.monotonic() < self.filled + LOOK_FOR_NODES:
+            return
+        self.filled = time.monotonic()
+        have = Counter(worker.node.id for worker in self.workers)
+        for node in choose_nodes(ray.nodes(), self.resources):
+            have[node.id] -= 1
+            if have[node.id] < 0 and self.lost[node.id] < FAILURES:
+                self._start(node)
+        if not self.workers:
+            raise QwenCacheError(
+                "every worker of the Ray cluster is lost",
+                found=self.last_error,
+                do="see `ray status`; run the same command to continue",
+            )
+
+    def _start(self, node: Node) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         cache = self.job.config.cache.model_copy(
-            update={"vae_device": resources.vae_device, "text_device": resources.text_device}
+            update={"vae_device": self.resources.vae_device, "text_device": self.resources.text_device}
         )
         config = self.job.config.model_copy(update={"cache": cache})
-        job = replace(self.job, config=config, rows=[], problems=[])
+        job = replace(self.job, config=config, rows=[], problems=[], sliced=None)
         actor_class = ray.remote(Worker).options(
             num_cpus=node.cpus,
-            num_gpus=resources.gpus,
+            num_gpus=self.resources.gpus,
+            max_concurrency=CHUNKS + 1,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
         )
-        worker = WorkerHandle(actor_class.remote(job, self.load_lanes, os.getcwd()), node.address)
-        self.running[worker.actor.load.remote()] = worker
-        return worker
+        worker = WorkerHandle(actor_class.remote(job, self.load_lanes, os.getcwd()), node)
+        self.workers.append(worker)
+        self.running[worker.actor.load.remote()] = worker, "load"
 
-    def _hand_out(self) -> None:
-        """Give every loaded worker as much as its lanes hold, in order; samples with the same controls go to the same
-        worker while it has room."""
-        while self.waiting and self.waiting[0][0] < self.taken + AHEAD * IN_FLIGHT * len(self.workers):
-            free = [worker for worker in self.workers if worker.is_loaded and len(worker.started) < IN_FLIGHT]
-            if not free:
-                return
-            number, sample = heappop(self.waiting)
-            worker = min(free, key=lambda worker: (not worker.has_controls_of(sample), len(worker.started)))
-            worker.started.append(StartedSample(number, sample, worker.actor.begin.remote(sample)))
-            if len(worker.started) == 1:
-                self._request_oldest(worker)
+    def _hand_out(self, work: Work) -> None:
+        """Give every loaded worker a chunk, and a second one while there are enough for all."""
+        nodes = {worker.node.id for worker in self.workers}
+        for count in range(CHUNKS):
+            for worker in self.workers:
+                is_free = worker.is_loaded and len(worker.chunks) == count
+                if not is_free or any(work.failures[number] for number in worker.chunks):
+                    continue
+                number = work.next_for(worker, nodes)
+                if number is None or (count and len(work.waiting) < len(self.workers)):
+                    continue
+                work.waiting.remove(number)
+                worker.chunks.add(number)
+                worker.since = worker.since or time.monotonic()
+                self.running[worker.actor.write.remote(work.chunks[number], work.destination)] = worker, number
 
-    def _request_oldest(self, worker: WorkerHandle) -> None:
-        """Request the result of the oldest started sample."""
-        self.running[worker.actor.finish.remote(worker.started[0].ref)] = worker
-
-    def _wait(self) -> None:
+    def _wait(self, work: Work) -> Stored | None:
+        """Wait until something is ready, at most an interval; the shard, if it is one."""
         import ray
-        from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+        from ray.exceptions import RayError, RayTaskError
 
-        [ready], _ = ray.wait([*self.running])
-        worker = self.running.pop(ready)
+        self._ask()
+        ready, _ = ray.wait([*self.running], timeout=INTERVAL)
+        if not ready:
+            return None
+        worker, what = self.running.pop(ready[0])
         try:
-            value = ray.get(ready)
-        except (RayActorError, ObjectLostError) as error:
-            self._drop(worker, error)
+            value = ray.get(ready[0])
         except RayTaskError as error:
-            raise _as_ours(error, worker.address) from None
+            self._lose(worker, _unless_ours(error, worker.node.address, work), work)
+        except RayError as error:
+            self._lose(worker, error, work)
         else:
-            if worker.is_loaded:
-                meta, tensors = value
-                key = worker.started.popleft().sample.key
-                self.done[key] = meta, {name: data.data for name, data in tensors.items()}
-            worker.is_loaded = True
-            if worker.started:
-                self._request_oldest(worker)
-        self._hand_out()
+            if what == "load":
+                worker.is_loaded = True
+            elif what == "written":
+                worker.written, worker.is_asked = value, False
+            else:
+                worker.chunks.remove(int(what))
+                self.lost[worker.node.id] = 0
+                shard: Stored = value
+                return shard
+        return None
 
-    def _drop(self, worker: WorkerHandle, error: Exception) -> None:
-        """Return the samples of a lost worker to the queue."""
+    def _ask(self) -> None:
+        """Ask the workers how far they are, unless they were asked just now."""
+        if time.monotonic() < self.asked + INTERVAL:
+            return
+        self.asked = time.monotonic()
+        for worker in self.workers:
+            if worker.chunks and not worker.is_asked:
+                worker.is_asked = True
+                self.running[worker.actor.written.remote()] = worker, "written"
+
+    def _lose(self, worker: WorkerHandle, error: Exception, work: Work) -> None:
+        """Return the chunks of a lost worker to the queue; QwenCacheError if one has failed too often."""
         import ray
 
+        self.last_error = f"{worker.node.address}: {str(error).strip().splitlines()[-1]}"
+        self.lost[worker.node.id] += 1
         self.workers.remove(worker)
+        self.filled = 0.0
+        self.running = {ref: each for ref, each in self.running.items() if each[0] is not worker}
         ray.kill(worker.actor)  # it may only be out of reach
-        for each in worker.started:
-            heappush(self.waiting, (each.number, each.sample))
-        if not self.workers:
-            raise QwenCacheError(
-                "every worker of the Ray cluster is lost",
-                found=f"{worker.address}: {str(error).strip().splitlines()[-1]}",
-                do="see `ray status`; run the same command to continue",
-            )
+        for number in worker.chunks:
+            work.failures[number] += 1
+            work.failed_on[number].add(worker.node.id)
+            if work.failures[number] >= FAILURES:
+                raise self._failed(work.chunks[number]) from error
+        work.waiting = sorted([*work.waiting, *worker.chunks])
+
+    def _failed(self, chunk: Chunk) -> QwenCacheError:
+        names = [sample.row.name for sample in chunk]
+        shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        return QwenCacheError(
+            f"encoding these samples failed {FAILURES} times: {shown}",
+            where=chunk[0].row.where,
+            found=self.last_error,
+            do="build without --ray to see which of them fails; what is complete is kept",
+        )
+
+    def _state(self) -> WorkersState:
+        now, rates = time.monotonic(), dict[str, float]()
+        at_work = [worker for worker in self.workers if worker.since]
+        alone = {address for address, count in Counter(w.node.address for w in at_work).items() if count == 1}
+        for number, worker in enumerate(at_work, 1):
+            address = worker.node.address
+            name = address if address in alone else f"{address} #{number}"
+            rates[name] = worker.written.samples / max(now - worker.since, 1e-6)
+        samples = sum(worker.written.unfinished_samples for worker in self.workers)
+        return WorkersState(samples, sum(worker.written.unfinished_bytes for worker in self.workers), rates)
 
 
 def _connect(address: str) -> None:
@@ -282,25 +325,24 @@ def _connect(address: str) -> None:
         ) from None
 
 
-def _as_ours(error: ray.exceptions.RayTaskError, address: str) -> Exception:
-    """The error of a worker: a user's error as itself, with its node; a bug of ours with its traceback."""
-    from ray.exceptions import RayTaskError
-
-    cause: object = error
-    while isinstance(cause, RayTaskError):  # `finish` fails with what `begin` raised
-        cause = cause.cause
+def _unless_ours(error: ray.exceptions.RayTaskError, address: str, work: Work) -> Exception:
+    """The error of a worker, to be tried again; one that a user can cause is raised at once, and names the node."""
+    cause: object = error.cause
     if isinstance(cause, OSError) and cause.filename:
+        folder = work.destination.folder
+        if isinstance(folder, Path) and Path(str(cause.filename)).is_relative_to(folder):
+            raise cause
         do = "put source and model where every node has them under the same path"
-        return SourceError(f"node {address} cannot read this: {cause.strerror}", where=cause.filename, do=do)
+        raise SourceError(f"node {address} cannot read this: {cause.strerror}", where=cause.filename, do=do) from None
     if isinstance(cause, QwenCacheError):
         cause.what += f", on node {address}"
-        return cause
-    raised: Exception = error
-    return raised
+        raise cause from None
+    failed: Exception = error
+    return failed
 
 
 def on_cluster(address: str, load_lanes: Callable[[BuildJob], Encoding]) -> Encoders:
     """Encoders with the lanes of `load_lanes` on every node. ConfigError if Ray is not installed."""
     if find_spec("ray") is None:
         raise ConfigError("--ray: the package ray is not installed", do=install_command("ray"))
-    return Encoders(lambda job: ClusterLanes(job, address, load_lanes), WINDOW)
+    return Encoders(load_lanes, writers=lambda job: Cluster(job, address, load_lanes))

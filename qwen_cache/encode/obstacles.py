@@ -36,7 +36,8 @@ def unusable_rows(job: BuildJob, plan: BuildPlan) -> SourceError | None:
 
 def empty_source(job: BuildJob, existing: Existing, plan: BuildPlan) -> SourceError | None:
     """The error for a build without a sample, unless it builds an empty slice."""
-    if plan.samples or (job.slice and not len(existing)):
+    names = existing.of_recipe(job.recipe_name).each("name")
+    if plan.samples or (job.slice and all(job.keeps(name) for name in names)):
         return None
     return SourceError("no usable sample is left, so there is nothing to build")
 
@@ -57,14 +58,18 @@ class RecipeChangedError(ConfigError):
 def changed_recipe(
     job: BuildJob, existing: Existing, plan: BuildPlan, command: Sequence[str]
 ) -> RecipeChangedError | None:
-    """The error for a build that would encode more than half of the cached samples again for another recipe.
+    """The error for a build that would encode more than half of the cached samples again for another recipe, or drop
+    those of other slices for it.
 
     `command` has the arguments of the command line, from which the commands in the message are made.
     """
     again = {sample.row.name for sample in plan.to_encode if any(r.startswith(RECIPE) for r in sample.reasons)}
-    cached = existing.of_recipe(job.recipe_name).column("name").unique() if again else ()
-    if 2 * len(again) <= len(cached):
+    differs = existing.recipes.get(job.recipe_name, job.recipe) != job.recipe
+    cached = existing.of_recipe(job.recipe_name).column("name").unique().to_pylist() if again or differs else []
+    of_slices = {name for name in cached if differs and job.keeps(name)}
+    if not of_slices and 2 * len(again) <= len(cached):
         return None
+    again |= of_slices
     changes = "; ".join(recipe_changes(existing.recipes[job.recipe_name], job.recipe))
     samples = f"{len(again)} of {plural(len(cached), 'cached sample')}"
     folder = next(name for i in itertools.count(2) if not Path(name := f"{job.folder}-{i}").exists())

@@ -1,23 +1,25 @@
 """Slices: the rows of a source cut into runs, so that independent machines can build it.
 
 The source alone decides the cut: of its n usable rows, in order, slice k of N has those from `(k-1)·n/N` to `k·n/N`.
-Each slice is built into its own folder, and `qwen-cache merge` joins them into one cache, in the order of the source.
-Refuses to build a slice into a folder that holds other slices: a build makes a cache equal to its rows, so it would
-drop the others.
+Slices may share a cache: each build replaces the samples of its own rows, keeps those of the other slices, and drops
+those of which the source has no row. So all slices together make the cache that one build would, in the order of the
+source. They may also have a cache each, for `qwen-cache merge`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from qwen_cache.errors import ConfigError
-from qwen_cache.settings.load import CONFIG_NAME
-from qwen_cache.settings.yaml_text import read_yaml
-from qwen_cache.storage.url import Url
+from qwen_cache.format.keys import first_of_each
+from qwen_cache.format.rows import Listing, taken
 
 T = TypeVar("T")
 
@@ -48,32 +50,24 @@ class SourceSlice:
         return list(items[begin:end])
 
 
-def refuse_other_slices(
-    folder: Path | Url, source_slice: SourceSlice, cached_names: Collection[str], other_names: Collection[str]
-) -> None:
-    """ConfigError if `folder`, a cache of the samples `cached_names`, has samples of other slices (`other_names`).
+@dataclass(frozen=True)
+class SlicedSource:
+    """The rows of a source, by name, as a build of one slice knows them."""
 
-    A folder that was built as this slice is accepted: rows added to or removed from the source have moved the cut.
-    """
-    others = sorted(set(cached_names) & set(other_names))
-    if others and _built_as(folder) != str(source_slice):
-        digits = len(str(source_slice.count))
-        raise ConfigError(
-            f"this folder holds {len(others)} samples of other slices, which a build of {source_slice} would drop",
-            where=folder,
-            found=", ".join(others[:3]) + (" …" if others[3:] else ""),
-            do=f"give each slice its own folder, such as --out {folder}-{source_slice.number:0{digits}}, "
-            "then run `qwen-cache merge`",
-        )
+    positions: Mapping[str, int]
+    """The position of every usable row."""
+    own: frozenset[str]
+    """The rows of the slice."""
+    is_complete: bool
+    """Whether every row is usable. If not, a sample whose row is missing may belong to an unusable one."""
 
+    def keeps(self, name: str) -> bool:
+        """Whether a sample of this name is left as it is: the row of another slice, or of nobody knows which."""
+        return name not in self.own and (name in self.positions or not self.is_complete)
 
-def _built_as(folder: Path | Url) -> str | None:
-    """The slice that a finished build recorded beside its cache; `part` is the setting's former name."""
-    path = folder / CONFIG_NAME
-    if isinstance(path, Url) or not path.is_file():
-        return None
-    try:
-        data = read_yaml(path)["data"]
-        return str(data["slice"] if "slice" in data else data["part"])
-    except (OSError, ConfigError, KeyError, TypeError):
-        return None
+    def in_order(self, samples: Listing) -> Listing:
+        """The samples in the order of the source, each key once; those of no row are last."""
+        found = pc.index_in(samples.table["name"], pa.array(list(self.positions), pa.string()))
+        order = np.argsort(pc.fill_null(found, len(self.positions)).to_numpy(), kind="stable")
+        in_order = Listing(taken(samples.table, order))
+        return Listing(taken(in_order.table, np.flatnonzero(first_of_each(in_order.words("the source")))))

@@ -10,7 +10,7 @@ folder that is the cache's or the source's own, format v1, and sizes that the mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from qwen_cache.encode.builder import (
     BuildJob,
     Encoders,
     Encoding,
+    Writers,
     as_encoded,
     check_prompts,
     fitting_model,
@@ -156,10 +157,16 @@ def loaded_once(encoders: Encoders) -> Iterator[Encoders]:
     """The encoders for several builds with one recipe: loaded when the first needs them, ended with the block."""
     with ExitStack() as stack:
         loaded: list[Encoding] = []
+        started: list[Writers] = []
 
         def load(job: BuildJob) -> Encoding:
             if not loaded:
                 loaded.append(stack.enter_context(encoders.load(job)))
             return _Borrowed(loaded[0])
 
-        yield replace(encoders, load=load)
+        def start(job: BuildJob) -> AbstractContextManager[Writers]:
+            if not started and encoders.writers:
+                started.append(stack.enter_context(encoders.writers(job)))
+            return nullcontext(started[0])
+
+        yield replace(encoders, load=load, writers=start if encoders.writers else None)

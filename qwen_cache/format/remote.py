@@ -225,7 +225,7 @@ def finish_commit(folder: Url) -> None:
             store.put(target, source.read_bytes())
 
 
-def conflict(folder: Url) -> ConflictError:
+def conflict(folder: Path | Url) -> ConflictError:
     """The error for a dataset that changed while a build was at work."""
     return ConflictError(
         "another build has committed to this cache since this one read it",

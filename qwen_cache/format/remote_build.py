@@ -50,7 +50,7 @@ class RemoteBuild:
         self.shards = RemoteShards(folder, replace(manifest, shards=tuple(shards.values())), copies)
         self._left: dict[str, IndexRow] = {}
         self._stack = ExitStack()
-        self.scratch = self._stack.enter_context(_own_folder(folder)) / build
+        self.scratch = self._stack.enter_context(own_folder(folder)) / build
 
     def adopt(self, stored: Stored) -> None:
         """Take a shard that is there into this build."""
@@ -83,7 +83,7 @@ def _folders(folder: Url) -> Iterator[Path]:
 
 
 @contextmanager
-def _own_folder(folder: Url) -> Iterator[Path]:
+def own_folder(folder: Url) -> Iterator[Path]:
     """The first local folder that no other process has; several builds of one cache may run on one machine."""
     with ExitStack() as stack:
         for path in _folders(folder):

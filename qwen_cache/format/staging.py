@@ -1,28 +1,30 @@
 """The shards of a build before its commit, in a folder that survives a kill and that the next build continues.
 
-Samples are written in the order of the plan. In a local folder, shards of an earlier run are adopted unchanged as long
-as they are the beginning of that order, so an interrupted build gives the same bytes as an uninterrupted one. In object
-storage, where a shard costs its upload, any is adopted whose samples are all wanted. Other complete samples of an
-earlier run are copied at their position in the order. A shard is sealed at its size; a repair seals it after the sample
-that was the last of the damaged one.
+Samples are written in the order of the plan. Complete shards of an earlier run, whichever process wrote them, are
+adopted unchanged if all of their samples are wanted, so an interrupted build of one machine gives the same bytes as an
+uninterrupted one. Other complete samples of an earlier run are copied at their position in the order. A shard is sealed
+at its size; a repair seals it after the sample that was the last of the damaged one.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence, Set
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from qwen_cache.errors import FormatError
+from qwen_cache.errors import ConfigError, FormatError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import SHARD_PATTERN, Shard
 from qwen_cache.format.remote import STAGING, Stored, build_name, put_shard
-from qwen_cache.format.remote_build import RemoteBuild
+from qwen_cache.format.remote_build import RemoteBuild, own_folder
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.shard import Entry, ShardWriter, check_tensors, recover, scan_shard
-from qwen_cache.storage.durable import make_folder, move, replace
+from qwen_cache.storage.durable import replace
 from qwen_cache.storage.mapped import NotAFileError, map_file
 from qwen_cache.storage.url import Url
 
@@ -34,19 +36,48 @@ def staging_folder(folder: Path, name: str, format_version: int) -> Path:
     return folder / STAGING / build_name(name, format_version)
 
 
-def store_shard(destination: Path | Url, name: str, path: Path, stored: Stored, format_version: int) -> None:
-    """Hand over a sealed shard to the unfinished build `name` of the cache at `destination`, from any machine.
+@dataclass(frozen=True)
+class Destination:
+    """The unfinished build `name` of the cache at `folder`, to which other processes add shards, from any machine."""
 
-    In a folder, the file is moved into its staging; in object storage it goes to its final place, with its part, and
-    the local file is removed.
-    """
-    if isinstance(destination, Url):
-        put_shard(destination, build_name(name, format_version), path, stored, format_version)
-        path.unlink(missing_ok=True)
-    else:
-        folder = staging_folder(destination, name, format_version)
-        make_folder(folder)
-        move(path, folder / stored[0].name)
+    folder: Path | Url
+    name: str
+    format_version: int
+    token: str
+    """A file that the build has written into a local folder, so that others see whether theirs is the same."""
+
+    @classmethod
+    def of(cls, folder: Path | Url, name: str, format_version: int) -> Destination:
+        token = f"shared-{uuid.uuid4().hex}"
+        if isinstance(folder, Url):
+            return cls(folder, name, format_version, token)
+        (staging_folder(folder, name, format_version) / token).touch()
+        return cls(folder.absolute(), name, format_version, token)
+
+    @contextmanager
+    def opened(self) -> Iterator[Path]:
+        """The folder for shards of this process; ConfigError if the folder of the cache is another one here."""
+        if isinstance(self.folder, Url):
+            with own_folder(self.folder) as own:
+                path = own / build_name(self.name, self.format_version)
+                shutil.rmtree(path, ignore_errors=True)  # of a process that was killed
+                path.mkdir()
+                yield path
+            return
+        path = staging_folder(self.folder, self.name, self.format_version)
+        if not (path / self.token).is_file():
+            what, do = "this node does not see the folder of the cache", "build into a folder that all nodes share"
+            raise ConfigError(what, where=self.folder, do=f"{do}, or into a bucket (--out s3://…)")
+        yield path
+
+    def store(self, writer: ShardWriter) -> Stored:
+        """Seal a shard and add it to the build: in a folder under its name, in object storage with its part."""
+        stored = writer.seal(writer.path.parent)
+        if isinstance(self.folder, Url):
+            path = writer.path.with_name(stored[0].name)
+            put_shard(self.folder, build_name(self.name, self.format_version), path, stored, self.format_version)
+            path.unlink(missing_ok=True)
+        return stored
 
 
 class Staging:
@@ -68,10 +99,10 @@ class Staging:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.order, self.format_version, self.shard_size = folder, order, format_version, shard_size
         self.last, self.remote = last, remote
-        self._missing = list(order)  # in no adopted shard
+        self._missing = list(order)  # in no adopted shard, and not left to other processes
         self.sealed: list[Stored] = []
         self.writer: ShardWriter | None = None
-        self._written = 0  # of `_missing`
+        self._written = self._sealed_bytes = 0  # of `_missing`; of the shards since this was opened
         self._left: dict[str, tuple[Path, Entry]] = {}
         self._adopt()
 
@@ -81,9 +112,19 @@ class Staging:
         return self._missing[self._written :]
 
     @property
-    def position(self) -> int:
-        """How many samples of `order` are there."""
-        return len(self.order) - len(self._missing) + self._written
+    def size(self) -> int:
+        """The bytes that were written since this was opened, with the whole open shard."""
+        return self._sealed_bytes + (self.writer.size if self.writer else 0)
+
+    def leave(self, keys: Set[str]) -> None:
+        """Leave the samples with these keys to other processes, whose shards come by `add_shard`."""
+        self._missing, self._written = [key for key in self.to_write if key not in keys], 0
+
+    def add_shard(self, stored: Stored) -> None:
+        """Add a shard that another process has sealed, here or in object storage."""
+        self._add(stored)
+        if self.remote:
+            self.remote.uploads.parts.append(stored)
 
     @staticmethod
     def finished(folder: Path, format_version: int) -> set[str]:
@@ -92,7 +133,7 @@ class Staging:
         for path in folder.glob("*.tar"):
             if SHARD_PATTERN.fullmatch(path.name):
                 keys |= keys_in(path, format_version)
-            elif path.name == OPEN or path.match("left-*.tar"):
+            else:
                 keys |= {entry.meta.key for entry in _recovered(path, format_version)}
         return keys
 
@@ -113,16 +154,22 @@ class Staging:
         self._next(entry.meta.key).add_copy(entry, shard[entry.offset : entry.offset + entry.length])
         self._seal_if_full()
 
-    def finish(self) -> list[Stored]:
-        """Seal the open shard; returns all shards, which are in this folder or in object storage under their names."""
-        assert not self.to_write
+    def take(self, keys: Set[str]) -> list[Stored]:
+        """Seal the open shard; returns and forgets the shards that have samples of `keys` alone, in their order.
+
+        They are in this folder or in object storage under their names.
+        """
         if self.writer:
             self._seal(self.writer)
         if self.remote:
             self.remote.uploads.wait()
-        position = {key: i for i, key in enumerate(self.order)}
-        self.sealed.sort(key=lambda stored: position[stored[1][0].meta.key])
-        return self.sealed
+        taken, stay = list[Stored](), list[Stored]()
+        for stored in self.sealed:
+            (taken if all(entry.meta.key in keys for entry in stored[1]) else stay).append(stored)
+        self.sealed = stay
+        firsts = {entries[0].meta.key for _, entries in taken}
+        position = {key: i for i, key in enumerate(self.order) if key in firsts}
+        return sorted(taken, key=lambda stored: position[stored[1][0].meta.key])
 
     def close(self) -> None:
         """Leave everything for a later run to continue."""
@@ -146,62 +193,41 @@ class Staging:
 
     def _seal(self, writer: ShardWriter) -> None:
         stored = writer.seal(self.folder)
-        self.sealed.append(stored)
+        self._add(stored)
         self.writer = None
         if self.remote:
             self.remote.uploads.add(self.folder / stored[0].name, stored)
 
+    def _add(self, stored: Stored) -> None:
+        self.sealed.append(stored)
+        self._sealed_bytes += stored[0].bytes
+
     def _adopt(self) -> None:
-        """Adopt existing shards; remember all other samples by key."""
+        """Adopt every shard, uploaded or here, whose samples are all missing; remember all other samples by key."""
         paths = [path for path in sorted(self.folder.glob("*.tar")) if SHARD_PATTERN.fullmatch(path.name)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = list(zip(paths, pool.map(self._valid_entries, paths), strict=True))
-        shards = {path: entries for path, entries in found if entries}
-        for path in self._adopt_any(shards, self.remote) if self.remote else self._adopt_beginning(shards):
-            del shards[path]
-        self._adopt_open()
-        for file, entries in shards.items():
-            self._left |= {entry.meta.key: (file, entry) for entry in entries}
-
-    def _adopt_beginning(self, shards: Mapping[Path, list[Entry]]) -> list[Path]:
-        """Adopt the shards that are the beginning of `order`; returns them."""
-        by_first_key: dict[str, list[Path]] = {}
-        for file, entries in shards.items():
-            by_first_key.setdefault(entries[0].meta.key, []).append(file)
-        adopted, position = list[Path](), 0
-        while position < len(self.order):
-            candidates = by_first_key.get(self.order[position], [])
-            path = next((each for each in candidates if _is_at(shards[each], self.order, position)), None)
-            if path is None:
-                break
-            entries = shards[path]
-            self.sealed.append((Shard(path.name, len(entries), path.stat().st_size), entries))
-            adopted.append(path)
-            position += len(entries)
-        self._missing = list(self.order[position:])
-        return adopted
-
-    def _adopt_any(self, shards: Mapping[Path, list[Entry]], remote: RemoteBuild) -> list[Path]:
-        """Adopt every shard, uploaded or here, whose samples are all missing; returns those that are here."""
+            found = [each for each in zip(paths, pool.map(self._valid_entries, paths), strict=True) if each[1]]
         missing = set(self.order)
-        adopted = list[Path]()
-        for stored in remote.stored:
-            keys = {entry.meta.key for entry in stored[1]}
-            if keys <= missing:
-                remote.adopt(stored)
-                self.sealed.append(stored)
-                missing -= keys
-            else:
-                remote.keep(stored)
-        for file, entries in shards.items():
-            keys = {entry.meta.key for entry in entries}
-            if keys <= missing:
-                self.sealed.append((Shard(file.name, len(entries), file.stat().st_size), entries))
-                remote.uploads.add(file, self.sealed[-1])
-                adopted.append(file)
-                missing -= keys
+        for stored in self.remote.stored if self.remote else ():
+            assert self.remote
+            (self.remote.adopt if self._is_adopted(stored, missing) else self.remote.keep)(stored)
+        for file, entries in found:
+            stored = Shard(file.name, len(entries), file.stat().st_size), entries
+            if not self._is_adopted(stored, missing):
+                self._left |= {entry.meta.key: (file, entry) for entry in entries}
+            elif self.remote:
+                self.remote.uploads.add(file, stored)
         self._missing = [key for key in self.order if key in missing]
-        return adopted
+        self._adopt_open()
+
+    def _is_adopted(self, stored: Stored, missing: set[str]) -> bool:
+        """Adopt the shard if all of its samples are `missing`, which they then are no longer."""
+        keys = {entry.meta.key for entry in stored[1]}
+        if not keys <= missing:
+            return False
+        missing -= keys
+        self.sealed.append(stored)
+        return True
 
     def _valid_entries(self, path: Path) -> list[Entry]:
         """The samples of a shard; none if its bytes do not match its name, or it has another format version."""
@@ -212,23 +238,19 @@ class Staging:
             return []
 
     def _adopt_open(self) -> None:
-        """Continue the open shard if its samples are next in `order`; else keep its samples by key."""
+        """Continue the open shard if its samples are next; else keep its samples by key, and those of other writers."""
         path = self.folder / OPEN
         entries = _recovered(path, self.format_version)
-        if entries and _is_at(entries, self._missing, 0):
+        if entries and [entry.meta.key for entry in entries] == self._missing[: len(entries)]:
             self.writer = ShardWriter(path, self.format_version, entries)
             self._written = len(entries)
             self._seal_if_full()
         elif entries:
-            kept = self.folder / f"left-{len(list(self.folder.glob('left-*.tar')))}.tar"
-            replace(path, kept)
+            replace(path, self.folder / f"left-{uuid.uuid4().hex}.tar")
+        for path in self.folder.glob("open-*.tar"):  # renamed: a writer that is out of reach can no longer seal it
+            replace(path, self.folder / f"left-{uuid.uuid4().hex}.tar")
         for path in self.folder.glob("left-*.tar"):
             self._left |= {entry.meta.key: (path, entry) for entry in _recovered(path, self.format_version)}
-
-
-def _is_at(entries: Sequence[Entry], keys: Sequence[str], position: int) -> bool:
-    """Whether `keys` has those of `entries` at a position."""
-    return [entry.meta.key for entry in entries] == list(keys[position : position + len(entries)])
 
 
 def keys_in(shard: Path, format_version: int) -> set[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,6 +30,7 @@ from qwen_cache.format.index import INDEX_NAME, ROW_GROUP, SEED, IndexRow, index
 from qwen_cache.format.keys import IntArray
 from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recipe
 from qwen_cache.format.mapped_index import load_index
+from qwen_cache.format.remote import Stored, conflict
 from qwen_cache.format.remote_build import RemoteBuild
 from qwen_cache.format.rows import KeyedRows, ListedSample, Listing, fitted, listed, shard_numbers, taken
 from qwen_cache.format.shard import Entry, check_tensors, tensor_bytes
@@ -263,7 +264,7 @@ def carry_out(
     `on_sample` is called with a number of finished samples: first those of an earlier run together, then one by one.
     """
     try:
-        on_sample(staging.position)
+        on_sample(len(update.order) - len(staging.to_write))
         for key in staging.to_write:
             if not copy_if_there(update, staging, key):
                 write(key)
@@ -277,7 +278,46 @@ def commit_update(
     update: Update, staging: Staging, recipes: dict[str, dict[str, Any]], written_by: dict[str, str]
 ) -> Manifest:
     """Commit the update, with `recipes` by name; all samples of `order` must be in staging."""
-    shards = staging.finish()
+    assert not staging.to_write
+    manifest = _commit(update, staging, staging.take(set(staging.order)), recipes, written_by)
+    with suppress(OSError):  # the dataset is complete; `gc` removes what stays
+        shutil.rmtree(staging.folder)
+    return manifest
+
+
+def commit_early(
+    update: Update,
+    staging: Staging,
+    shards: Sequence[Stored],
+    recipes: dict[str, dict[str, Any]],
+    written_by: dict[str, str],
+) -> Update:
+    """Commit these shards of `staging`, beside everything that is there; returns what is left of the update.
+
+    The existing dataset must have all rows of its index.
+    """
+    keys, existing = [entry.meta.key for _, entries in shards for entry in entries], update.existing
+    is_new = pc.is_in(update.rows.table["key"], pa.array(keys, pa.string())).to_numpy()
+    new = Listing(taken(update.rows.table, np.flatnonzero(is_new)))
+    positions = np.r_[existing.rows.positions, np.full(len(new), -1)]
+    early = replace(update, rows=existing.listed + new, kept=positions)
+    manifest = _commit(early, staging, shards, recipes, written_by)
+    now = read_existing(update.folder, update.format_version)
+    if now.manifest != manifest:
+        raise conflict(update.folder)
+    kept = update.kept.copy()
+    kept[is_new] = len(existing) + np.arange(len(new))
+    return replace(update, existing=now, kept=kept, moved=now.rows.at(update.moved.positions))
+
+
+def _commit(
+    update: Update,
+    staging: Staging,
+    shards: Sequence[Stored],
+    recipes: dict[str, dict[str, Any]],
+    written_by: dict[str, str],
+) -> Manifest:
+    """Commit what is kept, and the new `shards`."""
     written = {entry.meta.key: (shard.name, entry) for shard, entries in shards for entry in entries}
     index = _write_index(update, written, keys := RecipeKeys())
     new = {shard.name: shard for shard, _ in shards}
@@ -299,8 +339,6 @@ def commit_update(
     directory.commit(update.folder, manifest, index, [staging.folder / shard.name for shard, _ in shards], old)
     if staging.remote:
         staging.remote.uploads.remove_parts(written.keys())
-    with suppress(OSError):  # the dataset is complete; `gc` removes what stays
-        shutil.rmtree(staging.folder)
     return manifest
 
 

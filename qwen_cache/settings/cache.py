@@ -44,6 +44,9 @@ class CacheConfig(Section):
     """zstd: 0.7 of the bytes; worth it when reading is slower than 0.8 GB/s. v2 only."""
     shard_size: ByteSize = ByteSize(1_000_000_000)
     """Start a new shard when one reaches this many bytes."""
+    commit_every: Positive | None = None
+    """Commit whenever this many new samples are there, for runs that follow the build; by default once, at the end.
+    Shards end at commits. Samples that replace others wait for the last one."""
     local_copies: str | None = None
     """The folder for local copies of remote caches; qwen-cache/shards in the user's cache folder by default."""
     local_copies_size: ByteSize = ByteSize(LOCAL_COPIES_SIZE)

@@ -1,0 +1,245 @@
+"""Write the missing samples of a build, on this machine or with workers that write shards, and commit them.
+
+A build that is killed leaves the old dataset in place, and its finished samples in staging. The same command continues
+from there, with workers or without; on one machine it gives the same bytes if the encoders take one sample at a time
+(`micro_batches`). With `cache.commit_every` there are commits before the last one. They only add: samples that replace
+others wait for the last one, and so does everything if the build replaces the recipe or repairs the cache.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+
+from qwen_cache.encode.builder import BuildJob, Encoders, Encoding, WorkersState, Writers, staging_name
+from qwen_cache.encode.chunks import cut_into_chunks
+from qwen_cache.encode.plan import PlannedSample
+from qwen_cache.errors import ConflictError
+from qwen_cache.format.finished import replaced_shards
+from qwen_cache.format.manifest import Manifest
+from qwen_cache.format.remote import conflict
+from qwen_cache.format.shard import compress
+from qwen_cache.format.staging import Destination
+from qwen_cache.format.update import (
+    Update,
+    commit_early,
+    commit_update,
+    copy_if_there,
+    open_staging,
+)
+from qwen_cache.storage.local_copies import LocalCopies
+from qwen_cache.version import __version__
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of a build."""
+
+    made: frozenset[str]
+    """The keys of the samples that were encoded, or got a new mask; all others were copied or already present."""
+    samples: int
+    shards: int
+    bytes: int
+    replaced: int
+    """Shards that the dataset no longer names, kept until `gc`."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a build is."""
+
+    finished: int
+    """Missing samples that are on the disk: they stay if the build is stopped now."""
+    running: int = 0
+    """Samples in the incomplete shards of workers."""
+    bytes: int = 0
+    """Written so far."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """Samples per second of each worker."""
+
+
+def run(
+    job: BuildJob,
+    update: Update,
+    missing: Sequence[PlannedSample],
+    encoders: Encoders,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    new_masks: Set[str] = frozenset(),
+    again: Callable[[], Update] | None = None,
+) -> Report:
+    """Copy or encode the missing samples and commit; the caller holds `directory.writing(job.folder)`.
+
+    Those with the keys `new_masks` need no encoder, so this process makes them even if there are workers. If other
+    builds may commit to a bucket meanwhile, `again` gives the update of the dataset as it then is.
+    """
+    made, now = set[str](), update
+    while True:
+        writing = Writing(job, now, missing, encoders, on_progress, again)
+        try:
+            made |= writing.write(new_masks)
+            manifest = writing.commit()
+            break
+        except ConflictError:
+            if again is None:
+                raise
+            now = again()  # what is written is adopted
+        finally:
+            writing.staging.close()
+    before, after = ({s.name for s in m.shards} for m in (update.existing.manifest, manifest))
+    return Report(
+        made=frozenset(made),
+        samples=manifest.recipes[job.recipe_name].samples,
+        shards=len(after),
+        bytes=sum(shard.bytes for shard in manifest.shards),
+        replaced=len(before - after),
+    )
+
+
+class Writing:
+    """The samples of one update on their way into the dataset."""
+
+    def __init__(
+        self,
+        job: BuildJob,
+        update: Update,
+        missing: Sequence[PlannedSample],
+        encoders: Encoders,
+        on_progress: Callable[[Progress], None],
+        again: Callable[[], Update] | None,
+    ) -> None:
+        self.job, self.encoders, self.on_progress, self.again = job, encoders, on_progress, again
+        self.samples = {sample.key: sample for sample in missing}
+        self.every = _commit_every(job, update)
+        self.late = _replacing(update) if self.every else frozenset[str]()
+        if self.late:
+            update = replace(update, order=sorted(update.order, key=lambda key: key in self.late))
+        self.update = update
+        reusable = replaced_shards(job.folder, self.samples.keys(), job.format_version)
+        self.name = staging_name(job, repair=bool(update.damaged))
+        copies = LocalCopies.of_settings(job.config.cache)
+        self.staging = open_staging(update, self.name, int(job.config.cache.shard_size), reusable, copies)
+        self.finished = self.uncommitted = 0
+        self.left = len(update.order)
+        """The keys that are not written yet."""
+        self.committed = set[str]()
+        """The keys of this update that were committed early."""
+
+    def write(self, new_masks: Set[str]) -> set[str]:
+        """Write all samples of the update; returns the keys of those that were not copied."""
+        waiting = self.staging.to_write
+        to_make = {key for key in waiting if key in self.samples and self.staging.left_over(key) is None}
+        elsewhere = to_make - new_masks if self.encoders.writers else set[str]()
+        self._count(set(self.update.order).difference(waiting))
+        self.staging.leave(elsewhere)
+        with self.encoders.writers(self.job) if self.encoders.writers and elsewhere else nullcontext() as writers:
+            self._write_here(to_make - elsewhere)
+            if writers is not None:
+                self._write_elsewhere(writers, [key for key in waiting if key in elsewhere])
+        return to_make
+
+    def commit(self) -> Manifest:
+        """Commit everything; all samples must be written. ConflictError if meanwhile others are to be written."""
+        if set(self.staging.order) - self.committed != set(self.update.order) - self.committed:
+            raise conflict(self.job.folder)
+        return commit_update(self.update, self.staging, self._recipes(), _written_by())
+
+    def _write_here(self, to_make: Set[str]) -> None:
+        order = self.staging.to_write
+        with self.encoders.load(self.job) if to_make else nullcontext() as lanes:
+            for key, work in _ahead(order, self.samples, to_make, lanes, self.encoders.in_flight):
+                if lanes is not None and work is not None:
+                    self.staging.add(*compress(*lanes.result(work), self.job.config.cache.compression))
+                else:
+                    is_copied = copy_if_there(self.update, self.staging, key)
+                    assert is_copied
+                self._count([key])
+
+    def _write_elsewhere(self, writers: Writers, order: Sequence[str]) -> None:
+        chunks = [
+            chunk
+            for late in (False, True)
+            for chunk in cut_into_chunks(
+                self.job, [self.samples[key] for key in order if (key in self.late) == late], writers.count
+            )
+        ]
+        destination = Destination.of(self.job.folder, self.name, self.job.format_version)
+        for shard in writers.write(chunks, destination, self._report):
+            self.staging.add_shard(shard)
+            self._count([entry.meta.key for entry in shard[1]])
+
+    def _count(self, keys: Iterable[str]) -> None:
+        """Count samples that are written, and commit if enough of them are new."""
+        for key in keys:
+            self.left -= 1
+            self.finished += key in self.samples
+            self.uncommitted += key not in self.late
+        self._report(WorkersState(0, 0, {}))
+        if self.every and self.uncommitted >= self.every and self.left:
+            self._commit_early()
+            self.uncommitted = 0
+
+    def _commit_early(self) -> None:
+        """Commit the complete shards, unless they hold samples that replace others, or that are there already."""
+        while True:
+            shards = self.staging.take(set(self.update.order) - self.late)
+            if not shards:
+                return
+            try:
+                self.update = commit_early(self.update, self.staging, shards, self._recipes(), _written_by())
+            except ConflictError:
+                if self.again is None:
+                    raise
+                self.staging.sealed += shards
+                self.update = self.again()
+            else:
+                self.committed.update(entry.meta.key for _, entries in shards for entry in entries)
+                return
+
+    def _report(self, workers: WorkersState) -> None:
+        written = self.staging.size + workers.bytes
+        self.on_progress(Progress(self.finished, workers.samples, written, workers.rates))
+
+    def _recipes(self) -> dict[str, dict[str, Any]]:
+        return {**self.update.existing.recipes, self.job.recipe_name: self.job.recipe}
+
+
+def _commit_every(job: BuildJob, update: Update) -> int | None:
+    """After how many samples to commit; None where a commit before the last one could not just add to the dataset."""
+    existing = update.existing
+    is_replaced = existing.recipes.get(job.recipe_name, job.recipe) != job.recipe
+    lacks_shards = len(existing) != len(existing.table)
+    return None if update.damaged or is_replaced or lacks_shards else job.config.cache.commit_every
+
+
+def _replacing(update: Update) -> frozenset[str]:
+    """The keys of samples that move to another shard, or that replace one of their name."""
+    rows = update.rows.table
+    has_name = pc.is_in(rows["name"], pc.unique(update.existing.table["name"])).to_numpy()
+    return frozenset(update.moved) | frozenset(update.rows.keys(np.flatnonzero(has_name & (update.kept < 0))))
+
+
+def _written_by() -> dict[str, str]:
+    return {"qwen-cache": __version__, **{name: version(name) for name in ("diffusers", "torch", "transformers")}}
+
+
+def _ahead(
+    order: Sequence[str],
+    samples: Mapping[str, PlannedSample],
+    to_make: Set[str],
+    lanes: Encoding | None,
+    in_flight: int,
+) -> Iterator[tuple[str, Any]]:
+    """Each key with its submitted work, up to `in_flight` ahead; None for a sample that is copied."""
+    waiting: deque[tuple[str, Any]] = deque()
+    for key in order:
+        waiting.append((key, lanes.submit(samples[key]) if lanes and key in to_make else None))
+        if len(waiting) >= in_flight:
+            yield waiting.popleft()
+    yield from waiting
