@@ -24,6 +24,7 @@ from .support.commands import refused
 from .support.fake_lanes import FakeLanes
 from .support.full_size import SEVEN_B, VAE
 from .support.marks import slow
+from .support.paths import ROOT
 
 CARD = 8 * 2**30
 """The memory of a card of 8 GB."""
@@ -186,3 +187,18 @@ def test_a_card_that_may_be_too_small_is_tried(
     result = build(pairs, tmp_path / "shards", model, "--dry-run", *BOTH_ON)
     assert result.code == 0
     assert "this may not fit: name another device with --vae-device or --text-device\n" in result.stderr
+
+
+@pytest.mark.slow
+def test_the_table_of_the_page_is_computed() -> None:
+    text = (ROOT / "docs" / "howto" / "build-on-a-small-gpu.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (none|`cache[^|]*) \| ([\d.]+) GB \| ([\d.]+|–)(?: GB)? \|", text, re.MULTILINE)
+    assert len(rows) == 5
+    for settings, device, host in rows:
+        quantization = re.search(r"text_quantization=(\w+)", settings)
+        found = needed(Placement(quantization[1] if quantization else "none", "text_offload=true" in settings))
+        assert f"{found.least / 1e9:.1f}" == device, settings
+        waiting = sum(each.host for each in found.encoders.values())
+        assert (f"{waiting / 1e9:.1f}" if waiting else "–") == host, settings
+    whole = needed(Placement("int8"))
+    assert f"with {(whole.at_once - whole.least) / 1e9:.1f} GB more" in " ".join(text.split())

@@ -13,13 +13,16 @@ from torch import Tensor, nn
 
 from qwen_cache.encode.text import EncodedText, TextEncoder, TextRequest
 from qwen_cache.errors import ConfigError, DeviceError
+from qwen_cache.grounding.head import encoder_of
 from qwen_cache.models import quantized_linear
 from qwen_cache.models.folder import ENCODER_PARTS, open_model
 from qwen_cache.models.placement import Placement
 from qwen_cache.models.quantized_linear import Kind, Nf4Linear, QuantizedLinear, check_quantization, quantize
+from qwen_cache.settings.load import load_config
+from qwen_train.data.mixture import open_mixture
 
 from .support.caches import build, plan
-from .support.commands import refused
+from .support.commands import refused, run
 from .support.fake_lanes import FakeLanes
 from .support.judge import assert_same
 from .support.marks import slow
@@ -81,13 +84,13 @@ def test_each_weight_is_the_nearest_number_of_its_format(
 
 @pytest.fixture
 def encode(tiny_model: Callable[[str], Path]) -> Callable[..., tuple[TextEncoder, EncodedText]]:
-    def run(variant: str, kind: Kind) -> tuple[TextEncoder, EncodedText]:
+    def encoded(variant: str, kind: Kind) -> tuple[TextEncoder, EncodedText]:
         model = open_model(str(tiny_model(variant)), ENCODER_PARTS)
         encoder = TextEncoder(model, CPU, torch.float32, attend=True, placement=Placement(kind))
         photograph = [image.resize((128, 96)) for image in images(1)]
         return encoder, encoder.encode([TextRequest(encoder.inputs(photograph), PROMPTS[0], ())])[0]
 
-    return run
+    return encoded
 
 
 def weight_error(found: TextEncoder, exact: TextEncoder) -> float:
@@ -151,14 +154,30 @@ def test_it_is_part_of_the_recipe(
     assert planned["to_encode"] == 4
     assert planned["reasons"] == {"recipe: text_quantization unset → int8": 4}
     refused(build(pairs, out, model, *int8), "because the recipe changed: text_quantization unset → int8")
-    assert build(pairs, out, model, *int8, "--set", "cache.recipe=small").code == 0
+    small = (*int8, "--set", "cache.recipe=small")
+    built = build(pairs, out, model, *small)
+    assert built.code == 0
+    assert "(QwenImageEditPlusPipeline, float32, text encoder in int8)" in built.stderr
     assert fast[1].job.recipe == fast[0].job.recipe | {"text_quantization": "int8"}
-    assert (
-        plan(pairs, out, model)["cached"]
-        == plan(pairs, out, model, *int8, "--set", "cache.recipe=small")["cached"]
-        == 4
-    )
-    assert plan(pairs, out, model, "--set", "cache.text_offload=true")["cached"] == 4, "the same embeddings"
+    offload = ("--set", "cache.text_offload=true")
+    for options in ((), small, offload, (*small, *offload)):
+        assert plan(pairs, out, model, *options)["cached"] == 4
+    assert "QwenImageEditPlusPipeline, float32, text encoder in int8" in run("qwen-cache", "inspect", out).stdout
+    heads = [encoder_of(lanes.job.recipe) for lanes in fast]
+    assert heads[0] != heads[1], "a mask head is for the attention that it was trained on"
+
+
+def test_quantised_embeddings_are_not_trained_together_with_others(
+    pairs: Path, tmp_path: Path, tiny_model: Callable[[str], Path], fast: list[FakeLanes]
+) -> None:
+    caches = [tmp_path / "whole", tmp_path / "small"]
+    for out, kind in zip(caches, ("none", "int8"), strict=True):
+        assert build(pairs, out, tiny_model("edit-plus"), "--set", f"{SETTING}={kind}").code == 0
+    settings = load_config(None, [f"train.caches=[{{path: {caches[0]}}}, {{path: {caches[1]}}}]"])
+    with pytest.raises(ConfigError) as error:
+        open_mixture(settings.train.caches, settings.cache)
+    assert error.value.what == "these caches cannot be trained together: they differ in text_quantization"
+    assert (error.value.expected, error.value.found) == (f"none, as in {caches[0]}", f"int8 in {caches[1]}")
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

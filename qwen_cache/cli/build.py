@@ -363,7 +363,9 @@ def _measure(job: BuildJob, plan: BuildPlan) -> float:
 def _print_plans(tasks: Sequence[Task], seconds: Sequence[float | None], *, always: bool = False) -> None:
     """Print the plans to stderr, with `always` under --quiet too; `seconds` are the measured times."""
     job = tasks[0].job
-    model = f"{verbatim(job.model.name)}  ({job.model.pipeline}, {job.recipe['dtype']})"
+    quantised = job.recipe.get("text_quantization")
+    kind = f"{job.model.pipeline}, {job.recipe['dtype']}{f', text encoder in {quantised}' if quantised else ''}"
+    model = f"{verbatim(job.model.name)}  ({kind})"
     console(always=always).print(f"[bold]model[/]    {model}")
     for task, each in zip(tasks, seconds, strict=True):
         _print_plan(task, each, always=always)

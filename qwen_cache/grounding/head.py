@@ -46,7 +46,9 @@ class HeadMetadata:
 
 def encoder_of(recipe: dict[str, Any]) -> str:
     """The hash of the entries of a cache's recipe on which attention depends, except the dtype's rounding."""
-    return content_hash(canonical_json({name: recipe.get(name) for name in ATTENTION_INPUTS}))
+    inputs = {name: recipe.get(name) for name in ATTENTION_INPUTS}
+    quantised = {name: recipe[name] for name in ("text_quantization",) if name in recipe}  # older heads keep their hash
+    return content_hash(canonical_json(inputs | quantised))
 
 
 @dataclass(frozen=True)

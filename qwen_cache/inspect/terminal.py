@@ -50,6 +50,7 @@ def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     kind = f"{settings['pipeline']}, {settings['dtype']}"
+    kind += f", text encoder in {settings['text_quantization']}" if "text_quantization" in settings else ""
     facts.add_row("recipe", f"[bold]{verbatim(name)}[/]  {verbatim(kind)}")
     facts.add_row("model", f"{recipe['family']}, licence {recipe['license']}")
     if "imported_from" in settings:

@@ -187,7 +187,8 @@ def _check_compatible(first: Cache, other: Cache) -> None:
                 f"these caches cannot be trained together: they differ in {what}",
                 expected=f"{a[what]}, as in {first.folder}",
                 found=f"{b[what]} in {other.folder}",
-                do="build both with the same model and cache.dtype, or remove one from train.caches",
+                do="build both with the same model, cache.dtype and cache.text_quantization, or remove one from "
+                "train.caches",
             )
 
 
@@ -200,6 +201,7 @@ def entries_to_match(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> Seq
 def _compared_properties(cache: Cache, names: Sequence[str]) -> dict[str, Any]:
     recipe, stored = cache.recipe.recipe, cache.row(0).meta.tensors
     properties = {name: recipe[name] for name in names if name in recipe}
+    properties["text_quantization"] = recipe.get("text_quantization", "none")
     for name in ("image_latents", "prompt_embeds"):
         properties |= {f"the dtype of {name}": stored[name].dtype, f"the width of {name}": stored[name].shape[1]}
     return properties
