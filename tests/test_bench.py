@@ -218,3 +218,37 @@ def test_an_unchanged_plan_reads_no_image_and_a_changed_one_reads_one(
     ]
     tool.show(report)
     assert "| unchanged | " in capsys.readouterr().out
+
+
+def test_the_costs_of_a_cache_are_measured_command_by_command(
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a source and a cache of it that `build` finds up to date, and to which it adds one sample."""
+    tool: Any = load_tool("bench_scale")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))  # it imports bench_plan
+    monkeypatch.setattr(tool, "LEAST", 100)
+    monkeypatch.setattr(tool, "QUICK", (200,))
+    names = [name for name in tool.COMMANDS if "inspect" not in name]
+
+    def measured(folder: Path, name: str) -> dict[str, float]:
+        """In this process."""
+        done.append(name)
+        tool.run_once(folder, name)
+        return {"seconds": 1.0, "anonymous": 1000 * (len(done) > len(names) + 1), "resident": 5000, "cpu": 1.0}
+
+    done: list[str] = []
+    monkeypatch.setattr(tool, "measured", measured)
+    options = ("--quick", "--json", "--model", str(tiny_model("edit")), "--folder", str(tmp_path), "--only", *names)
+    monkeypatch.setattr(sys, "argv", ["bench_scale", *options])
+    tool.main()
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [each["rows"] for each in report["sizes"]] == [100, 200]
+    assert all(list(each["commands"]) == names for each in report["sizes"])
+    assert not list(tmp_path.iterdir())
+    tool.show(report)
+    shown = capsys.readouterr().out
+    assert "200 rows, an index of" in shown
+    assert "| open | 1.0 | 1.00 | 10 | 0 |" in shown

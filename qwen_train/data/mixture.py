@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from qwen_cache.batching.batch_plan import index_target_tokens, index_token_counts
 from qwen_cache.batching.epoch import IntArray, MixturePart
@@ -22,7 +23,9 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Cache, Sample, open_configured
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.format.index import INDEX_NAME, IndexRow
+from qwen_cache.format.keys import Words, hash_words
 from qwen_cache.format.manifest import Recipe
+from qwen_cache.format.rows import taken
 from qwen_cache.models.family import same_inputs
 from qwen_cache.settings.cache import CacheConfig
 from qwen_cache.settings.train import WeightedCache
@@ -157,14 +160,34 @@ class Mixture:
 def _by_image(cache: Cache, rows: IntArray, begin: int, weight: float) -> MixturePart:
     """The samples in these rows of a cache, those of the same images as alternatives; the first row has the position
     `begin`. The number of image tokens tells sizes of one image apart, which are no alternatives."""
-    tokens = index_token_counts(cache.table, cache.folder / INDEX_NAME)[0][rows].tolist()
-    columns = (cache.table[name].take(rows).to_pylist() for name in ("target", "controls", "source_rows"))
-    images = defaultdict[tuple[str, tuple[str, ...], int], list[int]](list)
-    for row, count, target, controls, times in zip(rows.tolist(), tokens, *columns, strict=True):
-        images[target, tuple(controls), count] += [begin + row] * times
-    samples = [position for alternatives in images.values() for position in alternatives]
-    begins = np.cumsum([0, *map(len, images.values())])[:-1]
-    return MixturePart(np.array(samples, dtype=np.int64), weight, begins)
+    where = cache.folder / INDEX_NAME
+    table = taken(cache.table.select(["target", "controls", "source_rows"]), rows)
+    tokens = index_token_counts(cache.table, where)[0][rows].astype(np.uint64)
+    image = _numbered(np.column_stack([tokens, hash_words(table["target"], where), _of_each(table["controls"], where)]))
+    times = table["source_rows"].to_numpy()
+    order = np.argsort(image, kind="stable")
+    counts = np.bincount(image, times).astype(np.int64)
+    return MixturePart(np.repeat(begin + rows[order], times[order]), weight, np.cumsum(counts) - counts)
+
+
+def _of_each(lists: pa.ChunkedArray, where: object) -> Words:
+    """`[N, …]`: the hashes of each list as numbers, zeros where it is shorter than the longest, and its length."""
+    words, lengths = hash_words(pc.list_flatten(lists), where), pc.list_value_length(lists).to_numpy()
+    matrix: Words = np.zeros((len(lists), lengths.max(initial=0), 2), np.uint64)
+    matrix[np.arange(matrix.shape[1]) < lengths[:, None]] = words
+    return np.column_stack([matrix.reshape(len(lists), 2 * matrix.shape[1]), lengths.astype(np.uint64)])
+
+
+def _numbered(values: Words) -> IntArray:
+    """`[N]`: equal rows of `values` get equal numbers, from 0 on in the order in which they come first."""
+    order = np.lexsort(values.T)  # keeps the order of equal ones
+    in_order = values[order]
+    is_first = np.ones(len(values), bool)
+    is_first[1:] = (in_order[1:] != in_order[:-1]).any(axis=1)
+    firsts = order[is_first]
+    numbers: IntArray = np.empty(len(values), np.int64)
+    numbers[order] = np.argsort(np.argsort(firsts))[np.cumsum(is_first) - 1]
+    return numbers
 
 
 def open_mixture(parts: Sequence[WeightedCache], config: CacheConfig) -> Mixture:

@@ -68,7 +68,7 @@ def training_and_validation(samples: Samples, config: TrainConfig) -> tuple[IntA
             "train.validation_split needs the index of a cache, which --encode-on-the-fly does not have",
             do="build a cache: `qwen-cache build`",
         )
-    return split(samples.column("target").to_pylist(), config.validation_split)
+    return split(samples.column("target"), config.validation_split)
 
 
 def check_teacher(config: TrainConfig) -> None:
