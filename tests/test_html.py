@@ -23,7 +23,7 @@ def test_a_value_is_text_and_json_is_json() -> None:
 
 
 def test_a_missing_value_is_an_error() -> None:
-    with pytest.raises(UndefinedError, match="'summary' is undefined"):
+    with pytest.raises(UndefinedError, match="'samples' is undefined"):
         render("cache.html.jinja", title="a")
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -24,17 +23,22 @@ from PIL import Image, ImageChops
 from qwen_cache import open_cache
 from qwen_cache.encode.decode import decode_latents, load_vae
 from qwen_cache.format.identity import content_hash
+from qwen_cache.html.page import FOLDER
 from qwen_cache.inspect import page as document
+from qwen_cache.inspect import page_files
+from qwen_cache.inspect.count import histogram
 from qwen_cache.inspect.flags import FLAGS
 from qwen_cache.inspect.images import THUMBNAIL
-from qwen_cache.inspect.page import evenly
-from qwen_cache.inspect.summary import histogram, survey
+from qwen_cache.inspect.page import FILES_SCRIPTS, SCRIPTS, evenly
+from qwen_cache.inspect.summary import survey
 from qwen_cache.models.folder import open_model
-from qwen_cache.storage.durable import write_durably
+from qwen_cache.storage.durable import locked, write_durably
 
 from .support.caches import build
 from .support.commands import command, run
+from .support.large_caches import write_large
 from .support.pages import HOSTILE, RECIPE, CacheSample, Page, page_of, write
+from .support.scenes import Scene, write_scenes
 from .support.server import Server, serving
 
 V1 = ("--format", "v1", "--edit-mask", "none")
@@ -102,6 +106,7 @@ def test_text_of_the_source_stays_text(tmp_path: Path) -> None:
     assert page.tags == plain.tags
     assert (page.samples[0]["prompt"], page.samples[0]["name"]) == (HOSTILE, HOSTILE)
     assert page.tags["script"] == 3
+    assert "unsafe" not in page.policy["script-src"]
     assert "<" not in page.texts["samples"] + page.texts["overview"]  # a comment would change where a script ends
     written = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert not re.search(
@@ -117,13 +122,14 @@ def test_nothing_is_loaded_from_anywhere(built: Built, tmp_path: Path) -> None:
     keys = {sample["key"] for sample in page.samples}
     assert {reference.removeprefix("#") for reference in page.references} == {*keys, "flags", "details"}
     assert not re.search(r"url\(|@import|https?:", page.texts["style"])
-    assert not re.search(r"https?:|fetch|XMLHttp|import|innerHTML|eval", page.texts["script"])
+    assert not re.search(r"https?:|fetch\(|XMLHttp|import|innerHTML|eval", page.texts["script"])
 
 
 def test_the_script_finds_what_it_looks_for(tmp_path: Path) -> None:
     page = page_of(write(tmp_path / "shards", [CacheSample("a")]), tmp_path / "report.html")
-    assert set(re.findall(r'(?:byId|read|choices)\("([\w-]+)"', page.texts["script"])) <= page.ids
-    assert set(re.findall(r"sample\.(\w+)", page.texts["script"])) == page.samples[0].keys()
+    scripts = "".join((FOLDER / name).read_text(encoding="utf-8") for name in {*SCRIPTS, *FILES_SCRIPTS})
+    assert set(re.findall(r'(?:byId|choices)\("([\w-]+)"', scripts)) <= page.ids
+    assert set(re.findall(r"sample\.(\w+)", scripts)) == page.samples[0].keys()
 
 
 def test_a_build_that_is_not_done_has_a_page(tmp_path: Path) -> None:
@@ -184,17 +190,16 @@ def thumbnail(image: Image.Image) -> Image.Image:
 def test_images_of_a_few(
     built: Built, tiny_model: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: int
 ) -> None:
-    """Images are in the page, or beside it when there are many; they equal the VAE's decoded latents."""
-    monkeypatch.setattr(document, "EMBEDDED_IMAGES", within)
+    """Images are in the page, or in files beside it when there are many; they equal the VAE's decoded latents."""
+    monkeypatch.setattr(document, "ONE_FILE_IMAGES", within)
     path, model = built("edit-plus", ("--edit-mask", "file")), tiny_model("edit-plus")
     options = ("--decode", "--thumbnails", "2", "--model", model, "--vae-device", "cpu")
     page = page_of(path, tmp_path / "report.html", *options)
     assert [bool(sample["images"]) for sample in page.samples] == [True, False, False, True]
     shown = []
     for title, source in page.samples[0]["images"] + page.samples[3]["images"]:
-        beside = tmp_path / "report_files" / source.removeprefix("report_files/")
-        data = b64decode(source.removeprefix("data:image/jpeg;base64,")) if within == 2 else beside.read_bytes()
-        shown.append((title, Image.open(BytesIO(data))))
+        shown.append((title, Image.open(BytesIO(b64decode(source.removeprefix("data:image/jpeg;base64,"))))))
+    assert (page.folder is not None) == (within == 1)
     cache = open_cache(path)
     controls = [["control 1", "control 2"] if len(cache[i].img_shapes) > 2 else ["control"] for i in (0, 3)]
     masks = [["edit mask"] if "edit_mask" in cache[i].row.meta.tensors else [] for i in (0, 3)]
@@ -232,14 +237,14 @@ def test_options_that_do_not_go_together(built: Built, options: tuple[str, ...],
 def test_samples_are_chosen_evenly(count: int, most: int) -> None:
     chosen = evenly(count, most)
     assert len(chosen) == min(count, most)
-    assert most < 2 or not chosen or (chosen[0], chosen[-1]) == (0, count - 1)
+    assert most < 2 or not len(chosen) or (chosen[0], chosen[-1]) == (0, count - 1)
     assert len(set(np.diff(chosen))) <= 2
     assert max(np.diff(chosen), default=0) - min(np.diff(chosen), default=0) <= 1
 
 
 @pytest.mark.parametrize(("unit", "values"), [(1, [7]), (1, [3, 4, 4, 15]), (1, [1, 9000, 14]), (0.01, [0.5, 2.35, 1])])
 def test_bins_count_as_numpy_does(unit: float, values: list[float]) -> None:
-    found = histogram(values, unit)
+    found = histogram(Counter(values), unit)
     assert 1 <= len(found) <= 12
     edges = [low for low, _, _ in found] + [found[-1][1]]
     assert [high for _, high, _ in found] == edges[1:]
@@ -346,30 +351,124 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert page.read_text() == "an older page"
 
 
-def test_images_beside_a_page_are_those_of_the_page(
-    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(document, "EMBEDDED_IMAGES", 1)
+def in_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages have their samples in files, with a few in each."""
+    monkeypatch.setattr(document, "ONE_FILE", 0)
+    for name, samples in (("CHUNK", 8), ("PACK", 2), ("SECTION", 16), ("BUCKET", 1)):
+        monkeypatch.setattr(page_files, name, samples)
+
+
+def test_files_have_what_a_page_of_one_file_has(built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And small files say for the filters what the rows say."""
+    samples = [CacheSample(f"{i}", HOSTILE if i == 5 else f"do {i % 9}", target=f"{i % 17}") for i in range(45)]
+    scenes = [Scene(f"edit {i}", None, None) for i in range(21)]
+    recipes = {"default": RECIPE, "other": RECIPE | {"dtype": "bfloat16"}}
+    both = write_scenes(tmp_path / "both", {"default": scenes[:9], "other": scenes[9:]}, recipes)
+    one = write(tmp_path / "one", samples)
+    for cache, options in ((one, ()), (both, ()), (built("edit-plus"), ("--scan",))):
+        whole = page_of(cache, tmp_path / "whole.html", *options)
+        with monkeypatch.context() as patch:
+            in_files(patch)
+            split = page_of(cache, tmp_path / "split.html", *options)
+        assert split.samples == whole.samples
+        assert split.overview["recipes"].keys() == whole.overview["recipes"].keys()
+        same = ("columns", "count", "sizes", "flags", "recipes", "groups")
+        assert {name: split.facts[name] for name in same} == {name: whole.facts[name] for name in same}
+        check_filters(split)
+
+
+def check_filters(page: Page) -> None:
+    """`kinds` and `keys` say what the rows say."""
+    facts, position = page.facts, 0
+    for section in range(-(-facts["count"] // facts["section"])):
+        kinds = page.files[f"kinds-{section}"]
+        for code in np.frombuffer(b64decode(kinds["codes"]), "<u2").tolist():
+            size, recipe, bits, has_images = kinds["kinds"][code]
+            sample = page.samples[position]
+            assert facts["sizes"][size][0] == "×".join(map(str, sample["sizes"][0]))
+            assert facts["recipes"][recipe][0] == sample["recipe"]
+            assert [flag for i, flag in enumerate(facts["flag_names"]) if bits >> i & 1] == sample["flags"]
+            assert has_images == bool(sample["images"])
+            position += 1
+    assert position == facts["count"] == len(page.samples)
+    buckets = {name.removeprefix("keys-"): value for name, value in page.files.items() if name.startswith("keys-")}
+    assert len(buckets) == 16 ** facts["key_digits"]
+    files = ((begin, zip(*each, strict=True)) for begin, each in buckets.items())
+    found = {page.samples[i]["key"]: begin + rest for begin, each in files for rest, i in each}
+    assert len(found) == facts["count"]
+    assert all(key.startswith(begin) and len(begin) >= 13 for key, begin in found.items())
+
+
+def test_files_of_an_older_page_are_removed(built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else, whatever the name of the page; at every moment the page that is there has its own."""
     path, beside = tmp_path / "a#b?c%20 d:e.html", tmp_path / "a#b?c%20 d:e_files"
-    beside.mkdir()
+    (beside / "0123456789abcdef0123456789abcdef").mkdir(parents=True)
     (beside / "mine.jpg").touch()
-    for count in (4, 2, 1):
-        page = page_of(built("edit-plus"), path, "--thumbnails", f"{count}")
-        sources = [source for sample in page.samples for _, source in sample["images"]]
-        linked = {source for source in sources if not source.startswith("data:")}
-        assert bool(linked) == (count > 1)
-        assert not any(re.search(r"[#?: ]", source) for source in linked)
-        assert {tmp_path / unquote(source) for source in linked} == {*beside.glob("*-*.jpg")}
-    assert [each.name for each in beside.iterdir()] == ["mine.jpg"]
+    kept = {each.name for each in beside.iterdir()}
+    with monkeypatch.context() as patch:
+        in_files(patch)
+        for count in (4, 2, 2):
+            page = page_of(built("edit-plus"), path, "--thumbnails", f"{count}")
+            assert page.folder is not None
+            assert sum(bool(sample["images"]) for sample in page.samples) == count
+            assert not re.search(r"[#?: ]", page.facts["folder"])
+            assert {each.name for each in beside.iterdir()} == kept | {page.folder.name}
+        next(iter(page.folder.glob("rows-*"))).write_text("damaged")
+        page_of(built("edit-plus"), path, "--thumbnails", "2")
+        monkeypatch.setattr(document, "write_durably", refuse)
+        before = path.read_bytes()
+        assert run("qwen-cache", "inspect", built("edit-plus"), "--html", path, "--thumbnails", "3").code == 2
+        assert path.read_bytes() == before
+        assert Page(path).samples == page.samples
+        monkeypatch.undo()
+    assert page_of(built("edit-plus"), path).folder is None
+    assert {each.name for each in beside.iterdir()} == kept
+
+
+def refuse(path: Path, *_: object) -> None:
+    raise OSError(28, "No space left on device", str(path))
+
+
+def test_what_is_in_the_way_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = write(tmp_path / "shards", [CacheSample("a")])
+    monkeypatch.chdir(tmp_path)
+    in_files(monkeypatch)
+    Path("page_files").write_text("mine")
+    result = run("qwen-cache", "inspect", cache, "--html", "page.html")
+    what = "page_files: the files of a page of this size cannot be written here: not a folder"
+    assert (result.code, result.stderr.count(f"{what}\n  → give --html another file")) == (2, 1)
+    Path("page_files").unlink()
+    Path("page_files").mkdir()
+    with locked(Path("page_files/.lock")):
+        result = run("qwen-cache", "inspect", cache, "--html", "page.html")
+    assert result.code == 2
+    assert f"page.html: another process is writing this page (found process {os.getpid()}" in result.stderr
+    assert "→ wait for it, or give --html another file" in result.stderr
+    assert not Path("page.html").exists()
+
+
+@pytest.mark.slow
+def test_a_page_of_many_is_counted_and_listed(tmp_path: Path) -> None:
+    """Against the index as pyarrow reads it."""
+    cache = write_large(tmp_path / "shards", 100_000)
+    page, index = page_of(cache, tmp_path / "page.html"), pq.read_table(cache / "index.parquet")
+    assert (tmp_path / "page.html").stat().st_size < 50_000
+    assert [sample["key"] for sample in page.samples] == index["key"].to_pylist()
+    assert [sample["prompt"] for sample in page.samples] == index["prompt"].to_pylist()
+    targets = Counter(index["target"].to_pylist())
+    repeated = [targets[target] > 1 for target in index["target"].to_pylist()]
+    assert [sample["flags"] == ["repeated_target"] for sample in page.samples] == repeated
+    assert sum(repeated) == 2000
+    check_filters(page)
 
 
 def test_the_page_shows_what_was_counted(tmp_path: Path) -> None:
     """Even if the cache is replaced in between."""
-    overview, opened = survey(write(tmp_path / "shards", [CacheSample("a"), CacheSample("b")]))
+    surveyed = survey(write(tmp_path / "shards", [CacheSample("a"), CacheSample("b")]))
     (tmp_path / "shards").rename(tmp_path / "elsewhere")
     write(tmp_path / "shards", [CacheSample("c")])
-    document.write_page(tmp_path / "page.html", overview, opened)
-    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    document.write_page(tmp_path / "page.html", surveyed)
+    page = Page(tmp_path / "page.html")
     assert [sample["name"] for sample in page.samples] == ["a", "b"]
 
 
@@ -410,4 +509,4 @@ def test_an_import_that_claims_nothing(claimed: Any, tmp_path: Path) -> None:
 def test_a_page_without_images_needs_no_model(built: Built, tmp_path: Path) -> None:
     alone = command("qwen-cache", "inspect", built("edit-plus"), "--html", tmp_path / "report.html")
     assert alone.code == 0, alone.stderr
-    assert Page((tmp_path / "report.html").read_text(encoding="utf-8")).tags["article"] == 0
+    assert Page(tmp_path / "report.html").tags["article"] == 0

@@ -12,8 +12,9 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.inspect.compare import compare
 from qwen_cache.inspect.images import ImageSource, decoded_images, stored_images
 from qwen_cache.inspect.page import check_page_path, write_page
-from qwen_cache.inspect.summary import SourceComparison, describe, survey
-from qwen_cache.inspect.terminal import print_overview, print_sample
+from qwen_cache.inspect.sample import describe
+from qwen_cache.inspect.summary import SourceComparison, survey
+from qwen_cache.inspect.terminal import print_sample, print_survey
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.local_copies import LocalCopies
@@ -60,21 +61,21 @@ def run_inspect(options: Inspection) -> int:
     if options.html is not None:
         check_page_path(options.html, options.cache)
     with rehashing(options.rehash):
-        overview, opened = survey(options.cache, scan=options.scan, compare=_compare(options), copies=copies)
+        surveyed = survey(options.cache, scan=options.scan, compare=_compare(options), copies=copies)
     doubtful = None
     if options.mask_head is not None:
         from qwen_cache.inspect.doubtful_masks import flagged, print_doubtful, review_masks
 
         top, device = options.top or TOP, options.vae_device
         doubtful = review_masks(options.cache, options.mask_head, top, device, options.save_images, settings)
-        overview = flagged(overview, doubtful)
+        surveyed = flagged(surveyed, doubtful)
     if options.html is not None:
-        write_page(options.html, overview, opened, _image_source(options, settings), _thumbnails(options))
+        write_page(options.html, surveyed, _image_source(options, settings), _thumbnails(options))
         console().print(f"wrote {plain(options.html)}", markup=False)
     if options.as_json:
-        print_json(overview | (doubtful.to_json() if doubtful else {}))
+        print_json(surveyed.to_json() | (doubtful.to_json() if doubtful else {}))
         return 0
-    print_overview(overview)
+    print_survey(surveyed)
     if doubtful:
         print_doubtful(doubtful)
     return 0

@@ -1,4 +1,4 @@
-"""Render HTML pages from templates: each is one file that needs neither the network nor other files.
+"""Render HTML pages from templates: each needs no network, and no files but those of a folder beside it.
 
 Templates escape every value they print, as text or, with `tojson`, as JSON, so no text of a source becomes markup. Our
 own style and scripts are included unescaped. A missing value is an error. jinja2 is imported with the first page.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+from base64 import b64encode
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -42,8 +44,9 @@ def environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    templates.policies["json.dumps_function"] = _dumps
+    templates.policies["json.dumps_function"] = lambda value, **_: compact_json(value)
     templates.filters["number"] = number
+    templates.filters["script_hash"] = script_hash
     templates.globals["own_file"] = own_file
     return templates
 
@@ -53,8 +56,16 @@ def _shown(value: object) -> object:
     return without_controls(value) if type(value) is str else value
 
 
-def _dumps(value: object, **_: object) -> str:
+def compact_json(value: object) -> str:
+    """A value as JSON on one line; it keeps its non-ASCII letters, and is a script's literal too."""
     return json_without_controls(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+
+
+def script_hash(script: str) -> Markup:
+    """A script as the source of a content security policy: a browser runs no other."""
+    from markupsafe import Markup
+
+    return Markup(f"'sha256-{b64encode(sha256(script.encode('utf-8')).digest()).decode('ascii')}'")
 
 
 def relative_url(path: str) -> str:

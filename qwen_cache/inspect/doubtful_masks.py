@@ -6,8 +6,9 @@ head of another encoder, and a cache without masks or attention, are errors. Onl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import heapq
+from array import array
+from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
@@ -21,7 +22,6 @@ from rich.table import Table
 from qwen_cache.console import counting, plural, results, verbatim
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample, open_recipes
-from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.index import KEY_DIGITS
 from qwen_cache.grounding.cached import (
     Disagreement,
@@ -34,6 +34,7 @@ from qwen_cache.grounding.cached import (
 from qwen_cache.grounding.head import MaskHead, encoder_of, load_head
 from qwen_cache.image_grid import make_grid
 from qwen_cache.inspect.images import overlaid
+from qwen_cache.inspect.summary import Survey
 from qwen_cache.models.devices import choose_device, torch_dtype
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.load import Config
@@ -92,26 +93,28 @@ def find_doubtful(path: str, head_path: Path, device: torch.device, top: int, co
     total = sum(len(masked_positions(cache)) for cache in readable)
     if not total:
         raise no_masked_samples(readable[0])
-    compared = []
+    shared = array("d")
     with counting("comparing", total) as advance:
-        for each in chain.from_iterable(disagreements(cache, head.to(device)) for cache in readable):
-            compared.append(each)
+
+        def noted(each: Disagreement) -> Disagreement:
+            shared.append(each.iou)
             advance(1)
-    compared.sort(key=lambda each: (each.iou, each.sample.name, each.sample.key))
-    names = [cache.recipe_name for cache in readable]
-    return DoubtfulMasks(head, total, fmean(each.iou for each in compared), compared[:top], names)
+            return each
+
+        compared = chain.from_iterable(disagreements(cache, head.to(device)) for cache in readable)
+        lowest = heapq.nsmallest(top, map(noted, compared), lambda each: (each.iou, each.sample.name, each.sample.key))
+    return DoubtfulMasks(head, total, fmean(shared), lowest, [cache.recipe_name for cache in readable])
 
 
-def flagged(overview: Mapping[str, Any], doubtful: DoubtfulMasks) -> dict[str, Any]:
-    """The report of `inspect`, with the flag `doubtful_mask` for masks that hardly overlap the head's."""
-    flagged_rows = [each.sample.row for each in doubtful.top if each.iou < MAX_FLAGGED_IOU]
-    recipes = dict(overview["recipes"])
+def flagged(survey: Survey, doubtful: DoubtfulMasks) -> Survey:
+    """The survey, with the flag `doubtful_mask` for masks that hardly overlap the head's."""
+    keys = [each.sample.key for each in doubtful.top if each.iou < MAX_FLAGGED_IOU]
+    recipes = dict(survey.recipes)
     for name in doubtful.recipes:
-        recipe, identifier = recipes[name], recipe_id(recipes[name]["recipe"])
-        names = {row.meta.key: row.name for row in flagged_rows if row.meta.recipe == identifier}
-        flags = {**recipe["flags"], "doubtful_mask": list(names)}
-        recipes[name] = {**recipe, "flags": flags, "names": {**recipe["names"], **names}}
-    return {**overview, "recipes": recipes}
+        recipe = recipes[name]
+        positions = recipe.positions(keys)
+        recipes[name] = replace(recipe, flagged=recipe.flagged.with_flag("doubtful_mask", positions))
+    return replace(survey, recipes=recipes)
 
 
 def print_doubtful(doubtful: DoubtfulMasks) -> None:

@@ -29,6 +29,8 @@ Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 Signature = npt.NDArray[np.uint8]
 """`[12, 12, 3]`: a thumbnail in YCbCr, at the size at which images are compared."""
+Signatures = npt.NDArray[np.uint8]
+"""`[N, 12, 12, 3]`"""
 
 
 def thumbnail_signature(image: Image.Image) -> Signature:
@@ -63,12 +65,12 @@ class Features:
 
 
 def near_duplicates(
-    signatures: Sequence[Signature], advance: Callable[[int], None] = lambda _: None
+    signatures: Signatures | Sequence[Signature], advance: Callable[[int], None] = lambda _: None
 ) -> list[list[int]]:
     """Groups of positions: every image of a group matches its first. `advance` receives counts of compared images."""
-    if not signatures:
+    if not len(signatures):
         return []
-    rest, groups = _features(signatures), []
+    rest, groups = _features(np.asarray(signatures)), []
     advance(len(signatures) - len(rest.position))
     while left := len(rest.position):
         block, starts = rest.subset(slice(BLOCK_ROWS)), range(0, left, BLOCK_COLUMNS)
@@ -98,14 +100,14 @@ def _same_colours(these: Floats, those: Floats) -> Bools:
     return close
 
 
-def _features(signatures: Sequence[Signature]) -> Features:
+def _features(signatures: Signatures) -> Features:
     """The features of all images that have edges."""
     starts = range(0, len(signatures), BLOCK_COLUMNS)
-    blocks = [_block_features(start, np.stack(signatures[start : start + BLOCK_COLUMNS])) for start in starts]
+    blocks = [_block_features(start, signatures[start : start + BLOCK_COLUMNS]) for start in starts]
     return Features(*(np.concatenate([getattr(block, field.name) for block in blocks]) for field in fields(Features)))
 
 
-def _block_features(start: int, signatures: Signature) -> Features:
+def _block_features(start: int, signatures: Signatures) -> Features:
     """The features of signatures `[N, 12, 12, 3]`; `start` is the position of the first."""
     images: Floats = signatures.astype(np.float32)
     ramp = np.linspace(-1, 1, SIDE)

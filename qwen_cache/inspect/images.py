@@ -5,6 +5,7 @@ Only decoding (`decoded_images`) needs torch and a model.
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from typing import Literal, NamedTuple
@@ -34,6 +35,16 @@ class TitledImage(NamedTuple):
 
 ImageSource = Callable[[Sample], Sequence[TitledImage]]
 """Makes the images of a sample; an empty list where the sample has none."""
+
+
+def no_images(sample: Sample) -> list[TitledImage]:
+    """The images of a page without images."""
+    return []
+
+
+def data_url(image: TitledImage) -> str:
+    """The image as a URL that contains it."""
+    return f"data:image/{image.kind};base64,{b64encode(image.data).decode('ascii')}"
 
 
 def stored_images(sample: Sample) -> list[TitledImage]:

@@ -1,34 +1,37 @@
-"""The page of `qwen-cache inspect --html`: one file that needs no network, with all that `inspect --json` reports.
+"""The page of `qwen-cache inspect --html`: it needs no network, and has all that `inspect --json` reports.
 
-It contains two JSON documents: `overview`, the output of `inspect --json`, and `samples`, a row for each sample. A
-script searches, filters and shows the samples, a hundred at a time. A few images are stored in the page itself, many in
-a folder beside it. The template `cache.html.jinja` has the markup; this module collects its values. Text of a source,
-such as a prompt, stays text. A path that is not a plain file, or is inside a cache, is an error.
+A page of few samples is one file. It contains two JSON documents: `overview`, the output of `inspect --json`, and
+`samples`, a row for each sample. With more, rows and images are in files of a folder beside the page (`page_files`),
+and the overview has no list of flagged samples. Scripts search, filter and show the samples. The template
+`cache.html.jinja` has the markup; this module collects its values. Text of a source, such as a prompt, stays text. A
+path that is not a plain file, or is inside a cache, is an error.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+
+import numpy as np
 
 from qwen_cache.console import counting, human_bytes, plural
 from qwen_cache.errors import ConfigError
-from qwen_cache.format.index import INDEX_NAME, IndexRow
+from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.manifest import MANIFEST_NAME
-from qwen_cache.format.sample import PIXELS_PER_TOKEN, token_count
 from qwen_cache.html.charts import Bar, bars
 from qwen_cache.html.page import render
+from qwen_cache.inspect.columns import Integers
 from qwen_cache.inspect.flags import FLAGS
-from qwen_cache.inspect.images import ImageSource, TitledImage
+from qwen_cache.inspect.images import ImageSource, data_url, no_images, stored_images
+from qwen_cache.inspect.page_files import files_beside, remove_files
+from qwen_cache.inspect.rows import MAX_LINKS, Listing, has_thumbnails
 from qwen_cache.inspect.summary import (
     BATCH_COLUMNS,
-    OpenRecipes,
+    RecipeSurvey,
+    Survey,
     batch_note,
     batch_row,
     import_origin,
@@ -39,18 +42,13 @@ from qwen_cache.inspect.summary import (
     source_state,
 )
 from qwen_cache.storage.durable import make_folder, write_durably
-from qwen_cache.storage.mapped import read_file
 from qwen_cache.storage.url import location
 
-COLUMNS = (
-    *("key", "name", "prompt", "sizes", "text_tokens", "image_tokens", "edit_mask_from", "to_generate", "recipe"),
-    "images",
-)
-EMBEDDED_IMAGES = 200  # samples: some 10 MB; a larger page opens slowly
+ONE_FILE = 1000  # samples: half a megabyte without images, and a browser keeps all of their cards
+ONE_FILE_IMAGES = 200  # samples: some 10 MB; a larger page opens slowly
 MAX_NAME_BYTES = 240  # of the 255 of a file system: the folder beside the page has a longer name
-IMAGE_NAME = re.compile(r"[0-9a-f]{32}-[0-9]+\.(jpg|webp)")
-ENDINGS = {"jpeg": "jpg", "webp": "webp"}
-MAX_LINKS = 12  # per flag; the list below has all samples
+SCRIPTS = ("sample_files.js", "sample_cards.js", "sample_filters.js", "sample_list.js")
+FILES_SCRIPTS = ("sample_files.js", "sample_cards.js", "sample_filters.js", "sample_scroll.js", "sample_search.js")
 
 
 def check_page_path(path: Path, cache: str) -> None:
@@ -79,101 +77,70 @@ def _fault(path: Path, cache: object) -> str | None:
     return "a cache has a file of this name" if path.name in (MANIFEST_NAME, INDEX_NAME) else None
 
 
-def write_page(
-    path: Path, overview: Mapping[str, Any], opened: OpenRecipes, source: ImageSource | None = None, thumbnails: int = 0
-) -> None:
-    """Write the page of what `survey` returned, with images of at most `thumbnails` samples; replace an older one."""
+def write_page(path: Path, survey: Survey, source: ImageSource | None = None, thumbnails: int = 0) -> None:
+    """Write the page of a survey, with images of at most `thumbnails` samples; replace an older one."""
+    count = sum(len(recipe.cache) for recipe in survey.recipes.values())
+    chosen = evenly(count, thumbnails) if source else np.zeros(0, np.int64)
+    if source is stored_images:
+        chosen = chosen[has_thumbnails(survey)[chosen]]
+    listing, images = Listing(survey, chosen), source or no_images
     make_folder(path.parent)
-    rows = [sample_row(row, recipe) for recipe, (_, index) in opened.items() for row in index]
-    folder = path.with_name(f"{path.stem}_files")
-    written = add_images(rows, opened, source, thumbnails, folder) if source else set()
-    write_durably(path, page(overview, rows).encode("utf-8"))
-    for old in folder.glob("*"):
-        if IMAGE_NAME.fullmatch(old.name) and old.name not in written:
-            old.unlink()
+    if count <= ONE_FILE and len(chosen) <= ONE_FILE_IMAGES:
+        write_durably(path, page(survey, listing.facts() | {"rows": complete_rows(listing, images)}).encode("utf-8"))
+        remove_files(path)
+    else:
+        with files_beside(path, listing, images) as facts:
+            write_durably(path, page(survey, facts).encode("utf-8"))
 
 
-def page(overview: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> str:
-    """The page as HTML."""
+def page(survey: Survey, samples: Mapping[str, Any]) -> str:
+    """The page as HTML; `samples` are the facts of the list, and its rows unless they are in files."""
+    overview = survey.overview
+    in_files = bool(samples.get("folder"))
+    recipes = {name: recipe.counted if in_files else recipe.to_json() for name, recipe in survey.recipes.items()}
     return render(
         "cache.html.jinja",
         title=Path(overview["cache"].rstrip("/")).name or overview["cache"],
-        summary=summary_line(overview),
+        summary=summary_line(survey),
         facts=list(cache_facts(overview)),
-        recipes=[recipe_section(name, recipe) for name, recipe in overview["recipes"].items()],
-        flags=[flag_section(name, recipe) for name, recipe in overview["recipes"].items()],
-        overview=overview,
-        samples={"columns": COLUMNS, "rows": rows},
+        recipes=[recipe_section(name, recipe.counted) for name, recipe in survey.recipes.items()],
+        flags=[flag_section(name, recipe) for name, recipe in survey.recipes.items()],
+        overview=overview | {"recipes": recipes},
+        samples={"folder": None, **samples},
+        scripts=FILES_SCRIPTS if in_files else SCRIPTS,
     )
 
 
-# ---- samples ---------------------------------------------------------------------------------------------------------
-
-
-def sample_row(row: IndexRow, recipe: str) -> list[Any]:
-    """The values of `COLUMNS` for a sample; its images are added later."""
-    meta = row.meta
-    sizes = [[w * PIXELS_PER_TOKEN, h * PIXELS_PER_TOKEN] for _, h, w in meta.img_shapes]
-    tokens = (meta.text_length, token_count(meta.img_shapes))
-    seed = "" if meta.inputs.seed is None else f", seed {meta.inputs.seed}"
-    to_generate = None if meta.inputs.target else f"to generate{seed}"
-    return [meta.key, row.name, meta.prompt, sizes, *tokens, meta.edit_mask_from, to_generate, recipe, []]
-
-
-def add_images(
-    rows: Sequence[list[Any]], opened: OpenRecipes, source: ImageSource, count: int, folder: Path
-) -> set[str]:
-    """Give `count` evenly chosen rows their images: pairs of a title and a URL, into the page or into `folder`.
-
-    Returns the names of the files in the folder.
-    """
-    chosen = evenly(len(rows), count)
-    names: set[str] = set()
-    beside = len(chosen) > EMBEDDED_IMAGES
-    with counting("making images", len(chosen)) as advance:
-        for i in chosen:
-            key, recipe = rows[i][0], rows[i][COLUMNS.index("recipe")]
-            found = source(opened[recipe][0][key])
-            images = {f"{key}-{n}.{ENDINGS[each.kind]}": each for n, each in enumerate(found)}
-            rows[i][-1] = [
-                [each.title, _beside(folder, name, each) if beside else _within(each)] for name, each in images.items()
-            ]
-            names |= images.keys() if beside else set()
+def complete_rows(listing: Listing, source: ImageSource) -> list[list[Any]]:
+    """All rows of the list, with images as data URLs."""
+    rows = listing.rows(0, listing.count)
+    with counting("making images", len(listing.with_images)) as advance:
+        for i in listing.with_images.tolist():
+            rows[i][-1] = [[image.title, data_url(image)] for image in source(listing.sample(i))]
             advance(1)
-    return names
+    return rows
 
 
-def evenly(count: int, most: int) -> list[int]:
+def evenly(count: int, most: int) -> Integers:
     """At most `most` of `count` positions, evenly spaced; with two or more, the first and the last are among them."""
     if count <= most:
-        return list(range(count))
-    return [i * (count - 1) // max(most - 1, 1) for i in range(most)]
-
-
-def _within(image: TitledImage) -> str:
-    return f"data:image/{image.kind};base64,{b64encode(image.data).decode('ascii')}"
-
-
-def _beside(folder: Path, name: str, image: TitledImage) -> str:
-    make_folder(folder)
-    path = folder / name
-    if not path.is_file() or read_file(path) != image.data:
-        write_durably(path, image.data)
-    return f"{quote(os.fsencode(folder.name))}/{name}"
+        return np.arange(count)
+    return np.arange(most) * (count - 1) // max(most - 1, 1)
 
 
 # ---- overview --------------------------------------------------------------------------------------------------------
 
 
-def summary_line(overview: Mapping[str, Any]) -> str:
+def summary_line(survey: Survey) -> str:
     """The number of samples, their size, and what needs attention, on one line."""
+    overview = survey.overview
     if overview["state"] == "partial":
         return f"partial: {partial_state(overview)}"
-    samples = sum(recipe["samples"] for recipe in overview["recipes"].values())
-    flagged = {key for recipe in overview["recipes"].values() for keys in recipe["flags"].values() for key in keys}
-    parts = [plural(samples, "sample"), human_bytes(overview["bytes"])]
+    samples = sum(len(recipe.cache) for recipe in survey.recipes.values())
+    flagged = sum(np.count_nonzero(recipe.flagged.bits(len(recipe.cache))) for recipe in survey.recipes.values())
+    parts = [f"{samples:,} {'sample' if samples == 1 else 'samples'}", human_bytes(overview["bytes"])]
     parts += [source_state(overview)] if "source" in overview else []
-    return ", ".join([*parts, f"{len(flagged)} flagged" if flagged else "none flagged"])
+    return ", ".join([*parts, f"{flagged:,} flagged" if flagged else "none flagged"])
 
 
 def cache_facts(overview: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -219,23 +186,24 @@ def batch_section(batches: Sequence[Mapping[str, float]]) -> dict[str, Any] | No
     return {"titles": BATCH_COLUMNS, "lines": [batch_row(budget) for budget in batches], "note": batch_note(batches)}
 
 
-def flag_section(recipe_name: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
+def flag_section(recipe_name: str, recipe: RecipeSurvey) -> dict[str, Any]:
     """The flags of a recipe, and whether tensors and images were checked.
 
     Each has a description, a count, at most `MAX_LINKS` groups of keys and names (one group, except for
     near-duplicates), and the number of samples not shown.
     """
-    flags, names, flagged = recipe["flags"], recipe["names"], []
-    for flag, keys in flags.items():
-        groups = recipe["near_duplicates"] if flag == "near_duplicate" else [keys[:MAX_LINKS]]
-        shown = [[(key, names[key]) for key in group[:MAX_LINKS]] for group in groups[:MAX_LINKS]]
-        if keys:
-            flagged.append((FLAGS[flag], len(keys), shown, len(keys) - sum(map(len, shown))))
+    flagged = []
+    for flag, positions in recipe.flagged.flags.items():
+        groups = recipe.flagged.groups if flag == "near_duplicate" else [positions]
+        listed = [group[:MAX_LINKS] for group in groups[:MAX_LINKS]]
+        shown = [list(zip(recipe.keys(each), recipe.names(each), strict=True)) for each in listed]
+        if len(positions):
+            flagged.append((FLAGS[flag], len(positions), shown, len(positions) - sum(map(len, shown))))
     return {
         "recipe": recipe_name,
         "flagged": flagged,
-        "scanned": "extreme_numbers" in flags,
-        "compared": "near_duplicate" in flags,
+        "scanned": "extreme_numbers" in recipe.flagged.flags,
+        "compared": "near_duplicate" in recipe.flagged.flags,
     }
 
 

@@ -1,45 +1,81 @@
-"""The contents of a cache as one JSON value (`summarise`), and everything about one sample (`describe`).
+"""The contents of a cache: counted, flagged, and as one JSON value (`summarise`); and its parts as lines of text.
 
-Shards are opened only to read tensors: in a scan for odd ones, or for the statistics of one sample. Importing this
-imports no torch. A key that names no sample, or several, is an error.
+Shards are opened only to read tensors, in a scan for odd ones. Importing this imports no torch.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.batching.batch_plan import index_token_counts, row_tokens
-from qwen_cache.batching.budgets import budgets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from qwen_cache.console import human_bytes, plural
 from qwen_cache.format import directory
-from qwen_cache.format.cache import Cache, Sample, open_recipes
-from qwen_cache.format.find import find_sample
-from qwen_cache.format.index import INDEX_NAME, IndexRow
+from qwen_cache.format.cache import Cache, open_recipes
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
 from qwen_cache.format.remote import STAGING
-from qwen_cache.format.sample import PIXELS_PER_TOKEN, token_count
-from qwen_cache.format.tensor import BYTES_PER_ELEMENT
-from qwen_cache.inspect.flags import index_flags, scan_flags
-from qwen_cache.inspect.tensors import numbers, statistics
-from qwen_cache.models.family import family_of_recipe
+from qwen_cache.inspect.columns import Integers, take
+from qwen_cache.inspect.count import count_recipe
+from qwen_cache.inspect.flags import Flagged, index_flags, scan_flags
 from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.url import Url, location
 
-MAX_BINS = 12  # of a histogram
 HIGH_PADDING = 0.05  # of all tokens: above this, another layout is worth it
 BATCH_COLUMNS = ("train.max_tokens", "samples per batch", "padding", "at random")
 
-Bin = tuple[float, float, int]
-"""Lower edge, upper edge (excluded), count."""
 SourceComparison = Callable[[Path | Url, Manifest | None], Mapping[str, Any]]
 """Compares a cache with its source: `state`, and the counts under `source`. The manifest is None while no build has
 finished."""
-OpenRecipes = Mapping[str, tuple[Cache, Sequence[IndexRow]]]
-"""Each recipe's cache and its index rows, by the name of the recipe."""
+
+
+@dataclass(frozen=True)
+class RecipeSurvey:
+    """What a cache holds under one recipe."""
+
+    cache: Cache
+    counted: dict[str, Any]
+    """As in the report, without the flags."""
+    flagged: Flagged
+
+    def names(self, positions: Integers) -> list[str]:
+        """The names of the samples at these positions."""
+        return take(self.cache, "name", positions)
+
+    def keys(self, positions: Integers) -> list[str]:
+        """The keys of the samples at these positions."""
+        return take(self.cache, "key", positions)
+
+    def positions(self, keys: Sequence[str]) -> Integers:
+        """The positions of the samples with these keys, in their order, without keys of other recipes."""
+        column = self.cache.table["key"]
+        found = np.flatnonzero(pc.is_in(column, value_set=pa.array(keys, column.type)).to_numpy())
+        by_key = dict(zip(self.keys(found), found.tolist(), strict=True))
+        return np.array([by_key[key] for key in keys if key in by_key], np.int64)
+
+    def to_json(self) -> dict[str, Any]:
+        flags = {flag: self.keys(positions) for flag, positions in self.flagged.flags.items()}
+        some = np.flatnonzero(self.flagged.bits(len(self.cache)))
+        names = dict(zip(self.keys(some), self.names(some), strict=True))
+        groups = [self.keys(group) for group in self.flagged.groups]
+        return {**self.counted, "flags": flags, "near_duplicates": groups, "names": names}
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Everything that `inspect` reports, with the caches that it read: a page shows exactly what was counted."""
+
+    overview: dict[str, Any]
+    """The report without its recipes."""
+    recipes: dict[str, RecipeSurvey]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as one JSON value; with the key of every flagged sample, so it may be long."""
+        return {**self.overview, "recipes": {name: recipe.to_json() for name, recipe in self.recipes.items()}}
 
 
 def summarise(
@@ -50,22 +86,21 @@ def summarise(
     `scan` reads every tensor, for the flags that the index alone cannot give. `compare` compares the cache with a
     source. `copies` stores remote samples, by default in the user's cache folder.
     """
-    return survey(path, scan=scan, compare=compare, copies=copies)[0]
+    return survey(path, scan=scan, compare=compare, copies=copies).to_json()
 
 
 def survey(
     path: str | Path, *, scan: bool = False, compare: SourceComparison | None = None, copies: LocalCopies | None = None
-) -> tuple[dict[str, Any], OpenRecipes]:
-    """`summarise`, and the caches that it read, so that a page shows exactly the dataset that was counted."""
+) -> Survey:
+    """`summarise`, with the flagged samples by their positions, and the caches that it read."""
     folder = location(path)
     staged = sorted((folder / STAGING).rglob("*.tar")) if isinstance(folder, Path) else []
     if isinstance(folder, Path) and staged and not (folder / MANIFEST_NAME).exists():
         size = sum(path.stat().st_size for path in staged)
         source = compare(folder, None) if compare else {}
-        return {"cache": printable(folder), "state": "partial", **source, "staged_bytes": size, "recipes": {}}, {}
-    manifest, _ = directory.load(folder)
+        return Survey({"cache": printable(folder), "state": "partial", **source, "staged_bytes": size}, {})
     caches = open_recipes(folder, copies or LocalCopies.of())
-    opened = {name: (cache, list(cache.rows())) for name, cache in caches.items()}
+    manifest = next(iter(caches.values())).manifest if caches else directory.load(folder)[0]
     overview = {
         "cache": printable(folder),
         "state": "complete",
@@ -74,11 +109,17 @@ def survey(
         "written_by": manifest.written_by,
         "shards": len(manifest.shards),
         "bytes": sum(shard.bytes for shard in manifest.shards),
-        "recipes": {name: _recipe(*each, scan) for name, each in opened.items()},
     }
     if isinstance(folder, Path):
         overview["garbage_bytes"] = sum(directory.garbage(folder, manifest).values())
-    return overview, opened
+    return Survey(overview, {name: survey_recipe(cache, scan) for name, cache in caches.items()})
+
+
+def survey_recipe(cache: Cache, scan: bool) -> RecipeSurvey:
+    """The samples of one recipe, counted and flagged."""
+    scanned = scan_flags(cache) if scan else Flagged({})
+    flags = {**index_flags(cache), **scanned.flags}
+    return RecipeSurvey(cache, count_recipe(cache), Flagged(flags, scanned.groups))
 
 
 def printable(name: object) -> str:
@@ -86,116 +127,9 @@ def printable(name: object) -> str:
     return str(name).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def _recipe(cache: Cache, rows: Sequence[IndexRow], scan: bool) -> dict[str, Any]:
-    texts, images = [row.meta.text_length for row in rows], [token_count(row.meta.img_shapes) for row in rows]
-    scanned, near_duplicates = scan_flags(cache, rows) if scan else ({}, [])
-    flags = index_flags(rows) | scanned
-    shapes, family = [row.meta.img_shapes[0] for row in rows], family_of_recipe(cache.recipe.recipe)
-    return {
-        "family": family.name,
-        "license": family.licence,
-        "samples": len(rows),
-        "identity": cache.identity,
-        "recipe": cache.recipe.recipe,
-        "resolutions": _counts(_resolution(row, 0) for row in rows),
-        "controls": _counts(len(row.meta.img_shapes) - 1 for row in rows),
-        "to_generate": sum(row.meta.inputs.target is None for row in rows),
-        "edit_masks": sum("edit_mask" in row.meta.tensors for row in rows),
-        "edit_masks_from": _counts(row.meta.edit_mask_from for row in rows if row.meta.edit_mask_from),
-        "text_tokens": _spread(texts),
-        "image_tokens": _spread(images),
-        "histograms": {
-            "width_over_height": histogram([round(w / h, 2) for _, h, w in shapes], 0.01),
-            "text_tokens": histogram(texts),
-            "all_tokens": histogram([text + image for text, image in zip(texts, images, strict=True)]),
-        },
-        "batches": _batches(cache),
-        "tensor_bytes": _tensor_bytes(rows),
-        "saved": _savings(rows),
-        "flags": flags,
-        "near_duplicates": near_duplicates,
-        "names": _names(rows, {key for keys in flags.values() for key in keys}),
-    }
-
-
-def _names(rows: Sequence[IndexRow], keys: Container[str]) -> dict[str, str]:
-    """The names of the samples with these keys."""
-    return {row.meta.key: row.name for row in rows if row.meta.key in keys}
-
-
-def _batches(cache: Cache) -> list[dict[str, float]]:
-    """Samples per batch and padding under a few token budgets; none of samples that are not for training."""
-    if cache.table["target"].null_count:
-        return []
-    tokens = index_token_counts(cache.table, cache.folder / INDEX_NAME)
-    joint = family_of_recipe(cache.recipe.recipe).joint_sequence
-    return [asdict(budget) for budget in budgets(row_tokens(tokens, joint=joint))]
-
-
-def _savings(rows: Sequence[IndexRow]) -> dict[str, int]:
-    """Work and bytes that the cache saves, because equal things are encoded and stored once."""
-    images = [
-        (digest, shape)
-        for row in rows
-        for digest, shape in zip((row.meta.inputs.target, *row.meta.inputs.controls), row.meta.img_shapes, strict=False)
-        if digest is not None
-    ]
-    controls = [row.meta.inputs.controls for row in rows if row.meta.inputs.controls]
-    return {
-        "repeated_rows": sum(row.source_rows - 1 for row in rows),
-        "vae_passes": len(images) - len(set(images)),
-        "prefix_passes": len(controls) - len(set(controls)),
-        "prefix_bytes": sum(_prefix_bytes(row) for row in rows),
-        "compression_bytes": sum(spec.nbytes - spec.stored_bytes for row in rows for spec in row.meta.tensors.values()),
-    }
-
-
-def _resolution(row: IndexRow, i: int) -> str:
-    _, h, w = row.meta.img_shapes[i]
-    return f"{w * PIXELS_PER_TOKEN}×{h * PIXELS_PER_TOKEN}"
-
-
-def _counts(values: Iterable[Any]) -> dict[str, int]:
-    return {str(value): count for value, count in sorted(Counter(values).items(), key=lambda item: (-item[1], item[0]))}
-
-
-def _spread(values: Sequence[int]) -> dict[str, float]:
-    ordered = sorted(values)
-    if not ordered:
-        return {}
-    middle = ordered[len(ordered) // 2]
-    return {"min": ordered[0], "median": middle, "max": ordered[-1], "total": sum(ordered)}
-
-
-def histogram(values: Sequence[float], unit: float = 1) -> list[Bin]:
-    """At most `MAX_BINS` bins of values that are multiples of `unit`; a bin is 1, 2 or 5 times a power of ten wide."""
-    if not values:
-        return []
-    steps = (factor * 10**power for power in range(20) for factor in (1, 2, 5))
-    units = [round(value / unit) for value in values]
-    step = next(step for step in steps if max(units) // step - min(units) // step < MAX_BINS)
-    counts = Counter(value // step for value in units)
-    return [
-        (round(i * step * unit, 6), round((i + 1) * step * unit, 6), counts[i])
-        for i in range(min(counts), max(counts) + 1)
-    ]
-
-
 def labelled_bins(bins: Iterable[Sequence[Any]]) -> dict[str, int]:
     """Counts by label: `20–40`, or the value itself where a bin holds a single one."""
     return {f"{low:,}" if high - low == 1 else f"{low:,}–{high:,}": count for low, high, count in bins}
-
-
-def _tensor_bytes(rows: Sequence[IndexRow]) -> dict[str, int]:
-    sizes: Counter[str] = Counter()
-    for row in rows:
-        sizes.update({name: spec.nbytes for name, spec in row.meta.tensors.items()})
-    return dict(sizes)
-
-
-def _prefix_bytes(row: IndexRow) -> int:
-    spec = row.meta.tensors["prompt_embeds"]
-    return row.meta.prefix_length * spec.shape[1] * BYTES_PER_ELEMENT[spec.dtype]
 
 
 def partial_state(overview: Mapping[str, Any]) -> str:
@@ -254,38 +188,3 @@ def savings_rows(saved: Mapping[str, int]) -> list[tuple[str, str]]:
         stored.append(f"{human_bytes(saved['compression_bytes'])} by compression")
     lines = [("" if i else "space saved", line) for i, line in enumerate(stored)]
     return lines + ([("time saved", f"{' and '.join(runs)} of images that were encoded before")] if runs else [])
-
-
-# ---- one sample ------------------------------------------------------------------------------------------------------
-
-
-def describe(path: str | Path, key: str, copies: LocalCopies | None = None) -> dict[str, Any]:
-    """Everything about one sample, as a JSON value. Reads its tensors and checks their hashes."""
-    cache, sample = find_sample(list(open_recipes(path, copies or LocalCopies.of()).values()), key)
-    row, meta, offsets = sample.row, sample.row.meta, sample.row.entry.tensor_offsets()
-    return {
-        "key": meta.key,
-        "name": row.name,
-        "recipe": cache.recipe_name,
-        "prompt": meta.prompt,
-        "phrase": [meta.prompt[begin:end] for begin, end in meta.phrase],
-        "images": [_resolution(row, i) for i in range(len(meta.img_shapes))],
-        "img_shapes": [list(shape) for shape in meta.img_shapes],
-        "prefix_length": meta.prefix_length,
-        "image_positions": list(meta.image_positions),
-        "edit_mask_from": meta.edit_mask_from,
-        "inputs": meta.inputs.to_json(),
-        "source_rows": row.source_rows,
-        "shard": row.shard,
-        "offset": row.entry.offset,
-        "length": row.entry.length,
-        "tensors": {
-            name: spec.to_json() | {"offset": offsets[name], "bytes": spec.nbytes} | _statistics(sample, name)
-            for name, spec in meta.tensors.items()
-        },
-    }
-
-
-def _statistics(sample: Sample, name: str) -> dict[str, float]:
-    """The statistics of a tensor; none of thumbnails, which are the bytes of an image file."""
-    return {} if name == "thumbnails" else statistics(numbers(sample, name))

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from qwen_cache.console import human_bytes, plural, results, verbatim
+from qwen_cache.inspect.count import MAX_BINS
 from qwen_cache.inspect.summary import (
     BATCH_COLUMNS,
-    MAX_BINS,
+    RecipeSurvey,
+    Survey,
     batch_note,
     batch_row,
     import_origin,
@@ -24,9 +26,9 @@ BAR_WIDTH = 24
 NAMES_SHOWN, GROUPS_SHOWN = 6, 6  # of a flag: more belong on the page
 
 
-def print_overview(overview: dict[str, Any]) -> None:
+def print_survey(survey: Survey) -> None:
     """The summary as tables, on stdout."""
-    out = results()
+    out, overview = results(), survey.overview
     cache = f"[bold]{verbatim(overview['cache'])}[/]"
     if overview["state"] == "partial":
         out.print(f"{cache}  [yellow]partial[/]: {verbatim(partial_state(overview))}")
@@ -38,14 +40,15 @@ def print_overview(overview: dict[str, Any]) -> None:
         out.print(verbatim(source_state(overview)))
     if overview.get("garbage_bytes"):
         out.print(f"{human_bytes(overview['garbage_bytes'])} are not part of the dataset; `qwen-cache gc` removes them")
-    for name, recipe in overview["recipes"].items():
+    for name, recipe in survey.recipes.items():
         _print_recipe(out, name, recipe)
 
 
-def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
+def _print_recipe(out: Any, name: str, surveyed: RecipeSurvey) -> None:
     from rich.columns import Columns
     from rich.table import Table
 
+    recipe = surveyed.counted
     settings = recipe["recipe"]
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
@@ -63,7 +66,7 @@ def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
     facts.add_row("identity", recipe["identity"])
     for what, how_much in savings_rows(recipe["saved"]):
         facts.add_row(what, how_much)
-    for i, line in enumerate(flag_lines(recipe)):
+    for i, line in enumerate(flag_lines(surveyed)):
         facts.add_row("" if i else "flags", line)
     out.print(facts)
     out.print()
@@ -81,17 +84,18 @@ def _print_recipe(out: Any, name: str, recipe: dict[str, Any]) -> None:
         out.print(f"[dim]{batch_note(recipe['batches'])}[/]")
 
 
-def flag_lines(recipe: Mapping[str, Any]) -> Iterator[str]:
+def flag_lines(recipe: RecipeSurvey) -> Iterator[str]:
     """A line for each flag with the names of its samples, and for each group of near-duplicates; rich's markup."""
     hidden = 0
-    for flag, keys in recipe["flags"].items():
-        groups = recipe["near_duplicates"] if flag == "near_duplicate" else [keys]
-        if keys:
-            yield f"[yellow]{flag.replace('_', ' ')} {len(keys)}[/]"
-        for group in groups[:GROUPS_SHOWN] if keys else []:
+    for flag, positions in recipe.flagged.flags.items():
+        if not len(positions):
+            continue
+        yield f"[yellow]{flag.replace('_', ' ')} {len(positions)}[/]"
+        groups = recipe.flagged.groups if flag == "near_duplicate" else [positions]
+        for group in groups[:GROUPS_SHOWN]:
             hidden += max(0, len(group) - NAMES_SHOWN)
             more = ", …" if len(group) > NAMES_SHOWN else ""
-            yield "  " + verbatim(", ".join(recipe["names"][key] for key in group[:NAMES_SHOWN])) + more
+            yield "  " + verbatim(", ".join(recipe.names(group[:NAMES_SHOWN]))) + more
         hidden += sum(map(len, groups[GROUPS_SHOWN:]))
     if hidden:
         yield f"[dim]{hidden} more are in --html FILE and --json[/]"

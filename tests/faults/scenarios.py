@@ -141,7 +141,7 @@ class Maker:
     def other_writers(self) -> list[Scenario]:
         from qwen_cache.inspect import page
 
-        page.EMBEDDED_IMAGES = 0  # images beside the page
+        page.ONE_FILE = 0  # samples in files beside the page
         one, two, page_file = self.base / "one", self.base / "two", self.work / "pages" / "page.html"
         settings = {**RUN, "train.output_dir": str(self.work / "out")}
         train: list[str | Path] = ["qwen-train", "run", one, "--model", self.model, "--resume"]
