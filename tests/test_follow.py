@@ -132,11 +132,13 @@ def test_each_epoch_is_one_commit_and_new_ones_are_taken_in_at_its_end(
     assert result.code == 0, result.stderr
     out, said = follow.folder / "out", " ".join(result.stderr.split())
     assert epochs_of(seen, COUNTS) == [sorted(each) for each in growing.keys]
-    assert "new commit: 7 samples (4 before) from step 3 on" in said
-    assert "new commit: 9 samples (7 before) from step 7 on" in said
+    names = [open_cache(each).identity[:12] for each in growing.commits]
+    assert f"new commit: 7 samples (4 before), identity {names[1]}, from step 3 on" in said
+    assert f"new commit: 9 samples (7 before), identity {names[2]}, from step 7 on" in said
     assert column(out, "cache_samples") == [4] * 2 + [7] * 4 + [9] * 5
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert "4 samples from step 1 on; 7 samples from step 3 on; 9 samples from step 7 on" in page
+    listed = zip(COUNTS, names, (1, 3, 7), strict=True)
+    assert "; ".join(f"{count} samples, identity {name}, from step {step} on" for count, name, step in listed) in page
     state = json.loads((out / "checkpoint-11" / "state.json").read_text(encoding="utf-8"))
     assert [(each["step"], each["samples"], each["begin"]["epoch"]) for each in state["commits"]] == [
         (1, 4, 0),
@@ -412,6 +414,8 @@ import os, shutil, sys
 from pathlib import Path
 from qwen_train import train as training
 where, commits = Path(sys.argv.pop(1)), [Path(each) for each in sys.argv.pop(1).split(os.pathsep)]
+if sys.argv.pop(1) == "apart" and os.environ["RANK"] == "1":
+    sys.argv += ["--set", "train.output_dir=" + str(where.parent / "elsewhere")]
 compute, batches = training.compute_loss, []
 
 def growing(*arguments):
@@ -433,14 +437,18 @@ main()
 
 
 @pytest.mark.slow
-def test_two_processes_take_in_the_same_commits_and_one_continues(growing: Growing, follow: Trainer) -> None:
-    """The second process commits while the first may be looking: both train what the first has seen."""
+@pytest.mark.parametrize("folders", ["one", "apart"])
+def test_two_processes_take_in_the_same_commits_and_one_continues(
+    growing: Growing, follow: Trainer, folders: str
+) -> None:
+    """The second process commits while the first may be looking: both train what the first has seen, also without a
+    common output folder, where the second opens the cache itself."""
     program = follow.folder / "grows.py"
     program.write_text(GROWS, encoding="utf-8")
     later = os.pathsep.join(map(str, growing.commits[1:]))
     settings = {**FOLLOW, "train.batch_size": 1, "train.lora.lora_dropout": 0, "train.max_steps": 9}
     growing.commit(0)
-    done = two(follow, settings=settings, program=[program, growing.folder, later])
+    done = two(follow, settings=settings, program=[program, growing.folder, later, folders])
     assert done.returncode == 0, done.stderr
     out = follow.folder / "out"
     sizes = column(out, "cache_samples")

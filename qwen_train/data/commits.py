@@ -24,6 +24,7 @@ from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, open_configured
 from qwen_cache.format.identity import HASH_PATTERN, content_hash
+from qwen_cache.format.index import KEY_DIGITS
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import Config
@@ -205,7 +206,7 @@ def remove_commits(out: Path, needed: Iterable[TakenIn] = ()) -> None:
 def describe(taken: TakenIn, before: TakenIn | None = None) -> str:
     """A commit in words, for one line."""
     was = f" ({before.samples} before)" if before else ""
-    return f"{plural(taken.samples, 'sample')}{was} from step {taken.step} on"
+    return f"{plural(taken.samples, 'sample')}{was}, identity {taken.identity[:KEY_DIGITS]}, from step {taken.step} on"
 
 
 def check_followable(config: Config, source: str | None) -> None:
