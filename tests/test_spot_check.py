@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import torch
 from qwen_cache import open_cache
 from qwen_cache.encode.rounding import ONE_ROW, RMS_BOUND, difference
 from qwen_cache.encode.saved_settings import settings_of_build
-from qwen_cache.encode.spot_check import positions_in
-from qwen_cache.settings.load import load_config
+from qwen_cache.encode.spot_check import positions_in, settings_of_recipe
+from qwen_cache.errors import ConfigError
+from qwen_cache.settings.load import Config, load_config
 
 from .support.caches import build
 from .support.commands import Result, command, refused, run
@@ -343,6 +345,15 @@ def test_what_cannot_be_encoded_again_is_refused(tmp_path: Path, fast: Any, tiny
     prompts = ("--set", "validation.prompts=[{prompt: a cat}]", "--only-validation")
     assert build(tmp_path, tmp_path / "shards", tiny_model("t2i"), *prompts).code == 0
     refused(check(tmp_path / "shards" / "validation"), "a cache of images to generate", "leave --re-encode out")
+
+
+@pytest.mark.parametrize("entry", [{"dtype": "float99"}, {"vae_image_size": "large"}, {"edit_mask": ["x"]}, {}])
+def test_a_recipe_that_nobody_writes_is_refused(entry: dict[str, Any], built: Built) -> None:
+    cache = open_cache(built("edit-plus"))
+    recipe = replace(cache.recipe, recipe=entry)
+    cache.manifest = replace(cache.manifest, recipes={cache.recipe_name: recipe})
+    with pytest.raises(ConfigError, match="the recipe of this cache is none that this version writes"):
+        settings_of_recipe(cache, Config())
 
 
 def test_the_devices_are_not_those_of_the_machine_that_built_the_cache(built: Built, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import ValidationError
 
 from qwen_cache.encode.builder import (
     IN_FLIGHT,
@@ -132,17 +133,25 @@ def check_origin(cache: Cache) -> None:
 
 
 def settings_of_recipe(cache: Cache, settings: Config) -> Config:
-    """The settings with everything that the recipe decides as the recipe has it, for the whole source."""
+    """The settings with everything that the recipe decides as the recipe has it, for the whole source.
+
+    ConfigError for a recipe with other values than settings can have.
+    """
     recipe = cache.recipe.recipe
     data = {name: recipe.get(name, DataConfig.model_fields[name].get_default()) for name in SIZES}
     data["resize_mode"] = recipe.get("resize_mode", "stretch" if "resolution" in recipe else None)
     data |= {"edit_mask": recipe.get("edit_mask", "file"), "slice": None}
-    of_cache = {"dtype": recipe["dtype"], "store_attention": recipe.get("attention", False)}
+    of_cache = {"dtype": recipe.get("dtype"), "store_attention": recipe.get("attention", False)}
     of_cache |= {"format": f"v{cache.format_version}", "compression": "none", "thumbnails": False}
-    update = {
-        "data": DataConfig.model_validate(settings.data.model_dump() | data),
-        "cache": CacheConfig.model_validate(settings.cache.model_dump() | of_cache),
-    }
+    try:
+        update = {
+            "data": DataConfig.model_validate(settings.data.model_dump() | data),
+            "cache": CacheConfig.model_validate(settings.cache.model_dump() | of_cache),
+        }
+    except ValidationError as error:
+        fault = error.errors()[0]
+        what = f"the recipe of this cache is none that this version writes: {'.'.join(map(str, fault['loc']))}"
+        raise ConfigError(what, where=cache.folder, found=repr(fault["input"]), do="do not trust it") from None
     return settings.model_copy(update=update)
 
 
