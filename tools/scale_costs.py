@@ -24,7 +24,7 @@ SHARDS_OF_A_MANIFEST = 400_000  # that fit into its 64 MiB: format/directory.py
 ROW_OF_INDEX = 195  # bytes in Parquet: 20,000 rows with random hashes and prompts of ten words
 ROW_IN_A_TRAINER, ROW_IN_A_BUILD = 300, 1500  # bytes of memory, at most: the goals that tools/bench_scale.py checks
 HOST = 256 * 10**9  # bytes of memory of a machine
-PUT_PART = 64 * 10**6  # bytes of one request when a shard is uploaded in parts
+PUT_PART = 1 << 24  # bytes of one request when a shard is uploaded: qwen_cache/storage/s3_store.py
 PRICES = {
     "GPU hour": (3.0, "H100 on demand; comparison sites list 2.5 to 4, early 2026"),
     "GB and month": (0.021, "S3 Standard above 500 TB, us-east-1; the provider's list, 2025"),
@@ -125,7 +125,7 @@ def petabyte() -> Iterator[tuple[str, list[str]]]:
     """What one petabyte costs in money."""
     price = {name: value for name, (value, _) in PRICES.items()}
     yield "stored, a month", [dollars(1e6 * price["GB and month"])]
-    yield "written, in parts of 64 MB", [dollars(1e15 / PUT_PART / 1e3 * price["1000 PUT"])]
+    yield "written, in parts of 16 MiB", [dollars(1e15 / PUT_PART / 1e3 * price["1000 PUT"])]
     yield "read in its region, in requests of 8 MB", [dollars(1e15 / BLOCK / 1e3 * price["1000 GET"])]
     yield "read from elsewhere", [dollars(1e6 * price["GB to the internet"])]
     for kind in KINDS:

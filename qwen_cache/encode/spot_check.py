@@ -142,6 +142,7 @@ def settings_of_recipe(cache: Cache, settings: Config) -> Config:
     data["resize_mode"] = recipe.get("resize_mode", "stretch" if "resolution" in recipe else None)
     data |= {"edit_mask": recipe.get("edit_mask", "file"), "slice": None}
     of_cache = {"dtype": recipe.get("dtype"), "store_attention": recipe.get("attention", False)}
+    of_cache |= {"text_quantization": recipe.get("text_quantization", "none")}
     of_cache |= {"format": f"v{cache.format_version}", "compression": "none", "thumbnails": False}
     try:
         update = {
