@@ -46,7 +46,7 @@ RENAMED = {
 }
 """Old names of options, by command."""
 OutCache = Annotated[
-    Given | None, setting("cache.path", "--out", panel=OUTPUT, metavar="FOLDER", help="The folder of the cache.")
+    Given | None, setting("cache.path", "--out", panel=OUTPUT, metavar="FOLDER", help="The folder or URL of the cache.")
 ]
 NewCache = Annotated[
     Given,

@@ -15,7 +15,7 @@ LOCAL_COPIES_SIZE = 100_000_000_000
 
 class CacheConfig(Section):
     path: str = "shards"
-    """The folder of the cache; commands that only read it also take a URL such as s3://bucket/shards."""
+    """The folder of the cache, or a URL such as s3://bucket/shards; caches are written to s3, gs and hf://datasets/…."""
     recipe: str | None = None
     """The name of the recipe, if the cache holds several; `default` when building."""
     format: Literal["v1", "v2"] = "v2"

@@ -57,17 +57,17 @@ class HubStore:
             _commit(known[0], {}, "Remove files of finished builds", remove=known)
 
     def check(self, folder: Url) -> None:
-        try:
-            folder.call(_check, "writing")
-        except FileNotFoundError:
-            do = "create it with `hf repo create NAME --repo-type dataset`, or check the address and `hf auth whoami`"
-            raise QwenCacheError("there is no such dataset on the hub", where=folder, do=do) from None
+        folder.call(_check, "writing")
 
 
 def _place(files: Any, path: str) -> Any:
-    """The repository, revision and path of an address; FileNotFoundError if there is no such repository."""
+    """The repository, revision and path of an address; QwenCacheError if there is no such repository."""
     files.invalidate_cache()
-    return files.resolve_path(path)
+    try:
+        return files.resolve_path(path)
+    except FileNotFoundError:
+        do = "create it with `hf repo create NAME --repo-type dataset`, or check the address and `hf auth whoami`"
+        raise QwenCacheError("there is no such dataset on the hub", where=f"hf://{path}", do=do) from None
 
 
 def _check(files: Any, path: str) -> None:
@@ -113,7 +113,9 @@ def _commit(
     def commit(system: Any, path: str) -> bool:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
         from huggingface_hub.errors import HfHubHTTPError
+        from huggingface_hub.utils.tqdm import disable_progress_bars
 
+        disable_progress_bars()  # ours is on the terminal
         place = _place(system, path)
 
         def within(url: Url) -> str:
