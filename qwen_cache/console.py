@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -66,9 +66,10 @@ def verbatim(value: object) -> str:
     return escape(plain(value))
 
 
-def progress(*, remaining: bool = True, transient: bool = False) -> Progress:
+def progress(*, remaining: bool = True, transient: bool = False, below: Callable[[], str] = lambda: "") -> Progress:
     """A progress line on stderr, with the time elapsed. `remaining` also shows the time left, for work of known size;
-    `transient` removes the line at the end."""
+    `transient` removes the line at the end; `below` has the text of a second line."""
+    from rich.console import RenderableType
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
     from rich.table import Column
     from rich.text import Text
@@ -78,13 +79,17 @@ def progress(*, remaining: bool = True, transient: bool = False) -> Progress:
             text = f"{clock(task.finished_time if task.finished else task.elapsed)} elapsed"
             return Text(text if task.finished or not remaining else f"{text}, {clock(task.time_remaining)} left")
 
+    class Lines(Progress):
+        def get_renderables(self) -> Iterable[RenderableType]:
+            yield from super().get_renderables()
+            if text := below():
+                yield Text(text, no_wrap=True, overflow="ellipsis")
+
     description = TextColumn("{task.description}", markup=False)
     count = TextColumn("{task.fields[count]}", markup=False, table_column=Column(no_wrap=True))
     columns = [description, BarColumn(bar_width=24), count, Times(table_column=Column(no_wrap=True))]
     out = console()
-    return Progress(
-        *columns, console=out, transient=transient, disable=out.quiet or (transient and not out.is_terminal)
-    )
+    return Lines(*columns, console=out, transient=transient, disable=out.quiet or (transient and not out.is_terminal))
 
 
 @contextmanager

@@ -292,10 +292,7 @@ def commit_early(
     recipes: dict[str, dict[str, Any]],
     written_by: dict[str, str],
 ) -> Update:
-    """Commit these shards of `staging`, beside everything that is there; returns what is left of the update.
-
-    The existing dataset must have all rows of its index.
-    """
+    """Commit these shards of `staging` beside all that is there, of which no shard is missing; returns the rest."""
     keys, existing = [entry.meta.key for _, entries in shards for entry in entries], update.existing
     is_new = pc.is_in(update.rows.table["key"], pa.array(keys, pa.string())).to_numpy()
     new = Listing(taken(update.rows.table, np.flatnonzero(is_new)))
