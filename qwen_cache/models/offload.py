@@ -197,6 +197,9 @@ class OffloadedBlocks:
         self.buffers = [
             Buffer(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(min(ON_DEVICE, len(blocks)))
         ]
+        if self.stream is not None:
+            for buffer in self.buffers:  # the last copy may be under way when nobody needs the blocks any more
+                buffer.memory.record_stream(self.stream)
         self.last = -1
 
     def take(self, i: int) -> list[Tensor]:
