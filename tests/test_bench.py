@@ -237,7 +237,7 @@ def test_the_costs_of_a_cache_are_measured_command_by_command(
         """In this process."""
         done.append(name)
         tool.run_once(folder, name)
-        return {"seconds": 1.0, "anonymous": 1000 * (len(done) > len(names) + 1), "resident": 5000, "cpu": 1.0}
+        return {"seconds": 1.0, "anonymous": 1000 * (len(done) > len(names) + 1), "resident": 5000, "cpu": 2.0}
 
     done: list[str] = []
     monkeypatch.setattr(tool, "measured", measured)
@@ -251,4 +251,4 @@ def test_the_costs_of_a_cache_are_measured_command_by_command(
     tool.show(report)
     shown = capsys.readouterr().out
     assert "200 rows, an index of" in shown
-    assert "| open | 1.0 | 1.00 | 10 | 0 |" in shown
+    assert "| open | 1.0 | 2.0 | 1.00 | 10 | 0 |" in shown

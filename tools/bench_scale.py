@@ -6,7 +6,7 @@ The source is a table of prompts about a hundred small images, so that ten milli
 The cache has their index and manifest; its shards are empty files, since no measured command reads them. Every command
 runs in a new process; the facts that it remembers are in the folder of this tool. Memory per row is what the command
 takes more than the same command on a cache of 1,000 rows, divided by the rows: `anonymous` is the peak of RssAnon,
-asked for every 5 ms, and `resident` that of ru_maxrss, which counts mapped files too.
+asked for every 5 ms, and `resident` that of VmHWM, which counts mapped files too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import itertools
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -70,10 +69,13 @@ def write_cache(folder: Path, rows: int) -> None:
     from qwen_cache.format.index import index_schema, write_tables
     from qwen_cache.format.manifest import IndexFile, Manifest, Shard
     from qwen_cache.format.update import Existing, RecipeKeys
+    from qwen_cache.storage import remembered
 
     write_source(folder / "first.parquet", IMAGES)
     job = builder.prepare_build(settings(folder), str(folder / "first.parquet"))
-    samples = builder.plan_build(job, Existing.empty(2)).samples
+    time.sleep(max(0, remembered.SETTLED_NS) / 1e9)  # a file that was just written is not remembered
+    for name in (SOURCE, LONGER):  # so that their images are remembered
+        samples = builder.plan_build(replace(job, source=str(folder / name)), Existing.empty(2)).samples
     shards = [f"{content_hash(b'shard %d' % i)}.tar" for i in range(-(-rows // PER_SHARD))]
     keys, recipe = RecipeKeys(), recipe_id(job.recipe)
 
@@ -247,7 +249,7 @@ def measured(folder: Path, name: str) -> dict[str, float]:
     with tempfile.TemporaryFile() as log:
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         while True:
-            anonymous = max(anonymous, _anonymous(child.pid))
+            anonymous = max(anonymous, _memory(child.pid, "RssAnon"))
             try:
                 child.wait(POLL)
                 break
@@ -261,12 +263,13 @@ def measured(folder: Path, name: str) -> dict[str, float]:
     return {"seconds": time.monotonic() - begin, "anonymous": anonymous, **usage}
 
 
-def _anonymous(process: int) -> int:
+def _memory(process: int, name: str) -> int:
+    """Bytes of a process; not from `ru_maxrss`, which begins with that of the process that started it."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon")), 0)
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(name)), 0)
 
 
 def run_once(folder: Path, name: str) -> None:
@@ -275,8 +278,7 @@ def run_once(folder: Path, name: str) -> None:
     except SystemExit as exit_:
         if exit_.code:
             raise
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    print("\n" + json.dumps({"resident": usage.ru_maxrss << 10, "cpu": usage.ru_utime + usage.ru_stime}))
+    print("\n" + json.dumps({"resident": _memory(os.getpid(), "VmHWM"), "cpu": time.process_time()}))
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -299,9 +301,8 @@ def measure(folder: Path, model: Path, rows: int, names: Sequence[str]) -> dict[
         for name in names:
             if name == FIRST:
                 shutil.rmtree(folder / HOME / "qwen-cache" / "indexes", ignore_errors=True)
-            elif name == "build --dry-run":
-                measured(folder, name)  # remembers the image
             found[name] = measured(folder, name)
+            print(f"{rows:,} rows: {name}: {found[name]}", file=sys.stderr, flush=True)
     shutil.rmtree(folder)
     return {"rows": rows, "index bytes": size, "commands": found}
 
@@ -309,15 +310,16 @@ def measure(folder: Path, model: Path, rows: int, names: Sequence[str]) -> dict[
 def show(report: dict[str, Any]) -> None:
     least, *sizes = report["sizes"]
     for each in sizes:
-        rows, alone = each["rows"], each["commands"].get(ALONE, {}).get("seconds")
+        rows, alone = each["rows"], each["commands"].get(ALONE, {}).get("cpu")
         print(f"\n{rows:,} rows, an index of {each['index bytes'] / rows:.0f} bytes a row\n")
-        print("| command | seconds | of pyarrow's | anonymous bytes a row | resident bytes a row |")
-        print("|---|---:|---:|---:|---:|")
+        print("| command | seconds | CPU seconds | of pyarrow's | anonymous bytes a row | resident bytes a row |")
+        print("|---|---:|---:|---:|---:|---:|")
         for name, found in each["commands"].items():
             base = least["commands"][name]
             per_row = [max(0, found[kind] - base[kind]) / (rows - LEAST) for kind in ("anonymous", "resident")]
-            ratio = f"{found['seconds'] / alone:.2f}" if alone else ""
-            print(f"| {name} | {found['seconds']:.1f} | {ratio} | {per_row[0]:,.0f} | {per_row[1]:,.0f} |")
+            ratio = f"{found['cpu'] / alone:.2f}" if alone else ""
+            took = f"{found['seconds']:.1f} | {found['cpu']:.1f}"
+            print(f"| {name} | {took} | {ratio} | {per_row[0]:,.0f} | {per_row[1]:,.0f} |")
 
 
 def main() -> None:

@@ -367,7 +367,7 @@ def check_own_cache() -> Check:
     """Free space for the files that both programs keep for later runs."""
     folder = cache_home()
     free = _free(folder)
-    found = f"{folder}, {_free_space(free)}; for modulation tables and copies of remote shards"
+    found = f"{folder}, {_free_space(free)}; for modulation tables, large indexes and copies of remote shards"
     short = free is not None and free < OWN_CACHE_BYTES
     do = "set XDG_CACHE_HOME, or cache.local_copies, to a folder on a disk with space" if short else None
     return Check("own cache", "warning" if short else "ok", found, do, facts={"folder": str(folder), "free": free})

@@ -14,11 +14,14 @@ from __future__ import annotations
 import os
 import struct
 import time
+from array import array
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from qwen_cache.errors import QwenCacheError
@@ -27,7 +30,7 @@ from qwen_cache.storage.mapped import read_file
 from qwen_cache.storage.remembered import file_state, is_settled, is_trusted
 from qwen_cache.storage.url import Url
 
-LIMIT = 500_000_000  # bytes of all stores: eight million images
+LIMIT = 2_000_000_000  # bytes of all stores: forty million images
 LISTED = 100  # files in one remote folder: from here on a listing costs less than a request for each
 CHECKSUM = 16  # bytes of xxh3-128, at the end of a store
 ENTRY = struct.Struct("<16sI")  # which file, and the length of what is known of it
@@ -40,8 +43,9 @@ class RememberedFiles:
         """`kind` names what is stored, with the versions of the code behind it. Without `store` nothing is kept."""
         self._header = f"{kind}\n".encode()
         self._store = store
-        self._known = self._load() if is_trusted() else {}
-        self._used: dict[bytes, bytes] = {}
+        self._known = self._load() if is_trusted() else _Known()
+        self._is_used = bytearray(len(self._known))
+        self._new: dict[bytes, bytes] = {}
         self._versions: dict[Url, str] = {}
 
     @staticmethod
@@ -60,9 +64,10 @@ class RememberedFiles:
         try:
             yield
         except BaseException:
-            self._save(self._known | self._used)
+            self._is_used[:] = bytes([True]) * len(self._known)
+            self._save()
             raise
-        self._save(self._used)
+        self._save()
 
     def read(self, role: str, place: str, files: Sequence[Path | Url], read: Callable[[], bytes]) -> bytes:
         """What `read` returns for `place` in `files`, or what it returned last time if none of them has changed."""
@@ -78,10 +83,15 @@ class RememberedFiles:
 
     def recall(self, name: bytes) -> bytes | None:
         """What is known by this name."""
-        return self._known.get(name)
+        position = self._known.find(name)
+        return None if position is None else self._known.value(position)
 
     def keep(self, name: bytes, value: bytes) -> None:
-        self._used[name] = value
+        position = self._known.find(name)
+        if position is not None and self._known.value(position) == value:
+            self._is_used[position] = True
+        else:
+            self._new[name] = value
 
     def name(self, role: str, place: str, files: Iterable[Path | Url]) -> tuple[bytes | None, bool]:
         """The name of what is read at `place` from `files` as they are now, and whether all of them are settled.
@@ -125,40 +135,85 @@ class RememberedFiles:
                 self._versions[url] = ""
         return self._versions[url]
 
-    def _load(self) -> dict[bytes, bytes]:
-        """The contents of the store; none if it is missing, damaged, or of another kind."""
+    def _load(self) -> _Known:
+        """The contents of the store; nothing if it is missing, damaged, or of another kind."""
         with suppress(OSError, struct.error):
             if self._store is None or self._store.stat().st_size > LIMIT:
-                return {}
+                return _Known()
             data = read_file(self._store)
             end = len(data) - CHECKSUM
             if data.startswith(self._header) and xxhash.xxh3_128_digest(data[:end]) == data[end:]:
-                return dict(_entries(data, len(self._header), end))
-        return {}
+                return _Known(data, len(self._header), end)
+        return _Known()
 
-    def _save(self, values: dict[bytes, bytes]) -> None:
+    def _save(self) -> None:
         """Write the store if it changes; a folder that cannot be written to only costs time."""
-        if self._store is None or not (values or self._known):
+        if self._store is None or not (self._new or self._known):
             return
         with suppress(OSError):
-            if values == self._known and self._store.exists():
+            if not self._new and all(self._is_used) and self._store.exists():
                 os.utime(self._store)
                 return
-            data = self._header + b"".join(ENTRY.pack(name, len(value)) + value for name, value in values.items())
             self._store.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(self._store, shared=True) as temporary, open(temporary, "wb") as file:
-                file.writelines([data, xxhash.xxh3_128_digest(data)])
+                checksum = xxhash.xxh3_128()
+                for piece in self._pieces():
+                    checksum.update(piece)
+                    file.write(piece)
+                file.write(checksum.digest())
                 file.flush()
                 sync(file)
             _remove_oldest(self._store.parent)
 
+    def _pieces(self) -> Iterator[bytes]:
+        """The bytes of the store, without its checksum."""
+        yield self._header
+        for position, is_used in enumerate(self._is_used):
+            if is_used and (name := self._known.name(position)) not in self._new:
+                value = self._known.value(position)
+                yield ENTRY.pack(name, len(value)) + value
+        for name, value in self._new.items():
+            yield ENTRY.pack(name, len(value)) + value
 
-def _entries(data: bytes, begin: int, end: int) -> Iterator[tuple[bytes, bytes]]:
-    while begin < end:
-        name, length = ENTRY.unpack_from(data, begin)
-        begin += ENTRY.size
-        yield name, data[begin : begin + length]
-        begin += length
+
+class _Known:
+    """The entries of a store by name: 16 bytes each beside the bytes of the store, where a dict takes 300."""
+
+    def __init__(self, data: bytes = b"", begin: int = 0, end: int = 0) -> None:
+        places = array("Q")
+        while begin < end:
+            places.append(begin)
+            begin += ENTRY.size + ENTRY.unpack_from(data, begin)[1]
+        self._data, names = data, array("Q", (_first_half(data, place) for place in places))
+        order = np.argsort(np.frombuffer(names, np.uint64), kind="stable")
+        self._halves = array("Q", np.frombuffer(names, np.uint64)[order].tobytes())
+        self._places = array("Q", np.frombuffer(places, np.uint64)[order].tobytes())
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def find(self, name: bytes) -> int | None:
+        """The position of a name."""
+        half = _first_half(name, 0)
+        position = bisect_left(self._halves, half)
+        while position < len(self) and self._halves[position] == half:
+            if self.name(position) == name:
+                return position
+            position += 1
+        return None
+
+    def name(self, position: int) -> bytes:
+        name: bytes = ENTRY.unpack_from(self._data, self._places[position])[0]
+        return name
+
+    def value(self, position: int) -> bytes:
+        place = self._places[position]
+        begin = place + ENTRY.size
+        return self._data[begin : begin + ENTRY.unpack_from(self._data, place)[1]]
+
+
+def _first_half(data: bytes, begin: int) -> int:
+    return int.from_bytes(data[begin : begin + 8], "big")
 
 
 def _remove_oldest(folder: Path) -> None:
