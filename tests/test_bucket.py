@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +34,7 @@ from .support.fake_lanes import FakeLanes
 from .support.marks import slow
 from .support.server import BUCKET, Proxy, fresh_clients, serving
 from .support.sources import write_pairs
+from .support.waiting import wait_until
 
 SHARDS = ("--set", "cache.shard_size=1")
 """A shard for each sample."""
@@ -499,4 +502,24 @@ def test_connections_that_break_in_the_middle_of_an_upload(
     fresh_clients()
     size = open_cache(url).manifest.shards[0].bytes
     assert size > 4 * (5 << 20)
+    valid(url)
+
+
+@pytest.mark.slow
+def test_killed_processes(
+    url: str, pairs: Path, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real encoders, two machines: one is killed when its first shard is there, the other encodes the rest."""
+    arguments = ["build", pairs, "--out", url, "--model", tiny_model("edit-plus"), *SMALL, *SHARDS]
+    program = Path(sys.executable).parent / "qwen-cache"
+    with subprocess.Popen([program, *map(str, arguments)], stderr=subprocess.DEVNULL) as process:
+        wait_until(lambda: [name for name in files(url) if name.endswith(".tar")] or process.poll() is not None)
+        process.kill()
+    first = {name for name in files(url) if name.endswith(".tar")}
+    assert first
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another-machine"))
+    done = run("qwen-cache", *arguments, "--json")
+    assert done.code == 0, done.stderr
+    assert json.loads(done.stdout)["encoded"] <= 4 - len(first) or "nothing to do" in done.stderr
+    assert first <= {shard.name for shard in open_cache(url).manifest.shards}
     valid(url)

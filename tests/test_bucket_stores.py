@@ -27,6 +27,10 @@ from .support.marks import slow
 from .support.server import BUCKET, serving
 
 DATASET = "me/cache"
+pytestmark = [  # gcsfs and huggingface_hub hand bytes to their clients
+    pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
+]
 
 
 async def no_lookup(*_: Any) -> None:
@@ -52,6 +56,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("HF_TOKEN", "hf_a_token")
     with serving(DatasetHub(DATASET)) as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setitem(fsspec.config.conf, "hf", {"endpoint": server.url})
         fsspec.get_filesystem_class("hf").clear_instance_cache()
         yield f"hf://datasets/{DATASET}"
     fsspec.get_filesystem_class("hf").clear_instance_cache()
@@ -70,7 +77,6 @@ def swap(store: Store, url: Url, old: bytes | None, new: bytes) -> bool:
     return store.swap(url, old, new, {}, {})
 
 
-@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 def test_every_store_writes_under_a_condition(folder: str, tmp_path: Path) -> None:
     place = destination(folder + "/")
     assert isinstance(place, Url)

@@ -115,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.send({"commitUrl": f"{hub.url}/datasets/{hub.name}/commit/{hub.head}", "commitOid": hub.head})
 
     def entry(self, files: dict[str, bytes], path: str) -> dict[str, Any]:
-        date = {"id": self.server.head, "title": "a commit", "date": "2030-01-01T00:00:00.000Z"}
+        date = {"id": self.server.head, "title": "a commit", "date": "2020-01-01T00:00:00.000Z"}
         oid = f"{hash(files[path]) & (1 << 159) - 1:040x}"
         return {"type": "file", "oid": oid, "size": len(files[path]), "path": path, "lastCommit": date}
 
