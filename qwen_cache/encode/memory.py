@@ -32,6 +32,7 @@ from qwen_cache.models.vision_tower import batch_windows
 from qwen_cache.sources.sizes import Size
 
 CHANNELS = {"RGB": 3, "RGBA": 4}
+FRAME = 80  # tokens before the last image: the system message, 64 in the 20B family, and what names the images
 ROWS = 2  # prompts after the images in one pass: that of the sample and the empty one
 
 
@@ -129,7 +130,7 @@ class TextWork:
     images: tuple[Size, ...]
     """In pixels for the text encoder."""
     tokens: int
-    """Of the prompt and what stands around it, without those of the images."""
+    """Of the prompt, without those of the images; in one pass, of everything else."""
     in_one_pass: bool = False
     """As `predict` encodes it, and not first the images and then the prompts."""
 
@@ -189,10 +190,10 @@ def _passes(model: Any, work: TextWork, dtype: torch.dtype) -> Any:
         if work.in_one_pass:
             tokens(1, count + work.tokens, past)
         elif grids:
-            tokens(1, count, past)
+            tokens(1, FRAME + count, past)
             tokens(ROWS, work.tokens, select_rows(past, [0] * ROWS))
         else:
-            tokens(ROWS, work.tokens, None)
+            tokens(ROWS, FRAME + work.tokens, None)
 
     return run
 
