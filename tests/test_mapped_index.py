@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -16,13 +17,14 @@ from hypothesis import strategies as st
 
 from qwen_cache import Cache, open_cache
 from qwen_cache.errors import IndexFileError
-from qwen_cache.format import index, mapped_index, rows, update
+from qwen_cache.format import directory, index, mapped_index, rows, update
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import index_schema, write_index
 from qwen_cache.format.keys import Keys, first_of_each, hash_words
 from qwen_cache.format.rows import ListedSample, Listing, taken
 from qwen_cache.format.update import Existing, commit_update, open_staging, plan_update, read_existing
 from qwen_cache.format.verify import verify_cache
+from qwen_cache.storage.url import Url
 
 from .support.paths import ROOT
 
@@ -239,3 +241,21 @@ def test_a_listing_is_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert listing != Listing.of(some[:4])
     assert (len(listing), some[2] in listing, ListedSample("", "") in listing) == (5, True, False)
     assert len(Existing.empty(2).listed) == 0
+
+
+def test_a_large_index_of_a_server_is_downloaded_to_a_file(is_large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, files = "memory://mapped-index", fsspec.filesystem("memory")
+    files.put(f"{EXAMPLE}/", "/mapped-index/", recursive=True)
+    monkeypatch.setattr(directory, "IN_MEMORY", 0)
+    size = open_cache(EXAMPLE).manifest.index.bytes
+    asked: list[int] = []
+    download = Url.download
+    monkeypatch.setattr(Url, "download", lambda url, size: asked.append(size) or download(url, size))
+    assert open_cache(address).table.to_pylist() == open_cache(EXAMPLE).table.to_pylist()
+    assert asked == [size]
+    files.pipe("/mapped-index/index.parquet", b"PAR1")
+    with pytest.raises(IndexFileError, match=r"the index is not the one that the manifest names .*another hash"):
+        open_cache(address)
+    files.rm("/mapped-index/index.parquet")
+    with pytest.raises(IndexFileError, match="no file"):
+        open_cache(address)
