@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path, PureWindowsPath
 from typing import Any, BinaryIO
 from urllib.parse import unquote
@@ -39,13 +39,19 @@ FILE_URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/]*/.")
 """A URL with a path: `https://x` alone would be split into a folder `https:/`, which is a local one."""
 
 
+@lru_cache(1 << 12)
+def _shared(text: str) -> str:
+    """An equal text of an earlier row: rows about one image follow each other."""
+    return text
+
+
 class File:
     """An image in a file of its own. A local path is kept as text: a `Path` takes 300 bytes more."""
 
     __slots__ = ("_place",)
 
     def __init__(self, path: Location) -> None:
-        self._place = path if isinstance(path, Url) else str(path)
+        self._place = path if isinstance(path, Url) else _shared(str(path))
 
     @property
     def path(self) -> Location:
