@@ -126,7 +126,7 @@ def test_a_page_shows_them_without_a_model(built: Built, tmp_path: Path) -> None
     code = f"import sys; from qwen_cache.cli.app import app; app(['inspect', {str(cache)!r}, '--html', {str(page)!r}], "
     code += "standalone_mode=False); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    shown = {sample["key"]: sample["images"] for sample in Page(page.read_text(encoding="utf-8")).samples}
+    shown = {sample["key"]: sample["images"] for sample in Page(page).samples}
     for sample, (target, *controls) in kept(cache):
         names = ["control 1", "control 2"] if controls[1:] else ["control"]
         masks = ["edit mask"] if "edit_mask" in sample.row.meta.tensors else []

@@ -201,7 +201,7 @@ def build_one_more(folder: Path) -> None:
     """Add one sample: the whole of `build`, with zeros in place of encoders."""
     from bench_plan import Zeros
 
-    from qwen_cache.encode import builder
+    from qwen_cache.encode import builder, write
     from qwen_cache.encode.builder import Encoders
     from qwen_cache.format import directory
 
@@ -209,7 +209,7 @@ def build_one_more(folder: Path) -> None:
     with directory.writing(job.folder):
         existing = builder.load_existing(job)
         plan = builder.plan_build(job, existing)
-        report = builder.run(job, builder.make_update(job, existing, plan), plan.missing, Encoders(Zeros))
+        report = write.run(job, builder.make_update(job, existing, plan), plan.missing, Encoders(Zeros))
     assert len(report.made) == 1, report
 
 

@@ -151,7 +151,8 @@ def errors_page() -> str:
         "expected, what was found, and after `→` what to do. The programs print it without a traceback and exit with "
         "2; `qwen-cache verify` lists all faults of a cache and exits with 1."
     )
-    kinds = ((code(error.__name__), inspect.getdoc(error) or "") for error in QwenCacheError.__subclasses__())
+    public = (error for error in QwenCacheError.__subclasses__() if not error.__name__.startswith("_"))
+    kinds = ((code(error.__name__), inspect.getdoc(error) or "") for error in public)
     rules = ((rule, code(error.__name__), inspect.getdoc(error) or "", error.fix) for rule, error in _by_rule())
     broken = "The rules are those of [the format](format.md); `verify` names the rule with each fault."
     parts = ["# Errors", intro, table(("class", "when"), kinds), "## Rules of the format", broken]
