@@ -5,11 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Cache, Sample
 
 SHOWN = 5
 """Samples listed in a message."""
+COMPARED = 100_000
+"""Names of a cache in which similar ones are looked for: about a second."""
 
 
 def find_sample(caches: Sequence[Cache], text: str) -> tuple[Cache, Sample]:
@@ -17,26 +23,48 @@ def find_sample(caches: Sequence[Cache], text: str) -> tuple[Cache, Sample]:
 
     `caches` has one cache for each recipe of a folder.
     """
-    samples = [
-        (key, name, cache)
+    matches = [
+        (cache, position)
         for cache in caches
-        for key, name in zip(*(cache.table[column].to_pylist() for column in ("key", "name")), strict=True)
+        for position in _positions(pc.or_(pc.equal(cache.table["name"], text), pc.equal(cache.table["key"], text)))
     ]
-    matches = [each for each in samples if text in each[:2]]
     if not matches and text:
-        matches = [each for each in samples if each[0].startswith(text.lower())]
+        matches = [
+            (cache, position)
+            for cache in caches
+            for position in _positions(pc.starts_with(cache.table["key"], text.lower()))
+        ]
     where = caches[0].folder
     if len(matches) > 1:
-        found = _some([f"{name} ({key})" for key, name, _ in matches])
+        found = _some([_name_and_key(*match) for match in matches[:SHOWN]], len(matches))
         raise ConfigError("several samples match", where=where, found=found, do="give the full key")
     if not matches:
-        names = list(dict.fromkeys(name for _, name, _ in samples))
+        some = [name for cache in caches for name in pc.unique(cache.table["name"].slice(0, COMPARED)).to_pylist()]
+        names, count = (
+            list(dict.fromkeys(some)),
+            sum(pc.count_distinct(cache.table["name"]).as_py() for cache in caches),
+        )
         near = difflib.get_close_matches(text, names, SHOWN)
-        do = f"did you mean {_some(near)}?" if near else f"name one, such as {_some(names)}; index.parquet lists all"
+        do = (
+            f"did you mean {_some(near, len(near))}?"
+            if near
+            else f"name one, such as {_some(names, count)}; index.parquet lists all"
+        )
         raise ConfigError("no sample has this name, key or start of a key", where=where, found=text, do=do)
-    ((key, _, cache),) = matches
-    return cache, cache[key]
+    ((cache, position),) = matches
+    return cache, cache[position]
 
 
-def _some(listed: Sequence[str]) -> str:
-    return ", ".join(listed[:SHOWN]) + (f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else "")
+def _name_and_key(cache: Cache, position: int) -> str:
+    name, key = (cache.table[column][position].as_py() for column in ("name", "key"))
+    return f"{name} ({key})"
+
+
+def _positions(found: pa.ChunkedArray) -> list[int]:
+    """Where an array is true."""
+    positions: list[int] = np.flatnonzero(found.to_numpy()).tolist()
+    return positions
+
+
+def _some(listed: Sequence[str], count: int) -> str:
+    return ", ".join(listed[:SHOWN]) + (f" and {count - SHOWN} more" if count > SHOWN else "")
