@@ -157,7 +157,7 @@ def tables() -> list[str]:
     return [
         table("10⁹ samples", [kind.name for kind in KINDS], rows()),
         table("a petabyte", ["money"], petabyte()),
-        table("what ends first", ["at samples", "needed for 10⁹"], limits()),
+        table("limit", ["reached at samples", "needed for 10⁹"], limits()),
         table("price", ["assumed", "source"], prices),
     ]
 
