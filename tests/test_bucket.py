@@ -291,7 +291,7 @@ def test_of_two_builders_one_commits(
     """The other is told so, and its next run reuses its shards: nothing is encoded twice."""
     model, other, commits = tiny_model("edit-plus"), write_pairs(tmp_path / "other"), []
     change(other, "cat")
-    module, name = (directory, "commit") if when == "while it encodes" else (s3_store, "_write_if")
+    module, name = (directory, "commit") if when == "while it encodes" else (s3_store, "_write_over")
     original = getattr(module, name)
 
     def overtaken(*arguments: Any, **options: Any) -> Any:
@@ -490,7 +490,7 @@ def test_connections_that_break_in_the_middle_of_an_upload(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A large shard goes by parts, so a connection that breaks costs one of them."""
-    monkeypatch.setattr(s3_store, "PART", 5 << 20)
+    monkeypatch.setattr(s3_store, "PART_BYTES", 5 << 20)
     monkeypatch.setattr(fake_lanes, "PROMPT_ROWS", 40_000)
     model, one_shard = tiny_model("edit-plus"), ("--set", "cache.shard_size=1GB")
     with serving(Proxy(s3, cuts=4, after=3_000_000, of="requests")) as proxy, monkeypatch.context() as patch:

@@ -3,7 +3,7 @@
 A shard goes to its final place at once, with a *part* beside the unfinished build: `.staging/<build>/<hash>.parquet`,
 the rows of that shard, from which any machine continues. The commit puts `index-<hash>.parquet`, which stays, then
 `cache.json`, if it is still the one that the build read, then the copy `index.parquet`, and removes the parts. Shards
-that the manifest no longer names stay until `gc`, which spares those of builds that were at work within a grace period.
+that the manifest no longer names stay until `gc`, which spares those of builds that wrote a file within a grace period.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from qwen_cache.storage.upload import store_of
 from qwen_cache.storage.url import Url
 
 STAGING = ".staging"  # shards of unfinished builds; in object storage, the rows of their shards
-PART = ".parquet"
+PARQUET = ".parquet"
 UPLOADS = 2  # shards at a time: one alone may wait for its last bytes while the network idles
 WAITING = 2  # sealed shards that wait for their upload before the encoders do
 STAGED = UPLOADS + WAITING + 1  # shards on this disk at most: one more is being written
@@ -40,7 +40,7 @@ Stored = tuple[Shard, list[Entry]]
 
 def index_name(manifest: Manifest) -> str:
     """The name under which the index of a manifest stays."""
-    return f"index-{manifest.index.xxh3_128}{PART}"
+    return f"index-{manifest.index.xxh3_128}{PARQUET}"
 
 
 def build_name(name: str, format_version: int) -> str:
@@ -72,7 +72,7 @@ def copy_shard(source: Url, folder: Url, build: str, stored: Stored, format_vers
 
 
 def part_path(folder: Url, build: str, shard: Shard) -> Url:
-    return folder / STAGING / build / f"{shard.xxh3_128}{PART}"
+    return folder / STAGING / build / f"{shard.xxh3_128}{PARQUET}"
 
 
 def part_bytes(stored: Stored, format_version: int) -> bytes:
@@ -83,7 +83,7 @@ def part_bytes(stored: Stored, format_version: int) -> bytes:
 
 def read_parts(folder: Url, build: str, here: Listing, format_version: int) -> list[Stored]:
     """The shards of an unfinished build, as its parts have them; without those that are not there whole."""
-    names = [path for path in here.files if path.startswith(f"{STAGING}/{build}/") and path.endswith(PART)]
+    names = [path for path in here.files if path.startswith(f"{STAGING}/{build}/") and path.endswith(PARQUET)]
 
     def read(name: str) -> Stored | None:
         with suppress(FormatError, FileNotFoundError):  # torn by nobody: but a part is only a hint
@@ -113,8 +113,8 @@ def read_replaced(folder: Url, manifest: Manifest, here: Listing, keys: Set[str]
 
 
 def _is_index(path: str) -> bool:
-    name = path.removeprefix("index-").removesuffix(PART)
-    return path == f"index-{name}{PART}" and HASH_PATTERN.fullmatch(name) is not None
+    name = path.removeprefix("index-").removesuffix(PARQUET)
+    return path == f"index-{name}{PARQUET}" and HASH_PATTERN.fullmatch(name) is not None
 
 
 def _rows(data: bytes, format_version: int, where: str, keys: Set[str] | None = None) -> Iterator[IndexRow]:
@@ -226,7 +226,7 @@ def finish_commit(folder: Url) -> None:
 
 
 def conflict(folder: Path | Url) -> ConflictError:
-    """The error for a dataset that changed while a build was at work."""
+    """The error for a dataset that changed while a build was running."""
     return ConflictError(
         "another build has committed to this cache since this one read it",
         where=folder,
@@ -248,7 +248,7 @@ def _check_shards(folder: Url, manifest: Manifest, here: Listing) -> None:
 
 @dataclass(frozen=True)
 class Garbage:
-    """What `gc` would remove, with sizes, and what it spares because a build may be at work on it."""
+    """What `gc` would remove, with sizes, and what it spares because a running build may need it."""
 
     files: Mapping[str, int]
     spared: Mapping[str, int]
@@ -266,7 +266,7 @@ def find_garbage(folder: Url, grace: float) -> Garbage:
     young = {path for path, file in here.files.items() if here.now - file.modified < grace}
     alive = {path.split("/")[1] for path in young if path.startswith(f"{STAGING}/")}
     parts = {path for path in ours if path.startswith(f"{STAGING}/") and path.split("/")[1] in alive}
-    shards = {f"{path.rpartition('/')[2].removesuffix(PART)}.tar" for path in parts}
+    shards = {f"{path.rpartition('/')[2].removesuffix(PARQUET)}.tar" for path in parts}
     spared = {path for path in ours if path in young or path in parts or path in shards}
     sizes = {path: ours[path].size for path in sorted(ours)}
     return Garbage(

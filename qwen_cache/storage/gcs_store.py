@@ -12,7 +12,7 @@ from time import time
 from typing import Any
 
 from qwen_cache.storage import bounds
-from qwen_cache.storage.store import Listing, StoredFile, check_conditions
+from qwen_cache.storage.store import Listing, StoredFile, check_conditions, swap_version
 from qwen_cache.storage.url import Url
 
 CHUNK = 1 << 25  # bytes of a request; the server takes multiples of 256 KiB
@@ -40,7 +40,7 @@ class GoogleStore:
     ) -> bool:
         for other, data in first.items():
             self.put(other, data)
-        if not _swap(url, old, new):
+        if not swap_version(url, old, new, _read, _write_over):
             return False
         for other, data in then.items():
             self.put(other, data)
@@ -75,22 +75,12 @@ class GoogleStore:
                 url.call(delete, "removing")
 
     def check(self, folder: Url) -> None:
-        check_conditions(self, folder, lambda url, data: _write(url, data, "0"))
+        check_conditions(self, folder, lambda url, data: _write_over(url, data, None))
 
 
-def _swap(url: Url, old: bytes | None, new: bytes) -> bool:
-    """Replace `old` by `new`. An answer may be lost after the file was written, so what is there decides."""
-    now = _read(url)
-    while now is not None or old is None:
-        data, generation = now or (None, "0")
-        if data == new:
-            return True
-        if data != old:
-            return False
-        if _write(url, new, generation):
-            return True
-        now = _read(url)
-    return False
+def _write_over(url: Url, data: bytes, generation: str | None) -> bool:
+    """Write a file over this generation, or over none; False if another one is there."""
+    return _write(url, data, generation or "0")
 
 
 def _write(url: Url, data: bytes, generation: str | None) -> bool:

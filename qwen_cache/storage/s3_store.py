@@ -13,10 +13,10 @@ from typing import Any
 
 from qwen_cache.errors import QwenCacheError
 from qwen_cache.storage import bounds
-from qwen_cache.storage.store import Listing, StoredFile, check_conditions
+from qwen_cache.storage.store import Listing, StoredFile, check_conditions, swap_version
 from qwen_cache.storage.url import Url
 
-PART = 1 << 24  # bytes: what a broken connection loses. A multipart upload has parts of at least 5 MiB
+PART_BYTES = 1 << 24  # what a broken connection loses. A multipart upload has parts of at least 5 MiB
 MOST_PARTS = 10_000
 SENDERS = 4  # parts at a time, of one file: one connection does not fill a fast network
 PER_DELETE = 1000
@@ -33,7 +33,7 @@ class S3Store:
     def put_file(self, url: Url, path: Path, first: Mapping[Url, bytes], stop: Event) -> None:
         for other, data in first.items():
             self.put(other, data)
-        if (size := path.stat().st_size) <= PART:
+        if (size := path.stat().st_size) <= PART_BYTES:
             self.put(url, path.read_bytes())
         else:
             _put_parts(url, path, size, stop)
@@ -43,7 +43,7 @@ class S3Store:
     ) -> bool:
         for other, data in first.items():
             self.put(other, data)
-        if not _swap(url, old, new):
+        if not swap_version(url, old, new, _read, _write_over):
             return False
         for other, data in then.items():
             self.put(other, data)
@@ -74,34 +74,13 @@ class S3Store:
             _delete(urls[begin : begin + PER_DELETE])
 
     def check(self, folder: Url) -> None:
-        check_conditions(self, folder, lambda url, data: _write_if(url, data, IfNoneMatch="*"))
+        check_conditions(self, folder, lambda url, data: _write_over(url, data, None))
 
 
-def _swap(url: Url, old: bytes | None, new: bytes) -> bool:
-    """Replace `old` by `new`. An answer may be lost after the file was written, so what is there decides."""
-    now = _read(url)
-    while now is not None or old is None:
-        data, tag = now or (None, "")
-        if data == new:
-            return True
-        if data != old:
-            return False
-        condition = {"IfMatch": tag} if tag else {"IfNoneMatch": "*"}
-        if _write_if(url, new, **condition):
-            return True
-        now = _read(url)
-    return False
-
-
-def _write_if(url: Url, data: bytes, **condition: str) -> bool:
-    with suppress(_UnmetError):
-        _call(url, "writing", "put_object", len(data), Body=data, **condition)
-        return True
-    return False
-
-
-class _UnmetError(QwenCacheError):
-    """The condition of a write does not hold."""
+def _write_over(url: Url, data: bytes, tag: str | None) -> bool:
+    """Write a file over the version with this ETag, or over none; False if another one is there."""
+    condition = {"IfMatch": tag} if tag else {"IfNoneMatch": "*"}
+    return _call(url, "writing", "put_object", len(data), Body=data, **condition) is not None
 
 
 def _read(url: Url) -> tuple[bytes, str] | None:
@@ -127,7 +106,7 @@ def _read(url: Url) -> tuple[bytes, str] | None:
 
 def _put_parts(url: Url, path: Path, size: int, stop: Event) -> None:
     """A multipart upload. It ends with the call, however that ends, unless the process is killed."""
-    step = max(PART, -(-size // MOST_PARTS))
+    step = max(PART_BYTES, -(-size // MOST_PARTS))
     upload = str(_call(url, "writing", "create_multipart_upload", 0)["UploadId"])
 
     def send(begin: int) -> dict[str, Any]:
@@ -166,7 +145,7 @@ def _complete(url: Url, upload: str, parts: list[dict[str, Any]], size: int) -> 
 
 
 def _call(url: Url, what: str, method: str, size: int, **options: Any) -> Any:
-    """Call `method` of S3 for a file, with a body of `size` bytes; _UnmetError if a condition does not hold."""
+    """Call `method` of S3 for a file, with a body of `size` bytes; None if its condition does not hold."""
 
     def call(files: Any, path: str) -> Any:
         bucket, key, _ = files.split_path(path)
@@ -183,7 +162,7 @@ def _explained(url: Url, what: str, call: Callable[[Any, str], Any], patience: f
             answer = getattr(error.__cause__, "response", None) or {}
             code = str(answer.get("Error", {}).get("Code", ""))
             if code in ("PreconditionFailed", "412"):
-                raise _UnmetError("another version is there", where=url) from None
+                return None
             if code == "NoSuchBucket":
                 raise QwenCacheError(
                     "there is no such bucket", where=url, do="create it, or check the address"

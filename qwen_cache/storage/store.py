@@ -82,3 +82,27 @@ def check_conditions(store: Store, folder: Url, create: Callable[[Url, bytes], b
             )
     finally:
         store.delete([file])
+
+
+def swap_version(
+    url: Url,
+    old: bytes | None,
+    new: bytes,
+    read: Callable[[Url], tuple[bytes, str] | None],
+    write: Callable[[Url, bytes, str | None], bool],
+) -> bool:
+    """Replace `old` by `new`, where `write` writes over the version that `read` has given, or over none (None).
+
+    An answer may be lost after the file was written, so what is there decides. False if that is neither of the two.
+    """
+    now = read(url)
+    while now is not None or old is None:
+        data, version = now or (None, None)
+        if data == new:
+            return True
+        if data != old:
+            return False
+        if write(url, new, version):
+            return True
+        now = read(url)
+    return False
