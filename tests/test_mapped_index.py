@@ -21,7 +21,7 @@ from qwen_cache.format import directory, index, mapped_index, rows, update
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import index_schema, write_index
 from qwen_cache.format.keys import Keys, first_of_each, hash_words
-from qwen_cache.format.rows import ListedSample, Listing, taken
+from qwen_cache.format.rows import ListedSample, ListedSamples, taken
 from qwen_cache.format.update import Existing, commit_update, open_staging, plan_update, read_existing
 from qwen_cache.format.verify import verify_cache
 from qwen_cache.storage.url import Url
@@ -235,10 +235,10 @@ def test_what_is_no_hash_is_refused(key: str | None) -> None:
 def test_a_listing_is_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "ROW_GROUP", 2)
     some = [ListedSample(f"{i}", f"{i:032x}", i) for i in range(5)]
-    listing = Listing.of(iter(some))
+    listing = ListedSamples.of(iter(some))
     assert list(listing) == some
-    assert listing == Listing.of(some[:3]) + Listing.of(some[3:])
-    assert listing != Listing.of(some[:4])
+    assert listing == ListedSamples.of(some[:3]) + ListedSamples.of(some[3:])
+    assert listing != ListedSamples.of(some[:4])
     assert (len(listing), some[2] in listing, ListedSample("", "") in listing) == (5, True, False)
     assert len(Existing.empty(2).listed) == 0
 

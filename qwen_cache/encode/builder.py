@@ -28,7 +28,7 @@ from qwen_cache.format.finished import finished_samples
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.manifest import DEFAULT_RECIPE
 from qwen_cache.format.remote import Stored, conflict
-from qwen_cache.format.rows import KeyedRows, ListedSample, Listing, listed
+from qwen_cache.format.rows import KeyedRows, ListedSample, ListedSamples, listed
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.staging import Destination
 from qwen_cache.format.update import Existing, Update, plan_update, read_existing
@@ -369,7 +369,7 @@ def staging_name(job: BuildJob, *, repair: bool = False) -> str:
 
 def make_update(job: BuildJob, existing: Existing, plan: BuildPlan) -> Update:
     """The dataset after the build: the other recipes unchanged, then this one in the order of the source."""
-    ours = Listing.of(ListedSample(sample.row.name, sample.key, sample.source_rows) for sample in plan.samples)
+    ours = ListedSamples.of(ListedSample(sample.row.name, sample.key, sample.source_rows) for sample in plan.samples)
     if job.sliced:
         ours = job.sliced.in_order(ours + listed(_of_other_slices(job, existing)))
     update = plan_update(job.folder, existing, job.format_version, existing.others(job.recipe_name) + ours)

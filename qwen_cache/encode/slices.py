@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.keys import first_of_each
-from qwen_cache.format.rows import Listing, taken
+from qwen_cache.format.rows import ListedSamples, taken
 
 T = TypeVar("T")
 
@@ -65,9 +65,9 @@ class SlicedSource:
         """Whether a sample of this name is left as it is: the row of another slice, or of nobody knows which."""
         return name not in self.own and (name in self.positions or not self.is_complete)
 
-    def in_order(self, samples: Listing) -> Listing:
+    def in_order(self, samples: ListedSamples) -> ListedSamples:
         """The samples in the order of the source, each key once; those of no row are last."""
         found = pc.index_in(samples.table["name"], pa.array(list(self.positions), pa.string()))
         order = np.argsort(pc.fill_null(found, len(self.positions)).to_numpy(), kind="stable")
-        in_order = Listing(taken(samples.table, order))
-        return Listing(taken(in_order.table, np.flatnonzero(first_of_each(in_order.words("the source")))))
+        in_order = ListedSamples(taken(samples.table, order))
+        return ListedSamples(taken(in_order.table, np.flatnonzero(first_of_each(in_order.words("the source")))))

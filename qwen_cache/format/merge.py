@@ -147,7 +147,7 @@ def merge(
 
     Samples are stored with `compression` (`none` or `zstd`); None keeps the stored bytes.
     """
-    whole, name = _whole_shards(plan, compression), f"merge-{compression or 'as-it-lies'}"
+    whole, name = _whole_shards(plan, compression), f"merge-{compression or 'unchanged'}"
     if isinstance(plan.update.folder, Url):
         _copy_shards(plan, plan.update.folder, name, {url for url in whole if isinstance(url, Url)})
     linked = [path for path in whole if isinstance(path, Path)]

@@ -32,16 +32,16 @@ class ListedSample:
 LISTED = pa.schema([("name", pa.string()), ("key", pa.string()), ("source_rows", pa.int32())])
 
 
-class Listing(Collection[ListedSample]):
+class ListedSamples(Collection[ListedSample]):
     """The rows of a new dataset, as columns."""
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table.select(LISTED.names)
 
     @classmethod
-    def of(cls, rows: Iterable[ListedSample]) -> Listing:
+    def of(cls, rows: Iterable[ListedSample]) -> ListedSamples:
         """The listing of `rows`, which are not kept."""
-        if isinstance(rows, Listing):
+        if isinstance(rows, ListedSamples):
             return rows
         rows, parts = iter(rows), [LISTED.empty_table()]
         while some := list(islice(rows, ROW_GROUP)):
@@ -59,11 +59,11 @@ class Listing(Collection[ListedSample]):
     def __contains__(self, row: object) -> bool:
         return any(row == each for each in self)
 
-    def __add__(self, other: Listing) -> Listing:
-        return Listing(pa.concat_tables([self.table, other.table]))
+    def __add__(self, other: ListedSamples) -> ListedSamples:
+        return ListedSamples(pa.concat_tables([self.table, other.table]))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Listing) and bool(self.table.equals(other.table))
+        return isinstance(other, ListedSamples) and bool(self.table.equals(other.table))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -147,9 +147,9 @@ class KeyedRows(Mapping[str, IndexRow]):
         return self.at(self.positions[chosen[self.positions]])
 
 
-def listed(rows: KeyedRows) -> Listing:
+def listed(rows: KeyedRows) -> ListedSamples:
     """Rows of an index as those of a new dataset."""
-    return Listing(taken(rows.table.select(LISTED.names), rows.positions))
+    return ListedSamples(taken(rows.table.select(LISTED.names), rows.positions))
 
 
 def shard_numbers(manifest: Manifest, rows: KeyedRows) -> IntArray:

@@ -32,7 +32,7 @@ from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recip
 from qwen_cache.format.mapped_index import load_index
 from qwen_cache.format.remote import Stored, conflict
 from qwen_cache.format.remote_build import RemoteBuild
-from qwen_cache.format.rows import KeyedRows, ListedSample, Listing, fitted, listed, shard_numbers, taken
+from qwen_cache.format.rows import KeyedRows, ListedSample, ListedSamples, fitted, listed, shard_numbers, taken
 from qwen_cache.format.shard import Entry, check_tensors, tensor_bytes
 from qwen_cache.format.staging import Staging, staging_folder
 from qwen_cache.storage.durable import link_or_copy, move
@@ -81,7 +81,7 @@ class Existing:
         return {name: recipe.recipe for name, recipe in self.manifest.recipes.items()}
 
     @property
-    def listed(self) -> Listing:
+    def listed(self) -> ListedSamples:
         """The rows as entries of a new dataset."""
         return listed(self.rows)
 
@@ -90,7 +90,7 @@ class Existing:
         """The names of the recipes by their ids."""
         return {recipe.id: name for name, recipe in self.manifest.recipes.items()}
 
-    def others(self, name: str) -> Listing:
+    def others(self, name: str) -> ListedSamples:
         """The rows of all recipes except `name`."""
         mine = np.zeros(len(self.table), bool)
         mine[self.of_recipe(name).positions] = True
@@ -127,7 +127,7 @@ class Update:
     folder: Path | Url
     existing: Existing
     format_version: int
-    rows: Listing
+    rows: ListedSamples
     kept: IntArray
     """For each row its position in the existing index if the sample stays in its shard, else -1."""
     moved: KeyedRows
@@ -166,7 +166,7 @@ def plan_update(
     `order` has the keys of the samples that do not stay in their order in new shards, and may have others; by default
     the order of `rows`. No sample stays in a `damaged` shard.
     """
-    rows = Listing.of(rows)
+    rows = ListedSamples.of(rows)
     positions: IntArray = np.full(len(rows), -1)
     if format_version == existing.manifest.format_version:
         positions = existing.rows.found.find_all(rows.words(folder))
@@ -295,7 +295,7 @@ def commit_early(
     """Commit these shards of `staging` beside all that is there, of which no shard is missing; returns the rest."""
     keys, existing = [entry.meta.key for _, entries in shards for entry in entries], update.existing
     is_new = pc.is_in(update.rows.table["key"], pa.array(keys, pa.string())).to_numpy()
-    new = Listing(taken(update.rows.table, np.flatnonzero(is_new)))
+    new = ListedSamples(taken(update.rows.table, np.flatnonzero(is_new)))
     positions = np.r_[existing.rows.positions, np.full(len(new), -1)]
     early = replace(update, rows=existing.listed + new, kept=positions)
     manifest = _commit(early, staging, shards, recipes, written_by)
@@ -366,7 +366,7 @@ def _row_group(update: Update, which: slice, written: Mapping[str, tuple[str, En
     if stays.any():
         table = fitted(taken(update.existing.table, kept[stays]), schema)
     if not stays.all():
-        new = Listing(taken(rows, np.flatnonzero(~stays)))
+        new = ListedSamples(taken(rows, np.flatnonzero(~stays)))
         made = [IndexRow(row.name, *written[row.key], row.source_rows) for row in new]
         table = pa.concat_tables([table, table_of(made, update.format_version, schema)])
         table = taken(table, np.argsort(np.r_[np.flatnonzero(stays), np.flatnonzero(~stays)]))

@@ -22,7 +22,7 @@ from qwen_cache.errors import ConfigError, ModelError, SourceError
 from qwen_cache.format import directory
 from qwen_cache.format.identity import Inputs, canonical_json, content_hash, recipe_id
 from qwen_cache.format.manifest import DEFAULT_RECIPE, Manifest
-from qwen_cache.format.rows import ListedSample, Listing
+from qwen_cache.format.rows import ListedSample, ListedSamples
 from qwen_cache.format.sample import LATENT_CHANNELS, TENSORS, SampleMeta, shared_rows, token_count
 from qwen_cache.format.shard import compress
 from qwen_cache.format.tensor import TensorSpec
@@ -189,7 +189,7 @@ def make_update(job: ImportJob, plan: ImportPlan, existing: Existing) -> Update:
         )
     existing.check_name(job.recipe_name, plan.recipe, job.folder)
     ours = (ListedSample(sample.source.name, key, sample.source_rows) for key, sample in plan.samples.items())
-    return plan_update(job.folder, existing, FORMAT_VERSION, existing.others(job.recipe_name) + Listing.of(ours))
+    return plan_update(job.folder, existing, FORMAT_VERSION, existing.others(job.recipe_name) + ListedSamples.of(ours))
 
 
 def run(

@@ -27,7 +27,7 @@ from qwen_cache.inspect.columns import Integers
 from qwen_cache.inspect.flags import FLAGS
 from qwen_cache.inspect.images import ImageSource, data_url, no_images, stored_images
 from qwen_cache.inspect.page_files import files_beside, remove_files
-from qwen_cache.inspect.rows import MAX_LINKS, Listing, has_thumbnails
+from qwen_cache.inspect.rows import MAX_LINKS, PageSamples, has_thumbnails
 from qwen_cache.inspect.summary import (
     BATCH_COLUMNS,
     RecipeSurvey,
@@ -83,7 +83,7 @@ def write_page(path: Path, survey: Survey, source: ImageSource | None = None, th
     chosen = evenly(count, thumbnails) if source else np.zeros(0, np.int64)
     if source is stored_images:
         chosen = chosen[has_thumbnails(survey)[chosen]]
-    listing, images = Listing(survey, chosen), source or no_images
+    listing, images = PageSamples(survey, chosen), source or no_images
     make_folder(path.parent)
     if count <= ONE_FILE and len(chosen) <= ONE_FILE_IMAGES:
         write_durably(path, page(survey, listing.facts() | {"rows": complete_rows(listing, images)}).encode("utf-8"))
@@ -111,7 +111,7 @@ def page(survey: Survey, samples: Mapping[str, Any]) -> str:
     )
 
 
-def complete_rows(listing: Listing, source: ImageSource) -> list[list[Any]]:
+def complete_rows(listing: PageSamples, source: ImageSource) -> list[list[Any]]:
     """All rows of the list, with images as data URLs."""
     rows = listing.rows(0, listing.count)
     with counting("making images", len(listing.with_images)) as advance:

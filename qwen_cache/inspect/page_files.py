@@ -31,7 +31,7 @@ from qwen_cache.errors import ConfigError, QwenCacheError
 from qwen_cache.html.page import compact_json, relative_url
 from qwen_cache.inspect.flags import FLAGS
 from qwen_cache.inspect.images import ImageSource, data_url
-from qwen_cache.inspect.rows import Listing
+from qwen_cache.inspect.rows import PageSamples
 from qwen_cache.storage.durable import (
     LockHeldError,
     is_link,
@@ -58,7 +58,7 @@ def folder_of(page: Path) -> Path:
 
 
 @contextmanager
-def files_beside(page: Path, listing: Listing, source: ImageSource) -> Iterator[dict[str, Any]]:
+def files_beside(page: Path, listing: PageSamples, source: ImageSource) -> Iterator[dict[str, Any]]:
     """Write the files of a page; yields what the page must say about them, and removes older files once it is written.
 
     QwenCacheError where another process writes this page.
@@ -117,7 +117,7 @@ def _remove_older(folder: Path, digest: str) -> None:
         folder.rmdir()
 
 
-def write_files(folder: Path, listing: Listing, source: ImageSource) -> tuple[dict[str, Any], str]:
+def write_files(folder: Path, listing: PageSamples, source: ImageSource) -> tuple[dict[str, Any], str]:
     """Write all files into a new folder; returns what the page must say about them, and the hash of their content."""
     folder.mkdir()
     digest = xxhash.xxh3_128()
@@ -155,7 +155,7 @@ def write_files(folder: Path, listing: Listing, source: ImageSource) -> tuple[di
     return facts, digest.hexdigest()
 
 
-def _images(listing: Listing, source: ImageSource, begin: int, end: int) -> tuple[list[list[str]], list[list[str]]]:
+def _images(listing: PageSamples, source: ImageSource, begin: int, end: int) -> tuple[list[list[str]], list[list[str]]]:
     """The titles and the data URLs of the images of each sample from `begin` to before `end`."""
     found = [list(source(listing.sample(i))) if listing.has_images[i] else [] for i in range(begin, end)]
     titles = [[image.title for image in images] for images in found]

@@ -31,7 +31,7 @@ MAX_LINKS = 12
 """Samples that are named: per flag, and to each near-duplicate; filters list all."""
 
 
-class Listing:
+class PageSamples:
     """All samples of a survey, in order, and which of them have images on the page."""
 
     def __init__(self, survey: Survey, with_images: Integers) -> None:
