@@ -213,7 +213,7 @@ def build(
     ray: Annotated[
         str | None,
         typer.Option(
-            help="Encode on a Ray cluster: its address, or local.", metavar="ADDRESS", rich_help_panel=DEVICES
+            help="Encode on a Ray cluster: auto, its address, or local.", metavar="ADDRESS", rich_help_panel=DEVICES
         ),
     ] = None,
     out: OutCache = None,
@@ -338,7 +338,7 @@ def verify(
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Choose the samples of an earlier check.",
+            help="Choose the same samples as an earlier check with this seed.",
             metavar="INT",
             min=0,
             show_default="another one each time",
@@ -678,7 +678,7 @@ def gc(
             "--grace-hours",
             min=0,
             metavar="HOURS",
-            help="In object storage, spare files younger than this, and builds that wrote since.",
+            help="In object storage, spare files younger than this, and all of a build that wrote one as young.",
             rich_help_panel=OUTPUT,
         ),
     ] = 24,

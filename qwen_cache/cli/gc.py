@@ -15,7 +15,7 @@ from qwen_cache.storage.url import Url
 def run_gc(cache: str, *, grace_hours: float, dry_run: bool, as_json: bool) -> int:
     """Remove the files that the dataset does not name, or with `dry_run` list them; return the exit code.
 
-    In object storage, where no lock tells that a build is at work, the files of the last `grace_hours` are spared.
+    In object storage, where no lock tells that a build is running, the files of the last `grace_hours` are spared.
     """
     folder = destination(cache)
     spared: Mapping[str, int] = {}
@@ -37,5 +37,5 @@ def run_gc(cache: str, *, grace_hours: float, dry_run: bool, as_json: bool) -> i
     out.print(f"{plural(len(sizes), 'file')}, {human_bytes(total)} {'to remove' if dry_run else 'removed'}")
     if spared:
         files, kept = plural(len(spared), "file"), human_bytes(sum(spared.values()))
-        out.print(f"{files}, {kept} spared: a build may be at work on them (--grace-hours {grace_hours:g})")
+        out.print(f"{files}, {kept} spared: a running build may need them (--grace-hours {grace_hours:g})")
     return 0

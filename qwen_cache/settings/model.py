@@ -16,5 +16,5 @@ class ModelConfig(Section):
     """A single file in place of the transformer's weights: .safetensors as ComfyUI has it (bf16, fp8, scaled fp8), or
     .gguf. Its config.json and all other components are those of model.path."""
     quantization: Literal["none", "int8", "fp8", "nf4"] = "none"
-    """Quantize the frozen transformer to 8 bits (torchao) or 4 (bitsandbytes, needs a GPU). none: as the folder or file
+    """Quantise the frozen transformer to 8 bits (torchao) or 4 (bitsandbytes, needs a GPU). none: as the folder or file
     is."""

@@ -52,7 +52,7 @@ class LoraConfig(Section):
     use_rslora: bool = False
     """Scale by lora_alpha / √rank (arXiv 2312.03732)."""
     use_dora: bool = False
-    """Learn the magnitude of weight vectors apart from their direction (arXiv 2402.09353); unquantized weights only."""
+    """Learn the magnitude of weight vectors apart from their direction (arXiv 2402.09353); unquantised weights only."""
     init_lora_weights: Literal["gaussian", True] = "gaussian"
     """Initialization of A (B is zero): gaussian as in diffusers' trainers, true for peft's own (Kaiming uniform)."""
     rank_dropout: Fraction = 0.0
