@@ -178,6 +178,9 @@ def test_what_cannot_be_published_is_refused(cache: Path, hub: UploadHub, tmp_pa
         result = run("qwen-cache", "push", cache, address)
         refused(result, "not the name of a dataset on the hub", "expected hf://datasets/OWNER/NAME", address)
     refused(run("qwen-cache", "push", cache, "me/a--b"), "not the name of a repository")
+    refused(
+        run("qwen-cache", "push"), "push needs the dataset to publish to\n  → name it: qwen-cache push shards hf://"
+    )
     refused(push(cache, "--license", "by me"), "--license is no identifier of a licence", "cc-by-4.0")
     refused(push(cache, "--base-model", "mine"), "the base model is no repository on the hub", "--base-model Qwen/")
     refused(push(tmp_path), "not a cache")

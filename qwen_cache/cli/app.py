@@ -703,10 +703,17 @@ def gc(
     ],
 )
 def push(
-    cache: Annotated[str, typer.Argument(help="The folder of the cache; may be left out.", metavar="CACHE")],
+    cache: Annotated[
+        str | None,
+        typer.Argument(help="The folder of the cache.", metavar="CACHE", show_default="cache.path, else shards"),
+    ] = None,
     repo: Annotated[
         str | None,
-        typer.Argument(help="The dataset on the Hugging Face hub: hf://datasets/OWNER/NAME.", metavar="REPO"),
+        typer.Argument(
+            help="The dataset on the Hugging Face hub, required: hf://datasets/OWNER/NAME.",
+            metavar="REPO",
+            show_default=False,
+        ),
     ] = None,
     *,
     base_model: Annotated[
@@ -766,10 +773,14 @@ def push(
 ) -> int:
     """Publish a cache as a dataset on the Hugging Face hub, with a card."""
     from qwen_cache.cli.push import PushOptions, run_push
+    from qwen_cache.errors import ConfigError
     from qwen_cache.settings.load import load_config
 
-    given = Given("CACHE", "cache.path", cache) if repo else None
-    path = load_config(config, set_, [given]).cache.path
+    cache, repo = (cache, repo) if repo else (None, cache)
+    if repo is None:
+        do = "name it: qwen-cache push shards hf://datasets/OWNER/NAME"
+        raise ConfigError("push needs the dataset to publish to", do=do)
+    path = load_config(config, set_, [Given("CACHE", "cache.path", cache) if cache else None]).cache.path
     options = PushOptions(
         base_model=base_model,
         licence=licence,
@@ -782,7 +793,7 @@ def push(
         preview=preview,
         as_json=json,
     )
-    return run_push(path, repo or cache, options)
+    return run_push(path, repo, options)
 
 
 @command(

@@ -25,8 +25,8 @@ TRANSPORT: type[BaseException] = HfHubHTTPError.__bases__[0]
 """The errors of connections: httpx's in huggingface_hub 1, httpx2's in 2."""
 TOGETHER = 8
 """Files that are uploaded at the same time: enough for one connection, and little to repeat after an interruption."""
-CHANGED = 412
-"""The hub's status for a commit whose parent is no longer the newest."""
+CHANGED = (409, 412)
+"""The hub's statuses for a commit whose parent is no longer the newest."""
 
 
 @dataclass(frozen=True)
@@ -136,14 +136,15 @@ class Repository:
     def _refused(self, error: HfHubHTTPError) -> QwenCacheError:
         """What the hub's answer means."""
         code = error.response.status_code if error.response is not None else 0
+        changed = (
+            "somebody else has changed this repository since this command began",
+            "look at what is there now, and run the same command again: what has arrived is not sent again",
+        )
         what, do = {
             401: ("the hub does not know you", "log in with `hf auth login`, or set HF_TOKEN"),
             403: ("you may not write to this repository", "use a token with write access, or name another owner"),
             404: ("the hub has no such repository or revision, or hides it from you", "check the name and the token"),
-            CHANGED: (
-                "somebody else has changed this repository since this command began",
-                "look at what is there now, and run the same command again: what has arrived is not sent again",
-            ),
+            **dict.fromkeys(CHANGED, changed),
         }.get(code, ("the hub refused the upload", "run the same command again; huggingface.co/status says how it is"))
         found = f"status {code}: {first_line(error.server_message or error)}"
         return QwenCacheError(what, where=self.name, found=found, do=do)
