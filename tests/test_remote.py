@@ -371,6 +371,8 @@ def test_permanent_errors_are_not_retried(served: Server) -> None:
         ("s3://bucket/nothing", r"s3://bucket/nothing: no cache.json here(.|\n)*\[F1\]\n  → check the address"),
         ("s3://no-such-bucket/x", r"s3://no-such-bucket/x: no cache.json here(.|\n)*→ check the address"),
         ("gopher://x/y", r"gopher://x/y: this protocol is not supported \(.*found gopher\)\n  → copy the files"),
+        ("s3:/bucket/x", r"s3:/bucket/x: nearly a URL\n  → write s3://bucket/x; a local folder .* \./s3:/b"),
+        ("S3://bucket/x", r"S3://bucket/x: nearly a URL\n  → write s3://bucket/x; a local folder .* \./S3://"),
         ("reference::https://x/y", r"this protocol is not supported \(expected https, s3, .* found reference\)"),
         ("zip://y::dask::https://x", r"this protocol is not supported \(.*found dask\)"),
         ("simplecache::memory://x", r"this protocol is not supported \(.*found simplecache\)"),
@@ -731,6 +733,13 @@ def test_commands_of_a_user_on_s3(s3: tuple[str, int], local: Path) -> None:
     assert f"{url}: OK: all checksums match" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Unclosed" not in done.stderr
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///", "gs://"])
+def test_a_destination_has_a_bucket(url: str) -> None:
+    result = run("qwen-cache", "gc", url)
+    assert (result.code, result.stdout) == (2, "")
+    assert "no bucket is named (expected such as s3://BUCKET/NAME)" in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [("gc",), ("build", "data", "--model", "model", "--out"), ("gc", "--dry-run")])

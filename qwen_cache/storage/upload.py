@@ -41,6 +41,8 @@ def destination(address: str | Path | Url) -> Path | Url:
     """The place of a cache to be written; ConfigError for a URL that cannot be."""
     place = location(address)
     if isinstance(place, Url):
+        if not str(place).partition("://")[2].strip("/"):
+            raise ConfigError("no bucket is named", where=place, expected="such as s3://BUCKET/NAME")
         store_of(place)
         return Url(str(place).rstrip("/"))
     return place

@@ -25,9 +25,11 @@ from qwen_cache.extras import install_command
 from qwen_cache.plain_text import one_line
 from qwen_cache.storage import bounds
 from qwen_cache.storage.durable import write_at
-from qwen_cache.storage.protocols import refused_protocol
+from qwen_cache.storage.protocols import SERVERS, refused_protocol
 
 URL = re.compile(r"([a-z][a-z0-9+.-]*)(://|::)")
+LIKE_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+")
+"""With one slash or capital letters, which would be a local folder."""
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "https": "http", "hf": "hf"}
 """The extra of this package that a protocol needs."""
 BLOCK = 8_000_000  # bytes per request: the most that a broken connection loses; under 0.1 s at 1 Gbit/s
@@ -347,6 +349,10 @@ def location(address: str | Path | Url) -> Path | Url:
     if not isinstance(address, str):
         return address
     match = URL.match(address)
+    if not match and (scheme := LIKE_URL.match(address)) and scheme[1].lower() in SERVERS:
+        correct = f"{scheme[1].lower()}://{address[scheme.end() :]}"
+        do = f"write {correct}; a local folder of this name is ./{address}"
+        raise ConfigError("nearly a URL", where=address, do=do)
     if match and match[1] in ("file", "local") and match[2] == "://":
         return Path(address[match.end() :])
     if match and (protocol := refused_protocol(address)):
