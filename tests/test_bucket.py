@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -523,3 +524,13 @@ def test_killed_processes(
     assert json.loads(done.stdout)["encoded"] <= 4 - len(first) or "nothing to do" in done.stderr
     assert first <= {shard.name for shard in open_cache(url).manifest.shards}
     valid(url)
+
+
+def test_a_full_disk_for_shards_that_wait_for_their_upload_names_their_folder(
+    url: str, pairs: Path, tiny_model: Any, home: Path, fast: list[FakeLanes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10_000_000, used=0, free=10_000))
+    result = build(pairs, url, tiny_model("edit-plus"), "--set", "cache.shard_size=1MB")
+    refused(result, f"error: {home}: the disk has too little space for this build (expected about ", "found 10.0 kB)\n")
+    assert "→ make room, choose a smaller cache.shard_size, or name a folder on another disk with XDG" in result.stderr
+    assert not fast

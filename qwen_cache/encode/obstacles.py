@@ -20,6 +20,7 @@ from qwen_cache.encode.recipe import recipe_changes
 from qwen_cache.errors import ConfigError, DeviceError, QwenCacheError, SourceError
 from qwen_cache.format.update import Existing, Update
 from qwen_cache.plain_text import plain, shell_line
+from qwen_cache.storage.durable import cache_home
 from qwen_cache.storage.url import Url
 
 SURE = 0.9  # of the estimated bytes: a build that may just fit is not refused
@@ -90,12 +91,17 @@ def full_disk(job: BuildJob, plan: BuildPlan, update: Update) -> QwenCacheError 
     needed, free = disk_bytes(job, plan, update), free_bytes(job.folder)
     if free is None or SURE * needed <= free:
         return None
+    where: Path | Url = job.folder
+    do = "make room (`qwen-cache gc` removes replaced shards), or name a folder on another disk with --out"
+    if isinstance(where, Url):  # shards wait here for their upload
+        where = cache_home()
+        do = "make room, choose a smaller cache.shard_size, or name a folder on another disk with XDG_CACHE_HOME"
     return QwenCacheError(
         "the disk has too little space for this build",
-        where=job.folder,
+        where=where,
         expected=f"about {human_bytes(needed)}",
         found=human_bytes(free),
-        do="make room (`qwen-cache gc` removes replaced shards), or name a folder on another disk with --out",
+        do=do,
     )
 
 
