@@ -79,9 +79,9 @@ def run(
     Those with the keys `new_masks` need no encoder, so this process makes them even if there are workers. If other
     builds may commit to a bucket meanwhile, `again` gives the update of the dataset as it then is.
     """
-    made, now = set[str](), update
+    made, now, written = set[str](), update, 0
     while True:
-        writing = Writing(job, now, missing, encoders, on_progress, again)
+        writing = Writing(job, now, missing, encoders, on_progress, again, written)
         try:
             made |= writing.write(new_masks)
             manifest = writing.commit()
@@ -89,7 +89,7 @@ def run(
         except ConflictError:
             if again is None:
                 raise
-            now = again()  # what is written is adopted
+            now, written = again(), writing.bytes  # what is written is adopted
         finally:
             writing.staging.close()
     before, after = ({s.name for s in m.shards} for m in (update.existing.manifest, manifest))
@@ -113,8 +113,11 @@ class Writing:
         encoders: Encoders,
         on_progress: Callable[[Progress], None],
         again: Callable[[], Update] | None,
+        written: int = 0,
     ) -> None:
+        """`written` are the bytes of earlier attempts, before a conflict."""
         self.job, self.encoders, self.on_progress, self.again = job, encoders, on_progress, again
+        self.written = written
         self.samples = {sample.key: sample for sample in missing}
         self.every = _commit_every(job, update)
         self.late = _replacing(update) if self.every else frozenset[str]()
@@ -130,6 +133,11 @@ class Writing:
         """The keys that are not written yet."""
         self.committed = set[str]()
         """The keys of this update that were committed early."""
+
+    @property
+    def bytes(self) -> int:
+        """Written so far, without the incomplete shards of workers."""
+        return self.written + self.staging.size
 
     def write(self, new_masks: Set[str]) -> set[str]:
         """Write all samples of the update; returns the keys of those that were not copied."""
@@ -203,8 +211,7 @@ class Writing:
                 return
 
     def _report(self, workers: WorkersState) -> None:
-        written = self.staging.size + workers.bytes
-        self.on_progress(Progress(self.finished, workers.samples, written, workers.rates))
+        self.on_progress(Progress(self.finished, workers.samples, self.bytes + workers.bytes, workers.rates))
 
     def _recipes(self) -> dict[str, dict[str, Any]]:
         return {**self.update.existing.recipes, self.job.recipe_name: self.job.recipe}
