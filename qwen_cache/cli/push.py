@@ -37,7 +37,8 @@ def run_push(path: str, address: str, options: PushOptions) -> int:
 
     repo, folder = repository_name(address), location(path)
     if isinstance(folder, Url):
-        raise ConfigError("only a cache in a local folder can be pushed", where=folder, do="copy it to a disk first")
+        do = f"copy it: `qwen-cache merge {folder} --out FOLDER`, then push FOLDER"
+        raise ConfigError("only a cache in a local folder can be pushed", where=folder, do=do)
     shared = share(
         folder,
         repo,
