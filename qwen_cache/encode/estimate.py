@@ -67,7 +67,10 @@ def bytes_to_write(job: BuildJob, plan: BuildPlan, update: Update) -> int:
 def disk_bytes(job: BuildJob, plan: BuildPlan, update: Update) -> int:
     """About how many bytes the build needs on a disk of this machine: for object storage, a few shards at a time."""
     needed = bytes_to_write(job, plan, update)
-    return min(needed, STAGED * int(job.config.cache.shard_size)) if isinstance(job.folder, Url) else needed
+    if not isinstance(job.folder, Url):
+        return needed
+    largest = max((estimate([sample], job).bytes for sample in plan.to_encode), default=0)
+    return min(needed, STAGED * max(int(job.config.cache.shard_size), largest))
 
 
 def free_bytes(folder: Path | Url) -> int | None:

@@ -230,7 +230,8 @@ def conflict(folder: Path | Url) -> ConflictError:
     return ConflictError(
         "another build has committed to this cache since this one read it",
         where=folder,
-        do="run the same command again: its shards are reused, and nothing is encoded twice",
+        do="run the same command again: its shards are reused. Builds of different sources replace each other's "
+        "samples: give each its own cache",
     )
 
 
