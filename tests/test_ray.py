@@ -182,7 +182,7 @@ def test_workers_write_into_a_bucket(
         assert run("qwen-cache", *arguments).code == 130
     first = len(log.encoded())
     log.clear()
-    log.command_kill("worker", 5)
+    log.command_kill("worker", 1)
     continued = run("qwen-cache", *arguments, "--set", "cache.commit_every=8")
     assert continued.code == 0, continued.stderr
     assert log.killed()

@@ -232,7 +232,7 @@ def test_a_mask_may_differ_by_a_level_and_a_made_one_at_its_edge() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["edit-plus", "edit", "qwen-image-21"])
+@pytest.mark.parametrize("variant", ["edit-plus", "qwen-image-21"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("isa", ["AVX2", "DEFAULT"])
 def test_other_processors_confirm_an_honest_cache(

@@ -42,6 +42,7 @@ from qwen_cache.storage.durable import (
     sync_file,
     sync_folder,
 )
+from qwen_cache.system_errors import naming
 
 CHUNK = 1024  # samples per file of rows: some 300 kB
 PACK = 32  # samples per file of images: some 1 MB
@@ -125,7 +126,9 @@ def write_files(folder: Path, listing: PageSamples, source: ImageSource) -> tupl
     def write(name: str, value: Any) -> None:
         script = f"data({compact_json(name)},{compact_json(value)});\n".encode()
         digest.update(script)
-        (folder / f"{name}.js").write_bytes(script)
+        path = folder / f"{name}.js"
+        with naming(path):
+            path.write_bytes(script)
 
     with counting("writing the page", listing.count) as advance:
         for i, begin in enumerate(range(0, listing.count, CHUNK)):

@@ -224,10 +224,9 @@ def reporting(program: Program) -> Program:
 
         save, shim = train.save, Shim()
 
-        def saving(*arguments: Any) -> int:
-            step = save(*arguments)
-            shim.mark(f"out/checkpoint-{step}")
-            return step
+        def saving(p: Any) -> None:
+            save(p)
+            shim.mark(f"out/checkpoint-{p.saved}")
 
         train.save = saving
         program()
@@ -311,7 +310,7 @@ def file_faults(folder: str, work: Path, old: Files, new: Files) -> list[str]:
 
 
 def _is_temporary(name: str) -> bool:
-    return Path(name).name.startswith(".")
+    return any(part.startswith(".") for part in Path(name).parts)
 
 
 def run_faults(checkpoints: Mapping[str, Files], work: Path, old: Files, new: Files) -> list[str]:
