@@ -526,5 +526,5 @@ def test_a_full_disk_for_shards_that_wait_for_their_upload_names_their_folder(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10_000_000, used=0, free=10_000))
     result = build(pairs, url, tiny_model("edit-plus"), "--set", "cache.shard_size=1MB")
     refused(result, f"error: {home}: the disk has too little space for this build (expected about ", "found 10.0 kB)\n")
-    assert "→ make room, choose a smaller cache.shard_size, or name a folder on another disk with XDG" in result.stderr
+    assert "→ make room, choose a smaller cache.shard_size, or set XDG_CACHE_HOME to a folder of" in result.stderr
     assert not fast

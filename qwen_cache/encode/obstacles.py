@@ -95,7 +95,7 @@ def full_disk(job: BuildJob, plan: BuildPlan, update: Update) -> QwenCacheError 
     do = "make room (`qwen-cache gc` removes replaced shards), or name a folder on another disk with --out"
     if isinstance(where, Url):  # shards wait here for their upload
         where = cache_home()
-        do = "make room, choose a smaller cache.shard_size, or name a folder on another disk with XDG_CACHE_HOME"
+        do = "make room, choose a smaller cache.shard_size, or set XDG_CACHE_HOME to a folder of another disk"
     return QwenCacheError(
         "the disk has too little space for this build",
         where=where,

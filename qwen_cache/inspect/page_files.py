@@ -33,11 +33,13 @@ from qwen_cache.inspect.flags import FLAGS
 from qwen_cache.inspect.images import ImageSource, data_url
 from qwen_cache.inspect.rows import PageSamples
 from qwen_cache.storage.durable import (
+    REMOVED,
     LockHeldError,
     is_link,
     locked,
     make_folder,
     remove_folder,
+    remove_left,
     replace,
     sync_file,
     sync_folder,
@@ -50,7 +52,7 @@ SECTION = 1 << 16  # samples per file of kinds, so that 16 bits number them
 BUCKET = 4096  # samples per file of keys, at most, on average
 KEY_DIGITS = 12  # of a key in those files, after the digits in their names; the row then has the whole key
 WRITING, LOCK = ".writing.tmp", ".lock"
-OURS = re.compile("[0-9a-f]{32}")
+OURS, SCRIPT = re.compile("[0-9a-f]{32}"), re.compile(r"(rows|images|kinds|keys|near)-[0-9a-f]+\.js")
 
 
 def folder_of(page: Path) -> Path:
@@ -97,7 +99,7 @@ def _give_name(written: Path, final: Path) -> None:
         sync_file(path)
     sync_folder(written)
     if final.is_dir() and _contents(final) == _contents(written):
-        shutil.rmtree(written)
+        _remove_files(written)
         return
     if final.exists():  # somebody changed its files
         remove_folder(final)
@@ -111,11 +113,25 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 def _remove_older(folder: Path, digest: str) -> None:
-    for old in folder.iterdir():
-        if OURS.fullmatch(old.name) and old.name != digest and (old / "rows-0.js").is_file():
-            remove_folder(old)
+    remove_left(folder)
+    for old in list(folder.iterdir()):
+        if OURS.fullmatch(old.name) and old.name != digest and _has_only_ours(old):
+            removed = old.with_name(f".{old.name}{REMOVED}")
+            replace(old, removed)
+            _remove_files(removed)
     with suppress(OSError):  # it has other files
         folder.rmdir()
+
+
+def _remove_files(folder: Path) -> None:
+    """Remove a folder without folders. Errors of `shutil.rmtree` would not name the whole path."""
+    for path in list(folder.iterdir()):
+        path.unlink()
+    folder.rmdir()
+
+
+def _has_only_ours(folder: Path) -> bool:
+    return folder.is_dir() and all(SCRIPT.fullmatch(path.name) for path in folder.iterdir())
 
 
 def write_files(folder: Path, listing: PageSamples, source: ImageSource) -> tuple[dict[str, Any], str]:

@@ -123,11 +123,16 @@ def remove_folder(folder: Path) -> None:
 
     Also removes what crashes left.
     """
-    for left in folder.parent.glob(f".*{REMOVED}"):
-        shutil.rmtree(left, ignore_errors=True)
+    remove_left(folder.parent)
     removed = folder.with_name(f".{folder.name}{REMOVED}")
     replace(folder, removed)
     shutil.rmtree(removed)
+
+
+def remove_left(parent: Path) -> None:
+    """Remove what crashes left of folders in `parent` that were being removed."""
+    for left in parent.glob(f".*{REMOVED}"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def replace(source: Path, target: Path) -> None:

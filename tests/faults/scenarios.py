@@ -238,11 +238,12 @@ def reporting(program: Program) -> Program:
 
 
 def files_of(folder: str, work: Path) -> Files:
-    """Every file of a folder but those that a cache keeps for itself."""
+    """Every file of a folder but locks, and those that a cache keeps for itself."""
     from tests.support.caches import contents
 
     settings = work / folder / "qwen.yaml"
-    return contents(work / folder) | ({settings.name: settings.read_bytes()} if settings.is_file() else {})
+    found = contents(work / folder) | ({settings.name: settings.read_bytes()} if settings.is_file() else {})
+    return {name: data for name, data in found.items() if Path(name).name != ".lock"}
 
 
 def run_files(work: Path) -> Files:
