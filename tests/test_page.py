@@ -403,6 +403,7 @@ def test_files_of_an_older_page_are_removed(built: Built, tmp_path: Path, monkey
     """And nothing else, whatever the name of the page; at every moment the page that is there has its own."""
     path, beside = tmp_path / "a#b?c%20 d:e.html", tmp_path / "a#b?c%20 d:e_files"
     (beside / "0123456789abcdef0123456789abcdef").mkdir(parents=True)
+    (beside / "0123456789abcdef0123456789abcdef" / "mine.txt").touch()
     (beside / "mine.jpg").touch()
     kept = {each.name for each in beside.iterdir()}
     with monkeypatch.context() as patch:
