@@ -439,6 +439,10 @@ def test_gc_spares_what_a_build_may_be_at_work_on(
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
+def test_the_grace_period_is_for_object_storage(tmp_path: Path) -> None:
+    refused(run("qwen-cache", "gc", tmp_path, "--grace-hours", "0"), f"{tmp_path}: --grace-hours is for object storage")
+
+
 def test_where_nothing_can_be_built(
     url: str, pairs: Path, tiny_model: Any, fast: list[FakeLanes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

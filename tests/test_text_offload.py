@@ -135,12 +135,14 @@ def test_rows_of_the_table_are_those_of_the_device(tiny_model: Callable[[str], P
     assert torch.equal(found, table.weight[ids])
 
 
-def test_on_the_cpu_it_has_no_effect_and_the_plan_says_so(
+def test_on_the_cpu_it_has_no_effect_and_plan_and_build_say_so(
     pairs: Path, tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:
     model = tiny_model("edit-plus")
     offload = ("--set", "cache.text_offload=true", "--text-device", "cpu")
     result = build(pairs, tmp_path / "shards", model, "--dry-run", *offload)
     assert "         cache.text_offload has no effect on the CPU\n" in result.stderr
+    result = build(pairs, tmp_path / "shards", model, *offload)
+    assert (result.code, result.stderr.count("warning: cache.text_offload has no effect on the CPU\n")) == (0, 1)
     found = encoder(open_model(str(model), ENCODER_PARTS), offload=True)
     assert not any(p.device.type == "meta" for p in found.model.parameters())

@@ -673,15 +673,16 @@ def gc(
         typer.Option("--dry-run", help="List what would be deleted; delete nothing.", rich_help_panel=OUTPUT),
     ] = False,
     grace_hours: Annotated[
-        float,
+        float | None,
         typer.Option(
             "--grace-hours",
             min=0,
             metavar="HOURS",
             help="In object storage, spare files younger than this, and all of a build that wrote one as young.",
+            show_default="24",
             rich_help_panel=OUTPUT,
         ),
-    ] = 24,
+    ] = None,
     json: Json = False,
     config: ConfigFile = None,
     set_: Assignments = None,

@@ -5,22 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qwen_cache.console import console, human_bytes, plural, print_json
+from qwen_cache.errors import ConfigError
 from qwen_cache.format.directory import collect_garbage
 from qwen_cache.format.remote import find_garbage, remove_garbage
 from qwen_cache.plain_text import plain
 from qwen_cache.storage.upload import destination
 from qwen_cache.storage.url import Url
 
+GRACE_HOURS = 24.0  # longer than the upload of a shard, or of one step of a build
 
-def run_gc(cache: str, *, grace_hours: float, dry_run: bool, as_json: bool) -> int:
+
+def run_gc(cache: str, *, grace_hours: float | None, dry_run: bool, as_json: bool) -> int:
     """Remove the files that the dataset does not name, or with `dry_run` list them; return the exit code.
 
     In object storage, where no lock tells that a build is running, the files of the last `grace_hours` are spared.
+    ConfigError if they are given for a local folder, which has a lock.
     """
     folder = destination(cache)
+    if grace_hours is not None and not isinstance(folder, Url):
+        what, do = (
+            "--grace-hours is for object storage: a local folder is locked while a build is running",
+            "leave it out",
+        )
+        raise ConfigError(what, where=folder, do=do)
+    hours = GRACE_HOURS if grace_hours is None else grace_hours
     spared: Mapping[str, int] = {}
     if isinstance(folder, Url):
-        found = find_garbage(folder, grace_hours * 3600)
+        found = find_garbage(folder, hours * 3600)
         sizes, spared = {str(folder / path): size for path, size in found.files.items()}, found.spared
         if not dry_run:
             remove_garbage(folder, found.files)
@@ -37,5 +48,5 @@ def run_gc(cache: str, *, grace_hours: float, dry_run: bool, as_json: bool) -> i
     out.print(f"{plural(len(sizes), 'file')}, {human_bytes(total)} {'to remove' if dry_run else 'removed'}")
     if spared:
         files, kept = plural(len(spared), "file"), human_bytes(sum(spared.values()))
-        out.print(f"{files}, {kept} spared: a running build may need them (--grace-hours {grace_hours:g})")
+        out.print(f"{files}, {kept} spared: a running build may need them (--grace-hours {hours:g})")
     return 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from qwen_cache.console import console
 from qwen_cache.encode.builder import BuildJob
 from qwen_cache.settings.load import Config
 
@@ -59,6 +60,8 @@ def load_lanes(job: BuildJob) -> Lanes:
     vae = [VaeEncoder(job.model, device, dtype, pixels) for device in vae_devices]
     masks = EditMasks.of(job.config)
     placement = Placement(cache.text_quantization, cache.text_offload)
+    if cache.text_offload and not any(map(is_accelerator, text_devices)):
+        console().print("warning: cache.text_offload has no effect on the CPU", style="yellow")
     text = [
         TextEncoder(job.model, device, dtype, tokens, attend=masks.attend, placement=placement)
         for device in text_devices

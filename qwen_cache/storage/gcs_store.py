@@ -12,7 +12,7 @@ from time import time
 from typing import Any
 
 from qwen_cache.storage import bounds
-from qwen_cache.storage.store import Listing, StoredFile, check_conditions, swap_version
+from qwen_cache.storage.store import Listing, StoredFile, check_conditions, put_around, swap_version
 from qwen_cache.storage.url import Url
 
 CHUNK = 1 << 25  # bytes of a request; the server takes multiples of 256 KiB
@@ -38,13 +38,7 @@ class GoogleStore:
     def swap(
         self, url: Url, old: bytes | None, new: bytes, first: Mapping[Url, bytes], then: Mapping[Url, bytes]
     ) -> bool:
-        for other, data in first.items():
-            self.put(other, data)
-        if not swap_version(url, old, new, _read, _write_over):
-            return False
-        for other, data in then.items():
-            self.put(other, data)
-        return True
+        return put_around(self.put, first, lambda: swap_version(url, old, new, _read, _write_over), then)
 
     def copy(self, source: Url, target: Url) -> bool:
         if source.root.partition(":")[0] not in ("gs", "gcs"):

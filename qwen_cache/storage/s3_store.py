@@ -13,7 +13,7 @@ from typing import Any
 
 from qwen_cache.errors import QwenCacheError
 from qwen_cache.storage import bounds
-from qwen_cache.storage.store import Listing, StoredFile, check_conditions, swap_version
+from qwen_cache.storage.store import Listing, StoredFile, check_conditions, put_around, swap_version
 from qwen_cache.storage.url import Url
 
 PART_BYTES = 1 << 24  # what a broken connection loses. A multipart upload has parts of at least 5 MiB
@@ -41,13 +41,7 @@ class S3Store:
     def swap(
         self, url: Url, old: bytes | None, new: bytes, first: Mapping[Url, bytes], then: Mapping[Url, bytes]
     ) -> bool:
-        for other, data in first.items():
-            self.put(other, data)
-        if not swap_version(url, old, new, _read, _write_over):
-            return False
-        for other, data in then.items():
-            self.put(other, data)
-        return True
+        return put_around(self.put, first, lambda: swap_version(url, old, new, _read, _write_over), then)
 
     def copy(self, source: Url, target: Url) -> bool:
         if source.root.partition(":")[0] not in ("s3", "s3a"):

@@ -84,6 +84,22 @@ def check_conditions(store: Store, folder: Url, create: Callable[[Url, bytes], b
         store.delete([file])
 
 
+def put_around(
+    put: Callable[[Url, bytes], None],
+    first: Mapping[Url, bytes],
+    swapped: Callable[[], bool],
+    then: Mapping[Url, bytes],
+) -> bool:
+    """`Store.swap` of a store that writes one file at a time."""
+    for url, data in first.items():
+        put(url, data)
+    if not swapped():
+        return False
+    for url, data in then.items():
+        put(url, data)
+    return True
+
+
 def swap_version(
     url: Url,
     old: bytes | None,
