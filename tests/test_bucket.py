@@ -22,11 +22,13 @@ import s3fs
 
 from qwen_cache import open_cache
 from qwen_cache.format import directory
-from qwen_cache.format.manifest import MANIFEST_NAME
+from qwen_cache.format import remote as format_remote
+from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
 from qwen_cache.format.shards import RemoteShards
 from qwen_cache.storage import s3_store
 from qwen_cache.storage import url as remote
 from qwen_cache.storage.store import Listing
+from qwen_cache.storage.url import Url
 
 from .support import fake_lanes
 from .support.caches import SMALL
@@ -464,7 +466,9 @@ def test_where_nothing_can_be_built(
     assert (fast, files(url)) == ([], {})
 
 
-def test_a_shard_that_is_missing(url: str, pairs: Path, tiny_model: Any, fast: list[FakeLanes]) -> None:
+def test_a_shard_that_is_missing(
+    url: str, pairs: Path, tiny_model: Any, fast: list[FakeLanes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its samples are encoded again; one that is removed at the last moment stops the commit."""
     model = tiny_model("edit-plus")
     assert build(pairs, url, model).code == 0
@@ -473,6 +477,16 @@ def test_a_shard_that_is_missing(url: str, pairs: Path, tiny_model: Any, fast: l
     result = build(pairs, url, model, "--json")
     assert json.loads(result.stdout)["encoded"] == 1, result.stderr
     valid(url)
+    change(pairs, "cat")
+    before, commit = fsspec.filesystem("s3").cat_file(f"{url}/cache.json"), format_remote.commit
+
+    def too_late(folder: Url, manifest: Manifest, *rest: Any) -> None:
+        fsspec.filesystem("s3").rm_file(f"{url}/{manifest.shards[0].name}")
+        commit(folder, manifest, *rest)
+
+    monkeypatch.setattr(format_remote, "commit", too_late)
+    refused(build(pairs, url, model), "a shard of this build is missing", "found no such file")
+    assert fsspec.filesystem("s3").cat_file(f"{url}/cache.json") == before
 
 
 # ---- a real network, and real processes ------------------------------------------------------------------------------

@@ -246,6 +246,15 @@ def test_other_processors_confirm_an_honest_cache(
 
 
 @pytest.mark.slow
+def test_a_quantised_text_encoder_is_that_of_the_recipe(built: Built, tmp_path: Path) -> None:
+    """The cache's saved settings need not say so."""
+    cache = shutil.copytree(built("edit-plus", ("--set", "cache.text_quantization=int8")), tmp_path / "shards")
+    (cache / "qwen.yaml").write_text((cache / "qwen.yaml").read_text().replace("text_quantization: int8", ""))
+    result = command("qwen-cache", "verify", cache, "--re-encode", "2", "--json")
+    assert result.code == 0, result.stdout + result.stderr
+
+
+@pytest.mark.slow
 def test_faults_of_a_bfloat16_cache_are_found(built: Built, pairs: Path, tmp_path: Path, tiny_model: Any) -> None:
     """Noise of 10 %, an image of before its change, a prompt with another word; noise of 1 % is what rounding makes."""
     in_bfloat16 = ("--dtype", "bfloat16")
