@@ -32,6 +32,8 @@ EXTRAS = {
     "heic": "HEIC images in a source",
     "jxl": "JPEG XL images in a source",
     "ray": "`build --ray`: encoding on a cluster",
+    "client": "`build --at` and `qwen-train run --encode-at`: encoders on another machine",
+    "serve": "`qwen-cache serve`, and `qwen-train run --encode-on-the-fly`",
     "prodigy": "optimizer.name: prodigy",
     "gguf": "GGUF files as model.transformer",
     "optimizers": "optimizer.name: Lion, CAME, AdEMAMix and schedule-free optimizers, by import path",

@@ -29,6 +29,7 @@ from qwen_cache.settings.given import Given
 from qwen_cache.settings.inference import PredictConfig
 from qwen_cache.settings.model import ModelConfig
 from qwen_cache.settings.section import Section
+from qwen_cache.settings.serve import ServeConfig
 from qwen_cache.settings.train import (
     LoggingConfig,
     LrSchedulerConfig,
@@ -56,6 +57,7 @@ class Config(Section):
     predict: PredictConfig = PredictConfig()
     mask_head: MaskHeadConfig = MaskHeadConfig()
     caption: CaptionConfig = CaptionConfig()
+    serve: ServeConfig = ServeConfig()
 
     @property
     def validation_cache(self) -> str:

@@ -1,0 +1,1 @@
+"""A client of `qwen-cache serve`: plans here, encodes there. Imports no torch."""

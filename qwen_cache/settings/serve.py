@@ -1,0 +1,42 @@
+"""`serve` in qwen.yaml."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import ByteSize, Field
+
+from qwen_cache.settings.section import Positive, Section
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class ServeConfig(Section):
+    listen: str = "127.0.0.1:8077"
+    """Where the server listens: HOST:PORT, or unix:PATH. Any other host than this machine's own needs a token."""
+    token_file: str | None = None
+    """A file with the token that every request must have, as `Authorization: Bearer TOKEN`."""
+    store: bool = True
+    """Store what is encoded in the cache. false: keep the newest samples in memory, up to serve.memory."""
+    commit_samples: Positive = 256
+    """Commit when this many samples are not stored yet."""
+    commit_seconds: Seconds = 10.0
+    """Commit when a sample has waited this long."""
+    memory: ByteSize = ByteSize(1_000_000_000)
+    """Bytes of encoded samples in memory, with serve.store=false."""
+    queue_samples: Positive = 512
+    """Samples that may wait for the encoders; more are refused with 429, and the client tries again."""
+    queue_bytes: ByteSize = ByteSize(2_000_000_000)
+    """Bytes of uploaded images that may wait for the encoders."""
+    max_body: ByteSize = ByteSize(256_000_000)
+    """The largest body of a request, in bytes."""
+    max_pixels: Positive = 100_000_000
+    """The most pixels of an image."""
+    body_seconds: Seconds = 60.0
+    """How long a client may take to send the headers and the body of a request."""
+    connections: Positive = 1024
+    """Requests at a time; more are refused with 503."""
+    stop_seconds: Seconds = 600.0
+    """After SIGTERM or Ctrl-C: how long the accepted samples may take to be encoded and stored."""
+    watch_seconds: Seconds = 10.0
+    """With --watch: how often the source is read again."""
