@@ -216,7 +216,24 @@ def build(
             help="Encode on a Ray cluster: auto, its address, or local.", metavar="ADDRESS", rich_help_panel=DEVICES
         ),
     ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            "--at",
+            help="Encode on a server that runs `qwen-cache serve`; QWEN_CACHE_TOKEN has its token.",
+            metavar="URL",
+            rich_help_panel=DEVICES,
+        ),
+    ] = None,
     out: OutCache = None,
+    reuse: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Copy samples that this cache has, in place of encoding them; repeat it for more.",
+            metavar="CACHE",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     format: Annotated[
         Given | None, setting("cache.format", "--format", panel=OUTPUT, help="The format version to write.")
     ] = None,
@@ -265,7 +282,9 @@ def build(
     edit_mask, head = _mask_and_head(edit_mask)
     columns = (targets, Given("--controls", "data.columns.control", controls) if controls else None)
     masks = (edit_mask, mask_head or head)
-    given = (source, model, dtype, *columns, on_error, *masks, slice_, validation, vae_device, text_device, out, format)
+    caches = Given("--reuse", "cache.reuse", reuse) if reuse else None
+    devices, places = (vae_device, text_device), (out, caches, format)
+    given = (source, model, dtype, *columns, on_error, *masks, slice_, validation, *devices, *places)
     settings = load_config(config, set_, given)
     destination(settings.cache.path)  # before anything slow
     with rehashing(rehash):
@@ -273,6 +292,7 @@ def build(
             settings,
             None,
             ray=ray,
+            at=at,
             dry_run=dry_run,
             check=check,
             measure=measure,
@@ -305,6 +325,56 @@ def encode_worker(source: str, settings: str) -> int:
     from qwen_cache.settings.load import parse_config
 
     return run_encode_worker(parse_config(settings), source)
+
+
+@command(
+    app,
+    page="howto/encode-for-a-team.md",
+    examples=[
+        "qwen-cache serve --vae-device cuda:0 --text-device cuda:1",
+        "qwen-cache serve --out s3://team/shards --listen 0.0.0.0:8077 --token-file t",
+    ],
+)
+def serve(
+    listen: Annotated[
+        Given | None,
+        setting("serve.listen", "--listen", panel=INPUT, metavar="HOST:PORT", help="Where to listen."),
+    ] = None,
+    token_file: Annotated[
+        Given | None,
+        setting(
+            "serve.token_file",
+            "--token-file",
+            panel=INPUT,
+            metavar="FILE",
+            help="A file with the token that requests must have; required unless only this machine can connect.",
+        ),
+    ] = None,
+    model: Model = None,
+    dtype: Annotated[
+        Given | None,
+        setting("cache.dtype", "--dtype", panel=MODEL, help="The dtype in which to compute and store."),
+    ] = None,
+    vae_device: VaeDevice = None,
+    text_device: TextDevice = None,
+    out: OutCache = None,
+    no_store: Annotated[
+        bool,
+        typer.Option(
+            "--no-store", help="Keep the newest samples in memory, and write no cache.", rich_help_panel=OUTPUT
+        ),
+    ] = False,
+    json: Json = False,
+    config: ConfigFile = None,
+    set_: Assignments = None,
+) -> int:
+    """Keep the encoders loaded, and encode over HTTP what clients send."""
+    from qwen_cache.cli.serve import run_serve
+    from qwen_cache.settings.load import load_config
+
+    unstored = Given("--no-store", "serve.store", False) if no_store else None
+    given = (listen, token_file, model, dtype, vae_device, text_device, out, unstored)
+    return run_serve(load_config(config, set_, given), as_json=json)
 
 
 SPOT_CHECK = "Encode some samples again (with --re-encode)"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,8 @@ from qwen_cache.encode.load import check_devices, load_lanes
 from qwen_cache.encode.obstacles import changed_recipe, empty_source, full_disk, little_memory, unusable_rows
 from qwen_cache.encode.plan import BuildPlan
 from qwen_cache.encode.repair import plan_repair
-from qwen_cache.encode.validation import loaded_once, prepare_with_validation
+from qwen_cache.encode.saved_settings import save_settings
+from qwen_cache.encode.validation import is_wanted, loaded_once, prepare_with_validation
 from qwen_cache.encode.write import Progress
 from qwen_cache.errors import ConfigError, QwenCacheError, ShardError
 from qwen_cache.extras import require
@@ -47,10 +48,8 @@ from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.format.update import Update
 from qwen_cache.plain_text import plain
-from qwen_cache.settings.load import CONFIG_NAME, Config
-from qwen_cache.storage.durable import write_durably
-from qwen_cache.storage.mapped import read_file
-from qwen_cache.storage.upload import destination, store_of
+from qwen_cache.settings.load import Config
+from qwen_cache.storage.upload import destination
 from qwen_cache.storage.url import Url
 
 if TYPE_CHECKING:
@@ -92,6 +91,7 @@ def run_build(
     source: str | None,
     *,
     ray: str | None,
+    at: str | None = None,
     dry_run: bool,
     check: bool,
     measure: bool,
@@ -100,13 +100,19 @@ def run_build(
     only_validation: bool,
     as_json: bool,
 ) -> int:
-    """Plan, print the plan, encode, print a summary; return the exit code. `ray` is the address of a cluster.
+    """Plan, print the plan, encode, print a summary; return the exit code. `ray` is the address of a cluster, `at` that
+    of a server which encodes.
 
     If the settings have rows for a validation cache, it is built too, by the same encoders.
     """
     _check_options(ray=ray, dry_run=dry_run, check=check, measure=measure)
     if repair and replace_recipe:
         raise ConfigError("--repair keeps the recipe, and --replace replaces it", do="give only one of them")
+    if at is not None:
+        _check_options_at(config, ray=ray, measure=measure, repair=repair, only_validation=only_validation)
+        return _build_at(
+            config, source, at, dry_run=dry_run, check=check, replace_recipe=replace_recipe, as_json=as_json
+        )
     if not dry_run:
         require("torch")
     encoders = Encoders(load_lanes) if ray is None else on_cluster(ray, load_lanes)
@@ -127,6 +133,34 @@ def run_build(
         for job in jobs:
             locks.enter_context(directory.writing(job.folder))
         return _build([plan(job) for job in jobs], encoders, as_json)
+
+
+def _check_options_at(config: Config, *, ray: str | None, measure: bool, repair: bool, only_validation: bool) -> None:
+    """ConfigError for options that need the encoders on this machine."""
+    options = {"--ray": ray, "--measure": measure, "--repair": repair, "--only-validation": only_validation}
+    options |= {"a validation source or prompts": is_wanted(config)}
+    for option, given in options.items():
+        if given:
+            do = "leave one of them out" if option.startswith("--") else "set validation.cache=none, and build it there"
+            raise ConfigError(f"--at does not go with {option}", do=do)
+
+
+def _build_at(
+    config: Config, source: str | None, at: str, *, dry_run: bool, check: bool, replace_recipe: bool, as_json: bool
+) -> int:
+    """`run_build` with the encoders of the server `at`; without any on this machine."""
+    require("httpx2")
+    from qwen_cache.client import Client
+    from qwen_cache.client.encoding import IN_FLIGHT, ServerEncoding, prepare_at
+
+    with Client(at) as client:
+        job = prepare_at(config, source, client)
+        if dry_run:
+            task = _plan_build(job, replace_recipe=replace_recipe)
+            return _dry_run([task], check=check, measure=False, as_json=as_json, can_measure=False)
+        encoders = Encoders(lambda _: ServerEncoding(client), IN_FLIGHT)
+        with directory.writing(job.folder):
+            return _build([_plan_build(job, replace_recipe=replace_recipe)], encoders, as_json)
 
 
 def is_main(job: BuildJob) -> bool:
@@ -180,7 +214,7 @@ def _with_devices(task: Task, *, always: bool) -> Task:
     return replace(task, devices=devices, obstacles=[*task.obstacles, *([error] if error else [])])
 
 
-def _dry_run(tasks: Sequence[Task], *, check: bool, measure: bool, as_json: bool) -> int:
+def _dry_run(tasks: Sequence[Task], *, check: bool, measure: bool, as_json: bool, can_measure: bool = True) -> int:
     """Print the plans and write nothing; return the exit code."""
     seconds = [_measure(task.job, task.plan) if measure and task.plan.to_encode else None for task in tasks]
     if as_json:
@@ -188,7 +222,7 @@ def _dry_run(tasks: Sequence[Task], *, check: bool, measure: bool, as_json: bool
     else:
         _print_plans(tasks, seconds, always=True)
         obstacles = [error for task in tasks for error in task.obstacles]
-        if any(task.plan.to_encode for task in tasks) and not measure and not obstacles:
+        if any(task.plan.to_encode for task in tasks) and can_measure and not measure and not obstacles:
             console().print(f"{INDENT}add --measure to learn how long that takes")
     if (refused := _refused(tasks)) is not None:
         return refused
@@ -230,26 +264,10 @@ def _carry_out(task: Task, encoders: Encoders) -> dict[str, Any]:
     begin = time.monotonic()
     report = _run(task, encoders)
     if not task.is_repair:  # which encodes no row that the settings add
-        _save_settings(task.job)
+        save_settings(task.job.folder, task.job.config)
     counts = _counts(task, report)
     _print_report(task, report, counts, time.monotonic() - begin)
     return {**counts, "samples": report.samples, "up_to_date": False}
-
-
-def _save_settings(job: BuildJob) -> None:
-    """Save the settings beside the dataset, unless they are there."""
-    path, settings = job.folder / CONFIG_NAME, job.config.to_yaml().encode("utf-8")
-    if isinstance(path, Url):
-        save_remotely(path, settings)
-    elif not path.is_file() or read_file(path) != settings:
-        write_durably(path, settings)
-
-
-def save_remotely(path: Url, settings: bytes) -> None:
-    with suppress(FileNotFoundError):
-        if path.read_bytes() == settings:
-            return
-    store_of(path).put(path, settings)
 
 
 def _nothing_to_do(task: Task) -> dict[str, Any]:
@@ -260,7 +278,7 @@ def _nothing_to_do(task: Task) -> dict[str, Any]:
         why = f"slice {job.slice} of this source has no rows"
     else:
         why = f"{job.folder} already holds this source"
-        _save_settings(job)  # those of a build that was killed before it could
+        save_settings(job.folder, job.config)  # those of a build that was killed before it could
     console().print(f"nothing to do: {plain(why)}", markup=False)
     samples = len(task.update.existing.rows.where_in(recipe=[recipe_id(job.recipe)]))
     return {**dict.fromkeys(WORK, 0), "samples": samples, "up_to_date": True}
@@ -328,7 +346,8 @@ def _counts(task: Task, report: write.Report) -> dict[str, int]:
 def _print_report(task: Task, report: write.Report, counts: dict[str, int], seconds: float) -> None:
     out, shards = console(), f"{plural(report.shards, 'shard')}, {human_bytes(report.bytes)}"
     parts = [f"{counts['encoded']} encoded"]
-    parts += [f"{counts['copied']} copied from replaced shards"] if counts["copied"] else []
+    where = "" if task.plan.reused else " from replaced shards"
+    parts += [f"{counts['copied']} copied{where}"] if counts["copied"] else []
     parts += [f"{counts['kept']} kept from an interrupted build"] if counts["kept"] else []
     parts += [plural(counts["new_masks"], "new mask")] if counts["new_masks"] else []
     out.print(f"[bold green]done[/] in {human_time(seconds)}: {', '.join(parts)}")
@@ -435,8 +454,10 @@ def _print_cost(task: Task, seconds: float | None, out: PlainConsole) -> None:
         out.print(f"{INDENT if number else '[bold]memory[/]   '}{line}")
     if plan.kept:
         out.print(f"{INDENT}{plural(len(plan.kept), 'sample')} kept from an interrupted build")
-    if plan.to_copy:
-        samples = plural(len(plan.to_copy), "sample")
+    for name, copies in plan.reused.items():
+        out.print(f"{INDENT}{plural(copies.samples, 'sample')} copied from {plain(name)}", markup=False)
+    if replaced := len(plan.to_copy) - sum(copies.samples for copies in plan.reused.values()):
+        samples = plural(replaced, "sample")
         out.print(f"{INDENT}{samples} from replaced shards: switching back costs nothing until `qwen-cache gc`")
     if plan.new_masks:
         out.print(f"{INDENT}{plural(len(plan.new_masks), 'sample')} with only a new mask: everything else is cached")
@@ -447,6 +468,7 @@ def _plan_json(task: Task, seconds: float | None) -> dict[str, Any]:
     return {
         "to_encode": len(plan.to_encode),
         "to_copy": len(plan.to_copy),
+        "reused": {name: copies.samples for name, copies in plan.reused.items()},
         "kept": len(plan.kept),
         "new_masks": len(plan.new_masks),
         "cached": plan.cached,

@@ -27,6 +27,7 @@ from qwen_cache.format import directory
 from qwen_cache.format.finished import finished_samples
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.manifest import DEFAULT_RECIPE
+from qwen_cache.format.other_caches import OtherCaches
 from qwen_cache.format.remote import Stored, conflict
 from qwen_cache.format.rows import KeyedRows, ListedSample, ListedSamples, listed
 from qwen_cache.format.sample import SampleMeta
@@ -39,6 +40,7 @@ from qwen_cache.settings.load import Config
 from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.detect import Row, read_source
 from qwen_cache.sources.sizes import Resolution
+from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.upload import destination
 from qwen_cache.storage.url import Url, location
 
@@ -181,6 +183,12 @@ def prepare_build(
         source_rows.sliced,
         source or config.data.source,
     )
+
+
+def prepare_service(config: Config, on_bytes: Callable[[int], None] = lambda _: None) -> BuildJob:
+    """A job without rows, which come later. ConfigError or ModelError as for `prepare_build`."""
+    folder, model = destination(config.cache.path), fitting_model(config)
+    return BuildJob(config, folder, model, make_recipe(model, config, on_bytes), [], [])
 
 
 def fitting_model(config: Config) -> ModelFolder:
@@ -352,13 +360,22 @@ def rules(job: BuildJob) -> Rules:
 
 
 def without_encoder(job: BuildJob, existing: Existing, plan: BuildPlan, cached: ReusableSamples) -> BuildPlan:
-    """The plan with the missing samples that need no encoder: finished by an interrupted build, in a replaced shard, or
-    `cached` with another mask."""
+    """The plan with the missing samples that need no encoder: left by an interrupted build, in a replaced shard or in a
+    cache of `cache.reuse`, or `cached` with another mask."""
     keys = {sample.key for sample in plan.missing}
     finished = finished_samples(job.folder, existing.manifest, staging_name(job), keys)
-    found = finished.interrupted | finished.replaced
+    other, reused = other_caches(job).copies(keys - finished.interrupted - finished.replaced)
+    found = finished.interrupted | finished.replaced | other
     masks = {sample.key for sample in plan.missing if sample.key not in found and cached.row_for(sample) is not None}
-    return replace(plan, kept=finished.interrupted, to_copy=finished.replaced, new_masks=frozenset(masks))
+    return replace(
+        plan, kept=finished.interrupted, to_copy=finished.replaced | other, new_masks=frozenset(masks), reused=reused
+    )
+
+
+def other_caches(job: BuildJob) -> OtherCaches:
+    """The caches of `cache.reuse`."""
+    cache = job.config.cache
+    return OtherCaches(cache.reuse, job.folder, job.format_version, LocalCopies.of_settings(cache))
 
 
 def staging_name(job: BuildJob, *, repair: bool = False) -> str:

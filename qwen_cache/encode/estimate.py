@@ -61,6 +61,7 @@ def bytes_to_write(job: BuildJob, plan: BuildPlan, update: Update) -> int:
     """
     made = {sample.key for sample in plan.to_encode} | plan.new_masks
     written = estimate([sample for sample in plan.samples if sample.key in made], job).bytes
+    written += sum(copies.bytes for copies in plan.reused.values())
     return written + (pc.sum(update.moved.column("length")).as_py() or 0)
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from qwen_cache.encode.remembered_images import NotRememberedError, PlannedImage
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.format.identity import Inputs, content_hash, differences, sample_key
 from qwen_cache.format.index import IndexRow
+from qwen_cache.format.other_caches import Copies
 from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.sources.detect import Readable, Row
@@ -87,7 +88,9 @@ class BuildPlan:
     kept: frozenset[str] = frozenset()
     """The keys of missing samples that an interrupted build has finished."""
     to_copy: frozenset[str] = frozenset()
-    """The keys of missing samples that are in replaced shards."""
+    """The keys of missing samples that are in replaced shards, or in the caches of `cache.reuse`."""
+    reused: Mapping[str, Copies] = field(default_factory=dict)
+    """What of these comes from each cache of `cache.reuse`."""
     new_masks: frozenset[str] = frozenset()
     """The keys of missing samples of which the cache has everything but the mask."""
 
@@ -261,6 +264,16 @@ def _reasons(sample: PlannedSample, old: IndexRow | None, changed_recipe: Sequen
     changes = differences(old.meta.inputs, old.meta.prompt, sample.inputs, sample.row.prompt)
     changes += ["phrase"] if old.meta.phrase != sample.row.phrase else []
     return changes + [RECIPE + what for what in changed_recipe] or [NEW]
+
+
+def plan_row(row: Row, rules: Rules, cached: Container[str] = ()) -> list[PlannedSample]:
+    """The samples of a row that comes alone; SourceError with all of its problems if it cannot be used."""
+    result = _plan_row(row, rules, cached, RememberedImages.nowhere(), may_read=True)
+    problems = [each for each in result if isinstance(each, Problem)]
+    if problems:
+        what, do = ("; ".join(getattr(each, part) for each in problems) for part in ("what", "do"))
+        raise SourceError(what, where=row.where, do=do)
+    return [each for each in result if isinstance(each, PlannedSample)]
 
 
 def _plan_row(row: Row, rules: Rules, cached: Container[str], memory: RememberedImages, *, may_read: bool) -> Result:

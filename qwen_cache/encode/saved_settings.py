@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,27 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config, overridden
 from qwen_cache.settings.yaml_text import MAX_BYTES, parse_yaml
+from qwen_cache.storage.durable import write_durably
+from qwen_cache.storage.mapped import read_file
+from qwen_cache.storage.upload import store_of
 from qwen_cache.storage.url import Url
 
 HUB_DATASETS = "hf://datasets/"
 _PRIVATE = ("source", "mask_head", "allow_urls", "slice", "on_error")
 _OF_A_MACHINE = ("vae_device", "text_device", "vae_batch_pixels", "text_batch_tokens")
 _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def save_settings(folder: Path | Url, config: Config) -> None:
+    """Save the settings beside the dataset, unless they are there."""
+    path, settings = folder / CONFIG_NAME, config.to_yaml().encode("utf-8")
+    if isinstance(path, Url):
+        with suppress(FileNotFoundError):
+            if path.read_bytes() == settings:
+                return
+        store_of(path).put(path, settings)
+    elif not path.is_file() or read_file(path) != settings:
+        write_durably(path, settings)
 
 
 def settings_of_build(

@@ -12,16 +12,24 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 
-from qwen_cache.encode.builder import BuildJob, Encoders, Encoding, WorkersState, Writers, staging_name
+from qwen_cache.encode.builder import (
+    BuildJob,
+    Encoders,
+    Encoding,
+    WorkersState,
+    Writers,
+    other_caches,
+    staging_name,
+)
 from qwen_cache.encode.chunks import cut_into_chunks
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import ConflictError
+from qwen_cache.extras import installed
 from qwen_cache.format.finished import replaced_shards
 from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.remote import conflict
@@ -128,6 +136,7 @@ class Writing:
         self.name = staging_name(job, repair=bool(update.damaged))
         copies = LocalCopies.of_settings(job.config.cache)
         self.staging = open_staging(update, self.name, int(job.config.cache.shard_size), reusable, copies)
+        self.others = other_caches(job)
         self.finished = self.uncommitted = 0
         self.left = len(update.order)
         """The keys that are not written yet."""
@@ -142,7 +151,7 @@ class Writing:
     def write(self, new_masks: Set[str]) -> set[str]:
         """Write all samples of the update; returns the keys of those that were not copied."""
         waiting = self.staging.to_write
-        to_make = {key for key in waiting if key in self.samples and self.staging.left_over(key) is None}
+        to_make = {key for key in waiting if key in self.samples and not self._is_copied(key)}
         elsewhere = to_make - new_masks if self.encoders.writers else set[str]()
         self._count(set(self.update.order).difference(waiting))
         self.staging.leave(elsewhere)
@@ -156,7 +165,7 @@ class Writing:
         """Commit everything; all samples must be written. ConflictError if meanwhile others are to be written."""
         if set(self.staging.order) - self.committed != set(self.update.order) - self.committed:
             raise conflict(self.job.folder)
-        return commit_update(self.update, self.staging, self._recipes(), _written_by())
+        return commit_update(self.update, self.staging, self._recipes(), written_by())
 
     def _write_here(self, to_make: Set[str]) -> None:
         order = self.staging.to_write
@@ -165,9 +174,16 @@ class Writing:
                 if lanes is not None and work is not None:
                     self.staging.add(*compress(*lanes.result(work), self.job.config.cache.compression))
                 else:
-                    is_copied = copy_if_there(self.update, self.staging, key)
-                    assert is_copied
+                    self._copy(key)
                 self._count([key])
+
+    def _is_copied(self, key: str) -> bool:
+        """Whether a missing sample needs no encoder."""
+        return self.staging.left_over(key) is not None or key in self.others
+
+    def _copy(self, key: str) -> None:
+        if not copy_if_there(self.update, self.staging, key):
+            self.staging.add_copy(*self.others.sample(key))
 
     def _write_elsewhere(self, writers: Writers, order: Sequence[str]) -> None:
         chunks = [
@@ -200,7 +216,7 @@ class Writing:
             if not shards:
                 return
             try:
-                self.update = commit_early(self.update, self.staging, shards, self._recipes(), _written_by())
+                self.update = commit_early(self.update, self.staging, shards, self._recipes(), written_by())
             except ConflictError:
                 if self.again is None:
                     raise
@@ -232,8 +248,10 @@ def _replacing(update: Update) -> frozenset[str]:
     return frozenset(update.moved) | frozenset(update.rows.keys(np.flatnonzero(has_name & (update.kept < 0))))
 
 
-def _written_by() -> dict[str, str]:
-    return {"qwen-cache": __version__, **{name: version(name) for name in ("diffusers", "torch", "transformers")}}
+def written_by() -> dict[str, str]:
+    """The versions of what wrote a dataset here; packages of the encoders that are not installed are left out."""
+    versions = {name: installed(name) for name in ("diffusers", "torch", "transformers")}
+    return {"qwen-cache": __version__, **{name: found for name, found in versions.items() if found}}
 
 
 def _ahead(

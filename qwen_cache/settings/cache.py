@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import ByteSize
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.settings.section import Positive, Section
+from qwen_cache.settings.section import Names, Positive, Section
 
 LOCAL_COPIES_SIZE = 100_000_000_000
 """Disk space for local copies of remote shards, in bytes."""
@@ -47,6 +47,9 @@ class CacheConfig(Section):
     commit_every: Positive | None = None
     """Commit whenever this many new samples are there, for runs that follow the build; by default once, at the end.
     Shards end at commits. Samples that replace others wait for the last one."""
+    reuse: Names = []
+    """Caches to copy samples from in place of encoding them: those with the same content and recipe. They need the same
+    format version."""
     local_copies: str | None = None
     """The folder for local copies of remote caches; qwen-cache/shards in the user's cache folder by default."""
     local_copies_size: ByteSize = ByteSize(LOCAL_COPIES_SIZE)
