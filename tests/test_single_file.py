@@ -6,6 +6,7 @@ not diffusers'; runs on a folder with the same weights.
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import struct
@@ -13,9 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -38,6 +41,8 @@ from .support.runs import LORA, Trainer, column
 from .support.single_files import LAYOUTS, gguf_header, gguf_string, weights_of, write_gguf, write_safetensors
 
 Q = "transformer_blocks.0.attn.to_q.weight"
+ROUNDING = 1e-4
+"""Of a loss after a few steps in float32 on equal weights in other memory, relative: a thousand roundings."""
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +95,8 @@ def test_a_safetensors_file_means_exactly_its_weights(
     stock = QwenImageTransformer2DModel.from_pretrained(model / "transformer")
     stock.load_state_dict(meant)
     sample = open_cache(built("edit-plus"))[0]
-    assert torch.equal(output(transformer, sample), output(stock.eval(), sample))
+    # equal weights in other memory: a product may take its terms in another order
+    assert torch.allclose(output(transformer, sample), output(stock.eval(), sample), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
@@ -115,7 +121,7 @@ def test_training_unpacks_the_same_weights_and_passes_their_gradient(model: Path
     assert type(layer) is UnpackedLinear
     x = torch.randn(1, 5, 64, requires_grad=True)
     expected, found = stock(x), layer(x)
-    assert torch.equal(found, expected)
+    assert torch.allclose(found, expected, rtol=64 * torch.finfo(torch.float32).eps, atol=1e-5)
     gradients = [torch.autograd.grad(y.square().sum(), x)[0] for y in (expected, found)]
     assert torch.allclose(*gradients, rtol=64 * torch.finfo(torch.float32).eps, atol=1e-5)
 
@@ -348,7 +354,12 @@ def test_a_run_on_a_file_is_the_run_on_a_folder_with_its_weights(train: Trainer)
     what = "this checkpoint was trained with another transformer, so it cannot be resumed (expected edit-plus with "
     refused(result, what, "b.safetensors, xxh3-128 ", "found edit-plus with a.safetensors, xxh3-128 ")
     folder_of(train, train.folder / "model", meant)
-    assert column(again, "loss") == column(train(out="folder", train__max_steps=3), "loss")
+    assert column(again, "loss") == pytest.approx(column(train(out="folder", train__max_steps=3), "loss"), rel=ROUNDING)
+
+
+def _rounding(options: dict[str, Any]) -> float:
+    """The same with these options: autocast rounds to 8 bits."""
+    return 0.02 if options.get("train__mixed_precision") == "bf16" else ROUNDING
 
 
 @pytest.mark.slow
@@ -365,7 +376,7 @@ def test_every_way_to_train_is_the_same_on_a_file(train: Trainer, options: dict[
     meant = write(file, train.model, "prefixed")
     losses = column(train(model__transformer=str(file), **options), "loss")
     folder_of(train, train.folder / "model", {name: weight.bfloat16() for name, weight in meant.items()})
-    assert column(train(out="folder", **options), "loss") == losses
+    assert column(train(out="folder", **options), "loss") == pytest.approx(losses, rel=_rounding(options))
 
 
 @pytest.mark.parametrize(
@@ -385,7 +396,7 @@ def test_a_quantised_file_trains_like_its_weights(
     settings = {"optimizer__learning_rate": 0.02, **options}
     losses = column(train(model__transformer=str(train.folder / name), **settings), "loss")
     offloaded = train(model__transformer=str(train.folder / name), train__offload_blocks=2, out="offloaded", **settings)
-    assert column(offloaded, "loss") == losses
+    assert column(offloaded, "loss") == pytest.approx(losses, rel=_rounding(options))
     folder_of(train, train.folder / "model", meant)
     assert losses == pytest.approx(column(train(out="folder", **settings), "loss"), rel=0.02)
 
@@ -420,6 +431,12 @@ def predicted(model: Path, out: Path, *options: str | Path, code: int = 0) -> by
     return out.read_bytes()
 
 
+def _difference(one: bytes, other: bytes) -> int:
+    """The largest difference of a pixel of two images."""
+    arrays = [np.asarray(Image.open(io.BytesIO(data)), np.int16) for data in (one, other)]
+    return int(np.abs(arrays[0] - arrays[1]).max())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["t2i", "edit-plus"])
 def test_predict_generates_with_the_weights_of_the_file(
@@ -433,8 +450,9 @@ def test_predict_generates_with_the_weights_of_the_file(
     save_file(meant, weights)
     expected = predicted(folder, tmp_path / "expected.png")
     weights.unlink()
-    assert predicted(folder, tmp_path / "found.png", "--transformer", file) == expected
-    assert predicted(model, tmp_path / "other.png") != expected
+    found = predicted(folder, tmp_path / "found.png", "--transformer", file)
+    assert _difference(found, expected) <= 1
+    assert _difference(predicted(model, tmp_path / "other.png"), expected) > 1
 
 
 @pytest.mark.slow
@@ -452,8 +470,8 @@ def test_predict_adds_a_lora_to_quantised_weights(
         arguments = ("--model", train.model, *cached, "--out", png, "--num-inference-steps", "2", *options)
         assert run("qwen-train", "predict", *arguments).code == 0
         images.append(png.read_bytes())
-    assert images[0] != images[1]
-    assert images[0] == images[2]
+    assert _difference(images[0], images[1]) > 1
+    assert _difference(images[0], images[2]) <= 1
     result = run("qwen-train", "predict", "--model", train.model, *cached, "--lora", out, "--merge")
     refused(result, "a LoRA merged into quantised weights would be rounded away", "without --merge")
 
