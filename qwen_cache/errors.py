@@ -106,6 +106,14 @@ class ConflictError(QwenCacheError):
     """Another build has committed to a cache in object storage since this one read it."""
 
 
+class BusyError(QwenCacheError):
+    """The queue of a server is full."""
+
+
+class StoppingError(QwenCacheError):
+    """A server is about to end."""
+
+
 class TooLargeError(QwenCacheError):
     """A file or a listing on a server is larger than what is read into memory."""
 

@@ -187,9 +187,10 @@ def check_refusal(arguments: list[str], extra: str, result: dict[str, Any]) -> N
 
 
 def modules_of_extras() -> set[str]:
-    """The packages of [build], [train] and [http], by their import names."""
+    """The packages of [build], [train], [http], [client] and [serve], by their import names."""
     extras = project()["optional-dependencies"]
-    needs = {re.split(r"[\[>=]", need)[0] for extra in ("build", "train", "http") for need in extras[extra]}
+    names = ("build", "train", "http", "client", "serve")
+    needs = {re.split(r"[\[>=]", need)[0] for extra in names for need in extras[extra]}
     return {need.replace("-", "_") for need in needs} - {"qwen_cache"}
 
 

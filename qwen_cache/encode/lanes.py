@@ -118,9 +118,13 @@ class Lanes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lanes: list[Lane[Any, Any]] = [*self.vae.lanes, *self.text.lanes]
-        for pool in (self.decoders, *(lane.thread for lane in lanes)):
+        for pool in (self.decoders, *(lane.thread for lane in self.every_lane)):
             pool.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def every_lane(self) -> list[Lane[Any, Any]]:
+        """The lanes of both encoders."""
+        return [*self.vae.lanes, *self.text.lanes]
 
     def submit(self, sample: PlannedSample) -> InFlight:
         number, self._submitted = self._submitted, self._submitted + 1
@@ -170,7 +174,7 @@ class Lanes:
         """Latents of the target and the controls, reused where the same image at the same size was recent."""
         images = []
         for key in [(digest, size) for _, digest, size in sample.images]:
-            if key not in self._recent:
+            if key not in self._recent or _has_failed(self._recent[key].latents):
                 self._recent[key] = self._encode_image(number, originals.decoded(key[0]), key[1])
             self._recent.move_to_end(key)
             images.append(self._recent[key])
@@ -194,7 +198,7 @@ class Lanes:
         row, one_image = sample.row, self.family.one_condition_image
         sizes = sample.sizes[1:] if one_image else [None] * len(row.controls)
         controls = tuple(zip(sample.inputs.controls, sizes, strict=True))
-        if self._controls != controls:
+        if self._controls != controls or _has_failed(self._control_inputs):
             images = [(originals.decoded(digest), size) for digest, size in controls]
             self._controls, self._control_inputs = controls, self.decoders.submit(self._inputs_for, images)
         pixels = [size[0] * size[1] if size else self.condition_image_size for size in sizes]
@@ -220,6 +224,10 @@ class Lanes:
             return None
         pair = [] if sample.row.mask else [originals.decoded(digest) for _, digest, _ in sample.images[:2]]
         return self.decoders.submit(self.masks.of_images, sample, lambda: [opaque(it.result()) for it in pair])
+
+
+def _has_failed(work: Future[Any]) -> bool:
+    return work.done() and (work.cancelled() or work.exception() is not None)
 
 
 def _thumbnails_tensor(images: Sequence[EncodedImage]) -> torch.Tensor | None:

@@ -142,16 +142,19 @@ class Lane(Generic[Item, Result]):
         self.encoder, self.thread, self.memory = encoder, ThreadPoolExecutor(1, name), MemoryBudget(encoder.device)
         self.turns, self._stream = turns or Turns(), new_stream(encoder.device)
         self.turns.lanes += 1
-        self._sent = self._done = 0
+        self.name = name
+        self.batches = self.done = 0
+        """Batches that were encoded, and work items that are finished."""
+        self._sent = 0
 
     @property
     def load(self) -> int:
         """The number of its work items that are not finished."""
-        return self._sent - self._done
+        return self._sent - self.done
 
     def send(self, batch: Batch[Item, Result]) -> None:
         def end(work: Future[None]) -> None:
-            self._done += len(batch.items)
+            self.done += len(batch.items)
             for item in batch.items:
                 if work.cancelled():
                     item.result.cancel()
@@ -165,7 +168,15 @@ class Lane(Generic[Item, Result]):
         items = [item for item in batch if _is_ready(item)]
         while items:
             some = items[: self.memory.take([item.cost for item in items])]
-            results = self._try([item.make(item.inputs.result()) for item in some], sum(item.cost for item in some))
+            try:
+                results = self._try([item.make(item.inputs.result()) for item in some], sum(item.cost for item in some))
+            except Exception as error:
+                if len(some) > 1:
+                    raise
+                some[0].result.set_exception(error)  # the others of the batch may fit
+                items = items[1:]
+                continue
+            self.batches += 1
             if results is not None:
                 for item, result in zip(some, results, strict=True):
                     item.result.set_result(result)

@@ -73,11 +73,15 @@ class Destination:
     def store(self, writer: ShardWriter) -> Stored:
         """Seal a shard and add it to the build: in a folder under its name, in object storage with its part."""
         stored = writer.seal(writer.path.parent)
+        self.deliver(stored, writer.path.parent)
+        return stored
+
+    def deliver(self, stored: Stored, folder: Path) -> None:
+        """Upload the sealed shard in `folder` with its part, and remove it here; nothing for a local cache."""
         if isinstance(self.folder, Url):
-            path = writer.path.with_name(stored[0].name)
+            path = folder / stored[0].name
             put_shard(self.folder, build_name(self.name, self.format_version), path, stored, self.format_version)
             path.unlink(missing_ok=True)
-        return stored
 
 
 class Staging:

@@ -13,7 +13,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 class ServeConfig(Section):
     listen: str = "127.0.0.1:8077"
-    """Where the server listens: HOST:PORT, or unix:PATH. Any other host than this machine's own needs a token."""
+    """Where the server listens: HOST:PORT. Any other host than this machine's own needs a token."""
     token_file: str | None = None
     """A file with the token that every request must have, as `Authorization: Bearer TOKEN`."""
     store: bool = True
@@ -38,5 +38,3 @@ class ServeConfig(Section):
     """Requests at a time; more are refused with 503."""
     stop_seconds: Seconds = 600.0
     """After SIGTERM or Ctrl-C: how long the accepted samples may take to be encoded and stored."""
-    watch_seconds: Seconds = 10.0
-    """With --watch: how often the source is read again."""

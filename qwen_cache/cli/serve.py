@@ -1,0 +1,36 @@
+"""Terminal front end of `qwen-cache serve`."""
+
+from __future__ import annotations
+
+from qwen_cache.console import console, counting, print_json, print_text, verbatim
+from qwen_cache.encode import builder
+from qwen_cache.encode.load import check_devices, load_lanes
+from qwen_cache.errors import ConfigError
+from qwen_cache.extras import require
+from qwen_cache.settings.load import Config
+
+
+def run_serve(config: Config, *, as_json: bool) -> int:
+    """Listen, load the encoders, and answer until a signal ends it; return the exit code."""
+    for module in ("torch", "fastapi", "uvicorn", "python_multipart", "prometheus_client"):
+        require(module)
+    from qwen_cache.serve.engine import Engine
+    from qwen_cache.serve.run import address_of, open_socket, serve, token_for
+
+    if config.cache.reuse:
+        raise ConfigError("cache.reuse is for `build`: a server reads its own cache alone", do="leave it out")
+    token = token_for(config.serve)
+    check_devices(config)
+    with open_socket(config.serve.listen) as listener:
+        with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
+            job = builder.prepare_service(config, on_bytes)
+        out = console()
+        out.print(f"[bold]model[/]    {verbatim(job.model.name)}  ({job.model.pipeline}, {job.recipe['dtype']})")
+        place = verbatim(job.folder) if config.serve.store else "nowhere: the newest samples are in memory"
+        out.print(f"[bold]stores[/]   {place}")
+        if token is not None:
+            out.print("[bold]token[/]    required; nothing is encrypted: put a proxy with TLS in front")
+        url = address_of(listener)
+        print_json({"url": url}) if as_json else print_text(f"listening on {url}")
+        serve(Engine(job, load_lanes, config.serve), listener, token)
+    return 0

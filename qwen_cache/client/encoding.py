@@ -1,0 +1,94 @@
+"""`build --at`: a build whose source is here and whose encoders are on a server."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Self
+
+from qwen_cache.client.client import Client, sample_parts
+from qwen_cache.client.description import served_model, served_settings
+from qwen_cache.encode.builder import BuildJob, as_encoded, check_family, check_tokens, read_rows
+from qwen_cache.encode.edit_mask import EditMasks
+from qwen_cache.encode.plan import PlannedSample, read_again
+from qwen_cache.errors import ConfigError, SourceError
+from qwen_cache.format import directory
+from qwen_cache.format.sample import SampleMeta
+from qwen_cache.settings.cache import check_compression
+from qwen_cache.settings.load import Config
+from qwen_cache.sources.rows import Row
+from qwen_cache.sources.sizes import Resolution
+from qwen_cache.storage.upload import destination
+from qwen_cache.storage.url import location
+
+THREADS = 16  # requests at a time: several are in each batch of the server's lanes
+IN_FLIGHT = 48  # samples ahead of the writer
+
+
+def prepare_at(config: Config, source: str | None, client: Client) -> BuildJob:
+    """As `builder.prepare_build`, with the recipe of a server.
+
+    ConfigError if the server cannot be used or settings contradict it, SourceError if the source cannot be read.
+    """
+    description = client.description
+    config = served_settings(config, description, client.url)
+    source, folder, model = source or config.data.source, destination(config.cache.path), served_model(description)
+    if directory.is_same(location(source), folder):
+        what = "the cache would be among the images that it is made from"
+        raise ConfigError(what, where=config.cache.path, do="choose another folder with --out")
+    Resolution.of(config.data)
+    check_compression(config.cache.format, config.cache.compression)
+    check_family(model, config)
+    found = read_rows(config, source, model, check_tokens)
+    left_out = sum(row.mask is not None for row in found.rows) if description.format_version == 1 else 0
+    masks = EditMasks.of(config)
+    keeps_masks = description.format_version > 1 and masks.source != "none"
+    rows = as_encoded(found.rows, masks=keeps_masks, phrases=masks.attend)
+    recipe = description.recipe
+    return BuildJob(config, folder, model, recipe, rows, found.problems, left_out, found.slice, found.sliced, source)
+
+
+class ServerEncoding:
+    """A server in place of the lanes of this machine."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._threads = ThreadPoolExecutor(THREADS, "encode-at")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def submit(self, sample: PlannedSample) -> Future[tuple[SampleMeta, dict[str, memoryview]]]:
+        return self._threads.submit(self._encoded, sample)
+
+    def result(self, work: Future[tuple[SampleMeta, dict[str, memoryview]]]) -> Any:
+        return work.result()
+
+    def _encoded(self, sample: PlannedSample) -> tuple[SampleMeta, dict[str, memoryview]]:
+        try:
+            return sample_parts(self._client.fetch(sample.key, lambda: (fields_of(sample.row), files_of(sample))))
+        except SourceError as error:
+            raise SourceError(f"{sample.row.name}: {error.fault}", where=sample.row.where, do=error.do) from None
+
+
+def fields_of(row: Row) -> dict[str, str]:
+    """The text fields of a row for a server."""
+    fields = {"prompt": row.prompt, "name": row.name}
+    fields |= {"phrase": str([list(span) for span in row.phrase])} if row.phrase else {}
+    fields |= {"seed": str(row.seed)} if row.seed is not None else {}
+    if row.target is None:
+        fields["generate"] = "1"
+    if row.size is not None:
+        fields |= {"width": str(row.size[0]), "height": str(row.size[1])}
+    return fields
+
+
+def files_of(sample: PlannedSample) -> list[tuple[str, bytes]]:
+    """The images of a sample for a server, unchanged since they were planned."""
+    row, inputs = sample.row, sample.inputs
+    named = [("target", row.target, inputs.target)]
+    named += [("control", file, digest) for file, digest in zip(row.controls, inputs.controls, strict=True)]
+    named += [("mask", row.mask, inputs.mask)]
+    return [(name, read_again(file, digest)) for name, file, digest in named if file is not None and digest is not None]

@@ -1,0 +1,334 @@
+"""The encoders, the queue in front of them, and the store behind them.
+
+Samples of many clients meet in one queue, in the order in which they came, and go through the same lanes as those of a
+build, which batch them by shape and size. A sample that is stored, encoded or in the queue is not encoded again. One
+thread takes results, adds them to the store, and commits. A sample that cannot be encoded fails alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from threading import Condition, Thread
+from typing import Any, Self
+
+from qwen_cache.encode.builder import IN_FLIGHT, BuildJob, Encoding, as_encoded, check_prompts, rules
+from qwen_cache.encode.edit_mask import EditMasks
+from qwen_cache.encode.plan import PlannedSample, plan_row
+from qwen_cache.errors import BusyError, QwenCacheError, SourceError, StoppingError, first_line
+from qwen_cache.format.sample import SampleMeta
+from qwen_cache.serve.observer import Observer
+from qwen_cache.serve.pool import Memory, Pool, Store
+from qwen_cache.serve.states import State, Status
+from qwen_cache.settings.serve import ServeConfig
+from qwen_cache.sources.rows import Row
+from qwen_cache.sources.sizes import Size, calculate_dimensions
+
+FAILURES_KEPT = 10_000
+RETRY_AFTER = 2  # seconds until a client whose samples found the queue full tries again
+
+
+@dataclass
+class Work:
+    """A sample that is not in the dataset yet, and what waits for it."""
+
+    key: str
+    name: str
+    size: int
+    sample: PlannedSample | None
+    """None once it is encoded, so that its images are freed."""
+    encoded: Future[Status] = field(default_factory=Future)
+    stored: Future[Status] = field(default_factory=Future)
+
+
+class Engine:
+    """A service without its protocol; safe to use from many threads.
+
+    Entering the context opens the store and starts to load the encoders; leaving it is `stop`. Raises QwenCacheError if
+    the store cannot be opened.
+    """
+
+    def __init__(
+        self,
+        job: BuildJob,
+        load: Callable[[BuildJob], Encoding],
+        settings: ServeConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.job, self.settings, self.observer = job, settings, Observer()
+        self.store: Store = Pool(job) if settings.store else Memory(int(settings.memory))
+        self.ready = False
+        """Whether the encoders are loaded and the service takes samples."""
+        self.failure: str | None = None
+        """Why the last commit failed; None once one succeeds."""
+        self.ended: Future[None] = Future()
+        """Done when nothing is encoded any more, with the error that ended it."""
+        self._load, self._clock = load, clock
+        self._rules, self._attend = rules(job), EditMasks.of(job.config).attend
+        self._keeps_masks = job.format_version > 1 and EditMasks.of(job.config).source != "none"
+        self._changed = Condition()
+        self._queue: deque[Work] = deque()
+        self._works: dict[str, Work] = {}
+        """Everything accepted that is not stored (without a store: not encoded), by key."""
+        self._failed: OrderedDict[str, str] = OrderedDict()
+        self._waiting_bytes = 0
+        self._stopping, self._give_up_at = False, float("inf")
+        self._oldest: float | None = None
+        """When the oldest sample was encoded that is not stored."""
+        self._uncommitted: list[Work] = []
+        self._lanes: Any = None
+        self._thread = Thread(target=self._run, name="encode")
+
+    def __enter__(self) -> Self:
+        self.store.__enter__()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # ---- what clients ask for ----------------------------------------------------------------------------------------
+
+    def plan(self, row: Row) -> list[PlannedSample]:
+        """The samples of a row, with their keys; SourceError with all of its problems. Decodes images that are new."""
+        (row,) = as_encoded([row], masks=self._keeps_masks, phrases=self._attend)
+        if problems := check_prompts(self.job.model, [row]):
+            raise SourceError(problems[0].what, where=row.where, do=problems[0].do)
+        return plan_row(row, self._rules, _Known(self))
+
+    def submit(self, samples: Sequence[PlannedSample], size: int) -> list[Status]:
+        """Accept all of these samples or none; `size`: the bytes that their images take until they are encoded.
+
+        Raises BusyError if the queue is full, StoppingError if the service is about to end.
+        """
+        with self._changed:
+            if self._stopping or self.ended.done():
+                raise StoppingError("this server is about to end", do="send the request again in a minute")
+            new = {sample.key: sample for sample in samples if self._state(sample.key).state in _TO_ENCODE}
+            self._check_room(len(new), size)
+            for each, (key, sample) in enumerate(new.items()):
+                self._failed.pop(key, None)
+                self._works[key] = work = Work(key, sample.row.name, 0 if each else size, sample)
+                self._queue.append(work)
+            self._waiting_bytes += size if new else 0
+            self.observer.accepted(len(new), len(samples) - len(new))
+            self._changed.notify_all()
+            return [self._state(sample.key) for sample in samples]
+
+    def status(self, keys: Sequence[str]) -> list[Status]:
+        """The state of each of these samples."""
+        with self._changed:
+            return [self._state(key) for key in keys]
+
+    def reached(self, key: str, state: State) -> Future[Status]:
+        """The status of a sample once it is ENCODED or STORED, or has failed; at once if it is unknown.
+
+        A service that does not store answers when the sample is encoded.
+        """
+        result: Future[Status] = Future()
+
+        def answer(done: Future[Status]) -> None:
+            if result.set_running_or_notify_cancel():
+                result.set_result(done.result())
+
+        with self._changed:
+            work = self._works.get(key)
+            waited = work and (work.stored if state is State.STORED and self.store.stores else work.encoded)
+            if not waited:
+                waited = Future()
+                waited.set_result(self._state(key))
+        waited.add_done_callback(answer)
+        return result
+
+    def sample(self, key: str) -> tuple[SampleMeta, Mapping[str, memoryview]] | None:
+        """A sample and the stored bytes of its tensors, checked: FormatError if damaged; None if it is not here."""
+        return self.store.sample(key)
+
+    def lengths(self, prompts: Sequence[tuple[str, Sequence[Size]]]) -> list[int]:
+        """The rows of `prompt_embeds` for each prompt, about controls whose originals have these sizes in pixels."""
+        from qwen_cache.encode.text import kept_tokens
+
+        area = self.job.condition_image_size
+        sized = [(prompt, [calculate_dimensions(area, size) for size in sizes]) for prompt, sizes in prompts]
+        return list(kept_tokens(self.job.model, sized))
+
+    def batches(self) -> dict[str, tuple[int, int]]:
+        """How many batches each lane has encoded, and how many images or prompts they had."""
+        return {lane.name: (lane.batches, lane.done) for lane in getattr(self._lanes, "every_lane", ())}
+
+    @property
+    def devices(self) -> set[Any]:
+        """The devices of the encoders."""
+        return {lane.encoder.device for lane in getattr(self._lanes, "every_lane", ())}
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Samples that wait or are being encoded, and the bytes of their images."""
+        return sum(work.sample is not None for work in list(self._works.values())), self._waiting_bytes
+
+    def begin_stop(self) -> None:
+        """Take no more samples from now on; safe in a signal handler."""
+        Thread(target=self._refuse, args=(self.settings.stop_seconds,)).start()
+
+    def give_up(self) -> None:
+        """Stop, and encode no more: commit what is encoded; safe in a signal handler."""
+        Thread(target=self._refuse, args=(0.0,)).start()
+
+    def stop(self) -> None:
+        """Take no more samples; encode and commit what was accepted, for at most `stop_seconds`."""
+        self._refuse(self.settings.stop_seconds)
+        self._thread.join()
+        self.store.__exit__(None, None, None)
+
+    def _refuse(self, seconds: float) -> None:
+        with self._changed:
+            self._give_up_at = min(self._give_up_at, self._clock() + seconds)
+            self._stopping, self.ready = True, False
+            self._changed.notify_all()
+
+    # ---- the state of one sample -------------------------------------------------------------------------------------
+
+    def _state(self, key: str) -> Status:
+        if work := self._works.get(key):
+            return Status(key, State.ENCODED if work.encoded.done() else State.ACCEPTED)
+        if self.store.is_stored(key):
+            return Status(key, State.STORED)
+        if key in self._failed:
+            return Status(key, State.FAILED, self._failed[key])
+        return Status(key, State.ENCODED if self.store.has(key) else State.UNKNOWN)
+
+    def _check_room(self, samples: int, size: int) -> None:
+        waiting, settings = len(self._queue), self.settings
+        full = waiting and waiting + samples > settings.queue_samples
+        if samples and (full or (waiting and self._waiting_bytes + size > settings.queue_bytes)):
+            what = "the queue of this server is full"
+            raise BusyError(what, found=f"{waiting} samples", do=f"send the request again in {RETRY_AFTER} seconds")
+
+    def _fail(self, work: Work, problem: str) -> None:
+        with self._changed:
+            self._forget(work)
+            self._works.pop(work.key, None)
+            self._failed[work.key] = problem
+            while len(self._failed) > FAILURES_KEPT:
+                self._failed.popitem(last=False)
+        self.observer.failed()
+        for waiting in (work.encoded, work.stored):
+            if not waiting.done():
+                waiting.set_result(Status(work.key, State.FAILED, problem))
+
+    def _forget(self, work: Work) -> None:
+        """Free the images of a sample."""
+        if work.sample is not None:
+            self._waiting_bytes -= work.size
+            work.sample = None
+
+    # ---- the thread that encodes -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            with self._load(self.job) as lanes:
+                with self._changed:
+                    self.ready, self._lanes = not self._stopping, lanes
+                self._encode(lanes)
+            self._commit()
+        except BaseException as found:  # noqa: BLE001 (whoever waits for `ended` gets it)
+            error = found
+        self.ready = False
+        with self._changed:
+            self._stopping = True
+            left = list(self._works.values())
+        for work in left:
+            self._fail(work, "the server ended before it was stored; send it again")
+        self.ended.set_exception(error) if error else self.ended.set_result(None)
+
+    def _encode(self, lanes: Encoding) -> None:
+        """Encode what comes until the service stops and nothing is left, or it takes too long."""
+        running: deque[tuple[Work, Any]] = deque()
+        while self._clock() < self._give_up_at:
+            for work in self._taken(IN_FLIGHT - len(running), wait=not running):
+                try:
+                    assert work.sample is not None
+                    running.append((work, lanes.submit(work.sample)))
+                except Exception as error:  # noqa: BLE001
+                    self._fail(work, _problem(error))
+            if running:
+                self._finish(lanes, *running.popleft())
+            elif self._stopping and not self._queue:
+                return
+            if self._is_commit_due():
+                self._commit()
+
+    def _taken(self, most: int, *, wait: bool) -> list[Work]:
+        """Up to `most` samples of the queue; with `wait`, not before there is one, or something else to do."""
+        with self._changed:
+            if wait and not self._queue and not self._stopping:
+                left = None if self._oldest is None else self._oldest + self.settings.commit_seconds - self._clock()
+                if left is None or left > 0:
+                    self._changed.wait(left)
+            return [self._queue.popleft() for _ in range(min(most, len(self._queue)))]
+
+    def _finish(self, lanes: Encoding, work: Work, running: Any) -> None:
+        """Take the result of a sample into the store."""
+        try:
+            meta, tensors = lanes.result(running)
+            self.store.add(work.name, meta, tensors)
+        except Exception as error:  # noqa: BLE001 (of this sample: a damaged image, no memory, a full disk)
+            self._fail(work, _problem(error))
+            return
+        with self._changed:
+            self._forget(work)
+            if self.store.stores:
+                self._uncommitted.append(work)
+                self._oldest = self._clock() if self._oldest is None else self._oldest
+            else:
+                del self._works[work.key]
+        self.observer.encoded()
+        work.encoded.set_result(Status(work.key, State.ENCODED))
+
+    def _is_commit_due(self) -> bool:
+        if self._oldest is None:
+            return False
+        full = len(self._uncommitted) >= self.settings.commit_samples
+        return (full and not self.failure) or self._clock() >= self._oldest + self.settings.commit_seconds
+
+    def _commit(self) -> None:
+        """Store what is encoded; after an error it is tried again after `commit_seconds`."""
+        if not self._uncommitted:
+            return
+        begin = self._clock()
+        try:
+            self.store.commit()
+        except (QwenCacheError, OSError) as error:
+            self.failure, self._oldest = _problem(error), self._clock()
+            self.observer.commit_failed(self.failure)
+            if self._stopping:
+                raise
+            return
+        with self._changed:
+            stored, self._uncommitted, self._oldest, self.failure = self._uncommitted, [], None, None
+            for work in stored:
+                del self._works[work.key]
+        self.observer.committed(len(stored), self._clock() - begin)
+        for work in stored:
+            work.stored.set_result(Status(work.key, State.STORED))
+
+
+class _Known:
+    """The keys that need not be encoded: their images are not decoded again."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __contains__(self, key: object) -> bool:
+        return self._engine.status([str(key)])[0].state not in _TO_ENCODE
+
+
+_TO_ENCODE = (State.UNKNOWN, State.FAILED)
+
+
+def _problem(error: BaseException) -> str:
+    return str(error) if isinstance(error, QwenCacheError) else f"{type(error).__name__}: {first_line(error)}"

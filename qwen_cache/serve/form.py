@@ -1,0 +1,120 @@
+"""A row in the multipart form of a request."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import FormData, UploadFile
+
+from qwen_cache.format.identity import Phrase
+from qwen_cache.serve.refusals import RefusedError
+from qwen_cache.sources.images import upright_size
+from qwen_cache.sources.places import MAX_TEXT
+from qwen_cache.sources.rows import Row
+
+MAX_IMAGES = 32
+TEXTS = ("prompt", "name", "generate", "seed", "width", "height", "phrase")
+IMAGES = ("target", "control", "mask")
+MAX_NAME = 1000  # characters
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """An image that a client sent."""
+
+    data: bytes
+    label: str
+
+    def read(self) -> bytes:
+        return self.data
+
+    def __str__(self) -> str:
+        return self.label
+
+
+async def read_row(form: FormData) -> tuple[Row, int]:
+    """The row in a form, and the bytes of its images; RefusedError for a form that is not one row."""
+    if unknown := sorted(set(form) - {*TEXTS, *IMAGES}):
+        raise RefusedError(422, f"there is no field {unknown[0]!r}", f"send {', '.join((*TEXTS, *IMAGES))}")
+    images = {name: [await _uploaded(name, value) for value in form.getlist(name)] for name in IMAGES}
+    for name in ("target", "mask"):
+        if len(images[name]) > 1:
+            raise RefusedError(422, f"the form has {len(images[name])} images named {name}", "send one")
+    texts = {name: _text(name, form.getlist(name)) for name in TEXTS}
+    target, mask = (next(iter(images[name]), None) for name in ("target", "mask"))
+    prompt = texts["prompt"]
+    if prompt is None:
+        raise RefusedError(422, "the form has no prompt", "send the field prompt")
+    row = Row(
+        (texts["name"] or "")[:MAX_NAME],
+        "the request",
+        target,
+        tuple(images["control"]),
+        mask,
+        prompt,
+        _phrase(texts["phrase"], prompt),
+        _number("seed", texts["seed"]),
+        _size(texts["width"], texts["height"]),
+    )
+    generates = texts["generate"] not in (None, "0")
+    if generates == (target is not None) or (generates and mask is not None):
+        what = "an image to generate has no target and no mask" if generates else "the form has no target"
+        raise RefusedError(422, what, "send a target, or for an image to generate the field generate=1")
+    return row, sum(len(image.data) for some in images.values() for image in some)
+
+
+def check_pixels(row: Row, most: int) -> None:
+    """RefusedError for an image of more pixels; SourceError for one whose header cannot be read."""
+    for image in (row.target, *row.controls, row.mask):
+        if image is not None:
+            width, height = upright_size(image.read(), str(image))
+            if width * height > most:
+                raise RefusedError(413, f"{image} has {width}×{height} pixels", f"send images of at most {most} pixels")
+
+
+async def _uploaded(name: str, value: UploadFile | str) -> Uploaded:
+    if isinstance(value, str):
+        raise RefusedError(422, f"{name} is text", "send the image as a file: nothing is fetched from addresses")
+    return Uploaded(await value.read(), name)
+
+
+def _text(name: str, values: list[Any]) -> str | None:
+    if len(values) > 1 or not all(isinstance(value, str) for value in values):
+        raise RefusedError(422, f"{name} is not one text", "send it once, as text")
+    return values[0] if values else None
+
+
+def _number(name: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
+        raise RefusedError(422, f"{name} is no number", "send digits alone")
+    return int(text)
+
+
+def _size(width: str | None, height: str | None) -> tuple[int, int] | None:
+    sides = _number("width", width), _number("height", height)
+    if sides == (None, None):
+        return None
+    if None in sides or 0 in sides:
+        raise RefusedError(422, "width and height belong together", "send both, or neither")
+    return sides  # type: ignore[return-value]
+
+
+def _phrase(text: str | None, prompt: str) -> Phrase:
+    if text is None:
+        return ()
+    try:
+        spans = tuple((int(begin), int(end)) for begin, end in json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        spans = ((-1, -1),)
+    ends = [0, *(end for _, end in spans)]
+    if not all(last <= begin < end <= len(prompt) for last, (begin, end) in zip(ends, spans, strict=False)):
+        raise RefusedError(422, "phrase is not within the prompt", "send spans of characters, such as [[5, 12]]")
+    return spans
+
+
+MAX_PART = MAX_TEXT
+"""The longest text of a form, in bytes."""

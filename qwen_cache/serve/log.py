@@ -1,0 +1,59 @@
+"""One JSON object a line on stderr: requests, commits, failures. Never a prompt, a token or an image."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from qwen_cache.serve.metrics import Metrics
+
+QUIET = ("/healthz", "/readyz", "/metrics")
+"""Routes that a monitor asks every few seconds: they are counted and not logged."""
+
+
+class Log:
+    """Writes events."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+
+    def __call__(self, event: str, facts: dict[str, Any]) -> None:
+        """Write an event with the time."""
+        value = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **facts}
+        print(json.dumps(value), file=self._stream or sys.stderr, flush=True)
+
+
+class Logged:
+    """ASGI middleware that logs and counts each request."""
+
+    def __init__(self, app: ASGIApp, log: Log, metrics: Metrics) -> None:
+        self.app, self.log, self.metrics = app, log, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begin, status, size = time.monotonic(), 0, 0
+
+        async def sent(message: Message) -> None:
+            nonlocal status, size
+            status = message.get("status", status)
+            size += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sent)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            seconds = time.monotonic() - begin
+            self.metrics.requests.labels(scope["method"], route, status).inc()
+            self.metrics.seconds.labels(route).observe(seconds)
+            if scope["path"] not in QUIET:
+                facts = {"method": scope["method"], "path": scope["path"], "status": status, "bytes": size}
+                client = scope["client"][0] if scope.get("client") else ""
+                self.log("request", {**facts, "seconds": round(seconds, 4), "client": client})

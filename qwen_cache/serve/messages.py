@@ -1,0 +1,102 @@
+"""The JSON of requests and answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from qwen_cache.format.identity import HASH_PATTERN
+from qwen_cache.serve.form import IMAGES, MAX_IMAGES, MAX_PART, TEXTS
+from qwen_cache.serve.states import State
+
+MOST = 10_000  # keys or prompts in a request
+LONGEST_WAIT = 60.0  # seconds
+
+Key = Annotated[str, Field(pattern=f"^{HASH_PATTERN.pattern}$")]
+Side = Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+class SampleState(BaseModel):
+    """The state of a sample; `problem` if it failed."""
+
+    key: str
+    state: State
+    problem: str | None = None
+
+
+class Samples(BaseModel):
+    """The samples of a row: several if the server stores an image at several sizes."""
+
+    samples: list[SampleState]
+
+
+class StatesRequest(BaseModel):
+    """Keys to ask for. With `wait`, the answer comes once all have got that far or failed, or after `seconds`."""
+
+    model_config = ConfigDict(extra="forbid")
+    keys: Annotated[list[Key], Field(max_length=MOST)]
+    wait: Literal["encoded", "stored"] | None = None
+    seconds: Annotated[float, Field(ge=0, le=LONGEST_WAIT)] = 30.0
+
+
+class States(BaseModel):
+    """The states, in the order of the keys."""
+
+    states: list[SampleState]
+
+
+class Prompt(BaseModel):
+    """A prompt, and the width and height of each control in its file."""
+
+    model_config = ConfigDict(extra="forbid")
+    prompt: Annotated[str, Field(max_length=MAX_PART)]
+    controls: Annotated[list[tuple[Side, Side]], Field(max_length=MAX_IMAGES)] = []
+
+
+class LengthsRequest(BaseModel):
+    """Prompts to measure."""
+
+    model_config = ConfigDict(extra="forbid")
+    prompts: Annotated[list[Prompt], Field(max_length=MOST)]
+
+
+class Lengths(BaseModel):
+    """The rows of `prompt_embeds` for each prompt."""
+
+    lengths: list[int]
+
+
+class Failure(BaseModel):
+    """The answer to a request that is refused."""
+
+    error: str
+    do: str
+
+
+FAILURES: dict[int | str, dict[str, Any]] = {
+    status: {"model": Failure, "description": text}
+    for status, text in {
+        401: "the token is missing or wrong",
+        413: "too large",
+        422: "this cannot be encoded",
+        429: "too much at a time; send it again after Retry-After seconds",
+    }.items()
+}
+_BINARY = {"type": "string", "format": "binary"}
+_FIELDS = {name: {"type": "string"} for name in TEXTS} | dict.fromkeys(IMAGES, _BINARY)
+FORM = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["prompt"],
+                    "properties": _FIELDS | {"control": {"type": "array", "items": _BINARY}},
+                }
+            }
+        },
+    }
+}
+"""The form of a row, for /openapi.json."""

@@ -1,0 +1,106 @@
+"""The server process: its socket, its signals and its end."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from qwen_cache.errors import ConfigError
+from qwen_cache.serve.access import is_loopback, read_token
+from qwen_cache.serve.app import make_app
+from qwen_cache.serve.engine import Engine
+from qwen_cache.serve.log import Log
+from qwen_cache.settings.serve import ServeConfig
+
+GRACE = 10  # seconds for the last answers, after the engine has ended
+
+
+def open_socket(listen: str) -> socket.socket:
+    """A socket that listens at HOST:PORT; ConfigError if that is no address, or is not free."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError("no address to listen at", found=listen, do="write HOST:PORT, such as 127.0.0.1:8077")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, int(port)), family=family, backlog=1024)
+    except OSError as error:
+        what, do = "the server cannot listen there", "choose another address with --listen"
+        raise ConfigError(what, found=f"{listen}: {error.strerror}", do=do) from None
+
+
+def address_of(listener: socket.socket) -> str:
+    """The URL of a server with this socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def token_for(settings: ServeConfig) -> bytes | None:
+    """The token of the settings; ConfigError if others than this machine could connect without one."""
+    if settings.token_file is not None:
+        return read_token(settings.token_file)
+    if not is_loopback(settings.listen.rpartition(":")[0]):
+        do = "name a file with a token by --token-file, and put a proxy with TLS in front of the server"
+        raise ConfigError("other machines could use this server without a token", found=settings.listen, do=do)
+    return None
+
+
+def serve(engine: Engine, listener: socket.socket, token: bytes | None) -> None:
+    """Answer until SIGTERM or Ctrl-C, then finish what was accepted; a second Ctrl-C does not wait for that.
+
+    Raises what ended the engine, such as a model that cannot be loaded.
+    """
+    settings = engine.settings
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)  # the log has these errors, as JSON
+    config = uvicorn.Config(
+        make_app(engine, token, Log()),
+        http=_protocol(settings.body_seconds),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=1 << 16,
+        timeout_graceful_shutdown=int(settings.stop_seconds) + GRACE,
+    )
+    with engine:
+        server = Server(config, engine)
+        server.run(sockets=[listener])
+    engine.ended.result()
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which ends with the engine, and tells it of a signal."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self.engine = engine
+        engine.ended.add_done_callback(lambda _: setattr(self, "should_exit", True))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+            self.engine.give_up()
+        self.should_exit = True
+        self.engine.begin_stop()
+
+
+def _protocol(seconds: float) -> type[H11Protocol]:
+    """uvicorn's protocol, which closes a connection whose first request does not come within `seconds`."""
+
+    class Protocol(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.loop.call_later(seconds, self._close_if_silent)
+
+        def _close_if_silent(self) -> None:
+            if self.cycle is None:
+                self.transport.close()
+
+    return Protocol

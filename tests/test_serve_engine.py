@@ -1,0 +1,218 @@
+"""The service without its protocol: each sample is encoded once, and what was stored survives."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from qwen_cache import open_cache
+from qwen_cache.encode.builder import BuildJob, rules
+from qwen_cache.encode.plan import PlannedSample, plan_row
+from qwen_cache.errors import BusyError, ConfigError, QwenCacheError, SourceError, StoppingError
+from qwen_cache.serve import pool as pool_module
+from qwen_cache.serve.engine import Engine
+from qwen_cache.serve.pool import Memory, Pool
+from qwen_cache.serve.states import State
+
+from .support.commands import run
+from .support.fake_lanes import FakeLanes
+from .support.server import BUCKET
+from .support.serving import row, service_job
+from .support.waiting import wait_until
+
+NEVER = ("serve.commit_seconds=1000", "serve.commit_samples=1000")
+WAIT = 600.0  # seconds, of a result that comes at once
+
+Jobs = Callable[..., BuildJob]
+
+
+@pytest.fixture
+def job_at(tiny_model: Callable[[str], Path], tmp_path: Path) -> Jobs:
+    """A job into `out` of the temporary folder."""
+    return lambda out="pool", *settings: service_job(tiny_model("edit-plus"), tmp_path / out, *settings)
+
+
+@contextmanager
+def started(job: BuildJob, lanes: FakeLanes | None = None) -> Iterator[Engine]:
+    with Engine(job, lambda job: lanes or FakeLanes(job), job.config.serve) as engine:
+        yield engine
+
+
+def send(engine: Engine, number: int) -> str:
+    samples = engine.plan(row(number))
+    return engine.submit(samples, 1)[0].key
+
+
+def test_each_sample_is_encoded_once_whoever_sends_it(job_at: Jobs) -> None:
+    job = job_at()
+    lanes = FakeLanes(job)
+    with started(job, lanes) as engine, ThreadPoolExecutor(4) as clients:
+        keys = list(clients.map(lambda number: send(engine, number % 10), range(80)))
+        done = [engine.reached(key, State.ENCODED).result(WAIT).state for key in keys]
+        fetched = {key: engine.sample(key) for key in keys}
+    assert set(done) <= {State.ENCODED, State.STORED}
+    assert Counter(lanes.encoded) == Counter({f"row {number}": 1 for number in range(10)})
+    cache = open_cache(job.folder)
+    assert len(cache) == len(fetched)
+    for sample in cache:
+        found = fetched[sample.key]
+        assert found is not None
+        assert found[0] == sample.row.meta
+        assert bytes(found[1]["image_latents"]) == bytes(sample.buffer("image_latents"))
+    assert run("qwen-cache", "verify", job.folder).code == 0
+    with started(job, again := FakeLanes(job)) as engine:
+        assert engine.submit(engine.plan(row(3)), 1)[0].state is State.STORED
+    assert again.encoded == []
+
+
+def test_a_sample_that_cannot_be_encoded_fails_alone(job_at: Jobs) -> None:
+    class Failing(FakeLanes):
+        def result(self, sample: PlannedSample) -> Any:
+            if sample.row.name == "row 1" and self.encoded.count("row 1") == 0:
+                self.encoded.append("row 1")
+                raise SourceError("no luck", where="there")
+            return super().result(sample)
+
+    job = job_at()
+    with started(job, Failing(job)) as engine:
+        keys = [send(engine, number) for number in range(3)]
+        found = [engine.reached(key, State.STORED) for key in keys]
+        assert found[1].result(WAIT).problem == "there: no luck"
+        assert engine.status([keys[1]])[0].state is State.FAILED
+        send(engine, 1)  # it is tried again
+        assert engine.reached(keys[1], State.ENCODED).result(WAIT).state is State.ENCODED
+    assert len(open_cache(job.folder)) == 3
+
+
+def test_a_full_queue_refuses_and_frees(job_at: Jobs) -> None:
+    go = Event()
+
+    class Waiting(FakeLanes):
+        def result(self, sample: PlannedSample) -> Any:
+            go.wait(WAIT)
+            return super().result(sample)
+
+    job = job_at("pool", "serve.queue_samples=2", "serve.queue_bytes=100")
+    with started(job, Waiting(job)) as engine:
+        keys: list[str] = []
+        with pytest.raises(BusyError, match="queue"):
+            keys.extend(send(engine, number) for number in range(40))
+        go.set()
+        for key in keys:
+            engine.reached(key, State.ENCODED).result(WAIT)
+        assert engine.submit(engine.plan(row(200)), 1)[0].state is State.ACCEPTED
+    assert engine.waiting == (0, 0)
+    with pytest.raises(StoppingError):
+        engine.submit(engine.plan(row(300)), 1)
+
+
+def test_commits_by_number_and_by_time(job_at: Jobs) -> None:
+    with started(job_at("by number", "serve.commit_samples=2", "serve.commit_seconds=1000")) as engine:
+        keys = [send(engine, number) for number in range(2)]
+        assert [engine.reached(key, State.STORED).result(WAIT).state for key in keys] == [State.STORED] * 2
+        last = send(engine, 2)
+        engine.reached(last, State.ENCODED).result(WAIT)
+        assert engine.status([last])[0].state is State.ENCODED
+    with started(job_at("by time", "serve.commit_seconds=0.05")) as engine:
+        assert engine.reached(send(engine, 1), State.STORED).result(WAIT).state is State.STORED
+
+
+def test_what_a_killed_service_encoded_is_found(job_at: Jobs, tmp_path: Path) -> None:
+    """The folder is copied while it runs: what a SIGKILL leaves."""
+    job = job_at("pool", *NEVER)
+    with started(job) as engine:
+        keys = [send(engine, number) for number in range(3)]
+        for key in keys:
+            engine.reached(key, State.ENCODED).result(WAIT)
+        shutil.copytree(tmp_path / "pool", tmp_path / "left")
+    with started(job_at("left")) as engine:
+        assert {each.state for each in engine.status(keys)} == {State.STORED}
+    assert run("qwen-cache", "verify", tmp_path / "left").code == 0
+    with pytest.raises(QwenCacheError), started(job_at("left")), started(job_at("left")):
+        pass  # one service at a time
+
+
+def test_a_commit_that_fails_is_tried_again(job_at: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_at("pool", "serve.commit_seconds=0.05")
+    failures = [OSError(28, "No space left on device")] * 2
+    commit = pool_module.commit_update
+
+    def failing(*arguments: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return commit(*arguments)
+
+    monkeypatch.setattr(pool_module, "commit_update", failing)
+    with started(job) as engine:
+        keys = [send(engine, 1)]
+        wait_until(lambda: engine.failure)
+        keys.append(send(engine, 2))
+        assert {engine.reached(key, State.STORED).result(WAIT).state for key in keys} == {State.STORED}
+        assert engine.observer.counts["failed_commits"] == 2
+        assert engine.failure is None
+    assert len(open_cache(job.folder)) == 2
+    assert run("qwen-cache", "verify", job.folder).code == 0
+
+
+def test_encoders_that_cannot_be_loaded_end_it(job_at: Jobs) -> None:
+    def broken(job: BuildJob) -> FakeLanes:
+        raise QwenCacheError("no weights")
+
+    job = job_at()
+    with Engine(job, broken, job.config.serve) as engine:
+        with pytest.raises(QwenCacheError, match="no weights"):
+            engine.ended.result(WAIT)
+        with pytest.raises(StoppingError):
+            send(engine, 1)
+
+
+def test_a_cache_of_another_recipe_is_refused(job_at: Jobs) -> None:
+    with started(job_at()) as engine:
+        send(engine, 1)
+    with pytest.raises(ConfigError, match="upscale"), started(job_at("pool", "data.upscale=false")):
+        pass
+
+
+def test_memory_keeps_the_newest(job_at: Jobs) -> None:
+    job = job_at("pool", "serve.store=false")
+    with started(job) as engine:
+        key = send(engine, 1)
+        assert engine.reached(key, State.STORED).result(WAIT).state is State.ENCODED
+        found = engine.sample(key)
+        assert found is not None
+    assert not (job.folder / "cache.json").exists()
+    meta, tensors = found
+    memory = Memory(2 * sum(spec.stored_bytes for spec in meta.tensors.values()))
+    metas = [replace(meta, prompt=f"number {i}") for i in range(3)]
+    for each in metas:
+        memory.add("", each, tensors)
+    assert [memory.has(each.key) for each in metas] == [False, True, True]
+
+
+@pytest.mark.slow
+def test_two_services_share_a_bucket(
+    s3: tuple[str, int], tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each commits while the other has read an older dataset; one sample is encoded by both and stored once."""
+    job = service_job(tiny_model("edit-plus"), f"s3://{BUCKET}/team", *NEVER)
+    with Pool(job) as one, Pool(job) as other:
+        lanes = FakeLanes(job)
+        for store, numbers in ((one, (1, 2)), (other, (2, 3))):
+            for number in numbers:
+                (sample,) = plan_row(row(number), rules(job))
+                store.add(f"row {number}", *lanes.result(sample))
+        one.commit()
+        other.commit()
+        assert len(other) == 3
+    cache = open_cache(job.folder)
+    assert sorted(sample.name for sample in cache) == ["row 1", "row 2", "row 3"]
+    assert run("qwen-cache", "verify", f"s3://{BUCKET}/team").code == 0
