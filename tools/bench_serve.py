@@ -1,0 +1,231 @@
+"""Load a server of the service, kill it, and compare its throughput with that of `build`.
+
+    python tools/bench_serve.py MODEL [--samples 500] [--requests 10000] [--clients 8] [--kills 20] [--json]
+
+MODEL is a folder of `tools/make_tiny_model.py`. First `load`: clients ask for random samples, all of which are checked
+against a cache that `build` made; the server is killed with SIGKILL at random moments and started again. Every sample
+that was reported as stored must be there after each kill. Then `throughput`: the same samples by the encoders of this
+process, and by those of a new server, alternately; encoders are loaded before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from threading import Event, Lock
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from qwen_cache import open_cache
+from qwen_cache.client import Client
+from qwen_cache.client.encoding import IN_FLIGHT, ServerEncoding, prepare_at
+from qwen_cache.encode import builder, write
+from qwen_cache.encode.builder import BuildJob, Encoders
+from qwen_cache.encode.load import load_lanes
+from qwen_cache.format import directory
+from qwen_cache.settings.load import load_config
+
+SETTINGS = ("data.vae_image_size=65536", "data.condition_image_size=12544", "cache.dtype=float32")
+COMMIT = ("serve.commit_samples=64", "serve.commit_seconds=0.5")
+
+
+def write_source(folder: Path, samples: int) -> None:
+    """Pairs of random images with a caption each."""
+    generator = np.random.default_rng(0)
+    for kind in ("target_images", "control_images"):
+        (folder / kind).mkdir(parents=True)
+        for i in range(samples):
+            coarse = generator.integers(0, 255, (8, 8, 3), np.uint8)
+            Image.fromarray(coarse).resize((256, 256), Image.Resampling.BICUBIC).save(folder / kind / f"{i:05}.png")
+    for i in range(samples):
+        (folder / "target_images" / f"{i:05}.txt").write_text(f"make number {i} red")
+
+
+class Server:
+    """A server in a process of its own, which can be killed and started again at the same address."""
+
+    def __init__(self, model: Path, pool: Path) -> None:
+        self.model, self.pool, self.address = model, pool, "127.0.0.1:0"
+        self.process: subprocess.Popen[str] | None = None
+        self.peak = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
+    def start(self) -> None:
+        sets = [item for each in (*SETTINGS, *COMMIT) for item in ("--set", each)]
+        command = ["serve", "--model", self.model, "--out", self.pool, "--listen", self.address, *sets]
+        code = [sys.executable, "-c", "from qwen_cache.cli import main; main()"]
+        self.process = subprocess.Popen(
+            [*code, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("listening on http://"), line
+        self.address = line.strip().removeprefix("listening on http://")
+
+    def wait_until_ready(self) -> None:
+        import httpx2
+
+        while httpx2.get(f"{self.url}/readyz").status_code != 200:
+            time.sleep(0.1)
+
+    def end(self, number: int) -> int:
+        """Send a signal and wait; the exit code."""
+        assert self.process is not None
+        self.peak = max(self.peak, self._resident())
+        self.process.send_signal(number)
+        code = self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+    def _resident(self) -> int:
+        """The most memory that the process had, in bytes."""
+        assert self.process is not None
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+
+def load(server: Server, job: BuildJob, built: Path, requests: int, clients: int, kills: int) -> dict[str, Any]:
+    """Random requests of several clients while the server is killed; AssertionError for anything lost or wrong."""
+    plan = builder.plan_build(job, builder.load_existing(job))
+    rows = {sample.key: sample for sample in plan.samples}
+    expected = {sample.key: sample for sample in open_cache(built)}
+    assert rows.keys() == expected.keys()
+    keys, stored, lock = list(rows), set[str](), Lock()
+    server.start()
+    server.wait_until_ready()
+    encoding = ServerEncoding(client := Client(server.url))
+
+    def request(number: int) -> None:
+        key = random.Random(number).choice(keys)
+        meta, tensors = encoding.result(encoding.submit(rows[key]))
+        want = expected[key]
+        assert meta.tensors == want.row.meta.tensors, key
+        assert all(bytes(tensors[name]) == bytes(want.buffer(name)) for name in ("image_latents",)), key
+        status = client._request("POST", "/v1/states", json={"keys": [key]}).json()["states"][0]
+        if status["state"] == "stored":
+            with lock:
+                stored.add(key)
+
+    done = Event()
+
+    def kill() -> None:
+        moments = random.Random(1)
+        for _ in range(kills):
+            if done.wait(moments.uniform(0.2, 2.0)):
+                return
+            with lock:
+                promised = set(stored)
+            server.end(signal.SIGKILL)
+            found = {sample.key for sample in open_cache(server.pool)} if promised else set()
+            assert promised <= found, f"{len(promised - found)} stored samples are lost"
+            server.start()
+            server.wait_until_ready()
+
+    begin = time.monotonic()
+    with encoding, client, ThreadPoolExecutor(clients) as threads, ThreadPoolExecutor(1) as killer:
+        killing = killer.submit(kill)
+        for future in [threads.submit(request, number) for number in range(requests)]:
+            future.result()
+        done.set()
+        killing.result()
+        encoded = metric(server.url, "qwen_cache_encoded_total")
+    code = server.end(signal.SIGTERM)
+    asked = {random.Random(number).choice(keys) for number in range(requests)}
+    names = [sample.key for sample in open_cache(server.pool)]
+    assert code == 0, code
+    assert set(names) == asked
+    assert len(names) == len(asked)
+    assert kills or encoded == len(asked), f"{encoded} encoded, {len(asked)} distinct"
+    seconds = time.monotonic() - begin
+    return {"requests": requests, "distinct": len(asked), "kills": kills, "seconds": seconds, "peak_bytes": server.peak}
+
+
+def metric(url: str, name: str) -> float:
+    import httpx2
+
+    lines = httpx2.get(f"{url}/metrics").text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+
+
+def throughput(model: Path, source: Path, folder: Path, repeats: int) -> dict[str, Any]:
+    """Samples per second of a build here and of one at a server."""
+    config = load_config(None, [*SETTINGS, f"model.path={model}", f"cache.path={folder / 'none'}"])
+    local = builder.prepare_build(config, str(source))
+    rates: dict[str, list[float]] = {"build": [], "build --at": []}
+    with load_lanes(local) as lanes:
+        for repeat in range(repeats + 1):  # the first round warms up
+            here = folder / f"here-{repeat}"
+            rates["build"].append(_rate(_job(config, source, here), Encoders(lambda _: nullcontext(lanes))))
+            server = Server(model, folder / f"pool-{repeat}")
+            server.start()
+            server.wait_until_ready()
+            with Client(server.url) as client:
+                at = prepare_at(
+                    config.model_copy(update={"cache": _path(config, folder / f"at-{repeat}")}), str(source), client
+                )
+                rates["build --at"].append(_rate(at, Encoders(lambda _: ServerEncoding(client), IN_FLIGHT)))
+            server.end(signal.SIGTERM)
+    means = {name: statistics.median(values[1:]) for name, values in rates.items()}
+    return {"samples_per_second": means, "ratio": means["build --at"] / means["build"]}
+
+
+def _path(config: Any, out: Path) -> Any:
+    return config.cache.model_copy(update={"path": str(out)})
+
+
+def _job(config: Any, source: Path, out: Path) -> BuildJob:
+    return builder.prepare_build(config.model_copy(update={"cache": _path(config, out)}), str(source))
+
+
+def _rate(job: BuildJob, encoders: Encoders) -> float:
+    with directory.writing(job.folder):
+        existing = builder.load_existing(job)
+        plan = builder.plan_build(job, existing)
+        update = builder.make_update(job, existing, plan)
+        begin = time.monotonic()
+        write.run(job, update, plan.missing, encoders)
+        return len(plan.missing) / (time.monotonic() - begin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    for name, default in {"samples": 500, "requests": 10_000, "clients": 8, "kills": 20, "repeats": 3}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_source(folder / "source", options.samples)
+        config = load_config(None, [*SETTINGS, f"model.path={options.model}", f"cache.path={folder / 'built'}"])
+        job = builder.prepare_build(config, str(folder / "source"))
+        _rate(job, Encoders(load_lanes))
+        empty = _job(config, folder / "source", folder / "nothing")
+        counts = (options.requests, options.clients)
+        report = {
+            "load": load(Server(options.model, folder / "pool"), empty, folder / "built", *counts, 0),
+            "kills": load(Server(options.model, folder / "killed"), empty, folder / "built", *counts, options.kills),
+        }
+        if options.repeats:
+            report["throughput"] = throughput(options.model, folder / "source", folder, options.repeats)
+    print(json.dumps(report) if options.json else json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
