@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qwen_cache.console import counting
 from qwen_cache.errors import ConfigError, ModelError
-from qwen_cache.extras import installed
+from qwen_cache.extras import installed, require
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.models.folder import NUNCHAKU, WEIGHTS, ModelFolder, fingerprint, open_model, read_config
 from qwen_cache.settings.load import Config
@@ -30,7 +30,7 @@ from qwen_train.lora.types import check_adapter
 from qwen_train.optimizer_names import check_optimizer
 from qwen_train.resumable import NEW_RUN, check_resumable, taken_of
 from qwen_train.run_folder import checkpoints, only_run
-from qwen_train.run_settings import resume_command
+from qwen_train.run_settings import ToEncode, resume_command
 from qwen_train.start import Start
 
 TRANSFORMER_PARTS = ("transformer", "scheduler")
@@ -39,21 +39,21 @@ PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow",
 
 
 @contextmanager
-def starting(config: Config, launch: Launch, *, resume: bool = False, source: str | None = None) -> Iterator[Start]:
+def starting(
+    config: Config, launch: Launch, *, resume: bool = False, to_encode: ToEncode | None = None
+) -> Iterator[Start]:
     """Check the run, and keep other runs out of its folder until the end of the block."""
     out = Path(config.train.output_dir)
-    if source is not None and launch.world_size > 1:
-        do = "build a cache: `qwen-cache build`"
-        raise ConfigError("--encode-on-the-fly is for one training process", found=launch.world_size, do=do)
-    check_followable(config, source)
+    check_encoding(to_encode, launch)
+    check_followable(config, to_encode)
     samples, validation_cache, taken = None, None, tuple[TakenIn, ...]()
     if not config.train.follow:
-        samples = open_samples(config) if source is None else None
-        validation_cache = open_validation_cache(config, on_the_fly=source is not None)
+        samples = open_samples(config) if to_encode is None else None
+        validation_cache = open_validation_cache(config, encodes=to_encode is not None)
     with only_run(out, launch):
         earlier = checkpoints(out)
         if earlier and not resume:
-            command = resume_command(out, launch, source=source)
+            command = resume_command(out, launch, to_encode=to_encode)
             raise ConfigError(
                 "this folder already holds a run",
                 where=out,
@@ -81,9 +81,19 @@ def starting(config: Config, launch: Launch, *, resume: bool = False, source: st
         weights = hash_transformer(model) if launch.is_main else ""
         assistant_hash = hash_assistant(assistant) if launch.is_main and assistant else ""
         hashes = weights, assistant, assistant_hash
-        start = Start(config, launch, model, samples, source, validation_cache, newest, *hashes, taken)
+        start = Start(config, launch, model, samples, to_encode, validation_cache, newest, *hashes, taken)
         check_resumable(start)
         yield start
+
+
+def check_encoding(to_encode: ToEncode | None, launch: Launch) -> None:
+    """ConfigError if a run that encodes lacks packages, or is several processes without a server for all."""
+    if to_encode is None:
+        return
+    require("httpx2" if to_encode.at is not None else "fastapi")
+    if to_encode.at is None and launch.world_size > 1:
+        do = "start `qwen-cache serve --no-store`, and give --encode-at its address"
+        raise ConfigError("--encode-on-the-fly is for one training process", found=launch.world_size, do=do)
 
 
 def open_followed(config: Config, taken: Sequence[TakenIn]) -> Mixture:

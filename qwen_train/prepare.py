@@ -139,7 +139,7 @@ def make_batches(
 
     `samples` takes the place of those of `start`.
     """
-    samples = samples or start.samples or open_samples(config, start.source)
+    samples = samples or start.samples or open_samples(config, start.to_encode)
     if start.samples is None and start.validation_cache is not None:
         check_validation_cache(start.validation_cache, samples, config.validation)
     scheduler = read_config(start.model.component("scheduler") / "scheduler_config.json")

@@ -182,7 +182,7 @@ def _advice(start: Start, saved: Mapping[str, Any], current: Mapping[str, Any]) 
     before = differences(saved, fixed_settings(own)) if own else refused
     expected = by_setting(saved)
     changes |= {name: expected.get(name) for name in refused if name in before and name in now}
-    command = resume_command(start.out, start.launch, changes, start.source)
+    command = resume_command(start.out, start.launch, changes, start.to_encode)
     return f"`{command}` continues the run; or {NEW_RUN}"
 
 

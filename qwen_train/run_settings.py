@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,20 @@ from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, RENAMED, Config, load_config
 from qwen_cache.settings.yaml_text import assignment, parse_yaml, read_yaml
 from qwen_train.launch import Launch
+
+
+@dataclass(frozen=True)
+class ToEncode:
+    """The source of a run without a cache."""
+
+    source: str
+    at: str | None = None
+    """The server that encodes; None for one that the run starts."""
+
+    @property
+    def arguments(self) -> list[str]:
+        """Those of `qwen-train run`."""
+        return ["--encode-on-the-fly" if self.at is None else f"--encode-at={self.at}", self.source]
 
 
 def run_settings(
@@ -58,10 +73,10 @@ def _names(value: object, prefix: str = "") -> set[str]:
 
 
 def resume_command(
-    out: Path, launch: Launch, changes: Mapping[str, Any] | None = None, source: str | None = None
+    out: Path, launch: Launch, changes: Mapping[str, Any] | None = None, to_encode: ToEncode | None = None
 ) -> str:
     """The command line that continues the run in `out` with its own settings and these `changes`."""
-    arguments = ["run", *(["--encode-on-the-fly", source] if source else []), "--resume", "--out", str(out)]
+    arguments = ["run", *(to_encode.arguments if to_encode else ()), "--resume", "--out", str(out)]
     for name, value in (changes or {}).items():
         arguments += ["--set", assignment(name, value)]
     return launch.command(arguments)

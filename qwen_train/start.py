@@ -12,7 +12,7 @@ from qwen_train.data.mixture import Mixture
 from qwen_train.data.samples import Samples
 from qwen_train.launch import Launch
 from qwen_train.lora.files import WeightedLora
-from qwen_train.run_settings import resume_command
+from qwen_train.run_settings import ToEncode, resume_command
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Start:
     launch: Launch
     model: ModelFolder
     samples: Samples | None
-    """None for --encode-on-the-fly, which loads encoders."""
-    source: str | None
-    """The source of --encode-on-the-fly."""
+    """None for a run that encodes, which reads its source later."""
+    to_encode: ToEncode | None
+    """The source of a run that encodes."""
     validation_cache: Mixture | None
     """Whose samples are generated during training."""
     newest: Path | None
@@ -54,4 +54,4 @@ class Start:
     @property
     def resume_command(self) -> str:
         """The command line that continues this run."""
-        return resume_command(self.out, self.launch, source=self.source)
+        return resume_command(self.out, self.launch, to_encode=self.to_encode)

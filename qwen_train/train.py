@@ -37,6 +37,7 @@ from qwen_train.preflight import starting
 from qwen_train.prepare import Prepared, make_batches, note_commits, plan_summary, prepare
 from qwen_train.processes import leave, together
 from qwen_train.report import RUN_FACTS_NAME, renew_report
+from qwen_train.run_settings import ToEncode
 from qwen_train.run_summary import run_facts
 from qwen_train.signals import Signals, any_process
 from qwen_train.start import Start
@@ -44,12 +45,12 @@ from qwen_train.validation import evaluating
 from qwen_train.validation_images import ValidationImages
 
 
-def train(config: Config, *, resume: bool = False, encode_from: str | None = None) -> Path:
-    """Train on the cache of `config`, or on samples encoded from the source `encode_from`; the path of the result.
+def train(config: Config, *, resume: bool = False, to_encode: ToEncode | None = None) -> Path:
+    """Train on the cache of `config`, or on samples that are encoded for it; the path of the result.
 
     Raises KeyboardInterrupt after SIGINT or SIGTERM, once the current step is finished and saved.
     """
-    with starting(config, Launch.of_environment(), resume=resume, source=encode_from) as start:
+    with starting(config, Launch.of_environment(), resume=resume, to_encode=to_encode) as start:
         return train_started(start)
 
 

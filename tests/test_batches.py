@@ -40,7 +40,7 @@ from qwen_cache.format.manifest import Recipe
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.data.batches import AHEAD, Batch, Batches, collate
 from qwen_train.data.mixture import Mixture
-from qwen_train.data.on_the_fly import OnTheFlySamples
+from qwen_train.data.served import ServedSamples
 from qwen_train.data.split import split
 from qwen_train.flow import NoiseSchedule, Weighting, weighting
 from qwen_train.loss import compute_loss
@@ -553,7 +553,7 @@ def test_a_split_that_leaves_nothing_is_refused(cache: Cache, share: float, whic
 
 
 def test_what_goes_by_an_index_is_refused_where_there_is_none() -> None:
-    samples: Any = object.__new__(OnTheFlySamples)
+    samples: Any = object.__new__(ServedSamples)
     samples.folder, samples.prompt_embeds_width, samples.pipelines = Path("data"), 64, ()
     samples.recipe, samples._token_counts = Recipe({}, 4, ""), np.ones((2, 4), np.int64)
     with pytest.raises(

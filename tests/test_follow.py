@@ -351,7 +351,7 @@ def test_settings_that_need_all_samples_are_refused(growing: Growing, follow: Tr
     source = str(follow.folder / "source")
     refused(
         follow.try_("--follow", "--encode-on-the-fly", "--set", f"data.source={source}"),
-        "train.follow is for caches, and --encode-on-the-fly has none",
+        "train.follow is for caches, and a run that encodes has none",
         "build a cache, and train that while it is built",
     )
     table = {"train.tabulated_modulation": True, "train.validation_split": 0.3, "validation.validation_steps": 1}

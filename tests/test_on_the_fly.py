@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,18 +11,25 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import httpx2
 import pytest
 import yaml
 
 from qwen_cache import open_cache
 from qwen_cache.batching.batch_plan import index_token_counts
+from qwen_cache.encode.builder import prepare_service
+from qwen_cache.encode.load import load_lanes
 from qwen_cache.settings.load import load_config
-from qwen_train.data.on_the_fly import OnTheFlySamples
+from qwen_cache.settings.serve import ServeConfig
+from qwen_train.data.served import ServedSamples
+from qwen_train.run_settings import ToEncode
 
 from .support.caches import SMALL, build
 from .support.commands import Result, run
+from .support.fake_lanes import FakeLanes, fake_lanes
 from .support.photographs import photograph
-from .support.runs import run_training
+from .support.runs import LORA, Trainer, run_training, two
+from .support.serving import running, service_job
 from .support.waiting import HANG, wait_until
 
 SETTINGS = {
@@ -50,20 +58,20 @@ def model(tiny_model: Callable[[str], Path]) -> Path:
     return tiny_model("edit-plus")
 
 
-def processes(source: Path) -> list[str]:
-    """Processes that encode `source`."""
+def processes() -> list[str]:
+    """Processes that encode for a trainer."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             line = (entry / "cmdline").read_bytes()
-            found += [entry.name] if b"qwen_cache.cli" in line and bytes(source) in line else []
+            found += [entry.name] if b"encode-worker" in line else []
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", ["batch_size", "max_tokens"])
 def test_losses_and_lora_are_those_of_a_cache(limit: str, pairs: Path, tmp_path: Path, model: Path) -> None:
-    """More than an epoch: a sample is encoded again when it comes again. The encoders end with the training.
+    """More than an epoch, from a server with little memory: a sample is encoded again when it comes again.
 
     Under a budget of tokens the batches follow from how long every prompt will be.
     """
@@ -72,12 +80,34 @@ def test_losses_and_lora_are_those_of_a_cache(limit: str, pairs: Path, tmp_path:
     settings = {"train__batch_size": "null", "train__max_tokens": budget} if limit == "max_tokens" else {}
     cached = train(tmp_path / "cached", model, tmp_path / "shards", **settings)
     assert cached.code == 0, cached.stderr
-    result = train(tmp_path / "fly", model, pairs, "--encode-on-the-fly", **settings)
+    if limit == "max_tokens":
+        with running(service_job(model, "unused", "serve.store=false", "serve.memory=1"), load_lanes) as url:
+            wait_until(lambda: httpx2.get(f"{url}/readyz").is_success)  # loading takes random numbers, here the run's
+            result = train(tmp_path / "served", model, pairs, "--encode-at", url, **settings)
+    else:
+        result = train(tmp_path / "served", model, pairs, "--encode-on-the-fly", **settings)
+        assert processes() == []
     assert result.code == 0, result.stderr
-    assert processes(pairs) == []
-    assert losses(tmp_path / "fly") == losses(tmp_path / "cached")
-    fly, from_cache = (tmp_path / name / "pytorch_lora_weights.safetensors" for name in ("fly", "cached"))
-    assert fly.read_bytes() == from_cache.read_bytes()
+    assert losses(tmp_path / "served") == losses(tmp_path / "cached")
+    served, from_cache = (tmp_path / name / LORA for name in ("served", "cached"))
+    assert served.read_bytes() == from_cache.read_bytes()
+
+
+@pytest.mark.slow
+def test_two_processes_train_from_one_server(
+    pairs: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sample is encoded once, and the losses are those of the two on a cache."""
+    fake_lanes(monkeypatch)
+    assert build(pairs, tmp_path / "shards", model).code == 0
+    job = service_job(model, "unused", "serve.store=false")
+    lanes, on_cache = FakeLanes(job), Trainer(tmp_path / "shards", model, tmp_path)
+    assert two(on_cache, out="cached").returncode == 0
+    with running(job, lambda _: lanes) as url:
+        done = two(Trainer(pairs, model, tmp_path), "--encode-at", url, *SMALL[:-2], out="served")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "served") == losses(tmp_path / "cached")
+    assert sorted(lanes.encoded) == sorted(set(lanes.encoded))
 
 
 @pytest.mark.slow
@@ -103,11 +133,14 @@ def test_tokens_are_those_of_the_cache_though_nothing_is_encoded(
     built = build(pairs, tmp_path / "shards", tiny_model(variant), *settings)
     assert built.code == 0, built.stderr
     cache = open_cache(tmp_path / "shards")
-    feed = OnTheFlySamples(load_config(tmp_path / "shards" / "qwen.yaml"), str(pairs))
-    feed.stop_prefetch()
+    config = load_config(tmp_path / "shards" / "qwen.yaml")
+    job = prepare_service(config.model_copy(update={"serve": ServeConfig(store=False)}))
+    with running(job) as url:
+        feed = ServedSamples(config, ToEncode(str(pairs), url))
+        feed.stop_prefetch()
     expected = index_token_counts(cache.table, "there")
     assert feed.token_counts().tolist() == expected.tolist()
-    assert feed.names == [sample.name for sample in cache]
+    assert [feed.name(i) for i in range(len(feed))] == [sample.name for sample in cache]
     assert len(set(expected[1])) > 2
 
 
@@ -126,13 +159,23 @@ def test_a_run_resumes_from_a_cache_and_back(pairs: Path, tmp_path: Path, model:
 def test_what_is_wrong_with_the_source_is_said(
     pairs: Path, tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (pairs / "control_images" / "cup.png").unlink()
-    result = train(tmp_path / "out", model, pairs, "--encode-on-the-fly")
+    """In the source by the trainer, in what only the encoders need by the process that loads them."""
+    images = pairs / "control_images"
+    (images / "cup.png").rename(images / "saved")
+    with running(service_job(model, "unused", "serve.store=false")) as url:
+        result = train(tmp_path / "out", model, pairs, "--encode-at", url)
+    assert result.code == 2
+    assert "the control" in result.stderr
+    assert "nothing can be trained" in result.stderr
+    (images / "saved").rename(images / "cup.png")
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "vae" / "config.json").unlink()
+    result = train(tmp_path / "out", tmp_path / "model", pairs, "--encode-on-the-fly")
     assert result.code == 2
     assert "the encoding process has ended; its message is above" in result.stderr
     assert "found exit code 2" in result.stderr
-    assert "the control" in capfd.readouterr().err
-    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+    assert "vae" in capfd.readouterr().err
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
 def test_several_training_processes_are_refused(
@@ -143,6 +186,7 @@ def test_several_training_processes_are_refused(
     result = train(tmp_path / "out", model, pairs, "--encode-on-the-fly")
     assert result.code == 2
     assert "--encode-on-the-fly is for one training process (found 2)" in result.stderr
+    assert "--encode-at" in result.stderr
 
 
 @pytest.mark.slow
@@ -164,12 +208,12 @@ def test_the_encoders_end_with_the_trainer(number: int, pairs: Path, tmp_path: P
     process.communicate(timeout=HANG)
     if number == signal.SIGINT:
         assert process.returncode == 130
-    wait_until(lambda: not processes(pairs))  # the encoder ends a moment after the trainer
+    wait_until(lambda: not processes())  # the encoder ends a moment after the trainer
     assert not list(temporary.iterdir())
 
 
-def test_settings_that_are_none_are_an_error_of_ours(pairs: Path) -> None:
+def test_settings_that_are_none_are_an_error_of_ours() -> None:
     for text, message in (("{", "this is not JSON"), ('{"train": {"max_step": 3}}', "max_steps")):
-        result = run("qwen-cache", "encode-worker", pairs, text)
+        result = run("qwen-cache", "encode-worker", text)
         assert result.code == 2
         assert message in result.stderr

@@ -342,8 +342,9 @@ def test_verbose_prints_tracebacks_and_the_time(cache: Path, tmp_path: Path, mon
 WRITERS = {
     "qwen_cache/console.py": {"print"},
     "qwen_cache/plain_output.py": {"Console"},
-    "qwen_cache/encode/worker.py": {"print"},  # to the trainer, through a pipe
-    "qwen_train/data/on_the_fly.py": {"print"},  # to the worker, through a pipe
+    "qwen_cache/cli/encode_worker.py": {"print"},  # its address to the trainer, through a pipe
+    "qwen_cache/serve/log.py": {"print"},  # a line of JSON for each event
+    "qwen_train/data/own_server.py": {"print"},  # a token to the worker, through a pipe
 }
 
 

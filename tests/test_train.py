@@ -45,6 +45,7 @@ from qwen_train.data.batches import Batches
 from qwen_train.launch import Launch
 from qwen_train.memory.predict import largest_batch, predict_memory
 from qwen_train.preflight import Start
+from qwen_train.run_settings import ToEncode
 
 from .support.commands import command, refused, run
 from .support.crash import Crash
@@ -757,8 +758,8 @@ def test_options_of_run_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyP
     seen: list[Start] = []
 
     @contextmanager
-    def starting(config: Config, launch: Launch, *, resume: bool, source: str | None) -> Iterator[Start]:
-        seen.append(Start(config, launch, cast(Any, None), None, source, None, None, ""))
+    def starting(config: Config, launch: Launch, *, resume: bool, to_encode: ToEncode | None) -> Iterator[Start]:
+        seen.append(Start(config, launch, cast(Any, None), None, to_encode, None, None, ""))
         yield seen[-1]
 
     def train_started(start: Start) -> Path:
@@ -782,4 +783,7 @@ def test_options_of_run_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert json.loads(result.stdout) == {"result": lora, "output_dir": "mine", "metrics": metrics}
     assert run("qwen-train", "run", "--encode-on-the-fly", "--set", "data.source=a").code == 0
     assert run("qwen-train", "run", "b", "--encode-on-the-fly", "--set", "data.source=a", "--out", "other").code == 0
-    assert [start.source for start in seen] == [None, "a", "b"]
+    assert run("qwen-train", "run", "c", "--encode-at", "http://host:1", "--out", "at").code == 0
+    assert [start.to_encode for start in seen] == [None, ToEncode("a"), ToEncode("b"), ToEncode("c", "http://host:1")]
+    both = run("qwen-train", "run", "c", "--encode-at", "http://host:1", "--encode-on-the-fly")
+    assert "exclude each other" in both.stderr

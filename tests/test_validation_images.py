@@ -183,9 +183,9 @@ def test_images_of_other_prompts_than_those_of_the_settings_are_never_shown(trai
     prompts = parse_yaml(saved.read_text())["validation"]["prompts"]
     build, none = "`qwen-cache build --only-validation`", "validation.cache=none"
 
-    def check(on_the_fly: bool = False, path: Path = cache, **validation: Any) -> Mixture | None:
+    def check(encodes: bool = False, path: Path = cache, **validation: Any) -> Mixture | None:
         given = [f"validation.{name}={json.dumps(value)}" for name, value in validation.items()]
-        return open_validation_cache(load_config(None, given, cache__path=str(path)), on_the_fly=on_the_fly)
+        return open_validation_cache(load_config(None, given, cache__path=str(path)), encodes=encodes)
 
     def message(**validation: Any) -> str:
         with pytest.raises(ConfigError) as error:
@@ -213,7 +213,7 @@ def test_images_of_other_prompts_than_those_of_the_settings_are_never_shown(trai
         f"{nowhere}/validation: the images to generate are not in a cache (found validation.prompts)\n"
         f"  → encode them with {build}; or set {none}"
     )
-    assert f"{build}, and set validation.cache={to_generate}; or" in message(on_the_fly=True, source="new.csv")
+    assert f"{build}, and set validation.cache={to_generate}; or" in message(encodes=True, source="new.csv")
 
 
 def test_guidance_without_the_empty_prompt_is_refused(train: Trainer) -> None:

@@ -319,12 +319,12 @@ def _mask_and_head(edit_mask: Given | None) -> tuple[Given | None, Given | None]
 
 
 @app.command("encode-worker", hidden=True)
-def encode_worker(source: str, settings: str) -> int:
-    """Encode samples on request from stdin; for `qwen-train run --encode-on-the-fly`."""
+def encode_worker(settings: str) -> int:
+    """A server for one trainer, `qwen-train run --encode-on-the-fly`; it ends with stdin."""
     from qwen_cache.cli.encode_worker import run_encode_worker
     from qwen_cache.settings.load import parse_config
 
-    return run_encode_worker(parse_config(settings), source)
+    return run_encode_worker(parse_config(settings))
 
 
 @command(

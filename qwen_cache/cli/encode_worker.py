@@ -5,26 +5,39 @@ from __future__ import annotations
 import os
 import sys
 
-from qwen_cache.console import FAILED, console, counting, print_problems
+from qwen_cache.cli.serve import require_serve
+from qwen_cache.console import counting
 from qwen_cache.encode import builder
-from qwen_cache.encode.load import load_lanes
-from qwen_cache.encode.worker import serve
-from qwen_cache.format.update import Existing
+from qwen_cache.encode.load import check_devices, load_lanes
 from qwen_cache.settings.load import Config
+from qwen_cache.settings.serve import ServeConfig
+
+LARGEST = 1 << 40  # bytes of a row's images: they are those of the trainer on this machine
 
 
-def run_encode_worker(config: Config, source: str) -> int:
-    """Plan as `build` does into an empty folder, then encode samples on request; return the exit code."""
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # other output must not be read as a reply
-    config = config.model_copy(update={"cache": config.cache.model_copy(update={"thumbnails": False})})
-    with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
-        job = builder.prepare_build(config, source, on_bytes)
-    with counting("reading the source", total=len(job.rows)) as on_rows:
-        plan = builder.plan_build(job, Existing.empty(job.format_version), lambda: on_rows(1))
-    print_problems(plan.problems)
-    if not plan.samples or (plan.problems and config.data.on_error == "stop"):
-        console(always=True).print("nothing can be trained; fix these rows, or skip them with data.on_error=skip")
-        return FAILED
-    serve(job, plan.samples, load_lanes, sys.stdin, replies)
+def run_encode_worker(config: Config) -> int:
+    """Serve one trainer on this machine until stdin ends; return the exit code.
+
+    The first line of stdin is the token that the trainer will send; the first line of stdout is the address.
+    """
+    require_serve()
+    from qwen_cache.serve.engine import Engine
+    from qwen_cache.serve.run import address_of, open_socket, serve
+
+    answer = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # other output must not be read as the address
+    token = sys.stdin.readline().strip().encode()
+    check_devices(config)
+    job = _job(config)
+    with open_socket("127.0.0.1:0") as listener:
+        print(address_of(listener), file=answer, flush=True)
+        serve(Engine(job, load_lanes, job.config.serve), listener, token, ends_with=sys.stdin)
     return 0
+
+
+def _job(config: Config) -> builder.BuildJob:
+    cache = config.cache.model_copy(update={"thumbnails": False})
+    limits = {"store": False, "max_body": LARGEST, "queue_bytes": LARGEST, "max_pixels": LARGEST}
+    own = ServeConfig.model_validate({"memory": config.serve.memory, **limits})
+    with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
+        return builder.prepare_service(config.model_copy(update={"cache": cache, "serve": own}), on_bytes)

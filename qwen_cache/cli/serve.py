@@ -12,9 +12,9 @@ from qwen_cache.settings.load import Config
 
 def run_serve(config: Config, *, as_json: bool) -> int:
     """Listen, load the encoders, and answer until a signal ends it; return the exit code."""
-    for module in ("torch", "fastapi", "uvicorn", "python_multipart", "prometheus_client"):
-        require(module)
+    require_serve()
     from qwen_cache.serve.engine import Engine
+    from qwen_cache.serve.log import log
     from qwen_cache.serve.run import address_of, open_socket, serve, token_for
 
     if config.cache.reuse:
@@ -32,5 +32,11 @@ def run_serve(config: Config, *, as_json: bool) -> int:
             out.print("[bold]token[/]    required; nothing is encrypted: put a proxy with TLS in front")
         url = address_of(listener)
         print_json({"url": url}) if as_json else print_text(f"listening on {url}")
-        serve(Engine(job, load_lanes, config.serve), listener, token)
+        serve(Engine(job, load_lanes, config.serve), listener, token, log)
     return 0
+
+
+def require_serve() -> None:
+    """ConfigError if a package of the extra `serve` is missing."""
+    for module in ("torch", "fastapi", "uvicorn", "python_multipart", "prometheus_client"):
+        require(module)

@@ -34,6 +34,7 @@ PATIENCE = 300.0  # seconds: a server with the real encoders is back within minu
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds between attempts
 WAIT = 30  # seconds that the server waits for a sample before it answers that there is none yet
 SENT_AT_MOST = 10  # times that a sample is sent: a server without a store may drop it before it is fetched
+PROMPTS = 1000  # in a request for lengths
 BUSY = (429, 502, 503, 504)
 
 Image = str | os.PathLike[str] | bytes
@@ -143,6 +144,14 @@ class Client:
                 what, do = "the server computes another key for this row", "install the same version here and there"
                 raise QwenCacheError(what, where=self.url, expected=key, found=", ".join(keys), do=do)
         raise QwenCacheError("the server does not have this sample", where=self.url, found=key, do="send its row")
+
+    def lengths(self, prompts: Sequence[tuple[str, Sequence[tuple[int, int]]]]) -> list[int]:
+        """The rows of `prompt_embeds` for each prompt about controls of these sizes in pixels, without encoding."""
+        found: list[int] = []
+        for begin in range(0, len(prompts), PROMPTS):
+            part = [{"prompt": text, "controls": list(sizes)} for text, sizes in prompts[begin : begin + PROMPTS]]
+            found += _json(self._request("POST", "/v1/lengths", json={"prompts": part}))["lengths"]
+        return found
 
     def _parsed(self, content: bytes) -> Sample:
         data = memoryview(bytearray(content))  # writable, as torch wants it

@@ -1,18 +1,22 @@
-"""`build --at`: a build whose source is here and whose encoders are on a server."""
+"""A source that is here and encoders that are on a server: `build --at`, and runs that encode."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 from qwen_cache.client.client import Client, sample_parts
 from qwen_cache.client.description import served_model, served_settings
-from qwen_cache.encode.builder import BuildJob, as_encoded, check_family, check_tokens, read_rows
+from qwen_cache.console import counting, print_problems
+from qwen_cache.encode.builder import BuildJob, as_encoded, check_family, check_tokens, plan_build, read_rows
 from qwen_cache.encode.edit_mask import EditMasks
 from qwen_cache.encode.plan import PlannedSample, read_again
 from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.format import directory
+from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import SampleMeta
+from qwen_cache.format.update import Existing
 from qwen_cache.settings.cache import check_compression
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.rows import Row
@@ -47,6 +51,35 @@ def prepare_at(config: Config, source: str | None, client: Client) -> BuildJob:
     return BuildJob(config, folder, model, recipe, rows, found.problems, left_out, found.slice, found.sliced, source)
 
 
+def plan_at(config: Config, source: str, client: Client) -> tuple[BuildJob, list[PlannedSample]]:
+    """The samples of a source as a build into an empty folder would have them.
+
+    Prints the problems of rows; SourceError unless the others may be used.
+    """
+    job = prepare_at(config, source, client)
+    with counting("reading the source", total=len(job.rows)) as on_rows:
+        plan = plan_build(job, Existing.empty(job.format_version), lambda: on_rows(1))
+    print_problems(plan.problems)
+    if not plan.samples or (plan.problems and config.data.on_error == "stop"):
+        do = "fix these rows, or skip them with data.on_error=skip"
+        raise SourceError("nothing can be trained", where=source, do=do)
+    return job, list(plan.samples)
+
+
+def text_tokens(client: Client, samples: Sequence[PlannedSample]) -> list[int]:
+    """The exact length of each sample's prompt embeddings, without encoding it."""
+    prompts = [(sample.row.prompt, sample.originals[1:]) for sample in samples]
+    return client.lengths(prompts)
+
+
+def encoded(client: Client, sample: PlannedSample) -> Sample:
+    """A sample, sent if the server does not know it. SourceError if it cannot be encoded."""
+    try:
+        return client.fetch(sample.key, lambda: (fields_of(sample.row), files_of(sample)))
+    except SourceError as error:
+        raise SourceError(f"{sample.row.name}: {error.fault}", where=sample.row.where, do=error.do) from None
+
+
 class ServerEncoding:
     """A server in place of the lanes of this machine."""
 
@@ -61,16 +94,10 @@ class ServerEncoding:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def submit(self, sample: PlannedSample) -> Future[tuple[SampleMeta, dict[str, memoryview]]]:
-        return self._threads.submit(self._encoded, sample)
+        return self._threads.submit(lambda: sample_parts(encoded(self._client, sample)))
 
     def result(self, work: Future[tuple[SampleMeta, dict[str, memoryview]]]) -> Any:
         return work.result()
-
-    def _encoded(self, sample: PlannedSample) -> tuple[SampleMeta, dict[str, memoryview]]:
-        try:
-            return sample_parts(self._client.fetch(sample.key, lambda: (fields_of(sample.row), files_of(sample))))
-        except SourceError as error:
-            raise SourceError(f"{sample.row.name}: {error.fault}", where=sample.row.where, do=error.do) from None
 
 
 def fields_of(row: Row) -> dict[str, str]:

@@ -209,15 +209,20 @@ class Engine:
 
     def _fail(self, work: Work, problem: str) -> None:
         with self._changed:
-            self._forget(work)
-            self._works.pop(work.key, None)
             self._failed[work.key] = problem
             while len(self._failed) > FAILURES_KEPT:
                 self._failed.popitem(last=False)
         self.observer.failed()
+        self._drop(work, Status(work.key, State.FAILED, problem))
+
+    def _drop(self, work: Work, status: Status) -> None:
+        """Tell those who wait that the sample will not come."""
+        with self._changed:
+            self._forget(work)
+            self._works.pop(work.key, None)
         for waiting in (work.encoded, work.stored):
             if not waiting.done():
-                waiting.set_result(Status(work.key, State.FAILED, problem))
+                waiting.set_result(status)
 
     def _forget(self, work: Work) -> None:
         """Free the images of a sample."""
@@ -242,7 +247,7 @@ class Engine:
             self._stopping = True
             left = list(self._works.values())
         for work in left:
-            self._fail(work, "the server ended before it was stored; send it again")
+            self._drop(work, Status(work.key, State.UNKNOWN))
         self.ended.set_exception(error) if error else self.ended.set_result(None)
 
     def _encode(self, lanes: Encoding) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,16 +17,18 @@ QUIET = ("/healthz", "/readyz", "/metrics")
 """Routes that a monitor asks every few seconds: they are counted and not logged."""
 
 
-class Log:
-    """Writes events."""
+Log = Callable[[str, dict[str, Any]], None]
+"""Takes an event and its facts."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream
 
-    def __call__(self, event: str, facts: dict[str, Any]) -> None:
-        """Write an event with the time."""
-        value = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **facts}
-        print(json.dumps(value), file=self._stream or sys.stderr, flush=True)
+def log(event: str, facts: dict[str, Any]) -> None:
+    """Write an event with the time."""
+    value = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **facts}
+    print(json.dumps(value), file=sys.stderr, flush=True)
+
+
+def no_log(event: str, facts: dict[str, Any]) -> None:
+    """Write nothing."""
 
 
 class Logged:

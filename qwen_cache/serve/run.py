@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+from threading import Thread
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -15,7 +16,7 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.serve.access import is_loopback, read_token
 from qwen_cache.serve.app import make_app
 from qwen_cache.serve.engine import Engine
-from qwen_cache.serve.log import Log
+from qwen_cache.serve.log import Log, no_log
 from qwen_cache.settings.serve import ServeConfig
 
 GRACE = 10  # seconds for the last answers, after the engine has ended
@@ -51,15 +52,22 @@ def token_for(settings: ServeConfig) -> bytes | None:
     return None
 
 
-def serve(engine: Engine, listener: socket.socket, token: bytes | None) -> None:
+def serve(
+    engine: Engine,
+    listener: socket.socket,
+    token: bytes | None,
+    log: Log = no_log,
+    ends_with: TextIO | None = None,
+) -> None:
     """Answer until SIGTERM or Ctrl-C, then finish what was accepted; a second Ctrl-C does not wait for that.
 
-    Raises what ended the engine, such as a model that cannot be loaded.
+    When `ends_with` ends, so does the server, without finishing. Raises what ended
+    the engine, such as a model that cannot be loaded.
     """
     settings = engine.settings
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)  # the log has these errors, as JSON
     config = uvicorn.Config(
-        make_app(engine, token, Log()),
+        make_app(engine, token, log),
         http=_protocol(settings.body_seconds),
         ws="none",
         lifespan="off",
@@ -71,6 +79,8 @@ def serve(engine: Engine, listener: socket.socket, token: bytes | None) -> None:
     )
     with engine:
         server = Server(config, engine)
+        if ends_with is not None:
+            Thread(target=server.end_with, args=(ends_with,), daemon=True).start()
         server.run(sockets=[listener])
     engine.ended.result()
 
@@ -89,6 +99,12 @@ class Server(uvicorn.Server):
             self.engine.give_up()
         self.should_exit = True
         self.engine.begin_stop()
+
+    def end_with(self, stream: TextIO) -> None:
+        """End at once when `stream` ends."""
+        stream.read()
+        self.should_exit = self.force_exit = True
+        self.engine.give_up()
 
 
 def _protocol(seconds: float) -> type[H11Protocol]:

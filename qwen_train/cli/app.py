@@ -60,9 +60,7 @@ OutputFolder = Annotated[
 def run(
     cache: Annotated[
         Given | None,
-        setting_argument(
-            "cache.path", "CACHE", help="The folder or URL of the cache; with --encode-on-the-fly, the source."
-        ),
+        setting_argument("cache.path", "CACHE", help="The folder or URL of the cache; with --encode-…, the source."),
     ] = None,
     encode_on_the_fly: Annotated[
         bool,
@@ -72,6 +70,15 @@ def run(
             rich_help_panel=INPUT,
         ),
     ] = False,
+    encode_at: Annotated[
+        str | None,
+        typer.Option(
+            "--encode-at",
+            help="Train without a cache: a `qwen-cache serve` at this address encodes.",
+            metavar="URL",
+            rich_help_panel=INPUT,
+        ),
+    ] = None,
     follow: Annotated[
         bool,
         typer.Option(
@@ -125,15 +132,27 @@ def run(
     set_: Assignments = None,
 ) -> int:
     """Train on a cache. Only the transformer is loaded."""
+    from qwen_cache.errors import ConfigError
     from qwen_train.cli.run import run_train
 
-    named = [] if encode_on_the_fly else _only_cache(cache)
-    if encode_on_the_fly and cache:
+    if encode_on_the_fly and encode_at is not None:
+        raise ConfigError("--encode-on-the-fly and --encode-at exclude each other", do="leave one of them out")
+    encodes = encode_on_the_fly or encode_at is not None
+    named = [] if encodes else _only_cache(cache)
+    if encodes and cache:
         named = [Given("CACHE", "data.source", cache.value)]
     if follow:
         named.append(Given("--follow", "train.follow", True))
     given = [model, transformer, max_steps, learning_rate, rank, batch_size, out, *named]
-    return run_train(config, set_, given, resume=resume, encode_on_the_fly=encode_on_the_fly, as_json=json)
+    return run_train(
+        config,
+        set_,
+        given,
+        resume=resume,
+        encode_on_the_fly=encode_on_the_fly,
+        encode_at=encode_at,
+        as_json=json,
+    )
 
 
 @command(

@@ -17,7 +17,7 @@ from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_train.launch import Launch, silence_others
 from qwen_train.preflight import starting
 from qwen_train.run_folder import METRICS_NAME
-from qwen_train.run_settings import named_in, run_settings
+from qwen_train.run_settings import ToEncode, named_in, run_settings
 from qwen_train.start import Start
 
 SECONDS_TO_PRINT = 5
@@ -31,6 +31,7 @@ def run_train(
     *,
     resume: bool,
     encode_on_the_fly: bool,
+    encode_at: str | None,
     as_json: bool,
 ) -> int:
     """Train, and print the path of the result; the exit code."""
@@ -42,8 +43,9 @@ def run_train(
         try:
             config, fresh = run_settings(path, assignments, given, resume=resume)
             print_kept(config, fresh, path)
-            source = config.data.source if encode_on_the_fly else None
-            checked = held.enter_context(starting(config, launch, resume=resume, source=source))
+            encodes = encode_on_the_fly or encode_at is not None
+            to_encode = ToEncode(config.data.source, encode_at) if encodes else None
+            checked = held.enter_context(starting(config, launch, resume=resume, to_encode=to_encode))
         except Exception as error:
             if launch.decides_alone:
                 raise

@@ -34,6 +34,7 @@ from qwen_cache.storage.durable import make_folder, remove_folder, write_durably
 from qwen_cache.storage.url import location
 from qwen_train.data.mixture import Mixture
 from qwen_train.run_folder import COMMITS, SEQUENCE
+from qwen_train.run_settings import ToEncode
 
 POLL_SECONDS = 10.0
 """A first commit takes minutes of encoding; a look at a URL is one small request."""
@@ -209,13 +210,13 @@ def describe(taken: TakenIn, before: TakenIn | None = None) -> str:
     return f"{plural(taken.samples, 'sample')}{was}, identity {taken.identity[:KEY_DIGITS]}, from step {taken.step} on"
 
 
-def check_followable(config: Config, source: str | None) -> None:
+def check_followable(config: Config, to_encode: ToEncode | None) -> None:
     """ConfigError for settings that need all samples before the first step."""
     if not config.train.follow:
         return
-    if source is not None:
+    if to_encode is not None:
         do = "build a cache, and train that while it is built"
-        raise ConfigError("train.follow is for caches, and --encode-on-the-fly has none", found=source, do=do)
+        raise ConfigError("train.follow is for caches, and a run that encodes has none", found=to_encode.source, do=do)
     if config.train.tabulated_modulation and config.validation.validation_steps:
         raise ConfigError(
             "train.tabulated_modulation makes its table before training, and later commits hold out other samples, at "

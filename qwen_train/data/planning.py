@@ -52,7 +52,7 @@ class Planned:
         )
         one_caption = config.captions == "one"
         if one_caption and not cache.has_index:
-            what = "train.captions=one needs the index of a cache, which --encode-on-the-fly does not have"
+            what = "train.captions=one needs the index of a cache, which a run that encodes does not have"
             raise ConfigError(what, do="build a cache: `qwen-cache build`")
         parts = cache.parts(training, one_caption=one_caption)
         plan = BatchPlan(tokens, config, cache.name, parts, loss_tokens, begin)
@@ -65,7 +65,7 @@ def training_and_validation(samples: Samples, config: TrainConfig) -> tuple[IntA
         return np.arange(len(samples)), np.arange(0)
     if not samples.has_index:
         raise ConfigError(
-            "train.validation_split needs the index of a cache, which --encode-on-the-fly does not have",
+            "train.validation_split needs the index of a cache, which a run that encodes does not have",
             do="build a cache: `qwen-cache build`",
         )
     return split(samples.column("target"), config.validation_split)

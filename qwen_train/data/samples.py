@@ -14,12 +14,12 @@ from qwen_cache.format.manifest import Recipe
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import WeightedCache
 from qwen_train.data.mixture import Mixture, open_mixture
-from qwen_train.data.on_the_fly import OnTheFlySamples
+from qwen_train.run_settings import ToEncode
 
 
 @runtime_checkable
 class Samples(Protocol):
-    """`N` samples by position: of caches (`Mixture`), or encoded on demand (`OnTheFlySamples`).
+    """`N` samples by position: of caches (`Mixture`), or encoded on demand (`ServedSamples`).
 
     A new data source needs exactly these members.
     """
@@ -81,12 +81,14 @@ class Samples(Protocol):
         """Cancel the requests of `prefetch`."""
 
 
-def open_samples(config: Config, encode_from: str | None = None) -> Samples:
-    """The cache or caches of `config`; or the source `encode_from`, encoded on demand by a worker process."""
-    if encode_from is None:
+def open_samples(config: Config, to_encode: ToEncode | None = None) -> Samples:
+    """The cache or caches of `config`; or those of a source, encoded on demand by a server."""
+    if to_encode is None:
         return (
             open_mixture(config.train.caches, config.cache)
             if config.train.caches
             else Mixture.of(open_configured(config.cache))
         )
-    return OnTheFlySamples(config, encode_from)
+    from qwen_train.data.served import ServedSamples  # its client is an extra
+
+    return ServedSamples(config, to_encode)

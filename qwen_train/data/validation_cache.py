@@ -25,14 +25,14 @@ from qwen_train.data.samples import Samples
 from qwen_train.latents import GENERATE
 
 
-def open_validation_cache(config: Config, *, on_the_fly: bool = False) -> Mixture | None:
+def open_validation_cache(config: Config, *, encodes: bool = False) -> Mixture | None:
     """The cache of `validation.cache`, or the one inside `cache.path` if that is what the run trains on; None without.
 
     Raises ConfigError if its prompts are not those of the settings or were never encoded, and for
     `validation.vae_device` if no images are generated; and the errors of `open_cache`.
     """
     settings, path = config.validation, config.validation_cache
-    is_given, may_be_inside = settings.cache is not None, not on_the_fly and not config.train.caches
+    is_given, may_be_inside = settings.cache is not None, not encodes and not config.train.caches
     if path != NO_CACHE and (is_given or (may_be_inside and (location(path) / MANIFEST_NAME).is_file())):
         cache = Mixture.of(open_configured(config.cache, path))
         _check_prompts(settings, path)

@@ -14,6 +14,7 @@ from PIL import Image
 from qwen_cache.encode.builder import BuildJob, Encoding, prepare_service
 from qwen_cache.serve.engine import Engine
 from qwen_cache.serve.form import Uploaded
+from qwen_cache.serve.log import log
 from qwen_cache.serve.run import open_socket, serve
 from qwen_cache.settings.load import load_config
 from qwen_cache.sources.rows import Row
@@ -51,7 +52,7 @@ def running(
 ) -> Iterator[str]:
     """The address of a server that runs inside the block, and ends with it."""
     engine, listener = Engine(job, load, job.config.serve), open_socket(address)
-    thread = Thread(target=serve, args=(engine, listener, token))
+    thread = Thread(target=serve, args=(engine, listener, token, log))
     thread.start()
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
