@@ -20,6 +20,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from qwen_cache import open_cache
 from qwen_cache.cli import build as build_command
 from qwen_cache.encode.edit_mask import EditMasks
+from qwen_cache.encode.load import load_lanes
 from qwen_cache.encode.masks import MaskMaker
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format.cache import Cache, Sample
@@ -30,13 +31,17 @@ from qwen_cache.grounding.head import HeadMetadata, MaskHead, encoder_of, load_h
 from qwen_cache.models.family import PIPELINES
 from qwen_cache.models.folder import open_model
 from qwen_cache.models.processor import load_processor
+from qwen_cache.settings.load import load_config
 from qwen_cache.sources.places import File
 from qwen_cache.sources.rows import Row
 from qwen_cache.sources.sizes import calculate_dimensions
+from qwen_train.data.served import ServedSamples
+from qwen_train.run_settings import ToEncode
 
 from .support.caches import SMALL, contents
 from .support.commands import Result, run
 from .support.photographs import photograph
+from .support.serving import running, service_job
 
 TinyModel = Callable[[str], Path]
 SIZE = (128, 128)  # of images, as the VAE sees them; the text encoder makes 5×5 tokens of one
@@ -250,9 +255,18 @@ def test_a_head_draws_where_the_source_has_no_mask(cache: Callable[..., Cache], 
 
 
 @pytest.mark.slow
-def test_auto_asks_the_head_only_where_the_difference_says_nothing(cache: Callable[..., Cache], head: Path) -> None:
+def test_auto_asks_the_head_only_where_the_difference_says_nothing(
+    cache: Callable[..., Cache], head: Path, source: Path, tiny_model: TinyModel
+) -> None:
+    """A run that encodes through a server has the same masks."""
     made = cache("--edit-mask", f"auto={head}")
     assert origins(made) == dict(zip(NAMES, ("difference", "file", "head", "head"), strict=True))
+    asked = ("serve.store=false", "data.edit_mask=auto", f"data.mask_head={head}")
+    with running(service_job(tiny_model("edit-plus"), "unused", *asked), load_lanes) as url:
+        served = ServedSamples(load_config(None), ToEncode(str(source), url))
+        for position, sample in enumerate(made):
+            assert torch.equal(served[position]["edit_mask"], sample["edit_mask"])
+        served.stop_prefetch()
 
 
 @pytest.mark.slow

@@ -155,6 +155,9 @@ def _build_at(
 
     with Client(at) as client:
         job = prepare_at(config, source, client)
+        if job.config.data.edit_mask in ("head", "auto"):
+            what, do = "edit masks of a mask head are not built through a server", "build where the encoders are"
+            raise ConfigError(what, where=at, found=f"data.edit_mask={job.config.data.edit_mask}", do=do)
         if dry_run:
             task = _plan_build(job, replace_recipe=replace_recipe)
             return _dry_run([task], check=check, measure=False, as_json=as_json, can_measure=False)

@@ -90,9 +90,6 @@ def served_settings(config: Config, description: Description, where: str) -> Con
         found = error.errors()[0]["msg"]
         what = "this version does not know a setting of the server"
         raise ConfigError(what, where=where, found=found, do=UPGRADE) from None
-    if sections["data"].edit_mask in ("head", "auto"):  # type: ignore[attr-defined]
-        what, do = "edit masks of a mask head are not made through a server", "build where the encoders are"
-        raise ConfigError(what, where=where, found=f"data.edit_mask={data['edit_mask']}", do=do)
     return config.model_copy(update=sections)
 
 

@@ -10,7 +10,6 @@ from qwen_cache.client.client import Client, sample_parts
 from qwen_cache.client.description import served_model, served_settings
 from qwen_cache.console import counting, print_problems
 from qwen_cache.encode.builder import BuildJob, as_encoded, check_family, check_tokens, plan_build, read_rows
-from qwen_cache.encode.edit_mask import EditMasks
 from qwen_cache.encode.plan import PlannedSample, read_again
 from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.format import directory
@@ -44,10 +43,9 @@ def prepare_at(config: Config, source: str | None, client: Client) -> BuildJob:
     check_family(model, config)
     found = read_rows(config, source, model, check_tokens)
     left_out = sum(row.mask is not None for row in found.rows) if description.format_version == 1 else 0
-    masks = EditMasks.of(config)
-    keeps_masks = description.format_version > 1 and masks.source != "none"
-    rows = as_encoded(found.rows, masks=keeps_masks, phrases=masks.attend)
     recipe = description.recipe
+    keeps_masks = description.format_version > 1 and config.data.edit_mask != "none"
+    rows = as_encoded(found.rows, masks=keeps_masks, phrases="mask_head" in recipe or "attention" in recipe)
     return BuildJob(config, folder, model, recipe, rows, found.problems, left_out, found.slice, found.sliced, source)
 
 
