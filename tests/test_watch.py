@@ -1,161 +1,146 @@
-"""`qwen-train decode --watch` shows the images of a run as they come, whatever state their files are in."""
+"""`build --watch`: what is new is encoded as it comes, what is being written waits, and the encoders stay loaded."""
 
 from __future__ import annotations
 
-import json
 import shutil
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qwen_cache import open_cache
-from qwen_train import tracked_images, watch
-from qwen_train.cli import decode
+from qwen_cache.cli import watch as watch_command
+from qwen_cache.storage.durable import locked
 
-from .support.commands import refused, run
-from .support.runs import SMALL, Trainer
-from .support.waiting import wait_until
+from .support.caches import build
+from .support.commands import Result, run
+from .support.fake_lanes import FakeLanes
+from .support.serving import running, service_job
 
-SETTINGS = {
-    **SMALL,
-    "logging.report_to": "tensorboard",
-    "train.max_steps": 1,
-    "validation.num_inference_steps": 2,
-    "predict.dtype": "float32",
-}
+Step = Callable[[], object]
 
 
-@pytest.fixture(autouse=True)
-def polling_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(decode, "AWAIT_SECONDS", 0.02)
+class Watched:
+    """`build --watch` on the pairs; each step runs between two looks, and a Ctrl-C ends the last wait."""
+
+    def __init__(self, source: Path, out: Path, model: Path, lanes: list[FakeLanes], patch: pytest.MonkeyPatch) -> None:
+        self.source, self.out, self.model, self.lanes, self._patch = source, out, model, lanes, patch
+
+    def __call__(self, *steps: Step, options: Sequence[str] = ()) -> Result:
+        left: Iterator[Step] = iter(steps)
+
+        def sleep(seconds: float) -> None:
+            try:
+                next(left)()
+            except StopIteration:
+                raise KeyboardInterrupt from None
+
+        self._patch.setattr(watch_command.time, "sleep", sleep)
+        return build(self.source, self.out, self.model, "--watch", "5", *options)
+
+    def names(self) -> list[str]:
+        return sorted(sample.name for sample in open_cache(self.out))
+
+    def encoded(self) -> list[str]:
+        return [name for lanes in self.lanes for name in lanes.encoded]
+
+    def prompt(self, name: str) -> Path:
+        return self.source / "target_images" / f"{name}.txt"
+
+    def add(self, name: str) -> None:
+        """A row without its prompt."""
+        for folder in ("target_images", "control_images"):
+            shutil.copy(self.source / folder / "cat.png", self.source / folder / f"{name}.png")
+
+
+def nothing() -> None:
+    """Another look."""
 
 
 @pytest.fixture
-def trained(train: Trainer) -> Path:
-    """A finished run with the latents of four samples, of two steps each."""
-    return train(settings=SETTINGS, validation__cache=str(train.cache))
+def watched(
+    pairs: Path,
+    tmp_path: Path,
+    tiny_model: Callable[[str], Path],
+    fast: list[FakeLanes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Watched:
+    monkeypatch.setattr(watch_command, "load_lanes", lambda job: fast.append(FakeLanes(job)) or fast[-1])  # type: ignore[func-returns-value]
+    return Watched(pairs, tmp_path / "shards", tiny_model("edit-plus"), fast, monkeypatch)
 
 
-def copied(source: Path, target: Path) -> None:
-    """Copy a file under its final name in two parts, as programs do that write no temporary file."""
-    data = source.read_bytes()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(data[: len(data) // 2])
-    threading.Event().wait(0.05)
-    target.write_bytes(data)
+def test_what_is_new_is_encoded_once_it_rests(watched: Watched) -> None:
+    """A row in parts, a prompt that is typed, and a row that goes; by encoders that were loaded once."""
+    four = ["cat", "china", "cup", "flower"]
+    states: list[list[str]] = []
 
+    def note() -> None:
+        states.append(watched.names())
 
-@pytest.mark.slow
-def test_images_come_while_the_run_goes_on(train: Trainer, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for the run, takes files that are half written once they are whole, and ends with the last step."""
-    here, latents = train.folder / "here", sorted((trained / "validation").rglob("*.safetensors"))
-    seen: list[bool] = []
-    waiting, sleep = threading.Event(), time.sleep
-    monkeypatch.setattr(decode.time, "sleep", lambda seconds: (waiting.set(), sleep(seconds)))
-
-    def train_slowly() -> None:
-        waiting.wait()
-        here.mkdir()
-        (here / ".lock").touch()
-        shutil.copy(trained / "metrics.jsonl", here)
-        shutil.copy(trained / "qwen.yaml", here)
-        for file in latents:
-            copied(file, here / file.relative_to(trained))
-        wait_until(lambda: len(list(here.rglob("*.png"))) == len(latents) + 1)  # one sample has a second control
-        wait_until(lambda: "before training" in (here / "report.html").read_text(encoding="utf-8"))
-        shutil.copytree(trained / "checkpoint-1", here / "checkpoint-1")
-        sleep(0.2)  # many polls: a run that holds its lock has not ended
-        seen.append(watching.is_set())
-        (here / ".lock").unlink()
-
-    thread, watching = threading.Thread(target=train_slowly), threading.Event()
-    thread.start()
-    watching.set()
-    result = run("qwen-train", "decode", here, "--watch", "--json")
-    watching.clear()
-    thread.join()
-    assert result.code == 0, result.stderr
-    assert seen == [True]
-    assert f"waiting for a run in {here}" in result.stderr
-    pngs = {str(path) for path in here.rglob("*.png")}
-    assert set(json.loads(result.stdout)["images"]) == pngs
-    assert run("qwen-train", "decode", trained).code == 0
-    for path in map(Path, pngs):
-        assert path.read_bytes() == (trained / path.relative_to(here)).read_bytes()
-
-
-def test_the_tracker_has_each_image_at_its_step_beside_the_curves(train: Trainer, trained: Path) -> None:
-    """In a folder of their own: TensorBoard reads one file of a folder at a time."""
-    files = set((trained / "logs").iterdir())
-    assert run("qwen-train", "decode", trained, "--watch").code == 0
-    assert set((trained / "logs").iterdir()) == {*files, trained / "logs" / "images"}
-    events = EventAccumulator(str(trained / "logs" / "images"), size_guidance={"images": 0}).Reload()
-    found = {(tag, image.step): image for tag in events.Tags()["images"] for image in events.Images(tag)}
-    samples = {f"images/{sample.name}": sample.key for sample in open_cache(train.cache)}
-    assert found.keys() == {(tag, step) for tag in samples for step in (0, 1)}
-    for (tag, step), image in found.items():
-        with Image.open(trained / f"validation/step-{step}/{samples[tag]}.png") as png:
-            assert (image.width, image.height) == png.size
-    report = (trained / "report.html").read_text(encoding="utf-8")
-    assert report.count("<figcaption>before training") == report.count("<figcaption>after step 1") == len(samples)
-
-
-@pytest.mark.slow
-def test_what_stays_damaged_is_named_and_the_others_are_shown(trained: Path) -> None:
-    damaged = sorted((trained / "validation" / "step-1").iterdir())[0]
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    result = run("qwen-train", "decode", trained, "--watch")
-    refused(result, f"{damaged}: ")
-    assert len(list((trained / "validation").glob("step-*/*.png"))) == 7
-
-
-@pytest.mark.slow
-def test_a_file_that_stays_damaged_is_named_once_while_the_run_goes_on(
-    trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    damaged = sorted((trained / "validation" / "step-1").iterdir())[0]
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    (trained / ".lock").touch()
-    polls: Iterator[int] = iter(range(5))
-
-    def interrupted(seconds: float) -> None:
-        if next(polls) == 4:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(watch.time, "sleep", interrupted)
-    result = run("qwen-train", "decode", trained, "--watch")
-    assert result.code == 0, result.stderr
-    assert result.stderr.count(f"warning: {damaged}: ") == 1
-    assert "stopped; the same command continues" in result.stderr
-
-
-def test_a_folder_without_a_run_is_refused(train: Trainer, trained: Path) -> None:
-    """A cache has a qwen.yaml too, and would be watched for ever."""
-    for options in ([], ["--watch"]):
-        result = run("qwen-train", "decode", train.cache, *options)
-        refused(result, f"{train.cache}: this folder is a cache", "name the output folder of a run")
-    for folder in (trained / "validation" / "step-0", trained / "metrics.jsonl"):
-        result = run("qwen-train", "decode", folder, "--watch")
-        refused(result, f"{folder}: --watch follows a run, and there is none here (expected qwen.yaml)")
-
-
-@pytest.mark.parametrize("tracker", ["mlflow", "trackio", "comet_ml", "dvclive"])
-def test_a_tracker_that_takes_no_images_is_named(tracker: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not tracked_images.takes_images(tracker)
-    assert (
-        f"{tracker} takes no images through accelerate (tensorboard, wandb, swanlab, aim, clearml do)"
-        in capsys.readouterr().err
+    result = watched(
+        nothing,
+        note,
+        lambda: watched.add("late"),
+        lambda: (note(), watched.prompt("late").write_text("a", encoding="utf-8")),
+        lambda: (note(), watched.prompt("late").write_text("a late row", encoding="utf-8")),
+        note,
+        note,
+        lambda: watched.prompt("cup").with_suffix(".png").unlink(),
+        lambda: (watched.prompt("cup").unlink(), (watched.source / "control_images" / "cup.png").unlink()),
+        lambda: (watched.source / "control_images" / "cup_mask.png").unlink(),
+        nothing,
+        nothing,
     )
-    assert not hasattr(LOGGER_TYPE_TO_CLASS[tracker], "log_images")
+    assert result.code == 0, result.stderr
+    assert states == [four, four, four, four, [*four, "late"]]
+    assert watched.names() == ["cat", "china", "flower", "late"]
+    assert sorted(watched.encoded()) == [*four, "late"]
+    assert len(watched.lanes) == 1
+    assert "stopped" in result.stderr
+    assert "nothing to do" in build(watched.source, watched.out, watched.model).stderr
 
 
-def test_the_other_trackers_take_images() -> None:
-    takers = {name for name, tracker in LOGGER_TYPE_TO_CLASS.items() if hasattr(tracker, "log_images")}
-    assert takers == {*tracked_images.FORMS}
+def test_what_cannot_be_read_for_a_while_keeps_its_samples(watched: Watched) -> None:
+    """An image that is written again in place, a disk that is not there, an empty folder, another writer."""
+    image, away = watched.source / "target_images" / "cat.png", watched.source.with_name("away")
+    whole = image.read_bytes()
+
+    result = watched(
+        nothing,
+        lambda: image.write_bytes(whole[: len(whole) // 2]),
+        nothing,
+        nothing,
+        lambda: image.write_bytes(whole),
+        lambda: watched.source.rename(away),
+        lambda: watched.source.mkdir(),
+        nothing,
+        lambda: (watched.source.rmdir(), away.rename(watched.source)),
+        nothing,
+        nothing,
+    )
+    assert result.code == 0, result.stderr
+    assert watched.names() == ["cat", "china", "cup", "flower"] == sorted(watched.encoded())
+    assert result.stderr.count("cat.png: the image is damaged or incomplete") == 1, result.stderr
+    assert result.stderr.count("waiting: ") == 2, "each reason once"
+    watched.add("late")
+    watched.prompt("late").write_text("late", encoding="utf-8")
+    with locked(watched.out / ".lock"):
+        result = watched(nothing, nothing, nothing)
+    assert result.stderr.count("another process is writing to this cache") == 1
+    assert "late" not in watched.names()
+
+
+def test_a_server_encodes_what_comes(watched: Watched, tmp_path: Path) -> None:
+    with running(service_job(watched.model, tmp_path / "pool")) as url:
+        assert watched(nothing, nothing, options=["--at", url]).code == 0
+    assert watched.names() == ["cat", "china", "cup", "flower"]
+    assert watched.encoded() == []
+
+
+def test_what_needs_a_single_build_is_refused(pairs: Path, tmp_path: Path) -> None:
+    for option in (["--dry-run"], ["--repair"], ["--json"], ["--ray", "local"], ["--slice", "1/2"]):
+        result = run("qwen-cache", "build", pairs, "--out", tmp_path / "out", "--watch", "1", *option)
+        assert result.code == 2
+        assert "--watch does not go with" in result.stderr
+    result = run("qwen-cache", "build", pairs, "--watch", "1", "--set", "validation.prompts=[{prompt: a cat}]")
+    assert "--watch builds no validation cache" in result.stderr

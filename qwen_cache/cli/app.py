@@ -208,6 +208,16 @@ def build(
         bool,
         typer.Option("--rehash", help="Read every image and the weights again, changed or not.", rich_help_panel=INPUT),
     ] = False,
+    watch: Annotated[
+        float | None,
+        typer.Option(
+            "--watch",
+            min=0.1,
+            help="Keep the encoders loaded, look for new rows every SECONDS, and encode them, until Ctrl-C.",
+            metavar="SECONDS",
+            rich_help_panel=INPUT,
+        ),
+    ] = None,
     vae_device: VaeDevice = None,
     text_device: TextDevice = None,
     ray: Annotated[
@@ -275,6 +285,7 @@ def build(
 ) -> int:
     """Encode new and changed samples from SOURCE into the cache."""
     from qwen_cache.cli.build import run_build
+    from qwen_cache.cli.watch import run_watch
     from qwen_cache.settings.load import load_config
     from qwen_cache.storage.remembered import rehashing
     from qwen_cache.storage.upload import destination
@@ -287,6 +298,10 @@ def build(
     given = (source, model, dtype, *columns, on_error, *masks, slice_, validation, *devices, *places)
     settings = load_config(config, set_, given)
     destination(settings.cache.path)  # before anything slow
+    if watch is not None:
+        single = {"--ray": ray, "--dry-run": dry_run, "--repair": repair, "--replace": replace_recipe}
+        single |= {"--only-validation": only_validation, "--rehash": rehash, "--json": json}
+        return run_watch(settings, at, watch, [option for option, value in single.items() if value])
     with rehashing(rehash):
         return run_build(
             settings,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -109,10 +109,8 @@ def run_build(
     if repair and replace_recipe:
         raise ConfigError("--repair keeps the recipe, and --replace replaces it", do="give only one of them")
     if at is not None:
-        _check_options_at(config, ray=ray, measure=measure, repair=repair, only_validation=only_validation)
-        return _build_at(
-            config, source, at, dry_run=dry_run, check=check, replace_recipe=replace_recipe, as_json=as_json
-        )
+        check_at(config, ray=ray, measure=measure, repair=repair, only_validation=only_validation)
+        return _build_at(config, at, dry_run=dry_run, check=check, replace_recipe=replace_recipe, as_json=as_json)
     if not dry_run:
         require("torch")
     encoders = Encoders(load_lanes) if ray is None else on_cluster(ray, load_lanes)
@@ -122,7 +120,7 @@ def run_build(
         jobs = prepare_with_validation(config, source, on_bytes, alone=only_validation)
     if repair:
         jobs = [job for job in jobs if is_main(job) or (job.folder / MANIFEST_NAME).is_file()]
-    make = _plan_repair if repair else partial(_plan_build, replace_recipe=replace_recipe)
+    make = _plan_repair if repair else partial(plan_build, replace_recipe=replace_recipe)
 
     def plan(job: BuildJob) -> Task:
         return make(job) if ray is not None else _with_devices(make(job), always=dry_run)
@@ -132,38 +130,47 @@ def run_build(
     with ExitStack() as locks:
         for job in jobs:
             locks.enter_context(directory.writing(job.folder))
-        return _build([plan(job) for job in jobs], encoders, as_json)
+        return build([plan(job) for job in jobs], encoders, as_json)
 
 
-def _check_options_at(config: Config, *, ray: str | None, measure: bool, repair: bool, only_validation: bool) -> None:
-    """ConfigError for options that need the encoders on this machine."""
-    options = {"--ray": ray, "--measure": measure, "--repair": repair, "--only-validation": only_validation}
+def check_at(config: Config, **given: object) -> None:
+    """ConfigError for options that need the encoders on this machine; `given` are those of the command line."""
+    options = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
     options |= {"a validation source or prompts": is_wanted(config)}
-    for option, given in options.items():
-        if given:
+    for option, value in options.items():
+        if value:
             do = "leave one of them out" if option.startswith("--") else "set validation.cache=none, and build it there"
             raise ConfigError(f"--at does not go with {option}", do=do)
 
 
-def _build_at(
-    config: Config, source: str | None, at: str, *, dry_run: bool, check: bool, replace_recipe: bool, as_json: bool
-) -> int:
-    """`run_build` with the encoders of the server `at`; without any on this machine."""
+@contextmanager
+def open_at(config: Config, at: str) -> Iterator[tuple[Callable[[], BuildJob], Encoders]]:
+    """A function that reads the source, and the encoders of the server `at`; without any on this machine."""
     require("httpx2")
     from qwen_cache.client import Client
     from qwen_cache.client.encoding import IN_FLIGHT, ServerEncoding, prepare_at
 
     with Client(at) as client:
-        job = prepare_at(config, source, client)
-        if job.config.data.edit_mask in ("head", "auto"):
-            what, do = "edit masks of a mask head are not built through a server", "build where the encoders are"
-            raise ConfigError(what, where=at, found=f"data.edit_mask={job.config.data.edit_mask}", do=do)
+
+        def prepare() -> BuildJob:
+            job = prepare_at(config, None, client)
+            if job.config.data.edit_mask in ("head", "auto"):
+                what, do = "edit masks of a mask head are not built through a server", "build where the encoders are"
+                raise ConfigError(what, where=at, found=f"data.edit_mask={job.config.data.edit_mask}", do=do)
+            return job
+
+        yield prepare, Encoders(lambda _: ServerEncoding(client), IN_FLIGHT)
+
+
+def _build_at(config: Config, at: str, *, dry_run: bool, check: bool, replace_recipe: bool, as_json: bool) -> int:
+    """`run_build` with the encoders of the server `at`."""
+    with open_at(config, at) as (prepare, encoders):
+        job = prepare()
         if dry_run:
-            task = _plan_build(job, replace_recipe=replace_recipe)
+            task = plan_build(job, replace_recipe=replace_recipe)
             return _dry_run([task], check=check, measure=False, as_json=as_json, can_measure=False)
-        encoders = Encoders(lambda _: ServerEncoding(client), IN_FLIGHT)
         with directory.writing(job.folder):
-            return _build([_plan_build(job, replace_recipe=replace_recipe)], encoders, as_json)
+            return build([plan_build(job, replace_recipe=replace_recipe)], encoders, as_json)
 
 
 def is_main(job: BuildJob) -> bool:
@@ -180,7 +187,7 @@ def _check_options(*, ray: str | None, dry_run: bool, check: bool, measure: bool
         raise ConfigError("--measure goes with --dry-run, and measures this machine", found=found)
 
 
-def _plan_build(job: BuildJob, *, replace_recipe: bool) -> Task:
+def plan_build(job: BuildJob, *, replace_recipe: bool) -> Task:
     """Plan a build; without `replace_recipe` it may not replace most of the cache because of another recipe."""
     existing = builder.load_existing(job)
     with counting(f"reading {_rows_of(job)}", total=len(job.rows)) as on_rows:
@@ -248,7 +255,7 @@ def _print_results(tasks: Sequence[Task], results: Sequence[dict[str, Any]]) -> 
     print_json(value)
 
 
-def _build(tasks: Sequence[Task], encoders: Encoders, as_json: bool) -> int:
+def build(tasks: Sequence[Task], encoders: Encoders, as_json: bool) -> int:
     """Print the plans, and carry them out unless there are obstacles; return the exit code."""
     _print_plans(tasks, [None] * len(tasks))
     if (refused := _refused(tasks)) is not None:
