@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from itertools import cycle
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import httpx2
 import pytest
 
 from qwen_cache import open_cache
@@ -16,10 +18,12 @@ from qwen_cache.client import Client
 from qwen_cache.encode.load import load_lanes
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import ConfigError, QwenCacheError, SourceError
+from qwen_cache.storage.url import Url
 
 from .support.caches import SMALL, build, contents
 from .support.commands import HEAVY, Result, imported_by, refused, run
 from .support.fake_lanes import FakeLanes
+from .support.server import BUCKET
 from .support.serving import png, running, service_job
 from .support.sources import change_prompt
 
@@ -116,6 +120,48 @@ def test_what_cannot_work_is_refused(pairs: Path, tmp_path: Path, model: Path) -
     refused(build_at(url, pairs, out), "does not answer", "qwen-cache serve")
     refused(build_at("ftp://x", pairs, out), "no address")
     assert not out.exists()
+
+
+@pytest.mark.slow
+def test_a_balancer_in_front_of_two_servers_with_one_bucket(
+    s3: tuple[str, int], pairs: Path, tmp_path: Path, model: Path
+) -> None:
+    """Each request goes to the next server, so one has the row and the other is asked for the sample."""
+    jobs = [service_job(model, f"s3://{BUCKET}/team", "serve.commit_seconds=0.1") for _ in range(2)]
+    with running(jobs[0]) as one, running(jobs[1]) as other:
+        balancer = ThreadingHTTPServer(("127.0.0.1", 0), _Balancer)
+        balancer.daemon_threads, balancer.servers = True, cycle([one, other])  # type: ignore[attr-defined]
+        Thread(target=balancer.serve_forever, daemon=True).start()
+        result = build_at(f"http://127.0.0.1:{balancer.server_port}", pairs, tmp_path / "at")
+        balancer.shutdown()
+        balancer.server_close()
+    assert result.code == 0, result.stderr
+    keys = {sample.key for sample in open_cache(tmp_path / "at")}
+    assert len(keys) == 4
+    assert {sample.key for sample in open_cache(Url(f"s3://{BUCKET}/team"))} == keys
+    assert run("qwen-cache", "verify", f"s3://{BUCKET}/team").code == 0
+
+
+class _Balancer(BaseHTTPRequestHandler):
+    """Hands each request to the next server."""
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        url = next(self.server.servers) + self.path  # type: ignore[attr-defined]
+        kind = {"Content-Type": self.headers.get("Content-Type", "")}
+        answer = httpx2.request(self.command, url, content=body, headers=kind, timeout=60)
+        self.send_response(answer.status_code)
+        for name in ("Content-Type", "Content-Length", "Retry-After"):
+            if name in answer.headers:
+                self.send_header(name, answer.headers[name])
+        self.end_headers()
+        self.wfile.write(answer.content)
+
+    def do_POST(self) -> None:
+        self.do_GET()
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Nothing."""
 
 
 class _Other(BaseHTTPRequestHandler):
