@@ -138,10 +138,13 @@ def test_a_run_trains_base_assistant_and_ours_and_its_file_is_ours(train: Traine
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_same_assistant_and_goes_on_as_if_never_stopped(train: Trainer) -> None:
-    """With offloaded blocks it is the same run: the assistant waits in host memory with them."""
+    """With offloaded blocks it is the same run, up to rounding: the assistant waits in host memory with them."""
     file, other = assistant_file(train), assistant_file(train, "other.safetensors", seed=2)
     settings = {**SMALL, "train.assistant_lora": str(file), "train.checkpointing_steps": 1, "train.max_steps": 2}
-    whole = train(settings=settings, out="whole", train__offload_blocks=2)
+    whole = train(settings=settings, out="whole")
+    offloaded = train(settings=settings, out="offloaded", train__offload_blocks=2)
+    assert column(offloaded, "loss") == pytest.approx(column(whole, "loss"), rel=1e-5)
+    assert column(offloaded, "grad_norm") == pytest.approx(column(whole, "grad_norm"), rel=1e-4)
     begun = train(settings=settings, train__max_steps=1)
     state = json.loads((begun / "checkpoint-1" / "state.json").read_text())
     digest = state["fixed"]["assistant LoRA"].removesuffix(", weight 1")
