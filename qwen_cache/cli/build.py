@@ -34,6 +34,7 @@ from qwen_cache.encode.cluster import on_cluster
 from qwen_cache.encode.device_plan import DevicePlan, has_accelerator, memory_lines, plan_devices
 from qwen_cache.encode.edit_mask import EditMasks, ReusableSamples, reusable_samples
 from qwen_cache.encode.estimate import bytes_to_write, disk_bytes, estimate, free_bytes
+from qwen_cache.encode.known_latents import KnownLatents, WithKnownLatents
 from qwen_cache.encode.load import check_devices, load_lanes
 from qwen_cache.encode.obstacles import changed_recipe, empty_source, full_disk, little_memory, unusable_rows
 from qwen_cache.encode.plan import BuildPlan
@@ -76,6 +77,8 @@ class Task:
     is_repair: bool = False
     elsewhere: Mapping[str, list[str]] = field(default_factory=dict)
     """Damaged shards that hold only samples of other recipes, each with the names of these recipes."""
+    known: KnownLatents = field(default_factory=KnownLatents)
+    """Latents of images that need not be encoded."""
     devices: list[DevicePlan] | None = None
     """What the build needs of each device; None if nothing is encoded, or if it is not known."""
 
@@ -113,14 +116,14 @@ def run_build(
         return _build_at(config, at, dry_run=dry_run, check=check, replace_recipe=replace_recipe, as_json=as_json)
     if not dry_run:
         require("torch")
-    encoders = Encoders(load_lanes) if ray is None else on_cluster(ray, load_lanes)
+    encoders = Encoders(load_lanes, takes_latents=True) if ray is None else on_cluster(ray, load_lanes)
     if not dry_run and ray is None:
         check_devices(config)
     with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
         jobs = prepare_with_validation(config, source, on_bytes, alone=only_validation)
     if repair:
         jobs = [job for job in jobs if is_main(job) or (job.folder / MANIFEST_NAME).is_file()]
-    make = _plan_repair if repair else partial(plan_build, replace_recipe=replace_recipe)
+    make = _plan_repair if repair else partial(plan_build, replace_recipe=replace_recipe, takes_latents=ray is None)
 
     def plan(job: BuildJob) -> Task:
         return make(job) if ray is not None else _with_devices(make(job), always=dry_run)
@@ -167,10 +170,10 @@ def _build_at(config: Config, at: str, *, dry_run: bool, check: bool, replace_re
     with open_at(config, at) as (prepare, encoders):
         job = prepare()
         if dry_run:
-            task = plan_build(job, replace_recipe=replace_recipe)
+            task = plan_build(job, replace_recipe=replace_recipe, takes_latents=False)
             return _dry_run([task], check=check, measure=False, as_json=as_json, can_measure=False)
         with directory.writing(job.folder):
-            return build([plan_build(job, replace_recipe=replace_recipe)], encoders, as_json)
+            return build([plan_build(job, replace_recipe=replace_recipe, takes_latents=False)], encoders, as_json)
 
 
 def is_main(job: BuildJob) -> bool:
@@ -187,8 +190,11 @@ def _check_options(*, ray: str | None, dry_run: bool, check: bool, measure: bool
         raise ConfigError("--measure goes with --dry-run, and measures this machine", found=found)
 
 
-def plan_build(job: BuildJob, *, replace_recipe: bool) -> Task:
-    """Plan a build; without `replace_recipe` it may not replace most of the cache because of another recipe."""
+def plan_build(job: BuildJob, *, replace_recipe: bool, takes_latents: bool) -> Task:
+    """Plan a build; without `replace_recipe` it may not replace most of the cache because of another recipe.
+
+    `takes_latents`: whether the encoders can use known latents.
+    """
     existing = builder.load_existing(job)
     with counting(f"reading {_rows_of(job)}", total=len(job.rows)) as on_rows:
         plan = builder.plan_build(job, existing, lambda: on_rows(1))
@@ -201,7 +207,9 @@ def plan_build(job: BuildJob, *, replace_recipe: bool) -> Task:
         None if may_replace else changed_recipe(job, existing, plan, sys.argv[1:]),
         full_disk(job, plan, update),
     ]
-    return Task(job, plan, update, cached, [error for error in obstacles if error])
+    to_encode = plan.to_encode if takes_latents else []
+    known = KnownLatents.of(job, existing, builder.other_caches(job), to_encode)
+    return Task(job, plan, update, cached, [error for error in obstacles if error], known=known)
 
 
 def _plan_repair(job: BuildJob) -> Task:
@@ -333,16 +341,21 @@ def _run(task: Task, encoders: Encoders) -> write.Report:
 
 
 def _loader(task: Task, encoders: Encoders) -> Callable[[BuildJob], Encoding]:
-    """A function that loads the encoders; if some samples only need a new mask, once another sample needs encoding."""
-    if not any(task.cached.row_for(sample) for sample in task.plan.missing):
-        return encoders.load
+    """A function that loads the encoders; if some samples only need a new mask, once another sample needs encoding.
+
+    Images whose latents are known are not encoded again.
+    """
+
+    def lanes(job: BuildJob) -> Encoding:
+        loaded = encoders.load(job)
+        return WithKnownLatents(loaded, task.known) if task.known.places else loaded
 
     def load(job: BuildJob) -> Encoding:
         from qwen_cache.encode.masks import MaskUpdateLanes
 
-        return MaskUpdateLanes(job, task.cached, encoders.load)
+        return MaskUpdateLanes(job, task.cached, lanes)
 
-    return load
+    return load if any(task.cached.row_for(sample) for sample in task.plan.missing) else lanes
 
 
 def _counts(task: Task, report: write.Report) -> dict[str, int]:
@@ -462,6 +475,8 @@ def _print_cost(task: Task, seconds: float | None, out: PlainConsole) -> None:
             out.print(f"[bold]disk[/]     {human_bytes(needed)} to write, {left}")
     for number, line in enumerate(memory_lines(task.devices or ())):
         out.print(f"{INDENT if number else '[bold]memory[/]   '}{line}")
+    if text_only := sum(map(task.known.covers, plan.to_encode)):
+        out.print(f"{INDENT}{plural(text_only, 'sample')} of which only the text is encoded: the images are cached")
     if plan.kept:
         out.print(f"{INDENT}{plural(len(plan.kept), 'sample')} kept from an interrupted build")
     for name, copies in plan.reused.items():
@@ -481,6 +496,7 @@ def _plan_json(task: Task, seconds: float | None) -> dict[str, Any]:
         "reused": {name: copies.samples for name, copies in plan.reused.items()},
         "kept": len(plan.kept),
         "new_masks": len(plan.new_masks),
+        "text_only": sum(map(task.known.covers, plan.to_encode)),
         "cached": plan.cached,
         "reasons": plan.reason_counts(),
         "samples": [

@@ -67,7 +67,7 @@ def _preparing(config: Config, at: str | None) -> Iterator[tuple[Callable[[], Bu
     require("torch")
     check_devices(config)
     model = builder.fitting_model(config)
-    yield partial(builder.prepare_build, config, None, model=model), Encoders(load_lanes)
+    yield partial(builder.prepare_build, config, None, model=model), Encoders(load_lanes, takes_latents=True)
 
 
 class Watch:
@@ -98,7 +98,8 @@ class Watch:
         if not job.rows or not (wanted or any(not job.keeps(name) for name in plan.removed)):
             return 0
         with directory.writing(job.folder):
-            return build([plan_build(job, replace_recipe=False)], self._encoders, as_json=False)
+            task = plan_build(job, replace_recipe=False, takes_latents=self._encoders.takes_latents)
+            return build([task], self._encoders, as_json=False)
 
     def _print_problems(self, problems: Sequence[Problem]) -> None:
         """Print those that two looks found, once."""

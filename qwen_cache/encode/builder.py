@@ -146,6 +146,8 @@ class Encoders:
 
     load: Callable[[BuildJob], Encoding]
     in_flight: int = IN_FLIGHT
+    takes_latents: bool = False
+    """Whether `submit` takes known latents, as `Lanes` does."""
     writers: Callable[[BuildJob], AbstractContextManager[Writers]] | None = None
     """How to start workers that encode in place of this process; `load` then only serves new masks."""
 

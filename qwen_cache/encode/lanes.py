@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -39,6 +39,10 @@ LATENTS_KEPT = 256  # of recent images, which may return: 128 MB at a megapixel 
 SAMPLES_IN_BATCH = 8  # at most: half of what is in flight, so that one batch is prepared while another is encoded
 FROM_SOURCE = EditMasks("file", None, keep_attention=False)
 _SAFETENSORS_NAME = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.uint8: "U8"}
+
+
+FindLatents = Callable[[str, Size], Callable[[], torch.Tensor] | None]
+"""For an image file's hash and a size in pixels, a function that reads the latents `[S, 64]`; None to encode them."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +130,11 @@ class Lanes:
         """The lanes of both encoders."""
         return [*self.vae.lanes, *self.text.lanes]
 
-    def submit(self, sample: PlannedSample) -> InFlight:
+    def submit(self, sample: PlannedSample, known: FindLatents = lambda digest, size: None) -> InFlight:
+        """Begin to encode a sample; `known` has functions that read latents of images in place of encoding them."""
         number, self._submitted = self._submitted, self._submitted + 1
         originals = Originals(sample, self.decoders, self.family)
-        images = self._encode_images(number, originals, sample)
+        images = self._encode_images(number, originals, sample, known)
         text = self._encode_text(number, originals, sample)
         mask = self._make_mask(originals, sample)
         self._send(number + 1 - SAMPLES_IN_BATCH)
@@ -170,24 +175,35 @@ class Lanes:
         )
         return meta, data
 
-    def _encode_images(self, number: int, originals: Originals, sample: PlannedSample) -> list[EncodedImage]:
+    def _encode_images(
+        self, number: int, originals: Originals, sample: PlannedSample, known: FindLatents
+    ) -> list[EncodedImage]:
         """Latents of the target and the controls, reused where the same image at the same size was recent."""
         images = []
         for key in [(digest, size) for _, digest, size in sample.images]:
             if key not in self._recent or _has_failed(self._recent[key].latents):
-                self._recent[key] = self._encode_image(number, originals.decoded(key[0]), key[1])
+                self._recent[key] = self._encode_image(number, originals, *key, known(*key))
             self._recent.move_to_end(key)
             images.append(self._recent[key])
         while len(self._recent) > LATENTS_KEPT:
             self._recent.popitem(last=False)
         return images
 
-    def _encode_image(self, number: int, image: Future[Image.Image], size: Size) -> EncodedImage:
+    def _encode_image(
+        self, number: int, originals: Originals, digest: str, size: Size, read: Callable[[], torch.Tensor] | None
+    ) -> EncodedImage:
+        if read is not None and not self.keeps_thumbnails:
+            return EncodedImage(self.decoders.submit(read), None)
+        image = originals.decoded(digest)
+
         def fitted() -> Image.Image:
             return cut(image.result(), size, self.crop)
 
-        pixels = self.decoders.submit(lambda: self._pixels(fitted(), size))
-        latents = self.vae.submit(number, pixels, lambda pixels: pixels, cost=size[0] * size[1], kind=size)
+        if read is None:
+            pixels = self.decoders.submit(lambda: self._pixels(fitted(), size))
+            latents = self.vae.submit(number, pixels, lambda pixels: pixels, cost=size[0] * size[1], kind=size)
+        else:
+            latents = self.decoders.submit(read)
         (shape,) = img_shapes([size])
         return EncodedImage(
             latents, self.decoders.submit(lambda: thumbnail(fitted(), shape)) if self.keeps_thumbnails else None

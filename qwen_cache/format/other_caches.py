@@ -13,6 +13,7 @@ from pathlib import Path
 from qwen_cache.errors import ChecksumError, ConfigError, FormatError
 from qwen_cache.format import directory
 from qwen_cache.format.index import IndexRow
+from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.shard import Entry, check_tensors
 from qwen_cache.format.shards import LocalShards, RemoteShards
 from qwen_cache.format.update import Existing, read_existing
@@ -59,6 +60,11 @@ class OtherCaches:
 
     def __contains__(self, key: object) -> bool:
         return any(key in cache.existing.rows for cache in self._caches)
+
+    @property
+    def local(self) -> list[tuple[KeyedRows, LocalShards]]:
+        """The rows and the shards of the caches on this machine."""
+        return [(each.existing.rows, each.shards) for each in self._caches if isinstance(each.shards, LocalShards)]
 
     def sample(self, key: str) -> tuple[Entry, memoryview, str]:
         """A sample, its shard and where that is; FormatError if it is lost or damaged there."""

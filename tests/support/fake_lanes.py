@@ -39,7 +39,7 @@ class FakeLanes(AbstractContextManager[Any]):
     def __exit__(self, *_: object) -> None:
         pass
 
-    def submit(self, sample: PlannedSample) -> PlannedSample:
+    def submit(self, sample: PlannedSample, known: object = None) -> PlannedSample:
         return sample
 
     def result(self, sample: PlannedSample) -> tuple[SampleMeta, dict[str, memoryview]]:

@@ -1,0 +1,139 @@
+"""Latents that local caches have: a sample of which only the prompt or one image is new takes the others from there.
+
+With equal recipes, an image at one size has the same latents in every sample. They are checked by their hashes. Caches
+in object storage are left out: fetching their latents may cost more than the VAE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from qwen_cache.encode.builder import BuildJob, Encoding
+from qwen_cache.encode.plan import PlannedSample
+from qwen_cache.format.cache import Sample
+from qwen_cache.format.identity import recipe_id
+from qwen_cache.format.keys import IntArray
+from qwen_cache.format.other_caches import OtherCaches
+from qwen_cache.format.rows import KeyedRows
+from qwen_cache.format.sample import SampleMeta
+from qwen_cache.format.shards import LocalShards
+from qwen_cache.format.update import Existing
+from qwen_cache.sources.sizes import Size, img_shapes
+from qwen_cache.storage.url import Url
+
+if TYPE_CHECKING:
+    import torch
+
+ImageAt = tuple[str, tuple[int, ...]]
+"""The hash of an image file, and `(1, h, w)` in tokens."""
+
+
+@dataclass(frozen=True)
+class KnownLatents:
+    """Where the latents of images are."""
+
+    caches: Sequence[tuple[KeyedRows, LocalShards]] = ()
+    places: dict[ImageAt, tuple[int, int]] = field(default_factory=dict)
+    """The number of a cache, and the position of a row in it."""
+
+    @classmethod
+    def of(
+        cls, job: BuildJob, existing: Existing, others: OtherCaches, samples: Iterable[PlannedSample]
+    ) -> KnownLatents:
+        """Those of the images of `samples`, in the cache itself and in those of `cache.reuse`."""
+        wanted = {image for sample in samples for image in _images(sample)}
+        found = cls(list(_caches(job, existing, others)) if wanted and job.format_version > 1 else [])
+        for number, (rows, _) in enumerate(found.caches):
+            for image, position in _positions(rows, wanted):
+                found.places.setdefault(image, (number, position))
+        return found
+
+    def covers(self, sample: PlannedSample) -> bool:
+        """Whether the latents of all images of a sample are known."""
+        return bool(sample.images) and all(image in self.places for image in _images(sample))
+
+    def find(self, digest: str, size: Size) -> Callable[[], torch.Tensor] | None:
+        """A function that reads the latents `[S, 64]` of an image at a size in pixels; None if they are not known.
+
+        It raises FormatError if they are damaged.
+        """
+        (shape,) = img_shapes([size])
+        place = self.places.get((digest, shape))
+        return None if place is None else lambda: self._read(*place, digest, shape)
+
+    def _read(self, number: int, position: int, digest: str, shape: tuple[int, ...]) -> torch.Tensor:
+        rows, shards = self.caches[number]
+        sample = Sample(rows.row(position), shards)
+        meta, begin = sample.row.meta, 0
+        if (meta.inputs.target, meta.img_shapes[0]) == (digest, shape):
+            return sample.stored("image_latents")
+        images = zip(meta.inputs.controls, meta.img_shapes[1:], strict=True)
+        for image in images:
+            if image == (digest, shape):
+                break
+            begin += image[1][1] * image[1][2]
+        return sample.stored("control_latents")[begin : begin + shape[1] * shape[2]]
+
+
+class WithKnownLatents:
+    """Lanes that take known latents in place of encoding the image."""
+
+    def __init__(self, encoding: Encoding, known: KnownLatents) -> None:
+        self._encoding, self._known = encoding, known
+
+    def __enter__(self) -> Self:
+        self._encoding.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._encoding.__exit__(kind, error, trace)
+
+    def submit(self, sample: PlannedSample) -> Any:
+        return self._encoding.submit(sample, self._known.find)  # type: ignore[call-arg]
+
+    def result(self, work: Any) -> tuple[SampleMeta, dict[str, memoryview]]:
+        return self._encoding.result(work)
+
+
+def _images(sample: PlannedSample) -> Iterator[ImageAt]:
+    for _, digest, size in sample.images:
+        yield digest, img_shapes([size])[0]
+
+
+def _caches(job: BuildJob, existing: Existing, others: OtherCaches) -> Iterator[tuple[KeyedRows, LocalShards]]:
+    """The rows with this recipe of each local cache, and its shards."""
+    recipe = recipe_id(job.recipe)
+    own = [] if isinstance(job.folder, Url) else [(existing.rows, LocalShards(job.folder, existing.manifest))]
+    for rows, shards in [*own, *others.local]:
+        if len(mine := rows.where_in(recipe=[recipe])):
+            yield mine, shards
+
+
+def _positions(rows: KeyedRows, wanted: Set[ImageAt]) -> Iterator[tuple[ImageAt, int]]:
+    """The images among `wanted` that these rows have, each with the position of its row."""
+    chosen = rows.at(rows.positions[_with_images(rows, {digest for digest, _ in wanted})])
+    columns = (chosen.each(name) for name in ("target", "controls", "img_shapes"))
+    for position, target, controls, shapes in zip(chosen.positions.tolist(), *columns, strict=True):
+        images = [*([target] if target else []), *controls]
+        for digest, shape in zip(images, shapes[len(shapes) - len(images) :], strict=True):
+            if (image := (digest, tuple(shape))) in wanted:
+                yield image, position
+
+
+def _with_images(rows: KeyedRows, digests: Set[str]) -> IntArray:
+    """Which rows have one of these images."""
+    asked = pa.array(list(digests), pa.string())
+    chosen = pc.is_in(rows.column("target"), asked).to_numpy()
+    controls = rows.column("controls").combine_chunks()
+    found = pc.is_in(pc.list_flatten(controls), asked).to_numpy(zero_copy_only=False)
+    chosen[np.asarray(pc.list_parent_indices(controls))[found]] = True
+    return np.flatnonzero(chosen)

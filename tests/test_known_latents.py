@@ -1,0 +1,97 @@
+"""A sample of which only the prompt or one image is new takes the latents of its other images from a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image, ImageOps
+
+from qwen_cache import open_cache
+from qwen_cache.encode.vae import VaeEncoder
+from qwen_cache.format.manifest import SHARD_PATTERN
+
+from .support.caches import build, contents, plan
+from .support.commands import refused, run
+from .support.sources import change_prompt
+
+
+@pytest.fixture
+def model(tiny_model: Callable[[str], Path]) -> Path:
+    return tiny_model("edit-plus")
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the VAE's batches."""
+    batches: list[int] = []
+    encode = VaeEncoder.encode
+
+    def counted(self: VaeEncoder, batch: Any) -> Any:
+        batches.append(len(batch))
+        return encode(self, batch)
+
+    monkeypatch.setattr(VaeEncoder, "encode", counted)
+    return batches
+
+
+def test_new_prompts_need_no_vae(pairs: Path, tmp_path: Path, model: Path, encoded: list[int]) -> None:
+    """With equal bytes to a build from nothing, also of thumbnails, and from another cache."""
+    assert build(pairs, tmp_path / "shards", model).code == 0
+    assert sum(encoded) > 0
+    for path in pairs.rglob("*.txt"):
+        path.write_text(f"another prompt for {path.stem}", encoding="utf-8")
+    encoded.clear()
+    found = plan(pairs, tmp_path / "shards", model)
+    assert (found["to_encode"], found["text_only"]) == (4, 4)
+    reused = build(pairs, tmp_path / "mine", model, "--reuse", str(tmp_path / "shards"))
+    assert "4 samples of which only the text is encoded" in reused.stderr
+    assert build(pairs, tmp_path / "shards", model).code == 0
+    assert sum(encoded) == 0
+    assert build(pairs, tmp_path / "alone", model).code == 0
+    assert contents(tmp_path / "mine") == contents(tmp_path / "alone")
+    assert run("qwen-cache", "verify", tmp_path / "shards").code == 0
+
+
+@pytest.mark.slow
+def test_a_new_control_is_the_only_image_that_is_encoded(
+    pairs: Path, tmp_path: Path, model: Path, encoded: list[int]
+) -> None:
+    """The second control of two, whose first keeps its place among the latents; without thumbnails."""
+    bare = ("--set", "cache.thumbnails=false")
+    assert build(pairs, tmp_path / "shards", model, *bare).code == 0
+    path = pairs / "control_images" / "cat_control_1.png"
+    with Image.open(path) as image:
+        image.load()
+    ImageOps.invert(image).save(path)
+    encoded.clear()
+    assert build(pairs, tmp_path / "shards", model, *bare).code == 0
+    assert sum(encoded) == 1
+    found = plan(pairs, tmp_path / "shards", model, *bare)
+    assert found["to_encode"] == 0
+    assert build(pairs, tmp_path / "alone", model, *bare).code == 0
+    ours, alone = (by_key(tmp_path / name) for name in ("shards", "alone"))
+    assert ours == alone
+
+
+def by_key(folder: Path) -> dict[str, dict[str, bytes]]:
+    return {
+        sample.key: {name: bytes(sample.buffer(name)) for name in sample.row.meta.tensors}
+        for sample in open_cache(folder)
+    }
+
+
+def test_damaged_latents_are_not_taken(pairs: Path, tmp_path: Path, model: Path) -> None:
+    assert build(pairs, tmp_path / "shards", model).code == 0
+    (shard,) = (path for path in (tmp_path / "shards").iterdir() if SHARD_PATTERN.fullmatch(path.name))
+    sample = next(each for each in open_cache(tmp_path / "shards") if each.name == "flower")
+    offset = sample.row.entry.tensor_offsets()["image_latents"]
+    with open(shard, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+    change_prompt(pairs)
+    refused(build(pairs, tmp_path / "shards", model), "image_latents", "does not have the bytes that were written")
