@@ -41,6 +41,10 @@ Image = str | os.PathLike[str] | bytes
 """A path, or the bytes of an image file."""
 
 
+class ServerSilentError(QwenCacheError):
+    """A server did not answer, or was too busy, for as long as the client waits."""
+
+
 @dataclass(frozen=True)
 class OneSample:
     """The bytes of a sample that came from a server, in place of a cache's shards."""
@@ -71,6 +75,8 @@ class Client:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx2.Client(headers=headers, timeout=timeout, limits=limits)
         self._description: Description | None = None
+        self._answered = False
+        """Whether the server has answered a request."""
 
     def __enter__(self) -> Self:
         return self
@@ -86,14 +92,17 @@ class Client:
 
     @property
     def description(self) -> Description:
-        """What the server says of itself; ConfigError if it is none of ours, or refuses the token."""
+        """What the server says of itself; ConfigError if it is none of ours, or refuses the token.
+
+        A server that has never answered is not waited for: the address may be wrong.
+        """
         if self._description is None:
             try:
-                response = self._http.get(f"{self.url}/v1")
-            except httpx2.TransportError as error:
+                response = self._request("GET", "/v1", patience=self.patience if self._answered else 0)
+            except ServerSilentError as error:
                 do = "start `qwen-cache serve` there, or correct the address"
-                raise ConfigError("the server does not answer", where=self.url, found=str(error), do=do) from None
-            self._description = parse_description(_json(self._checked(response)), self.url)
+                raise ConfigError("the server does not answer", where=self.url, found=error.found, do=do) from None
+            self._description = parse_description(_json(response), self.url)
         return self._description
 
     def encode(
@@ -158,12 +167,16 @@ class Client:
         entry = parse_sample_file(data, self.url, self.description.format_version)
         return Sample(IndexRow("", "", entry), OneSample(Path(), data))
 
-    def _request(self, method: str, path: str, accepted: Sequence[int] = (), **options: Any) -> httpx2.Response:
+    def _request(
+        self, method: str, path: str, accepted: Sequence[int] = (), patience: float | None = None, **options: Any
+    ) -> httpx2.Response:
         """The answer to a request; it is sent again while the server is busy or does not answer."""
-        until, pause = time.monotonic() + self.patience, FIRST_PAUSE
+        patience = self.patience if patience is None else patience
+        until, pause = time.monotonic() + patience, FIRST_PAUSE
         while True:
             try:
                 response = self._http.request(method, self.url + path, **options)
+                self._answered = True
                 if response.status_code not in BUSY:
                     return self._checked(response, accepted)
                 found, asked = _error(response)[0], response.headers.get("Retry-After", "")
@@ -172,9 +185,9 @@ class Client:
             pause = min(2 * pause, LONGEST_PAUSE)
             wait = max(pause, min(float(asked), LONGEST_PAUSE) if asked.isdecimal() else 0.0)
             if time.monotonic() + wait > until:
-                what = f"the server did not answer within {self.patience:g} seconds"
+                what = f"the server did not answer within {patience:g} seconds"
                 do = "look at its log, and run the same command again"
-                raise QwenCacheError(what, where=self.url, found=found, do=do)
+                raise ServerSilentError(what, where=self.url, found=found, do=do)
             time.sleep(wait)
 
     def _checked(self, response: httpx2.Response, accepted: Sequence[int] = ()) -> httpx2.Response:
