@@ -16,8 +16,10 @@ import pytest
 import safetensors.torch
 
 from qwen_cache import open_cache
-from qwen_cache.encode.builder import BuildJob
+from qwen_cache.cli.serve import prepare
+from qwen_cache.encode.builder import BuildJob, plan_build
 from qwen_cache.errors import ConfigError
+from qwen_cache.format.update import Existing
 from qwen_cache.serve.access import is_loopback, read_token
 from qwen_cache.serve.engine import Engine
 from qwen_cache.serve.run import open_socket, token_for
@@ -26,7 +28,7 @@ from qwen_cache.settings.serve import ServeConfig
 from .support.commands import refused, run
 from .support.serving import png, running, service_job
 
-LIMITS = ("serve.max_body=400000", "serve.max_pixels=20000", "serve.body_seconds=0.5", "serve.commit_seconds=0.05")
+LIMITS = ("serve.max_body=400000", "serve.max_pixels=20000", "serve.body_seconds=3", "serve.commit_seconds=0.05")
 ROW = {"target": png(1), "control": png(2)}
 
 
@@ -46,7 +48,7 @@ def url(job: BuildJob) -> Iterator[str]:
 def http(url: str) -> Iterator[httpx2.Client]:
     with httpx2.Client(base_url=url, timeout=600) as client:
         yield client
-        assert client.get("/healthz").status_code == 200
+    assert httpx2.get(f"{url}/healthz", timeout=600).status_code == 200  # on a connection of its own
 
 
 def send(http: httpx2.Client, prompt: str = "make it red", **files: bytes) -> httpx2.Response:
@@ -261,3 +263,24 @@ def test_a_prompt_is_not_logged(job: BuildJob, tmp_path: Path, tiny_model: Calla
     assert '"event": "commit"' in log
     assert "secret" not in log
     assert io.StringIO(log).readline().startswith("{")
+
+
+def test_rows_of_a_source_of_the_server(pairs: Path, tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
+    """They have the keys of a build; a row that the source does not have is named."""
+    job = service_job(tiny_model("edit-plus"), tmp_path / "pool", f"serve.source={pairs}")
+    job = prepare(job.config, lambda _: None)
+    expected = {sample.row.name: sample.key for sample in plan_build(job, Existing.empty(2)).samples}
+    with running(job) as address, httpx2.Client(base_url=address) as http:
+        names = http.get("/v1/rows").json()
+        assert (sorted(names["names"]), names["total"]) == (sorted(expected), 4)
+        assert http.get("/v1/rows", params={"begin": 3}).json()["names"] == names["names"][3:]
+        answer = http.post("/v1/rows", json={"names": ["cat", "cup"]})
+        assert (answer.status_code, [each["key"] for each in answer.json()["samples"]]) == (
+            202,
+            [expected["cat"], expected["cup"]],
+        )
+        refusal = http.post("/v1/rows", json={"names": ["cat", "../cup"]})
+        assert refusal.status_code == 404
+        assert "no row '../cup'" in refusal.json()["error"]
+        assert http.post("/v1/rows", json={"names": ["cat"] * 101}).status_code == 422
+    assert {sample.name for sample in open_cache(tmp_path / "pool")} == {"cat", "cup"}

@@ -365,6 +365,16 @@ def serve(
             help="A file with the token that requests must have; required unless only this machine can connect.",
         ),
     ] = None,
+    source: Annotated[
+        Given | None,
+        setting(
+            "serve.source",
+            "--source",
+            panel=INPUT,
+            metavar="SOURCE",
+            help="A source whose rows clients name in place of sending them; read when the server starts.",
+        ),
+    ] = None,
     model: Model = None,
     dtype: Annotated[
         Given | None,
@@ -388,7 +398,7 @@ def serve(
     from qwen_cache.settings.load import load_config
 
     unstored = Given("--no-store", "serve.store", False) if no_store else None
-    given = (listen, token_file, model, dtype, vae_device, text_device, out, unstored)
+    given = (listen, token_file, source, model, dtype, vae_device, text_device, out, unstored)
     return run_serve(load_config(config, set_, given), as_json=json)
 
 

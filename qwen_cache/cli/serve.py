@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from qwen_cache.console import console, counting, print_json, print_text, verbatim
+from collections.abc import Callable
+
+from qwen_cache.console import console, counting, plural, print_json, print_problems, print_text, verbatim
 from qwen_cache.encode import builder
+from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.load import check_devices, load_lanes
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
@@ -23,17 +26,28 @@ def run_serve(config: Config, *, as_json: bool) -> int:
     check_devices(config)
     with open_socket(config.serve.listen) as listener:
         with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
-            job = builder.prepare_service(config, on_bytes)
+            job = prepare(config, on_bytes)
         out = console()
         out.print(f"[bold]model[/]    {verbatim(job.model.name)}  ({job.model.pipeline}, {job.recipe['dtype']})")
         place = verbatim(job.folder) if config.serve.store else "nowhere: the newest samples are in memory"
         out.print(f"[bold]stores[/]   {place}")
+        if job.rows:
+            out.print(f"[bold]source[/]   {verbatim(job.source)}: {plural(len(job.rows), 'row')} to name")
         if token is not None:
             out.print("[bold]token[/]    required; nothing is encrypted: put a proxy with TLS in front")
         url = address_of(listener)
         print_json({"url": url}) if as_json else print_text(f"listening on {url}")
         serve(Engine(job, load_lanes, config.serve), listener, token, log)
     return 0
+
+
+def prepare(config: Config, on_bytes: Callable[[int], None]) -> BuildJob:
+    """The job of the server, with the usable rows of its own source; prints the problems of the others."""
+    if config.serve.source is None:
+        return builder.prepare_service(config, on_bytes)
+    job = builder.prepare_build(config, config.serve.source, on_bytes)
+    print_problems(job.problems)
+    return job
 
 
 def require_serve() -> None:

@@ -68,6 +68,7 @@ class Access:
             self._uploading += size
             await self.app(scope, Body(receive, self.settings).receive, send)
         except RefusedError as error:
+            error.headers["Connection"] = "close"  # of the body, nothing more is read
             await answer(error)(scope, receive, send)
         finally:
             self._requests -= 1

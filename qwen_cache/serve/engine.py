@@ -60,6 +60,8 @@ class Engine:
     ) -> None:
         self.job, self.settings, self.observer = job, settings, Observer()
         self.store: Store = Pool(job) if settings.store else Memory(int(settings.memory))
+        self.rows = {row.name: row for row in job.rows}
+        """The rows of `serve.source` by name."""
         self.ready = False
         """Whether the encoders are loaded and the service takes samples."""
         self.failure: str | None = None

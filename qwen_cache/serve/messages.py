@@ -11,6 +11,7 @@ from qwen_cache.serve.form import IMAGES, MAX_IMAGES, MAX_PART, TEXTS
 from qwen_cache.serve.states import State
 
 MOST = 10_000  # keys or prompts in a request
+MOST_ROWS = 100  # in a request: their images are read before it is answered
 LONGEST_WAIT = 60.0  # seconds
 
 Key = Annotated[str, Field(pattern=f"^{HASH_PATTERN.pattern}$")]
@@ -23,6 +24,20 @@ class SampleState(BaseModel):
     key: str
     state: State
     problem: str | None = None
+
+
+class RowsRequest(BaseModel):
+    """Rows of the server's own source to encode, by their names."""
+
+    model_config = ConfigDict(extra="forbid")
+    names: Annotated[list[str], Field(min_length=1, max_length=MOST_ROWS)]
+
+
+class Rows(BaseModel):
+    """Names of rows of the server's own source, and how many it has."""
+
+    names: list[str]
+    total: int
 
 
 class Samples(BaseModel):

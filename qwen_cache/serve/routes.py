@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,9 +26,12 @@ from qwen_cache.serve.messages import (
     FAILURES,
     FORM,
     LONGEST_WAIT,
+    MOST,
     Key,
     Lengths,
     LengthsRequest,
+    Rows,
+    RowsRequest,
     Samples,
     SampleState,
     States,
@@ -66,6 +70,22 @@ def routes_of(engine: Engine) -> APIRouter:
             samples = await run_in_threadpool(_planned, engine, row)
         return Samples(samples=_states(await run_in_threadpool(engine.submit, samples, size)))
 
+    @routes.get("/rows", summary="The names of rows of the server's own source")
+    def rows(begin: Annotated[int, Query(ge=0)] = 0) -> Rows:
+        return Rows(names=list(islice(engine.rows, begin, begin + MOST)), total=len(engine.rows))
+
+    @routes.post(
+        "/rows",
+        status_code=202,
+        response_model_exclude_none=True,
+        responses=FAILURES,
+        summary="Encode rows of the server's own source",
+    )
+    async def named(wanted: RowsRequest) -> Samples:
+        async with planning:
+            samples = await run_in_threadpool(_planned_by_name, engine, wanted.names)
+        return Samples(samples=_states(await run_in_threadpool(engine.submit, samples, 0)))
+
     @routes.post("/states", response_model_exclude_none=True, summary="Ask for the states of samples, or wait for them")
     async def states(wanted: StatesRequest) -> States:
         if wanted.wait:
@@ -101,6 +121,13 @@ async def _received(request: Request) -> tuple[Row, int]:
 def _planned(engine: Engine, row: Row) -> list[PlannedSample]:
     check_pixels(row, engine.settings.max_pixels)
     return engine.plan(row)
+
+
+def _planned_by_name(engine: Engine, names: Sequence[str]) -> list[PlannedSample]:
+    if unknown := [name for name in names if name not in engine.rows]:
+        do = "see GET /v1/rows" if engine.rows else "send the row, or start the server with --source"
+        raise RefusedError(404, f"this server's source has no row {unknown[0]!r}", do)
+    return [sample for name in names for sample in engine.plan(engine.rows[name])]
 
 
 def _states(statuses: Sequence[Status]) -> list[SampleState]:

@@ -19,6 +19,7 @@ from qwen_cache.serve.engine import Engine
 from qwen_cache.serve.log import Log, no_log
 from qwen_cache.settings.serve import ServeConfig
 
+KEEP_ALIVE = 75  # seconds of an idle connection: longer than balancers keep theirs, which is 60 by default
 GRACE = 10  # seconds for the last answers, after the engine has ended
 
 
@@ -75,6 +76,7 @@ def serve(
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=1 << 16,
+        timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=int(settings.stop_seconds) + GRACE,
     )
     with engine:

@@ -16,6 +16,8 @@ class ServeConfig(Section):
     """Where the server listens: HOST:PORT. Any other host than this machine's own needs a token."""
     token_file: str | None = None
     """A file with the token that every request must have, as `Authorization: Bearer TOKEN`."""
+    source: str | None = None
+    """A source that the server reads when it starts; clients name its rows in place of sending them."""
     store: bool = True
     """Store what is encoded in the cache. false: keep the newest samples in memory, up to serve.memory."""
     commit_samples: Positive = 256
