@@ -435,7 +435,7 @@ def test_versions_are_read_without_imports_and_gaps_are_reported(monkeypatch: py
         ("qwen-cache", ["import", "mu"], {"musubi"}),
         ("qwen-cache", ["build", "--edit-mask", "d"], {"diff"}),
         ("qwen-train", ["pre"], {"predict"}),
-        ("qwen-train", ["run", "--enc"], {"--encode-on-the-fly"}),
+        ("qwen-train", ["run", "--enc"], {"--encode-on-the-fly", "--encode-at"}),
     ],
 )
 def test_bash_completes(program: str, typed: list[str], offered: set[str]) -> None:

@@ -208,7 +208,7 @@ def plan_build(job: BuildJob, *, replace_recipe: bool, takes_latents: bool) -> T
         full_disk(job, plan, update),
     ]
     to_encode = plan.to_encode if takes_latents else []
-    known = KnownLatents.of(job, existing, builder.other_caches(job), to_encode)
+    known = KnownLatents.of(job, existing, to_encode)
     return Task(job, plan, update, cached, [error for error in obstacles if error], known=known)
 
 

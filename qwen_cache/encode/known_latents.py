@@ -6,7 +6,7 @@ in object storage are left out: fetching their latents may cost more than the VA
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -15,12 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from qwen_cache.encode.builder import BuildJob, Encoding
+from qwen_cache.encode.builder import BuildJob, Encoding, other_caches
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.keys import IntArray
-from qwen_cache.format.other_caches import OtherCaches
 from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.shards import LocalShards
@@ -44,12 +43,10 @@ class KnownLatents:
     """The number of a cache, and the position of a row in it."""
 
     @classmethod
-    def of(
-        cls, job: BuildJob, existing: Existing, others: OtherCaches, samples: Iterable[PlannedSample]
-    ) -> KnownLatents:
+    def of(cls, job: BuildJob, existing: Existing, samples: Sequence[PlannedSample]) -> KnownLatents:
         """Those of the images of `samples`, in the cache itself and in those of `cache.reuse`."""
-        wanted = {image for sample in samples for image in _images(sample)}
-        found = cls(list(_caches(job, existing, others)) if wanted and job.format_version > 1 else [])
+        found = cls(list(_caches(job, existing)) if samples and job.format_version > 1 else [])
+        wanted = {image for sample in samples for image in _images(sample)} if found.caches else set()
         for number, (rows, _) in enumerate(found.caches):
             for image, position in _positions(rows, wanted):
                 found.places.setdefault(image, (number, position))
@@ -109,11 +106,11 @@ def _images(sample: PlannedSample) -> Iterator[ImageAt]:
         yield digest, img_shapes([size])[0]
 
 
-def _caches(job: BuildJob, existing: Existing, others: OtherCaches) -> Iterator[tuple[KeyedRows, LocalShards]]:
+def _caches(job: BuildJob, existing: Existing) -> Iterator[tuple[KeyedRows, LocalShards]]:
     """The rows with this recipe of each local cache, and its shards."""
     recipe = recipe_id(job.recipe)
     own = [] if isinstance(job.folder, Url) else [(existing.rows, LocalShards(job.folder, existing.manifest))]
-    for rows, shards in [*own, *others.local]:
+    for rows, shards in [*own, *other_caches(job, only_local=True).local]:
         if len(mine := rows.where_in(recipe=[recipe])):
             yield mine, shards
 
