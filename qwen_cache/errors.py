@@ -114,6 +114,10 @@ class StoppingError(QwenCacheError):
     """A server is about to end."""
 
 
+class ServerSilentError(QwenCacheError):
+    """A server did not answer, or was too busy, for as long as the client waits."""
+
+
 class TooLargeError(QwenCacheError):
     """A file or a listing on a server is larger than what is read into memory."""
 

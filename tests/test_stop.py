@@ -9,8 +9,6 @@ import itertools
 import math
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -25,8 +23,7 @@ from qwen_train.nonfinite import MAX_CONSECUTIVE
 from qwen_train.signals import Signals
 
 from .support.commands import refused
-from .support.runs import EVERYTHING_RANDOM, LORA, Trainer, column, differences, outcome, send
-from .support.waiting import HANG
+from .support.runs import EVERYTHING_RANDOM, LORA, Trainer, by_two, column, differences, outcome, send
 
 FAST = {"optimizer__learning_rate": 0.01, "train__caption_dropout": 0.0}
 
@@ -178,16 +175,7 @@ def test_what_one_process_meets_all_of_them_heed(train: Trainer) -> None:
     program = train.folder / "disturbed.py"
     program.write_text(ONE_IS_DISTURBED, encoding="utf-8")
     settings = {"train__gradient_accumulation_steps": 2, "train__max_steps": 2, "train__on_nan": "skip"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*torchrun, program, *map(str, train.arguments(**FAST, **settings, out="two"))],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-    )
-    assert done.returncode == 0, done.stderr
-    two = train.folder / "two"
+    two = by_two(train, program=[program], **FAST, **settings, out="two")
     assert [step for step, _ in checkpoint.checkpoints(two)] == [1, 2]
     assert column(two, "skipped_batches") == [1, 0]
     for name in ("loss", "grad_norm"):

@@ -62,7 +62,6 @@ from .support.runs import (
     run_training,
     send,
 )
-from .support.waiting import HANG
 
 
 @pytest.fixture(autouse=True)
@@ -720,35 +719,6 @@ def test_training_loads_no_encoder_and_no_pipeline(train: Trainer) -> None:
     forbidden = ("diffusers.models.autoencoders", "diffusers.pipelines", "transformers.models.qwen2_5_vl")
     assert within(modules["training"], (*forbidden, "qwen_cache.encode", "torchvision")) == []
     assert "diffusers.models.transformers.transformer_qwenimage" in modules["training"]
-
-
-# ---- several processes -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one_that_accumulates_and_one_continues_where_they_stopped(train: Trainer) -> None:
-    """With batches of three and of one: each sample counts the same, whichever process has it."""
-    changes = {"train__batch_size": 3, "optimizer__learning_rate": 0.01, "train__checkpointing_steps": 1}
-    one = train(**changes, train__gradient_accumulation_steps=2)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [
-            *torchrun,
-            Path(sys.executable).parent / "qwen-train",
-            *map(str, train.arguments(**changes, train__max_steps=2, out="two")),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-    )
-    assert done.returncode == 0, done.stderr
-    two = train.folder / "two"
-    assert [step for step, _ in checkpoint.checkpoints(two)] == [1, 2]
-    train("--resume", **changes, train__gradient_accumulation_steps=2, out="two")
-    assert column(two, "step") == [1, 2, 3]
-    assert column(two, "loss") == pytest.approx(column(one, "loss"), rel=1e-5)
-    assert relative_error(load_file(two / LORA), load_file(one / LORA)) < 1e-4
 
 
 def test_options_of_run_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

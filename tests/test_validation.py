@@ -7,11 +7,7 @@ run without validation, bit for bit.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +23,7 @@ from qwen_train.data.batches import NoisedSample
 from .support.commands import refused
 from .support.judge import stock_pipeline
 from .support.photographs import photograph
-from .support.runs import EVERYTHING_RANDOM, SMALL, Trainer, column, differences, metrics, outcome
-from .support.waiting import HANG
+from .support.runs import EVERYTHING_RANDOM, SMALL, Trainer, by_two, column, differences, metrics, outcome
 
 FROZEN = {**SMALL, "optimizer.learning_rate": 1e-12, "train.max_steps": 2, "train.validation_split": 0.6}
 """Under so small a learning rate, with a LoRA that begins as nothing, the model stays the stock one."""
@@ -231,18 +226,7 @@ def test_two_processes_measure_and_generate_the_same_as_one(train: Trainer, fsdp
     }
     settings |= {"predict.dtype": "float32"}
     one = train(settings=settings, validation__num_inference_steps=2, out="one")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    options = {"validation__num_inference_steps": 2, "train__fsdp": fsdp, "out": "two"}
-    program = Path(sys.executable).parent / "qwen-train"
-    done = subprocess.run(
-        [*torchrun, program, *map(str, train.arguments(settings=settings, **options))],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-    )
-    assert done.returncode == 0, done.stderr
-    two = train.folder / "two"
+    two = by_two(train, settings=settings, validation__num_inference_steps=2, train__fsdp=fsdp, out="two")
     assert column(two, "validation_loss") == pytest.approx(column(one, "validation_loss"), rel=1e-5)
     files = sorted(path.relative_to(one) for path in (one / "validation").rglob("*"))
     assert files == sorted(path.relative_to(two) for path in (two / "validation").rglob("*"))

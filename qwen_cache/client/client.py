@@ -22,7 +22,7 @@ from typing import Any, Self
 import httpx2
 
 from qwen_cache.client.description import Description, parse_description
-from qwen_cache.errors import ConfigError, QwenCacheError, SourceError
+from qwen_cache.errors import ConfigError, QwenCacheError, ServerSilentError, SourceError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.one_sample import parse_sample_file
@@ -39,10 +39,6 @@ BUSY = (429, 502, 503, 504)
 
 Image = str | os.PathLike[str] | bytes
 """A path, or the bytes of an image file."""
-
-
-class ServerSilentError(QwenCacheError):
-    """A server did not answer, or was too busy, for as long as the client waits."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,7 +41,7 @@ from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from tests.support.commands import refused
 from tests.support.judge import AS_FAR
 from tests.support.paths import load_tool
-from tests.support.runs import LORA, SMALL, Trainer, column, differences, outcome
+from tests.support.runs import LORA, SMALL, Trainer, by_two, column, differences, outcome
 from tests.support.transformer_judge import (
     COUNTS,
     TINY,
@@ -450,15 +448,6 @@ def test_two_processes_learn_what_one_does(train: Trainer, cache_folder: Path, f
     expected = tables(cache_folder)
     for path in cache_folder.iterdir():
         path.unlink()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    program = Path(sys.executable).parent / "qwen-train"
-    done = subprocess.run(
-        [*torchrun, program, *map(str, train.arguments(settings=settings, train__fsdp=fsdp, out="two"))],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "COLUMNS": "200"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert column(train.folder / "two", "loss") == pytest.approx(column(one, "loss"), rel=LOSS)
+    out = by_two(train, settings=settings, train__fsdp=fsdp, out="two")
+    assert column(out, "loss") == pytest.approx(column(one, "loss"), rel=LOSS)
     assert tables(cache_folder) == expected

@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.main
 
 from .waiting import HANG
 
+typer.main.get_command = cache(typer.main.get_command)  # `run` parses hundreds of command lines in one process
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft")
 """Packages that neither a command line nor a reader imports."""
 

@@ -21,6 +21,7 @@ from accelerate.state import AcceleratorState
 from diffusers.training_utils import EMAModel
 from torch._dynamo.utils import counters
 
+import qwen_train
 from qwen_cache import open_cache
 from qwen_cache.settings.load import Config, load_config
 from qwen_train import checkpoint, prepare
@@ -32,6 +33,7 @@ from qwen_train.launch import Launch
 from qwen_train.preflight import starting
 
 from .commands import Result, run
+from .processes import in_two_processes
 from .waiting import HANG
 
 LORA = "pytorch_lora_weights.safetensors"
@@ -127,11 +129,24 @@ class MixedTrainer(Trainer):
 
 
 def two(train: Trainer, *options: str, **changes: Any) -> subprocess.CompletedProcess[str]:
-    """`qwen-train run` in two processes, as torchrun starts them."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    """`qwen-train run`, or `program` with its arguments, in two processes."""
+    program, *arguments = changes.pop("program", [Path(qwen_train.__file__).with_name("__main__.py")])
+    return in_two_processes(program, [*map(str, (*arguments, *train.arguments(**changes), *options))], train.folder)
+
+
+def by_two(train: Trainer, *options: str, **changes: Any) -> Path:
+    """The output folder of a run in two processes that works."""
+    done = two(train, *options, **changes)
+    assert done.returncode == 0, done.stderr
+    return train.folder / str(changes.get("out", "out"))
+
+
+def torchrun(train: Trainer, *options: str, **changes: Any) -> subprocess.CompletedProcess[str]:
+    """`two` as a user starts it."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     program = changes.pop("program", [Path(sys.executable).parent / "qwen-train"])
     return subprocess.run(
-        [*torchrun, *program, *map(str, train.arguments(**changes)), *options],
+        [*launcher, *program, *map(str, train.arguments(**changes)), *options],
         capture_output=True,
         text=True,
         timeout=HANG,
