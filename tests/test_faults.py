@@ -18,7 +18,7 @@ from .support.paths import ROOT
 from .support.waiting import HANG
 
 pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
-EVERY = 23  # cases of each command: each with another call and error
+EVERY = 41  # cases of each command: each with another call and error
 SEEN = """
 import errno, sys
 from pathlib import Path

@@ -74,7 +74,7 @@ def power(*options: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_after_a_power_loss_old_or_new_data_are_whole_and_the_same_command_completes_them() -> None:
-    reports = power("--complete-every", "25")
+    reports = power("--complete-every", "60")
     assert len(reports) > 10
     for report in reports:
         print(report["name"], report["events"], report["states"], report["completed"])

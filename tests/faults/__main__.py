@@ -7,6 +7,7 @@ itself again with the shim.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -49,6 +50,8 @@ def judge(base: Path, options: argparse.Namespace) -> int:
 
     with redirect_stdout(sys.stderr):
         made = [each for each in scenarios.make(base) if each.name.startswith(tuple(options.only.split(",")))]
+    gc.collect()
+    gc.freeze()  # each fork would look through all modules, and copy their pages
     shim, reports = Shim(), []
     for i, scenario in enumerate(made):
         if options.what == "power" and scenario.prints:
