@@ -1,17 +1,21 @@
 """Load a server of the service, kill it, and compare its throughput with that of `build`.
 
-    python tools/bench_serve.py MODEL [--samples 500] [--requests 10000] [--clients 8] [--kills 20] [--json]
+    python tools/bench_serve.py MODEL [--samples 500] [--requests 10000] [--clients 8] [--kills 20]
+                                      [--repeats 3] [--encoder-seconds 0] [--json]
 
 MODEL is a folder of `tools/make_tiny_model.py`. First `load`: clients ask for random samples, all of which are checked
 against a cache that `build` made; the server is killed with SIGKILL at random moments and started again. Every sample
 that was reported as stored must be there after each kill. Then `throughput`: the same samples by the encoders of this
-process, and by those of a new server, alternately; encoders are loaded before.
+process, and by those of a new server, alternately; encoders are loaded before. With `--encoder-seconds 0.05` both
+encoders take so much longer for each image and prompt, without using the CPU, as on a GPU: the tiny ones take less time
+than HTTP.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import signal
 import statistics
@@ -19,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,9 +39,12 @@ from qwen_cache.client.encoding import IN_FLIGHT, ServerEncoding, prepare_at
 from qwen_cache.encode import builder, write
 from qwen_cache.encode.builder import BuildJob, Encoders
 from qwen_cache.encode.load import load_lanes
+from qwen_cache.encode.text import TextEncoder
+from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format import directory
 from qwen_cache.settings.load import load_config
 
+TOOLS = Path(__file__).parent
 SETTINGS = ("data.vae_image_size=65536", "data.condition_image_size=12544", "cache.dtype=float32")
 COMMIT = ("serve.commit_samples=64", "serve.commit_seconds=0.5")
 
@@ -53,11 +61,27 @@ def write_source(folder: Path, samples: int) -> None:
         (folder / "target_images" / f"{i:05}.txt").write_text(f"make number {i} red")
 
 
+def slow_down(seconds: float) -> None:
+    """Make both encoders of this process take so much longer for each image and prompt."""
+
+    def waiting(encode: Callable[..., Any]) -> Callable[..., Any]:
+        def encode_slowly(*arguments: Any) -> Any:
+            time.sleep(seconds * len(arguments[-1]))
+            return encode(*arguments)
+
+        return encode_slowly
+
+    if seconds:
+        VaeEncoder._encode = waiting(VaeEncoder._encode)  # type: ignore[method-assign]
+        TextEncoder.encode = waiting(TextEncoder.encode)  # type: ignore[method-assign]
+
+
 class Server:
     """A server in a process of its own, which can be killed and started again at the same address."""
 
-    def __init__(self, model: Path, pool: Path) -> None:
+    def __init__(self, model: Path, pool: Path, settings: Sequence[str] = (), encoder_seconds: float = 0) -> None:
         self.model, self.pool, self.address = model, pool, "127.0.0.1:0"
+        self.settings, self.encoder_seconds = (*SETTINGS, *settings), encoder_seconds
         self.process: subprocess.Popen[str] | None = None
         self.peak = 0
 
@@ -66,11 +90,15 @@ class Server:
         return f"http://{self.address}"
 
     def start(self) -> None:
-        sets = [item for each in (*SETTINGS, *COMMIT) for item in ("--set", each)]
+        sets = [item for each in self.settings for item in ("--set", each)]
         command = ["serve", "--model", self.model, "--out", self.pool, "--listen", self.address, *sets]
-        code = [sys.executable, "-c", "from qwen_cache.cli import main; main()"]
+        code = f"import bench_serve, qwen_cache.cli as cli; bench_serve.slow_down({self.encoder_seconds}); cli.main()"
         self.process = subprocess.Popen(
-            [*code, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [sys.executable, "-c", code, *map(str, command)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TOOLS), *sys.path])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -163,8 +191,9 @@ def metric(url: str, name: str) -> float:
     return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
 
-def throughput(model: Path, source: Path, folder: Path, repeats: int) -> dict[str, Any]:
+def throughput(model: Path, source: Path, folder: Path, repeats: int, encoder_seconds: float) -> dict[str, Any]:
     """Samples per second of a build here and of one at a server."""
+    slow_down(encoder_seconds)
     config = load_config(None, [*SETTINGS, f"model.path={model}", f"cache.path={folder / 'none'}"])
     local = builder.prepare_build(config, str(source))
     rates: dict[str, list[float]] = {"build": [], "build --at": []}
@@ -172,7 +201,7 @@ def throughput(model: Path, source: Path, folder: Path, repeats: int) -> dict[st
         for repeat in range(repeats + 1):  # the first round warms up
             here = folder / f"here-{repeat}"
             rates["build"].append(_rate(_job(config, source, here), Encoders(lambda _: nullcontext(lanes))))
-            server = Server(model, folder / f"pool-{repeat}")
+            server = Server(model, folder / f"pool-{repeat}", (), encoder_seconds)
             server.start()
             server.wait_until_ready()
             with Client(server.url) as client:
@@ -208,6 +237,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     for name, default in {"samples": 500, "requests": 10_000, "clients": 8, "kills": 20, "repeats": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--encoder-seconds", type=float, default=0, help="for each image and prompt")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -218,12 +248,14 @@ def main() -> None:
         _rate(job, Encoders(load_lanes))
         empty = _job(config, folder / "source", folder / "nothing")
         counts = (options.requests, options.clients)
-        report = {
-            "load": load(Server(options.model, folder / "pool"), empty, folder / "built", *counts, 0),
-            "kills": load(Server(options.model, folder / "killed"), empty, folder / "built", *counts, options.kills),
-        }
+        report: dict[str, Any] = {}
+        for name, kills in {"load": 0, "kills": options.kills}.items() if options.requests else ():
+            server = Server(options.model, folder / name, COMMIT)
+            report[name] = load(server, empty, folder / "built", *counts, kills)
         if options.repeats:
-            report["throughput"] = throughput(options.model, folder / "source", folder, options.repeats)
+            report["throughput"] = throughput(
+                options.model, folder / "source", folder, options.repeats, options.encoder_seconds
+            )
     print(json.dumps(report) if options.json else json.dumps(report, indent=2))
 
 
