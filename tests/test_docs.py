@@ -28,6 +28,8 @@ from accelerate.state import AcceleratorState
 from PIL import ImageDraw
 
 import qwen_cache
+import qwen_cache.torch
+import qwen_cache.webdataset
 import qwen_train
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
 from qwen_cache.settings.load import Config, known_keys, load_config
@@ -428,9 +430,12 @@ def test_the_reference_has_every_error_and_rule(written: dict[str, str]) -> None
     assert re.findall(r"^\| (F\d+) ", written["errors.md"], re.MULTILINE) == sorted(rules, key=lambda r: int(r[1:]))
 
 
+PUBLIC = (qwen_cache, qwen_train, qwen_cache.torch, qwen_cache.webdataset)
+
+
 def test_the_python_reference_is_the_public_api(written: dict[str, str]) -> None:
     names = re.findall(r"^::: (\S+)$", written["python.md"], re.MULTILINE)
-    public = {f"{package.__name__}.{name}" for package in (qwen_cache, qwen_train) for name in package.__all__}
+    public = {f"{package.__name__}.{name}" for package in PUBLIC for name in package.__all__}
     assert sorted(names) == sorted(public - {"qwen_cache.__version__"})
     assert all(resolve_name(name).__doc__ for name in names)
 

@@ -27,6 +27,12 @@ ROOT = Path(__file__).parents[1]
 APPS = {"qwen-cache": cache_cli.app, "qwen-train": train_cli.app}
 API = {
     "Reading a cache": ["qwen_cache.open_cache", "qwen_cache.Cache", "qwen_cache.Sample", "qwen_cache.verify_cache"],
+    "Loaders": [
+        "qwen_cache.torch.CacheDataset",
+        "qwen_cache.torch.CacheBatches",
+        "qwen_cache.torch.collate",
+        "qwen_cache.webdataset.open",
+    ],
     "Errors": ["qwen_cache.QwenCacheError", "qwen_cache.FormatError"],
     "Edit masks": ["qwen_cache.difference_mask", "qwen_cache.FrozenQwen"],
     "The transformer": [
@@ -36,7 +42,7 @@ API = {
     "Flow matching": ["qwen_train.NoiseSchedule", "qwen_train.interpolate", "qwen_train.flow_loss"],
     "Generating images": ["qwen_train.Generator", "qwen_train.GeneratedImages"],
 }
-"""The public API by heading: all names of `qwen_cache.__all__` and `qwen_train.__all__` (tests/test_docs.py)."""
+"""The public API by heading: all names in `__all__` of the packages and of the loaders (tests/test_docs.py)."""
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 """Keywords of JSON Schema as signs."""
 

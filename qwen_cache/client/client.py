@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,7 +24,7 @@ from qwen_cache.client.description import Description, parse_description
 from qwen_cache.errors import ConfigError, QwenCacheError, ServerSilentError, SourceError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.index import IndexRow
-from qwen_cache.format.one_sample import parse_sample_file
+from qwen_cache.format.one_sample import OneSample, parse_sample_file
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.shard import tensor_bytes
 
@@ -39,20 +38,6 @@ BUSY = (429, 502, 503, 504)
 
 Image = str | os.PathLike[str] | bytes
 """A path, or the bytes of an image file."""
-
-
-@dataclass(frozen=True)
-class OneSample:
-    """The bytes of a sample that came from a server, in place of a cache's shards."""
-
-    folder: Path
-    data: memoryview
-
-    def bytes_of(self, row: IndexRow) -> memoryview:
-        return self.data
-
-    def renew(self, row: IndexRow) -> bool:
-        return False
 
 
 class Client:

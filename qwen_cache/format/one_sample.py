@@ -7,15 +7,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from qwen_cache.errors import ChecksumError, MemberError
 from qwen_cache.format.codec import decode
 from qwen_cache.format.fields import Fields
+from qwen_cache.format.index import IndexRow
 from qwen_cache.format.sample import SampleMeta, parse_sample
-from qwen_cache.format.shard import ALIGNMENT, MAX_HEADER, Entry, check_tensors, safetensors_header
+from qwen_cache.format.shard import ALIGNMENT, MAX_HEADER, Entry, check_tensors, safetensors_header, tensor_data
 
 METADATA = "sample"
+
+
+@dataclass(frozen=True)
+class OneSample:
+    """The bytes of a sample that did not come from the shards of a cache, in place of these."""
+
+    folder: Path
+    data: memoryview
+
+    def bytes_of(self, row: IndexRow) -> memoryview:
+        return self.data
+
+    def renew(self, row: IndexRow) -> bool:
+        return False
 
 
 def sample_file(meta: SampleMeta, tensors: Mapping[str, memoryview], format_version: int) -> list[bytes | memoryview]:
@@ -59,3 +75,9 @@ def parse_sample_file(data: memoryview, where: str, format_version: int) -> Entr
     entry = Entry(meta, 0, data.nbytes, begin)
     check_tensors(entry, data, where)
     return entry
+
+
+def parse_members(metadata: memoryview, tensors: memoryview, where: str, format_version: int) -> Entry:
+    """A sample from the bytes of its two members, as an entry whose offsets are those of the second; FormatError."""
+    meta = parse_sample(metadata, where, format_version)
+    return Entry(meta, 0, tensors.nbytes, tensor_data(tensors, meta, where))

@@ -186,7 +186,7 @@ def scan_shard(data: memoryview, where: str, format_version: int) -> Iterator[En
                 found=f"{key}.json, {other}.{kind}",
             )
         position = _after(begin, size)
-        entry = Entry(meta, start, position - start, _tensor_data(data[begin : begin + size], meta, where) + begin)
+        entry = Entry(meta, start, position - start, tensor_data(data[begin : begin + size], meta, where) + begin)
         yield entry
     if data.nbytes - position != len(END_OF_ARCHIVE):
         raise ArchiveError("bytes after the end of the archive", where=where)
@@ -249,7 +249,7 @@ def _member(data: memoryview, position: int, where: str) -> tuple[str, str, int,
     return match[1], match[2], begin, info.size
 
 
-def _tensor_data(member: memoryview, meta: SampleMeta, where: str) -> int:
+def tensor_data(member: memoryview, meta: SampleMeta, where: str) -> int:
     """The start of the tensor data in a .safetensors member; MemberError unless its header agrees with the metadata."""
     length = int.from_bytes(member[:8], "little") if member.nbytes >= 8 else MAX_HEADER + 1
     if length > min(MAX_HEADER, member.nbytes - 8):

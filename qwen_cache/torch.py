@@ -1,0 +1,319 @@
+"""A cache in any PyTorch training loop: a map-style dataset, batches of mixed sizes, a Hugging Face dataset.
+
+    from torch.utils.data import DataLoader
+    from qwen_cache.torch import CacheDataset, collate
+
+    loader = DataLoader(CacheDataset("shards"), batch_size=4, shuffle=True, num_workers=2, collate_fn=collate)
+
+Every tensor is checked by its hash when it is read. Batches of worker processes are written into shared memory, once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from qwen_cache.batching.batch_plan import BatchPlan, RankBatch, index_token_counts
+from qwen_cache.errors import ConfigError
+from qwen_cache.extras import require
+from qwen_cache.format.cache import Sample, open_cache
+from qwen_cache.format.index import INDEX_NAME
+from qwen_cache.settings.batching import BatchConfig
+
+__all__ = ["CacheBatches", "CacheDataset", "collate"]
+
+TENSORS = ("image_latents", "control_latents", "prompt_embeds", "empty_prompt_embeds", "edit_mask")
+"""The tensors that training needs; a sample without controls, for example, lacks one."""
+DROPOUT = 1 << 34  # the random stream of caption dropout, beside those of qwen_cache.batching.epoch
+
+Item = dict[str, Any]
+
+
+class CacheDataset(Dataset[Item]):
+    """The samples of a cache, in the order of the source, for any `DataLoader` and sampler; it pickles.
+
+    An item has `key`, `name`, `prompt`, `img_shapes` (`(1, h, w)` in tokens of 16×16 pixels: the target, then each
+    control) and the `tensors` that the sample has, as views of the mapped shard: `image_latents` `[S, 64]`,
+    `control_latents` `[Sc, 64]`, `prompt_embeds` `[L, D]`, `empty_prompt_embeds` `[L0, D]`, `edit_mask` `[S]`, and
+    `image_positions` where the embeddings lack the rows of image tokens (Qwen-Image-2.1). `Sample` says more.
+
+    Raises the errors of `open_cache`, and of reading a `Sample`.
+    """
+
+    def __init__(self, path: str | Path, *, recipe: str | None = None, tensors: Sequence[str] = TENSORS) -> None:
+        self.cache, self.tensors = open_cache(path, recipe=recipe), tuple(tensors)
+
+    def __len__(self) -> int:
+        return len(self.cache)
+
+    def __getitem__(self, index: int) -> Item:
+        return as_item(self.cache[index], self.tensors)
+
+    def to_hf_dataset(self) -> Any:
+        """A `datasets.Dataset` with a row for each sample, whose tensors are read when a row is used.
+
+        ModuleNotFoundError if `datasets` is not installed.
+        """
+        require("datasets")
+        import datasets
+
+        columns = self.cache.table.select(["key", "name"])
+        return datasets.Dataset(columns).with_transform(self._read_rows)
+
+    def _read_rows(self, rows: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[Any]]:
+        if "key" not in rows:
+            return rows  # of `filter` and others with `input_columns`
+        items = [as_item(self.cache[key], self.tensors) for key in rows["key"]]
+        names = dict.fromkeys(name for item in items for name in item)
+        return {name: [item.get(name) for item in items] for name in names}
+
+
+def as_item(sample: Sample, tensors: Sequence[str] = TENSORS) -> Item:
+    """A sample as a dictionary: what describes it, and those of `tensors` that it has."""
+    item: Item = {
+        "key": sample.key,
+        "name": sample.name,
+        "prompt": sample.prompt,
+        "img_shapes": sample.img_shapes,
+    }
+    if positions := sample.row.meta.image_positions:
+        item["image_positions"] = positions
+    return item | {name: sample[name] for name in tensors if name in sample}
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+def collate(items: Sequence[Mapping[str, Any]]) -> Item:
+    """Items of any sizes as one padded batch, for `DataLoader(collate_fn=collate)`.
+
+    With N image tokens (target, then controls) and L text tokens in the largest of B items:
+
+        latents             [B, N, 64]   clean; zero where there is no token
+        latents_mask        [B, N]       bool: the tokens of target and controls
+        is_target           [B, N]       bool: the tokens of the target
+        prompt_embeds       [B, L, D]
+        prompt_embeds_mask  [B, L]       bool
+        edit_mask           [B, N]       1 for targets without one; only if an item has one
+
+    `keys`, `prompts`, `img_shapes` and, where items have them, `image_positions` are lists, of lists of numbers instead
+    of tuples, as `DataLoader` makes them anyway. ConfigError for an item
+    without `image_latents`: an image to generate, which cannot be trained.
+    """
+    return _batch([_OfItem(item) for item in items])
+
+
+class CacheBatches(IterableDataset[Item]):
+    """The batches of `collate` by the trainer's own plan: shuffled, with little padding, each sample once per epoch.
+
+    For `DataLoader(CacheBatches(…), batch_size=None)` with any number of workers, which does not change the batches.
+    `batch_size` limits the samples of a batch, `max_tokens` its tokens, padding included; without either a batch is one
+    sample. `caption_dropout` is the fraction of samples with the empty prompt. Several processes train different
+    batches: `rank` and `world_size` are those of torch.distributed, or of torchrun's environment. The batches are
+    endless, or end when each process has trained `epochs` times its share.
+
+    A batch also has `loss_scale`, the weight of its mean loss in the mean over all processes, and `consumed_samples`,
+    the position: `load_state_dict({"consumed_samples": n})` on a new object continues after that batch exactly.
+    torchdata's StatefulDataLoader does so by itself.
+
+    Raises the errors of `open_cache`, ConfigError for useless settings, TrainError for a sample beyond `max_tokens`.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        batch_size: int | None = None,
+        max_tokens: int | None = None,
+        drop_last: bool = False,
+        seed: int = 0,
+        caption_dropout: float = 0.0,
+        epochs: int | None = None,
+        recipe: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self.cache = open_cache(path, recipe=recipe)
+        self.seed, self.caption_dropout, self.epochs = seed, caption_dropout, epochs
+        here = _processes()
+        self.rank, self.world_size = here[0] if rank is None else rank, here[1] if world_size is None else world_size
+        self._config = BatchConfig(batch_size=batch_size, max_tokens=max_tokens, drop_last=drop_last, seed=seed)
+        self._check()
+        self._consumed, self._batches = 0, 0
+        self._plan: BatchPlan | None = None
+
+    def _check(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError("no such rank", expected=f"0 to {self.world_size - 1}", found=self.rank)
+        if not 0 <= self.caption_dropout <= 1:
+            raise ConfigError("caption_dropout is a fraction", expected="0 to 1", found=self.caption_dropout)
+        if not len(self.cache):
+            raise ConfigError("the cache is empty", where=self.cache.folder)
+        where = f"{self.cache.folder / INDEX_NAME}"
+        targets = self.cache.table["target"].null_count
+        if targets:
+            do = "train on another cache: these samples are images to generate"
+            raise ConfigError("samples without a target cannot be trained", where=where, found=targets, do=do)
+        if self.caption_dropout and (missing := self.cache.table["empty_prompt_embeds"].null_count):
+            do = "set caption_dropout=0, or build the cache from the images"
+            raise ConfigError("samples lack the embeddings of the empty prompt", where=where, found=missing, do=do)
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The batches of all processes."""
+        if self._plan is None:
+            tokens = index_token_counts(self.cache.table, self.cache.folder / INDEX_NAME)
+            self._plan = BatchPlan(tokens, self._config, lambda i: self.cache.row(i).label)
+        return self._plan
+
+    def __iter__(self) -> Iterator[Item]:
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        for rank_batch in self._rank_batches():
+            if (self._batches - 1) % workers == number:
+                yield self._read(rank_batch)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position after the newest batch."""
+        return {"consumed_samples": self._consumed, "batches": self._batches}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue at a position, of `state_dict` or of a batch, with the same settings and number of processes."""
+        self._consumed, self._batches = int(state["consumed_samples"]), int(state.get("batches", 0))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plan": None}
+
+    def _rank_batches(self) -> Iterator[RankBatch]:
+        """Those of this process, counted."""
+        end = None if self.epochs is None else self.epochs * self.plan.in_epoch
+        batches = self.plan.rank_batches(self._consumed, self.rank, self.world_size, per_step=1)
+        while end is None or self._consumed < end:
+            rank_batch = next(batches)
+            self._consumed, self._batches = rank_batch.consumed_samples, self._batches + 1
+            yield rank_batch
+
+    def _read(self, rank_batch: RankBatch) -> Item:
+        samples = [
+            _OfSample(self.cache[self.plan.sample(position)], without_caption=self._drops_caption(position))
+            for position in rank_batch.positions
+        ]
+        batch = _batch(samples)
+        return {**batch, "loss_scale": rank_batch.loss_scale, "consumed_samples": rank_batch.consumed_samples}
+
+    def _drops_caption(self, position: int) -> bool:
+        if not self.caption_dropout:
+            return False
+        stream = np.random.Philox(key=[self.seed % 2**64, position], counter=[0, 0, 0, DROPOUT])
+        return bool(np.random.Generator(stream).random() < self.caption_dropout)
+
+
+def _processes() -> tuple[int, int]:
+    """The rank of this process and the number of all."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class _OfItem:
+    """An item of a dataset as part of a batch."""
+
+    def __init__(self, item: Mapping[str, Any]) -> None:
+        self.described = {name: value for name, value in item.items() if value is not None}
+        self.text = "prompt_embeds"
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self.described[name].shape if name in self.described else None
+
+    def dtype(self, name: str) -> torch.dtype:
+        dtype: torch.dtype = self.described[name].dtype
+        return dtype
+
+    def copy_into(self, name: str, out: torch.Tensor) -> None:
+        out.copy_(self.described[name])
+
+
+class _OfSample:
+    """A sample as part of a batch: tensors are copied and checked in one pass."""
+
+    def __init__(self, sample: Sample, *, without_caption: bool) -> None:
+        self._sample, self.described = sample, as_item(sample, ())
+        self.text = "empty_prompt_embeds" if without_caption else "prompt_embeds"
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        if name not in self._sample:
+            return None
+        rows, *rest = self._sample.shape(name)
+        prefix = self._sample.row.meta.prefix_length if name == "empty_prompt_embeds" else 0
+        return (rows + prefix, *rest)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[self._sample.dtype(name)]
+
+    def copy_into(self, name: str, out: torch.Tensor) -> None:
+        self._sample.copy_into(name, out)
+
+
+def _batch(parts: Sequence[_OfItem | _OfSample]) -> Item:
+    """The batch that `collate` describes."""
+    described = [part.described for part in parts]
+    targets = [_rows(part, "image_latents") for part in parts]
+    if 0 in targets:
+        found = described[targets.index(0)].get("name")
+        do = "leave it out: it is an image to generate"
+        raise ConfigError("a sample without image_latents cannot be trained", found=found, do=do)
+    images = [n + _rows(part, "control_latents") for n, part in zip(targets, parts, strict=True)]
+    texts = [_rows(part, part.text) for part in parts]
+    first, (_, width) = parts[0], parts[0].shape("prompt_embeds") or (0, 0)
+    latents = _empty((len(parts), max(images), 64), first.dtype("image_latents"))
+    prompt_embeds = _empty((len(parts), max(texts), width), first.dtype("prompt_embeds"))
+    is_target = _valid(targets, max(images))
+    masks = is_target.float() if any(part.shape("edit_mask") for part in parts) else None
+    for i, part in enumerate(parts):
+        part.copy_into("image_latents", latents[i, : targets[i]])
+        if images[i] > targets[i]:
+            part.copy_into("control_latents", latents[i, targets[i] : images[i]])
+        part.copy_into(part.text, prompt_embeds[i, : texts[i]])
+        latents[i, images[i] :], prompt_embeds[i, texts[i] :] = 0, 0
+        if masks is not None and part.shape("edit_mask"):
+            part.copy_into("edit_mask", masks[i, : targets[i]])
+    batch: Item = {
+        "keys": [item["key"] for item in described],
+        "prompts": [item["prompt"] for item in described],
+        "img_shapes": [[list(shape) for shape in item["img_shapes"]] for item in described],
+        "latents": latents,
+        "latents_mask": _valid(images, max(images)),
+        "is_target": is_target,
+        "prompt_embeds": prompt_embeds,
+        "prompt_embeds_mask": _valid(texts, max(texts)),
+    }
+    if masks is not None:
+        batch["edit_mask"] = masks
+    if any("image_positions" in item for item in described):
+        batch["image_positions"] = [list(item.get("image_positions", ())) for item in described]
+    return batch
+
+
+def _rows(part: _OfItem | _OfSample, name: str) -> int:
+    """The number of tokens; 0 where there are none."""
+    shape = part.shape(name)
+    return shape[0] if shape else 0
+
+
+def _valid(lengths: Sequence[int], longest: int) -> torch.Tensor:
+    return torch.arange(longest) < torch.tensor(lengths)[:, None]
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor; of a worker process in shared memory, so that the loader need not copy it."""
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    storage = torch.UntypedStorage._new_shared(size, device="cpu")  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
