@@ -128,7 +128,7 @@ class Proxy:
 
     def __init__(self, target: tuple[str, int], cuts: float, after: int = 60_000, of: str = "answers") -> None:
         self.target, self.cuts, self.after, self.of = target, cuts, after, of
-        self.cut = 0
+        self.cut, self.lock = 0, threading.Lock()
         self.listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
 
@@ -151,12 +151,18 @@ class Proxy:
                         return
                     if not data:
                         return
-                    if source is (server if self.of == "answers" else client) and self.cut < self.cuts:
-                        data, left = data[:left], left - len(data)
-                    (client if source is server else server).sendall(data)
-                    if left <= 0:
-                        self.cut += 1
+                    counted = source is (server if self.of == "answers" else client)
+                    is_cut = counted and len(data) >= left and self.may_cut()
+                    (client if source is server else server).sendall(data[:left] if is_cut else data)
+                    if is_cut:
                         return
+                    left -= len(data) if counted else 0
+
+    def may_cut(self) -> bool:
+        """Whether one more connection is cut, which is counted: several end at the same time."""
+        with self.lock:
+            self.cut += (cuts := self.cut < self.cuts)
+            return cuts
 
     def shutdown(self) -> None:
         self.listening.shutdown(socket.SHUT_RDWR)
