@@ -450,7 +450,7 @@ def test_dry_run_writes_nothing_and_reports_everything(made: list[TrainerSample]
     assert result.code == 0
     plan = json.loads(result.stdout)
     assert not (tmp_path / "out").exists()
-    assert [sample["name"] for sample in plan["samples"]] == ["a_cat_0800x0600_qie", "b dog_0800x0600_qie"]
+    assert [sample["name"] for sample in plan["samples"]] == ["a_cat", "b dog"]
     assert (plan["to_import"], plan["cached"], plan["without_empty_prompt"], plan["without_prompt"]) == (2, 0, 2, 0)
     assert [problem["what"] for problem in plan["problems"]] == ["its text file is missing"]
     out = imported("musubi", source, tmp_path / "out", "--on-error", "skip")

@@ -679,6 +679,63 @@ def merge(
 
 @command(
     app,
+    page="howto/export-a-cache.md",
+    examples=[
+        "qwen-cache export shards --to qflux --out qflux --on-error skip",
+        "qwen-cache export s3://team/shards --to musubi --out musubi \\\n"
+        "     --leave-out empty_prompt_embeds --leave-out edit_mask",
+    ],
+)
+def export(
+    cache: ReadPath = None,
+    on_error: OnError = None,
+    *,
+    to: Annotated[
+        Literal["musubi", "diffusion-pipe", "diffsynth", "qflux"],
+        typer.Option("--to", help="The trainer to export for.", rich_help_panel=OUTPUT),
+    ],
+    out: Annotated[Path, typer.Option(help="A new folder.", metavar="FOLDER", rich_help_panel=OUTPUT)],
+    leave_out: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Export without a tensor that the trainer cannot hold; repeat it for each.",
+            metavar="TENSOR",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    zero_cond_t: Annotated[
+        bool,
+        typer.Option(
+            "--zero-cond-t",
+            help="The transformer is that of Qwen-Image-Edit-2511, which diffsynth stores.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Report what would be exported; write nothing.", rich_help_panel=OUTPUT),
+    ] = False,
+    json: Json = False,
+    config: ConfigFile = None,
+    set_: Assignments = None,
+) -> int:
+    """Write a cache as the files of another trainer, without the encoders."""
+    from qwen_cache.cli.export import run_export
+    from qwen_cache.settings.load import load_config
+
+    return run_export(
+        load_config(config, set_, [cache, on_error]),
+        to,
+        out,
+        leave_out=leave_out or [],
+        zero_cond_t=zero_cond_t,
+        dry_run=dry_run,
+        as_json=json,
+    )
+
+
+@command(
+    app,
     "import",
     page="howto/import-a-cache.md",
     examples=[

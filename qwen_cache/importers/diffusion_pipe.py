@@ -7,6 +7,9 @@ Read in tdrussell/diffusion-pipe, utils/cache.py (0b78c6b), utils/dataset.py (07
                                      the same shape, mask, image_spec, caption (a list)
     cache_<size>/text_embeddings_1/  the same pair of files: prompt_embeds [L, D], image_spec; one per caption
 
+Where sizes come from `enable_ar_bucket` (8f83dbf), all sizes of a ratio of width and height share their embeddings, in
+another order: `ar_frames_<ratio>_<frames>/text_embeddings_1/`; image_spec says which belong together.
+
 metadata.db has `items(shard, shard_index)` and for each shard `shard_<N>(offset, size)`; each piece is a file of
 `torch.save`. Embeddings follow the order of the latents and their captions, which image_spec confirms. Latents are the
 mode, normalised; embeddings are unpadded. The empty prompt was encoded without the control image
@@ -16,7 +19,9 @@ mode, normalised; embeddings are unpadded. The empty prompt was encoded without 
 from __future__ import annotations
 
 import io
+import re
 import sqlite3
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,6 +32,7 @@ from qwen_cache.errors import SourceError
 from qwen_cache.importers.source import FoundSample, ImportedSample, Options, check_tensor, load_pickled, pack_latents
 
 INDEX = "metadata.db"
+SIZE_FOLDER = re.compile(r"cache_(?P<ratio>[\d.]+)x\d+x\d+x(?P<frames>\d+)")
 NAMES = {"latents": "image_latents", "control_latents": "control_latents"}
 
 
@@ -61,7 +67,8 @@ def find(folder: Path, options: Options) -> Iterator[FoundSample | SourceError]:
         )
     for index in indexes:
         try:
-            latents, text = open_pieces(index), open_pieces(_text_index(index.parents[1]))
+            latents = open_pieces(index)
+            text = _text_of(index.parents[1], latents)
         except SourceError as error:
             yield error
             continue
@@ -153,14 +160,28 @@ def _rows(database: sqlite3.Connection, table: str, columns: str) -> list[Any]:
     return database.execute(f"SELECT {columns} FROM {table} ORDER BY rowid").fetchall()
 
 
-def _text_index(bucket: Path) -> Path:
-    """The index of Qwen-Image's one text encoder."""
+def _text_of(bucket: Path, latents: Pieces) -> Pieces:
+    """The embeddings of a size, in the order of its latents and their captions."""
     indexes = sorted(bucket.glob(f"text_embeddings_*/{INDEX}"))
-    if len(indexes) != 1:
+    size = SIZE_FOLDER.fullmatch(bucket.name)
+    shared_folder = bucket.with_name(f"ar_frames_{size['ratio']}_{size['frames']}" if size else "ar_frames")
+    shared = sorted(shared_folder.glob(f"text_embeddings_*/{INDEX}"))
+    found = indexes or shared
+    if len(found) != 1:
         raise SourceError(
             "a cache of Qwen-Image has the embeddings of one text encoder",
             where=bucket,
             expected=f"text_embeddings_1/{INDEX}",
-            found=", ".join(path.parent.name for path in indexes) or "none",
+            found=", ".join(path.parent.name for path in found) or "none",
         )
-    return indexes[0]
+    text = open_pieces(found[0])
+    return text if indexes else _in_order(text, latents)
+
+
+def _in_order(text: Pieces, latents: Pieces) -> Pieces:
+    """The pieces of `text` whose images are in `latents`, in the order there."""
+    places: dict[tuple[object, ...], list[tuple[Path, int, int]]] = defaultdict(list)
+    for i, location in enumerate(text.locations):
+        places[tuple(text.load(i).get("image_spec") or ())].append(location)
+    specs = (tuple(latents.load(i).get("image_spec") or ()) for i in range(len(latents.locations)))
+    return Pieces(text.folder, tuple(location for spec in specs for location in places.get(spec, ())))

@@ -50,11 +50,11 @@ def find(folder: Path, options: Options) -> Iterator[FoundSample | SourceError]:
             expected="files *_qie.safetensors and *_qie_te.safetensors, or *_qi.safetensors and *_qi_te.safetensors",
             found=f"{len(list(folder.glob('*')))} other files",
         )
-    for key in sorted(latents.keys() | text.keys()):
-        yield _pair(latents[key], text.get(key))
+    for stem, arch in sorted(latents.keys() | text.keys()):
+        yield _pair(stem, latents[stem, arch], text.get((stem, arch)))
 
 
-def _pair(latents: list[Path], text: Path | None) -> FoundSample | SourceError:
+def _pair(stem: str, latents: list[Path], text: Path | None) -> FoundSample | SourceError:
     if not latents:
         return SourceError(
             "its latents are missing", where=text, do="run qwen_image_cache_latents.py, or delete this file"
@@ -72,7 +72,7 @@ def _pair(latents: list[Path], text: Path | None) -> FoundSample | SourceError:
             found=", ".join(path.name for path in latents),
             do="delete the latents of the image that no longer exists, or make both caches again under two names",
         )
-    return FoundSample(latents[0].stem, str(latents[0]), lambda: _read(latents[0], text))
+    return FoundSample(stem, str(latents[0]), lambda: _read(latents[0], text))
 
 
 def _read(latents: Path, text: Path) -> ImportedSample:

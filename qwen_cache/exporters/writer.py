@@ -1,0 +1,121 @@
+"""Plan an export from the index alone, then write it as one folder that appears when it is whole."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from qwen_cache.errors import ConfigError, Problem
+from qwen_cache.exporters import diffsynth, diffusion_pipe, musubi, qflux
+from qwen_cache.exporters.target import FOR_PEOPLE, Export, NamedSample, Refusal, Tool
+from qwen_cache.format.cache import Cache
+from qwen_cache.format.index import IndexRow
+from qwen_cache.models.family import QWEN_IMAGE
+from qwen_cache.storage.durable import whole_folder
+
+ToolName = Literal["musubi", "diffusion-pipe", "diffsynth", "qflux"]
+TOOLS: dict[ToolName, Tool] = {
+    "musubi": musubi.TOOL,
+    "diffusion-pipe": diffusion_pipe.TOOL,
+    "diffsynth": diffsynth.TOOL,
+    "qflux": qflux.TOOL,
+}
+NO_TARGET = Refusal("it has no target: an image to generate cannot be trained", "leave it out")
+MAX_STEM = 80  # letters: with what tools append, below the 255 bytes of a file name
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export writes."""
+
+    cache: Cache
+    tool: Tool
+    stems: dict[int, str]
+    """The stem of the files of each sample, by its position."""
+    problems: list[Problem]
+    """Samples that the tool cannot hold."""
+    left_out: Counter[str]
+    """In how many of its samples each tensor is left out."""
+    bytes: int
+
+
+def plan_export(cache: Cache, name: ToolName, leave_out: Sequence[str]) -> ExportPlan:
+    """Read the index. ConfigError for a cache that the tool's models cannot read, and for tensors that it cannot hold
+    and that `leave_out` does not name."""
+    tool = TOOLS[name]
+    _check_family(cache, tool)
+    rows, problems, left_out, size = dict[int, IndexRow](), list[Problem](), Counter[str](), 0
+    refusal_of = tool.refusing()
+    for i, row in enumerate(cache.rows()):
+        if refusal := refusal_of(row.meta) if "image_latents" in row.meta.tensors else NO_TARGET:
+            problems.append(Problem(row.label, refusal.what, refusal.do))
+            continue
+        rows[i] = row
+        left_out.update(row.meta.tensors.keys() - tool.holds - FOR_PEOPLE)
+        size += sum(spec.nbytes for name, spec in row.meta.tensors.items() if name in tool.holds)
+    _check_left_out(tool, left_out, leave_out)
+    return ExportPlan(cache, tool, _stems(rows), problems, left_out, size)
+
+
+def write_export(
+    plan: ExportPlan, out: Path, *, zero_cond_t: bool = False, on_sample: Callable[[], None] = lambda: None
+) -> None:
+    """Write the folder `out`, which appears when it is whole. ConfigError if it exists and is not empty."""
+    check_folder(out)
+    recipe = plan.cache.recipe.recipe
+    with whole_folder(out) as folder:
+        samples = _Samples(plan)
+        takes_controls = recipe["pipeline"] != "QwenImagePipeline"
+        plan.tool.write(Export(samples, folder, out.resolve(), takes_controls, zero_cond_t, on_sample))
+
+
+def check_folder(out: Path) -> None:
+    """ConfigError unless `out` is new, or an empty folder."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists():
+        raise ConfigError("this folder is not empty", where=out, do="choose another one with --out, or delete it")
+
+
+class _Samples(Sequence[NamedSample]):
+    """The samples of a plan, read when they are used."""
+
+    def __init__(self, plan: ExportPlan) -> None:
+        self._cache, self._stems = plan.cache, list(plan.stems.items())
+
+    def __len__(self) -> int:
+        return len(self._stems)
+
+    def __getitem__(self, index: int) -> NamedSample:  # type: ignore[override]
+        position, stem = self._stems[index]
+        return NamedSample(stem, self._cache[position])
+
+
+def _check_family(cache: Cache, tool: Tool) -> None:
+    pipelines = {pipeline.name for pipeline in QWEN_IMAGE.pipelines}
+    if (found := cache.recipe.recipe.get("pipeline")) not in pipelines:
+        what = f"{tool.title} has no trainer for caches of this model"
+        raise ConfigError(what, where=cache.folder, expected=" or ".join(sorted(pipelines)), found=found)
+
+
+def _check_left_out(tool: Tool, left_out: Counter[str], named: Sequence[str]) -> None:
+    known = {"empty_prompt_embeds", "edit_mask"}
+    if unknown := [name for name in named if name not in known]:
+        raise ConfigError(
+            "this tensor cannot be left out", where="--leave-out", expected=" or ".join(sorted(known)), found=unknown[0]
+        )
+    if missing := sorted(left_out.keys() - set(named)):
+        counts = " and ".join(f"{name} of {left_out[name]} samples" for name in missing)
+        options = " ".join(f"--leave-out {name}" for name in missing)
+        raise ConfigError(f"{tool.title} cannot hold {counts}", do=f"export without them: add {options}")
+
+
+def _stems(rows: dict[int, IndexRow]) -> dict[int, str]:
+    """Names that are safe in any file system, unique there by the key where names are equal."""
+    names = {i: re.sub(r"[^\w.-]+", "-", row.name).strip(".-")[:MAX_STEM] or "sample" for i, row in rows.items()}
+    often = Counter(name.casefold() for name in names.values())
+    return {i: name if often[name.casefold()] == 1 else f"{name}-{rows[i].meta.key}" for i, name in names.items()}
