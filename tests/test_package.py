@@ -166,6 +166,8 @@ def check_core(found: dict[str, Any]) -> None:
         check_refusal(arguments, "train", next(results))
     packages = modules_of_extras()
     for module, missing in found["lacks"].items():
+        if missing == "pytest" and module.startswith("qwen_cache.conformance."):
+            continue  # it runs these
         assert missing is None or missing in packages, (module, missing)
         core = module.startswith(OPEN_WITHOUT_EXTRAS) and module != DOUBTFUL_MASKS
         assert missing is None or not core, (module, missing)

@@ -1,0 +1,9 @@
+"""Does a trainer compute what stock diffusers computes, one unpadded sample at a time? A suite for any trainer.
+
+    pytest --pyargs qwen_cache.conformance --model-adapter my_trainer.adapters:forward
+    pytest --pyargs qwen_cache.conformance --loader-adapter my_trainer.adapters:batches
+
+A model adapter gets a stock transformer, tiny and with random weights, and returns a function of a batch
+(`qwen_cache.conformance.model`). A loader adapter gets the folder of a small cache and returns its batches
+(`qwen_cache.conformance.loader`). Both take a minute on a CPU; the table at the end says which promises hold.
+"""
