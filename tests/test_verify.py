@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from qwen_cache import FormatError, open_cache
+from qwen_cache.conformance.loader import write_cache
 from qwen_cache.format import directory
 from qwen_cache.format import manifest as manifest_module
 from qwen_cache.format.identity import content_hash
@@ -26,7 +28,7 @@ from qwen_cache.format.shard import ShardWriter, tensor_bytes
 from qwen_cache.format.verify import verify_cache
 
 from .support.commands import refused, run
-from .support.paths import load_tool
+from .support.paths import ROOT, load_tool
 
 examples: Any = load_tool("make_examples")
 
@@ -341,19 +343,23 @@ def test_an_index_that_gets_its_name_between_two_looks_is_found(
     assert len(open_cache(shards)) == 4
 
 
-def test_the_index_is_plain_parquet(shards: Path) -> None:
-    """As the ten lines in FORMAT.md use it."""
-    import mmap
-
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_the_lines_of_the_specification_read_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pyarrow and torch, and from a shard alone with NumPy."""
     import torch
 
-    row = pq.read_table(shards / "index.parquet").slice(0, 1).to_pylist()[0]
-    with open(shards / row["shard"], "rb") as file:
-        shard = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    spec = row["image_latents"]
-    data = memoryview(shard)[spec["offset"] : spec["offset"] + spec["length"]]
-    found = torch.frombuffer(data, dtype=torch.float32).view(spec["shape"])
-    assert torch.equal(found, open_cache(shards)[0]["image_latents"])
+    write_cache(tmp_path / "shards")
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "schemas" / "FORMAT.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    for code in blocks:
+        names: dict[str, Any] = {}
+        exec(code, names)
+        found = torch.as_tensor(names["image_latents"]).float()
+        assert any(torch.equal(found, s["image_latents"].float()) for s in open_cache("shards"))
+        names.clear()
+        gc.collect()  # the lines leave their files to it
 
 
 @pytest.mark.parametrize("positions", [(), (2,)])
