@@ -4,8 +4,10 @@
 
 A sample has the size of a Qwen-Image-Edit sample at a megapixel: two [4096, 64] latents and about 700 rows of prompt
 embeddings in bfloat16, 6 MB. Every reader feeds the same collation, which copies into reused batch buffers; only ours,
-and the second `memcpy`, hash what they read. Each measurement is a process of its own: time to the first batch, one
-pass that warms up and checks every byte, one timed pass. Files are in the page cache.
+and the second `memcpy`, hash what they read. The `DataLoader` rows are `qwen_cache.torch.CacheDataset` with its
+`collate`, which makes a new batch each time: their CPU time is that of all processes. Each measurement is a process of
+its own: time to the first batch, one pass that warms up and checks every byte, one timed pass. Files are in the page
+cache.
 
 `pip install webdataset litdata` for two of the others. mosaicml-streaming 0.13 requires old versions of numpy and
 transformers: `pip install --no-deps mosaicml-streaming`, and the packages that it imports. Missing readers are skipped.
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Sample, open_cache
@@ -40,13 +43,16 @@ from qwen_cache.format.rows import ListedSample
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.tensor import TensorSpec
 from qwen_cache.format.update import commit_update, open_staging, plan_update, read_existing
+from qwen_cache.torch import CacheDataset
+from qwen_cache.torch import collate as collate_items
 
 BATCH = 4
 CHUNK = 1 << 26  # bytes per shard or chunk, in formats with shards
 WIDTH = {"image_latents": 64, "control_latents": 64, "prompt_embeds": 3584}
 ORDERS = ("sequential", "shuffled")
 Tensors = dict[str, torch.Tensor]
-Rows = dict[str, int]
+Batch = list[Tensors]
+"""The samples of a batch, as views of it without padding."""
 Epoch = Callable[[], Iterator[Any]]
 """Begins a pass over an opened dataset."""
 
@@ -121,6 +127,16 @@ def open_mapped(folder: Path, shuffled: bool) -> Epoch:
     return lambda: iter(samples)
 
 
+def open_loader(workers: int) -> Callable[[Path, bool], Epoch]:
+    def open_(folder: Path, shuffled: bool) -> Epoch:
+        data = CacheDataset(folder)
+        return lambda: iter(
+            DataLoader(data, BATCH, sampler=order(len(data), shuffled), num_workers=workers, collate_fn=collate_items)
+        )
+
+    return open_
+
+
 def open_webdataset(folder: Path, shuffled: bool) -> Epoch:
     """Our shards, read by webdataset."""
     import safetensors.torch
@@ -191,19 +207,27 @@ def open_litdata(folder: Path, shuffled: bool) -> Epoch:
 
 @dataclass(frozen=True)
 class Format:
-    """A format and its reader. `module` must be installed. Formats with the same `files` share them."""
+    """A format and its reader. `module` must be installed. Formats with the same `files` share them.
+
+    An epoch has samples, or with `batched` what our `collate` returns.
+    """
 
     files: str
     write: Callable[[Samples, Path], None]
     open: Callable[[Path, bool], Epoch]
     module: str = "torch"
     hashed: bool = False
+    batched: bool = False
 
 
 FORMATS = {
     "memcpy": Format("qwen-cache", write_cache, open_mapped),
     "memcpy + xxh3": Format("qwen-cache", write_cache, open_mapped, hashed=True),
     "qwen-cache": Format("qwen-cache", write_cache, open_ours),
+    **{
+        f"DataLoader, {workers} workers": Format("qwen-cache", write_cache, open_loader(workers), batched=True)
+        for workers in (0, 2, 4)
+    },
     ".safetensors": Format("safetensors", write_safetensors, open_safetensors),
     ".pt": Format("pt", write_pt, open_pt),
     "webdataset": Format("qwen-cache", write_cache, open_webdataset, "webdataset"),
@@ -215,8 +239,13 @@ FORMATS = {
 # ---- one measurement -------------------------------------------------------------------------------------------------
 
 
-def collate(items: Iterator[Any], buffers: Tensors, hashed: bool) -> Iterator[list[Rows]]:
-    """Fill `buffers` with one padded batch after the other; yields the rows of each sample."""
+def batches(kind: Format, items: Iterator[Any], buffers: Tensors) -> Iterator[Batch]:
+    """The batches of an epoch."""
+    return map(views_of, items) if kind.batched else collate(items, buffers, kind.hashed)
+
+
+def collate(items: Iterator[Any], buffers: Tensors, hashed: bool) -> Iterator[Batch]:
+    """Fill `buffers` with one padded batch after the other."""
     while batch := list(itertools.islice(items, BATCH)):
         rows = [count_rows(item) for item in batch]
         for name, buffer in buffers.items():
@@ -230,21 +259,28 @@ def collate(items: Iterator[Any], buffers: Tensors, hashed: bool) -> Iterator[li
                     copy_hashed(as_bytes(item[name]), as_bytes(target))
                 else:
                     target.copy_(item[name])
-        yield rows
+        yield [{name: buffers[name][i, :count] for name, count in each.items()} for i, each in enumerate(rows)]
 
 
-def count_rows(item: Sample | Tensors) -> Rows:
+def count_rows(item: Sample | Tensors) -> dict[str, int]:
     tensors = item.row.meta.tensors if isinstance(item, Sample) else item
     return {name: tensors[name].shape[0] for name in WIDTH}
 
 
-def digests(rows: list[Rows], buffers: Tensors) -> list[str]:
-    """One hash for each sample of a batch, over all its tensors."""
-    for name, buffer in buffers.items():
-        padded = max(each[name] for each in rows)
-        assert not any(buffer[i, each[name] : padded].any() for i, each in enumerate(rows)), "padding is not zero"
-    pieces = ([as_bytes(buffers[n][i, :count]) for n, count in each.items()] for i, each in enumerate(rows))
-    return [content_hash("".join(map(content_hash, piece)).encode()) for piece in pieces]
+def views_of(batch: dict[str, Any]) -> Batch:
+    views = []
+    for i, shapes in enumerate(batch["img_shapes"]):
+        (_, h, w), *_ = shapes
+        images, text = (int(batch[name][i].sum()) for name in ("latents_mask", "prompt_embeds_mask"))
+        latents = batch["latents"][i]
+        named = {"image_latents": latents[: h * w], "control_latents": latents[h * w : images]}
+        views.append({**named, "prompt_embeds": batch["prompt_embeds"][i, :text]})
+    return views
+
+
+def digest(sample: Tensors) -> str:
+    """One hash for all tensors of a sample."""
+    return content_hash("".join(content_hash(as_bytes(sample[name])) for name in WIDTH).encode())
 
 
 def cpu_seconds() -> float:
@@ -258,12 +294,12 @@ def measure(name: str, shuffled: bool, samples: Samples, root: Path) -> dict[str
     buffers = {n: torch.zeros(BATCH, longest[n], width, dtype=torch.bfloat16) for n, width in WIDTH.items()}
     begin = time.perf_counter()
     epoch = kind.open(root / kind.files, shuffled)
-    next(collate(epoch(), buffers, kind.hashed))
+    next(batches(kind, epoch(), buffers))
     first = time.perf_counter() - begin
-    hashes = [digest for rows in collate(epoch(), buffers, kind.hashed) for digest in digests(rows, buffers)]
+    hashes = [digest(sample) for batch in batches(kind, epoch(), buffers) for sample in batch]
     cpu, wall, copied = cpu_seconds(), time.perf_counter(), 0
-    for rows in collate(epoch(), buffers, kind.hashed):
-        copied += sum(2 * each[n] * width for each in rows for n, width in WIDTH.items())
+    for batch in batches(kind, epoch(), buffers):
+        copied += sum(tensor.nbytes for sample in batch for tensor in sample.values())
     cpu, wall = cpu_seconds() - cpu, time.perf_counter() - wall
     return {
         "samples": len(hashes),
