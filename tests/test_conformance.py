@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
+from qwen_cache import open_cache
+from qwen_cache.conformance import cache as caches
 from qwen_cache.conformance import loader, model
+from qwen_cache.format.identity import content_hash
 from qwen_train import conformance
 from qwen_train.model import transformer
 
+from .support.caches import build
 from .support.paths import ROOT
 from .support.transformer_mutants import MASK_MUTANTS, ROPE_MUTANTS
 from .support.waiting import HANG
@@ -184,6 +190,105 @@ def test_hashes_that_nobody_checks_and_dropout_that_is_ignored_are_noticed(cache
     assert broken(loader.PROMISES, without_dropout, cache) == {"own empty prompt"}
 
 
+# ---- the cache -------------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """A trainer whose encoders are hashes, with one fault; tensors are kept by a key, in memory and by folder."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault, self.kept, self.calls = fault, dict[tuple[object, ...], torch.Tensor](), 0
+
+    def __call__(self, rows: Sequence[caches.Row], folder: Path) -> list[dict[str, torch.Tensor]]:
+        self.calls += 1
+        if self.fault == "missing skipped":
+            rows = [row if all(path.exists() for path in row.controls) else rows[0] for row in rows]
+        return [self.sample(row, folder) for row in rows]
+
+    def sample(self, row: caches.Row, folder: Path) -> dict[str, torch.Tensor]:
+        controls = sorted(row.controls) if self.fault == "controls sorted" else list(row.controls)
+        if self.fault == "prefix of the name":
+            controls = sorted(row.target.parent.glob(f"{row.name}*-control.png"))
+        images = "".join(map(self.content, controls))
+        words = row.prompt.split()[: 512 if self.fault == "cut at 512" else None]
+        keys = {
+            "image_latents": self.content(row.target),
+            "control_latents": images,
+            "prompt_embeds": " ".join(words) + ("" if self.fault == "by prompt" else images),
+            "empty_prompt_embeds": "" if self.fault == "one empty prompt" else images,
+        }
+        stale = {"by name": row.name, "by image": (row.name, self.content(row.target), images)}
+        found = {}
+        for name, key in keys.items():
+            place = (folder, name, stale.get(self.fault, key))
+            found[name] = self.kept.setdefault(place, self.encoded(name, key))
+        return found
+
+    def content(self, path: Path) -> str:
+        """The identity of an image."""
+        with Image.open(path) as image:
+            small = image.resize((4, 4)).point(lambda value: value // 64)
+            return str((small if self.fault == "thumbnail hash" else image).tobytes())
+
+    def encoded(self, name: str, key: str) -> torch.Tensor:
+        seed = int(content_hash(f"{name}{key}".encode())[:12], 16) + (self.calls if self.fault == "sampled" else 0)
+        return torch.randn(24, 16, generator=torch.Generator().manual_seed(seed))
+
+
+CACHE_FAULTS = {
+    "sampled": {"same twice", "names with one prefix", "changed images", "changed prompt"},
+    "by prompt": {"own embeddings", "order of controls"},
+    "one empty prompt": {"own empty prompt"},
+    "thumbnail hash": {"similar images"},
+    "cut at 512": {"whole prompt"},
+    "controls sorted": {"order of controls"},
+    "prefix of the name": {"names with one prefix", "missing control"},
+    "by name": {"changed images", "changed prompt"},
+    "by image": {"changed prompt"},
+    "missing skipped": {"missing control"},
+}
+
+
+def test_an_exact_cache_keeps_every_promise(tmp_path: Path) -> None:
+    assert broken(caches.PROMISES, caches.Workplace(tmp_path / "work", Trainer())) == set()
+
+
+@pytest.mark.parametrize("fault", CACHE_FAULTS)
+def test_a_fault_of_a_cache_breaks_its_promises(fault: str, tmp_path: Path) -> None:
+    found = {
+        name
+        for name, promise in caches.PROMISES.items()
+        if broken({name: promise}, caches.Workplace(tmp_path / name, Trainer(fault)))
+    }
+    assert found == CACHE_FAULTS[fault]
+
+
+@pytest.mark.slow
+def test_build_keeps_every_promise(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
+    """With the tiny model, from a table of the rows."""
+
+    def encode(rows: Sequence[caches.Row], folder: Path) -> list[Any]:
+        table = folder / "rows.jsonl"
+        lines = [
+            {"id": row.name, "target": str(row.target), "control": [*map(str, row.controls)], "prompt": row.prompt}
+            for row in rows
+        ]
+        table.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+        result = build(table, folder / "shards", tiny_model("edit-plus"))
+        assert result.code == 0, result.stderr
+        samples = {
+            (s.prompt, s.row.meta.inputs.target, s.row.meta.inputs.controls): s for s in open_cache(folder / "shards")
+        }
+        return [samples[row.prompt, *_inputs(row)].tensors() for row in rows]
+
+    assert broken(caches.PROMISES, caches.Workplace(tmp_path / "work", encode)) == set()
+
+
+def _inputs(row: caches.Row) -> tuple[str, tuple[str, ...]]:
+    target, *controls = (content_hash(path.read_bytes()) for path in (row.target, *row.controls))
+    return target, tuple(controls)
+
+
 # ---- as a user runs it -----------------------------------------------------------------------------------------------
 
 
@@ -205,4 +310,4 @@ def test_the_suite_prints_which_promises_hold(tmp_path: Path) -> None:
     assert table["one sample"] == "holds"
     assert table["swapped sides"] == "BROKEN"
     assert table.keys() == model.PROMISES.keys()
-    assert "6 skipped" in done.stdout
+    assert f"{len(loader.PROMISES) + len(caches.PROMISES)} skipped" in done.stdout

@@ -2,8 +2,10 @@
 
     pytest --pyargs qwen_cache.conformance --model-adapter my_trainer.adapters:forward
     pytest --pyargs qwen_cache.conformance --loader-adapter my_trainer.adapters:batches
+    pytest --pyargs qwen_cache.conformance --cache-adapter my_trainer.adapters:encode
 
 A model adapter gets a stock transformer, tiny and with random weights, and returns a function of a batch
 (`qwen_cache.conformance.model`). A loader adapter gets the folder of a small cache and returns its batches
-(`qwen_cache.conformance.loader`). Both take a minute on a CPU; the table at the end says which promises hold.
+(`qwen_cache.conformance.loader`). A cache adapter gets images and prompts, and returns the trainer's own latents and
+embeddings (`qwen_cache.conformance.cache`). The table at the end says which promises hold.
 """

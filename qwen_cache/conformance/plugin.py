@@ -14,6 +14,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("conformance", "qwen_cache.conformance")
     group.addoption("--model-adapter", metavar="MODULE:FUNCTION", help="the forward of a trainer")
     group.addoption("--loader-adapter", metavar="MODULE:FUNCTION", help="the batches of a trainer")
+    group.addoption("--cache-adapter", metavar="MODULE:FUNCTION", help="the embedding cache of a trainer")
 
 
 def adapter(config: pytest.Config, option: str) -> Any:

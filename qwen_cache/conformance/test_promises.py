@@ -1,4 +1,4 @@
-"""One test for each promise of a model and of a loader."""
+"""One test for each promise of a model, of a loader and of a cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qwen_cache.conformance import loader, model
+from qwen_cache.conformance import cache, loader, model
 from qwen_cache.conformance.plugin import adapter
 
 
@@ -16,10 +16,16 @@ def test_the_model(promise: str, pytestconfig: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return loader.write_cache(tmp_path_factory.mktemp("conformance") / "shards")
 
 
 @pytest.mark.parametrize("promise", loader.PROMISES)
-def test_the_loader(promise: str, pytestconfig: pytest.Config, cache: Path) -> None:
-    loader.PROMISES[promise](adapter(pytestconfig, "--loader-adapter"), cache)
+def test_the_loader(promise: str, pytestconfig: pytest.Config, shards: Path) -> None:
+    loader.PROMISES[promise](adapter(pytestconfig, "--loader-adapter"), shards)
+
+
+@pytest.mark.parametrize("promise", cache.PROMISES)
+def test_the_cache(promise: str, pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    place = cache.Workplace(tmp_path / "work", adapter(pytestconfig, "--cache-adapter"))
+    cache.PROMISES[promise](place)
