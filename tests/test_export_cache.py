@@ -205,9 +205,11 @@ def test_folders_and_models_are_checked_first(
 
 
 def test_names_are_safe_and_unique(tmp_path: Path) -> None:
-    samples = [make(name, name, [(2, 2), (2, 2)], 4, seed=i) for i, name in enumerate(["x y", "x-y", "[a]*?"])]
+    samples = [
+        make(name, name, [(2, 2), (2, 2)], 4, seed=i) for i, name in enumerate(["x y", "x-y", "[a]*?", "猫" * 70])
+    ]
     cache = imported("musubi", write_musubi(tmp_path / "theirs", samples), tmp_path / "cache")
     out = exported(cache, "musubi", tmp_path / "out")
-    assert len(list((out / "cache").iterdir())) == 6
+    assert len(list((out / "cache").iterdir())) == 8
     assert import_("musubi", out / "cache", tmp_path / "again").code == 0
     assert {s.prompt for s in open_cache(tmp_path / "again")} == {sample.name for sample in samples}

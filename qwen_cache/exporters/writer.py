@@ -25,7 +25,7 @@ TOOLS: dict[ToolName, Tool] = {
     "qflux": qflux.TOOL,
 }
 NO_TARGET = Refusal("it has no target: an image to generate cannot be trained", "leave it out")
-MAX_STEM = 80  # letters: with what tools append, below the 255 bytes of a file name
+MAX_STEM = 150  # bytes: with a key and what tools append, below the 255 of a file name
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,11 @@ def _check_left_out(tool: Tool, left_out: Counter[str], named: Sequence[str]) ->
 
 def _stems(rows: dict[int, IndexRow]) -> dict[int, str]:
     """Names that are safe in any file system, unique there by the key where names are equal."""
-    names = {i: re.sub(r"[^\w.-]+", "-", row.name).strip(".-")[:MAX_STEM] or "sample" for i, row in rows.items()}
+    names = {i: _safe(row.name) for i, row in rows.items()}
     often = Counter(name.casefold() for name in names.values())
     return {i: name if often[name.casefold()] == 1 else f"{name}-{rows[i].meta.key}" for i, name in names.items()}
+
+
+def _safe(name: str) -> str:
+    shortened = re.sub(r"[^\w.-]+", "-", name).encode()[:MAX_STEM].decode(errors="ignore")
+    return shortened.strip(".-") or "sample"
