@@ -74,6 +74,25 @@ def test_each_sample_is_encoded_once_whoever_sends_it(job_at: Jobs) -> None:
     assert again.encoded == []
 
 
+def test_a_sample_of_another_cache_is_copied_or_encoded_if_it_is_damaged(job_at: Jobs) -> None:
+    """Also from one that is compressed."""
+    with started(other := job_at("other", "cache.compression=zstd")) as engine:
+        keys = [send(engine, number) for number in range(3)]
+        assert all(engine.reached(key, State.STORED).result(WAIT) for key in keys)
+    (shard,) = other.folder.glob("*.tar")
+    data, damaged = bytearray(shard.read_bytes()), open_cache(other.folder)[keys[1]].row
+    data[damaged.entry.data] ^= 1
+    shard.write_bytes(data)
+    job = job_at("pool", f'cache.reuse=["{other.folder}"]')
+    lanes = FakeLanes(job)
+    with started(job, lanes) as engine:
+        for number in range(4):
+            send(engine, number)
+    assert (sorted(lanes.encoded), engine.observer.counts["copied"]) == (["row 1", "row 3"], 2)
+    assert len(open_cache(job.folder)) == 4
+    assert run("qwen-cache", "verify", job.folder).code == 0
+
+
 def test_a_sample_that_cannot_be_encoded_fails_alone(job_at: Jobs) -> None:
     class Failing(FakeLanes):
         def result(self, sample: PlannedSample) -> Any:

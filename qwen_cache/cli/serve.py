@@ -8,7 +8,6 @@ from qwen_cache.console import console, counting, plural, print_json, print_prob
 from qwen_cache.encode import builder
 from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.load import check_devices, load_lanes
-from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
 from qwen_cache.settings.load import Config
 
@@ -20,8 +19,6 @@ def run_serve(config: Config, *, as_json: bool) -> int:
     from qwen_cache.serve.log import log
     from qwen_cache.serve.run import address_of, open_socket, serve, token_for
 
-    if config.cache.reuse:
-        raise ConfigError("cache.reuse is for `build`: a server reads its own cache alone", do="leave it out")
     token = token_for(config.serve)
     check_devices(config)
     with open_socket(config.serve.listen) as listener:

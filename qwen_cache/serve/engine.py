@@ -1,8 +1,9 @@
 """The encoders, the queue in front of them, and the store behind them.
 
 Samples of many clients meet in one queue, in the order in which they came, and go through the same lanes as those of a
-build, which batch them by shape and size. A sample that is stored, encoded or in the queue is not encoded again. One
-thread takes results, adds them to the store, and commits. A sample that cannot be encoded fails alone.
+build, which batch them by shape and size. A sample that is stored, encoded or in the queue is not encoded again, and
+one that a cache of `cache.reuse` had when the service started is copied. One thread takes results, adds them to the
+store, and commits. A sample that cannot be encoded fails alone.
 """
 
 from __future__ import annotations
@@ -15,11 +16,22 @@ from dataclasses import dataclass, field
 from threading import Condition, Thread
 from typing import Any, Self
 
-from qwen_cache.encode.builder import IN_FLIGHT, BuildJob, Encoding, as_encoded, check_prompts, rules
+from qwen_cache.encode.builder import (
+    IN_FLIGHT,
+    BuildJob,
+    Encoding,
+    as_encoded,
+    check_prompts,
+    other_caches,
+    rules,
+)
 from qwen_cache.encode.edit_mask import EditMasks
 from qwen_cache.encode.plan import PlannedSample, plan_row
 from qwen_cache.errors import BusyError, QwenCacheError, SourceError, StoppingError, first_line
+from qwen_cache.format.codec import decode
+from qwen_cache.format.one_sample import uncompressed
 from qwen_cache.format.sample import SampleMeta
+from qwen_cache.format.shard import tensor_bytes
 from qwen_cache.serve.observer import Observer
 from qwen_cache.serve.pool import Memory, Pool, Store
 from qwen_cache.serve.states import State, Status
@@ -82,6 +94,7 @@ class Engine:
         """When the oldest sample was encoded that is not stored."""
         self._uncommitted: list[Work] = []
         self._lanes: Any = None
+        self._others = other_caches(job)
         self._thread = Thread(target=self._run, name="encode")
 
     def __enter__(self) -> Self:
@@ -257,6 +270,8 @@ class Engine:
         running: deque[tuple[Work, Any]] = deque()
         while self._clock() < self._give_up_at:
             for work in self._taken(IN_FLIGHT - len(running), wait=not running):
+                if work.key in self._others and self._copy(work):
+                    continue
                 try:
                     assert work.sample is not None
                     running.append((work, lanes.submit(work.sample)))
@@ -278,6 +293,20 @@ class Engine:
                     self._changed.wait(left)
             return [self._queue.popleft() for _ in range(min(most, len(self._queue)))]
 
+    def _copy(self, work: Work) -> bool:
+        """Take a sample of another cache into the store; False if that fails, so that it is encoded."""
+        try:
+            entry, shard, where = self._others.sample(work.key)
+            stored, specs = dict(tensor_bytes(entry, shard)), entry.meta.tensors
+            tensors = {name: decode(stored[name], spec, where) for name, spec in specs.items()}
+            self.store.add(work.name, uncompressed(entry.meta), tensors)
+        except (QwenCacheError, OSError) as error:
+            self.observer.copy_failed(_problem(error))
+            return False
+        self._done(work)
+        self.observer.copied()
+        return True
+
     def _finish(self, lanes: Encoding, work: Work, running: Any) -> None:
         """Take the result of a sample into the store."""
         try:
@@ -286,6 +315,11 @@ class Engine:
         except Exception as error:  # noqa: BLE001 (of this sample: a damaged image, no memory, a full disk)
             self._fail(work, _problem(error))
             return
+        self._done(work)
+        self.observer.encoded()
+
+    def _done(self, work: Work) -> None:
+        """Tell those who wait that the sample is there."""
         with self._changed:
             self._forget(work)
             if self.store.stores:
@@ -293,7 +327,6 @@ class Engine:
                 self._oldest = self._clock() if self._oldest is None else self._oldest
             else:
                 del self._works[work.key]
-        self.observer.encoded()
         work.encoded.set_result(Status(work.key, State.ENCODED))
 
     def _is_commit_due(self) -> bool:

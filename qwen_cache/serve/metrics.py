@@ -15,6 +15,7 @@ COUNTS = {
     "hits": "samples that clients sent and that were known already",
     "misses": "samples that clients sent and that were not known",
     "encoded": "samples encoded",
+    "copied": "samples copied from caches of cache.reuse",
     "failed": "samples that could not be encoded",
     "stored": "samples committed",
     "commits": "commits",

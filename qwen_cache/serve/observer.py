@@ -23,6 +23,12 @@ class Observer:
     def encoded(self) -> None:
         self._count(encoded=1)
 
+    def copied(self) -> None:
+        self._count(copied=1)
+
+    def copy_failed(self, problem: str) -> None:
+        self.listen("copy failed", {"problem": problem})
+
     def failed(self) -> None:
         self._count(failed=1)
 
