@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,19 @@ import pytest
 from PIL import Image, ImageOps
 
 from qwen_cache import open_cache
+from qwen_cache.encode.builder import BuildJob
+from qwen_cache.encode.load import load_lanes
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format.manifest import SHARD_PATTERN
+from qwen_cache.serve.engine import Engine
+from qwen_cache.serve.states import State
+from qwen_cache.sources.rows import Row
 
 from .support.caches import build, contents, plan
 from .support.commands import refused, run
+from .support.serving import row, service_job
 from .support.sources import change_prompt
+from .support.waiting import HANG
 
 
 @pytest.fixture
@@ -74,6 +83,36 @@ def test_a_new_control_is_the_only_image_that_is_encoded(
     assert build(pairs, tmp_path / "alone", model, *bare).code == 0
     ours, alone = (by_key(tmp_path / name) for name in ("shards", "alone"))
     assert ours == alone
+
+
+def served(job: BuildJob, *rows: Row) -> Counter[str]:
+    """What a server counted that encoded these rows, one after another."""
+    with Engine(job, load_lanes, job.config.serve) as engine:
+        for each in rows:
+            (status,) = engine.submit(engine.plan(each), 1)
+            assert engine.reached(status.key, State.ENCODED).result(HANG).problem is None
+    return engine.observer.counts
+
+
+def test_a_server_takes_them_from_its_cache_and_from_others(tmp_path: Path, model: Path, encoded: list[int]) -> None:
+    """With the bytes of encoding them; damaged ones are encoded again."""
+    two = replace(row(1), controls=(row(2).controls[0], row(1).controls[0]))
+    served(service_job(model, tmp_path / "pool"), row(1), two)
+    served(service_job(model, tmp_path / "others"), row(3))
+    encoded.clear()
+    job = service_job(model, tmp_path / "pool", f'cache.reuse=["{tmp_path / "others"}"]')
+    new = [replace(each, prompt="make it green") for each in (two, row(3), row(4))]
+    assert served(job, *new)["reused"] == 5
+    assert sum(encoded) == 2, "the images of the last row"
+    served(service_job(model, tmp_path / "alone"), row(1), two, *new)
+    assert by_key(tmp_path / "pool") == by_key(tmp_path / "alone")
+    other = open_cache(tmp_path / "others")[0].row
+    shard = tmp_path / "others" / other.shard
+    data = bytearray(shard.read_bytes())
+    data[other.entry.tensor_offsets()["image_latents"]] ^= 1
+    shard.write_bytes(data)
+    job = service_job(model, tmp_path / "new", f'cache.reuse=["{tmp_path / "others"}"]')
+    assert served(job, new[1])["reused"] == 1, "the control"
 
 
 def by_key(folder: Path) -> dict[str, dict[str, bytes]]:

@@ -19,7 +19,7 @@ from qwen_cache.encode.builder import BuildJob, Encoding, other_caches
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.identity import recipe_id
-from qwen_cache.format.keys import IntArray
+from qwen_cache.format.keys import IntArray, Keys, Words, hash_words
 from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.shards import LocalShards
@@ -45,7 +45,7 @@ class KnownLatents:
     @classmethod
     def of(cls, job: BuildJob, existing: Existing, samples: Sequence[PlannedSample]) -> KnownLatents:
         """Those of the images of `samples`, in the cache itself and in those of `cache.reuse`."""
-        found = cls(list(_caches(job, existing)) if samples and job.format_version > 1 else [])
+        found = cls(list(_caches(job, existing)) if samples else [])
         wanted = {image for sample in samples for image in _images(sample)} if found.caches else set()
         for number, (rows, _) in enumerate(found.caches):
             for image, position in _positions(rows, wanted):
@@ -63,20 +63,61 @@ class KnownLatents:
         """
         (shape,) = img_shapes([size])
         place = self.places.get((digest, shape))
-        return None if place is None else lambda: self._read(*place, digest, shape)
+        if place is None:
+            return None
+        (rows, shards), position = self.caches[place[0]], place[1]
+        return lambda: _read(Sample(rows.row(position), shards), digest, shape)
 
-    def _read(self, number: int, position: int, digest: str, shape: tuple[int, ...]) -> torch.Tensor:
-        rows, shards = self.caches[number]
-        sample = Sample(rows.row(position), shards)
-        meta, begin = sample.row.meta, 0
-        if (meta.inputs.target, meta.img_shapes[0]) == (digest, shape):
-            return sample.stored("image_latents")
-        images = zip(meta.inputs.controls, meta.img_shapes[1:], strict=True)
-        for image in images:
-            if image == (digest, shape):
-                break
-            begin += image[1][1] * image[1][2]
-        return sample.stored("control_latents")[begin : begin + shape[1] * shape[2]]
+
+class ImageRows:
+    """Every image of the rows of a local cache, in 24 bytes each: for a service, which is asked for images one by one.
+
+    A build knows all of them beforehand, and looks for them in one pass.
+    """
+
+    def __init__(self, rows: KeyedRows, shards: LocalShards) -> None:
+        self._rows, self._shards = rows, shards
+        targets, controls, shapes = (
+            rows.column(name).combine_chunks() for name in ("target", "controls", "img_shapes")
+        )
+        ends = shapes.offsets.to_numpy()[1:]
+        of_target = np.flatnonzero(targets.is_valid().to_numpy(zero_copy_only=False))
+        of_controls = np.asarray(pc.list_parent_indices(controls))
+        at_end = (ends - controls.offsets.to_numpy()[1:])[of_controls] + np.arange(len(of_controls))  # after the target
+        digests = pa.chunked_array([targets.drop_null(), pc.list_flatten(controls)], pa.string())
+        chosen = np.concatenate([shapes.offsets.to_numpy()[:-1][of_target], at_end])
+        sizes = np.asarray(pc.list_flatten(pc.list_flatten(shapes)), np.int64).reshape(-1, 3)[chosen]
+        self._found = Keys(
+            _with_sizes(hash_words(digests, rows.where), sizes), np.concatenate([of_target, of_controls])
+        )
+
+    def find(self, digest: str, size: Size) -> Callable[[], torch.Tensor] | None:
+        """As `KnownLatents.find`."""
+        (shape,) = img_shapes([size])
+        words = _with_sizes(hash_words(pa.chunked_array([[digest]], pa.string()), ""), np.array([shape]))
+        (position,) = self._found.find_all(words)
+        if position < 0:
+            return None
+        return lambda: _read(Sample(self._rows.row(int(self._rows.positions[position])), self._shards), digest, shape)
+
+
+def _with_sizes(words: Words, sizes: IntArray) -> Words:
+    """`[N, 2]`: the hashes of images as numbers, changed by their sizes `[N, 3]`."""
+    words[:, 1] ^= (sizes[:, 1] << 32 | sizes[:, 2]).astype(np.uint64)
+    return words
+
+
+def _read(sample: Sample, digest: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The latents of one of its images."""
+    meta, begin = sample.row.meta, 0
+    if (meta.inputs.target, meta.img_shapes[0]) == (digest, shape):
+        return sample.stored("image_latents")
+    images = zip(meta.inputs.controls, meta.img_shapes[1:], strict=True)
+    for image in images:
+        if image == (digest, shape):
+            break
+        begin += image[1][1] * image[1][2]
+    return sample.stored("control_latents")[begin : begin + shape[1] * shape[2]]
 
 
 class WithKnownLatents:
@@ -107,10 +148,16 @@ def _images(sample: PlannedSample) -> Iterator[ImageAt]:
 
 
 def _caches(job: BuildJob, existing: Existing) -> Iterator[tuple[KeyedRows, LocalShards]]:
-    """The rows with this recipe of each local cache, and its shards."""
-    recipe = recipe_id(job.recipe)
     own = [] if isinstance(job.folder, Url) else [(existing.rows, LocalShards(job.folder, existing.manifest))]
-    for rows, shards in [*own, *other_caches(job, only_local=True).local]:
+    return of_recipe(job, [*own, *other_caches(job, only_local=True).local])
+
+
+def of_recipe(
+    job: BuildJob, caches: Sequence[tuple[KeyedRows, LocalShards]]
+) -> Iterator[tuple[KeyedRows, LocalShards]]:
+    """The rows of each cache with the recipe of a job, and its shards. Format v1 has no sizes to find latents by."""
+    recipe = recipe_id(job.recipe)
+    for rows, shards in caches if job.format_version > 1 else []:
         if len(mine := rows.where_in(recipe=[recipe])):
             yield mine, shards
 

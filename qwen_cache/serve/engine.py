@@ -2,8 +2,9 @@
 
 Samples of many clients meet in one queue, in the order in which they came, and go through the same lanes as those of a
 build, which batch them by shape and size. A sample that is stored, encoded or in the queue is not encoded again, and
-one that a cache of `cache.reuse` had when the service started is copied. One thread takes results, adds them to the
-store, and commits. A sample that cannot be encoded fails alone.
+one that a cache of `cache.reuse` had when the service started is copied. Of a sample of which only the prompt or one
+image is new, the latents of the other images are taken from there, or from the store. One thread takes results, adds
+them to the store, and commits. A sample that cannot be encoded fails alone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from qwen_cache.encode.builder import (
     rules,
 )
 from qwen_cache.encode.edit_mask import EditMasks
+from qwen_cache.encode.known_latents import ImageRows, of_recipe
 from qwen_cache.encode.plan import PlannedSample, plan_row
 from qwen_cache.errors import BusyError, QwenCacheError, SourceError, StoppingError, first_line
 from qwen_cache.format.codec import decode
@@ -95,6 +97,7 @@ class Engine:
         self._uncommitted: list[Work] = []
         self._lanes: Any = None
         self._others = other_caches(job)
+        self._others_images = [ImageRows(*each) for each in of_recipe(job, self._others.local)]
         self._thread = Thread(target=self._run, name="encode")
 
     def __enter__(self) -> Self:
@@ -274,7 +277,7 @@ class Engine:
                     continue
                 try:
                     assert work.sample is not None
-                    running.append((work, lanes.submit(work.sample)))
+                    running.append((work, lanes.submit(work.sample, self._latents)))  # type: ignore[call-arg]
                 except Exception as error:  # noqa: BLE001
                     self._fail(work, _problem(error))
             if running:
@@ -283,6 +286,19 @@ class Engine:
                 return
             if self._is_commit_due():
                 self._commit()
+
+    def _latents(self, digest: str, size: Size) -> Callable[[], Any] | None:
+        """A function that gives the latents of an image; None if they are not known, or are damaged."""
+        found = (images.find(digest, size) for images in [*self.store.images(), *self._others_images])
+        if (read := next(filter(None, found), None)) is None:
+            return None
+        try:
+            latents = read()
+        except (QwenCacheError, OSError) as error:
+            self.observer.copy_failed(_problem(error))
+            return None
+        self.observer.reused()
+        return lambda: latents
 
     def _taken(self, most: int, *, wait: bool) -> list[Work]:
         """Up to `most` samples of the queue; with `wait`, not before there is one, or something else to do."""

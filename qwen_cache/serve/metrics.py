@@ -16,6 +16,7 @@ COUNTS = {
     "misses": "samples that clients sent and that were not known",
     "encoded": "samples encoded",
     "copied": "samples copied from caches of cache.reuse",
+    "reused": "images whose latents were known",
     "failed": "samples that could not be encoded",
     "stored": "samples committed",
     "commits": "commits",

@@ -26,6 +26,10 @@ class Observer:
     def copied(self) -> None:
         self._count(copied=1)
 
+    def reused(self) -> None:
+        """The latents of an image were taken from a cache."""
+        self._count(reused=1)
+
     def copy_failed(self, problem: str) -> None:
         self.listen("copy failed", {"problem": problem})
 

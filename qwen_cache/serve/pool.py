@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from threading import Lock
 from typing import Any, Protocol, Self
 
 from qwen_cache.encode.builder import BuildJob, load_existing, staging_name
+from qwen_cache.encode.known_latents import ImageRows, of_recipe
 from qwen_cache.encode.recipe import recipe_changes
 from qwen_cache.encode.saved_settings import save_settings
 from qwen_cache.encode.write import written_by
@@ -58,6 +59,8 @@ class Store(Protocol):
 
     def sample(self, key: str) -> tuple[SampleMeta, Tensors] | None: ...
 
+    def images(self) -> Sequence[ImageRows]: ...
+
     def add(self, name: str, meta: SampleMeta, tensors: Tensors) -> None: ...
 
     def commit(self) -> None: ...
@@ -92,6 +95,9 @@ class Memory:
             if key in self._samples:
                 self._samples.move_to_end(key)
             return self._samples.get(key)
+
+    def images(self) -> Sequence[ImageRows]:
+        return ()
 
     def add(self, name: str, meta: SampleMeta, tensors: Tensors) -> None:
         with self._lock:
@@ -140,6 +146,8 @@ class Pool:
         self._stack = ExitStack()
         self._open: list[OpenShard] = []
         """The one that grows, after those that a failed commit left."""
+        self._images: Sequence[ImageRows] | None = None
+        """Found when they are first asked for after a commit."""
 
     def __enter__(self) -> Self:
         job = self.job
@@ -190,6 +198,16 @@ class Pool:
         assert found is not None
         check_tensors(*found, str(self.job.folder))
         return found[0].meta, dict(tensor_bytes(*found))
+
+    def images(self) -> Sequence[ImageRows]:
+        """The images of the dataset, as of the last commit; none of a bucket. For the thread that commits."""
+        folder = self.job.folder
+        if isinstance(folder, Url):
+            return ()
+        if self._images is None:
+            mine = [(self._rows, LocalShards(folder, self._existing.manifest))]
+            self._images = [ImageRows(*each) for each in of_recipe(self.job, mine)]
+        return self._images
 
     def add(self, name: str, meta: SampleMeta, tensors: Tensors) -> None:
         """Append a sample to the open shard. An OSError, such as of a full disk, leaves the shard as it was."""
@@ -294,6 +312,7 @@ class Pool:
         with self._lock:
             self._existing: Existing = existing
             self._rows: KeyedRows = rows
+            self._images = None
             self._shards = shards
 
 
