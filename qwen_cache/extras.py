@@ -34,6 +34,7 @@ EXTRAS = {
     "ray": "`build --ray`: encoding on a cluster",
     "client": "`build --at` and `qwen-train run --encode-at`: encoders on another machine",
     "serve": "`qwen-cache serve`, and `qwen-train run --encode-on-the-fly`",
+    "ui": "`qwen-cache ui`: a local web page",
     "prodigy": "optimizer.name: prodigy",
     "gguf": "GGUF files as model.transformer",
     "optimizers": "optimizer.name: Lion, CAME, AdEMAMix and schedule-free optimizers, by import path",

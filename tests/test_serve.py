@@ -20,10 +20,11 @@ from qwen_cache.cli.serve import prepare
 from qwen_cache.encode.builder import BuildJob, plan_build
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.update import Existing
-from qwen_cache.serve.access import is_loopback, read_token
+from qwen_cache.serve.access import read_token
 from qwen_cache.serve.engine import Engine
-from qwen_cache.serve.run import open_socket, token_for
+from qwen_cache.serve.run import token_for
 from qwen_cache.settings.serve import ServeConfig
+from qwen_cache.web import is_loopback, open_socket
 
 from .support.commands import refused, run
 from .support.serving import png, running, service_job

@@ -402,6 +402,38 @@ def serve(
     return run_serve(load_config(config, set_, given), as_json=json)
 
 
+@command(
+    app,
+    page="howto/use-the-web-ui.md",
+    examples=["qwen-cache ui", "qwen-cache ui my-project --allow /mnt/photographs --no-browser"],
+)
+def ui(
+    folder: Annotated[
+        Path, typer.Argument(help="The folder of a project: its images, qwen.yaml, caches and runs.", metavar="FOLDER")
+    ] = Path(),
+    allow: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A further folder that may be read and written; repeat it for more.",
+            metavar="FOLDER",
+            rich_help_panel=INPUT,
+        ),
+    ] = None,
+    port: Annotated[
+        int,
+        typer.Option(help="The port on this machine; 0: any that is free.", min=0, max=65535, rich_help_panel=INPUT),
+    ] = 8078,
+    no_browser: Annotated[
+        bool, typer.Option("--no-browser", help="Print the address, and open no browser.", rich_help_panel=OUTPUT)
+    ] = False,
+    json: Json = False,
+) -> int:
+    """Open a folder in a local web page: correct the data, build, train, watch and generate."""
+    from qwen_cache.cli.ui import run_ui
+
+    return run_ui(folder, allow or (), port, browser=not no_browser, as_json=json)
+
+
 SPOT_CHECK = "Encode some samples again (with --re-encode)"
 
 

@@ -22,7 +22,8 @@ def run_encode_worker(config: Config) -> int:
     """
     require_serve()
     from qwen_cache.serve.engine import Engine
-    from qwen_cache.serve.run import address_of, open_socket, serve
+    from qwen_cache.serve.run import serve
+    from qwen_cache.web import address_of, open_socket
 
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # other output must not be read as the address

@@ -17,7 +17,8 @@ def run_serve(config: Config, *, as_json: bool) -> int:
     require_serve()
     from qwen_cache.serve.engine import Engine
     from qwen_cache.serve.log import log
-    from qwen_cache.serve.run import address_of, open_socket, serve, token_for
+    from qwen_cache.serve.run import serve, token_for
+    from qwen_cache.web import address_of, open_socket
 
     token = token_for(config.serve)
     check_devices(config)

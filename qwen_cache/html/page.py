@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 
 
-def render(template: str, **values: Any) -> str:
-    """The page from a template of `templates/` and its values."""
-    return environment().get_template(template).render(values)
+def render(template: str, package: Path = FOLDER, /, **values: Any) -> str:
+    """The page from a template and its values; the template is in `templates/` of `package`, or of this folder."""
+    return environment(package).get_template(template).render(values)
 
 
 @cache
-def environment() -> Environment:
+def environment(package: Path = FOLDER) -> Environment:
     """The jinja2 environment: it escapes markup and control characters; JSON keeps its non-ASCII letters."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     templates = Environment(
-        loader=FileSystemLoader(FOLDER / "templates"),
+        loader=FileSystemLoader([package / "templates", FOLDER / "templates"]),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_shown,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,9 +16,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.serve.refusals import RefusedError, answer
 from qwen_cache.settings.serve import ServeConfig
 from qwen_cache.storage.mapped import read_file
+from qwen_cache.web import RefusedError, answer, is_loopback
 
 OPEN_TO_ALL = ("/healthz", "/readyz")
 MAX_TOKEN = 4096
@@ -36,16 +35,6 @@ def read_token(path: str) -> bytes:
         do = "write one line of letters and digits, such as the output of `openssl rand -hex 32`"
         raise ConfigError("the file has no token", where=path, do=do)
     return token
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or name is this machine's own."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class Access:

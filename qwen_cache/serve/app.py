@@ -19,9 +19,10 @@ from qwen_cache.serve.description import describe
 from qwen_cache.serve.engine import Engine
 from qwen_cache.serve.log import Log, Logged
 from qwen_cache.serve.metrics import Metrics
-from qwen_cache.serve.refusals import RefusedError, answer, as_json, refused
+from qwen_cache.serve.refusals import refused
 from qwen_cache.serve.routes import routes_of
 from qwen_cache.version import __version__
+from qwen_cache.web import RefusedError, answer, as_json
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -75,6 +76,8 @@ def _add_errors(app: FastAPI, log: Log) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: Any) -> Response:
+        if isinstance(error.__cause__, RefusedError):  # FastAPI puts its own error around what refused a JSON body
+            return answer(error.__cause__)
         return answer(RefusedError(error.status_code, str(error.detail), "see / for what this server answers"))
 
     @app.exception_handler(RequestValidationError)

@@ -9,10 +9,10 @@ from typing import Any
 from starlette.datastructures import FormData, UploadFile
 
 from qwen_cache.format.identity import Phrase
-from qwen_cache.serve.refusals import RefusedError
 from qwen_cache.sources.images import upright_size
 from qwen_cache.sources.places import MAX_TEXT
 from qwen_cache.sources.rows import Row
+from qwen_cache.web import RefusedError
 
 MAX_IMAGES = 32
 TEXTS = ("prompt", "name", "generate", "seed", "width", "height", "phrase")

@@ -1,34 +1,10 @@
-"""Errors as HTTP answers: a status, what is wrong, and what to do."""
+"""Errors of the service as HTTP answers."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any
-
-from starlette.responses import Response
-
 from qwen_cache.errors import BusyError, FormatError, QwenCacheError, SourceError, StoppingError
 from qwen_cache.serve.engine import RETRY_AFTER
-
-
-class RefusedError(Exception):
-    """A request that is answered with an HTTP error."""
-
-    def __init__(self, status: int, what: str, do: str, **headers: str) -> None:
-        super().__init__(what)
-        self.status, self.what, self.do = status, what, do
-        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
-
-
-def as_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON answer."""
-    return Response(json.dumps(value, ensure_ascii=False), status, headers, "application/json")
-
-
-def answer(error: RefusedError) -> Response:
-    """The answer to a refused request."""
-    return as_json({"error": error.what, "do": error.do}, error.status, error.headers)
+from qwen_cache.web import RefusedError
 
 
 def refused(error: QwenCacheError) -> RefusedError:

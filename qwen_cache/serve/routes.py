@@ -37,9 +37,9 @@ from qwen_cache.serve.messages import (
     States,
     StatesRequest,
 )
-from qwen_cache.serve.refusals import RefusedError, as_json
 from qwen_cache.serve.states import State, Status
 from qwen_cache.sources.rows import Row
+from qwen_cache.web import RefusedError, as_json
 
 Wait = Annotated[float, Query(ge=0, le=LONGEST_WAIT, description="how long to wait until the sample is encoded")]
 SAFETENSORS: dict[int | str, dict[str, Any]] = {

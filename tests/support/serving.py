@@ -15,9 +15,10 @@ from qwen_cache.encode.builder import BuildJob, Encoding, prepare_service
 from qwen_cache.serve.engine import Engine
 from qwen_cache.serve.form import Uploaded
 from qwen_cache.serve.log import log
-from qwen_cache.serve.run import open_socket, serve
+from qwen_cache.serve.run import serve
 from qwen_cache.settings.load import load_config
 from qwen_cache.sources.rows import Row
+from qwen_cache.web import open_socket
 
 from .caches import SMALL
 from .fake_lanes import FakeLanes

@@ -1,0 +1,66 @@
+"""The application: pages, the routes behind them, and errors as JSON."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from qwen_cache.errors import QwenCacheError
+from qwen_cache.ui.access import Access
+from qwen_cache.ui.jobs import Checks, OutdatedError, Queue
+from qwen_cache.ui.jobs.routes import routes_of as job_routes
+from qwen_cache.ui.pages import pages_of
+from qwen_cache.ui.settings import routes_of as settings_routes
+from qwen_cache.ui.workspace import Workspace
+from qwen_cache.web import RefusedError, answer, as_json
+
+LOG = logging.getLogger("qwen_cache.ui")
+
+
+def make_app(workspace: Workspace, queue: Queue, checks: Checks, token: str, port: int) -> FastAPI:
+    """The application for an opened folder, whose queue is entered elsewhere."""
+    app = FastAPI(title="qwen-cache ui", docs_url=None, redoc_url=None, openapi_url=None)
+    app.include_router(pages_of(workspace))
+    app.include_router(settings_routes(workspace))
+    app.include_router(job_routes(queue))
+    _add_errors(app)
+    app.add_middleware(Access, token=token, port=port)
+    return app
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(RefusedError)
+    async def refusal(_: Any, error: Any) -> Response:
+        return answer(error)
+
+    @app.exception_handler(QwenCacheError)
+    async def problem(_: Any, error: Any) -> Response:
+        parts = {"error": error.what, "where": error.where, "expected": error.expected, "found": error.found}
+        shown = {name: None if value is None else str(value) for name, value in parts.items()}
+        return as_json(shown | {"do": error.do or ""}, 409 if isinstance(error, OutdatedError) else 422)
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Any, error: Any) -> Response:
+        return answer(RefusedError(error.status_code, str(error.detail), "reload the page"))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Any, error: Any) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return answer(RefusedError(422, f"{where}: {first['msg']}", "reload the page"))
+
+    @app.exception_handler(OSError)
+    async def system(_: Any, error: Any) -> Response:
+        where = error.filename or ""
+        return answer(RefusedError(500, f"{where}: {error.strerror or error}", "see that file and the disk"))
+
+    @app.exception_handler(Exception)
+    async def bug(_: Any, error: Any) -> Response:
+        LOG.error("".join(traceback.format_exception(error)))
+        return answer(RefusedError(500, f"an error of this program: {type(error).__name__}", "see its terminal"))

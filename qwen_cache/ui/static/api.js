@@ -1,0 +1,141 @@
+// Requests to the program, errors on the page, and small helpers that every page uses.
+
+export class ApiError extends Error {
+  constructor(status, answer) {
+    super(answer.error ?? `the program answered ${status}`);
+    Object.assign(this, { status, where: answer.where, expected: answer.expected, found: answer.found, do: answer.do });
+  }
+
+  // The message with what the error says besides, on lines of its own.
+  get lines() {
+    const parts = [["where", this.where], ["expected", this.expected], ["found", this.found]];
+    return [this.message, ...parts.filter(([, value]) => value).map(([name, value]) => `${name}: ${value}`)];
+  }
+}
+
+async function request(path, options) {
+  let response;
+  try {
+    response = await fetch(path, { cache: "no-store", ...options });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, { error: "the program does not answer", do: "start `qwen-cache ui` again" });
+  }
+  const text = await response.text();
+  let value;
+  try {
+    value = JSON.parse(text);
+  } catch {
+    throw new ApiError(response.status, {});
+  }
+  if (!response.ok) throw new ApiError(response.status, value);
+  return value;
+}
+
+export const get = (path, options = {}) => request(path, options);
+
+export const post = (path, body = {}, options = {}) =>
+  request(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), ...options });
+
+export const upload = (path, blob, options = {}) =>
+  request(path, { method: "POST", headers: { "Content-Type": "application/octet-stream" }, body: blob, ...options });
+
+// An element. Properties that start with `on` are listeners, others are attributes; true is an empty attribute, and
+// null, undefined and false leave one out. Children are elements or text, never markup.
+export function element(tag, properties = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value === true) made.setAttribute(name, "");
+    else if (value !== null && value !== undefined && value !== false) made.setAttribute(name, value);
+  }
+  made.append(...children.filter((child) => child !== null && child !== undefined && child !== false));
+  return made;
+}
+
+// What a screen reader says, without moving the focus.
+export function announce(text) {
+  document.getElementById("announcements").textContent = text;
+}
+
+export function showError(error) {
+  if (error.name === "AbortError") return;
+  const lines = error.lines ?? [String(error.message ?? error)];
+  document.getElementById("errors").replaceChildren(
+    element("div", { class: "error" },
+      element("p", {}, lines[0]),
+      ...lines.slice(1).map((line) => element("p", { class: "detail" }, line)),
+      error.do ? element("p", { class: "do" }, `→ ${error.do}`) : null,
+      element("button", { type: "button", onclick: clearError }, "Dismiss")));
+}
+
+export function clearError() {
+  document.getElementById("errors").replaceChildren();
+}
+
+// Run an action of the user; its error is shown, and the control is disabled meanwhile.
+export async function act(control, action) {
+  clearError();
+  if (control) control.disabled = true;
+  try {
+    return await action();
+  } catch (error) {
+    showError(error);
+  } finally {
+    if (control) control.disabled = false;
+  }
+}
+
+// Call `look` now and after every pause, while the page is visible. The returned function calls it at once.
+export function poll(look, pause = 1000) {
+  let timer, running = false, again = false, isLost = false;
+  async function now() {
+    clearTimeout(timer);
+    if (running) { again = true; return; }
+    running = true;
+    try {
+      await look();
+      if (isLost) { clearError(); isLost = false; }
+    } catch (error) {
+      showError(error);
+      isLost = error.status === 0;
+    }
+    running = false;
+    timer = setTimeout(now, again ? 0 : document.hidden ? 10 * pause : pause);
+    again = false;
+  }
+  document.addEventListener("visibilitychange", () => { if (!document.hidden) now(); });
+  now();
+  return now;
+}
+
+export async function copyText(text) {
+  await navigator.clipboard.writeText(text);
+  announce("copied");
+}
+
+// A command line with a button that copies it.
+export function commandLine(line) {
+  return element("div", { class: "command" },
+    element("code", { tabindex: "0", role: "region", "aria-label": "command line" }, line),
+    element("button", { type: "button", onclick: (event) => act(event.target, () => copyText(line)) }, "Copy"));
+}
+
+const UNITS = ["B", "kB", "MB", "GB", "TB"];
+
+// `1.9 GB`, in powers of ten as disks are sold.
+export function bytes(count) {
+  let unit = 0;
+  while (count >= 1000 && unit < UNITS.length - 1) { count /= 1000; unit += 1; }
+  return `${unit === 0 || count >= 100 ? Math.round(count) : count.toFixed(1)} ${UNITS[unit]}`;
+}
+
+// `42 s`, `3 min 10 s`, `2 h 05 min`.
+export function time(seconds) {
+  if (seconds < 60) return `${Math.round(seconds)} s`;
+  const minutes = Math.floor(seconds / 60), pad = (value) => String(value).padStart(2, "0");
+  if (minutes < 60) return `${minutes} min ${pad(Math.floor(seconds % 60))} s`;
+  return `${Math.floor(minutes / 60)} h ${pad(minutes % 60)} min`;
+}
+
+export const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;

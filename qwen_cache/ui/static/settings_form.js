@@ -1,0 +1,108 @@
+// A form of settings: each with its description, its value in qwen.yaml and its default. Only what differs from
+// qwen.yaml is a change; changes are kept in this browser for the opened folder.
+
+import { element, get } from "./api.js";
+
+const KEEP = "qwen-cache settings";
+
+export class SettingsForm {
+  // `sections`: of qwen.yaml. `common`: the settings that are shown first, in this order; the others are behind a summary.
+  constructor(place, { sections, common, onchange = () => {} }) {
+    Object.assign(this, { place, sections, common, onchange, storage: `${KEEP} ${location.pathname}` });
+    this.changes = JSON.parse(localStorage.getItem(this.storage) ?? "{}");
+  }
+
+  async load() {
+    this.settings = await get(`/api/settings?sections=${encodeURIComponent(this.sections.join(","))}`);
+    const known = new Map(this.settings.map((each) => [each.key, each]));
+    this.changes = Object.fromEntries(Object.entries(this.changes).filter(([key]) => known.has(key)));
+    const first = this.common.map((key) => known.get(key)).filter(Boolean);
+    const others = this.settings.filter((each) => !this.common.includes(each.key));
+    const search = element("input", {
+      type: "search", "aria-label": "Search all settings", placeholder: "search all settings", oninput: () => this.search(search.value),
+    });
+    this.others = element("div", { class: "settings" }, ...others.map((each) => this.row(each)));
+    this.place.replaceChildren(
+      element("div", { class: "settings" }, ...first.map((each) => this.row(each))),
+      element("details", {}, element("summary", {}, `All other settings (${others.length})`), search, this.others));
+    return this;
+  }
+
+  // What a command gets.
+  get values() { return { ...this.changes }; }
+
+  // The value of a setting as it is now.
+  value(key) {
+    return key in this.changes ? this.changes[key] : this.settings.find((each) => each.key === key)?.value;
+  }
+
+  search(text) {
+    const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const row of this.others.children) row.hidden = !words.every((word) => row.dataset.search.includes(word));
+  }
+
+  set(key, value) {
+    const setting = this.settings.find((each) => each.key === key);
+    if (JSON.stringify(value) === JSON.stringify(setting.value)) delete this.changes[key];
+    else this.changes[key] = value;
+    localStorage.setItem(this.storage, JSON.stringify(this.changes));
+    this.onchange(key);
+  }
+
+  row(setting) {
+    const id = `setting-${setting.key}`, value = this.value(setting.key);
+    const input = control(setting, value, id);
+    const back = element("button", {
+      type: "button", class: "quiet", "aria-label": `Undo the change of ${setting.key}`, hidden: !(setting.key in this.changes),
+      onclick: () => { show(input, setting, setting.value); this.set(setting.key, setting.value); back.hidden = true; input.focus(); },
+    }, "Undo");
+    input.addEventListener("change", () => {
+      const [given, problem] = read(input, setting);
+      input.setCustomValidity(problem);
+      if (problem) { input.reportValidity(); return; }
+      this.set(setting.key, given);
+      back.hidden = !(setting.key in this.changes);
+    });
+    const note = setting.default === null || setting.default === "" ? "" : ` Default: ${text(setting.default)}.`;
+    return element("div", { class: "setting", "data-search": [setting.key, setting.description, ...setting.other_names].join(" ").toLowerCase() },
+      element("label", { for: id }, setting.key), input, back,
+      element("p", { id: `${id}-about`, class: "about" }, setting.description + note));
+  }
+}
+
+const text = (value) => value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);
+
+function control(setting, value, id) {
+  const shared = { id, "aria-describedby": `${id}-about` };
+  let made;
+  if (setting.kind === "choice") {
+    const choices = setting.value === null || setting.default === null ? ["", ...setting.choices] : setting.choices;
+    made = element("select", shared, ...choices.map((choice) => element("option", { value: choice }, choice || "(none)")));
+  } else if (setting.kind === "flag") made = element("input", { ...shared, type: "checkbox" });
+  else if (setting.kind === "integer") made = element("input", { ...shared, type: "number", step: "1" });
+  else if (setting.kind === "number") made = element("input", { ...shared, type: "text", inputmode: "decimal" });
+  else made = element("input", { ...shared, type: "text" });
+  show(made, setting, value);
+  return made;
+}
+
+function show(input, setting, value) {
+  if (setting.kind === "flag") input.checked = Boolean(value);
+  else input.value = text(value);
+}
+
+// The value of a control, and what is wrong with it.
+function read(input, setting) {
+  if (setting.kind === "flag") return [input.checked, ""];
+  const given = input.value.trim();
+  if (given === "") return [setting.kind === "text" && setting.default === "" ? "" : null, ""];
+  if (setting.kind === "integer" || setting.kind === "number") {
+    const number = Number(given);
+    const isRight = Number.isFinite(number) && (setting.kind === "number" || Number.isInteger(number));
+    return [number, isRight ? "" : setting.kind === "integer" ? "a whole number" : "a number, such as 1e-4"];
+  }
+  if (setting.kind === "yaml" || /^[[{]/.test(given)) {
+    try { return [JSON.parse(given), ""]; } catch { if (setting.kind === "yaml") return [null, "a list or mapping in JSON, or null"]; }
+  }
+  return [given, ""];
+}

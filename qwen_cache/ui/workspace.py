@@ -1,0 +1,72 @@
+"""The opened folder: its settings, the state of the UI in it, and which files may be read and written.
+
+Paths are those of the folder and of what `--allow` names, after symbolic links are followed. Every other path is
+refused. The working directory of the process is the folder, as it is for the commands that are started in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qwen_cache.errors import ConfigError
+from qwen_cache.settings.given import Given
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.storage.url import Url, location
+from qwen_cache.web import RefusedError
+
+STATE = ".qwen-ui"
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """An opened folder, and further ones that may be read and written. All are absolute and without links."""
+
+    folder: Path
+    allowed: tuple[Path, ...] = ()
+
+    @classmethod
+    def open(cls, folder: Path, allowed: Sequence[Path] = ()) -> Workspace:
+        """The workspace of existing folders; ConfigError if one does not exist."""
+        for each in (folder, *allowed):
+            if not each.is_dir():
+                raise ConfigError("no such folder", where=each, do="name the folder of a project, or create it")
+        return cls(folder.resolve(), tuple(each.resolve() for each in allowed))
+
+    @property
+    def state(self) -> Path:
+        """Jobs, old versions of edited files, uploads and generated images."""
+        return self.folder / STATE
+
+    def inside(self, path: str | Path) -> Path:
+        """A path, relative to the folder, without links; RefusedError (403) if it is in no opened folder."""
+        try:
+            resolved = (self.folder / path).resolve()
+        except (OSError, ValueError, RuntimeError):  # a null byte, a loop of links
+            raise RefusedError(403, "this is no path", "name a file in the opened folder") from None
+        if any(resolved.is_relative_to(each) for each in (self.folder, *self.allowed)):
+            return resolved
+        do = "open its folder too: qwen-cache ui --allow FOLDER"
+        raise RefusedError(403, f"{path} is outside the opened folders", do)
+
+    def location(self, text: str) -> Path | Url:
+        """A path of `inside`, or a URL."""
+        place = location(text)
+        return place if isinstance(place, Url) else self.inside(place)
+
+    def shown(self, path: Path) -> str:
+        """A path as it is typed in the folder: relative if it is inside."""
+        return str(path.relative_to(self.folder)) if path.is_relative_to(self.folder) else str(path)
+
+    @property
+    def config_file(self) -> Path | None:
+        """qwen.yaml of the folder, if there is one."""
+        file = self.folder / CONFIG_NAME
+        return file if file.is_file() else None
+
+    def settings(self, changes: Mapping[str, Any] | None = None) -> Config:
+        """The settings of qwen.yaml with these changes, by dotted name; ConfigError names the setting at fault."""
+        given = [Given(key, key, value) for key, value in (changes or {}).items()]
+        return load_config(self.config_file, (), given)
