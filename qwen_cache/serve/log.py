@@ -11,11 +11,13 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from qwen_cache.plain_text import plain
 from qwen_cache.serve.metrics import Metrics
 
 QUIET = ("/healthz", "/readyz", "/metrics")
 """Routes that a monitor asks every few seconds: they are counted and not logged."""
-
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+"""Any word may be a method, and each would be a counter of its own: others are counted together."""
 
 Log = Callable[[str, dict[str, Any]], None]
 """Takes an event and its facts."""
@@ -53,10 +55,11 @@ class Logged:
             await self.app(scope, receive, sent)
         finally:
             route = getattr(scope.get("route"), "path", "other")
+            method = scope["method"] if scope["method"] in METHODS else "other"
             seconds = time.monotonic() - begin
-            self.metrics.requests.labels(scope["method"], route, status).inc()
+            self.metrics.requests.labels(method, route, status).inc()
             self.metrics.seconds.labels(route).observe(seconds)
             if scope["path"] not in QUIET:
-                facts = {"method": scope["method"], "path": scope["path"], "status": status, "bytes": size}
+                facts = {"method": method, "path": plain(scope["path"]), "status": status, "bytes": size}
                 client = scope["client"][0] if scope.get("client") else ""
                 self.log("request", {**facts, "seconds": round(seconds, 4), "client": client})

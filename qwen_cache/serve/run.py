@@ -7,40 +7,21 @@ import signal
 import socket
 from threading import Thread
 from types import FrameType
-from typing import Any, TextIO
+from typing import TextIO
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.serve.access import is_loopback, read_token
+from qwen_cache.serve.access import read_token
 from qwen_cache.serve.app import make_app
+from qwen_cache.serve.connection import protocol
 from qwen_cache.serve.engine import Engine
 from qwen_cache.serve.log import Log, no_log
 from qwen_cache.settings.serve import ServeConfig
+from qwen_cache.web import is_loopback
 
 KEEP_ALIVE = 75  # seconds of an idle connection: longer than balancers keep theirs, which is 60 by default
 GRACE = 10  # seconds for the last answers, after the engine has ended
-
-
-def open_socket(listen: str) -> socket.socket:
-    """A socket that listens at HOST:PORT; ConfigError if that is no address, or is not free."""
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65_535:
-        raise ConfigError("no address to listen at", found=listen, do="write HOST:PORT, such as 127.0.0.1:8077")
-    host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, int(port)), family=family, backlog=1024)
-    except OSError as error:
-        what, do = "the server cannot listen there", "choose another address with --listen"
-        raise ConfigError(what, found=f"{listen}: {error.strerror}", do=do) from None
-
-
-def address_of(listener: socket.socket) -> str:
-    """The URL of a server with this socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def token_for(settings: ServeConfig) -> bytes | None:
@@ -69,7 +50,7 @@ def serve(
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)  # the log has these errors, as JSON
     config = uvicorn.Config(
         make_app(engine, token, log),
-        http=_protocol(settings.body_seconds),
+        http=protocol(settings.body_seconds),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -107,18 +88,3 @@ class Server(uvicorn.Server):
         stream.read()
         self.should_exit = self.force_exit = True
         self.engine.give_up()
-
-
-def _protocol(seconds: float) -> type[H11Protocol]:
-    """uvicorn's protocol, which closes a connection whose first request does not come within `seconds`."""
-
-    class Protocol(H11Protocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.loop.call_later(seconds, self._close_if_silent)
-
-        def _close_if_silent(self) -> None:
-            if self.cycle is None:
-                self.transport.close()
-
-    return Protocol

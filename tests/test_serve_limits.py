@@ -1,0 +1,126 @@
+"""`qwen-cache serve` under clients that are too many, too slow, or strange: each is refused, none stays for ever."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import httpx2
+import pytest
+
+from qwen_cache.encode.builder import BuildJob
+from qwen_cache.encode.plan import PlannedSample
+
+from .support.fake_lanes import FakeLanes
+from .support.serving import png, running, service_job
+from .support.waiting import HANG, wait_until
+
+FILE = f"{'0' * 32}.tar"
+SIZE = 50_000_000
+BODY = b"POST /v1/samples HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+
+
+@pytest.fixture(scope="module")
+def job(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> BuildJob:
+    return service_job(tiny_model("edit-plus"), tmp_path_factory.mktemp("limits") / "pool", "serve.body_seconds=0.5")
+
+
+@pytest.fixture(scope="module")
+def url(job: BuildJob) -> Iterator[str]:
+    with running(job) as address:
+        wait_until(lambda: httpx2.get(f"{address}/readyz").is_success)
+        yield address
+
+
+@contextmanager
+def connected(url: str) -> Iterator[socket.socket]:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=HANG) as connection:
+        yield connection
+
+
+def send(http: httpx2.Client, number: int) -> httpx2.Response:
+    return http.post("/v1/samples", data={"prompt": f"number {number}"}, files=[("target", ("target", png(number)))])
+
+
+@pytest.mark.parametrize("rest", [b"GET / HT", b"POST / HTTP/1.1\r\nX: y\r\n"], ids=["line", "headers"])
+def test_the_head_of_a_later_request_has_a_limit_too(url: str, rest: bytes) -> None:
+    with connected(url) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = connection.recv(1 << 16)
+        connection.sendall(rest)
+        assert answer.startswith(b"HTTP/1.1 200")
+        wait_until(lambda: connection.recv(1 << 16) == b"")
+
+
+def test_a_slow_body_of_json_is_a_timeout(url: str) -> None:
+    with connected(url) as connection:
+        connection.sendall(
+            BODY.replace(b"samples", b"states").replace(b"multipart/form-data; boundary=x", b"application/json")
+        )
+        connection.sendall(b"Content-Length: 9\r\n\r\n{")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408")
+        wait_until(lambda: connection.recv(1 << 16) == b"")
+
+
+def test_an_answer_that_is_not_read_ends(url: str, job: BuildJob) -> None:
+    """It is larger than the buffers of the system; a request is counted when it has ended."""
+    path = Path(str(job.folder)) / FILE
+    try:
+        with open(path, "wb") as file:
+            file.truncate(SIZE)
+        with connected(url) as connection:
+            connection.sendall(f"GET /v1/cache/{FILE} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            wait_until(lambda: 'route="/v1/cache/{name}"' in httpx2.get(f"{url}/metrics").text)
+            assert sum(map(len, iter(lambda: connection.recv(1 << 20), b""))) < SIZE
+    finally:
+        path.unlink()
+
+
+def test_what_a_client_makes_up_is_not_counted_by_its_name(url: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither a method nor a route, and a line of the log stays short."""
+    with httpx2.Client(base_url=url) as http:
+        assert http.request("MADEUP", "/v1").status_code == 405
+        assert http.get(f"/{'a' * 50_000}").status_code == 404
+        metrics = http.get("/metrics").text
+    assert 'method="other",route="/v1",status="405"' in metrics
+    assert "MADEUP" not in metrics
+    assert "aaa" not in metrics
+    assert max(map(len, capfd.readouterr().err.splitlines())) < 5000
+
+
+def test_too_much_at_a_time_is_refused_until_later(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """A full queue, too many uploads, too many requests."""
+    go = Event()
+
+    class Waiting(FakeLanes):
+        def result(self, sample: PlannedSample) -> Any:
+            go.wait(HANG)
+            return super().result(sample)
+
+    limits = ("serve.queue_samples=1", "serve.queue_bytes=1000000", "serve.connections=3")
+    job = service_job(tiny_model("edit-plus"), tmp_path / "pool", *limits)
+    with running(job, Waiting) as url, httpx2.Client(base_url=url, timeout=HANG) as http, ExitStack() as uploads:
+        try:
+            answers = [send(http, 0)]
+            while answers[-1].status_code == 202:
+                answers.append(send(http, len(answers)))
+            assert refusal(answers[-1]) == (429, "2", "the queue of this server is full (found 1 samples)")
+            uploads.enter_context(connected(url)).sendall(BODY + b"Content-Length: 999000\r\n\r\n--x\r\n")
+            wait_until(lambda: refusal(send(http, 0)) == (429, "1", "too many uploads at a time"))
+            for _ in range(2):
+                uploads.enter_context(connected(url)).sendall(BODY + b"Content-Length: 100\r\n\r\n--x\r\n")
+            wait_until(lambda: refusal(http.get("/v1")) == (503, "1", "too many requests at a time"))
+            uploads.close()
+        finally:
+            go.set()
+        wait_until(lambda: send(http, len(answers)).status_code == 202)
+
+
+def refusal(answer: httpx2.Response) -> tuple[int, str | None, str | None]:
+    error = answer.json().get("error") if answer.status_code >= 400 else None
+    return answer.status_code, answer.headers.get("Retry-After"), error
