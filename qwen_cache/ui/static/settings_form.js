@@ -6,14 +6,16 @@ import { element, get } from "./api.js";
 const KEEP = "qwen-cache settings";
 
 export class SettingsForm {
-  // `sections`: of qwen.yaml. `common`: the settings that are shown first, in this order; the others are behind a summary.
-  constructor(place, { sections, common, onchange = () => {} }) {
-    Object.assign(this, { place, sections, common, onchange, storage: `${KEEP} ${location.pathname}` });
+  // `sections`: of qwen.yaml. `common`: the settings that are shown first, in this order; the others are behind a summary,
+  // except those in `without`, which the page asks for itself.
+  constructor(place, { sections, common, without = [], onchange = () => {} }) {
+    Object.assign(this, { place, sections, common, without, onchange, storage: `${KEEP} ${location.pathname}` });
     this.changes = JSON.parse(localStorage.getItem(this.storage) ?? "{}");
   }
 
   async load() {
-    this.settings = await get(`/api/settings?sections=${encodeURIComponent(this.sections.join(","))}`);
+    const settings = await get(`/api/settings?sections=${encodeURIComponent(this.sections.join(","))}`);
+    this.settings = settings.filter((each) => !this.without.includes(each.key));
     const known = new Map(this.settings.map((each) => [each.key, each]));
     this.changes = Object.fromEntries(Object.entries(this.changes).filter(([key]) => known.has(key)));
     const first = this.common.map((key) => known.get(key)).filter(Boolean);
@@ -34,6 +36,22 @@ export class SettingsForm {
   // The value of a setting as it is now.
   value(key) {
     return key in this.changes ? this.changes[key] : this.settings.find((each) => each.key === key)?.value;
+  }
+
+  // What is wrong with settings, as {key: text}, each at its own; returns those of settings that the form does not have.
+  showProblems(problems) {
+    const left = { ...problems };
+    for (const { key } of this.settings) {
+      const input = document.getElementById(`setting-${key}`), note = document.getElementById(`setting-${key}-problem`);
+      note.textContent = left[key] ?? "";
+      note.hidden = !(key in left);
+      if (key in left) {
+        input.setAttribute("aria-invalid", "true");
+        for (let parent = input.parentElement; parent; parent = parent.parentElement) if (parent.tagName === "DETAILS") parent.open = true;
+      } else input.removeAttribute("aria-invalid");
+      delete left[key];
+    }
+    return left;
   }
 
   search(text) {
@@ -66,6 +84,7 @@ export class SettingsForm {
     const note = setting.default === null || setting.default === "" ? "" : ` Default: ${text(setting.default)}.`;
     return element("div", { class: "setting", "data-search": [setting.key, setting.description, ...setting.other_names].join(" ").toLowerCase() },
       element("label", { for: id }, setting.key), input, back,
+      element("p", { id: `${id}-problem`, class: "problem", hidden: true }),
       element("p", { id: `${id}-about`, class: "about" }, setting.description + note));
   }
 }
@@ -73,7 +92,7 @@ export class SettingsForm {
 const text = (value) => value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);
 
 function control(setting, value, id) {
-  const shared = { id, "aria-describedby": `${id}-about` };
+  const shared = { id, "aria-describedby": `${id}-about ${id}-problem` };
   let made;
   if (setting.kind === "choice") {
     const choices = setting.value === null || setting.default === null ? ["", ...setting.choices] : setting.choices;
