@@ -127,7 +127,7 @@ def test_a_balancer_in_front_of_two_servers_with_one_bucket(
     s3: tuple[str, int], pairs: Path, tmp_path: Path, model: Path
 ) -> None:
     """Each request goes to the next server, so one has the row and the other is asked for the sample."""
-    jobs = [service_job(model, f"s3://{BUCKET}/team", "serve.commit_seconds=0.1") for _ in range(2)]
+    jobs = [service_job(model, f"s3://{BUCKET}/balanced", "serve.commit_seconds=0.1") for _ in range(2)]
     with running(jobs[0]) as one, running(jobs[1]) as other:
         balancer = ThreadingHTTPServer(("127.0.0.1", 0), _Balancer)
         balancer.daemon_threads, balancer.servers = True, cycle([one, other])  # type: ignore[attr-defined]
@@ -138,8 +138,8 @@ def test_a_balancer_in_front_of_two_servers_with_one_bucket(
     assert result.code == 0, result.stderr
     keys = {sample.key for sample in open_cache(tmp_path / "at")}
     assert len(keys) == 4
-    assert {sample.key for sample in open_cache(Url(f"s3://{BUCKET}/team"))} == keys
-    assert run("qwen-cache", "verify", f"s3://{BUCKET}/team").code == 0
+    assert {sample.key for sample in open_cache(Url(f"s3://{BUCKET}/balanced"))} == keys
+    assert run("qwen-cache", "verify", f"s3://{BUCKET}/balanced").code == 0
 
 
 class _Balancer(BaseHTTPRequestHandler):
