@@ -5,7 +5,8 @@
 
     loader = DataLoader(CacheDataset("shards"), batch_size=4, shuffle=True, num_workers=2, collate_fn=collate)
 
-Every tensor is checked by its hash when it is read. Batches of worker processes are written into shared memory, once.
+Every tensor is checked by its hash when it is read. Batches of worker processes are written into shared memory, once,
+which is used again when nobody has the batch (`qwen_cache.shared_batches`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from qwen_cache.extras import require
 from qwen_cache.format.cache import Sample, open_cache
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.settings.batching import BatchConfig
+from qwen_cache.shared_batches import empty_batch
 
 __all__ = ["CacheBatches", "CacheDataset", "collate"]
 
@@ -205,7 +207,8 @@ class CacheBatches(IterableDataset[Item]):
             for position in rank_batch.positions
         ]
         batch = _batch(samples)
-        return {**batch, "loss_scale": rank_batch.loss_scale, "consumed_samples": rank_batch.consumed_samples}
+        batch.update(loss_scale=rank_batch.loss_scale, consumed_samples=rank_batch.consumed_samples)
+        return batch
 
     def _drops_caption(self, position: int) -> bool:
         if not self.caption_dropout:
@@ -271,10 +274,35 @@ def _batch(parts: Sequence[_OfItem | _OfSample]) -> Item:
     images = [n + _rows(part, "control_latents") for n, part in zip(targets, parts, strict=True)]
     texts = [_rows(part, part.text) for part in parts]
     first, (_, width) = parts[0], parts[0].shape("prompt_embeds") or (0, 0)
-    latents = _empty((len(parts), max(images), 64), first.dtype("image_latents"))
-    prompt_embeds = _empty((len(parts), max(texts), width), first.dtype("prompt_embeds"))
-    is_target = _valid(targets, max(images))
-    masks = is_target.float() if any(part.shape("edit_mask") for part in parts) else None
+    shape = len(parts), max(images)
+    batch = empty_batch(
+        {
+            "latents": ((*shape, 64), first.dtype("image_latents")),
+            "latents_mask": (shape, torch.bool),
+            "is_target": (shape, torch.bool),
+            "prompt_embeds": ((len(parts), max(texts), width), first.dtype("prompt_embeds")),
+            "prompt_embeds_mask": ((len(parts), max(texts)), torch.bool),
+            **({"edit_mask": (shape, torch.float32)} if any(part.shape("edit_mask") for part in parts) else {}),
+        }
+    )
+    for name, lengths in (("latents_mask", images), ("is_target", targets), ("prompt_embeds_mask", texts)):
+        torch.lt(torch.arange(batch[name].shape[1]), torch.tensor(lengths)[:, None], out=batch[name])
+    _fill(batch, parts, targets, images, texts)
+    batch["keys"] = [item["key"] for item in described]
+    batch["prompts"] = [item["prompt"] for item in described]
+    batch["img_shapes"] = [[list(shape) for shape in item["img_shapes"]] for item in described]
+    if any("image_positions" in item for item in described):
+        batch["image_positions"] = [list(item.get("image_positions", ())) for item in described]
+    return batch
+
+
+def _fill(
+    batch: Item, parts: Sequence[_OfItem | _OfSample], targets: list[int], images: list[int], texts: list[int]
+) -> None:
+    """Copy the tensors of the parts, of which these are the numbers of tokens, and zero the padding."""
+    latents, prompt_embeds, masks = batch["latents"], batch["prompt_embeds"], batch.get("edit_mask")
+    if masks is not None:
+        masks.copy_(batch["is_target"])
     for i, part in enumerate(parts):
         part.copy_into("image_latents", latents[i, : targets[i]])
         if images[i] > targets[i]:
@@ -283,37 +311,9 @@ def _batch(parts: Sequence[_OfItem | _OfSample]) -> Item:
         latents[i, images[i] :], prompt_embeds[i, texts[i] :] = 0, 0
         if masks is not None and part.shape("edit_mask"):
             part.copy_into("edit_mask", masks[i, : targets[i]])
-    batch: Item = {
-        "keys": [item["key"] for item in described],
-        "prompts": [item["prompt"] for item in described],
-        "img_shapes": [[list(shape) for shape in item["img_shapes"]] for item in described],
-        "latents": latents,
-        "latents_mask": _valid(images, max(images)),
-        "is_target": is_target,
-        "prompt_embeds": prompt_embeds,
-        "prompt_embeds_mask": _valid(texts, max(texts)),
-    }
-    if masks is not None:
-        batch["edit_mask"] = masks
-    if any("image_positions" in item for item in described):
-        batch["image_positions"] = [list(item.get("image_positions", ())) for item in described]
-    return batch
 
 
 def _rows(part: _OfItem | _OfSample, name: str) -> int:
     """The number of tokens; 0 where there are none."""
     shape = part.shape(name)
     return shape[0] if shape else 0
-
-
-def _valid(lengths: Sequence[int], longest: int) -> torch.Tensor:
-    return torch.arange(longest) < torch.tensor(lengths)[:, None]
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor; of a worker process in shared memory, so that the loader need not copy it."""
-    if get_worker_info() is None:
-        return torch.empty(shape, dtype=dtype)
-    size = int(np.prod(shape)) * dtype.itemsize
-    storage = torch.UntypedStorage._new_shared(size, device="cpu")  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]

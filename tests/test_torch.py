@@ -5,11 +5,13 @@ The judges are `open_cache`, padding by torch, an uninterrupted loader, and a pl
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import pickle
 import shutil
 from collections.abc import Callable, Iterable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,10 @@ import webdataset as wds
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
 from peft import LoraConfig
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from qwen_cache import open_cache, webdataset
+from qwen_cache import open_cache, shared_batches, webdataset
 from qwen_cache.errors import ChecksumError, ConfigError, QwenCacheError, ShardError
 from qwen_cache.torch import TENSORS, CacheBatches, CacheDataset, collate
 
@@ -170,6 +172,86 @@ def test_dropped_captions_are_the_empty_prompt_of_the_same_images(cache: Path) -
         assert torch.equal(batch["prompt_embeds"][0], items[batch["keys"][0]]["empty_prompt_embeds"])
     half = [batch["prompt_embeds"].shape for batch in batches(cache, 40, caption_dropout=0.5)]
     assert 0 < sum(a == b["prompt_embeds"].shape for a, b in zip(half, 10 * found, strict=False)) < 40
+
+
+class Numbered(Dataset[Item]):
+    """Batches as they are, of growing sizes or of one, written by `collate`'s memory."""
+
+    def __init__(self, count: int, *, growing: bool = False) -> None:
+        self.count, self.growing = count, growing
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> Item:
+        rows = 1000 * (1 + number * self.growing)
+        batch = shared_batches.empty_batch({"values": ((rows, 8), torch.float32), "mask": ((rows,), torch.bool)})
+        batch["values"].fill_(number)
+        batch["mask"].fill_(number % 2)
+        batch["number"], batch["own"] = number, torch.tensor([number])
+        return batch
+
+
+def numbered(dataset: Numbered, workers: int = 1, **options: Any) -> Any:
+    return DataLoader(dataset, batch_size=None, num_workers=workers, **options)
+
+
+def assert_numbered(batch: Item, number: int) -> None:
+    assert (batch["number"], batch["own"].tolist()) == (number, [number])
+    assert bool((batch["values"] == number).all())
+    assert bool((batch["mask"] == bool(number % 2)).all())
+
+
+@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_use_the_memory_of_batches_that_are_gone(workers: int, growing: bool) -> None:
+    """And of no other: a batch, or a view of it, stays as it is while it is kept."""
+    kept = {}
+    loader = numbered(Numbered(40, growing=growing), workers)
+    for number, batch in enumerate(loader):
+        assert_numbered(batch, number)
+        assert type(batch) is dict
+        if number % 8 == 0:
+            kept[number] = batch["values"][3:5, 1:]
+    addresses = {view.data_ptr() for view in kept.values()}
+    assert len(addresses) == len(kept) == 5
+    for number, view in kept.items():
+        assert bool((view == number).all())
+    del batch, loader
+    gc.collect()
+    assert shared_batches._blocks == {}, "blocks end with their worker"
+    assert all(bool((view == number).all()) for number, view in kept.items())
+
+
+def every_second(batch: Item) -> Item | None:
+    return batch if batch["number"] % 2 else None
+
+
+@pytest.mark.parametrize("change", [None, every_second])
+def test_as_many_blocks_are_made_as_are_used_at_once(change: Callable[[Item], Item | None] | None) -> None:
+    """Also if a worker drops batches."""
+    found = [batch["values"].data_ptr() for batch in numbered(Numbered(60), collate_fn=change) if batch]
+    assert len(set(found)) <= 6, "two prefetched, one in use, and those before and after them"
+
+
+@pytest.mark.parametrize("other", [copy, dict])
+def test_a_batch_that_a_worker_sends_twice_arrives_twice(other: Callable[[Item], Item]) -> None:
+    """And the second stays, when the memory of the first is used again; in either order."""
+    for change in (lambda batch: [batch, other(batch)], lambda batch: [other(batch), batch]):
+        seconds = []
+        for number, (first, second) in enumerate(numbered(Numbered(12), collate_fn=change)):
+            assert_numbered(first, number)
+            seconds.append(second)
+        for number, second in enumerate(seconds):
+            assert_numbered(second, number)
+
+
+@pytest.mark.slow
+def test_memory_is_used_again_between_spawned_processes() -> None:
+    loader = numbered(Numbered(20), multiprocessing_context="spawn")
+    kept = list(loader)
+    for number, batch in enumerate(kept):
+        assert_numbered(batch, number)
 
 
 @pytest.mark.parametrize(

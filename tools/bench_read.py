@@ -5,9 +5,10 @@
 A sample has the size of a Qwen-Image-Edit sample at a megapixel: two [4096, 64] latents and about 700 rows of prompt
 embeddings in bfloat16, 6 MB. Every reader feeds the same collation, which copies into reused batch buffers; only ours,
 and the second `memcpy`, hash what they read. The `DataLoader` rows are `qwen_cache.torch.CacheDataset` with its
-`collate`, which makes a new batch each time: their CPU time is that of all processes. Each measurement is a process of
-its own: time to the first batch, one pass that warms up and checks every byte, one timed pass. Files are in the page
-cache.
+`collate`, whose batches are new without workers: their CPU time is that of all processes, and workers are kept between
+passes, as with `persistent_workers=True`. Where there is an accelerator, one row copies into pinned buffers. Each
+measurement is a process of its own: time to the first batch, one pass that warms up and checks every byte, one timed
+pass. Files are in the page cache.
 
 `pip install webdataset litdata` for two of the others. mosaicml-streaming 0.13 requires old versions of numpy and
 transformers: `pip install --no-deps mosaicml-streaming`, and the packages that it imports. Missing readers are skipped.
@@ -18,9 +19,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import platform
-import resource
 import shutil
 import statistics
 import subprocess
@@ -33,6 +34,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.utils.data import DataLoader
 
@@ -130,9 +132,9 @@ def open_mapped(folder: Path, shuffled: bool) -> Epoch:
 def open_loader(workers: int) -> Callable[[Path, bool], Epoch]:
     def open_(folder: Path, shuffled: bool) -> Epoch:
         data = CacheDataset(folder)
-        return lambda: iter(
-            DataLoader(data, BATCH, sampler=order(len(data), shuffled), num_workers=workers, collate_fn=collate_items)
-        )
+        sampler, kept = order(len(data), shuffled), workers > 0
+        loader = DataLoader(data, BATCH, False, sampler, None, workers, collate_items, persistent_workers=kept)
+        return lambda: iter(loader)
 
     return open_
 
@@ -218,12 +220,20 @@ class Format:
     module: str = "torch"
     hashed: bool = False
     batched: bool = False
+    pinned: bool = False
+
+    def missing(self) -> str:
+        """What it needs and this machine lacks."""
+        if not find_spec(self.module):
+            return f"{self.module} is not installed"
+        return "there is no accelerator" if self.pinned and not torch.accelerator.is_available() else ""
 
 
 FORMATS = {
     "memcpy": Format("qwen-cache", write_cache, open_mapped),
     "memcpy + xxh3": Format("qwen-cache", write_cache, open_mapped, hashed=True),
     "qwen-cache": Format("qwen-cache", write_cache, open_ours),
+    "qwen-cache, pinned": Format("qwen-cache", write_cache, open_ours, pinned=True),
     **{
         f"DataLoader, {workers} workers": Format("qwen-cache", write_cache, open_loader(workers), batched=True)
         for workers in (0, 2, 4)
@@ -284,14 +294,18 @@ def digest(sample: Tensors) -> str:
 
 
 def cpu_seconds() -> float:
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
+    """Of this process and the workers that it has."""
+    workers = [psutil.Process(process.pid).cpu_times() for process in multiprocessing.active_children()]
+    return time.process_time() + sum(times.user + times.system for times in workers)
 
 
 def measure(name: str, shuffled: bool, samples: Samples, root: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     kind, longest = FORMATS[name], samples.longest()
-    buffers = {n: torch.zeros(BATCH, longest[n], width, dtype=torch.bfloat16) for n, width in WIDTH.items()}
+    buffers = {
+        n: torch.zeros(BATCH, longest[n], width, dtype=torch.bfloat16, pin_memory=kind.pinned)
+        for n, width in WIDTH.items()
+    }
     begin = time.perf_counter()
     epoch = kind.open(root / kind.files, shuffled)
     next(batches(kind, epoch(), buffers))
@@ -373,7 +387,7 @@ def run_worker(task: str, name: str, arguments: list[str]) -> Any:
 
 def compare(arguments: list[str], repeats: int) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Medians by order and reader, and why readers are skipped. The order of processes alternates."""
-    skipped = {n: f"{kind.module} is not installed" for n, kind in FORMATS.items() if not find_spec(kind.module)}
+    skipped = {name: missing for name, kind in FORMATS.items() if (missing := kind.missing())}
     names = [name for name in FORMATS if name not in skipped]
     for name in names:
         run_worker("write", name, arguments)

@@ -306,20 +306,27 @@ class Sample:
     def _checked(self, name: str, target: memoryview | None) -> memoryview:
         """The bytes of a tensor after a check of their hash, also copied to `target`; ChecksumError, CodecError."""
         spec, offset = self.row.meta.tensors[name], self.row.entry.tensor_offsets()[name]
-        what, where = f"{name} of sample {self.row.label}", self._shards.folder / self.row.shard
         stored = self._shards.bytes_of(self.row)[offset : offset + spec.stored_bytes]
         if stored.nbytes != spec.stored_bytes:
             size = f"{stored.nbytes} of {spec.stored_bytes} bytes"
-            raise ChecksumError(f"{what} reaches beyond its shard", where=where, found=size)
+            raise self._damaged(name, "reaches beyond its shard", found=size)
         if is_cut_short(stored):  # reading it would end the process
-            raise ChecksumError(f"{what} cannot be read: its shard became shorter", where=where)
-        data = decode(stored, spec, f"{where}: {what}")
+            raise self._damaged(name, "cannot be read: its shard became shorter")
+        data = stored
+        if spec.codec is not None:
+            data = decode(stored, spec, f"{self._where()}: {name} of sample {self.row.label}")
         digest = content_hash(data) if target is None else copy_hashed(data, target)
         if digest != spec.xxh3_128:
-            raise ChecksumError(
-                f"{what} does not have the bytes that were written", where=where, expected=spec.xxh3_128, found=digest
-            )
+            what = "does not have the bytes that were written"
+            raise self._damaged(name, what, expected=spec.xxh3_128, found=digest)
         return data
+
+    def _damaged(self, name: str, what: str, *, expected: str | None = None, found: str | None = None) -> ChecksumError:
+        what = f"{name} of sample {self.row.label} {what}"
+        return ChecksumError(what, where=self._where(), expected=expected, found=found)
+
+    def _where(self) -> Path | Url:
+        return self._shards.folder / self.row.shard
 
     def stored(self, name: str) -> torch.Tensor:
         """A tensor as it is stored, without a copy: `empty_prompt_embeds` of v2 without its shared prefix."""
