@@ -16,6 +16,8 @@ from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.plan import PlannedSample
 
 from .support.fake_lanes import FakeLanes
+from .support.server import Server
+from .support.server import serving as serving_files
 from .support.serving import png, running, service_job
 from .support.waiting import HANG, wait_until
 
@@ -124,3 +126,35 @@ def test_too_much_at_a_time_is_refused_until_later(tiny_model: Callable[[str], P
 def refusal(answer: httpx2.Response) -> tuple[int, str | None, str | None]:
     error = answer.json().get("error") if answer.status_code >= 400 else None
     return answer.status_code, answer.headers.get("Retry-After"), error
+
+
+def test_only_allowed_addresses_are_read(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By prefix, within the size of a body, and with the key of an upload."""
+    for name in ("open", "closed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").write_bytes(png(1))
+    (tmp_path / "open" / "huge.png").write_bytes(bytes(300_000))
+    with serving_files(Server(tmp_path)) as files:
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        settings = (f'serve.allow_urls=["{files.url}/open"]', "serve.max_body=200000")
+        job = service_job(tiny_model("edit-plus"), tmp_path / "pool", *settings)
+        with running(job) as url, httpx2.Client(base_url=url, timeout=HANG) as http:
+
+            def named(address: str) -> httpx2.Response:
+                form = [("prompt", (None, b"number 1")), ("target", (None, address.encode()))]
+                return http.post("/v1/samples", files=form)
+
+            refused = ["closed/1.png", "open", "open/../closed/1.png", "open/%2e%2e/closed/1.png", "opening/1.png"]
+            addresses = [f"{files.url}/{path}" for path in refused]
+            addresses += [f"file://{tmp_path}/open/1.png", f"zip://a::{files.url}/open/1.png", "1.png", "x" * 5000]
+            for address in addresses:
+                answer = named(address)
+                assert (answer.status_code, "no address that this server reads" in answer.text) == (422, True), address
+            assert "too large" in named(f"{files.url}/open/huge.png").text
+            assert "does not exist" in named(f"{files.url}/open/2.png").text
+            assert (
+                named(f"{files.url}/open/1.png").json()["samples"][0]["key"]
+                == send(http, 1).json()["samples"][0]["key"]
+            )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.datastructures import FormData, UploadFile
+from starlette.datastructures import FormData
 
 from qwen_cache.format.identity import Phrase
 from qwen_cache.sources.images import upright_size
@@ -34,11 +35,24 @@ class Uploaded:
         return self.label
 
 
-async def read_row(form: FormData) -> tuple[Row, int]:
-    """The row in a form, and the bytes of its images; RefusedError for a form that is not one row."""
+Fetch = Callable[[str, str, int], Awaitable[Uploaded]]
+"""Reads the image of a field at an address, of at most so many bytes."""
+
+
+async def read_row(form: FormData, fetch: Fetch, most: int) -> tuple[Row, int]:
+    """The row in a form, and the bytes of its images; RefusedError for a form that is not one row.
+
+    Images that the form names by their addresses have at most `most` bytes together.
+    """
     if unknown := sorted(set(form) - {*TEXTS, *IMAGES}):
         raise RefusedError(422, f"there is no field {unknown[0]!r}", f"send {', '.join((*TEXTS, *IMAGES))}")
-    images = {name: [await _uploaded(name, value) for value in form.getlist(name)] for name in IMAGES}
+    images: dict[str, list[Uploaded]] = {name: [] for name in IMAGES}
+    for name, value in form.multi_items():
+        if name in images and isinstance(value, str):
+            images[name].append(fetched := await fetch(name, value, most))
+            most -= len(fetched.data)
+        elif name in images:
+            images[name].append(Uploaded(await value.read(), name))  # type: ignore[union-attr]
     for name in ("target", "mask"):
         if len(images[name]) > 1:
             raise RefusedError(422, f"the form has {len(images[name])} images named {name}", "send one")
@@ -72,12 +86,6 @@ def check_pixels(row: Row, most: int) -> None:
             width, height = upright_size(image.read(), str(image))
             if width * height > most:
                 raise RefusedError(413, f"{image} has {width}×{height} pixels", f"send images of at most {most} pixels")
-
-
-async def _uploaded(name: str, value: UploadFile | str) -> Uploaded:
-    if isinstance(value, str):
-        raise RefusedError(422, f"{name} is text", "send the image as a file: nothing is fetched from addresses")
-    return Uploaded(await value.read(), name)
 
 
 def _text(name: str, values: list[Any]) -> str | None:

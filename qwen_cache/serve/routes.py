@@ -21,6 +21,7 @@ from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN
 from qwen_cache.format.one_sample import sample_file
 from qwen_cache.serve.description import describe
 from qwen_cache.serve.engine import Engine
+from qwen_cache.serve.fetch import Fetch
 from qwen_cache.serve.form import MAX_IMAGES, MAX_PART, TEXTS, check_pixels, read_row
 from qwen_cache.serve.messages import (
     FAILURES,
@@ -51,6 +52,7 @@ def routes_of(engine: Engine) -> APIRouter:
     """The routes of this engine."""
     routes = APIRouter(prefix="/v1")
     planning = asyncio.Semaphore(os.cpu_count() or 1)  # decoding takes memory
+    fetch = Fetch(engine.settings)
 
     @routes.get("", summary="The model, the recipe and the limits of this server")
     def description() -> dict[str, object]:
@@ -65,7 +67,7 @@ def routes_of(engine: Engine) -> APIRouter:
         summary="Send a row",
     )
     async def send(request: Request) -> Samples:
-        row, size = await _received(request)
+        row, size = await _received(request, fetch, int(engine.settings.max_body))
         async with planning:
             samples = await run_in_threadpool(_planned, engine, row)
         return Samples(samples=_states(await run_in_threadpool(engine.submit, samples, size)))
@@ -109,13 +111,13 @@ def routes_of(engine: Engine) -> APIRouter:
     return routes
 
 
-async def _received(request: Request) -> tuple[Row, int]:
+async def _received(request: Request, fetch: Fetch, most: int) -> tuple[Row, int]:
     """The row in the body of a request, and the bytes of its images."""
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise RefusedError(415, "the body is no multipart form", "send multipart/form-data, as `curl -F` does")
     limits = {"max_files": MAX_IMAGES, "max_fields": len(TEXTS), "max_part_size": MAX_PART}
     async with request.form(**limits) as form:
-        return await read_row(form)
+        return await read_row(form, fetch, most)
 
 
 def _planned(engine: Engine, row: Row) -> list[PlannedSample]:

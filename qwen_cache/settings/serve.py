@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import ByteSize, Field
 
-from qwen_cache.settings.section import Positive, Section
+from qwen_cache.settings.section import Positive, Section, UrlPrefix
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -18,6 +18,9 @@ class ServeConfig(Section):
     """A file with the token that every request must have, as `Authorization: Bearer TOKEN`."""
     source: str | None = None
     """A source that the server reads when it starts; clients name its rows in place of sending them."""
+    allow_urls: list[UrlPrefix] = []
+    """Addresses that a client may name in place of sending an image: their first parts, such as s3://team/pairs/. The
+    server reads them with its own rights; without any, it reads none."""
     store: bool = True
     """Store what is encoded in the cache. false: keep the newest samples in memory, up to serve.memory."""
     commit_samples: Positive = 256

@@ -232,6 +232,13 @@ class TableFolder:
         return os.path.relpath(folder / stem, folder) if isinstance(folder, Path) else posixpath.normpath(stem)
 
 
+def allowed_file(text: str, allowed: Iterable[str]) -> Location | None:
+    """The file at an address that begins with one of `allowed`; None for other texts, and for a chain of addresses."""
+    if "::" in text or len(text) > MAX_NAME or refused_protocol(text) or not any(_begins(text, it) for it in allowed):
+        return None
+    return file_at(location(text))
+
+
 def _server(url: str) -> str:
     """The part of a URL that names a server, a bucket, or a repository of the Hugging Face hub."""
     parts = url.split("/")
