@@ -1,0 +1,288 @@
+"""The Generate page: images from controls and a prompt, with a LoRA at one or several strengths.
+
+Each request becomes one `qwen-train predict`, which writes into a folder of its own below the state of the UI. Images
+come from there alone; what is uploaded is decoded first, as any image of a source.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import FileResponse
+from PIL import Image
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from qwen_cache.errors import ConfigError
+from qwen_cache.format.identity import content_hash
+from qwen_cache.format.manifest import MANIFEST_NAME
+from qwen_cache.sources.images import open_rgba
+from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
+from qwen_cache.storage.durable import make_folder, write_durably
+from qwen_cache.storage.mapped import read_file
+from qwen_cache.ui.jobs import Command, Job, Queue
+from qwen_cache.ui.settings import Changes, options_of
+from qwen_cache.ui.workspace import Workspace
+from qwen_cache.web import RefusedError, as_json
+
+KIND = "generate"
+LORA_NAME = "pytorch_lora_weights.safetensors"
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+FOLDER = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
+VALUE = re.compile(r"-([a-z_]+)=([^=]+?)(?=-[a-z_]+=|$)")
+"""An axis and its value in the name of an image, as `predict --grid` writes it."""
+STEM, GRID = "image", "image-grid.png"
+MOST_FILES = 2000  # images and LoRAs that are offered to choose from
+DEPTH = 4  # folders below the opened one in which they are looked for
+PREVIEW = 512  # pixels
+
+
+class Axis(BaseModel):
+    """Columns or rows of a grid."""
+
+    name: str
+    values: str
+
+
+class Devices(BaseModel):
+    """The device of all components, and those of components that have another; `auto` is none."""
+
+    device: str = "auto"
+    vae_device: str = "auto"
+    text_device: str = "auto"
+    transformer_device: str = "auto"
+
+
+class Wish(BaseModel):
+    """What to generate."""
+
+    model: str = ""
+    images: list[str] = []
+    prompt: str = ""
+    lora: str = ""
+    strength: float = 1.0
+    grid: list[Axis] = []
+    devices: Devices = Devices()
+    changes: Changes = {}
+
+
+def routes_of(workspace: Workspace, queue: Queue) -> APIRouter:
+    router = APIRouter()
+    results = Results(workspace, queue)
+
+    @router.get("/api/generate/choices")
+    def choices() -> dict[str, Any]:
+        """The LoRAs and images of the opened folder, and the model of qwen.yaml."""
+        images = (workspace.shown(path) for path in files_of(workspace.folder, IMAGE_EXTENSIONS))
+        listed = sorted(islice(images, MOST_FILES))
+        return {"loras": loras_of(workspace), "images": listed, "model": workspace.settings().model.path}
+
+    @router.post("/api/generate/command")
+    def command(wish: Wish) -> dict[str, Any]:
+        """The command line, checked; the folder of its images is not known yet."""
+        return {"line": command_of(workspace, wish, f"{STEM}.png").line}
+
+    @router.post("/api/generate/start")
+    def start(wish: Wish) -> dict[str, Any]:
+        """Put the command into the queue."""
+        name = time.strftime("%Y%m%d-%H%M%S-", time.localtime()) + secrets.token_hex(4)
+        folder = workspace.state / "generated" / name
+        made = command_of(workspace, wish, workspace.shown(folder / f"{STEM}.png"))
+        about = {"folder": name, "prompt": wish.prompt, "images": wish.images, "lora": wish.lora}
+        about |= {"strength": wish.strength, "grid": [axis.model_dump() for axis in wish.grid]}
+        make_folder(folder)
+        return queue.add(title_of(wish), KIND, made, devices_of(wish.devices), about).to_json()
+
+    @router.get("/api/generate/results")
+    def all_results() -> list[dict[str, Any]]:
+        """What was generated or will be, newest first."""
+        return results.all()
+
+    @router.get("/api/generate/results/{folder}/{name}")
+    def image(folder: str, name: str) -> FileResponse:
+        """An image that was generated."""
+        return FileResponse(results.image(folder, name), headers={"Cache-Control": "private, max-age=31536000"})
+
+    @router.get("/api/generate/preview")
+    def preview(path: str) -> Response:
+        """A small version of an image in the opened folders."""
+        return Response(preview_of(workspace.inside(path)), media_type="image/webp")
+
+    @router.post("/api/generate/upload")
+    async def upload(request: Request) -> Response:
+        """Keep an image, by its content; the answer has its path."""
+        return as_json({"path": workspace.shown(keep_upload(workspace, await request.body()))})
+
+    return router
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def command_of(workspace: Workspace, wish: Wish, out: str) -> Command:
+    """The command of a wish; ConfigError or RefusedError for one that cannot be carried out."""
+    if not wish.prompt.strip():
+        raise ConfigError("nothing to generate", where="prompt", do="write a prompt")
+    workspace.settings(wish.changes)
+    arguments = ["predict"]
+    for path in wish.images:
+        if not (found := workspace.inside(path)).is_file():
+            raise ConfigError("no such image", where="images", found=path, do="choose another")
+        arguments += ["--image", workspace.shown(found)]
+    arguments += ["--prompt", wish.prompt, *(["--model", wish.model] if wish.model else []), *_lora(workspace, wish)]
+    for axis in wish.grid:
+        arguments += ["--grid", f"{axis.name}={axis.values}"]
+    for name, device in wish.devices.model_dump().items():
+        if device not in ("", "auto"):
+            arguments += [f"--{name.replace('_', '-')}", device]
+    config = ["--config", "qwen.yaml"] if workspace.config_file else []
+    return Command("qwen-train", (*arguments, "--out", out, "--json", *config, *options_of(wish.changes)))
+
+
+def _lora(workspace: Workspace, wish: Wish) -> Iterator[str]:
+    """The LoRA, with its strength unless a grid varies it."""
+    if not wish.lora:
+        return
+    path = workspace.inside(wish.lora)
+    if not path.exists():
+        raise ConfigError("no such LoRA", where="lora", found=wish.lora, do="choose another")
+    varied = any(axis.name == "lora_weight" for axis in wish.grid)
+    yield "--lora"
+    yield workspace.shown(path) + ("" if varied or wish.strength == 1 else f":{wish.strength:g}")
+
+
+def devices_of(devices: Devices) -> list[str]:
+    """The devices that the command computes on."""
+    parts = (devices.vae_device, devices.text_device, devices.transformer_device)
+    return list(dict.fromkeys(devices.device or "auto" if part in ("", "auto") else part for part in parts))
+
+
+def title_of(wish: Wish) -> str:
+    """A line for the queue."""
+    prompt = " ".join(wish.prompt.split())
+    return f"Generate: {prompt if len(prompt) <= 60 else prompt[:59] + '…'}"
+
+
+# ---- choices ---------------------------------------------------------------------------------------------------------
+
+
+def files_of(folder: Path, endings: Sequence[str], depth: int = DEPTH) -> Iterator[Path]:
+    """Files with these endings in a folder and below it, without hidden folders, caches and links to folders."""
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:
+        return
+    if any(entry.name == MANIFEST_NAME for entry in entries):
+        return
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            if depth > 1 and not CHECKPOINT.fullmatch(entry.name):
+                yield from files_of(entry, endings, depth - 1)
+        elif entry.suffix.lower() in endings:
+            yield entry
+
+
+def loras_of(workspace: Workspace) -> list[dict[str, Any]]:
+    """LoRAs in the opened folder: those of runs with the steps of their checkpoints, and single files."""
+    found: list[dict[str, Any]] = []
+    for path in islice(files_of(workspace.folder, [".safetensors"]), MOST_FILES):
+        if path.name == LORA_NAME:
+            steps = [int(match[1]) for each in path.parent.iterdir() if (match := CHECKPOINT.fullmatch(each.name))]
+            found.append({"path": workspace.shown(path.parent), "checkpoints": [*sorted(steps), "final"]})
+        elif path.parent == workspace.folder or path.parent.name in ("loras", "lora"):
+            found.append({"path": workspace.shown(path), "checkpoints": []})
+    return found
+
+
+def preview_of(path: Path) -> bytes:
+    """A small WebP of an image file; SourceError if it is none."""
+    image = open_rgba(read_file(path), path.name)
+    image.thumbnail((PREVIEW, PREVIEW))
+    return _webp(image)
+
+
+def _webp(image: Image.Image) -> bytes:
+    data = BytesIO()
+    image.save(data, "WEBP", quality=85)
+    return data.getvalue()
+
+
+def keep_upload(workspace: Workspace, data: bytes) -> Path:
+    """The file of an uploaded image, which has all its pixels; SourceError if it is none."""
+    with_pixels = open_rgba(data, "the uploaded file")
+    png = BytesIO()
+    with_pixels.save(png, "PNG")
+    folder = workspace.state / "uploads"
+    path = folder / f"{content_hash(data)}.png"
+    if not path.exists():
+        make_folder(folder)
+        write_durably(path, png.getvalue())
+    return path
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+class Results:
+    """The images of the jobs of this page."""
+
+    def __init__(self, workspace: Workspace, queue: Queue) -> None:
+        self.workspace, self.folder, self.queue = workspace, workspace.state / "generated", queue
+
+    def all(self) -> list[dict[str, Any]]:
+        """Each job with the images that it has written so far."""
+        jobs = sorted((job for job in self.queue.list() if job.kind == KIND), key=lambda job: job.created, reverse=True)
+        return [job.to_json() | {"images": self.images(job), "problem": self._problem(job)} for job in jobs]
+
+    def _problem(self, job: Job) -> str:
+        return job.error() if job.state in ("failed", "lost") else ""
+
+    def images(self, job: Job) -> list[dict[str, Any]]:
+        """The images of a job in the order of its grid, each with its values and its URL."""
+        name = str(job.about.get("folder", ""))
+        if not FOLDER.fullmatch(name):
+            return []
+        found = sorted((self.folder / name).glob(f"{STEM}*.png"))
+        images = [
+            {"values": dict(VALUE.findall(path.stem)), "url": url_of(path)} for path in found if path.name != GRID
+        ]
+        axes = {axis["name"]: axis["values"].split(",") for axis in reversed(job.about.get("grid", []))}
+        return sorted(images, key=lambda image: [_place(image["values"].get(axis), axes[axis]) for axis in axes])
+
+    def image(self, folder: str, name: str) -> Path:
+        """The file of an image; RefusedError (404) if it is none of those."""
+        path = self.folder / folder / name
+        if not (FOLDER.fullmatch(folder) and path.name == name and path.suffix == ".png" and path.is_file()):
+            raise RefusedError(404, "no such image", "reload the page")
+        return self.workspace.inside(path)
+
+
+def url_of(path: Path) -> str:
+    """The URL of a generated image, which changes with the file."""
+    return f"/api/generate/results/{path.parent.name}/{path.name}?{path.stat().st_mtime_ns}"
+
+
+def _place(value: str | None, values: Sequence[str]) -> int:
+    """Where a value stands among those that were typed, which may be written in another way: 0.50 for 0.5."""
+    for i, each in enumerate(values):
+        if value == each.strip() or _number(value) == _number(each):
+            return i
+    return len(values)
+
+
+def _number(text: str | None) -> float | str | None:
+    try:
+        return float(text or "")
+    except ValueError:
+        return json.dumps(text)

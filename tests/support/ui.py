@@ -1,0 +1,27 @@
+"""The UI of a folder in this process, as its own pages reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from starlette.testclient import TestClient
+
+from qwen_cache.ui.app import make_app
+from qwen_cache.ui.jobs import Checks, Queue
+from qwen_cache.ui.workspace import Workspace
+
+PORT, TOKEN = 8078, "a-token"
+ORIGIN = f"http://127.0.0.1:{PORT}"
+OWN = {"Cookie": f"qwen_cache_ui_{PORT}={TOKEN}", "Origin": ORIGIN, "Sec-Fetch-Site": "same-origin"}
+"""The headers of a request by a page of the UI."""
+
+
+@contextmanager
+def opened(folder: Path, *allowed: Path) -> Iterator[TestClient]:
+    """A client with the rights of a page; the queue of the folder runs inside the block."""
+    workspace = Workspace.open(folder, allowed)
+    with Queue(workspace.folder) as queue, closing(Checks(workspace.folder)) as checks:
+        app = make_app(workspace, queue, checks, TOKEN, PORT)
+        yield TestClient(app, base_url=ORIGIN, headers=OWN, raise_server_exceptions=False)

@@ -1,0 +1,236 @@
+"""`qwen-cache ui`: who is answered, which files are reached, and the frame of the pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from starlette.testclient import TestClient
+
+from qwen_cache.errors import ConfigError
+from qwen_cache.settings.listing import all_settings
+from qwen_cache.settings.load import load_config
+from qwen_cache.ui.pages import HERE, PAGES
+from qwen_cache.ui.settings import options_of
+from qwen_cache.ui.workspace import Workspace
+from qwen_cache.web import RefusedError
+
+from .support.commands import command
+from .support.ui import ORIGIN, OWN, PORT, TOKEN, opened
+from .support.waiting import HANG
+
+QUEUE, JOBS = "/api/queue/pause", "/api/jobs"
+COOKIE = {"Cookie": OWN["Cookie"]}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "qwen.yaml").write_text("train: {max_steps: 7}\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(project: Path) -> Iterator[TestClient]:
+    """A client with the rights of a page."""
+    with opened(project) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def stranger(own: TestClient) -> TestClient:
+    """A client without any."""
+    return TestClient(own.app, base_url=ORIGIN, raise_server_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Cookie": f"qwen_cache_ui_{PORT}=wrong"},
+        {"Cookie": f"qwen_cache_ui_{PORT + 1}={TOKEN}"},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": f"Basic {TOKEN}"},
+        COOKIE | {"Host": "evil.example"},
+        COOKIE | {"Host": f"127.0.0.1.evil.example:{PORT}"},
+        COOKIE | {"Host": "192.168.0.1"},
+        COOKIE | {"Host": "[::2"},
+        COOKIE | {"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"},
+        COOKIE | {"Origin": "http://127.0.0.1:3000"},
+        COOKIE | {"Origin": "null"},
+        COOKIE | {"Sec-Fetch-Site": "same-site"},  # another port of this machine, which has the same cookies
+        COOKIE | {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"},
+    ],
+    ids=str,
+)
+def test_a_stranger_gets_nothing(stranger: TestClient, headers: dict[str, str]) -> None:
+    for method, path in [("GET", "/"), ("GET", JOBS), ("GET", "/static/api.js"), ("POST", QUEUE), ("PUT", JOBS)]:
+        answer = stranger.request(method, path, headers=headers, content=b"{}" if method == "POST" else None)
+        assert answer.status_code == 403
+        assert set(answer.json()) == {"error", "do"}
+    assert not stranger.get(JOBS, headers=OWN).json()["paused"]
+
+
+def test_a_change_needs_a_page_of_the_program(stranger: TestClient) -> None:
+    assert stranger.get(JOBS, headers=COOKIE).status_code == 200  # typed into the address line
+    assert stranger.post(QUEUE, headers=COOKIE, content=b"{}").status_code == 403  # no browser omits Origin here
+    assert stranger.post(QUEUE, headers=OWN, content=b"{}").json() == {"paused": True}
+    by_program = {"Authorization": f"Bearer {TOKEN}"}
+    assert stranger.post("/api/queue/resume", headers=by_program, content=b"{}").json() == {"paused": False}
+
+
+def test_bodies_have_a_length_and_a_limit(own: TestClient) -> None:
+    endless = own.post(QUEUE, content=iter([b"{}"]))
+    assert (endless.status_code, endless.json()["error"]) == (411, "the body has no length")
+    huge = own.post(QUEUE, content=b"", headers={"Content-Length": "300000000"})
+    assert (huge.status_code, huge.json()["do"]) == (413, "send at most 256000000")
+
+
+def test_the_address_with_the_token_opens_the_pages(stranger: TestClient) -> None:
+    """Also from a page of another origin, such as a terminal in a browser: the next request must be our own page's."""
+    welcome = stranger.get(f"/?token={TOKEN}", headers={"Sec-Fetch-Site": "cross-site"}, follow_redirects=False)
+    assert welcome.status_code == 200
+    assert welcome.headers["set-cookie"] == f"qwen_cache_ui_{PORT}={TOKEN}; HttpOnly; SameSite=Strict; Path=/"
+    assert TOKEN not in welcome.text
+    assert 'content="0; url=/"' in welcome.text
+    for wrong in ("wrong", "", TOKEN + "x"):
+        answer = stranger.get(f"/?token={wrong}", headers=COOKIE)
+        assert "set-cookie" not in answer.headers
+        assert answer.status_code == (200 if wrong == "" else 403)  # an empty one is none
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_run_their_own_scripts_alone(own: TestClient, name: str) -> None:
+    answer = own.get(f"/{name}")
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert answer.headers["cache-control"] == "no-store"
+    text = answer.text
+    assert f'aria-current="page">{PAGES[name]}' in text
+    assert not re.findall(r"<script(?![^>]*\ssrc=)|\sstyle=|\son\w+=|https?://", text)
+    for url in re.findall(r'(?:src|href)="(/static/[^"]+)"', text):
+        assert own.get(url).status_code == 200, url
+
+
+def test_scripts_never_write_markup_and_load_nothing_from_elsewhere() -> None:
+    scripts = {path.name: path.read_text(encoding="utf-8") for path in (HERE / "static").glob("*.js")}
+    assert {f"{name}.js" for name in PAGES} <= scripts.keys()
+    for name, text in scripts.items():
+        assert not re.findall(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|https?://(?!www\.w3\.org)", text
+        ), name
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "../app.py", "..%2fapp.py", "%2e%2e/app.py", "style.css%00"])
+def test_static_files_are_listed_ones(own: TestClient, name: str) -> None:
+    assert own.get(f"/static/{name}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["..", "../other", "/etc/passwd", "data/../../other", "link/secret.txt", "link", "loop", "a\0b"],
+)
+def test_paths_outside_the_folder_are_refused(tmp_path: Path, path: str) -> None:
+    folder, other = tmp_path / "project", tmp_path / "other"
+    for each in (folder / "data", other):
+        each.mkdir(parents=True)
+    (other / "secret.txt").write_text("secret", encoding="utf-8")
+    (folder / "link").symlink_to(other)
+    (folder / "loop").symlink_to("loop")
+    workspace = Workspace.open(folder)
+    if path == "loop" and sys.version_info >= (3, 13):
+        return  # resolves to itself, inside
+    with pytest.raises(RefusedError) as refused:
+        workspace.inside(path)
+    assert refused.value.status == 403
+
+
+def test_allowed_folders_are_reached(tmp_path: Path) -> None:
+    folder, photographs = tmp_path / "project", tmp_path / "photographs"
+    folder.mkdir()
+    photographs.mkdir()
+    (folder / "data").symlink_to(photographs)
+    workspace = Workspace.open(folder, [photographs])
+    assert workspace.inside("data/a.png") == photographs / "a.png"
+    assert workspace.shown(photographs / "a.png") == str(photographs / "a.png")
+    assert workspace.shown(folder / "out/b.png") == "out/b.png"
+    assert str(workspace.location("s3://bucket/shards")) == "s3://bucket/shards"
+    with pytest.raises(ConfigError, match="no such folder"):
+        Workspace.open(tmp_path / "missing")
+
+
+def test_settings_are_those_of_the_help(own: TestClient) -> None:
+    found = {each["key"]: each for each in own.get("/api/settings?sections=train,optimizer").json()}
+    assert found.keys() == {each.key for each in all_settings() if each.key.startswith(("train.", "optimizer."))}
+    steps = found["train.max_steps"]
+    assert (steps["value"], steps["kind"]) == (7, "integer")  # of qwen.yaml
+    assert all(each["description"] for each in found.values())
+    kinds = {"choice", "flag", "integer", "number", "text", "yaml"}
+    assert {each["kind"] for each in found.values()} == kinds
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"train.max_steps": 50, "optimizer.learning_rate": 1e-5},
+    {"train.output_dir": "a: b # c", "train.gradient_checkpointing": False},
+    {"train.output_dir": "1e-5"},  # text that YAML would read as a number
+    {"train.lora.rank_pattern": {"to_q": 4}, "model.transformer": None},
+    {"validation.prompts": [{"prompt": 'quotes " and \\ and\nlines', "control": ["ä b.png"], "seed": 3}]},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_changes_reach_a_command_as_they_are(own: TestClient, changes: dict[str, Any]) -> None:
+    options = own.post("/api/settings/check", json={"changes": changes}).json()["options"]
+    assert options == options_of(changes)
+    assert options[::2] == ["--set"] * len(changes)
+    values = load_config(None, options[1::2]).model_dump(mode="json")
+    for key, value in changes.items():
+        section: Any = values
+        for part in key.split("."):
+            section = section[part]
+        for given, read in zip(*(each if isinstance(each, list) else [each] for each in (value, section)), strict=True):
+            assert read == given if not isinstance(given, dict) else given.items() <= read.items()
+
+
+def test_a_wrong_setting_is_named(own: TestClient) -> None:
+    answer = own.post("/api/settings/check", json={"changes": {"optimizer.lerning_rate": 1}})
+    assert answer.status_code == 422
+    assert answer.json()["do"] == "did you mean optimizer.learning_rate?"
+    answer = own.post("/api/settings/check", json={"changes": {"train.max_steps": "many"}})
+    assert (answer.json()["where"], answer.json()["found"]) == ("train.max_steps", "many")
+
+
+def test_one_ui_for_a_folder_and_an_end_by_ctrl_c(tmp_path: Path) -> None:
+    program = Path(sys.executable).parent / "qwen-cache"
+    arguments = [program, "ui", tmp_path, "--port", "0", "--no-browser", "--json"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as ui:
+        assert ui.stdout is not None
+        lines = [ui.stdout.readline() for _ in range(3)]
+        url = json.loads("".join(lines))["url"]
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{43}", url)
+        address, _, token = url.partition("/?token=")
+        answer = httpx2.get(f"{address}/api/jobs", headers={"Authorization": f"Bearer {token}"}, timeout=HANG)
+        assert answer.json() == {"paused": False, "jobs": []}
+        assert httpx2.get(f"{address}/api/jobs", timeout=HANG).status_code == 403
+        second = command("qwen-cache", "ui", tmp_path, "--port", "0", "--no-browser")
+        assert second.code == 2
+        assert "this folder is already open in another `qwen-cache ui`" in second.stderr
+        ui.send_signal(signal.SIGINT)
+        assert ui.wait(HANG) == 0
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    result = command("qwen-cache", "ui", tmp_path / "missing", "--no-browser")
+    assert result.code == 2
+    assert "no such folder" in result.stderr
