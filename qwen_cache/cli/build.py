@@ -54,6 +54,7 @@ from qwen_cache.storage.upload import destination
 from qwen_cache.storage.url import Url
 
 if TYPE_CHECKING:
+    from qwen_cache.encode.micro_batches import LaneState
     from qwen_cache.plain_output import PlainConsole
 
 MAX_SIZES = 6  # target sizes in the plan
@@ -319,18 +320,26 @@ def _left_damaged(tasks: Sequence[Task]) -> int:
 
 def _run(task: Task, encoders: Encoders) -> write.Report:
     """Encode with a progress line; when interrupted, print how many samples are kept."""
-    now, plan = Progress(0), task.plan
+    now, plan, loaded = Progress(0), task.plan, list[Encoding]()
     missing = plan.missing
     what = "encoding" if plan.to_encode else "making masks" if plan.new_masks else "copying"
+
+    def load(job: BuildJob) -> Encoding:
+        loaded.append(encoders.load(job))
+        return loaded[-1]
+
+    def lanes() -> list[LaneState]:
+        return [lane.state for each in loaded for lane in getattr(each, "every_lane", ())]
+
     try:
-        with progress_line(what, len(missing)) as show:
+        with progress_line(what, len(missing), lanes) as show:
 
             def update(progress: Progress) -> None:
                 nonlocal now
                 now = progress
                 show(progress)
 
-            loading = replace(encoders, load=_loader(task, encoders))
+            loading = replace(encoders, load=_loader(task, replace(encoders, load=load)))
             again = partial(builder.update_of_slice, task.job, plan) if task.job.slice and not task.is_repair else None
             return write.run(task.job, task.update, missing, loading, update, plan.new_masks, again)
     except BaseException:
@@ -432,6 +441,8 @@ def _print_plan(task: Task, seconds: float | None, *, always: bool) -> None:
         out.print(f"{INDENT}{of_all} without a control image, encoded as text to image")
     if job.masks_left_out:
         out.print(f"{INDENT}{plural(job.masks_left_out, 'edit mask')} skipped: format v1 has none")
+    if job.rows_left_out and not task.is_repair:
+        out.print(f"{INDENT}{plural(job.rows_left_out, 'row')} of the source left out")
     if plan.repeated:
         out.print(f"{INDENT}{plural(plan.repeated, 'row')} with the same content as another, stored once")
     if plan.removed and not task.is_repair:
@@ -505,6 +516,7 @@ def _plan_json(task: Task, seconds: float | None) -> dict[str, Any]:
         ],
         "target_sizes": [{"width": w, "height": h, "samples": n} for (w, h), n in plan.target_sizes().items()],
         "repeated": plan.repeated,
+        "left_out": job.rows_left_out,
         "removed": list(plan.removed),
         "problems": [{"where": p.where, "what": p.what, "do": p.do} for p in plan.problems],
         "damaged_shards": sorted([*task.update.damaged, *task.elsewhere]),

@@ -46,7 +46,10 @@ def prepare_at(config: Config, source: str | None, client: Client) -> BuildJob:
     recipe = description.recipe
     keeps_masks = description.format_version > 1 and config.data.edit_mask != "none"
     rows = as_encoded(found.rows, masks=keeps_masks, phrases="mask_head" in recipe or "attention" in recipe)
-    return BuildJob(config, folder, model, recipe, rows, found.problems, left_out, found.slice, found.sliced, source)
+    return BuildJob(
+        *(config, folder, model, recipe, rows, found.problems, left_out),
+        *(found.slice, found.sliced, source, found.left_out),
+    )
 
 
 def plan_at(config: Config, source: str, client: Client) -> tuple[BuildJob, list[PlannedSample]]:

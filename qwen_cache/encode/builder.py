@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from qwen_cache.encode.edit_mask import EditMasks, ReusableSamples
-from qwen_cache.encode.plan import BuildPlan, PlannedSample, Rules, make_plan, without_gc
+from qwen_cache.encode.plan import BuildPlan, PlannedSample, Rules, make_plan
 from qwen_cache.encode.recipe import make_recipe, recipe_changes
 from qwen_cache.encode.remembered_images import RememberedImages
 from qwen_cache.encode.slices import SlicedSource, SourceSlice
@@ -38,7 +38,8 @@ from qwen_cache.models.template import PIXEL_TOKENS
 from qwen_cache.settings.cache import check_compression
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.captions import Captions
-from qwen_cache.sources.detect import Row, read_source
+from qwen_cache.sources.detect import Row, read_content
+from qwen_cache.sources.garbage import without_gc
 from qwen_cache.sources.sizes import Resolution
 from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.upload import destination
@@ -65,6 +66,8 @@ class BuildJob:
     """All rows of that source; None if it is not sliced."""
     source: str = ""
     """The address that `rows` come from."""
+    rows_left_out: int = 0
+    """Rows that the source leaves out, of all slices."""
 
     def keeps(self, name: str) -> bool:
         """Whether a cached sample of this name belongs to another slice."""
@@ -184,6 +187,7 @@ def prepare_build(
         source_rows.slice,
         source_rows.sliced,
         source or config.data.source,
+        source_rows.left_out,
     )
 
 
@@ -227,14 +231,16 @@ class SourceRows:
     slice: SourceSlice | None
     sliced: SlicedSource | None
     """All rows, if there is a slice."""
+    left_out: int
+    """How many rows the source leaves out, of all slices."""
 
 
 @without_gc()
 def read_rows(
     config: Config, source: str, model: ModelFolder, check: Callable[[list[Row]], list[Problem]]
 ) -> SourceRows:
-    """Read `source` with the settings `config.data`; rows in which `check` finds a problem are left out."""
-    every, problems = read_source(
+    """Read `source` with the settings `config.data`; a row in which `check` finds a problem is not usable."""
+    content = read_content(
         location(source),
         needs_control=model.needs_controls and not config.data.allow_no_control,
         takes_control=model.takes_controls,
@@ -246,17 +252,18 @@ def read_rows(
         config_name=config.data.config_name,
         captions=Captions.of(config.data),
     )
+    every, problems, left_out = content.rows, content.problems, content.left_out
     source_slice, sliced, rows = SourceSlice.parse(config.data.slice) if config.data.slice else None, None, every
     if source_slice:
         rows = source_slice.take(every)
         positions = {row.name: i for i, row in enumerate(every)}
         sliced = SlicedSource(positions, frozenset(row.name for row in rows), is_complete=not problems)
         problems = source_slice.take(problems)
-    del every
+    del every, content
     if unusable := check(rows):
         places = {problem.where for problem in unusable}
         rows = [row for row in rows if row.where not in places]
-    return SourceRows(rows, [*problems, *unusable], source_slice, sliced)
+    return SourceRows(rows, [*problems, *unusable], source_slice, sliced, left_out)
 
 
 def as_encoded(rows: list[Row], *, masks: bool, phrases: bool) -> list[Row]:

@@ -7,12 +7,11 @@ the build in its first minutes and not in its last hour. An image that has not c
 
 from __future__ import annotations
 
-import gc
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TypeVar
@@ -26,6 +25,7 @@ from qwen_cache.format.other_caches import Copies
 from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.sources.detect import Readable, Row
+from qwen_cache.sources.garbage import without_gc
 from qwen_cache.sources.sizes import (
     Resolution,
     Size,
@@ -207,22 +207,6 @@ def _removed(rows: Iterable[Row], samples: Container[str], cached: KeyedRows) ->
     names = {row.name for row in rows} if unmatched else set()
     found = (cached[key].name for key in unmatched)
     return tuple(name for name in found if name not in names)
-
-
-@contextmanager
-def without_gc() -> Iterator[None]:
-    """Turn Python's cyclic garbage collector off inside the block.
-
-    A plan makes millions of objects that it keeps and that form no cycles; searching them repeatedly takes a third of
-    its time. Not for decoding images, which may form cycles that hold their pixels.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @without_gc()

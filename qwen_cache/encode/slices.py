@@ -1,6 +1,7 @@
 """Slices: the rows of a source cut into runs, so that independent machines can build it.
 
 The source alone decides the cut: of its n usable rows, in order, slice k of N has those from `(k-1)·n/N` to `k·n/N`.
+Rows left out are not usable: leaving one out moves the cuts, and drops its sample, as deleting it would.
 Slices may share a cache: each build replaces the samples of its own rows, keeps those of the other slices, and drops
 those of which the source has no row. So all slices together make the cache that one build would, in the order of the
 source. They may also have a cache each, for `qwen-cache merge`.

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.format.fields import parse_json
-from qwen_cache.sources.columns import Columns, Record, find_columns, read_rows
+from qwen_cache.sources.columns import LEFT_OUT, Columns, Record, find_columns, read_rows
 from qwen_cache.sources.places import (
     Location,
     RangeFile,
@@ -316,8 +316,10 @@ def _read_tables(tables: Iterable[Table], where: Location, needs: Needs) -> Iter
         if first is None:
             first, columns = table, find_columns(table.schema.names, table.path, needs)
         used = [name for listed in columns.values() for name in listed]
-        for name in used:
-            if name not in table.schema.names or table.schema.field(name).type != first.schema.field(name).type:
+        for name in [*used, *(each for each in table.schema.names if each.strip().lower() in LEFT_OUT)]:
+            if not all(name in each.schema.names for each in (first, table)) or (
+                table.schema.field(name).type != first.schema.field(name).type
+            ):
                 expected, do = f"{name!r} as in {first.path}", "name the files that belong together"
                 raise SourceError("the columns differ between files", where=table.path, expected=expected, do=do)
         used_for_images = [name for role in IMAGES for name in columns[role]]

@@ -13,15 +13,16 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.plain_text import shell_line
 from qwen_cache.settings.data import ColumnsConfig
 from qwen_cache.settings.yaml_text import assignment
-from qwen_cache.sources.places import File, Location, TableFolder
+from qwen_cache.sources import left_out
+from qwen_cache.sources.places import Location, TableFolder
 from qwen_cache.sources.rows import Draft, Embedded, FieldProblems, Needs, Readable, Row, unique
 
 LIST_COLUMNS = ("prompts", "captions", "edited_prompt_list")
@@ -45,6 +46,8 @@ COLUMNS = {
 edits: InstructPix2Pix, MagicBrush, HQ-Edit, UltraEdit, OmniEdit."""
 TO_GENERATE = {"seed": ("seed",), "width": ("width",), "height": ("height",)}
 """Columns of numbers, in tables of images to generate alone: others may have numbers of these names too."""
+LEFT_OUT = {left_out.COLUMN: (left_out.COLUMN,)}
+"""The column that leaves rows out; a column that `data.columns` names is another."""
 MAX_SEED, MAX_SIDE = (1 << 63) - 1, 1 << 15
 GENERIC = {"target": ("output",), "control": ("input", "source", "original"), "prompt": ("edit",)}
 """Ambiguous names, which may also say, for example, where an image is from: recognised only if no column has one of the
@@ -65,6 +68,7 @@ Record = tuple[str, dict[str, Any]]
 """A row of a table: its location for messages, and its values by column, which are text or embedded images."""
 
 
+@lru_cache(1 << 10)
 def role_of(name: str) -> tuple[str | None, int | None]:
     """The role of a column by its name, and its number: `control_2` is (`control`, 2)."""
     return _role_among(COLUMNS, name)
@@ -85,7 +89,7 @@ def find_columns(
     """
     named = given(needs.columns)
     check_named(named, names, where, noun)
-    known = COLUMNS | (TO_GENERATE if needs.to_generate else {})
+    known = COLUMNS | LEFT_OUT | (TO_GENERATE if needs.to_generate else {})
     columns = {role: dict(enumerate(named.get(role, ()))) for role in known}
     taken = {name for listed in named.values() for name in listed}
     unknown: list[str] = []
@@ -153,6 +157,8 @@ def _add(
         do = f"name the right one: {setting(role, twin)} or {setting(role, name)}"
         if role == "control":
             do += f"; or both in their order: {setting(role, twin, name)}"
+        if role in LEFT_OUT:
+            do = "rename or remove one of them"
         raise SourceError(what, where=where, expected="one", do=do)
 
 
@@ -251,21 +257,27 @@ def read_rows(
     A row without target is an image to generate; if it may have a seed, it need not have a control either.
     """
     for record in records:
-        yield record if isinstance(record, Problem) else _read_row(*record, columns, folder, taken)
+        yield record if isinstance(record, Problem) else read_row(*record, columns, folder, taken)
 
 
-def _read_row(
-    where: str, values: dict[str, Any], columns: Columns, folder: TableFolder, taken: dict[str, int]
-) -> Problem | Draft:
+def read_row(where: str, values: dict[str, Any], columns: Columns, folder: TableFolder, taken: dict[str, int]) -> Draft:
+    """One row, whose names are added to `taken`."""
     field_problems: FieldProblems = {}
     cells: dict[str, list[Any]] = {role: [] for role in columns}
     for role, column in [(role, column) for role, listed in columns.items() for column in listed]:
-        read = _number if role in TO_GENERATE else _items
+        read = _flag if role in LEFT_OUT else _number if role in TO_GENERATE else _items
         cells[role] += read(role, column, values.get(column), field_problems)
+    is_left_out = any(cells.get(left_out.COLUMN, ()))
+    phrase = cells["phrase"][0] if cells["phrase"] else ""
     mask, controls, prompts = cells["mask"], cells["control"], cells["prompt"] or [""]
     while controls and not controls[-1]:
         controls.pop()
     target = cells["target"][0] if columns["target"] else ""
+
+    def unusable(what: str, do: str) -> Draft:
+        samples = tuple(Row(_numbered(where), where, None, (), None, prompt) for prompt in prompts)
+        return Draft(samples, {}, phrase, is_left_out, Problem(where, what, do))
+
     if "" in controls:
         what = f"control {controls.index('') + 1} is empty, but a later one is {controls[-1]}"
         field_problems.setdefault("control", (what, "move the later ones up: their order is what the model sees"))
@@ -273,23 +285,27 @@ def _read_row(
     if not needed and not columns.keys() & TO_GENERATE.keys():
         role = "target" if columns["target"] else "control"
         what, do = f"the {role} {columns[role][0]!r} is empty", "name an image, or remove the row"
-        return Problem(where, *field_problems.get(role, (what, do)))
+        return unusable(*field_problems.get(role, (what, do)))
     try:
         images = [_image(value, folder) for value in filter(None, controls)]
         shown, painted = (_image(it, folder) if it else None for it in (target, mask[0] if mask and target else ""))
     except SourceError as error:
-        return Problem(where, error.fault, error.do or "correct the path")
+        return unusable(error.fault, error.do or "correct the path")
     named = next(filter(None, (target, *controls)), None)
     name = _numbered(where) if named is None else folder.name(named) if isinstance(named, str) else named.name
-    seed, width, height = (next(iter(cells.get(each, [])), None) for each in TO_GENERATE)
+    size = _size(cells, field_problems)
+    seed = next(iter(cells.get("seed", [])), None)
+    given = where, shown, tuple(images), painted
+    samples = tuple(Row(unique(name, taken), *given, prompt, (), seed, size) for prompt in prompts)
+    return Draft(samples, field_problems, phrase, is_left_out)
+
+
+def _size(cells: dict[str, list[Any]], field_problems: FieldProblems) -> tuple[int, int] | None:
+    width, height = (next(iter(cells.get(each, [])), None) for each in ("width", "height"))
     if (width is None) != (height is None) and not field_problems.keys() & {"width", "height"}:
         what = f"the {'height' if height is None else 'width'} is missing"
         field_problems.setdefault("size", (what, "give both, or neither"))
-    size = None if width is None or height is None else (width, height)
-    row = Row("", where, shown, tuple(images), painted, "", (), seed, size)
-    phrase = cells["phrase"][0] if cells["phrase"] else ""
-    samples = tuple(replace(row, name=unique(name, taken), prompt=prompt) for prompt in prompts)
-    return Draft(samples, field_problems, phrase)
+    return None if width is None or height is None else (width, height)
 
 
 def _numbered(where: str) -> str:
@@ -300,7 +316,7 @@ def _numbered(where: str) -> str:
 
 
 def _image(value: str | Embedded, folder: TableFolder) -> Readable:
-    return File(folder.file(value)) if isinstance(value, str) else value
+    return folder.image(value) if isinstance(value, str) else value
 
 
 def _items(role: str, column: str, value: Any, field_problems: FieldProblems) -> list[Any]:
@@ -326,6 +342,15 @@ def _item(role: str, column: str, item: Any, field_problems: FieldProblems) -> A
         what = f"the {role} {column!r} is {_short(item)}, expected text"
         field_problems[role] = what, "correct it; text stands in double quotes"
     return text.strip()
+
+
+def _flag(role: str, column: str, value: Any, field_problems: FieldProblems) -> list[bool]:
+    """Whether one cell says yes."""
+    is_yes = left_out.is_yes(value)
+    if is_yes is None:
+        expected = f"expected {', '.join(left_out.YES)}, or {', '.join(filter(None, left_out.NO))} or nothing"
+        field_problems[role] = f"{column!r} is {_short(value)}, {expected}", "correct it, or leave it empty"
+    return [bool(is_yes)]
 
 
 def _number(role: str, column: str, value: Any, field_problems: FieldProblems) -> list[int | None]:

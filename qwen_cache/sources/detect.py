@@ -29,11 +29,15 @@ ignored, unless the name resembles that of a control or a mask:
              prompts, captions, edited_prompt_list; else edit
     phrase   phrase, edit_phrase: words of the prompt that say where the edit is; `[[ ]]` around them in any prompt does
              the same (`grounding/phrase.py`)
+    left_out left_out: true, 1, yes or x leaves the row out
 
 Paths are relative to the table's folder; Parquet and Arrow may hold the images themselves. Tars (.tar, or a folder of
 them) are those of `webdataset`; `sources/webdataset.py` has the names of members. `data/{000..009}.tar` means ten.
 `data.columns` names columns, folders and parts of tars that are called otherwise. `hf://datasets/OWNER/NAME` is a
 dataset on the hub (`sources/hub.py`).
+
+Rows left out are neither rows nor problems; their number is reported. In a folder of images, left_out.txt beside the
+folders names the targets to leave out (`sources/left_out.py`).
 
 Images to generate are read from the same sources, without targets: a table may also have columns `seed`, `width` and
 `height`, and prompts alone may be a .txt, one per line.
@@ -49,16 +53,17 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.grounding.phrase import find, parse
 from qwen_cache.plain_text import shell_line
 from qwen_cache.settings.data import ColumnsConfig
+from qwen_cache.sources import left_out
 from qwen_cache.sources.arrow import read_parquet, read_saved, splits
 from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.columns import COLUMNS, TO_GENERATE, Columns
@@ -86,70 +91,122 @@ KINDS = (
 )
 
 
-def read_source(
-    source: Location,
-    *,
-    needs_control: bool,
-    takes_control: bool | None = None,
-    no_control: NoControl | None = None,
-    needs_target: bool = True,
-    needs_prompt: bool = True,
-    to_generate: bool = False,
-    allow_empty_prompt: bool = False,
-    allow_urls: Sequence[str] = (),
-    columns: ColumnsConfig | None = None,
-    split: str | None = None,
-    config_name: str | None = None,
-    captions: Captions | None = None,
-) -> tuple[list[Row], list[Problem]]:
+class SourceSettings(TypedDict, total=False):
+    """How a source is read."""
+
+    needs_control: Required[bool]
+    """Whether the source must have controls, as for an editing model."""
+    takes_control: bool | None
+    """Without, for text to image, there must be no control; by default `needs_control` decides."""
+    no_control: NoControl | None
+    """Which rows may lack a control: by default none where controls are needed, else those of which a table states it.
+    Where any may, so may all."""
+    needs_target: bool
+    """Without, to generate, rows may lack the target, and the folder may hold only controls."""
+    needs_prompt: bool
+    to_generate: bool
+    """Whether the rows are images to generate, which may have a seed and a size, and no target."""
+    allow_empty_prompt: bool
+    allow_urls: Sequence[str]
+    columns: ColumnsConfig | None
+    split: str | None
+    config_name: str | None
+    """The settings of `data`."""
+    captions: Captions | None
+    """What changes the prompts."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a source holds."""
+
+    rows: list[Row]
+    """The usable rows."""
+    problems: list[Problem]
+    """The problems of the others."""
+    left_out: int
+    """How many rows the source leaves out."""
+
+
+def read_source(source: Location, **settings: Unpack[SourceSettings]) -> tuple[list[Row], list[Problem]]:
     """The usable rows of `source`, and the problems of the others.
 
-    The rows of a folder are sorted by name; those of tables and tars keep their order. With `needs_control`, for an
-    editing model, the source must have controls; without `takes_control`, for text-to-image, there must be none (by
-    default `needs_control` decides both). `no_control` says which rows may lack one: by default none where controls are
-    needed, else those of which a table states it; where any may, so may all. Without `needs_target`, to generate,
-    rows may lack the target, and the folder may hold only controls. With `to_generate` they may also have a seed and a
-    size. `allow_urls`, `columns`, `split` and `config_name` are the settings of `data`; `captions` changes the prompts.
+    The rows of a folder are sorted by name; those of tables and tars keep their order.
     """
-    takes_control = needs_control if takes_control is None else takes_control
-    needs = Needs(
-        control=needs_control,
-        no_control=no_control or ("refused" if needs_control else "stated"),
-        target=needs_target and not to_generate,
-        prompt=needs_prompt,
-        to_generate=to_generate,
-        takes_control=takes_control,
-        allow_urls=tuple(allow_urls),
-        columns=columns or ColumnsConfig(),
-        split=split,
-        config_name=config_name,
+    content = read_content(source, **settings)
+    return content.rows, content.problems
+
+
+def read_content(source: Location, **settings: Unpack[SourceSettings]) -> Content:
+    """As `read_source`, and the number of rows left out; SourceError if that is all."""
+    needs, captions = needs_of(**settings), settings.get("captions")
+    content = read_drafts(
+        drafts_of(source, needs), str(source), needs, allow_empty_prompt=settings.get("allow_empty_prompt", False)
     )
-    rows, problems = read_drafts(_read(source, needs), str(source), needs, allow_empty_prompt)
-    return captions.applied(rows) if captions else rows, problems
+    if content.left_out and not content.rows and not content.problems:
+        do = f"take a row in again: in the column {left_out.COLUMN} or in {left_out.LIST}"
+        raise SourceError("every row of this source is left out", where=source, found=content.left_out, do=do)
+    return replace(content, rows=captions.applied(content.rows)) if captions else content
+
+
+def needs_of(**settings: Unpack[SourceSettings]) -> Needs:
+    """What these settings require of a source."""
+    needs_control, to_generate = settings["needs_control"], settings.get("to_generate", False)
+    takes_control = settings.get("takes_control")
+    return Needs(
+        control=needs_control,
+        no_control=settings.get("no_control") or ("refused" if needs_control else "stated"),
+        target=settings.get("needs_target", True) and not to_generate,
+        prompt=settings.get("needs_prompt", True),
+        to_generate=to_generate,
+        takes_control=needs_control if takes_control is None else takes_control,
+        allow_urls=tuple(settings.get("allow_urls", ())),
+        columns=settings.get("columns") or ColumnsConfig(),
+        split=settings.get("split"),
+        config_name=settings.get("config_name"),
+    )
 
 
 def read_drafts(
-    found: Iterable[Problem | Draft], source: str, needs: Needs, allow_empty_prompt: bool = False
-) -> tuple[list[Row], list[Problem]]:
-    """The usable rows among the drafts of `source`, and the problems of the others."""
+    found: Iterable[Problem | Draft],
+    source: str,
+    needs: Needs,
+    *,
+    allow_empty_prompt: bool = False,
+    on_draft: Callable[[Draft, Sequence[Problem]], None] = lambda draft, problems: None,
+) -> Content:
+    """What the drafts of `source` become; `on_draft` is called with each, and its problems."""
     rows: list[Row] = []
     problems: list[Problem] = []
-    drafts = 0
+    drafts = out = 0
+    shared: Problem | None = None
     for draft in found:
-        drafts += 1
         if isinstance(draft, Problem):
+            drafts += 1
             problems.append(draft)
             continue
-        samples, unmarked = _phrases(draft)
-        field_problems = (
-            draft.field_problems | unmarked | _missing(draft, draft.field_problems, needs, allow_empty_prompt)
-        )
-        if not needs.prompt:
-            field_problems.pop("prompt", None)
-        problems += [Problem(draft.samples[0].where, what, do) for what, do in field_problems.values()]
-        if not field_problems:
-            rows += samples
-    return rows, _of_all(problems, drafts, source)
+        samples, own = checked(draft, needs, allow_empty_prompt=allow_empty_prompt)
+        on_draft(draft, own)
+        drafts, out = drafts + (not draft.is_left_out), out + draft.is_left_out
+        rows += samples
+        if draft.unusable is None or draft.unusable is not shared:
+            problems += own
+        shared = draft.unusable
+    return Content(rows, _of_all(problems, drafts, source), out)
+
+
+def checked(draft: Draft, needs: Needs, *, allow_empty_prompt: bool) -> tuple[list[Row], list[Problem]]:
+    """The rows of a draft, or its problems; neither if it is left out."""
+    if draft.is_left_out:
+        return [], []
+    if draft.unusable:
+        return [], [draft.unusable]
+    samples, unmarked = _phrases(draft)
+    field_problems = draft.field_problems | unmarked | _missing(draft, draft.field_problems, needs, allow_empty_prompt)
+    if not needs.prompt:
+        field_problems.pop("prompt", None)
+    problems = [Problem(draft.samples[0].where, what, do) for what, do in field_problems.values()]
+    return [] if problems else samples, problems
 
 
 def read_written(
@@ -172,7 +229,8 @@ def read_written(
         if isinstance(draft, Draft):
             samples = tuple(replace(sample, name=f"prompt-{number}") for sample in draft.samples)
             drafts[number - 1] = replace(draft, samples=samples)
-    return read_drafts(drafts, where, needs, allow_empty_prompt)
+    content = read_drafts(drafts, where, needs, allow_empty_prompt=allow_empty_prompt)
+    return content.rows, content.problems
 
 
 def _of_all(problems: list[Problem], drafts: int, source: str) -> list[Problem]:
@@ -183,22 +241,29 @@ def _of_all(problems: list[Problem], drafts: int, source: str) -> list[Problem]:
     return merged + [problem for problem in problems if (problem.what, problem.do) not in shared]
 
 
+CHANGED = re.compile(r"\[\[|\]\]|\r|^\s|\s\Z")
+"""What a prompt has that is not read as it is: marks, line ends of Windows, white space around it."""
+
+
 def _phrases(draft: Draft) -> tuple[list[Row], FieldProblems]:
     """The samples with their marks removed from the prompt, and the marked or given words as a phrase."""
     samples, field_problems = [], FieldProblems()
     for sample in draft.samples:
         try:
-            prompt, marked = stripped(*parse(_unix(sample.prompt)))
+            if not draft.phrase and not CHANGED.search(sample.prompt):
+                samples.append(sample)
+                continue
+            prompt, marked = stripped(*parse(unix(sample.prompt)))
             if marked and draft.phrase:
                 raise SourceError("words are marked and a phrase is given too", do="leave out one of them")
-            spans = [find(prompt, _unix(draft.phrase))] if draft.phrase and prompt else marked
+            spans = [find(prompt, unix(draft.phrase))] if draft.phrase and prompt else marked
             samples.append(replace(sample, prompt=prompt, phrase=tuple(spans)))
         except SourceError as error:
             field_problems["phrase"] = f"{sample.name}: {error.fault}", error.do or "correct it"
     return samples, field_problems
 
 
-def _unix(text: str) -> str:
+def unix(text: str) -> str:
     """The text with LF line ends, so that a prompt saved on Windows is the same prompt."""
     return text.replace("\r\n", "\n")
 
@@ -223,14 +288,14 @@ def _missing(draft: Draft, known: FieldProblems, needs: Needs, allow_empty_promp
         do = "write one, or allow empty prompts with data.allow_empty_prompt: true"
         field_problems["prompt"] = f"{which} is empty", do
     for role, image in [("target", row.target), *(("control", it) for it in row.controls), ("mask", row.mask)]:
-        if isinstance(image, File) and isinstance(image.path, Path) and not os.path.isfile(image.path):
+        if isinstance(image, File) and image.local is not None and not os.path.isfile(image.local):
             do = "put the file there, or correct the path (in a table it starts at the table's folder)"
             which = role if str(image) == row.where else f"{role} {image}"
             field_problems[f"{role} {image}"] = f"the {which} does not exist", do
     return field_problems
 
 
-def _read(source: Location, needs: Needs) -> Iterator[Problem | Draft]:
+def drafts_of(source: Location, needs: Needs) -> Iterator[Problem | Draft]:
     """The drafts of a source by its kind."""
     kind = suffix(source)
     if needs.config_name and not (isinstance(source, Url) and is_dataset(source)):
@@ -305,6 +370,9 @@ def _read_folder(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
     pairs = [folder.path / name for name in (*TARGET_FOLDERS, *CONTROL_FOLDERS) if name in folder.folders]
     archives = {ending: folder.having(ending) for ending in ARCHIVES}
     _refuse(folder, [[table] for table in tables] + [pairs, *archives.values()])
+    if left_out.LIST in folder.files and (tables or SAVED in folder.files or any(archives.values())):
+        what, do = "only a folder of images has such a list", f"use a column {left_out.COLUMN}, and remove the list"
+        raise SourceError(what, where=folder.path / left_out.LIST, do=do)
     by_split = splits(path for paths in archives.values() for path in paths)
     if len(by_split) > 1 or needs.split:
         name = _chosen(by_split, folder.path, needs.split)

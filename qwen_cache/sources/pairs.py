@@ -8,17 +8,21 @@ enough.
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from qwen_cache.errors import Problem, SourceError
+from qwen_cache.sources import left_out
 from qwen_cache.sources.columns import NO_CONTROL, NO_CONTROL_AT_ALL, check_named, given, setting
 from qwen_cache.sources.places import MAX_TEXT, File, Folder, Location, base_name, read_bytes, suffix
 from qwen_cache.sources.rows import Draft, FieldProblems, Needs, Row
@@ -106,15 +110,53 @@ class Leads:
 
 
 def read_pairs(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
-    layout = _layout(folder, needs)
-    if not layout.target:
-        yield from _read_controls(folder, layout)
-        return
+    layout = find_layout(folder, needs)
+    return _read_targets(folder, layout, needs) if layout.target else _read_controls(folder, layout)
+
+
+def read_some(folder: Folder, layout: Layout, needs: Needs, names: Collection[str], *, near: bool) -> dict[str, Draft]:
+    """The drafts of some targets, without reading the prompts of the others.
+
+    With `near`, only files whose names begin with theirs are looked at: a problem then lacks the hint at a file with a
+    similar name, and none is common to all targets.
+    """
+    if near:
+        folder = replace(
+            folder, below=partial(_below_near, folder.path, {*names, posixpath.splitext(left_out.LIST)[0]})
+        )
+    found = _read_targets(folder, layout, needs, names, near=near)
+    return {draft.samples[0].name: draft for draft in found if isinstance(draft, Draft)}
+
+
+def _below_near(path: Location, names: Collection[str], name: str) -> list[str]:
+    assert isinstance(path, Path)
+    starts: dict[str, list[str]] = {}
+    for each in names:
+        below, base = posixpath.split(each)
+        starts.setdefault(below, []).append(base)
+    found = []
+    for below, bases in starts.items():
+        with suppress(FileNotFoundError, NotADirectoryError):
+            stems = tuple(bases)
+            entries = [each for each in os.scandir(path / name / below) if each.name.startswith(stems)]
+            files = [each.name for each in entries if not each.name.startswith(".") and not each.is_dir()]
+            found += [posixpath.join(below, each) for each in files]
+    return sorted(found)
+
+
+def _read_targets(
+    folder: Folder, layout: Layout, needs: Needs, only: Collection[str] | None = None, *, near: bool = False
+) -> Iterator[Problem | Draft]:
+    """The rows of a folder with targets; of `only` some of them, and no problem that belongs to none.
+
+    With `near`, the folder does not show all of its targets.
+    """
     here = _scan(folder, layout.target, layout.others)
     targets, prompts = here.images, (_scan(folder, layout.prompt) if layout.prompt else here).prompts
     prompt_folder = layout.prompt or layout.target
     if not targets:
         raise _no_image(folder, layout.target, here)
+    lines = _left_out(folder, prompt_folder, targets, prompts)
     others = {layout.target: here.others}
     owned: dict[str, dict[int, list[Location]]] = {name: {} for name in targets}
     strays = {(prompt_folder, name): paths for name, paths in prompts.items() if name not in targets}
@@ -127,9 +169,9 @@ def read_pairs(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
                 strays[name, stem] = paths
             else:
                 owned[target].setdefault(slot, []).extend(paths)
-    if problem := _common_problem(folder, layout, targets, prompts, owned, needs):
-        yield problem
-        return
+    out = {line.name for line in lines if line.name in targets}
+    kept = {name: paths for name, paths in targets.items() if name not in out}
+    common = None if near else _common_problem(folder, layout, kept, prompts, [owned[name] for name in kept], needs)
     gaps = {name: gap for name, slots in owned.items() if (gap := _gap(name, slots, layout.controls))}
     wanted = {*gaps.values(), *((prompt_folder, name) for name in targets if name not in prompts)}
     unread = {(name, stem): paths[0] for name, each in others.items() for stem, paths in each.items()}
@@ -137,12 +179,44 @@ def read_pairs(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
     if needs.no_control == "allowed":  # but not where a file looks like the control, or others are there
         gaps = {name: gap for name, gap in gaps.items() if owned[name].keys() - {_MASK} or leads.of(gap)}
     hint = f", or {NO_CONTROL}" if needs.no_control == "stated" else ""
+    chosen = [name for name in targets if only is None or name in only]
     memory = RememberedFiles.of("prompts 1", folder.path)
     with memory.saved(), ThreadPoolExecutor(READERS, "prompts") as pool:
-        texts = _read_prompts([prompts.get(name, []) for name in targets], memory, pool)
-        for (name, paths), text in zip(targets.items(), texts, strict=True):
+        texts = _read_prompts([prompts.get(name, []) for name in chosen], memory, pool)
+        for name, text in zip(chosen, texts, strict=True):
             prompt = prompts.get(name, []), text
-            yield _row(name, paths, prompt, owned[name], gaps.get(name), prompt_folder, leads, hint)
+            draft = _row(name, targets[name], prompt, owned[name], gaps.get(name), prompt_folder, leads, hint)
+            is_out = name in out
+            yield replace(draft, is_left_out=is_out, unusable=None if is_out else common) if is_out or common else draft
+    if only is None:
+        yield from left_out.wrong_lines(lines, targets, folder.path / left_out.LIST)
+    if only is None and not common:
+        yield from _strays(strays, leads, prompt_folder, layout)
+
+
+def _left_out(
+    folder: Folder, prompt_folder: str, targets: Collection[str], prompts: dict[str, list[Location]]
+) -> list[left_out.Line]:
+    """The lines of left_out.txt, which is then no prompt; SourceError if it would be the prompt of a target too."""
+    if left_out.LIST not in folder.files:
+        return []
+    path, stem = folder.path / left_out.LIST, posixpath.splitext(left_out.LIST)[0]
+    if prompt_folder == ".":
+        if stem in targets:
+            what = f"this would be both the list of the targets left out and the prompt of {stem!r}"
+            raise SourceError(what, where=path, expected="one of them", do="rename the image and its prompt")
+        prompts[stem] = [each for each in prompts.get(stem, []) if each != path]
+        if not prompts[stem]:
+            del prompts[stem]
+    try:
+        return left_out.lines_of(read_bytes(path).decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise SourceError("the list is not UTF-8 text", where=path, found=error, do="save it as UTF-8") from error
+
+
+def _strays(
+    strays: Mapping[Place, list[Location]], leads: Leads, prompt_folder: str, layout: Layout
+) -> Iterator[Problem]:
     explained = set(leads.similar.values())
     for (name, stem), paths in strays.items():
         for path in paths:
@@ -166,6 +240,7 @@ def _read_controls(folder: Folder, layout: Layout) -> Iterator[Problem | Draft]:
     images, prompts = here.images, (_scan(folder, layout.prompt) if layout.prompt else here).prompts
     if not images:
         raise _no_image(folder, first, here)
+    lines = _left_out(folder, layout.prompt or first, images, prompts)
     firsts = {name for name in images if further or _further(name, images)[0] is None}
     owned: dict[str, dict[int, list[Location]]] = {}
     for name, paths in images.items():
@@ -178,14 +253,16 @@ def _read_controls(folder: Folder, layout: Layout) -> Iterator[Problem | Draft]:
             else:
                 what, do = f"this belongs to no image of {first}", "add that or remove the file"
                 yield from (Problem(str(path), what, do) for path in paths)
-    none = Leads({}, {})
+    none, out = Leads({}, {}), {line.name for line in lines}
     for name, slots in owned.items():
         files, gap = prompts.get(name, []), _gap(name, slots, layout.controls or (".",))
         draft = _row(name, slots[0], (files, _read_prompt(files, None)), slots, gap, layout.prompt or first, none)
-        yield replace(draft, samples=tuple(replace(row, target=None, mask=None) for row in draft.samples))
+        samples = tuple(replace(row, target=None, mask=None) for row in draft.samples)
+        yield replace(draft, samples=samples, is_left_out=name in out)
+    yield from left_out.wrong_lines(lines, owned, folder.path / left_out.LIST)
 
 
-def _layout(folder: Folder, needs: Needs) -> Layout:
+def find_layout(folder: Folder, needs: Needs) -> Layout:
     """The folders with targets, controls, masks and prompts; no target folder to read controls only.
 
     If there is a folder of controls, every target needs one there unless `data.allow_no_control` says otherwise, also
@@ -299,23 +376,23 @@ def _common_problem(
     layout: Layout,
     targets: Mapping[str, list[Location]],
     prompts: Mapping[str, object],
-    owned: Mapping[str, Mapping[int, object]],
+    owned: Iterable[Mapping[int, object]],
     needs: Needs,
 ) -> Problem | None:
     """One problem if no target has a control, or none has a prompt, instead of one for each target."""
+    if len(targets) < 2:
+        return None
     first = base_name(next(iter(targets.values()))[0])
     stem = posixpath.splitext(first)[0]
     what = f"none of the {len(targets)} targets has a "
     some = folder.below(layout.controls[0]) if layout.controls else []
-    if (
-        len(targets) > 1
-        and (some or (layout.controls and needs.no_control != "allowed"))
-        and not any(set(slots) - {_MASK} for slots in owned.values())
+    if (some or (layout.controls and needs.no_control != "allowed")) and not any(
+        set(slots) - {_MASK} for slots in owned
     ):
         found = ", ".join(some[:3]) or "nothing"
         what += f"control (expected {stem}.png for {first}, found {found})"
         return Problem(str(folder.path / layout.controls[0]), what, "give each control the name of its target")
-    if len(targets) > 1 and needs.prompt and not any(name in prompts for name in targets):
+    if needs.prompt and not any(name in prompts for name in targets):
         found = ", ".join(f"{name}.txt" for name in [*prompts][:3]) or "no .txt"
         what += f"prompt (expected {stem}.txt for {first}, found {found})"
         do = "write a prompt for each target, or name a table"

@@ -35,6 +35,8 @@ MAX_FILE = 1 << 31  # bytes read at once: an uncompressed image of the most pixe
 MAX_TEXT = 1 << 20  # bytes of a prompt: far more than an encoder takes
 MAX_NAME = 4096  # bytes of a path, URL or name in a tar: the limit of Linux
 MAX_PATHS_TO_A_FOLDER = 100  # by links; links to links to links have more paths than anybody can read
+PLAIN_PATH = re.compile(r"(?:[^/\\:.][^/\\:]*/)*[^/\\:.][^/\\:]*")
+"""A relative path that every system and `Path` leave as it is: no empty, hidden or upward part, and no drive."""
 FILE_URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/]*/.")
 """A URL with a path: `https://x` alone would be split into a folder `https:/`, which is a local one."""
 
@@ -50,8 +52,14 @@ class File:
 
     __slots__ = ("_place",)
 
-    def __init__(self, path: Location) -> None:
+    def __init__(self, path: Location | str) -> None:
+        """`path` as text is a local one, as `str(Path(…))` writes it."""
         self._place = path if isinstance(path, Url) else _shared(str(path))
+
+    @property
+    def local(self) -> str | None:
+        """The path as text; None for a URL."""
+        return self._place if isinstance(self._place, str) else None
 
     @property
     def path(self) -> Location:
@@ -215,6 +223,12 @@ class TableFolder:
         inside = posixpath.normpath("/" + posixpath.join(str(self.path)[len(server) :].strip("/"), text))
         return file_at(Url(server + inside))
 
+    def image(self, text: str) -> File:
+        """An image that `text` names, as by `file`; a `Path` for each of a million would take most of the time."""
+        if os.sep == "/" and isinstance(self.path, Path) and PLAIN_PATH.fullmatch(text) and len(text) <= MAX_NAME // 4:
+            return File(os.path.join(self.path, text) if self.path.parts else text)
+        return File(self.file(text))
+
     def _located(self, text: str) -> Location:
         if protocol := refused_protocol(text):
             raise SourceError(f"{protocol}:// is not supported", where=self.path, found=text, do="correct the address")
@@ -229,6 +243,8 @@ class TableFolder:
         if "://" in text:
             return stem.partition("://")[2]
         folder = self.path
+        if os.sep == "/" and PLAIN_PATH.fullmatch(stem):
+            return stem
         return os.path.relpath(folder / stem, folder) if isinstance(folder, Path) else posixpath.normpath(stem)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from qwen_cache.errors import Problem
 from qwen_cache.format.identity import Phrase
 from qwen_cache.settings.data import ColumnsConfig
 
@@ -98,6 +99,10 @@ class Draft:
     field_problems: FieldProblems = field(default_factory=dict)
     phrase: str = ""
     """Words that every prompt contains."""
+    is_left_out: bool = False
+    """Whether the source leaves the row out: then it is neither a row nor a problem."""
+    unusable: Problem | None = None
+    """What stands for all problems of the row. Rows that follow each other may share one, which is reported once."""
 
 
 def unique(name: str, taken: dict[str, int]) -> str:

@@ -27,6 +27,7 @@ from qwen_cache.settings.data import ColumnsConfig
 from qwen_cache.sources.columns import (
     COLUMNS,
     GENERIC,
+    LEFT_OUT,
     LIST_COLUMNS,
     NO_CONTROL,
     Columns,
@@ -169,7 +170,8 @@ def _find_columns(names: Iterable[str], where: Location, parts: Parts, needs: Ne
         do = f"add it, or name the right part: {setting('prompt', 'NAME')}"
         found = ", ".join(parts.seen)
         raise SourceError("no part holds the prompt", where=where, expected="KEY.txt or KEY.json", found=found, do=do)
-    return find_columns([*columns], where, parts.needs(needs), "part", list(parts.seen))
+    by_role = find_columns([*columns], where, parts.needs(needs), "part", list(parts.seen))
+    return by_role | {role: [] for role in LEFT_OUT}  # a tar has no such part
 
 
 def _read_tar(
