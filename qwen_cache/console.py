@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qwen_cache.errors import Problem
 from qwen_cache.plain_text import json_without_controls, plain
+from qwen_cache.progress_file import progress_file
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -66,9 +67,16 @@ def verbatim(value: object) -> str:
     return escape(plain(value))
 
 
-def progress(*, remaining: bool = True, transient: bool = False, below: Callable[[], str] = lambda: "") -> Progress:
+def progress(
+    *,
+    remaining: bool = True,
+    transient: bool = False,
+    below: Callable[[], str] = lambda: "",
+    lanes: Callable[[], Sequence[Mapping[str, Any]]] = lambda: (),
+) -> Progress:
     """A progress line on stderr, with the time elapsed. `remaining` also shows the time left, for work of known size;
-    `transient` removes the line at the end; `below` has the text of a second line."""
+    `transient` removes the line at the end; `below` has the text of a second line. Other programs get the line and its
+    `lanes` from a file (`progress_file`)."""
     from rich.console import RenderableType
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
     from rich.table import Column
@@ -80,6 +88,16 @@ def progress(*, remaining: bool = True, transient: bool = False, below: Callable
             return Text(text if task.finished or not remaining else f"{text}, {clock(task.time_remaining)} left")
 
     class Lines(Progress):
+        def start(self) -> None:
+            super().start()
+            if file:
+                file.start()
+
+        def stop(self) -> None:
+            super().stop()
+            if file:
+                file.stop()
+
         def get_renderables(self) -> Iterable[RenderableType]:
             yield from super().get_renderables()
             if text := below():
@@ -89,7 +107,26 @@ def progress(*, remaining: bool = True, transient: bool = False, below: Callable
     count = TextColumn("{task.fields[count]}", markup=False, table_column=Column(no_wrap=True))
     columns = [description, BarColumn(bar_width=24), count, Times(table_column=Column(no_wrap=True))]
     out = console()
-    return Lines(*columns, console=out, transient=transient, disable=out.quiet or (transient and not out.is_terminal))
+    file = progress_file(lambda: _state(bar, lanes()), lambda text: out.print(f"warning: {text}", markup=False))
+    bar = Lines(*columns, console=out, transient=transient, disable=out.quiet or (transient and not out.is_terminal))
+    return bar
+
+
+def _state(bar: Progress, lanes: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The progress line for other programs; times in whole seconds, so that it changes once a second at least."""
+    if not bar.tasks:
+        return None
+    task = bar.tasks[0]
+    elapsed, left = task.finished_time if task.finished else task.elapsed, task.time_remaining
+    return {
+        "what": task.description,
+        "done": task.completed,
+        "total": task.total,
+        "text": task.fields["count"],
+        "elapsed": None if elapsed is None else round(elapsed),
+        "left": None if left is None else round(left),
+        "lanes": list(lanes),
+    }
 
 
 @contextmanager

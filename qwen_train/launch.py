@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from qwen_cache.console import is_verbose, set_verbosity
 from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.plain_text import shell_line
+from qwen_cache.progress_file import VARIABLE
 
 OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 COPIES = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
@@ -65,9 +66,10 @@ class Launch:
 
 
 def silence_others(launch: Launch) -> None:
-    """Unless this is the main process, print nothing but errors."""
+    """Unless this is the main process, print nothing but errors, and leave the file of the progress to that one."""
     if not launch.is_main:
         set_verbosity(quiet=True, verbose=is_verbose())
+        os.environ.pop(VARIABLE, None)
 
 
 def in_one_process(command: str) -> None:

@@ -8,6 +8,7 @@ that did not fit, wait until they have the device alone. An item that does not f
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -135,6 +136,19 @@ class Turns:
                 self._changed.notify_all()
 
 
+@dataclass(frozen=True)
+class LaneState:
+    """How far one copy of an encoder is."""
+
+    name: str
+    """Such as `vae-0`."""
+    device: str
+    done: int
+    """Images that the VAE has encoded, or prompts that the text encoder has."""
+    busy: float
+    """The share of the time since it was loaded in which it encoded."""
+
+
 class Lane(Generic[Item, Result]):
     """One copy of an encoder, and the thread that feeds it; lanes of one device have their `turns` in common."""
 
@@ -146,11 +160,17 @@ class Lane(Generic[Item, Result]):
         self.batches = self.done = 0
         """Batches that were encoded, and work items that are finished."""
         self._sent = 0
+        self._began, self._busy = time.monotonic(), 0.0
 
     @property
     def load(self) -> int:
         """The number of its work items that are not finished."""
         return self._sent - self.done
+
+    @property
+    def state(self) -> LaneState:
+        busy = self._busy / max(time.monotonic() - self._began, 1e-6)
+        return LaneState(self.name, str(self.encoder.device), self.done, busy)
 
     def send(self, batch: Batch[Item, Result]) -> None:
         def end(work: Future[None]) -> None:
@@ -207,10 +227,13 @@ class Lane(Generic[Item, Result]):
         """The encoder's results, which it returns on the host: then nothing of this stream is under way."""
         measured = self.memory.measuring(cost, self.turns.lanes) if alone else nullcontext()
         with self.turns.alone() if alone else self.turns.shared(), on_stream(self._stream), measured:
-            encode = self.encoder.encode
+            encode, begin = self.encoder.encode, time.monotonic()
             if not alone and self.memory.is_measured:
                 encode = getattr(self.encoder, "encode_beside", encode)
-            return encode(items)
+            try:
+                return encode(items)
+            finally:
+                self._busy += time.monotonic() - begin
 
 
 def _is_ready(item: WorkItem[Any, Any]) -> bool:

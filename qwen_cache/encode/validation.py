@@ -142,6 +142,7 @@ class _Borrowed:
 
     def __init__(self, encoding: Encoding) -> None:
         self.submit, self.result = encoding.submit, encoding.result
+        self.every_lane = getattr(encoding, "every_lane", ())
 
     def __enter__(self) -> Self:
         return self
