@@ -16,17 +16,19 @@ import pytest
 
 from qwen_cache import open_cache
 from qwen_cache.encode.builder import BuildJob, rules
+from qwen_cache.encode.load import load_lanes
 from qwen_cache.encode.plan import PlannedSample, plan_row
 from qwen_cache.errors import BusyError, ConfigError, QwenCacheError, SourceError, StoppingError
 from qwen_cache.serve import pool as pool_module
 from qwen_cache.serve.engine import Engine
+from qwen_cache.serve.form import Uploaded
 from qwen_cache.serve.pool import Memory, Pool
 from qwen_cache.serve.states import State
 
 from .support.commands import run
 from .support.fake_lanes import FakeLanes
 from .support.server import BUCKET
-from .support.serving import row, service_job
+from .support.serving import png, row, service_job
 from .support.waiting import wait_until
 
 NEVER = ("serve.commit_seconds=1000", "serve.commit_samples=1000")
@@ -72,6 +74,25 @@ def test_each_sample_is_encoded_once_whoever_sends_it(job_at: Jobs) -> None:
     with started(job, again := FakeLanes(job)) as engine:
         assert engine.submit(engine.plan(row(3)), 1)[0].state is State.STORED
     assert again.encoded == []
+
+
+def test_samples_of_many_clients_are_encoded_together(job_at: Jobs) -> None:
+    """Eight that wait at the same time, of two sizes: images by shape, and prompts up to a token budget."""
+    job, go = job_at("pool", "cache.vae_batch_pixels=1000000", "cache.text_batch_tokens=100000"), Event()
+    rows = [row(number) for number in range(8)]
+    rows[1::2] = [
+        replace(each, target=Uploaded(png(number, (64, 96)), "target")) for number, each in enumerate(rows[1::2])
+    ]
+
+    def load(job: BuildJob) -> Any:
+        assert go.wait(WAIT)
+        return load_lanes(job)
+
+    with Engine(job, load, job.config.serve) as engine, ThreadPoolExecutor(8) as clients:
+        keys = list(clients.map(lambda each: engine.submit(engine.plan(each), 1)[0].key, rows))
+        go.set()
+        assert {engine.reached(key, State.ENCODED).result(WAIT).problem for key in keys} == {None}
+        wait_until(lambda: engine.batches() == {"vae-0": (2, 16), "text-0": (1, 8)})  # counted a moment later
 
 
 def test_a_sample_of_another_cache_is_copied_or_encoded_if_it_is_damaged(job_at: Jobs) -> None:
