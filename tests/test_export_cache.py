@@ -144,9 +144,9 @@ def test_qflux_finds_each_sample_by_its_images(made: list[TrainerSample], tmp_pa
         with Image.open(path) as image:
             assert image.size == (96, 64)
     assert len({path.read_bytes() for path in images}) == len(images) == 4
-    again = imported("qflux", out / "cache", tmp_path / "again")
-    found = {tuple(sample["prompt_embeds"].shape) for sample in open_cache(again)}
-    assert found == {tuple(sample.embeds.shape) for sample in same}
+    again = imported("qflux", out / "cache", tmp_path / "again", "--captions", out / "data" / "images")
+    found = {(sample.prompt, *sample["prompt_embeds"].shape) for sample in open_cache(again)}
+    assert found == {(sample.prompt, *sample.embeds.shape) for sample in same}
 
 
 def test_diffusion_pipe_finds_its_pieces(made: list[TrainerSample], tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ and utils/tools.py (18cf6ac to 294c2f5):
 v2.0 has `"version": "2.0"`. All tensors, including masks, were cast to float16, which float32 represents exactly;
 values beyond 65504 became Inf, which is refused. Latents are normalised and packed. Only some releases store the image
 sizes (`img_shapes`, as a tensor or as JSON); for others `--image-size` gives them. Of a prompt only the MD5 is stored;
-`--captions` finds the text.
+`--captions` finds the text: the name of the embeddings, or the end of v2.0's name of the JSON, which follows those of
+target and first control; exports of ours name embeddings by the sample where samples share a prompt.
 
 Files whose sample is unknown are refused: embeddings shared by samples with different controls (they are stored under
 the prompt's hash, but depend on the control images), and latents shared under a perceptual hash (16 digits, for
@@ -121,8 +122,9 @@ def _shared(folder: Path, samples: Mapping[Path, Mapping[str, Any]]) -> Iterator
 def _found_sample(
     folder: Path, path: Path, entry: Mapping[str, Any], prompts: Mapping[str, str], options: Options
 ) -> FoundSample:
-    prompt = prompts.get(entry["prompt_embeds"], "")
     name = path.stem.removesuffix("_metadata")
+    digests = entry["prompt_embeds"], name[-MD5_DIGITS:]
+    prompt = next((prompts[digest] for digest in digests if digest in prompts), "")
     return FoundSample(name, str(path), lambda: _read(folder, path, entry, prompt, options))
 
 
