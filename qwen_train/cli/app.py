@@ -339,6 +339,15 @@ def predict(
             rich_help_panel=OUTPUT,
         ),
     ] = False,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An image for each value, side by side: of lora_weight, checkpoint, num_inference_steps, "
+            "true_cfg_scale or seed; a second axis makes rows.",
+            metavar="AXIS=V1,V2,…",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     save_interrupted: Annotated[
         bool,
         typer.Option("--save-interrupted", help="When interrupted, save the unfinished image.", rich_help_panel=OUTPUT),
@@ -364,7 +373,8 @@ def predict(
     )
     settings = load_config(config, set_, [*others, *guidance, *sizes])
     from qwen_cache.errors import ConfigError
-    from qwen_train.cli.predict import PredictOptions, check_guidance, run_predict
+    from qwen_train.cli.predict import run_predict
+    from qwen_train.cli.predict_options import PredictOptions, check_guidance
 
     check_guidance(settings.predict, settings.predict.true_cfg_scale if true_cfg_scale else None)
     if from_cache and any(sizes):
@@ -381,6 +391,7 @@ def predict(
         devices=(device, vae_device, text_device, transformer_device),
         merge=merge,
         compare=compare,
+        grid=grid or (),
         save_interrupted=save_interrupted,
         as_json=json,
     )
