@@ -321,8 +321,7 @@ def _image(value: str | Embedded, folder: TableFolder) -> Readable:
 
 def _items(role: str, column: str, value: Any, field_problems: FieldProblems) -> list[Any]:
     """The values of one cell: stripped text, or images; "" for an empty or unusable one."""
-    by_name = role_of(column)[0] == "prompt"  # else it is one of `data.columns`, which may hold text or a list
-    several = role == "prompt" and (_stem(column) in LIST_COLUMNS or (isinstance(value, list) and not by_name))
+    several = role == "prompt" and has_captions(column, value)
     if several and not (isinstance(value, list) and value):
         field_problems[role] = (
             f"the {role} {column!r} is {value!r}, expected a list of texts",
@@ -331,6 +330,11 @@ def _items(role: str, column: str, value: Any, field_problems: FieldProblems) ->
         return [""]
     items = (value or [None]) if isinstance(value, list) and (several or role == "control") else [value]
     return [_item(role, column, item, field_problems) for item in items]
+
+
+def has_captions(column: str, value: Any) -> bool:
+    """Whether a cell of prompts must be a list of captions: by the name of the column, unless `data.columns` has it."""
+    return _stem(column) in LIST_COLUMNS or (isinstance(value, list) and role_of(column)[0] != "prompt")
 
 
 def _item(role: str, column: str, item: Any, field_problems: FieldProblems) -> Any:

@@ -144,6 +144,28 @@ def _below_near(path: Location, names: Collection[str], name: str) -> list[str]:
     return sorted(found)
 
 
+def beside(folder: Path, name: str, endings: Collection[str]) -> list[Path]:
+    """The files of this name in a folder, whatever their extension's case."""
+    path = folder / name
+    with suppress(FileNotFoundError, NotADirectoryError):
+        found = [each for each in os.listdir(path.parent) if posixpath.splitext(each)[0] == path.name]
+        return [path.parent / each for each in sorted(found) if suffix(Path(each)) in endings]
+    return []
+
+
+def mask_name(source: Path, layout: Layout, name: str) -> str:
+    """The file for the mask of a target that has none, from the source on; SourceError if none would be read."""
+    if layout.mask:
+        return f"{layout.mask}/{name}.png"
+    if len(layout.controls) != 1:
+        do = f"name a folder of masks: {setting('mask', 'FOLDER')}"
+        raise SourceError("this source has no place for masks", where=source, found=name, do=do)
+    if beside(source / layout.target, f"{name}_mask", IMAGE_EXTENSIONS):
+        what, do = f"the mask would be the control of another target, {name}_mask", "rename that target"
+        raise SourceError(what, where=source / layout.target, do=do)
+    return f"{layout.controls[0]}/{name}_mask.png"
+
+
 def _read_targets(
     folder: Folder, layout: Layout, needs: Needs, only: Collection[str] | None = None, *, near: bool = False
 ) -> Iterator[Problem | Draft]:

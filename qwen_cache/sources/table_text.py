@@ -1,0 +1,258 @@
+"""A text table as text: where each value stands, so that an edit changes that value and keeps every other byte.
+
+Rows are named as their problems are: `t.csv:12`, `t.jsonl:12`, `t.json[11]`. A new column is added to the end of the
+rows that get a value, and in CSV to all. What is written is read again: SourceError if that gives anything else.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from qwen_cache.errors import SourceError
+from qwen_cache.format.fields import parse_json
+from qwen_cache.sources.places import suffix
+
+Values = Mapping[str, Any]
+"""New values by column."""
+Edit = tuple[int, int, str]
+"""The characters from here to there, and what replaces them."""
+
+SPACE = re.compile(r"[ \t\n\r]*")
+CELL = re.compile(r' *(?:"[^"]*(?:""[^"]*)*"|[^",][^,]*|)(?=,|\Z)', re.DOTALL)
+"""A cell as `csv` reads it, strict and without the spaces before it."""
+QUOTED = re.compile(r'[,"\r\n]|^\s|\s\Z')
+"""What a cell may hold only in quotes."""
+LINE_END = re.compile(r"(\r\n|\r|\n)?\Z")
+_json = json.JSONDecoder()
+
+
+class TableText(Protocol):
+    """The rows of a table."""
+
+    def values(self, where: str) -> dict[str, Any] | None:
+        """The values of a row as the table's reader gives them; None if no row is there."""
+        ...
+
+    def edits(self, changes: Mapping[str, Values]) -> Iterator[Edit]:
+        """How the text changes for new values by row."""
+        ...
+
+
+def open_text(path: Path, text: str) -> TableText:
+    return KINDS[suffix(path)](path, text)
+
+
+def changed_text(path: Path, text: str, changes: Mapping[str, Values]) -> str:
+    """The text with new values by row."""
+    before = open_text(path, text)
+    parts, position = [], 0
+    for begin, end, new in sorted(before.edits(changes)):
+        parts += [text[position:begin], new]
+        position = end
+    changed = "".join([*parts, text[position:]])
+    try:
+        after = open_text(path, changed)
+        is_read = all(
+            _has(after.values(where), {**(before.values(where) or {}), **changes[where]}) for where in changes
+        )
+    except (ValueError, csv.Error):
+        is_read = False
+    if not is_read:
+        do = "edit the table in a text editor or a spreadsheet"
+        raise SourceError("this cannot be written so that it is read again", where=next(iter(changes)), do=do)
+    return changed
+
+
+def _has(found: dict[str, Any] | None, expected: Values) -> bool:
+    """Whether a row has these values, whatever its line ends."""
+
+    def unix(value: Any) -> Any:
+        return value.replace("\r\n", "\n") if isinstance(value, str) else value
+
+    return found is not None and all(unix(found.get(name)) == unix(value) for name, value in expected.items())
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member of a JSON object: where its key begins and ends, and its value."""
+
+    name: str
+    begin: int
+    name_end: int
+    value: int
+    end: int
+
+
+def _skip(text: str, position: int) -> int:
+    found = SPACE.match(text, position)
+    return found.end() if found else position
+
+
+def _members(text: str, begin: int) -> tuple[list[Member], int]:
+    """The members of the object that begins here, and where it closes."""
+    found, position = list[Member](), _skip(text, begin + 1)
+    while text[position] != "}":
+        start = _skip(text, position + 1) if found else position
+        name, name_end = _json.raw_decode(text, start)
+        value = _skip(text, _skip(text, name_end) + 1)
+        end = _json.raw_decode(text, value)[1]
+        found.append(Member(name, start, name_end, value, end))
+        position = _skip(text, end)
+    return found, position
+
+
+def _object_edits(text: str, begin: int, values: Values, write: Callable[[Any], str]) -> Iterator[Edit]:
+    """New values of the object that begins here; new names stand last, spaced as the others."""
+    found, end = _members(text, begin)
+    known = {member.name: member for member in found}  # of a name that is there twice, the last one counts
+    yield from ((known[name].value, known[name].end, write(value)) for name, value in values.items() if name in known)
+    new = [(write(name), write(value)) for name, value in values.items() if name not in known]
+    if not found:
+        yield begin + 1, end, ", ".join(f"{name}: {value}" for name, value in new)
+        return
+    last = found[-1]
+    gap = text[found[-2].end : last.begin] if found[1:] else f",{text[begin + 1 : last.begin] or ' '}"
+    colon = text[last.name_end : last.value]
+    yield last.end, last.end, "".join(f"{gap}{name}{colon}{value}" for name, value in new)
+
+
+@dataclass(frozen=True)
+class _JsonText:
+    path: Path
+    text: str
+
+    def write(self, value: Any) -> str:
+        """A value as the table writes text: with `\\u` for other letters only if it has no others."""
+        return json.dumps(value, ensure_ascii=self.text.isascii() and "\\u" in self.text)
+
+    def begin(self, where: str) -> int | None:
+        """Where the object of a row begins."""
+        raise NotImplementedError
+
+    def values(self, where: str) -> dict[str, Any] | None:
+        begin = self.begin(where)
+        value = None if begin is None else parse_json(self.text[begin : _json.raw_decode(self.text, begin)[1]])
+        return value if isinstance(value, dict) else None
+
+    def edits(self, changes: Mapping[str, Values]) -> Iterator[Edit]:
+        for where, values in changes.items():
+            if (begin := self.begin(where)) is not None:
+                yield from _object_edits(self.text, begin, values, self.write)
+
+
+class JsonText(_JsonText):
+    @cached_property
+    def begins(self) -> list[int]:
+        found, position = list[int](), _skip(self.text, _skip(self.text, 0) + 1)
+        while self.text[position] != "]":
+            position = _skip(self.text, position + 1) if found else position
+            found.append(position)
+            position = _skip(self.text, _json.raw_decode(self.text, position)[1])
+        return found
+
+    def begin(self, where: str) -> int | None:
+        number = _number(where, f"{self.path}[", "]")
+        return self.begins[number] if number is not None and number < len(self.begins) else None
+
+
+class JsonLinesText(_JsonText):
+    @cached_property
+    def begins(self) -> list[int]:
+        return [0, *(found.end() for found in re.finditer("\n", self.text))]
+
+    def begin(self, where: str) -> int | None:
+        number = _number(where, f"{self.path}:")
+        if number is None or not 1 <= number <= len(self.begins):
+            return None
+        begin = _skip(self.text, self.begins[number - 1])
+        is_here = number == len(self.begins) or begin < self.begins[number]
+        return begin if is_here and self.text[begin : begin + 1] == "{" else None
+
+
+def _number(where: str, start: str, end: str = "") -> int | None:
+    text = where.removeprefix(start).removesuffix(end)
+    return int(text) if where == f"{start}{text}{end}" and text.isdecimal() else None
+
+
+# ---- CSV -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CsvText:
+    path: Path
+    text: str
+
+    @cached_property
+    def records(self) -> dict[int, tuple[int, int, list[str]]]:
+        """By first line, the header's too: where a record begins and ends, without its line end, and its cells."""
+        lines = list(io.StringIO(self.text, newline=""))
+        reader = csv.reader(iter(lines), strict=True, skipinitialspace=True)
+        found, line, begin = {}, 0, 0
+        for cells in reader:
+            text = "".join(lines[line : reader.line_num])
+            if cells:
+                found[line + 1] = begin, begin + len(LINE_END.sub("", text)), cells
+            line, begin = reader.line_num, begin + len(text)
+        return found
+
+    @cached_property
+    def names(self) -> list[str]:
+        return self.records[1][2] if 1 in self.records else []
+
+    def values(self, where: str) -> dict[str, Any] | None:
+        number = _number(where, f"{self.path}:")
+        if number is None or number < 2 or number not in self.records:
+            return None
+        cells = self.records[number][2]
+        return dict(zip(self.names, cells, strict=True)) if len(cells) == len(self.names) else None
+
+    def edits(self, changes: Mapping[str, Values]) -> Iterator[Edit]:
+        new = list(dict.fromkeys(name for values in changes.values() for name in values if name not in self.names))
+        by_line = {_number(where, f"{self.path}:"): values for where, values in changes.items()}
+        columns = {name: column for column, name in enumerate(self.names)}
+        for line in self.records if new else by_line:
+            if line is None or line not in self.records:
+                continue
+            begin, end, cells = self.records[line]
+            values = by_line.get(line, {})
+            spans = list(self._spans(begin, end))
+            if len(spans) == len(cells):  # else a row that cannot be used, for other reasons too
+                for name in values.keys() & columns.keys():
+                    yield self._cell_edit(spans[columns[name]], values[name])
+            added = new if line == 1 else [values.get(name, "") for name in new]
+            if added:
+                yield end, end, "".join(f",{self._cell(text, like=self.text[slice(*spans[-1])])}" for text in added)
+
+    def _spans(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        record, position = self.text[begin:end], 0
+        while (found := CELL.match(record, position)) is not None:
+            yield begin + found.start(), begin + found.end()
+            position = found.end() + 1
+            if position > len(record):
+                return
+
+    def _cell_edit(self, span: tuple[int, int], text: str) -> Edit:
+        old = self.text[slice(*span)]
+        spaces = len(old) - len(old.lstrip(" "))
+        text = text.replace("\n", "\r\n") if "\r\n" in old else text
+        return span[0] + spaces, span[1], self._cell(text, like=old)
+
+    def _cell(self, text: str, like: str) -> str:
+        """A cell in quotes where it needs them, or where a similar one has them and it is not empty."""
+        if QUOTED.search(text) or (text and like.lstrip(" ").startswith('"')):
+            return '"' + text.replace('"', '""') + '"'
+        return text
+
+
+KINDS: dict[str, Callable[[Path, str], TableText]] = {".csv": CsvText, ".jsonl": JsonLinesText, ".json": JsonText}
