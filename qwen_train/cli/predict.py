@@ -1,13 +1,14 @@
-"""Terminal front end of `qwen-train predict`: one image, several prompts, every row of a source, or cached samples."""
+"""Terminal front end of `qwen-train predict`: one image, several prompts, a grid of settings, every row of a source, or
+cached samples."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qwen_cache.console import FAILED, FAULTS, INTERRUPTED, console, plural, print_json, print_problems, verbatim
 from qwen_cache.errors import ConfigError, Problem
@@ -16,11 +17,11 @@ from qwen_cache.format.cache import Cache, Sample, open_configured
 from qwen_cache.format.find import find_sample
 from qwen_cache.grounding.phrase import parse
 from qwen_cache.models.folder import ModelFolder, open_model
-from qwen_cache.settings.inference import PredictConfig
 from qwen_cache.settings.load import Config
-from qwen_cache.storage.durable import make_folder
+from qwen_train.cli.predict_options import PredictOptions, check
+from qwen_train.inference.axes import OF_LORA, Axis, Cell, grid_cells, parse_axes
 from qwen_train.inference.comparison import Comparison, check_comparison, comparison_path, save_comparison
-from qwen_train.inference.images import image_format, image_paths, open_images, save_images
+from qwen_train.inference.images import image_paths, open_images, save_images
 from qwen_train.inference.jobs import (
     COMPONENTS,
     COMPONENTS_FOR_A_CACHE,
@@ -36,38 +37,6 @@ if TYPE_CHECKING:
     from qwen_train.inference.generator import Generator
 
 COMPARE_NAME = "compare.png"
-WAYS = (("--prompt",), ("--image", "--prompt"), ("--source",), ("--prompt", "--source"), ("--from-cache",))
-"""The valid combinations of options that select what to generate."""
-
-
-@dataclass(frozen=True)
-class PredictOptions:
-    """The options of the command besides settings and devices."""
-
-    out: Path
-    images: Sequence[Path] = ()
-    prompts: Sequence[str] = ()
-    source: str | None = None
-    cache: str | None = None
-    keys: Sequence[str] = ()
-    loras: Sequence[str] = ()
-    """`PATH` or `PATH:weight`."""
-    devices: tuple[str, str | None, str | None, str | None] = ("auto", None, None, None)
-    """The device of all components; then of VAE, text encoder and transformer, where they differ."""
-    merge: bool = False
-    compare: bool = False
-    save_interrupted: bool = False
-    as_json: bool = False
-
-    @property
-    def into_folder(self) -> bool:
-        """Whether --out is a folder: with --source always, with --from-cache unless it is the name of an image."""
-        return bool(self.source) or (self.cache is not None and not self.out.suffix)
-
-    @property
-    def is_one(self) -> bool:
-        """Whether to make one call of the pipeline, instead of a folder of images."""
-        return len(self.prompts) == 1 and not (self.compare or self.source)
 
 
 def run_predict(settings: Config, options: PredictOptions) -> int:
@@ -76,11 +45,11 @@ def run_predict(settings: Config, options: PredictOptions) -> int:
     in_one_process("predict")
     check(settings, options)
     options = replace(options, prompts=[parse(prompt)[0] for prompt in options.prompts])
+    if options.grid:
+        return _grid(settings, options)
     components = COMPONENTS if options.cache is None else COMPONENTS_FOR_A_CACHE
     loras = [parse_lora(text) for text in options.loras]
-    model = open_model(settings.model.path, components, settings.model.revision, transformer=settings.model.transformer)
-    if model.needs_nunchaku:
-        check_nunchaku(model, options.loras)
+    model = _open(settings, options, components)
     cache = None if options.cache is None else open_configured(settings.cache, options.cache)
     samples = [] if cache is None else [find_sample([cache], key)[1] for key in options.keys]
     from qwen_train.inference.devices import choose
@@ -99,37 +68,12 @@ def run_predict(settings: Config, options: PredictOptions) -> int:
     return _one(generator, options) if options.is_one else _many(settings, generator, options)
 
 
-# ---- checks ----------------------------------------------------------------------------------------------------------
-
-
-def check(settings: Config, options: PredictOptions) -> None:
-    """Raise ConfigError for options that exclude each other, before anything is read."""
-    given = {
-        "--image": options.images,
-        "--prompt": options.prompts,
-        "--source": options.source,
-        "--from-cache": options.cache,
-    }
-    ways = tuple(name for name, value in given.items() if value)
-    if ways not in WAYS:
-        expected = "; or ".join(" and ".join(way) for way in WAYS)
-        raise ConfigError("nothing to generate", expected=expected, found=" and ".join(ways) or "nothing")
-    if bool(options.cache) != bool(options.keys):
-        raise ConfigError(
-            "--from-cache CACHE goes with --key KEY", do="name a sample; `qwen-cache inspect --html` lists them"
-        )
-    if options.compare and options.merge:
-        raise ConfigError("a merged LoRA cannot be turned off again", found="--compare and --merge", do="choose one")
-    images = settings.predict.num_images_per_prompt
-    if images > 1 and not options.is_one:
-        found = f"--num-images-per-prompt {images}"
-        raise ConfigError("several images per prompt need a single prompt", found=found)
-    if options.save_interrupted and not options.is_one:
-        raise ConfigError("--save-interrupted is for one image", do="leave it out: finished images are kept")
-    if options.source:
-        _check_folder(options.out, options.source)
-    elif not options.into_folder:
-        _check_files(options, images)
+def _open(settings: Config, options: PredictOptions, components: Sequence[str]) -> ModelFolder:
+    """The model with these folders; ConfigError for LoRAs that it cannot take."""
+    model = open_model(settings.model.path, components, settings.model.revision, transformer=settings.model.transformer)
+    if model.needs_nunchaku:
+        check_nunchaku(model, options.loras)
+    return model
 
 
 def check_nunchaku(model: ModelFolder, loras: Sequence[str]) -> None:
@@ -146,39 +90,6 @@ def check_nunchaku(model: ModelFolder, loras: Sequence[str]) -> None:
             "a LoRA cannot be added to weights for nunchaku's kernels",
             where=loras[0],
             do="generate with the unquantised model, or with a single file in fp8 or GGUF",
-        )
-
-
-def _check_folder(out: Path, source: str) -> None:
-    """Raise ConfigError unless --out is a folder outside the source."""
-    if out.suffix:
-        raise ConfigError("--source generates into a folder", where="--out", found=out, do="give --out FOLDER")
-    if Path(source).is_dir() and out.resolve().is_relative_to(Path(source).resolve()):
-        what = "the output folder is inside --source: the next run would read its own results"
-        raise ConfigError(what, where="--out", do="name another folder")
-
-
-def _check_files(options: PredictOptions, images: int) -> None:
-    """Raise ConfigError unless --out can be written, and is none of the control images."""
-    image_format(options.out)
-    make_folder(options.out.parent)
-    given = {image.resolve() for image in options.images}
-    for path in image_paths(options.out, max(images, len(options.keys))):
-        if path.is_dir():
-            raise ConfigError("a folder has the name of the image", where=path, do="choose another --out")
-        if path.resolve() in given:
-            raise ConfigError("the image would replace its own control image", where=path)
-    if not options.is_one and not options.cache and options.out.suffix.lower() != ".png":
-        raise ConfigError("resumable output must be .png", where="--out", found=options.out)
-
-
-def check_guidance(config: PredictConfig, true_cfg_scale: float | None) -> None:
-    """Raise ConfigError for a guidance scale without a negative prompt, which the stock pipelines ignore."""
-    if true_cfg_scale is not None and true_cfg_scale > 1 and config.negative_prompt is None:
-        raise ConfigError(
-            "without a negative prompt there is nothing to guide away from",
-            found=f"--true-cfg-scale {true_cfg_scale:g}",
-            do='give one: --negative-prompt " "',
         )
 
 
@@ -290,19 +201,101 @@ def _paths_in_folder(samples: Sequence[Sample], folder: Path) -> list[Path]:
     )
 
 
+def _joined(paths: Sequence[Path]) -> str:
+    """The paths, escaped for rich."""
+    return ", ".join(map(verbatim, paths))
+
+
+# ---- a grid ----------------------------------------------------------------------------------------------------------
+
+
+def _grid(settings: Config, options: PredictOptions) -> int:
+    """Generate the cells that are missing; the exit code. After Ctrl-C, --json lists the finished ones."""
+    axes = parse_axes(options.grid, settings.predict)
+    cells = grid_cells(axes, settings.predict, options.loras)
+    _check_merge(axes, options)
+    model = _open(settings, options, COMPONENTS)
+    from qwen_train.inference import cells as work
+    from qwen_train.inference.devices import choose
+
+    generator = work.grid_generator(
+        model, cells, choose(*options.devices), merge=options.merge, quantization=settings.model.quantization
+    )
+    open_images(options.images, model.family)  # an unreadable one is one error, not one per cell
+    jobs = work.cell_jobs(generator, cells, options.out.stem, options.images, options.prompts[0])
+    folder, whole = options.out.parent, options.out.with_stem(f"{options.out.stem}-grid")
+    work.check_cells(generator, jobs, folder, whole)
+    if not options.images:
+        _note_text_alone(model, "without --image")
+    before = work.finished(jobs, folder)
+
+    def print_document(grid: Path | None, failed: Sequence[Problem] = ()) -> None:
+        if options.as_json:
+            there = work.finished(jobs, folder)
+            images = [there.get(job.name) for job in jobs]
+            _print_document(axes, cells, images, grid, set(before.values()), failed)
+
+    try:
+        failed = work.generate_cells(generator, cells, jobs, folder).failed
+    except KeyboardInterrupt:
+        print_document(None)
+        raise
+    there = work.finished(jobs, folder)
+    count = plural(len(there.keys() - before.keys()), "new image")
+    existing = f", {len(before)} already there" if before else ""
+    console().print(f"[bold green]done[/]: {count} in {verbatim(folder)}{existing}", highlight=False)
+    print_problems(failed)
+    if not failed:
+        paths = [there[job.name] for job in jobs]
+        save_images([work.cells_side_by_side(axes, paths, options.prompts[0], model.family)], whole)
+        console().print(f"side by side: {verbatim(whole)}", highlight=False)
+    print_document(None if failed else whole, failed)
+    return FAULTS if failed else 0
+
+
+def _check_merge(axes: Sequence[Axis], options: PredictOptions) -> None:
+    """Raise ConfigError for an axis that changes a merged LoRA."""
+    if options.merge and (names := [axis.name for axis in axes if axis.name in OF_LORA]):
+        found = f"--merge and --grid {names[0]}"
+        raise ConfigError("a merged LoRA cannot be changed again", found=found, do="leave --merge out")
+
+
+def _print_document(
+    axes: Sequence[Axis],
+    cells: Sequence[Cell],
+    images: Sequence[Path | None],
+    grid: Path | None,
+    before: Collection[Path],
+    failed: Sequence[Problem],
+) -> None:
+    """Print the JSON document of --json: as that of other images, with axes and cells; null for what is not there."""
+    there = [image for image in images if image is not None]
+    _print_json(
+        [image for image in there if image not in before],
+        [image for image in there if image in before],
+        problems=failed,
+        axes=[{"name": axis.name, "values": axis.values} for axis in axes],
+        cells=[
+            {"values": cell.values, "image": None if image is None else str(image)}
+            for cell, image in zip(cells, images, strict=True)
+        ],
+        grid=None if grid is None else str(grid),
+    )
+
+
+# ---- the JSON document -----------------------------------------------------------------------------------------------
+
+
 def _print_json(
     written: Sequence[Path],
     skipped: Sequence[Path] = (),
     comparison: Path | None = None,
     problems: Sequence[Problem] = (),
     interrupted_after: int | None = None,
+    **more: Any,
 ) -> None:
-    """Print the JSON document of --json: what was written."""
+    """Print the JSON document of --json: what was written, and `more` of a grid."""
     files = {"images": written, "already_there": skipped, "compare": [comparison] if comparison else []}
     listed = {name: [str(path) for path in paths] for name, paths in files.items()}
-    print_json(listed | {"problems": [asdict(each) for each in problems], "interrupted_after": interrupted_after})
-
-
-def _joined(paths: Sequence[Path]) -> str:
-    """The paths, escaped for rich."""
-    return ", ".join(map(verbatim, paths))
+    faults = [asdict(each) for each in problems]
+    print_json(listed | {"problems": faults, "interrupted_after": interrupted_after} | more)

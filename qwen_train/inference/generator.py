@@ -139,6 +139,7 @@ class Generator:
         images: Sequence[Image.Image],
         embeds: Mapping[str, torch.Tensor],
         *,
+        config: PredictConfig | None = None,
         save_interrupted: bool = False,
         one_of_many: bool = False,
     ) -> GeneratedImages:
@@ -148,13 +149,18 @@ class Generator:
             images: the control images.
             embeds: the pipeline's arguments in place of the prompts, such as `prompt_embeds` `[1, L, D]` and
                 `prompt_embeds_mask` `[1, L]` (see `PromptEncoder.arguments`), on the transformer's device.
+            config: the settings of this call in place of the generator's, such as another seed; not checked.
             save_interrupted: return unfinished images after a signal, instead of raising KeyboardInterrupt.
             one_of_many: remove the progress line at the end.
         """
         pipeline = self.pipeline if images else self.pipeline.without_images
-        config, steps = self.config, 0
+        config, steps = config or self.config, 0
+        sampling = Sampling.of(self.model, config)
         pipeline.set_progress_bar_config(disable=True)
-        with Signals() as signals, counting("generating", self.steps, transient=one_of_many) as advance:
+        with (
+            Signals() as signals,
+            counting("generating", sampling.num_inference_steps, transient=one_of_many) as advance,
+        ):
 
             def on_step_end(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
                 nonlocal steps
@@ -170,8 +176,8 @@ class Generator:
                     **({"image": list(images) if len(images) > 1 else images[0]} if images else {}),
                     **embeds,
                     **config.model_dump(include=ARGUMENTS, exclude_none=True),
-                    num_inference_steps=self.steps,
-                    true_cfg_scale=self.sampling.true_cfg_scale if config.negative_prompt is not None else 1.0,
+                    num_inference_steps=sampling.num_inference_steps,
+                    true_cfg_scale=sampling.true_cfg_scale if config.negative_prompt is not None else 1.0,
                     generator=torch.Generator().manual_seed(config.seed),
                     callback_on_step_end=on_step_end,
                 ).images

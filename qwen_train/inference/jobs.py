@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ class GenerateJob:
     prompt: str
     target: Readable | None = None
     """The target if known, only for comparison; it does not affect the image."""
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    """Inputs that this image does not share with the others, as JSON, such as another seed."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def run_jobs(
 ) -> JobResults:
     """Generate missing and outdated images into `out_folder`, one PNG for each job.
 
-    `inputs` are the other inputs of an image besides its job, as JSON: model, LoRA, settings, seed.
+    `inputs` are the inputs that all images share, besides their jobs, as JSON: model, LoRA, settings, seed.
     """
     paths = output_paths(jobs, out_folder)
     existing = {path: recorded_hash(path) for path in paths if os.path.lexists(path)}
@@ -159,7 +161,7 @@ def pending_jobs(jobs: Sequence[GenerateJob], out_folder: Path, inputs: Mapping[
 def inputs_hash(job: GenerateJob, inputs: Mapping[str, Any]) -> str:
     """The hash of all inputs of the image; its name is not among them."""
     controls = [content_hash(image.read()) for image in job.controls]
-    return content_hash(canonical_json({"prompt": job.prompt, "controls": controls, "about": dict(inputs)}))
+    return content_hash(canonical_json({"prompt": job.prompt, "controls": controls, "about": {**inputs, **job.inputs}}))
 
 
 def png_metadata(digest: str) -> PngImagePlugin.PngInfo:

@@ -69,7 +69,7 @@ def check_loras(
 
 def load_loras(pipeline: Any, loras: Sequence[WeightedLora], merge: bool = False) -> None:
     """Load the LoRAs with the stock loader, other types by peft, and merge them if `merge`."""
-    names = [f"lora_{number}" for number in range(1, len(loras) + 1)]
+    names = _adapter_names(loras)
     if any(_type(lora.file) != LORA for lora in loras):
         _load_by_peft(pipeline, dict(zip(names, loras, strict=True)), merge)
         return
@@ -84,10 +84,19 @@ def load_loras(pipeline: Any, loras: Sequence[WeightedLora], merge: bool = False
         except UNREADABLE as error:
             raise TrainError(f"the LoRA cannot be loaded: {first_line(error)}", where=lora.file) from None
     if loras:
-        pipeline.set_adapters(names, [lora.weight for lora in loras])
+        set_weights(pipeline, loras)
     if merge:
         pipeline.fuse_lora(adapter_names=names)
         pipeline.unload_lora_weights()
+
+
+def set_weights(pipeline: Any, loras: Sequence[WeightedLora]) -> None:
+    """Give the LoRAs that `load_loras` has loaded, and not merged, other weights; none is an OFT."""
+    pipeline.set_adapters(_adapter_names(loras), [lora.weight for lora in loras])
+
+
+def _adapter_names(loras: Sequence[WeightedLora]) -> list[str]:
+    return [f"lora_{number}" for number in range(1, len(loras) + 1)]
 
 
 def _load_by_peft(pipeline: Any, loras: dict[str, WeightedLora], merge: bool) -> None:
@@ -105,7 +114,7 @@ def _load_by_peft(pipeline: Any, loras: dict[str, WeightedLora], merge: bool) ->
     if _type(next(iter(loras.values())).file) == OFT:
         pipeline.transformer.set_adapter(list(loras))
     else:
-        pipeline.set_adapters(list(loras), [lora.weight for lora in loras.values()])
+        set_weights(pipeline, list(loras.values()))
 
 
 def _check_types(loras: Sequence[WeightedLora], merge: bool) -> None:

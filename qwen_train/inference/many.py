@@ -25,6 +25,7 @@ from qwen_cache.format.identity import content_hash
 from qwen_cache.models.family import Family
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.plain_text import plain
+from qwen_cache.settings.inference import PredictConfig
 from qwen_cache.sources.places import File
 from qwen_cache.storage.remembered import file_digest
 from qwen_train.data.mixture import Mixture
@@ -45,7 +46,8 @@ from qwen_train.inference.jobs import (
     run_jobs,
 )
 from qwen_train.inference.prompts import PromptEncoder
-from qwen_train.inference.settings import check_count, with_defaults
+from qwen_train.inference.settings import Sampling, check_count, with_defaults
+from qwen_train.lora.files import WeightedLora
 from qwen_train.signals import Signals
 
 WITHOUT = "-without-lora"
@@ -93,12 +95,10 @@ def _passes(
     plain: dict[str, Any] = {
         "model": fingerprint(generator.model),
         "quantization": generator.quantization,
-        "predict": settings_that_matter(generator),
+        "predict": settings_that_matter(generator.model, generator.config),
     }
-    loras = [[file_digest(lora.file), lora.weight] for lora in generator.loras]
-    with_loras = {"loras": loras, "merge": generator.merge} if loras else {}
-    passes = [(list(jobs), {**plain, **with_loras})]
-    if compare and loras:
+    passes = [(list(jobs), {**plain, **loras_that_matter(generator.loras, merge=generator.merge)})]
+    if compare and generator.loras:
         passes.append(([replace(job, name=job.name + WITHOUT) for job in jobs], plain))
     return passes
 
@@ -159,10 +159,15 @@ def _is_of(problem: Problem, name: str) -> bool:
     return problem.where == name or problem.where.startswith(f"{name}: ")
 
 
-def settings_that_matter(generator: Generator) -> dict[str, Any]:
+def loras_that_matter(loras: Sequence[WeightedLora], *, merge: bool) -> dict[str, Any]:
+    """The LoRAs by their content; {} without any."""
+    return {"loras": [[file_digest(lora.file), lora.weight] for lora in loras], "merge": merge} if loras else {}
+
+
+def settings_that_matter(model: ModelFolder, config: PredictConfig) -> dict[str, Any]:
     """The settings that affect an image, with the model's defaults."""
-    model, sigmas = generator.model, generator.sampling.sigmas
-    config = with_defaults(model, generator.config).model_copy(update={"sigmas": sigmas and list(sigmas)})
+    sigmas = Sampling.of(model, config).sigmas
+    config = with_defaults(model, config).model_copy(update={"sigmas": sigmas and list(sigmas)})
     unused = {"offload", *model.family.not_in_predict}
     unused |= {"true_cfg_scale"} if config.negative_prompt is None else set()
     return config.model_dump(mode="json", exclude=unused | ({"num_inference_steps"} if sigmas else set()))

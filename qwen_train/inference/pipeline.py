@@ -30,7 +30,7 @@ from qwen_cache.models.folder import ModelFolder, check_component
 from qwen_cache.models.loading import load_whole
 from qwen_cache.settings.inference import PredictConfig
 from qwen_train.flow import NoiseSchedule
-from qwen_train.inference.devices import Devices, check_offload, memory_for
+from qwen_train.inference.devices import Devices, Offload, check_offload, memory_for
 from qwen_train.inference.loras import load_loras
 from qwen_train.inference.prompts import Embedded, PromptEncoder
 from qwen_train.inference.settings import load_scheduler
@@ -87,11 +87,25 @@ def load_pipeline(
         pipeline.devices = devices
         pipeline.prompt_encoder = PromptEncoder(model, devices.text, dtype, offload)
         load_loras(pipeline, loras, merge)
-    if offload == "model":
-        pipeline.enable_model_cpu_offload(device=devices.transformer)
-    elif offload == "sequential":
-        pipeline.enable_sequential_cpu_offload(device=devices.transformer)
+    _enable_offload(pipeline, offload)
     return pipeline
+
+
+def replace_loras(pipeline: Any, loras: Sequence[WeightedLora], offload: Offload) -> None:
+    """Load other LoRAs in place of the pipeline's, which are not merged; the base weights are not loaded again."""
+    with memory_for("loading the transformer", pipeline.devices.transformer):
+        if offload != "none":
+            pipeline.remove_all_hooks()  # they would keep the weights of the layers that they know
+        pipeline.unload_lora_weights()
+        load_loras(pipeline, loras)
+    _enable_offload(pipeline, offload)
+
+
+def _enable_offload(pipeline: Any, offload: Offload) -> None:
+    if offload == "model":
+        pipeline.enable_model_cpu_offload(device=pipeline.devices.transformer)
+    elif offload == "sequential":
+        pipeline.enable_sequential_cpu_offload(device=pipeline.devices.transformer)
 
 
 class PlacedVae(nn.Module):
