@@ -1,7 +1,7 @@
 """Batches of `DataLoader`'s workers in memory that is used again: new memory costs several times what a copy does.
 
 A worker fills a block of shared memory and sends where it is; the block itself is sent once. The parent gets tensors
-over the block, and the worker uses it again when the last of them is gone, as its first byte says. So a batch that is
+over the block, and the worker uses it again when the last of them ends, as its first byte says. So a batch that is
 kept stays as it is, and costs a block. Blocks end with their worker.
 
 Only what is in the block travels like this: a tensor that was added to the batch, or a copy of the batch in another
@@ -47,7 +47,7 @@ class Filling:
     is_sent: bool = False
 
     def end(self) -> None:
-        """Its tensors are gone in the worker: without it being sent, nobody else has them."""
+        """No tensor of it is left in the worker: without it being sent, nobody else has them."""
         if not self.is_sent:
             self.block.memory[0] = 0
 
@@ -67,7 +67,7 @@ def aligned(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def used(memory: npt.NDArray[np.uint8], end: Callable[..., None], *arguments: object) -> torch.Tensor:
-    """The bytes as a tensor; `end` is called when it and all views of it are gone."""
+    """The bytes as a tensor; `end` is called when neither it nor a view of it is left."""
     array = memory[:]
     weakref.finalize(array, end, *arguments).atexit = False
     return torch.from_numpy(array)

@@ -14,6 +14,7 @@ can be, but in an order that is only locally random. `qwen_cache.torch.CacheBatc
 from __future__ import annotations
 
 import io
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -114,11 +115,17 @@ class SampleDecoder:
     def __init__(self, cache: Cache, tensors: tuple[str, ...]) -> None:
         self.version, self.tensors = cache.format_version, tensors
         self.keys = cache.keys if len(cache.manifest.recipes) > 1 else None
+        self.samples = {shard.name: shard.samples for shard in cache.manifest.shards}
 
     def __call__(self, members: Iterable[dict[str, Any]]) -> Iterator[Item]:
-        for each in members:
-            if self.keys is None or self.keys.find(each["__key__"]) >= 0:
-                yield self._item(each)
+        for where, group in itertools.groupby(members, key=lambda each: str(each["__url__"])):
+            found = 0
+            for each in group:
+                found += 1
+                if self.keys is None or self.keys.find(each["__key__"]) >= 0:
+                    yield self._item(each)
+            if found != (expected := self.samples[where.rpartition("/")[2]]):  # to a tar, a damaged header is the end
+                raise ShardError("the shard ends early", where=where, expected=f"{expected} samples", found=found)
 
     def _item(self, members: dict[str, Any]) -> Item:
         where = members["__url__"]

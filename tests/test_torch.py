@@ -339,13 +339,17 @@ def test_webdataset_streams_from_a_bucket(shards: Path, s3: tuple[str, int]) -> 
 
 
 def test_a_damaged_shard_ends_the_stream(cache: Path, tmp_path: Path) -> None:
-    """A changed bit, and an end that is missing: tar files may end anywhere."""
+    """A changed bit of a tensor or a header, and an end that is missing: tar files may end anywhere."""
     copy = Path(shutil.copytree(cache, tmp_path / "shards"))
     (shard,) = copy.glob("*.tar")
     whole, row = shard.read_bytes(), open_cache(cache)[0].row
     place = row.entry.data
     shard.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     with pytest.raises(ChecksumError, match="does not have the bytes that were written"):
+        list(webdataset.open(copy))
+    place = open_cache(cache)[1].row.entry.offset + 3
+    shard.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    with pytest.raises(ShardError, match="the shard ends early"):
         list(webdataset.open(copy))
     shard.write_bytes(whole[: row.entry.offset + row.entry.length])
     with pytest.raises(ShardError, match="the shard has another size"):

@@ -7,6 +7,9 @@ Column names may stand for `target`, `control`, … (KEY.edited_image.jpg), and 
 without its extension. A tar is scanned for the offsets of its members when it is new or has changed, and images are
 read from there. Refuses a part that no sample has; and, as a problem that names tar and member: a name that leads out
 of the tar, a link or another special file, and two members for one image or prompt.
+
+webdataset's own iteration would not do: it reads every member whole and does not say where it is, skips links, and
+takes a damaged header for the end of the tar.
 """
 
 from __future__ import annotations
