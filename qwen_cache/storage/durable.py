@@ -253,12 +253,13 @@ class NoLocksError(OSError):
 
 
 @contextmanager
-def locked(path: Path, *, remove: bool = False) -> Iterator[None]:
+def locked(path: Path, *, remove: bool = False) -> Iterator[int]:
     """Hold a lock on the file `path` until the end of the block or of the process, however it ends.
 
     The file stays, or is removed at the end of the block with `remove`. Programs started meanwhile do not hold the
-    lock. Raises LockHeldError immediately when another process has the lock, NoLocksError if the kernel cannot lock
-    this file, and OSError if the path is a symbolic link.
+    lock, except those that inherit the descriptor that this yields: then the last of them ends it. Raises LockHeldError
+    immediately when another process has the lock, NoLocksError if the kernel cannot lock this file, and OSError if the
+    path is a symbolic link.
     """
     from filelock import lock_descriptor, unlock_descriptor  # only its wrappers of the kernel's lock on an open file
 
@@ -277,7 +278,7 @@ def locked(path: Path, *, remove: bool = False) -> Iterator[None]:
             with suppress(OSError):  # the name of the holder is for messages alone: `gc` works on a full disk
                 file.truncate(0)
                 file.write(f"\nprocess {os.getpid()} on {socket.gethostname()}".encode())
-            yield
+            yield file.fileno()
         finally:
             if remove and not WINDOWS:
                 _try_to_remove(path)  # while it is locked: who opens it later opens another file

@@ -1,0 +1,499 @@
+"""Jobs of the UI: processes that outlive it, the order in which they start, and what a user does with them.
+
+Small programs stand in for the commands. Where a process is killed, the judge is what the folder says afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from qwen_cache.storage.durable import locked
+from qwen_cache.ui.jobs import Checks, Command, Job, JobError, NoJobError, OutdatedError, Queue
+from qwen_cache.ui.jobs.job import ENDED, LOCK, OUTPUT, OUTPUT_BYTES, PROGRESS, STARTED, read_job, write_json
+from qwen_cache.ui.jobs.process import began
+from qwen_cache.ui.jobs.routes import routes_of
+from qwen_cache.ui.jobs.scheduler import to_start
+from qwen_cache.web import RefusedError, answer
+
+from .support.waiting import wait_until
+
+STAND_IN = """
+import os, pathlib, signal, sys, time
+here = pathlib.Path()
+what, *arguments = sys.argv[1:]
+
+def log(*_):
+    with open("log", "a") as file:
+        file.write(" ".join([what, *arguments]) + "\\n")
+
+if what == "say":
+    sys.stdout.write(arguments[0])
+    sys.stderr.buffer.write(bytes.fromhex(arguments[1]))
+elif what == "fail":
+    print("reading", file=sys.stderr)
+    print("error: no such thing\\n  -> give another", file=sys.stderr)
+    sys.exit(2)
+elif what == "wait":  # until a file is there
+    saved = []
+    signal.signal(signal.SIGUSR1, lambda *_: (here / "saved").touch())
+    log()
+    while not (here / arguments[0]).exists():
+        time.sleep(0.02)
+elif what == "stop":  # on the first SIGINT, save and end; or only on SIGTERM
+    stops = []
+    signal.signal(signal.SIGINT, lambda *_: stops.append(1))
+    (here / "ready").touch()
+    while not stops or arguments == ["late"]:
+        time.sleep(0.02)
+    sys.exit(130)
+elif what == "family":  # a child in a session of its own, as torchrun starts them
+    import subprocess
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+    pathlib.Path("child").write_text(str(child.pid))
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def starts(tmp_path: Path) -> dict[str, Sequence[str]]:
+    program = tmp_path / "stand_in.py"
+    program.write_text(STAND_IN, encoding="utf-8")
+    return dict.fromkeys(("qwen-cache", "qwen-train"), (sys.executable, "-S", str(program)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "project").mkdir()
+    return tmp_path / "project"
+
+
+@pytest.fixture
+def queue(folder: Path, starts: dict[str, Sequence[str]]) -> Iterator[Queue]:
+    queue = Queue(folder, starts)
+    with queue:
+        yield queue
+    for job in queue.list():  # what a failed test leaves
+        if job.is_active:
+            queue.kill(job.id)
+
+
+def add(queue: Queue, *arguments: str, on: str = "", kind: str = "build") -> str:
+    return queue.add(" ".join(arguments), kind, Command("qwen-cache", arguments), on.split()).id
+
+
+def wait_for(queue: Queue, id: str, *states: str) -> Job:
+    wait_until(lambda: queue.get(id).state in states)
+    return queue.get(id)
+
+
+def wait_for_pid(queue: Queue, id: str) -> int:
+    wait_until(lambda: queue.get(id).pid)
+    return queue.get(id).pid or 0
+
+
+def supervisor_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+# ---- one job ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_runs_in_the_folder_and_keeps_what_it_printed(queue: Queue, folder: Path) -> None:
+    id = add(queue, "say", '{"a": [1]}', "\x1b[31mred\x1b[0m \xe9\r20 %\r100 %\n\x07".encode("latin-1").hex())
+    job = wait_for(queue, id, "done")
+    assert (job.code, job.workplace) == (0, folder)
+    assert job.created <= (job.started or 0) <= (job.ended or 0)
+    assert queue.result(id) == {"a": [1]}
+    output = queue.output(id)
+    assert output.text == "red \N{REPLACEMENT CHARACTER}\n20 %\n100 %\n\\x07"
+    assert (output.skipped, queue.output(id, output.next).text) == (0, "")
+
+
+def test_a_command_is_shown_as_a_user_types_it() -> None:
+    one = Command("qwen-train", ["run", "--set", "train.output_dir=my run"], {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert one.line == "CUDA_VISIBLE_DEVICES=0,1 qwen-train run --set 'train.output_dir=my run'"
+    two = Command("qwen-train", ["run"], processes=2)
+    assert two.line == "torchrun --standalone --nproc-per-node 2 -m qwen_train run"
+    assert two.argv()[:3] == [sys.executable, "-m", "torch.distributed.run"]
+
+
+def test_a_real_command_runs_without_modules_of_the_folder(folder: Path) -> None:
+    """And gives its error and its progress; a checkout's own file of that name would end it."""
+    (folder / "typer.py").write_text("raise SystemExit(3)", encoding="utf-8")
+    with Queue(folder) as queue:
+        job = queue.add("Verify", "verify", Command("qwen-cache", ["verify", "nowhere"]))
+        job = wait_for(queue, job.id, "failed")
+    assert job.code == 2
+    assert "nowhere" in job.to_json()["error"]
+    assert job.error().startswith("error: ")
+    assert (job.progress() or {}).get("what", "verifying") == "verifying"
+
+
+def test_a_failed_job_has_its_error_and_holds_up_no_other(queue: Queue) -> None:
+    failed, after = add(queue, "fail", on="cpu"), add(queue, "say", "text", "", on="cpu")
+    assert wait_for(queue, failed, "failed").code == 2
+    assert queue.get(failed).error() == "error: no such thing\n  -> give another"
+    assert wait_for(queue, after, "done").error() == ""
+    assert queue.result(after) == "text"
+    again = queue.again(failed, ["say", "", ""])
+    assert (again.title, again.devices, again.id != failed) == ("fail", ("cpu",), True)
+    assert wait_for(queue, again.id, "done").command.arguments == ("say", "", "")
+
+
+def test_a_program_that_cannot_be_started_is_a_failed_job(folder: Path) -> None:
+    with Queue(folder, {"qwen-cache": ["/no/such/program"]}) as queue:
+        job = wait_for(queue, add(queue, "build"), "failed")
+    assert job.code == 127
+    assert job.error() == "error: /no/such/program: No such file or directory"
+
+
+def test_output_of_any_size_is_read_in_parts(queue: Queue, folder: Path) -> None:
+    id = add(queue, "say", "", "")
+    file = wait_for(queue, id, "done").folder / OUTPUT
+    file.write_bytes("é".encode() * OUTPUT_BYTES)  # two bytes each: twice what one answer has
+    last = queue.output(id)
+    assert (last.text, last.next, last.skipped) == ("é" * (OUTPUT_BYTES // 2), 2 * OUTPUT_BYTES, OUTPUT_BYTES)
+    assert queue.output(id, -1).text == last.text
+    assert queue.output(id, 2 * OUTPUT_BYTES - 3).text == "\N{REPLACEMENT CHARACTER}é"  # as it was asked for
+    file.write_bytes(b"e" + "é".encode() * OUTPUT_BYTES)
+    assert queue.output(id).text == "é" * (OUTPUT_BYTES // 2)  # begins within a letter, which is left out
+    file.write_bytes("aé".encode()[:-1])
+    begun = queue.output(id)
+    assert (begun.text, begun.next) == ("a", 1)
+    file.write_bytes("aéb".encode())
+    assert queue.output(id, begun.next).text == "éb"
+    assert queue.output(id, 10**9).text == "aéb"
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+def jobs(*described: str) -> list[Job]:
+    """`a+ cuda:0 cpu`: an active job; `b`: a queued one."""
+    made = []
+    for text in described:
+        name, *devices = text.split()
+        state = "running" if name.endswith("+") else "done" if name.endswith("-") else "queued"
+        made.append(
+            Job(name, "", "build", Command("qwen-cache"), (), tuple(devices), {}, 0.0, Path(), state=state)  # type: ignore[arg-type]
+        )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("described", "started"),
+    [
+        (["a cuda:0", "b cuda:1", "c cuda:0 cuda:1"], "ab"),
+        (["a+ cuda:0", "b cuda:0", "c cuda:1"], "c"),
+        (["a+ cuda:0", "b cuda:0 cuda:1", "c cuda:1", "d cpu"], "d"),  # b waits, and cuda:1 with it
+        (["a+ auto", "b cuda:0", "c"], "c"),
+        (["a+ cpu", "b auto", "c cuda:0"], ""),
+        (["a cuda", "b cpu"], "a"),
+        (["a", "b", "c", "d cpu"], "abd"),
+        (["a+", "b", "c"], "b"),
+        (["a- cuda:0", "b cuda:0"], "b"),
+    ],
+)
+def test_jobs_start_in_order_as_their_devices_are_free(described: list[str], started: str) -> None:
+    assert "".join(job.id for job in to_start(jobs(*described))) == started
+
+
+def test_two_jobs_on_one_device_run_one_after_the_other(queue: Queue, folder: Path) -> None:
+    first, second, beside = (
+        add(queue, "wait", "1", on="cuda:0"),
+        add(queue, "wait", "2", on="cuda:0"),
+        add(queue, "wait", "3", on="cuda:1"),
+    )
+    wait_for(queue, first, "running")
+    wait_for(queue, beside, "running")
+    assert queue.get(second).state == "queued"
+    assert [job.id for job in queue.list()] == [first, beside, second]
+    (folder / "1").touch()
+    wait_for(queue, first, "done")
+    wait_for(queue, second, "running")
+    (folder / "2").touch()
+    (folder / "3").touch()
+    wait_for(queue, second, "done")
+    started, before = queue.get(second).started, queue.get(first).ended
+    assert started is not None
+    assert before is not None
+    assert started >= before
+
+
+def test_a_paused_queue_can_be_put_in_order(queue: Queue, folder: Path, starts: dict[str, Sequence[str]]) -> None:
+    queue.pause()
+    ids = [add(queue, "wait", "end", str(i), on="cpu") for i in range(4)]
+    queue.move(ids[3], -2)
+    queue.move(ids[0], 1)
+    queue.move(ids[2], 9)
+    queue.remove(ids[0])
+    order = [ids[3], ids[1], ids[2]]
+    assert [job.id for job in queue.list()] == order
+    assert [job.id for job in Queue(folder, starts).list()] == order
+    assert Queue(folder, starts).paused
+    with pytest.raises(NoJobError, match="no such job"):
+        queue.get(ids[0])
+    with pytest.raises(JobError, match="not running"):
+        queue.stop(ids[1])
+    (folder / "end").touch()
+    queue.resume()
+    wait_for(queue, order[-1], "done")
+    assert (folder / "log").read_text().split() == ["wait", "end", "3", "wait", "end", "1", "wait", "end", "2"]
+    with pytest.raises(JobError, match="only a queued job can be moved"):
+        queue.move(ids[1], 1)
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+
+
+def test_stop_lets_a_command_end_and_the_second_stop_ends_it(queue: Queue, folder: Path) -> None:
+    for arguments, code in ((["stop"], 130), (["stop", "late"], -signal.SIGTERM)):
+        (folder / "ready").unlink(missing_ok=True)
+        id = add(queue, *arguments, on="cpu")
+        wait_until((folder / "ready").exists)
+        wait_for_pid(queue, id)
+        assert queue.stop(id).state in ("stopping", "stopped")
+        if code < 0:
+            assert queue.stop(id).state in ("stopping", "stopped")
+        assert wait_for(queue, id, "stopped").code == code
+        with pytest.raises(JobError, match="not running"):
+            queue.kill(id)
+
+
+def test_kill_ends_all_that_a_command_has_started(queue: Queue, folder: Path) -> None:
+    id = add(queue, "family", on="cpu")
+    wait_until(lambda: (folder / "child").exists() and (folder / "child").read_text())
+    child = int((folder / "child").read_text())
+    assert began(child)
+    queue.kill(id)
+    assert wait_for(queue, id, "stopped").code == -signal.SIGKILL
+    wait_until(lambda: began(child) is None)
+
+
+def test_a_run_saves_only_while_it_trains(queue: Queue, folder: Path) -> None:
+    id = add(queue, "wait", "end", kind="train", on="cpu")
+    job = wait_for(queue, id, "running")
+    wait_until((folder / "log").exists)
+    with pytest.raises(JobError, match="saves nothing now"):
+        queue.save_now(id)
+    write_json(job.folder / PROGRESS, {"what": "training", "done": 3, "total": 9})
+    assert queue.get(id).can() == ["stop", "kill", "save"]
+    queue.save_now(id)
+    wait_until((folder / "saved").exists)
+    (folder / "end").touch()
+    assert wait_for(queue, id, "done").can() == ["again", "remove"]
+
+
+def test_a_number_that_another_process_has_now_gets_no_signal(queue: Queue, folder: Path) -> None:
+    """As after a long time, or where the machine was started again: here this process has the number."""
+    id = add(queue, "wait", "end", on="cpu")
+    wait_for_pid(queue, id)
+    job = queue.get(id)
+    started = json.loads((job.folder / STARTED).read_text())
+    write_json(job.folder / STARTED, started | {"pid": os.getpid()})
+    queue.stop(id)
+    queue.stop(id)
+    queue.kill(id)
+    write_json(job.folder / STARTED, started)
+    assert queue.get(id).state == "stopping"  # both live
+    (folder / "end").touch()
+    wait_for(queue, id, "done")
+
+
+# ---- processes that are killed ---------------------------------------------------------------------------------------
+
+
+def test_a_job_without_its_supervising_process_runs_and_is_then_lost(queue: Queue, folder: Path) -> None:
+    id, next_ = add(queue, "wait", "end", on="cpu"), add(queue, "say", "", "", on="cpu")
+    pid = wait_for_pid(queue, id)
+    supervisor = supervisor_of(pid)
+    os.kill(supervisor, signal.SIGKILL)
+    wait_until(lambda: began(supervisor) is None)
+    assert queue.get(id).state == "running"  # it still has the device
+    assert queue.get(next_).state == "queued"
+    (folder / "end").touch()
+    job = wait_for(queue, id, "lost")
+    assert (job.code, job.ended is not None) == (None, True)
+    wait_for(queue, next_, "done")
+    queue.remove(id)
+    assert not job.folder.exists()
+
+
+UI = """
+import sys, time
+from pathlib import Path
+from qwen_cache.ui.jobs import Command, Queue
+with Queue(Path(sys.argv[1]), {"qwen-cache": sys.argv[2:]}) as queue:
+    for name in ("1", "2"):
+        queue.add(name, "build", Command("qwen-cache", ["wait", name]), ["cpu"])
+    print("ready", flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_a_killed_ui_loses_nothing(folder: Path, starts: dict[str, Sequence[str]]) -> None:
+    ui = subprocess.Popen(
+        [sys.executable, "-c", UI, folder, *starts["qwen-cache"]], stdout=subprocess.PIPE, start_new_session=True
+    )
+    queue = Queue(folder, starts)
+    wait_until(lambda: [job for job in queue.list() if job.state == "running" and job.pid])
+    ui.kill()
+    ui.communicate()
+    first, second = queue.list()
+    assert (first.state, second.state) == ("running", "queued")
+    (folder / "1").touch()
+    wait_for(queue, first.id, "done")
+    with queue:
+        wait_for(queue, second.id, "running")
+        (folder / "2").touch()
+        wait_for(queue, second.id, "done")
+
+
+def test_two_queues_start_a_job_once(folder: Path, starts: dict[str, Sequence[str]]) -> None:
+    """Both in one folder, and each as if it were alone: without the lock that lets one of them schedule."""
+    queue = Queue(folder, starts)
+    id = add(queue, "wait", "end", on="cpu")
+    job = queue.get(id)
+    line = [sys.executable, "-m", "qwen_cache.ui.jobs.supervise", str(job.folder)]
+    both = [subprocess.Popen(line, start_new_session=True) for _ in range(2)]
+    codes = sorted(process.wait() for process in both)
+    assert codes == [0, 1]
+    (folder / "end").touch()
+    wait_for(queue, id, "done")
+    assert subprocess.run(line, check=False).returncode == 1  # nor again
+    assert (folder / "log").read_text() == "wait end\n"
+    with Queue(folder, starts) as one, Queue(folder, starts) as other:
+        ids = [add(queue, "say", "", "", on="cpu") for queue in (one, other)]
+        for id in ids:
+            wait_for(one, id, "done")
+
+
+def test_a_job_that_is_being_removed_does_not_start(folder: Path, starts: dict[str, Sequence[str]]) -> None:
+    queue = Queue(folder, starts)
+    id = add(queue, "say", "", "")
+    job = queue.get(id)
+    line = [sys.executable, "-m", "qwen_cache.ui.jobs.supervise", str(job.folder)]
+    with locked(job.folder / LOCK):
+        assert subprocess.run(line, check=False).returncode == 1
+        assert queue.get(id).state == "queued"
+        with pytest.raises(JobError, match="is running"):
+            queue.remove(id)
+    queue.remove(id)
+    assert subprocess.run(line, check=False, stderr=subprocess.PIPE).stderr == b""
+    assert list(job.folder.parent.iterdir()) == []
+
+
+def test_a_damaged_job_is_left_out(queue: Queue, folder: Path) -> None:
+    id = add(queue, "say", "", "")
+    job = wait_for(queue, id, "done")
+    for content in (b"", b"[1]", b"\xff", b'{"id": 1}'):
+        other = job.folder.with_name("20200101-000000-00000000")
+        other.mkdir(exist_ok=True)
+        (other / "job.json").write_bytes(content)
+        assert [each.id for each in queue.list()] == [id]
+    (job.folder / PROGRESS).write_bytes(b"\xff")
+    assert queue.get(id).progress() is None
+    (job.folder / ENDED).write_bytes(b"")  # as a power loss may leave a file that was not synced
+    assert read_job(job.folder).state == "lost"
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_check_answers_with_its_document_or_its_error(folder: Path, starts: dict[str, Sequence[str]]) -> None:
+    checks = Checks(folder, starts)
+    said = checks.check(Command("qwen-cache", ["say", '{"samples": 4}', b"reading\n".hex()]))
+    assert (said.code, said.document, said.message) == (0, {"samples": 4}, "reading")
+    failed = checks.check(Command("qwen-cache", ["fail"]))
+    assert (failed.code, failed.document) == (2, None)
+    assert failed.message == "error: no such thing\n  -> give another"
+    checks.close()
+    with pytest.raises(OutdatedError):
+        checks.check(Command("qwen-cache", ["fail"]))
+
+
+def test_a_newer_check_ends_the_older_one_of_its_key(folder: Path, starts: dict[str, Sequence[str]]) -> None:
+    checks, ends = Checks(folder, starts), dict[str, Any]()
+
+    def check(name: str, key: str) -> None:
+        try:
+            ends[name] = checks.check(Command("qwen-cache", ["wait", name]), key).code
+        except OutdatedError:
+            ends[name] = "outdated"
+
+    threads = {name: Thread(target=check, args=(name, key)) for name, key in (("a", "plan"), ("b", "doctor"))}
+    for thread in threads.values():
+        thread.start()
+    wait_until(lambda: (folder / "log").exists() and len((folder / "log").read_text().split()) == 4)
+    threads["c"] = Thread(target=check, args=("c", "plan"))
+    threads["c"].start()
+    threads["a"].join()
+    assert ends == {"a": "outdated"}
+    (folder / "b").touch()
+    (folder / "c").touch()
+    for thread in threads.values():
+        thread.join()
+    assert ends == {"a": "outdated", "b": 0, "c": 0}
+
+
+# ---- routes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def client(queue: Queue) -> TestClient:
+    app = FastAPI()
+    app.include_router(routes_of(queue))
+    app.add_exception_handler(RefusedError, lambda _, error: answer(error))  # type: ignore[arg-type]
+    return TestClient(app)
+
+
+def test_the_routes_of_a_job(client: TestClient, queue: Queue, folder: Path) -> None:
+    assert client.get("/api/jobs").json() == {"paused": False, "jobs": []}
+    id = add(queue, "wait", "end", on="cuda:0")
+    waiting = [add(queue, "say", "plain", b"said\n".hex(), on="cuda:0") for _ in range(2)]
+    wait_for_pid(queue, id)
+    assert client.post(f"/api/jobs/{waiting[1]}/move", json={"by": -1}).json() == {}
+    listed = client.get("/api/jobs").json()["jobs"]
+    assert [job["id"] for job in listed] == [id, *reversed(waiting)]
+    assert listed[0]["can"] == ["stop", "kill"]
+    assert listed[0]["line"] == "qwen-cache wait end"
+    assert client.post(f"/api/jobs/{id}/save").status_code == 409
+    assert client.post(f"/api/jobs/{id}/remove").status_code == 409
+    assert client.post(f"/api/jobs/{id}/stop").json()["state"] in ("stopping", "stopped")
+    wait_for(queue, id, "stopped")
+    wait_for(queue, waiting[0], "done")
+    path = f"/api/jobs/{waiting[0]}"
+    assert client.get(f"{path}/output").json() == {"text": "said\n", "next": 5, "skipped": 0}
+    assert client.get(f"{path}/output?since=5").json() == {"text": "", "next": 5, "skipped": 0}
+    assert client.get(f"{path}/result").json() == {"document": None, "text": "plain"}
+    assert client.post("/api/queue/pause").json() == {"paused": True}
+    again = client.post(f"{path}/again").json()
+    assert (again["state"], client.get("/api/jobs").json()["paused"]) == ("queued", True)
+    assert client.post("/api/queue/resume").json() == {"paused": False}
+    wait_for(queue, again["id"], "done")
+    assert client.post(f"{path}/remove").json() == {}
+    assert client.get(path).status_code == 404
+
+
+HOSTILE = ["..", "%2e%2e", "..%2f..%2fjob", "20200101-000000-0000000g", "20200101-000000-00000000%0a"]
+
+
+@pytest.mark.parametrize("id", HOSTILE)
+def test_an_id_is_never_a_path(client: TestClient, queue: Queue, folder: Path, id: str) -> None:
+    (folder / ".qwen-ui" / "job.json").write_text("{}")
+    for path in ("", "/output", "/result"):
+        assert client.get(f"/api/jobs/{id}{path}").status_code == 404
+    assert client.post(f"/api/jobs/{id}/remove").status_code in (404, 405)
+    assert (folder / ".qwen-ui" / "job.json").exists()
