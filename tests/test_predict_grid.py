@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import QwenImageTransformer2DModel
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -20,6 +19,7 @@ from qwen_cache.settings.train import LoraConfig
 from qwen_train.inference import cells, generator
 from qwen_train.inference.axes import grid_cells, parse_axes
 from qwen_train.lora.adapter import add_lora, lora_weights, write_lora
+from qwen_train.model.stock import stock_class
 
 from .support.commands import Result, refused, run
 from .support.grids import box_of
@@ -157,11 +157,14 @@ def test_steps_guidance_and_noise_are_those_of_predict(
 
 
 @pytest.mark.slow
-def test_adapters_of_other_types_replace_each_other(predict: Predict, tiny_model: TinyModel, tmp_path: Path) -> None:
-    run_of = tmp_path / "run"
+@pytest.mark.parametrize("variant", ["t2i", "qwen-image-21"])
+def test_adapters_of_other_types_replace_each_other(
+    variant: str, predict: Predict, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    run_of, transformer_of = tmp_path / "run", tiny_model(variant) / "transformer"
     types = {"checkpoint-1": "lokr", "checkpoint-2": "oft", "checkpoint-3": "loha"}
     for name, kind in types.items():
-        transformer = QwenImageTransformer2DModel.from_pretrained(tiny_model("t2i") / "transformer")
+        transformer = stock_class(transformer_of).from_pretrained(transformer_of)
         add_lora(transformer, LoraConfig(type=kind, **({"oft_block_size": 16} if kind == "oft" else {"rank": 2})))
         noise = torch.Generator().manual_seed(1)
         for tensor in lora_weights(transformer).values():
@@ -169,11 +172,11 @@ def test_adapters_of_other_types_replace_each_other(predict: Predict, tiny_model
         (run_of / name).mkdir(parents=True)
         write_lora(transformer, lora_weights(transformer), run_of / name / LORA, {})
     steps, options = ("--grid", "checkpoint=1,2,3", "--lora", run_of), ("--out", tmp_path / "out.png", "--json")
-    result = predict("--grid", "lora_weight=1,0", *steps, *options)
+    result = predict("--grid", "lora_weight=1,0", *steps, *options, variant=variant)
     assert result.code == 0, result.stderr
     document = json.loads(result.stdout)
     for step, path in enumerate(types, 1):
-        assert predict("--lora", run_of / path, "--out", tmp_path / "alone.png").code == 0
+        assert predict("--lora", run_of / path, "--out", tmp_path / "alone.png", variant=variant).code == 0
         found = pixels(cell_of(document, lora_weight=1, checkpoint=step))
         assert np.array_equal(found, pixels(tmp_path / "alone.png"))
         assert not np.array_equal(found, pixels(cell_of(document, lora_weight=0, checkpoint=step)))
