@@ -27,6 +27,8 @@ from qwen_cache.ui.jobs.routes import routes_of
 from qwen_cache.ui.jobs.scheduler import to_start
 from qwen_cache.web import RefusedError, answer
 
+from .support.browser import chromium
+from .support.ui import TOKEN, served
 from .support.waiting import wait_until
 
 STAND_IN = """
@@ -497,3 +499,63 @@ def test_an_id_is_never_a_path(client: TestClient, queue: Queue, folder: Path, i
         assert client.get(f"/api/jobs/{id}{path}").status_code == 404
     assert client.post(f"/api/jobs/{id}/remove").status_code in (404, 405)
     assert (folder / ".qwen-ui" / "job.json").exists()
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser(folder: Path, starts: dict[str, Sequence[str]]) -> None:
+    """Focus stays where it is while jobs move from list to list, and a screen reader hears of changed states alone."""
+    with served(folder) as address, chromium() as browser:
+        page = browser.new_context().new_page()
+        errors = list[str]()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(f"{address}/?token={TOKEN}")
+        page.goto(f"{address}/queue")
+        page.get_by_text("No job is running.").wait_for()
+        queue = Queue(folder, starts)
+        first, second, third = (add(queue, "wait", str(i), on="cpu") for i in range(3))
+        page.locator(f"#active [data-job='{first}']").wait_for()
+        titles = page.locator("#queued h3")
+        page.locator(f"#queued [data-job='{third}']").wait_for()
+        assert titles.all_inner_texts() == ["wait 1", "wait 2"]
+        page.get_by_role("button", name="Up: wait 2").focus()
+        page.keyboard.press("Enter")
+        wait_until(lambda: titles.all_inner_texts() == ["wait 2", "wait 1"])
+        assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Up: wait 2"
+        job = queue.get(first)
+        write_json(
+            job.folder / PROGRESS,
+            {
+                "what": "encoding",
+                "done": 1,
+                "total": 4,
+                "text": "1/4",
+                "lanes": [{"name": "vae-0", "device": "cpu", "done": 3, "busy": 0.5}],
+                "left": 90,
+            },
+        )
+        with open(job.folder / OUTPUT, "ab") as file:
+            file.write("<b>é</b>\n".encode())
+        page.get_by_text("encoding 1/4, 1 min 30 s left").wait_for()
+        assert "vae-0 on cpu: 3 done, 50 % busy" in page.locator("#active .job").inner_text()
+        card = page.locator(f"[data-job='{first}']")
+        card.get_by_text("Output").click()
+        card.get_by_text("<b>é</b>").wait_for()
+        (folder / "0").touch()
+        page.locator(f"#ended [data-job='{first}']").wait_for()
+        page.locator(f"#active [data-job='{third}']").wait_for()
+        assert page.evaluate("document.activeElement.tagName") in ("H3", "SUMMARY")
+        assert page.locator("#announcements").inner_text() in ("wait 0: done", "wait 2: running")
+        page.get_by_role("button", name="Pause the queue").click()
+        page.get_by_text("The queue is paused: no queued job starts.").wait_for()
+        page.get_by_role("button", name="Remove: wait 1").click()
+        page.get_by_text("No job is waiting.").wait_for()
+        with pytest.raises(NoJobError):
+            queue.get(second)
+        page.once("dialog", lambda dialog: dialog.accept())
+        page.get_by_role("button", name="Kill: wait 2").click()
+        page.locator(f"#ended [data-job='{third}']").wait_for()
+        assert queue.get(third).state == "stopped"
+        assert errors == []
