@@ -1,0 +1,1 @@
+"""The Data page: the rows of a source, their problems, and edits that go into the source's own files."""

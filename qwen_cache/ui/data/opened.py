@@ -1,0 +1,385 @@
+"""A source as the Data page sees it: listed in a thread, listed again when its files change, edited row by row.
+
+A row is named by its position and the version that the page saw. An edit of another version is refused, and so is one
+of a file that changed meanwhile; edits of one source follow each other. What is written, and where, is decided by
+`sources/editing.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from qwen_cache.errors import Problem, QwenCacheError, SourceError
+from qwen_cache.format.identity import content_hash
+from qwen_cache.settings.data import DataConfig
+from qwen_cache.sources import left_out
+from qwen_cache.sources.detect import METADATA_TABLES, SourceSettings, drafts_of, needs_of, read_drafts
+from qwen_cache.sources.editing import ChangedError, Editor, open_editor
+from qwen_cache.sources.garbage import without_gc
+from qwen_cache.sources.listing import Entry, Listing, as_entry
+from qwen_cache.sources.places import Location
+from qwen_cache.sources.rows import Draft, Readable
+from qwen_cache.storage.url import Url
+from qwen_cache.ui.data.scan import Scan, areas
+from qwen_cache.ui.data.view import Positions, Shown, View, counts, positions, text_of
+from qwen_cache.web import RefusedError
+
+WATCHED = 4096  # folders and files whose times say whether a source has changed
+VIEWS = 8
+CHANGED = RefusedError(409, "this row has changed meanwhile", "look at it as it is now, and repeat your change")
+
+
+class StoppedError(Exception):
+    """The listing is not needed any more."""
+
+
+def settings_of(data: DataConfig) -> SourceSettings:
+    """How the page reads a source: as `build` does, but for either kind of model."""
+    return {
+        "needs_control": False,
+        "takes_control": True,
+        "no_control": "allowed" if data.allow_no_control else "stated",
+        "allow_empty_prompt": data.allow_empty_prompt,
+        "allow_urls": data.allow_urls,
+        "columns": data.columns,
+        "split": data.split,
+        "config_name": data.config_name,
+    }
+
+
+def version_of(entry: Entry) -> str:
+    """A name of what the page shows of a row."""
+    shown = (entry.names, entry.prompts, entry.phrase, entry.is_left_out, str(entry.mask))
+    return content_hash(repr(shown).encode("utf-8", "backslashreplace"))[:12]
+
+
+class OpenSource:
+    """The rows of a source, and what is known of them."""
+
+    def __init__(self, place: Location, data: DataConfig, top: Path, state: Path) -> None:
+        """`top` is the opened folder, `state` that for what the UI keeps."""
+        self.place, self.data, self.top, self.folder = place, data, top, state
+        self.entries: list[Entry] = []
+        self.state = "listing"
+        self.error: QwenCacheError | None = None
+        self.general: list[Problem] = []
+        self.order = self.revision = 0
+        self.scan: Scan | None = None
+        self.checked: Mapping[str, Sequence[Problem]] = {}
+        """The problems of the last check by `Problem.where`."""
+        self.changed_since_check: set[str] = set()
+        self.lock = threading.RLock()
+        self._is_listing = self._is_closed = False
+        self._edits = 0
+        self._editor: Editor | SourceError | None = None
+        self._stamp: object = None
+        self._watched: Sequence[Path] = ()
+        self._texts: dict[int, str] = {}
+        self._views: OrderedDict[View, Positions] = OrderedDict()
+        self._counted: tuple[int, dict[str, int]] = -1, {}
+        self._at_revision = -1
+        self._with_problems: frozenset[int] = frozenset()
+
+    def shown(self, where: str) -> str:
+        """A place in messages, as it is typed in the opened folder."""
+        return where.removeprefix(f"{self.top}{os.sep}")
+
+    # ---- listing -----------------------------------------------------------------------------------------------------
+
+    def list_again(self) -> None:
+        """Start to list the source, unless that is under way."""
+        with self.lock:
+            if self._is_listing or self._is_closed:
+                return
+            self._is_listing = True
+        threading.Thread(target=self._list, name="listing", daemon=True).start()
+
+    def close(self) -> None:
+        """End what runs for this source."""
+        self._is_closed = True
+        if self.scan is not None:
+            self.scan.stop()
+
+    @property
+    def is_listing(self) -> bool:
+        return self._is_listing
+
+    def look(self) -> None:
+        """List again if files have changed."""
+        if not self._is_listing and self.state != "listing" and not self.is_current():
+            self.list_again()
+
+    def is_current(self) -> bool:
+        """Whether no file has changed since the list was made, as far as times tell."""
+        return self._stamp == self._stamp_now()
+
+    def count_edit(self, *, is_current: bool) -> None:
+        """Take note of an edit by this program; nothing else has changed if the list `is_current`."""
+        self._edits += 1
+        self.revision += 1
+        if is_current:
+            self._stamp = self._stamp_now()
+
+    def _list(self) -> None:
+        is_first = self.state == "listing"
+        found = self.entries if is_first else []
+
+        def take(draft: Draft, problems: Sequence[Problem]) -> None:
+            if self._is_closed:
+                raise StoppedError
+            found.append(as_entry(draft, problems))
+
+        try:
+            settings = settings_of(self.data)
+            while True:
+                edits, stamp, needs = self._edits, self._stamp_now(), needs_of(**settings)
+                drafts, empty = drafts_of(self.place, needs), settings["allow_empty_prompt"]
+                with without_gc():
+                    content = read_drafts(drafts, str(self.place), needs, allow_empty_prompt=empty, on_draft=take)
+                with self.lock:
+                    if edits == self._edits:
+                        listing = Listing(str(self.place), tuple(found), tuple(content.problems))
+                        self._settle(listing, found, stamp, is_first=is_first)
+                        return
+                found, is_first = [], False
+        except StoppedError:
+            pass
+        except (QwenCacheError, OSError) as error:
+            self._fail(error if isinstance(error, QwenCacheError) else SourceError(str(error), where=self.place))
+        finally:
+            if self._is_listing and not self._is_closed:
+                self._fail(SourceError("an error of this program", where=self.place, do="see its terminal"))
+            self._is_listing = False
+
+    def _fail(self, error: QwenCacheError) -> None:
+        with self.lock:
+            self.state, self.error, self._stamp, self._is_listing = "failed", error, self._stamp_now(), False
+            self.revision += 1
+
+    def _settle(self, listing: Listing, found: list[Entry], stamp: object, *, is_first: bool) -> None:
+        """Show a finished listing."""
+        if not is_first and [entry.name for entry in found] != [entry.name for entry in self.entries]:
+            self.order += 1
+            if self.scan is not None:
+                self.scan.stop()
+                self.scan = None
+        self.entries, self.general = found, listing.other_problems
+        self.state, self.error, self._editor = "ready", None, None
+        self._texts = {}
+        watched = self._watched
+        self._watched = self._files()
+        self._stamp = stamp if watched == self._watched else self._stamp_now()
+        self._is_listing = False
+        self.revision += 1
+
+    def _files(self) -> Sequence[Path]:
+        """The folders and files that change when the source does."""
+        if isinstance(self.place, Url):
+            return ()
+        if not self.place.is_dir():
+            return (self.place,)
+        names = (*METADATA_TABLES, left_out.LIST)
+        found = dict.fromkeys([self.place, *(self.place / name for name in names)])
+        for entry in self.entries:
+            for image in (entry.target, *entry.controls[:1]):
+                if image is None or len(found) > WATCHED:
+                    continue
+                found.update(dict.fromkeys(_watch(image)))
+        return tuple(found)
+
+    def _stamp_now(self) -> object:
+        def state(path: Path) -> object:
+            with suppress(OSError):
+                result = os.stat(path)
+                return result.st_mtime_ns, result.st_size, result.st_ino
+            return None
+
+        return [state(path) for path in self._watched or self._files()]
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def entry(self, row: int) -> Entry:
+        """A row by its position; RefusedError (404) if there is none."""
+        entries = self.entries
+        if not 0 <= row < len(entries):
+            raise RefusedError(404, "there is no such row", "reload the page: the source has changed")
+        return entries[row]
+
+    def problems_of(self, entry: Entry) -> list[Problem]:
+        """What the listing and the last check say about a row."""
+        if entry.is_left_out:
+            return []
+        known = {problem.what: problem for problem in entry.problems}
+        if entry.where not in self.changed_since_check:
+            known |= {problem.what: problem for problem in self.checked.get(entry.where, ())}
+        return list(known.values())
+
+    def other_problems(self) -> list[Problem]:
+        """Those of no row."""
+        places = {entry.where for entry in self.entries}
+        checked = [problem for where, each in self.checked.items() if where not in places for problem in each]
+        return list(dict.fromkeys([*self.general, *checked]))
+
+    def with_problems(self) -> frozenset[int]:
+        """The rows that have some."""
+        self._forget_old()
+        return self._with_problems
+
+    def counts(self) -> dict[str, int]:
+        """How many rows each filter shows."""
+        revision = self.revision
+        if self._counted[0] != revision:
+            entries = self.entries if self.state != "listing" else ()
+            self._counted = revision, counts(entries, self.with_problems())
+        return self._counted[1]
+
+    def rows(self, view: View) -> Positions:
+        """The rows of a view, in its order."""
+        with self.lock:
+            self._forget_old()
+            count = len(self.entries)
+            known = self._views.get(view)
+            if known is None or self.state == "listing":
+                findings = self.scan.findings if self.scan else None
+                flags, pixels = (findings.flags, findings.pixels) if findings else ({}, None)
+                shown = Shown(self._with_problems, flags, pixels)
+                known = self._views[view] = positions(view, self.entries[:count], self._text, shown)
+            self._views.move_to_end(view)
+            while len(self._views) > VIEWS:
+                self._views.popitem(last=False)
+            return known
+
+    def _forget_old(self) -> None:
+        with self.lock:
+            if self._at_revision == self.revision and self.state != "listing":
+                return
+            self._at_revision = self.revision
+            self._views.clear()
+            rows = enumerate(self.entries)
+            self._with_problems = frozenset(
+                row
+                for row, entry in rows
+                if not entry.is_left_out
+                and (entry.problems or (entry.where in self.checked and entry.where not in self.changed_since_check))
+            )
+
+    def _text(self, row: int) -> str:
+        if row not in self._texts:
+            self._texts[row] = text_of(self.entries[row])
+        return self._texts[row]
+
+    # ---- check and scan ----------------------------------------------------------------------------------------------
+
+    def take_check(self, problems: Sequence[Problem]) -> None:
+        """The problems that a check found."""
+        by_where: dict[str, list[Problem]] = {}
+        for problem in problems:
+            by_where.setdefault(problem.where, []).append(problem)
+        with self.lock:
+            self.checked, self.changed_since_check = by_where, set()
+            self.revision += 1
+
+    def start_scan(self) -> Scan:
+        """A new scan of all rows, unless one is running."""
+        if self.state != "ready":
+            raise RefusedError(409, "the source is not listed yet", "wait for its list")
+        with self.lock:
+            if self.scan is None or self.scan.state != "running":
+                store = self.folder / "scan" / content_hash(str(self.place).encode("utf-8", "surrogateescape"))
+                self.scan = Scan(tuple(self.entries), store, min(areas(self.data.vae_image_size)), self._touch)
+                self.scan.start()
+            return self.scan
+
+    def _touch(self) -> None:
+        self.revision += 1
+
+    # ---- edits -------------------------------------------------------------------------------------------------------
+
+    def editor(self) -> Editor | SourceError:
+        """What edits the source, or why it cannot be edited."""
+        with self.lock:
+            if self._editor is None:
+                self._editor = self._opened_editor()
+            return self._editor
+
+    def _opened_editor(self) -> Editor | SourceError:
+        if isinstance(self.place, Url):
+            do = "copy it to a disk, and open the copy"
+            return SourceError("a source behind an address can be looked at, not edited", where=self.place, do=do)
+        try:
+            return open_editor(self.place, self.folder / "kept", **settings_of(self.data))
+        except SourceError as error:
+            return error
+
+    def set_prompt(self, row: int, seen: str, caption: int, text: str) -> Entry:
+        """Write a caption of a row."""
+        return self._edit(row, seen, lambda editor, entry: editor.set_prompt(entry, text, caption))
+
+    def set_mask(self, row: int, seen: str, png: bytes, seen_mask: str | None) -> Entry:
+        """Write the mask of a row."""
+        return self._edit(row, seen, lambda editor, entry: editor.set_mask(entry, png, seen_mask))
+
+    def _edit(self, row: int, seen: str, change: Callable[[Editor, Entry], Entry]) -> Entry:
+        with self.lock:
+            editor, entry = self._writing(), self.entry(row)
+            if version_of(entry) != seen:
+                raise CHANGED
+            with _Changing(self, editor):
+                new = change(editor, entry)
+                self._replace([row], [new])
+            return new
+
+    def set_left_out(self, rows: Sequence[int], order: int, *, is_left_out: bool) -> None:
+        """Leave rows out, or put them back."""
+        with self.lock:
+            editor = self._writing()
+            if order != self.order:
+                raise CHANGED
+            chosen = [row for row in dict.fromkeys(rows) if self.entry(row).is_left_out != is_left_out]
+            if chosen:
+                with _Changing(self, editor):
+                    self._replace(chosen, editor.set_left_out([self.entry(row) for row in chosen], is_left_out))
+
+    def _writing(self) -> Editor:
+        if self.state != "ready":
+            raise RefusedError(409, "the source is not listed yet", "wait for its list")
+        editor = self.editor()
+        if isinstance(editor, SourceError):
+            raise editor
+        return editor
+
+    def _replace(self, rows: Sequence[int], new: Sequence[Entry]) -> None:
+        for row, entry in zip(rows, new, strict=True):
+            if version_of(entry) != version_of(self.entries[row]):
+                self.changed_since_check.add(entry.where)
+            self.entries[row] = entry
+            self._texts.pop(row, None)
+
+
+class _Changing:
+    """Count an edit; list again if it changed other rows, or was refused because a file has changed."""
+
+    def __init__(self, source: OpenSource, editor: Editor) -> None:
+        self.source, self.editor = source, editor
+
+    def __enter__(self) -> None:
+        self.is_current = self.source.is_current()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self.source.count_edit(is_current=error is None and self.is_current)
+        if isinstance(error, ChangedError) or (error is None and self.editor.others_changed):
+            self.source.list_again()
+        if isinstance(error, ChangedError):
+            raise CHANGED from error
+
+
+def _watch(image: Readable) -> list[Path]:
+    """The folder of an image in a file of its own, or the file that holds it."""
+    files = [file for file in getattr(image, "files", ()) if isinstance(file, Path)]
+    return [file if str(file) != str(image) else file.parent for file in files]

@@ -1,0 +1,381 @@
+"""The routes of the Data page. Image bytes are reached through a row only, never by a path or an address."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Body, Query
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from qwen_cache.errors import Problem, QwenCacheError, SourceError
+from qwen_cache.format.identity import content_hash
+from qwen_cache.plain_text import plain
+from qwen_cache.sources.detect import ARCHIVES, METADATA_TABLES, SAVED
+from qwen_cache.sources.images import upright_size
+from qwen_cache.sources.listing import Entry
+from qwen_cache.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS
+from qwen_cache.sources.places import open_regular, suffix
+from qwen_cache.sources.rows import Readable
+from qwen_cache.sources.text_table import READERS
+from qwen_cache.storage.url import Url
+from qwen_cache.ui.data import row_images
+from qwen_cache.ui.data.check import Check, command_of
+from qwen_cache.ui.data.opened import OpenSource, version_of
+from qwen_cache.ui.data.scan import FINDINGS, IN_GROUPS, titled_groups
+from qwen_cache.ui.data.view import FILTERS, View
+from qwen_cache.ui.jobs import Checks
+from qwen_cache.ui.workspace import STATE, Workspace
+from qwen_cache.web import RefusedError, as_json
+
+MOST_ROWS = 200  # of one answer
+MOST_OPEN = 3  # sources that are kept in memory
+MOST_GENERAL = 200  # problems of no row that are shown
+MOST_SUGGESTIONS = 50
+IN_GROUP = 24  # rows of a group that are shown
+FOREVER = "private, max-age=31536000, immutable"
+
+Text = Annotated[str, Query(max_length=4096)]
+Number = Annotated[int, Query(ge=0, le=1 << 40)]
+Sort = Literal["source", "name", "longest", "shortest", "largest", "smallest"]
+
+
+class OfSource(BaseModel):
+    source: str
+
+
+class NewPrompt(OfSource):
+    row: int
+    seen: str
+    caption: int = 0
+    text: str
+
+
+class LeftOut(OfSource):
+    rows: list[int]
+    order: int
+    left_out: bool
+
+
+class Sources:
+    """The sources that are open, the most recent last."""
+
+    def __init__(self, workspace: Workspace, checks: Checks) -> None:
+        self.workspace, self.checks = workspace, checks
+        self._open: OrderedDict[tuple[str, str], OpenSource] = OrderedDict()
+        self._checks: dict[int, Check] = {}
+        self._lock = Lock()
+
+    def get(self, text: str) -> OpenSource:
+        """A source by what the user typed; RefusedError (403) if it is outside the opened folders."""
+        place, data = self.workspace.location(text), self.workspace.settings().data
+        key = str(place), data.model_dump_json()
+        with self._lock:
+            if key not in self._open:
+                self._open[key] = OpenSource(place, data, self.workspace.folder, self.workspace.state)
+                self._open[key].list_again()
+            self._open.move_to_end(key)
+            while len(self._open) > MOST_OPEN:
+                old = self._open.popitem(last=False)[1]
+                self._checks.pop(id(old), None)
+                old.close()
+            return self._open[key]
+
+    def check(self, source: OpenSource) -> Check | None:
+        return self._checks.get(id(source))
+
+    def start_check(self, source: OpenSource) -> Check:
+        place, config = source.place, self.workspace.config_file
+        shown = str(place) if isinstance(place, Url) else self.workspace.shown(place)
+        command = command_of(shown, None if config is None else self.workspace.shown(config))
+        check = self._checks[id(source)] = Check(self.checks, command, self.workspace.folder, source.take_check)
+        check.start()
+        return check
+
+
+def routes_of(workspace: Workspace, checks: Checks) -> APIRouter:
+    """The routes of the Data page."""
+    router = APIRouter(prefix="/api/data")
+    sources = Sources(workspace, checks)
+    thumbnails = row_images.Thumbnails(workspace.state / "thumbnails")
+    _add_reading(router, sources)
+    _add_images(router, sources, thumbnails)
+    _add_edits(router, sources)
+    _add_checks(router, sources)
+    return router
+
+
+def _add_reading(router: APIRouter, sources: Sources) -> None:
+    @router.get("/sources")
+    def suggestions() -> dict[str, Any]:
+        workspace = sources.workspace
+        with suppress(QwenCacheError):
+            return {"default": workspace.settings().data.source, "sources": suggested(workspace)}
+        return {"default": "data", "sources": suggested(workspace)}
+
+    @router.get("")
+    def summary(source: Text) -> dict[str, Any]:
+        opened = sources.get(source)
+        opened.look()
+        return summary_of(opened, sources.check(opened))
+
+    @router.post("/reload")
+    def reload(body: OfSource) -> dict[str, Any]:
+        opened = sources.get(body.source)
+        opened.list_again()
+        return summary_of(opened, sources.check(opened))
+
+    @router.get("/rows")
+    def rows(
+        source: Text,
+        start: Number = 0,
+        count: Annotated[int, Query(ge=0, le=MOST_ROWS)] = 50,
+        filter: Text = "all",
+        search: Text = "",
+        sort: Sort = "source",
+    ) -> dict[str, Any]:
+        opened = sources.get(source)
+        chosen = opened.rows(View(filter, search, sort))
+        shown = [row_json(opened, int(row)) for row in chosen[start : start + count]]
+        return {"total": len(chosen), "start": start, "order": opened.order, "revision": opened.revision, "rows": shown}
+
+    @router.get("/positions")
+    def all_rows(source: Text, filter: Text = "all", search: Text = "", sort: Sort = "source") -> Response:
+        opened = sources.get(source)
+        return as_json({"order": opened.order, "rows": opened.rows(View(filter, search, sort)).tolist()})
+
+    @router.get("/place")
+    def place(source: Text, row: Number, filter: Text = "all", search: Text = "", sort: Sort = "source") -> Any:
+        """Where a row is in a view; null if it is not there."""
+        found = (sources.get(source).rows(View(filter, search, sort)) == row).nonzero()[0]
+        return {"index": int(found[0]) if len(found) else None}
+
+    @router.get("/row")
+    def row(source: Text, row: Number) -> dict[str, Any]:
+        opened = sources.get(source)
+        return row_json(opened, row) | {"details": details_of(opened, row)}
+
+    @router.get("/groups")
+    def groups(source: Text, finding: Text, start: Number = 0, count: Annotated[int, Query(le=50)] = 20) -> Any:
+        opened = sources.get(source)
+        findings = opened.scan.findings if opened.scan else None
+        every = [] if findings is None else list(titled_groups(findings, finding))
+        shown = [
+            {"size": len(group), "rows": [row_json(opened, row) for row in group[:IN_GROUP]]}
+            for group in every[start : start + count]
+        ]
+        return {"total": len(every), "order": opened.order, "groups": shown}
+
+
+def _add_images(router: APIRouter, sources: Sources, thumbnails: row_images.Thumbnails) -> None:
+    @router.get("/image")
+    def image(
+        request: Request,
+        source: Text,
+        row: Number,
+        role: Text = "target",
+        size: Literal["thumbnail", "whole", "overlay"] = "thumbnail",
+        v: Text = "",
+    ) -> Response:
+        found = image_at(sources.get(source).entry(row), role)
+        version = row_images.version_of(found)
+        tag, is_mask = f'"{version}-{size}"', role == "mask"
+        headers = {"ETag": tag, "Cache-Control": FOREVER if v == version else "private, no-cache"}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        if size == "thumbnail":
+            return Response(thumbnails.get(found, is_mask=is_mask), headers=headers, media_type="image/jpeg")
+        if size == "overlay" and not is_mask:
+            raise RefusedError(422, "only a mask has an overlay", "ask for the role mask")
+        data = row_images.overlay(found) if size == "overlay" else row_images.whole(found, is_mask=is_mask)
+        return Response(data, headers=headers, media_type="image/png" if is_mask else "image/jpeg")
+
+    @router.get("/mask")
+    def mask(source: Text, row: Number) -> Response:
+        """The values of a mask at the target's size, deflated."""
+        (width, height), values, seen, is_scaled = row_images.mask_values(sources.get(source).entry(row))
+        about = {"width": width, "height": height, "seen": seen, "scaled": is_scaled}
+        headers = {"X-About": json.dumps(about)}
+        return Response(row_images.deflated(values), headers=headers, media_type="application/octet-stream")
+
+
+def _add_edits(router: APIRouter, sources: Sources) -> None:
+    def answer(opened: OpenSource, row: int) -> dict[str, Any]:
+        return {"order": opened.order, "revision": opened.revision, "row": row_json(opened, row)}
+
+    @router.post("/prompt")
+    def prompt(body: NewPrompt) -> dict[str, Any]:
+        opened = sources.get(body.source)
+        opened.set_prompt(body.row, body.seen, body.caption, body.text)
+        return answer(opened, body.row)
+
+    @router.post("/left-out")
+    def left_out(body: LeftOut) -> dict[str, Any]:
+        opened = sources.get(body.source)
+        opened.set_left_out(body.rows, body.order, is_left_out=body.left_out)
+        return {"order": opened.order, "revision": opened.revision}
+
+    @router.post("/mask")
+    def new_mask(
+        source: Text, row: Number, seen: Text, body: Annotated[bytes, Body()], seen_mask: Text = ""
+    ) -> dict[str, Any]:
+        opened = sources.get(source)
+        entry = opened.entry(row)
+        png = row_images.mask_png(entry, body)
+        new = opened.set_mask(row, seen, png, seen_mask or None)
+        return answer(opened, row) | {"seen": "" if new.mask is None else content_hash(new.mask.read())}
+
+
+def _add_checks(router: APIRouter, sources: Sources) -> None:
+    @router.post("/check")
+    def check(body: OfSource) -> dict[str, Any]:
+        return sources.start_check(sources.get(body.source)).as_json()
+
+    @router.post("/scan")
+    def scan(body: OfSource) -> dict[str, Any]:
+        return sources.get(body.source).start_scan().as_json()
+
+    @router.post("/scan/stop")
+    def stop(body: OfSource) -> dict[str, Any]:
+        opened = sources.get(body.source)
+        if opened.scan is None:
+            raise RefusedError(409, "nothing is being read", "reload the page")
+        opened.scan.stop()
+        return opened.scan.as_json()
+
+
+# ---- as JSON ---------------------------------------------------------------------------------------------------------
+
+
+def summary_of(opened: OpenSource, check: Check | None) -> dict[str, Any]:
+    """What the page shows above the rows."""
+    is_ready = opened.state == "ready"
+    editor = opened.editor() if is_ready else None
+    refusal = editor if isinstance(editor, SourceError) else None
+    general = opened.other_problems() if is_ready else []
+    return {
+        "state": opened.state,
+        "listing": opened.is_listing,
+        "listed": len(opened.entries),
+        "order": opened.order,
+        "revision": opened.revision,
+        "error": None if opened.error is None else error_json(opened, opened.error),
+        "editable": is_ready and refusal is None,
+        "not_editable": None if refusal is None else error_json(opened, refusal),
+        "counts": opened.counts() if is_ready else {},
+        "labels": FILTERS | FINDINGS,
+        "groups": IN_GROUPS,
+        "general": [problem_json(opened, problem) for problem in general[:MOST_GENERAL]],
+        "general_count": len(general),
+        "check": None if check is None else check.as_json(),
+        "scan": None if opened.scan is None else opened.scan.as_json(),
+    }
+
+
+def row_json(opened: OpenSource, row: int) -> dict[str, Any]:
+    """What the page shows of a row."""
+    entry = opened.entry(row)
+    findings = opened.scan.findings if opened.scan else None
+    reason = findings.reasons.get(row) if findings else None
+    problems = [problem_json(opened, problem) for problem in opened.problems_of(entry)]
+    if reason is not None and not problems:
+        problems.append(
+            {"where": opened.shown(entry.where), "what": reason, "do": "replace the file, or leave the row out"}
+        )
+    return {
+        "row": row,
+        "name": entry.name,
+        "where": opened.shown(entry.where),
+        "version": version_of(entry),
+        "prompts": entry.prompts,
+        "phrase": entry.phrase,
+        "left_out": entry.is_left_out,
+        "problems": problems,
+        "changed": entry.where in opened.changed_since_check,
+        "findings": list(findings.by_row.get(row, ())) if findings else [],
+        "images": [
+            {"role": role, "v": row_images.version_of(image_at(entry, role))} for role in row_images.roles_of(entry)
+        ],
+    }
+
+
+def details_of(opened: OpenSource, row: int) -> list[dict[str, Any]]:
+    """Where each image is, and its size or what is wrong with it."""
+    found: list[dict[str, Any]] = []
+    entry = opened.entry(row)
+    for role in row_images.roles_of(entry):
+        image = image_at(entry, role)
+        about: dict[str, Any] = {"role": role, "where": opened.shown(str(image)), "size": None, "error": None}
+        try:
+            about["size"] = upright_size(image.read(), str(image))
+        except QwenCacheError as error:
+            about["error"] = error_json(opened, error)
+        found.append(about)
+    return found
+
+
+def image_at(entry: Entry, role: str) -> Readable:
+    """An image of a row; RefusedError (404) if the row has none of this role."""
+    image = row_images.image_of(entry, role)
+    if image is None:
+        raise RefusedError(404, "the row has no such image", "reload the page: the source has changed")
+    return image
+
+
+def problem_json(opened: OpenSource, problem: Problem) -> dict[str, str]:
+    return {"where": opened.shown(problem.where), "what": problem.what, "do": problem.do}
+
+
+def error_json(opened: OpenSource, error: QwenCacheError) -> dict[str, str]:
+    return {"where": opened.shown(str(error.where or "")), "what": plain(error.fault), "do": error.do or ""}
+
+
+# ---- sources in the folder -------------------------------------------------------------------------------------------
+
+
+def suggested(workspace: Workspace) -> list[str]:
+    """What looks like a source in the opened folder, one level deep or two."""
+    found: list[str] = []
+    for folder in (workspace.folder, *_folders(workspace.folder)):
+        found += (workspace.shown(path) for path in _in(folder, workspace.folder))
+        if len(found) >= MOST_SUGGESTIONS:
+            break
+    return sorted(dict.fromkeys(found))[:MOST_SUGGESTIONS]
+
+
+def _folders(folder: Path) -> Sequence[Path]:
+    with suppress(OSError):
+        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))[:200]
+    return ()
+
+
+def _in(folder: Path, top: Path) -> Iterator[Path]:
+    try:
+        names = {path.name: path for path in folder.iterdir() if not path.name.startswith(".")}
+    except OSError:
+        return
+    if "cache.json" in names or folder.name == STATE:
+        return
+    is_source = names.keys() & {*TARGET_FOLDERS, *CONTROL_FOLDERS, *METADATA_TABLES, SAVED}
+    if folder != top and (is_source or any(suffix(path) in ARCHIVES for path in names.values())):
+        yield folder
+        return
+    yield from (path for path in names.values() if suffix(path) in (*READERS, *ARCHIVES) and _is_table(path))
+
+
+def _is_table(path: Path) -> bool:
+    """Whether it may be one: other files of JSON are no lists."""
+    if suffix(path) != ".json":
+        return path.is_file()
+    try:
+        with open_regular(path) as file:
+            return file.read(100).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    except OSError:
+        return False

@@ -1,0 +1,277 @@
+"""Duplicates and outliers of a source, found in a thread that yields to everything else.
+
+What is learned of an image is remembered by its file in the state folder, so a second scan reads what has changed. A
+finding is a question, not a fault. Near-duplicates are those of `inspect/duplicates.py`, limits those of
+`inspect/flags.py` where it has one.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import PIL
+
+from qwen_cache.errors import QwenCacheError
+from qwen_cache.format.identity import content_hash
+from qwen_cache.sources.images import open_mask, open_rgb
+from qwen_cache.sources.listing import Entry
+from qwen_cache.sources.rows import Readable
+from qwen_cache.storage.remembered_files import RememberedFiles
+from qwen_cache.version import __version__
+
+FINDINGS = {
+    "repeated_target": "the same target in several rows",
+    "near_duplicate": "targets that are nearly the same",
+    "identity_pair": "a control that is the target: nothing is edited",
+    "unreadable": "an image that cannot be read",
+    "tiny": "a target that has to be enlarged to more than four times its area",
+    "unusual_size": "a target much larger or smaller than the others",
+    "unusual_shape": "a target much wider or taller than the others",
+    "frequent_prompt": "a prompt that more than a tenth of all rows share",
+    "long_prompt": "a prompt of more than 2000 bytes, some 500 tokens",
+    "short_prompt": "a prompt of fewer than 8 bytes",
+    "empty_mask": "a mask over less than a thousandth of the image",
+    "full_mask": "a mask over more than nine tenths of the image",
+}
+IN_GROUPS = ("repeated_target", "near_duplicate")
+SHORT_PROMPT = 8  # bytes: one short word, or two Chinese characters
+EMPTY = 0.001
+ENLARGED = 4  # from here on a target is mostly invented pixels
+FACTOR = 2  # of shapes, and the square of it of areas: less is usual even where all others are equal
+FACTS = struct.Struct("<16sIIf")  # content hash, width, height, mean of a mask
+WORKERS = max(1, min(4, (os.cpu_count() or 1) - 1))
+AT_ONCE = 64  # rows that are read ahead
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a scan found: rows by finding, those of groups one group after another."""
+
+    flags: Mapping[str, Sequence[int]]
+    groups: Mapping[str, Sequence[Sequence[int]]]
+    pixels: Floats
+    """Of each target; NaN where it is not known."""
+    reasons: Mapping[int, str]
+    """Why an image of a row cannot be read."""
+    by_row: Mapping[int, Sequence[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a scan learns of the images of a row."""
+
+    target: str | None = None
+    size: tuple[int, int] = (0, 0)
+    signature: bytes = b""
+    controls: tuple[str, ...] = ()
+    coverage: float | None = None
+    reason: str | None = None
+
+
+class StoppedError(Exception):
+    """The scan was cancelled."""
+
+
+class Scan:
+    """A scan of the rows of a source, which `start` begins."""
+
+    def __init__(self, entries: Sequence[Entry], store: Path, area: int, ended: Callable[[], object]) -> None:
+        """`area` is what images are enlarged to, in pixels; `ended` is called at the end."""
+        self.entries, self.area, self.store, self._ended = entries, area, store, ended
+        self.state, self.what, self.error = "running", "reading images", ""
+        self.done, self.total, self.began = 0, len(entries), time.monotonic()
+        self.findings: Findings | None = None
+        self._stops = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="scan", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stops.set()
+
+    def as_json(self) -> dict[str, Any]:
+        found = {} if self.findings is None else {name: len(rows) for name, rows in self.findings.flags.items()}
+        return {
+            "state": self.state,
+            "what": self.what,
+            "error": self.error,
+            "done": self.done,
+            "total": self.total,
+            "seconds": round(time.monotonic() - self.began, 1),
+            "found": found,
+        }
+
+    def _run(self) -> None:
+        try:
+            yield_to_others()
+            self.findings = self._findings(self._facts())
+            self.state = "done"
+        except StoppedError:
+            self.state = "stopped"
+        except (QwenCacheError, OSError, MemoryError) as error:
+            self.state, self.error = "failed", str(error)
+        self._ended()
+
+    def _advance(self, count: int) -> None:
+        self.done += count
+        if self._stops.is_set():
+            raise StoppedError
+
+    def _facts(self) -> list[Facts]:
+        memory = RememberedFiles(f"scan 1, qwen-cache {__version__}, Pillow {PIL.__version__}", self.store)
+        facts: list[Facts] = []
+        with ThreadPoolExecutor(WORKERS, "scan", yield_to_others) as pool, memory.saved():
+            for begin in range(0, len(self.entries), AT_ONCE):
+                chunk = self.entries[begin : begin + AT_ONCE]
+                for each in pool.map(lambda entry: facts_of(entry, memory), chunk):
+                    facts.append(each)
+                    self._advance(1)
+        return facts
+
+    def _findings(self, facts: Sequence[Facts]) -> Findings:
+        repeated, firsts = _by_target(facts)
+        groups = {"repeated_target": repeated, "near_duplicate": self._near(facts, firsts)}
+        sizes = np.array([each.size for each in facts], np.float64).reshape(-1, 2)
+        sizes[sizes == 0] = np.nan
+        flags: dict[str, Sequence[int]] = {name: [row for group in groups[name] for row in group] for name in groups}
+        flags |= _of_images(facts, sizes, self.area) | _of_prompts(self.entries)
+        by_row: dict[int, list[str]] = defaultdict(list)
+        for name in FINDINGS:
+            for row in flags[name]:
+                by_row[row].append(name)
+        reasons = {row: each.reason for row, each in enumerate(facts) if each.reason is not None}
+        pixels: Floats = sizes.prod(axis=1)
+        return Findings(flags, groups, pixels, reasons, by_row)
+
+    def _near(self, facts: Sequence[Facts], firsts: Mapping[str, Sequence[int]]) -> list[list[int]]:
+        """Groups of rows whose targets resemble each other, equal ones once each."""
+        from qwen_cache.inspect.duplicates import SIDE, near_duplicates
+
+        shown = [rows[0] for rows in firsts.values() if facts[rows[0]].signature]
+        self.what, self.done, self.total = "comparing images", 0, len(shown)
+        signatures = np.frombuffer(b"".join(facts[row].signature for row in shown), np.uint8)
+        found = near_duplicates(signatures.reshape(-1, SIDE, SIDE, 3), self._advance)
+        return [sorted(shown[position] for position in group) for group in found]
+
+
+def yield_to_others() -> None:
+    """Give this thread the processor when nothing else wants it, where the system can."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def facts_of(entry: Entry, memory: RememberedFiles) -> Facts:
+    """What is known of a row's images, or else read from them."""
+    try:
+        target = None if entry.target is None else _known(memory, "target", entry.target)
+        controls = tuple(_known(memory, "control", control)[0] for control in entry.controls)
+        mask = None if entry.mask is None else _known(memory, "mask", entry.mask)
+    except QwenCacheError as error:
+        return Facts(reason=f"{error.where or entry.where}: {error.fault}")
+    coverage = None if mask is None else mask[3]
+    if target is None:
+        return Facts(controls=controls, coverage=coverage)
+    return Facts(target[0], target[1:3], target[4], controls, coverage)
+
+
+def _known(memory: RememberedFiles, role: str, image: Readable) -> tuple[str, int, int, float, bytes]:
+    data = memory.read(role, str(image), getattr(image, "files", ()), lambda: _read(role, image))
+    digest, width, height, mean = FACTS.unpack_from(data)
+    return digest.hex(), width, height, mean, data[FACTS.size :]
+
+
+def _read(role: str, image: Readable) -> bytes:
+    from qwen_cache.inspect.duplicates import thumbnail_signature
+
+    data = image.read()
+    digest = bytes.fromhex(content_hash(data))
+    if role == "control":
+        return FACTS.pack(digest, 0, 0, 0)
+    if role == "mask":
+        mask = open_mask(data, str(image))
+        return FACTS.pack(digest, *mask.size, float(np.asarray(mask).mean()) / 255)
+    decoded = open_rgb(data, str(image))
+    return FACTS.pack(digest, *decoded.size, 0) + thumbnail_signature(decoded).tobytes()
+
+
+# ---- findings --------------------------------------------------------------------------------------------------------
+
+
+def _by_target(facts: Sequence[Facts]) -> tuple[list[list[int]], dict[str, list[int]]]:
+    """Groups of rows with one target, and the rows of every target."""
+    rows: dict[str, list[int]] = defaultdict(list)
+    for row, each in enumerate(facts):
+        if each.target is not None:
+            rows[each.target].append(row)
+    return [group for group in rows.values() if len(group) > 1], rows
+
+
+def _of_images(facts: Sequence[Facts], sizes: Floats, area: int) -> dict[str, Sequence[int]]:
+    from qwen_cache.inspect.flags import FULL
+
+    width, height = sizes[:, 0], sizes[:, 1]
+    coverage = np.array([np.nan if each.coverage is None else each.coverage for each in facts], np.float64)
+    which = {
+        "identity_pair": np.array([each.target is not None and each.target in each.controls for each in facts], bool),
+        "unreadable": np.array([each.reason is not None for each in facts], bool),
+        "tiny": width * height * ENLARGED < area,
+        "unusual_size": _far(np.log(width * height), 2 * np.log(FACTOR)),
+        "unusual_shape": _far(np.log(width / height), np.log(FACTOR)),
+        "empty_mask": coverage < EMPTY,
+        "full_mask": coverage > FULL,
+    }
+    return {name: np.flatnonzero(each).tolist() for name, each in which.items()}
+
+
+def _far(values: Floats, least: float) -> npt.NDArray[np.bool_]:
+    """Which values are far from the median: in robust standard deviations, and at least `least`."""
+    from qwen_cache.inspect.flags import MAX_DEVIATIONS, MIN_SAMPLES
+
+    if np.count_nonzero(~np.isnan(values)) < MIN_SAMPLES:
+        return np.zeros(len(values), bool)
+    distance = np.abs(values - np.nanmedian(values))
+    far: npt.NDArray[np.bool_] = distance > max(MAX_DEVIATIONS * 1.4826 * float(np.nanmedian(distance)), least)
+    return far
+
+
+def _of_prompts(entries: Sequence[Entry]) -> dict[str, Sequence[int]]:
+    from qwen_cache.inspect.flags import FREQUENT, LONG_PROMPT, MIN_REPEATS
+
+    times = Counter(prompt for entry in entries for prompt in set(entry.prompts) if prompt)
+    least = max(MIN_REPEATS, FREQUENT * len(entries))
+    often = {prompt for prompt, count in times.items() if least <= count < len(entries)}
+
+    def rows(is_it: Callable[[str], bool]) -> list[int]:
+        return [row for row, entry in enumerate(entries) if any(is_it(prompt) for prompt in entry.prompts)]
+
+    return {
+        "frequent_prompt": rows(often.__contains__),
+        "long_prompt": rows(lambda prompt: len(prompt.encode("utf-8", "replace")) > LONG_PROMPT),
+        "short_prompt": rows(lambda prompt: 0 < len(prompt.encode("utf-8", "replace")) < SHORT_PROMPT),
+    }
+
+
+def titled_groups(findings: Findings, name: str) -> Iterator[Sequence[int]]:
+    """The rows of a finding, together where they belong together."""
+    yield from findings.groups.get(name) or ([row] for row in findings.flags.get(name, ()))
+
+
+def areas(value: Any) -> Iterable[int]:
+    """The areas of `data.vae_image_size`."""
+    return value if isinstance(value, list | tuple) else [value or 1024 * 1024]

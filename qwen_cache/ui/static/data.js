@@ -1,0 +1,336 @@
+// The Data page: a source, its rows, and what to do about them. Rows, dialog and groups are modules of their own.
+
+import { act, announce, commandLine, element, get, plural, poll, post, showError, time } from "./api.js";
+import { RowEditor } from "./data_editor.js";
+import { GroupView } from "./data_groups.js";
+import { RowList } from "./data_list.js";
+import { makeRow } from "./data_row.js";
+
+const byId = (id) => document.getElementById(id);
+const BASIC = ["problems", "left_out", "kept", "no_mask", "no_control", "no_prompt"];
+const QUICK = 300, SLOW = 3000;  // ms between two looks: while something runs, and else
+const FEW = 2;  // problems of no row that are shown at once
+
+const address = new URLSearchParams(location.search);
+const view = { filter: address.get("filter") ?? "all", search: address.get("search") ?? "", sort: address.get("sort") ?? "source" };
+let summary = null, lastSelected = null, comparing = false, lookAgain = () => {};
+
+const query = (more = {}) => new URLSearchParams({ source: page.source, ...view, ...more });
+
+// What rows, dialog and groups share.
+const page = {
+  source: address.get("source") ?? "",
+  selected: new Set(),
+  drafts: new Map(),
+  labels: {},
+  groups: [],
+  isEditable: false,
+  whyNot: null,
+  open: (index) => { list.activate(index, false); act(null, () => editor.open(index)); },
+  openRow: async (value) => {
+    const { index } = await get(`/api/data/place?${query({ row: value.row })}`);
+    if (index !== null) list.activate(index);
+    editor.index = index ?? 0;
+    await act(null, () => editor.show(value));
+  },
+  select,
+  leaveOut,
+  changed: () => lookAgain(),
+  // The column of images is as wide as that of the row with most of them so far, so that texts begin below each other.
+  widen: (images) => {
+    if (images <= page.widest) return;
+    page.widest = images;
+    list.place.style.setProperty("--images", images);
+  },
+  widest: 0,
+  draftsChanged: () => { showDrafts(); for (const row of list.elements()) if (row.value) row.fill(row.value); },
+  settled,
+};
+
+const list = page.list = new RowList(byId("rows"), {
+  load: (start, count, signal) => get(`/api/data/rows?${query({ start, count })}`, { signal }),
+  make: () => makeRow(page),
+  onopen: (index) => page.open(index),
+  onrange: (first, last, total) => {
+    byId("range").textContent = total ? `${first.toLocaleString("en")} to ${last.toLocaleString("en")} of ${plural(total, "row")}` : "no rows";
+  },
+  onkey: keyed,
+  onerror: showError,
+});
+const editor = new RowEditor(byId("editor"), page);
+const groups = new GroupView(byId("groups"), page);
+
+// ---- the source ------------------------------------------------------------------------------------------------------
+
+async function open(source) {
+  page.source = byId("source").value = source;
+  summary = null;
+  page.selected.clear();
+  page.widest = 0;
+  showSelection();
+  list.renew();
+  remember();
+  await lookAgain();
+}
+
+function remember() {
+  const shown = new URLSearchParams(Object.entries({ source: page.source, ...view })
+    .filter(([key, value]) => value && value !== { filter: "all", sort: "source" }[key]));
+  history.replaceState(null, "", `?${shown}`);
+}
+
+async function look() {
+  if (!page.source) return;
+  const source = page.source, fresh = await get(`/api/data?${new URLSearchParams({ source })}`);
+  if (source !== page.source) return;
+  const old = summary;
+  summary = fresh;
+  Object.assign(page, { labels: fresh.labels, groups: fresh.groups, isEditable: fresh.editable, whyNot: fresh.not_editable });
+  if (old && old.order !== fresh.order) { page.selected.clear(); showSelection(); list.renew(); }
+  else if (!old || old.revision !== fresh.revision || old.listed !== fresh.listed || old.editable !== fresh.editable) {
+    if (fresh.state === "listing" && old) list.resize(view.filter === "all" && !view.search ? fresh.listed : list.total);
+    else list.refresh();
+    if (old && old.revision !== fresh.revision) {
+      if (editor.isOpen && !editor.isUnsaved) editor.refresh().catch(showError);
+      if (comparing) groups.refresh().catch(showError);
+    }
+  }
+  showSummary();
+  const isRunning = fresh.listing || fresh.check?.state === "running" || fresh.scan?.state === "running";
+  clearTimeout(look.timer);
+  if (isRunning && !document.hidden) look.timer = setTimeout(() => lookAgain(), QUICK);
+}
+
+// Until no listing is under way.
+async function settled() {
+  for (;;) {
+    const { listing } = await get(`/api/data?${new URLSearchParams({ source: page.source })}`);
+    if (!listing) return;
+    await new Promise((resolve) => setTimeout(resolve, QUICK));
+  }
+}
+
+function showSummary() {
+  const { state, listed, counts, error, check, scan, not_editable: whyNot, general, general_count: all } = summary;
+  const facts = [];
+  if (state === "listing") facts.push(element("span", {}, `reading the source: ${plural(listed, "row")} so far`));
+  else if (state === "ready") {
+    facts.push(element("b", {}, plural(listed, "row")));
+    facts.push(element("span", { class: counts.problems ? "problem" : "ok" }, counts.problems ? `${plural(counts.problems, "row")} with problems` : "no problems known"));
+    if (counts.left_out) facts.push(element("span", {}, `${counts.left_out.toLocaleString("en")} left out`));
+    if (!check) facts.push(element("span", { class: "muted" }, "not checked: images and sizes are read by Check"));
+    if (whyNot) facts.push(element("span", { class: "problem", title: `${whyNot.what}\n→ ${whyNot.do}` }, `can be looked at, not edited: ${whyNot.what} → ${whyNot.do}`));
+  }
+  replace(byId("about"), facts);
+  replace(byId("general"), [
+    ...error ? [problemBox({ ...error, where: error.where })] : [],
+    ...all ? [element("details", { open: all <= FEW },
+      element("summary", {}, `${plural(all, "problem")} that belong${all === 1 ? "s" : ""} to no row`),
+      ...general.map(problemBox), all > general.length ? element("p", {}, `and ${all - general.length} more`) : null)] : [],
+  ]);
+  showTask(check, scan);
+  showFilters();
+  byId("check").disabled = check?.state === "running";
+  byId("scan").disabled = state !== "ready" || scan?.state === "running";
+}
+
+const problemBox = ({ where, what, do: doIt }) => element("div", { class: "error" },
+  element("p", { class: "problem" }, what), where ? element("p", { class: "detail" }, where) : null, doIt ? element("p", {}, `→ ${doIt}`) : null);
+
+// Other nodes only where something has changed: what is read aloud or focused stays.
+function replace(place, nodes) {
+  const key = nodes.map((node) => node.outerHTML).join("");
+  if (place.key === key) return;
+  place.key = key;
+  place.replaceChildren(...nodes);
+}
+
+function showTask(check, scan) {
+  const parts = [];
+  if (check) {
+    const texts = { running: "checking: every image is read once", done: `checked in ${time(check.seconds)}: ${check.summary}`, failed: "the check failed", stopped: "a newer check replaced this one" };
+    parts.push(element("div", { class: "task-line" }, check.state === "running" ? element("progress", { "aria-label": "check" }) : null,
+      element("span", { class: check.state === "failed" ? "problem" : "muted" }, texts[check.state])));
+    if (check.message) parts.push(element("pre", { class: "log", tabindex: "0", "aria-label": "what the check says" }, check.message));
+    if (check.state !== "done" || check.message) parts.push(commandLine(check.line));
+  }
+  if (scan) {
+    const left = scan.total ? `${scan.done.toLocaleString("en")} of ${scan.total.toLocaleString("en")}` : "";
+    const found = Object.entries(scan.found).filter(([, count]) => count);
+    parts.push(element("div", { class: "task-line" },
+      scan.state === "running" ? element("progress", { max: scan.total || 1, value: scan.done, "aria-label": scan.what }) : null,
+      element("span", { class: scan.state === "failed" ? "problem" : "muted" },
+        { running: `${scan.what}: ${left}`, done: found.length ? "found:" : "no duplicates or outliers", stopped: "stopped before the end", failed: scan.error }[scan.state]),
+      scan.state === "running" ? element("button", { type: "button", onclick: (event) => act(event.target, async () => {
+        await post("/api/data/scan/stop", { source: page.source });
+        lookAgain();
+      }) }, "Stop") : null,
+      ...scan.state === "done" ? found.map(([name, count]) => element("button", { type: "button", class: "quiet", title: page.labels[name], onclick: () => choose(name) },
+        `${name.replaceAll("_", " ")} ${count.toLocaleString("en")}`)) : []));
+  }
+  const key = JSON.stringify([check && [check.state, check.message], scan && [scan.state, scan.what]]);
+  const place = byId("task");
+  place.hidden = !parts.length;
+  if (place.key === key && scan?.state === "running") {  // only the numbers move
+    const progress = place.querySelector(`progress[aria-label="${scan.what}"]`);
+    if (progress) { progress.max = scan.total || 1; progress.value = scan.done; progress.nextElementSibling.textContent = parts.at(-1).children[1].textContent; }
+  } else if (place.key !== key) {
+    place.replaceChildren(...parts);
+    place.key = key;
+  }
+}
+
+function showFilters() {
+  const select = byId("filter"), { counts, labels, scan } = summary;
+  const option = (name) => [name, `${labels[name]} (${(counts[name] ?? scan?.found[name] ?? 0).toLocaleString("en")})`];
+  const found = Object.entries(scan?.found ?? {}).filter(([, count]) => count).map(([name]) => name);
+  const wanted = [["all", summary.state === "ready" ? `all rows (${summary.listed.toLocaleString("en")})` : "all rows"], ...BASIC.map(option), ...found.map(option)];
+  if (view.filter !== "all" && !wanted.some(([name]) => name === view.filter)) wanted.push([view.filter, labels[view.filter] ?? view.filter]);
+  const known = [...select.options].map((each) => each.value);
+  if (JSON.stringify(known) !== JSON.stringify(wanted.map(([name]) => name))) {
+    select.replaceChildren(...wanted.map(([name]) => element("option", { value: name })));
+  }
+  wanted.forEach(([, label], i) => { if (select.options[i].textContent !== label) select.options[i].textContent = label; });
+  select.value = view.filter;
+  for (const each of byId("sort").options) if (/est$/.test(each.value) && /largest|smallest/.test(each.value)) each.disabled = scan?.state !== "done";
+  byId("compare").hidden = !found.includes(view.filter);
+  if (byId("compare").hidden && comparing) compare(false);
+}
+
+// ---- the view --------------------------------------------------------------------------------------------------------
+
+function choose(filter) {
+  view.filter = filter;
+  renew();
+  showFilters();
+  compare(summary.groups.includes(filter) || (filter in (summary.scan?.found ?? {})));
+}
+
+function renew() {
+  remember();
+  lastSelected = null;
+  list.renew();
+  if (comparing) act(null, () => groups.show(view.filter));
+}
+
+function compare(is) {
+  comparing = is;
+  byId("compare").setAttribute("aria-pressed", is);
+  byId("rows").hidden = byId("keys").hidden = byId("selection").hidden = is;
+  byId("groups").hidden = !is;
+  if (is) act(null, () => groups.show(view.filter));
+  else { groups.clear(); list.measure(); }
+}
+
+let typing;
+byId("open").addEventListener("submit", (event) => {
+  event.preventDefault();
+  act(event.submitter, () => open(byId("source").value.trim()));
+});
+byId("filter").addEventListener("change", (event) => { view.filter = event.target.value; renew(); showFilters(); });
+byId("sort").addEventListener("change", (event) => { view.sort = event.target.value; renew(); });
+byId("search").addEventListener("input", (event) => {
+  clearTimeout(typing);
+  typing = setTimeout(() => { view.search = event.target.value.trim(); renew(); }, 200);
+});
+byId("jump").addEventListener("change", (event) => act(null, async () => {
+  const row = Number(event.target.value) - 1;
+  if (!Number.isInteger(row) || row < 0) return;
+  const { index } = await get(`/api/data/place?${query({ row })}`);
+  if (index === null) { announce("that row is not among those shown"); event.target.setCustomValidity("not among the rows shown"); event.target.reportValidity(); return; }
+  list.activate(index);
+  list.place.focus();
+}));
+byId("jump").addEventListener("input", (event) => event.target.setCustomValidity(""));
+byId("compare").addEventListener("click", () => compare(!comparing));
+byId("check").addEventListener("click", (event) => act(event.target, async () => {
+  await post("/api/data/check", { source: page.source });
+  lookAgain();
+}));
+byId("scan").addEventListener("click", (event) => act(event.target, async () => {
+  await post("/api/data/scan", { source: page.source });
+  lookAgain();
+}));
+
+function keyed(event, active, step) {
+  const isPlain = !event.ctrlKey && !event.metaKey;
+  if ((event.key === "x" || event.key === " ") && isPlain) select(active, event.shiftKey);
+  else if (event.key === "a" && !isPlain) act(null, selectAll);
+  else if (event.key === "l" && isPlain) toggleLeftOut(active);
+  else if (event.key === "/" && isPlain) byId("search").focus();
+  else if (event.key === "Escape" && page.selected.size) selectNone();
+  else return Boolean(step);
+  return true;
+}
+
+// ---- selecting and leaving out ---------------------------------------------------------------------------------------
+
+async function select(index, isRange = false) {
+  const row = await list.row(index);
+  if (!row) return;
+  if (isRange && lastSelected !== null) {
+    const { rows } = await get(`/api/data/positions?${query()}`);
+    for (let i = Math.min(lastSelected, index); i <= Math.max(lastSelected, index); i++) page.selected.add(rows[i]);
+  } else if (!page.selected.delete(row.row)) page.selected.add(row.row);
+  lastSelected = index;
+  showSelection();
+}
+
+async function selectAll() {
+  const { rows } = await get(`/api/data/positions?${query()}`);
+  page.selected = new Set(rows);
+  showSelection();
+}
+
+function selectNone() {
+  page.selected.clear();
+  showSelection();
+  list.place.focus();
+}
+
+function showSelection() {
+  const count = page.selected.size;
+  byId("selected").textContent = count ? `${plural(count, "row")} selected` : "";
+  byId("select-none").hidden = !count;
+  byId("leave-out").hidden = byId("put-back").hidden = !count || !page.isEditable;
+  for (const row of list.elements()) row.mark();
+}
+
+function showDrafts() {
+  const names = [...page.drafts.keys()];
+  byId("unsaved").textContent = names.length ? `not saved: ${names.slice(0, 3).join(", ")}${names.length > 3 ? ` and ${names.length - 3} more` : ""}` : "";
+}
+
+async function leaveOut(rows, isLeftOut) {
+  try {
+    await post("/api/data/left-out", { source: page.source, rows, order: summary.order, left_out: isLeftOut });
+    announce(`${plural(rows.length, "row")} ${isLeftOut ? "left out" : "put back"}`);
+  } catch (error) {
+    showError(error);
+  }
+  await look();
+}
+
+async function toggleLeftOut(active) {
+  const row = await list.row(active);
+  if (!row || !page.isEditable) return;
+  const rows = page.selected.size ? [...page.selected] : [row.row];
+  await leaveOut(rows, !row.left_out);
+}
+
+byId("select-all").addEventListener("click", (event) => act(event.target, selectAll));
+byId("select-none").addEventListener("click", selectNone);
+byId("leave-out").addEventListener("click", (event) => act(event.target, () => leaveOut([...page.selected], true)));
+byId("put-back").addEventListener("click", (event) => act(event.target, () => leaveOut([...page.selected], false)));
+addEventListener("beforeunload", (event) => { if (page.drafts.size || editor.isUnsaved) event.preventDefault(); });
+
+// ---- the beginning ---------------------------------------------------------------------------------------------------
+
+byId("search").value = view.search;
+byId("sort").value = view.sort;
+byId("source").value = page.source;
+get("/api/data/sources").then(async (known) => {
+  byId("sources").replaceChildren(...known.sources.map((value) => element("option", { value })));
+  if (!page.source) await open(known.default);
+}).catch(showError);
+lookAgain = poll(look, SLOW);

@@ -1,0 +1,527 @@
+"""The Data page's requests: what is listed, what is refused, and edits that land in the source's own files."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi import FastAPI
+from PIL import Image
+from starlette.testclient import TestClient
+
+from qwen_cache.errors import QwenCacheError
+from qwen_cache.sources.detect import read_content
+from qwen_cache.sources.images import open_mask
+from qwen_cache.ui.data import scan
+from qwen_cache.ui.data.routes import routes_of
+from qwen_cache.ui.data.row_images import Thumbnails
+from qwen_cache.ui.jobs import Checked, Command, OutdatedError
+from qwen_cache.ui.workspace import Workspace
+
+from .support.ui import opened
+from .support.waiting import HANG, wait_until
+
+HOSTILE = '<img src=x onerror="alert(1)"> & <script>alert(2)</script> \u202e "make it" {{7*7}}'
+NAMES = ["a", "b", "c", "d"]
+SIZE = (64, 48)
+
+
+def write_image(path: Path, seed: int, size: tuple[int, int] = SIZE) -> None:
+    """A smooth image that no other seed resembles."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    small = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), np.uint8)
+    Image.fromarray(small).resize(size, Image.Resampling.BICUBIC).save(path)
+
+
+def write_source(folder: Path) -> Path:
+    """Four pairs; `b` has no prompt, `c` a hostile one."""
+    for i, name in enumerate(NAMES):
+        write_image(folder / f"target_images/{name}.png", i)
+        write_image(folder / f"control_images/{name}.png", 100 + i)
+        (folder / f"target_images/{name}.txt").write_text(f"make it {name}\n", encoding="utf-8")
+    (folder / "target_images/b.txt").unlink()
+    (folder / "target_images/c.txt").write_text(HOSTILE, encoding="utf-8")
+    write_image(folder / "control_images/stray.png", 7)
+    return folder
+
+
+def bomb() -> bytes:
+    """A PNG of a hundred bytes with 3.6 billion pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(100))), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+@dataclass
+class FakeChecks:
+    """Checks that answer what a test says."""
+
+    document: Any = None
+    fails: QwenCacheError | None = None
+    commands: list[Command] = field(default_factory=list)
+
+    def check(self, command: Command, key: str = "") -> Checked:
+        assert key
+        self.commands.append(command)
+        if self.fails:
+            raise self.fails
+        return Checked(2 if self.document else 1, self.document, "error: qwen.yaml: no such setting")
+
+
+class Page:
+    """The requests of one window with a source."""
+
+    def __init__(self, client: TestClient, source: str = "data") -> None:
+        self.client, self.source = client, source
+
+    def get(self, path: str = "", status: int = 200, **query: Any) -> Any:
+        answer = self.client.get(f"/api/data{path}", params={"source": self.source} | query)
+        assert answer.status_code == status, answer.text
+        return answer.json() if answer.headers["content-type"] == "application/json" else answer
+
+    def post(self, path: str, status: int = 200, **body: Any) -> Any:
+        answer = self.client.post(f"/api/data{path}", json={"source": self.source} | body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def listed(self) -> Any:
+        """The summary, when the source is listed."""
+        wait_until(lambda: not self.get()["listing"])
+        return self.get()
+
+    def rows(self, **view: Any) -> list[Any]:
+        self.listed()
+        return self.get("/rows", **view)["rows"]
+
+    def names(self, **view: Any) -> list[str]:
+        return [row["name"] for row in self.rows(**view)]
+
+    def row(self, name: str) -> Any:
+        return next(row for row in self.rows() if row["name"] == name)
+
+    def prompt(self, row: Any, text: str, status: int = 200) -> Any:
+        return self.post("/prompt", status, row=row["row"], seen=row["version"], text=text)
+
+    def leave_out(self, rows: list[Any], is_left_out: bool, status: int = 200, order: int | None = None) -> Any:
+        order = self.get()["order"] if order is None else order
+        return self.post("/left-out", status, rows=[row["row"] for row in rows], order=order, left_out=is_left_out)
+
+    def mask(self, row: Any) -> tuple[np.ndarray[Any, Any], Any]:
+        answer = self.get("/mask", row=row["row"])
+        about = json.loads(answer.headers["x-about"])
+        values = np.frombuffer(zlib.decompress(answer.content), np.uint8)
+        return values.reshape(about["height"], about["width"]), about
+
+    def save_mask(self, row: Any, values: Any, seen_mask: str, status: int = 200) -> Any:
+        query = {"source": self.source, "row": row["row"], "seen": row["version"], "seen_mask": seen_mask}
+        body = zlib.compress(np.ascontiguousarray(values).tobytes())
+        headers = {"Content-Type": "application/octet-stream"}
+        answer = self.client.post("/api/data/mask", params=query, content=body, headers=headers)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    write_source(tmp_path / "project/data")
+    return tmp_path / "project"
+
+
+@pytest.fixture
+def page(project: Path) -> Iterator[Page]:
+    with opened(project) as client:
+        yield Page(client)
+
+
+def with_checks(project: Path, checks: Any) -> Page:
+    app = FastAPI()
+    app.include_router(routes_of(Workspace.open(project), checks))
+    return Page(TestClient(app))
+
+
+def read(project: Path) -> dict[str, str]:
+    """The prompts that a build reads, by name."""
+    content = read_content(project / "data", needs_control=True)
+    return {row.name: row.prompt for row in content.rows}
+
+
+def test_every_row_with_its_problems(page: Page) -> None:
+    summary = page.listed()
+    assert (summary["state"], summary["listed"], summary["editable"]) == ("ready", 4, True)
+    assert summary["counts"] == {
+        "problems": 1, "left_out": 0, "kept": 4, "no_mask": 4, "no_control": 0, "no_prompt": 1,
+    }  # fmt: skip
+    [stray] = summary["general"]
+    assert stray["where"] == "data/control_images/stray.png"
+    assert "belongs to no target" in stray["what"]
+    assert stray["do"]
+    b, c = page.row("b"), page.row("c")
+    assert [problem["what"] for problem in b["problems"]] == ["the prompt target_images/b.txt is missing"]
+    assert b["problems"][0]["do"].startswith("write it")
+    assert b["where"] == "data/target_images/b.png"
+    assert (c["prompts"], c["problems"]) == ([HOSTILE], [])
+    assert [image["role"] for image in c["images"]] == ["control-0", "target"]
+    details = page.get("/row", row=c["row"])["details"]
+    assert [(each["size"], each["where"]) for each in details] == [
+        ([*SIZE], "data/control_images/c.png"),
+        ([*SIZE], "data/target_images/c.png"),
+    ]
+
+
+def test_views(page: Page) -> None:
+    assert page.names() == NAMES
+    assert page.names(start=1, count=2) == ["b", "c"]
+    assert page.names(filter="problems") == page.names(filter="no_prompt") == ["b"]
+    assert page.names(search="MAKE it") == ["a", "c", "d"]
+    assert page.names(search="alert(2)") == ["c"]
+    assert page.names(sort="longest") == ["c", "a", "d", "b"]
+    assert page.names(sort="shortest")[0] == "b"
+    assert page.get("/positions", search="make")["rows"] == [0, 2, 3]
+    assert page.get("/place", row=2, search="make") == {"index": 1}
+    assert page.get("/place", row=1, search="make") == {"index": None}
+    assert page.get("/rows", start=9)["rows"] == []
+    for wrong in ({"start": -1}, {"count": 10_000}, {"sort": "x"}):
+        page.get("/rows", 422, **wrong)
+
+
+def test_sources_outside_the_folder_are_refused(project: Path, page: Page, tmp_path: Path) -> None:
+    write_source(tmp_path / "other")
+    (project / "link").symlink_to(tmp_path / "other")
+    for source in ("/etc", "../other", str(tmp_path / "other"), "link", "data/../../other", "file:///etc", "a\0b"):
+        outside = Page(page.client, source)
+        assert "outside" in (error := outside.get(status=403)["error"]) or "no path" in error
+        outside.get("/rows", 403)
+        outside.get("/image", 403, row=0)
+        outside.post("/prompt", 403, row=0, seen="", text="x")
+        outside.post("/check", 403)
+    missing = Page(page.client, "nowhere").listed()
+    assert missing["state"] == "failed"
+    assert missing["error"]["what"].startswith("there is no such source")
+
+
+def test_images_are_those_of_rows_alone(project: Path, page: Page) -> None:
+    page.listed()
+    for wrong in ({"row": 99}, {"role": "mask"}, {"role": "control-1"}, {"role": "names"}, {"role": "../a.png"}):
+        page.get("/image", 404, **{"row": 0, **wrong})
+    page.get("/image", 422, row=0, size="huge")
+    for bad, text in (
+        (b"%!PS-Adobe-3.0 EPSF", "not an image in a supported format"),
+        (bomb(), "too large to decode"),
+        (b"secret", "not an image in a supported format"),
+    ):
+        (project / "data/target_images/a.png").write_bytes(bad)
+        for size in ("thumbnail", "whole"):
+            answer = page.get("/image", 422, row=0, size=size)
+            assert text in answer["error"]
+            assert "secret" not in str(answer)
+
+
+def test_thumbnails(project: Path, page: Page) -> None:
+    write_image(project / "data/target_images/a.png", 1, (800, 400))
+    page.listed()
+    first = page.row("a")["images"][1]
+    answer = page.get("/image", row=0, v=first["v"])
+    assert Image.open(BytesIO(answer.content)).size == (288, 144)
+    assert answer.headers["content-type"] == "image/jpeg"
+    assert "immutable" in answer.headers["cache-control"]
+    assert "immutable" not in page.get("/image", row=0, v="another").headers["cache-control"]
+    again = page.client.get(
+        "/api/data/image", params={"source": "data", "row": 0}, headers={"If-None-Match": answer.headers["etag"]}
+    )
+    assert (again.status_code, again.content) == (304, b"")
+    whole = page.get("/image", row=0, size="whole")
+    assert Image.open(BytesIO(whole.content)).size == (800, 400)
+    write_image(project / "data/target_images/a.png", 2, (400, 400))
+    assert Image.open(BytesIO(page.get("/image", row=0).content)).size == (288, 288)
+    assert page.row("a")["images"][1]["v"] != first["v"]
+
+
+def test_thumbnails_on_disk_are_bounded(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Bytes:
+        seed: int
+        reads: list[int] = field(default_factory=list)
+
+        def __str__(self) -> str:
+            return f"image {self.seed}"
+
+        def read(self) -> bytes:
+            self.reads.append(1)
+            buffer = BytesIO()
+            noise = np.random.default_rng(self.seed).integers(0, 256, (64, 64, 3), np.uint8)
+            Image.fromarray(noise).save(buffer, "PNG")
+            return buffer.getvalue()
+
+    thumbnails, images = Thumbnails(tmp_path, 50_000), [Bytes(seed) for seed in range(40)]
+    data = [thumbnails.get(image, is_mask=False) for image in images]
+    kept = sum(path.stat().st_size for path in tmp_path.glob("*/*"))
+    assert sum(map(len, data)) > 100_000
+    assert 0 < kept <= 55_000
+    assert thumbnails.get(images[-1], is_mask=False) == data[-1]
+    assert images[-1].reads == [1]
+    [path] = [path for path in tmp_path.glob("*/*") if path.read_bytes() == data[-1]]
+    path.write_bytes(b"")  # the power failed
+    assert thumbnails.get(images[-1], is_mask=False) == data[-1]
+
+
+def test_a_prompt_lands_in_its_file(project: Path, page: Page) -> None:
+    answer = page.prompt(page.row("c"), "a\nb <b>")
+    assert answer["row"]["prompts"] == ["a\nb <b>"]
+    assert (project / "data/target_images/c.txt").read_text(encoding="utf-8") == "a\nb <b>"
+    assert read(project)["c"] == "a\nb <b>"
+    kept = [path.read_text(encoding="utf-8") for path in (project / ".qwen-ui/kept").rglob("*.txt")]
+    assert kept == [HOSTILE]
+    assert page.prompt(page.row("b"), "now it has one")["row"]["problems"] == []
+    assert page.listed()["counts"]["problems"] == 0
+    assert read(project).keys() == {*NAMES}
+
+
+def test_two_windows(project: Path, page: Page) -> None:
+    """The second of two edits that began from the same text is refused, and sees the first."""
+    other = Page(page.client)
+    mine, theirs = page.row("a"), other.row("a")
+    other.prompt(theirs, "theirs")
+    assert "changed meanwhile" in page.prompt(mine, "mine", 409)["error"]
+    assert page.row("a")["prompts"] == ["theirs"]
+    page.prompt(page.row("a"), "mine, knowingly")
+    assert read(project)["a"] == "mine, knowingly"
+
+
+def test_a_file_that_another_program_changed(project: Path, page: Page) -> None:
+    row = page.row("a")
+    (project / "data/target_images/a.txt").write_text("by an editor", encoding="utf-8")
+    assert "changed meanwhile" in page.prompt(row, "mine", 409)["error"]
+    assert (project / "data/target_images/a.txt").read_text(encoding="utf-8") == "by an editor"
+    wait_until(lambda: page.row("a")["prompts"] == ["by an editor"])
+    order = page.get()["order"]
+    write_image(project / "data/target_images/new.png", 9)
+    wait_until(lambda: "new" in page.names())
+    assert page.get()["order"] > order
+    assert "changed meanwhile" in page.leave_out([row], True, 409, order)["error"]
+
+
+def test_edits_of_many_threads_all_land(project: Path, page: Page) -> None:
+    rows, begins = page.rows(), threading.Barrier(len(NAMES))
+
+    def edit(row: Any) -> None:
+        begins.wait(HANG)
+        page.prompt(row, f"by thread {row['name']}")
+
+    threads = [threading.Thread(target=edit, args=(row,)) for row in rows]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read(project) == {name: f"by thread {name}" for name in NAMES}
+    assert [row["prompts"] for row in page.rows()] == [[f"by thread {name}"] for name in NAMES]
+
+
+def test_rows_left_out_and_put_back(project: Path, page: Page) -> None:
+    chosen = [page.row("b"), page.row("d")]
+    page.leave_out(chosen, True)
+    assert page.names(filter="left_out") == ["b", "d"]
+    assert page.names(filter="kept") == ["a", "c"]
+    assert page.listed()["counts"]["problems"] == 0
+    assert read(project).keys() == {"a", "c"}
+    page.leave_out([page.row("d")], False)
+    assert read(project).keys() == {"a", "c", "d"}
+    page.leave_out([{"row": 77}], True, 404)
+
+
+def test_a_mask_painted_and_painted_again(project: Path, page: Page) -> None:
+    values, about = page.mask(page.row("a"))
+    assert (values.shape, values.any(), about["seen"], about["scaled"]) == (SIZE[::-1], False, "", False)
+    painted = np.arange(values.size, dtype=np.uint32).astype(np.uint8).reshape(values.shape)
+    answer = page.save_mask(page.row("a"), painted, "")
+    [file] = (project / "data").rglob("*_mask.png")
+    with Image.open(file) as image:
+        assert (image.mode, image.size, image.format) == ("L", SIZE, "PNG")
+        assert np.array_equal(np.asarray(image), painted)
+    assert [image["role"] for image in answer["row"]["images"]] == ["control-0", "target", "mask"]
+    again, about = page.mask(answer["row"])
+    assert np.array_equal(again, painted)
+    assert about["seen"] == answer["seen"] != ""
+    assert page.listed()["counts"]["no_mask"] == 3
+
+    inverted = page.save_mask(page.row("a"), 255 - painted, about["seen"])
+    assert "changed meanwhile" in page.save_mask(page.row("a"), painted, about["seen"], 409)["error"]
+    rows = read_content(project / "data", needs_control=True).rows
+    mask = next(row.mask for row in rows if row.name == "a")
+    assert mask is not None
+    assert np.array_equal(np.asarray(open_mask(mask.read(), "")), 255 - painted)
+    assert inverted["seen"] == page.mask(page.row("a"))[1]["seen"]
+    overlay = page.get("/image", row=0, role="mask", size="overlay").content
+    assert np.array_equal(np.asarray(Image.open(BytesIO(overlay)))[..., 3], 255 - painted)
+
+
+def test_masks_that_do_not_fit_are_refused(page: Page) -> None:
+    row = page.row("a")
+    for wrong in (np.zeros(10, np.uint8), np.zeros(SIZE[0] * SIZE[1] + 1, np.uint8), np.zeros(1 << 24, np.uint8)):
+        assert "size" in page.save_mask(row, wrong, "", 422)["error"]
+    query = {"source": "data", "row": 0, "seen": row["version"]}
+    headers = {"Content-Type": "application/octet-stream"}
+    answer = page.client.post("/api/data/mask", params=query, content=b"no zlib", headers=headers)
+    assert (answer.status_code, answer.json()["error"]) == (422, "the mask was damaged on its way")
+    page.get("/image", 422, row=0, size="overlay")
+
+
+def test_a_table(project: Path, page: Page) -> None:
+    lines = [f"data/target_images/{name}.png,data/control_images/{name}.png,make {name}" for name in NAMES]
+    (project / "rows.csv").write_text("\n".join(["target,control,prompt", *lines, ""]), encoding="utf-8")
+    table = Page(page.client, "rows.csv")
+    assert len(table.rows()) == 4
+    row = table.rows()[1]
+    table.prompt(row, 'a "new" one, with a comma')
+    table.leave_out([table.rows()[3]], True)
+    content = read_content(project / "rows.csv", needs_control=True)
+    assert [row.prompt for row in content.rows] == ["make a", 'a "new" one, with a comma', "make c"]
+    assert content.left_out == 1
+    assert {"data", "rows.csv"} <= {*page.get("/sources")["sources"]}
+
+
+def test_a_source_that_can_only_be_looked_at(project: Path, page: Page) -> None:
+    import tarfile
+
+    with tarfile.open(project / "rows.tar", "w") as tar:
+        for path in sorted((project / "data/target_images").iterdir()):
+            tar.add(path, path.name)
+    tars = Page(page.client, "rows.tar")
+    summary = tars.listed()
+    assert (summary["state"], summary["editable"]) == ("ready", False)
+    assert "cannot be edited" in summary["not_editable"]["what"]
+    assert summary["not_editable"]["do"]
+    row = tars.row("a")
+    assert Image.open(BytesIO(tars.get("/image", row=row["row"]).content)).size == SIZE
+    before = (project / "rows.tar").read_bytes()
+    tars.prompt(row, "x", 422)
+    tars.leave_out([row], True, 422)
+    assert (project / "rows.tar").read_bytes() == before
+
+
+def test_problems_of_a_check_stand_at_their_rows(project: Path) -> None:
+    def found(*problems: dict[str, str]) -> dict[str, Any]:
+        return {"problems": [*problems], "to_encode": 3, "cached": 1, "refused": [{"what": "1 problem"}]}
+
+    damaged = {"where": "data/target_images/a.png", "what": "the image is damaged", "do": "copy it again"}
+    general = {"where": "data", "what": "all 4 samples: too small", "do": "enlarge them"}
+    checks = FakeChecks(found(damaged, general))
+    page = with_checks(project, checks)
+    page.listed()
+
+    def checked() -> Any:
+        page.post("/check")
+        wait_until(lambda: page.get()["check"]["state"] != "running")
+        return page.get()["check"]
+
+    assert (checked()["state"], checked()["summary"]) == ("done", "3 to encode, 1 in the cache")
+    assert checks.commands[0].arguments == ("build", "data", "--dry-run", "--json")
+    assert page.names(filter="problems") == ["a", "b"]
+    assert page.row("a")["problems"] == [damaged]
+    assert page.row("a")["where"] == damaged["where"]
+    assert {"all 4 samples: too small"} < {each["what"] for each in page.get()["general"]}
+
+    page.prompt(page.row("a"), "another prompt")
+    assert (page.row("a")["problems"], page.row("a")["changed"]) == ([], True)
+    checks.document = found()
+    checked()
+    assert page.names(filter="problems") == ["b"]
+    assert not page.row("a")["changed"]
+
+    checks.document = None
+    assert (checked()["state"], checked()["message"]) == ("failed", "error: qwen.yaml: no such setting")
+    checks.fails = OutdatedError("a newer check has taken the place of this one")
+    assert checked()["state"] == "stopped"
+
+
+def scanned(page: Page) -> dict[str, list[list[str]]]:
+    """What a scan finds: the groups of names by finding."""
+    page.listed()
+    page.post("/scan")
+    wait_until(lambda: page.get()["scan"]["state"] != "running")
+    summary = page.get()["scan"]
+    assert summary["state"] == "done", summary["error"]
+    found = [name for name, count in summary["found"].items() if count]
+    return {
+        name: [[row["name"] for row in group["rows"]] for group in page.get("/groups", finding=name)["groups"]]
+        for name in found
+    }
+
+
+def test_duplicates_and_outliers(project: Path, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = project / "data"
+    for i in range(20):
+        write_image(data / f"target_images/many{i:02}.png", 200 + i)
+        write_image(data / f"control_images/many{i:02}.png", 300 + i)
+        (data / f"target_images/many{i:02}.txt").write_text("the same" if i < 11 else f"prompt {i}", encoding="utf-8")
+    for name, size in (("near", (40, 30)), ("huge", (256, 192)), ("wide", (192, 16))):
+        write_image(data / f"target_images/{name}.png", {"near": 0, "huge": 400, "wide": 401}[name], size)
+        write_image(data / f"control_images/{name}.png", 500 + len(name))
+        (data / f"target_images/{name}.txt").write_text("x" if name == "huge" else "long " * 500, encoding="utf-8")
+    for name in ("copy", "same"):
+        (data / f"target_images/{name}.png").write_bytes((data / "target_images/d.png").read_bytes())
+        (data / f"target_images/{name}.txt").write_text(f"prompt of {name}", encoding="utf-8")
+        write_image(data / f"control_images/{name}.png", 600 + len(name))
+    (data / "control_images/same.png").write_bytes((data / "target_images/d.png").read_bytes())
+    Image.new("L", SIZE, 255).save(data / "control_images/a_mask.png")
+    Image.new("L", SIZE, 0).save(data / "control_images/c_mask.png")
+    (data / "target_images/many00.png").write_bytes(b"no image")
+    monkeypatch.setattr("qwen_cache.storage.remembered_files.is_settled", lambda *_: True)  # as after two seconds
+    found = scanned(page)
+    assert found["repeated_target"] == [["copy", "d", "same"]]
+    assert found["near_duplicate"] == [["a", "near"]]
+    assert found["identity_pair"] == [["same"]]
+    assert found["unreadable"] == [["many00"]]
+    assert found["unusual_size"] == [["huge"]]
+    assert found["unusual_shape"] == [["wide"]]
+    assert found["frequent_prompt"] == [[f"many{i:02}"] for i in range(11)]
+    assert found["long_prompt"] == [["near"], ["wide"]]
+    assert found["short_prompt"] == [["huge"]]
+    assert (found["full_mask"], found["empty_mask"]) == ([["a"]], [["c"]])
+    assert page.get()["scan"]["found"]["tiny"] == 28
+    assert page.names(filter="repeated_target", sort="source") == ["copy", "d", "same"]
+    assert page.names(sort="largest")[0] == "huge"
+    assert "identity_pair" in page.row("same")["findings"]
+    assert "not an image" in page.row("many00")["problems"][0]["what"]
+
+    reads: list[str] = []
+    real = scan._read
+    monkeypatch.setattr(scan, "_read", lambda role, image: reads.append(str(image)) or real(role, image))
+    os.utime(data / "target_images/b.png", ns=(1, 1))
+    assert scanned(page) == found
+    remembered = {path for path in reads if not path.endswith(("many00.png", "b.png"))}
+    assert str(data / "target_images/b.png") in reads
+    assert not remembered
+
+
+def test_a_scan_can_be_stopped(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    page.listed()
+    page.post("/scan/stop", 409)
+    begun, goes_on = threading.Event(), threading.Event()
+    real: Callable[..., Any] = scan.facts_of
+
+    def slow(*arguments: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(HANG)
+        return real(*arguments)
+
+    monkeypatch.setattr(scan, "facts_of", slow)
+    assert page.post("/scan")["state"] == "running"
+    assert begun.wait(HANG)
+    page.post("/scan/stop")
+    goes_on.set()
+    wait_until(lambda: page.get()["scan"]["state"] == "stopped")
+    assert page.get("/groups", finding="tiny") == {"total": 0, "order": 0, "groups": []}
