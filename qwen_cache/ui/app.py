@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from qwen_cache.errors import QwenCacheError
 from qwen_cache.ui.access import Access
+from qwen_cache.ui.data.routes import routes_of as data_routes
 from qwen_cache.ui.devices import routes_of as device_routes
 from qwen_cache.ui.jobs import Checks, OutdatedError, Queue
 from qwen_cache.ui.jobs.routes import routes_of as job_routes
@@ -31,6 +32,7 @@ def make_app(workspace: Workspace, queue: Queue, checks: Checks, token: str, por
     app.include_router(settings_routes(workspace))
     app.include_router(job_routes(queue))
     app.include_router(device_routes(checks))
+    app.include_router(data_routes(workspace, checks))
     _add_errors(app)
     app.add_middleware(Access, token=token, port=port)
     return app
