@@ -1,0 +1,118 @@
+// The images that runs have generated: of one run by sample and step, of several the same prompt by run and step.
+
+import { element, get, plural } from "./api.js";
+
+const at = (id) => document.getElementById(id);
+const NOT_YET = "No images yet. Set validation.prompts or validation.num_images, and validation.vae_device to decode them during training.";
+
+export class Images {
+  constructor() {
+    this.answers = new Map();
+    this.nodes = new Map();
+    const dialog = at("enlarged");
+    dialog.querySelector("button").addEventListener("click", () => dialog.close());
+    dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
+    dialog.addEventListener("keydown", (event) => {
+      const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (by) { event.preventDefault(); this.enlarge(this.strip, this.index + by); }
+    });
+  }
+
+  waiting(folder) { return this.answers.get(folder)?.waiting ?? 0; }
+
+  async look(folders) {
+    for (const folder of [...this.answers.keys()]) if (!folders.includes(folder)) this.answers.delete(folder);
+    const changed = await Promise.all(folders.map(async (folder) => {
+      const answer = await get(`/api/train/images?${new URLSearchParams({ folder, version: this.answers.get(folder)?.version ?? "" })}`);
+      if (answer.samples) this.answers.set(folder, answer);
+      return Boolean(answer.samples);
+    }));
+    const layout = folders.join("\n");
+    if (changed.some(Boolean) || layout !== this.layout) { this.layout = layout; this.render(folders); }
+  }
+
+  render(folders) {
+    const runs = folders.filter((folder) => this.answers.has(folder)).map((folder) => ({ folder, ...this.answers.get(folder) }));
+    const groups = new Map();
+    for (const { folder, samples } of runs) for (const sample of samples) {
+      const name = JSON.stringify([sample.name, sample.prompt]);
+      groups.set(name, [...(groups.get(name) ?? []), { folder, sample }]);
+    }
+    const shown = [...groups].filter(([, of]) => runs.length === 1 || of.length > 1 || groups.size < 20);
+    const used = new Set();
+    const parts = shown.map(([name, of]) => (runs.length === 1 ? this.strips(used, name, of[0]) : this.table(used, name, of)));
+    for (const key of [...this.nodes.keys()]) if (!used.has(key)) this.nodes.delete(key);
+    const scrolled = new Map([...at("images").querySelectorAll("[data-scroll]")].map((each) =>
+      [each.dataset.scroll, each.scrollLeft + each.clientWidth < each.scrollWidth - 8 ? each.scrollLeft : null])); // null: at the end
+    const focused = document.activeElement?.closest("#images") ? document.activeElement : null;
+    at("images").replaceChildren(...parts);
+    for (const each of at("images").querySelectorAll("[data-scroll]")) each.scrollLeft = scrolled.get(each.dataset.scroll) ?? each.scrollWidth;
+    focused?.focus({ preventScroll: true });
+    at("image-tools").replaceChildren(parts.length ? element("span", { class: "muted" }, `${plural(parts.length, "sample")}. Click an image to enlarge it; then ← and → show other steps.`)
+      : element("span", { class: "muted" }, runs.some(({ waiting }) => waiting) ? "The images are stored as latents: decode them above." : NOT_YET));
+  }
+
+  strips(used, name, { folder, sample }) {
+    const many = Math.max(1, ...sample.steps.map(({ images }) => images.length)), given = [
+      ...sample.controls.map((image, i) => ({ image, caption: sample.controls.length > 1 ? `control ${i + 1}` : "control", isGiven: true })),
+      ...sample.target.map((image) => ({ image, caption: "target", isGiven: true })),
+    ];
+    const rows = Array.from({ length: many }, (_, i) => [...(i ? [] : given), ...sample.steps.filter(({ images }) => images[i])
+      .map(({ step, images }) => ({ image: images[i], caption: words(step) }))].map((each) => ({ ...each, folder, sample })));
+    return element("section", { class: "sample" }, element("h4", {}, sample.prompt || sample.name), element("p", { class: "muted" }, sample.name),
+      ...rows.map((row, i) => element("div", { class: "strip", "data-scroll": `${folder} ${name} ${i}` },
+        ...row.map((each, j) => this.figure(used, each, row, j, sample.scales[i])))));
+  }
+
+  figure(used, { image, caption, isGiven, folder, sample }, row, j, scale) {
+    const guidance = scale === undefined || isGiven ? "" : `, true_cfg_scale ${scale}`, key = `${folder} ${image.path} ${image.version}`;
+    used.add(key);
+    if (!this.nodes.has(key)) this.nodes.set(key, element("figure", { class: isGiven ? "given" : null }, this.button(folder, image, `${sample.prompt || sample.name}, ${caption}${guidance}`),
+      element("figcaption", {}, caption + guidance)));
+    const figure = this.nodes.get(key);
+    figure.querySelector("button").onclick = () => this.enlarge(row, j);
+    return figure;
+  }
+
+  button(folder, image, alt) {
+    const small = element("img", { src: address(folder, image, 640), alt, width: image.size[0] || null, height: image.size[1] || null, loading: "lazy", decoding: "async" });
+    small.addEventListener("error", () => small.replaceWith(element("span", { class: "problem" }, `${image.path} cannot be read`)), { once: true });
+    return element("button", { type: "button" }, small);
+  }
+
+  // Rows are runs, columns steps; of several guidance scales each has a row.
+  table(used, name, of) {
+    const steps = [...new Set(of.flatMap(({ sample }) => sample.steps.map(({ step }) => step)))].sort((a, b) => a - b), first = of[0].sample;
+    const rows = of.flatMap(({ folder, sample }) => Array.from({ length: Math.max(1, ...sample.steps.map(({ images }) => images.length)) }, (_, i) => {
+      const row = sample.steps.filter(({ images }) => images[i]).map(({ step, images }) => ({ step, image: images[i], caption: `${folder}, ${words(step)}`, folder, sample }));
+      const scale = sample.scales[i] === undefined ? "" : `, true_cfg_scale ${sample.scales[i]}`;
+      return element("tr", {}, element("th", { scope: "row" }, folder + scale), ...steps.map((step) => {
+        const j = row.findIndex((each) => each.step === step);
+        if (j < 0) return element("td", { class: "muted" }, "–");
+        const key = `${folder} ${row[j].image.path} ${row[j].image.version} cell`;
+        used.add(key);
+        if (!this.nodes.has(key)) this.nodes.set(key, this.button(folder, row[j].image, `${row[j].caption}${scale}`));
+        this.nodes.get(key).onclick = () => this.enlarge(row, j);
+        return element("td", {}, this.nodes.get(key));
+      }));
+    }));
+    return element("section", { class: "sample" }, element("h4", {}, first.prompt || first.name), element("p", { class: "muted" }, first.name),
+      element("div", { class: "by-step", tabindex: "0", role: "region", "aria-label": `Images of ${first.name} by run and step`, "data-scroll": name }, element("table", {},
+        element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "Run"), ...steps.map((step) => element("th", { scope: "col" }, words(step))))),
+        element("tbody", {}, ...rows))));
+  }
+
+  enlarge(strip, index) {
+    if (!strip?.[index]) return;
+    Object.assign(this, { strip, index });
+    const { image, caption, folder, sample } = strip[index], dialog = at("enlarged"), whole = dialog.querySelector("img");
+    whole.src = address(folder, image, 0);
+    whole.alt = `${sample.prompt || sample.name}, ${caption}`;
+    at("enlarged-title").textContent = `${sample.prompt || sample.name}: ${caption}`;
+    if (!dialog.open) dialog.showModal();
+  }
+}
+
+const words = (step) => step ? `step ${step.toLocaleString("en")}` : "before training";
+
+const address = (folder, { path, version }, size) => `/api/train/image?${new URLSearchParams({ folder, path, version, ...(size ? { size } : {}) })}`;
