@@ -16,7 +16,6 @@ from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
@@ -39,14 +38,12 @@ from qwen_cache.sources.listing import Entry, as_entry
 from qwen_cache.sources.pairs import Layout, beside, find_layout, mask_name, read_some
 from qwen_cache.sources.places import MAX_TEXT, File, Folder, Location, TableFolder, open_folder, read_bytes, suffix
 from qwen_cache.sources.rows import Draft, Needs
-from qwen_cache.sources.table_text import CsvText, TableText, changed_text, open_text
+from qwen_cache.sources.table_text import CsvText, TableText, changed, open_text
 from qwen_cache.sources.text_table import READERS
 from qwen_cache.storage.durable import LockHeldError, locked, make_folder, sync, whole_file, write_durably
 
 PATIENCE = 10.0
 """Seconds to wait for another program's edit, which takes a fraction of one."""
-FEW = 8
-"""Rows of a folder that are looked up by name; for more of them the folder is listed once."""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -259,7 +256,7 @@ class FolderEditor:
             if not layout.target:
                 do = "write a table of them"
                 raise SourceError("rows without targets cannot be edited", where=self.source, do=do)
-            now = self._rows(folder, layout, [entry.name for entry in entries], near=len(entries) <= FEW)
+            now = self._rows(folder, layout, [entry.name for entry in entries], near=True)
             for entry in entries:
                 if not _is_same(entry, now.get(entry.name)):
                     raise ChangedError("this row", entry.where)
@@ -276,7 +273,7 @@ class FolderEditor:
         """The rows after an edit; if they had problems, others may have shared these."""
         folder, names = open_folder(self.source), [entry.name for entry in entries]
         layout = find_layout(folder, self.needs)
-        now = self._rows(folder, layout, names, near=len(entries) <= FEW)
+        now = self._rows(folder, layout, names, near=True)
         if has_problems := any(row.problems for row in now.values()):
             now = self._rows(folder, layout, names, near=False)
         self.others_changed = has_problems or any(entry.problems for entry in entries)
@@ -367,7 +364,8 @@ class TableEditor:
         if found != self._names[0]:
             self._names = found, READERS[suffix(self.table)](self.table, text)[0]
         names = self._names[1]
-        return Opened(self.table, data, text, names, find_columns(names, self.table, self.needs), self)
+        rows = open_text(self.table, text)
+        return Opened(self.table, data, rows, names, find_columns(names, self.table, self.needs), self)
 
     def _write(
         self,
@@ -377,18 +375,17 @@ class TableEditor:
         files: Mapping[Path, bytes | None] | None = None,
     ) -> list[Entry]:
         """Write new values by row, after some other files; the rows as they are then."""
-        mark = BOM_UTF8 if opened.data.startswith(BOM_UTF8) else b""
         if read_bytes(self.table) != opened.data:
             raise ChangedError("this table", self.table)
-        text = changed_text(self.table, opened.text, changes) if changes else opened.text
-        self.others_changed = isinstance(opened.rows, CsvText) and _lines(text) != _lines(opened.text)
-        data = mark + text.encode()
+        rows = changed(opened.rows, changes) if changes else opened.rows
+        self.others_changed = isinstance(rows, CsvText) and _lines(rows.text) != _lines(opened.rows.text)
+        data = (BOM_UTF8 if opened.data.startswith(BOM_UTF8) else b"") + rows.text.encode()
         self.files.write({**(files or {}), self.table: data})
-        self._names = (
-            content_hash(data),
-            list(dict.fromkeys([*opened.names, *(name for values in changes.values() for name in values)])),
+        names = dict.fromkeys([*opened.names, *(name for values in changes.values() for name in values)])
+        self._names = content_hash(data), [*names]
+        now = replace(
+            opened, data=data, rows=rows, names=[*names], columns=find_columns([*names], self.table, self.needs)
         )
-        now = self._opened(data)
         return [row for entry in entries if (row := now.entry(entry)) is not None]
 
     def set_prompt(self, entry: Entry, text: str, caption: int = 0) -> Entry:
@@ -439,7 +436,7 @@ class TableEditor:
         except SourceError:
             return False
         times, place = 0, os.path.realpath(mask)
-        for record in READERS[suffix(self.table)](self.table, opened.text)[1]:
+        for record in READERS[suffix(self.table)](self.table, opened.rows.text)[1]:
             if isinstance(record, Problem):
                 continue
             cells = [record[1].get(name) for role in ("target", "control", "mask") for name in opened.columns[role]]
@@ -473,14 +470,10 @@ class Opened:
 
     table: Path
     data: bytes
-    text: str
+    rows: TableText
     names: list[str]
     columns: Columns
     editor: TableEditor
-
-    @cached_property
-    def rows(self) -> TableText:
-        return open_text(self.table, self.text)
 
     def values(self, where: str) -> dict[str, Any]:
         return self.rows.values(where) or {}

@@ -117,8 +117,8 @@ def read_pairs(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
 def read_some(folder: Folder, layout: Layout, needs: Needs, names: Collection[str], *, near: bool) -> dict[str, Draft]:
     """The drafts of some targets, without reading the prompts of the others.
 
-    With `near`, only files whose names begin with theirs are looked at: a problem then lacks the hint at a file with a
-    similar name, and none is common to all targets.
+    With `near`, only files of these names are looked at: a problem then lacks the hint at a file with a similar name,
+    and none is common to all targets.
     """
     if near:
         folder = replace(
@@ -129,18 +129,19 @@ def read_some(folder: Folder, layout: Layout, needs: Needs, names: Collection[st
 
 
 def _below_near(path: Location, names: Collection[str], name: str) -> list[str]:
+    """The files below a folder that are called as one of the names, or as its further control or mask."""
     assert isinstance(path, Path)
-    starts: dict[str, list[str]] = {}
+    found, bases = [], dict[str, set[str]]()
     for each in names:
-        below, base = posixpath.split(each)
-        starts.setdefault(below, []).append(base)
-    found = []
-    for below, bases in starts.items():
+        bases.setdefault(posixpath.dirname(each), set()).add(posixpath.basename(each))
+    for below, wanted in bases.items():
         with suppress(FileNotFoundError, NotADirectoryError):
-            stems = tuple(bases)
-            entries = [each for each in os.scandir(path / name / below) if each.name.startswith(stems)]
-            files = [each.name for each in entries if not each.name.startswith(".") and not each.is_dir()]
-            found += [posixpath.join(below, each) for each in files]
+            for entry in os.scandir(path / name / below):
+                stem = entry.name.rpartition(".")[0]
+                if stem not in wanted and "_" in stem:
+                    stem = ending[1] if (ending := ENDING.fullmatch(stem)) else stem
+                if stem in wanted and not entry.name.startswith(".") and not entry.is_dir():
+                    found.append(posixpath.join(below, entry.name))
     return sorted(found)
 
 
@@ -422,6 +423,7 @@ def _common_problem(
     return None
 
 
+ENDING = re.compile(r"(.+)_(?:control_([1-9][0-9]*)|mask)", re.DOTALL)
 _MASK = -1
 """The slot of the mask among a target's files in the control folder; 0 is its first control, then 1, 2, …"""
 
@@ -435,7 +437,7 @@ def _owner(name: str, targets: Collection[str], slot: int | None) -> tuple[str |
 
 def _further(name: str, targets: Collection[str]) -> tuple[str | None, int]:
     """`_owner` of a further control or a mask, by the ending of its name."""
-    ending = re.fullmatch(r"(.+)_(?:control_([1-9][0-9]*)|mask)", name, re.DOTALL)
+    ending = ENDING.fullmatch(name)
     if ending is None or ending[1] not in targets:
         return None, 0
     return ending[1], int(ending[2]) if ending[2] else _MASK

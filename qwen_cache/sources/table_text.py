@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,12 +30,17 @@ CELL = re.compile(r' *(?:"[^"]*(?:""[^"]*)*"|[^",][^,]*|)(?=,|\Z)', re.DOTALL)
 """A cell as `csv` reads it, strict and without the spaces before it."""
 QUOTED = re.compile(r'[,"\r\n]|^\s|\s\Z')
 """What a cell may hold only in quotes."""
-LINE_END = re.compile(r"(\r\n|\r|\n)?\Z")
 _json = json.JSONDecoder()
 
 
 class TableText(Protocol):
     """The rows of a table."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def text(self) -> str: ...
 
     def values(self, where: str) -> dict[str, Any] | None:
         """The values of a row as the table's reader gives them; None if no row is there."""
@@ -50,16 +55,14 @@ def open_text(path: Path, text: str) -> TableText:
     return KINDS[suffix(path)](path, text)
 
 
-def changed_text(path: Path, text: str, changes: Mapping[str, Values]) -> str:
-    """The text with new values by row."""
-    before = open_text(path, text)
-    parts, position = [], 0
+def changed(before: TableText, changes: Mapping[str, Values]) -> TableText:
+    """The table with new values by row."""
+    parts, position = list[str](), 0
     for begin, end, new in sorted(before.edits(changes)):
-        parts += [text[position:begin], new]
+        parts += [before.text[position:begin], new]
         position = end
-    changed = "".join([*parts, text[position:]])
     try:
-        after = open_text(path, changed)
+        after = open_text(before.path, "".join([*parts, before.text[position:]]))
         is_read = all(
             _has(after.values(where), {**(before.values(where) or {}), **changes[where]}) for where in changes
         )
@@ -68,7 +71,7 @@ def changed_text(path: Path, text: str, changes: Mapping[str, Values]) -> str:
     if not is_read:
         do = "edit the table in a text editor or a spreadsheet"
         raise SourceError("this cannot be written so that it is read again", where=next(iter(changes)), do=do)
-    return changed
+    return after
 
 
 def _has(found: dict[str, Any] | None, expected: Values) -> bool:
@@ -132,9 +135,10 @@ class _JsonText:
     path: Path
     text: str
 
-    def write(self, value: Any) -> str:
-        """A value as the table writes text: with `\\u` for other letters only if it has no others."""
-        return json.dumps(value, ensure_ascii=self.text.isascii() and "\\u" in self.text)
+    @cached_property
+    def write(self) -> Callable[[Any], str]:
+        """Writes a value as the table writes text: with `\\u` for other letters only if it has no others."""
+        return partial(json.dumps, ensure_ascii=self.text.isascii() and "\\u" in self.text)
 
     def begin(self, where: str) -> int | None:
         """Where the object of a row begins."""
@@ -202,7 +206,7 @@ class CsvText:
         for cells in reader:
             text = "".join(lines[line : reader.line_num])
             if cells:
-                found[line + 1] = begin, begin + len(LINE_END.sub("", text)), cells
+                found[line + 1] = begin, begin + len(text.rstrip("\r\n")), cells
             line, begin = reader.line_num, begin + len(text)
         return found
 
