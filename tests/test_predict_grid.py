@@ -181,7 +181,7 @@ def test_adapters_of_other_types_replace_each_other(
         assert np.array_equal(found, pixels(tmp_path / "alone.png"))
         assert not np.array_equal(found, pixels(cell_of(document, lora_weight=0, checkpoint=step)))
     refused(
-        predict("--grid", "lora_weight=0,1,0.5", *steps, *options), "an OFT has no scale (expected weight 1, found 0.5)"
+        predict("--grid", "lora_weight=0,0.5,1", *steps, *options), "an OFT has no scale (expected weight 1, found 0.5)"
     )
 
 
