@@ -147,6 +147,14 @@ def test_a_prompt_of_more_lines_moves_the_rows_below(tmp_path: Path) -> None:
     assert [row[2] for row in cells(path)] == ["prompt", "two\nlines", "found", "blue"]
 
 
+def test_lines_of_a_cell_end_as_before(tmp_path: Path) -> None:
+    path = table(tmp_path / "t", "t.csv", 'image,prompt\r\na.png,"two\r\nlines"\r\nb.png,one\r\n')
+    edits = editor(path)
+    for entry in entries(path):
+        assert edits.set_prompt(entry, "a\nb").prompts == ("a\nb",)
+    assert path.read_bytes() == b'image,prompt\r\na.png,"a\r\nb"\r\nb.png,"a\nb"\r\n'
+
+
 @pytest.mark.parametrize("kind", CSV)
 def test_a_column_is_added_to_csv_once(tmp_path: Path, kind: str) -> None:
     path = table(tmp_path / "t", "t.csv", CSV[kind] + ("" if kind == "excel" else "too,short\n"))

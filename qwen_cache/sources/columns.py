@@ -57,6 +57,9 @@ NOT_OF_EDITS = ("image", "image_path", "file_name")
 FILE_NAMES = ("_file_name", "_file_names")
 """Suffixes of columns of paths in imagefolder."""
 
+HALVES = re.compile(r"[\ud800-\udfff]")
+"""Half an emoji, left by programs that truncate captions: it cannot be stored as UTF-8."""
+
 NO_CONTROL = "set data.allow_no_control=true if it is meant to have none"
 NO_CONTROL_AT_ALL = "or set data.allow_no_control=true if no image is meant to have one"
 """Advice for targets without controls, which become text to image."""
@@ -68,7 +71,6 @@ Record = tuple[str, dict[str, Any]]
 """A row of a table: its location for messages, and its values by column, which are text or embedded images."""
 
 
-@lru_cache(1 << 10)
 def role_of(name: str) -> tuple[str | None, int | None]:
     """The role of a column by its name, and its number: `control_2` is (`control`, 2)."""
     return _role_among(COLUMNS, name)
@@ -181,6 +183,7 @@ def _stem(name: str) -> str:
     return _split_number(name)[0]
 
 
+@lru_cache(1 << 10)
 def _split_number(name: str) -> tuple[str, int | None]:
     """The name in lower case, without imagefolder's suffix, and its number: `Control_2` is (`control`, 2)."""
     name = name.strip().lower()
@@ -322,6 +325,8 @@ def _image(value: str | Embedded, folder: TableFolder) -> Readable:
 def _items(role: str, column: str, value: Any, field_problems: FieldProblems) -> list[Any]:
     """The values of one cell: stripped text, or images; "" for an empty or unusable one."""
     several = role == "prompt" and has_captions(column, value)
+    if isinstance(value, str) and not several:
+        return [_item(role, column, value, field_problems)]
     if several and not (isinstance(value, list) and value):
         field_problems[role] = (
             f"the {role} {column!r} is {value!r}, expected a list of texts",
@@ -341,8 +346,7 @@ def _item(role: str, column: str, item: Any, field_problems: FieldProblems) -> A
     if role != "prompt" and hasattr(item, "read"):
         return item
     text = item if isinstance(item, str) else ""
-    # half an emoji, left by programs that truncate captions, cannot be stored as UTF-8
-    if (item is not None and text != item) or re.search(r"[\ud800-\udfff]", text):
+    if (item is not None and text != item) or (not text.isascii() and HALVES.search(text)):
         what = f"the {role} {column!r} is {_short(item)}, expected text"
         field_problems[role] = what, "correct it; text stands in double quotes"
     return text.strip()
