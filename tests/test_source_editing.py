@@ -215,6 +215,17 @@ def test_a_prompt_in_json(tmp_path: Path, name: str, mark: bytes) -> None:
         assert old_files(path) == [(name, data)]
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("red", "é 🙂"), (r"\u00e9", r"\u00e9 \ud83d\ude42"), (r"\u00e9 é", "é 🙂")],
+    ids=["", "escapes", "both"],
+)
+def test_letters_are_escaped_as_in_the_rest_of_a_table(tmp_path: Path, old: str, new: str) -> None:
+    path = table(tmp_path / "t", "t.jsonl", f'{{"image": "a.png", "prompt": "{old}"}}\n{{"image": "b.png"}}\n')
+    editor(path).set_prompt(entries(path)[1], "é 🙂")
+    assert path.read_text(encoding="utf-8").endswith(f'\n{{"image": "b.png", "prompt": "{new}"}}\n')
+
+
 @pytest.mark.parametrize("name", JSON)
 def test_rows_left_out_in_json(tmp_path: Path, name: str) -> None:
     path = table(tmp_path / "t", name, JSON[name])
