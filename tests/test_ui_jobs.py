@@ -40,6 +40,10 @@ def log(*_):
     with open("log", "a") as file:
         file.write(" ".join([what, *arguments]) + "\\n")
 
+def pause():
+    time.sleep(0.02)
+    os.stat(__file__)  # what outlives a failed test ends when its folder is removed
+
 if what == "say":
     sys.stdout.write(arguments[0])
     sys.stderr.buffer.write(bytes.fromhex(arguments[1]))
@@ -52,19 +56,31 @@ elif what == "wait":  # until a file is there
     signal.signal(signal.SIGUSR1, lambda *_: (here / "saved").touch())
     log()
     while not (here / arguments[0]).exists():
-        time.sleep(0.02)
+        pause()
 elif what == "stop":  # on the first SIGINT, save and end; or only on SIGTERM
     stops = []
     signal.signal(signal.SIGINT, lambda *_: stops.append(1))
     (here / "ready").touch()
     while not stops or arguments == ["late"]:
-        time.sleep(0.02)
+        pause()
     sys.exit(130)
 elif what == "family":  # a child in a session of its own, as torchrun starts them
     import subprocess
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
     pathlib.Path("child").write_text(str(child.pid))
     time.sleep(1000)
+elif what == "--standalone":  # torchrun, with a worker in a session of its own
+    import subprocess
+    signal.signal(signal.SIGINT, lambda *_: (here / "passed on").touch())
+    sys.exit(subprocess.Popen([sys.executable, *sys.orig_argv[1:3], "worker"], start_new_session=True).wait())
+elif what == "worker":
+    stops = []
+    signal.signal(signal.SIGINT, lambda *_: stops.append(1))
+    signal.signal(signal.SIGUSR1, lambda *_: (here / "saved").touch())
+    log()
+    while not stops:
+        pause()
+    sys.exit(130)
 """
 
 
@@ -72,7 +88,7 @@ elif what == "family":  # a child in a session of its own, as torchrun starts th
 def starts(tmp_path: Path) -> dict[str, Sequence[str]]:
     program = tmp_path / "stand_in.py"
     program.write_text(STAND_IN, encoding="utf-8")
-    return dict.fromkeys(("qwen-cache", "qwen-train"), (sys.executable, "-S", str(program)))
+    return dict.fromkeys(("qwen-cache", "qwen-train", "torchrun"), (sys.executable, "-S", str(program)))
 
 
 @pytest.fixture
@@ -203,7 +219,7 @@ def jobs(*described: str) -> list[Job]:
         (["a+ auto", "b cuda:0", "c"], "c"),
         (["a+ cpu", "b auto", "c cuda:0"], ""),
         (["a cuda", "b cpu"], "a"),
-        (["a", "b", "c", "d cpu"], "abd"),
+        (["a", "e", "c", "f cpu"], "aef"),
         (["a+", "b", "c"], "b"),
         (["a- cuda:0", "b cuda:0"], "b"),
     ],
@@ -296,6 +312,19 @@ def test_a_run_saves_only_while_it_trains(queue: Queue, folder: Path) -> None:
     wait_until((folder / "saved").exists)
     (folder / "end").touch()
     assert wait_for(queue, id, "done").can() == ["again", "remove"]
+
+
+def test_the_processes_of_torchrun_get_the_signals_themselves(queue: Queue, folder: Path) -> None:
+    """torchrun passes no SIGUSR1 on, and gives them 30 seconds after SIGINT."""
+    job = queue.add("Train", "train", Command("qwen-train", ["run"], processes=2), ["cuda:0", "cuda:1"])
+    wait_until((folder / "log").exists)
+    wait_for_pid(queue, job.id)
+    write_json(job.folder / PROGRESS, {"what": "training"})
+    queue.save_now(job.id)
+    wait_until((folder / "saved").exists)
+    queue.stop(job.id)
+    assert wait_for(queue, job.id, "stopped").code == 130
+    assert not (folder / "passed on").exists()
 
 
 def test_a_number_that_another_process_has_now_gets_no_signal(queue: Queue, folder: Path) -> None:
@@ -505,7 +534,7 @@ def test_an_id_is_never_a_path(client: TestClient, queue: Queue, folder: Path, i
 
 
 @pytest.mark.slow
-def test_the_page_in_a_browser(folder: Path, starts: dict[str, Sequence[str]]) -> None:
+def test_the_page_in_a_browser(folder: Path, queue: Queue) -> None:
     """Focus stays where it is while jobs move from list to list, and a screen reader hears of changed states alone."""
     with served(folder) as address, chromium() as browser:
         page = browser.new_context().new_page()
@@ -514,7 +543,6 @@ def test_the_page_in_a_browser(folder: Path, starts: dict[str, Sequence[str]]) -
         page.goto(f"{address}/?token={TOKEN}")
         page.goto(f"{address}/queue")
         page.get_by_text("No job is running.").wait_for()
-        queue = Queue(folder, starts)
         first, second, third = (add(queue, "wait", str(i), on="cpu") for i in range(3))
         page.locator(f"#active [data-job='{first}']").wait_for()
         titles = page.locator("#queued h3")

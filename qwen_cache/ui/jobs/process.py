@@ -31,6 +31,11 @@ def send(pid: int, since: str, number: signal.Signals) -> bool:
 
 
 def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    return [child for child, parent in _parents() if parent == pid]
+
+
+def descendants(pid: int) -> list[int]:
     """The processes that a process has started, and those started by them, as far as their parents live."""
     of = defaultdict[int, list[int]](list)
     for child, parent in _parents():
@@ -46,7 +51,7 @@ def children(pid: int) -> list[int]:
 def kill(pid: int, since: str) -> None:
     """End the process that began at `since`, its group, and all that they have started."""
     now = began(pid)
-    every = [pid, *children(pid)] if now == since else []
+    every = [pid, *descendants(pid)] if now == since else []
     if now in (since, None):  # a group keeps its number as long as one of its processes lives
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

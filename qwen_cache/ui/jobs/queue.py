@@ -44,7 +44,7 @@ from qwen_cache.ui.jobs.job import (
     read_json,
     write_json,
 )
-from qwen_cache.ui.jobs.process import children, kill, send
+from qwen_cache.ui.jobs.process import began, children, kill, send
 from qwen_cache.ui.jobs.scheduler import to_start
 
 PAUSE = 0.5  # seconds between two looks at what has ended
@@ -152,7 +152,10 @@ class Queue:
         job, pid = self._running(id)
         stops = int(read_json(job.folder / STOP).get("stops", 0)) + 1
         write_json(job.folder / STOP, {"time": time.time(), "stops": stops})
-        send(pid, job.since, signal.SIGINT if stops == 1 else signal.SIGTERM)
+        if stops == 1:
+            _ask(job, pid, signal.SIGINT)
+        else:
+            send(pid, job.since, signal.SIGTERM)
         return self.get(id)
 
     def kill(self, id: str) -> Job:
@@ -168,11 +171,7 @@ class Queue:
         job, pid = self._running(id)
         if not job.saves():
             raise JobError("this job saves nothing now", where=job.title, do="wait until it trains")
-        send(pid, job.since, signal.SIGUSR1)
-        if job.command.processes > 1:  # torchrun does not pass it on
-            for child in children(pid):
-                with suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGUSR1)
+        _ask(job, pid, signal.SIGUSR1)
         return job
 
     def remove(self, id: str) -> None:
@@ -261,6 +260,20 @@ class Queue:
             yield written
             write_json(self._jobs / QUEUE, written)
         self._wake.set()
+
+
+def _ask(job: Job, pid: int, number: signal.Signals) -> None:
+    """Send a signal to the command; to its processes where torchrun starts them.
+
+    torchrun passes no SIGUSR1 on, and after SIGINT gives them 30 seconds to save.
+    """
+    workers = [(child, began(child)) for child in children(pid)] if job.command.processes > 1 else []
+    if not workers or began(pid) != job.since:
+        send(pid, job.since, number)
+        return
+    for worker, since in workers:
+        if since is not None:
+            send(worker, since, number)
 
 
 def _start(job: Job) -> bool:
