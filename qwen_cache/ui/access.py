@@ -2,8 +2,9 @@
 
 The address with `?token=` sets a cookie; without it, or a `Bearer` header, nothing is answered. The name of the host
 must be this machine's, against names that resolve to it (DNS rebinding). A page of another origin can neither change
-nor read anything: its `Origin` and `Sec-Fetch-Site` tell, since other ports of this machine share cookies. Bodies
-without a length, and too long ones, are refused.
+nor read anything: its `Origin` and `Sec-Fetch-Site` tell, since other ports of this machine share cookies. Pages that
+commands have written run in a sandbox, without cookies and origin: the key in their addresses opens nothing else.
+Bodies without a length, and too long ones, are refused.
 """
 
 from __future__ import annotations
@@ -30,13 +31,19 @@ SAFE_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
+"""Of every answer that has no others."""
 WELCOME = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=/">'
-    '<title>qwen-cache ui</title><p><a href="/">Open the UI</a></html>'
+    '<link rel="icon" href="data:,"><title>qwen-cache ui</title><p><a href="/">Open the UI</a></html>'
 )
 """The answer to the address with the token: a page that opens `/`. After a redirect, a browser that came from a page of
 another origin would not send the new cookie."""
 STRANGER = RefusedError(403, "the token is missing or wrong", "open the address that `qwen-cache ui` printed")
+
+
+def written_pages(token: str) -> str:
+    """The path of pages that commands have written, which nobody guesses."""
+    return f"/written/{hmac.new(token.encode(), b'written pages', 'sha256').hexdigest()}/"
 
 
 class Access:
@@ -44,6 +51,7 @@ class Access:
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         self.app, self.token = app, token.encode()
+        self.pages = written_pages(token).encode()
         self.cookie = f"qwen_cache_ui_{port}"  # cookies are shared by all ports of a host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,8 +62,8 @@ class Access:
         async def send_safely(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                headers.update(SAFE_HEADERS)
-                headers.setdefault("Cache-Control", "no-store")
+                for name, value in {**SAFE_HEADERS, "Cache-Control": "no-store"}.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         try:
@@ -65,10 +73,9 @@ class Access:
                 cookie = f"{self.cookie}={self.token.decode()}; HttpOnly; SameSite=Strict; Path=/"
                 await HTMLResponse(WELCOME, headers={"Set-Cookie": cookie})(scope, receive, send_safely)
                 return
-            is_program = self._is_program(headers)
-            if not (is_program or self._has_cookie(headers)):
-                raise STRANGER
-            if not is_program:
+            if not (self._is_program(headers) or self._is_written_page(scope)):
+                if not self._has_cookie(headers):
+                    raise STRANGER
                 self._check_origin(scope, headers)
             self._check_body(scope, headers)
         except RefusedError as error:
@@ -102,6 +109,11 @@ class Access:
         """Whether the token is in the header, which no page of another origin can set."""
         scheme, _, given = headers.get("authorization", "").partition(" ")
         return scheme.lower() == "bearer" and self._is_right(given.strip())
+
+    def _is_written_page(self, scope: Scope) -> bool:
+        """Whether a page that a command has written, or a file beside it, is read."""
+        begin = scope["path"].encode("utf-8", "surrogateescape")[: len(self.pages)]
+        return scope["method"] in READING and hmac.compare_digest(begin, self.pages)
 
     def _has_cookie(self, headers: Headers) -> bool:
         try:

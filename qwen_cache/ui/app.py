@@ -12,13 +12,16 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from qwen_cache.errors import QwenCacheError
-from qwen_cache.ui.access import Access
+from qwen_cache.ui.access import Access, written_pages
+from qwen_cache.ui.build import routes_of as build_routes
 from qwen_cache.ui.data.routes import routes_of as data_routes
 from qwen_cache.ui.devices import routes_of as device_routes
+from qwen_cache.ui.generate import routes_of as generate_routes
 from qwen_cache.ui.jobs import Checks, OutdatedError, Queue
 from qwen_cache.ui.jobs.routes import routes_of as job_routes
 from qwen_cache.ui.pages import pages_of
 from qwen_cache.ui.settings import routes_of as settings_routes
+from qwen_cache.ui.train.routes import routes_of as train_routes
 from qwen_cache.ui.workspace import Workspace
 from qwen_cache.web import RefusedError, answer, as_json
 
@@ -33,6 +36,9 @@ def make_app(workspace: Workspace, queue: Queue, checks: Checks, token: str, por
     app.include_router(job_routes(queue))
     app.include_router(device_routes(checks))
     app.include_router(data_routes(workspace, checks))
+    app.include_router(build_routes(workspace, queue, checks, written_pages(token)))
+    app.include_router(train_routes(workspace, queue, checks, written_pages(token)))
+    app.include_router(generate_routes(workspace, queue))
     _add_errors(app)
     app.add_middleware(Access, token=token, port=port)
     return app

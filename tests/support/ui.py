@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from threading import Thread
 
+import uvicorn
 from starlette.testclient import TestClient
 
 from qwen_cache.ui.app import make_app
 from qwen_cache.ui.jobs import Checks, Queue
 from qwen_cache.ui.workspace import Workspace
+from qwen_cache.web import address_of, open_socket
 
 PORT, TOKEN = 8078, "a-token"
 ORIGIN = f"http://127.0.0.1:{PORT}"
@@ -25,3 +28,19 @@ def opened(folder: Path, *allowed: Path) -> Iterator[TestClient]:
     with Queue(workspace.folder) as queue, closing(Checks(workspace.folder)) as checks:
         app = make_app(workspace, queue, checks, TOKEN, PORT)
         yield TestClient(app, base_url=ORIGIN, headers=OWN, raise_server_exceptions=False)
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a UI that a browser opens with `?token=`; its working directory stays that of the test."""
+    workspace, listener = Workspace.open(folder), open_socket("127.0.0.1:0")
+    with Queue(workspace.folder) as queue, closing(Checks(workspace.folder)) as checks:
+        app = make_app(workspace, queue, checks, TOKEN, listener.getsockname()[1])
+        server = uvicorn.Server(uvicorn.Config(app, ws="none", lifespan="off", log_config=None))
+        thread = Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield address_of(listener)
+        finally:
+            server.should_exit = True
+            thread.join()

@@ -114,10 +114,10 @@ export async function copyText(text) {
   announce("copied");
 }
 
-// A command line with a button that copies it.
-export function commandLine(line) {
+// A command line with a button that copies it; `label` tells it from others on the page.
+export function commandLine(line, label = "command line") {
   return element("div", { class: "command" },
-    element("code", { tabindex: "0", role: "region", "aria-label": "command line" }, line),
+    element("code", { tabindex: "0", role: "region", "aria-label": label }, line),
     element("button", { type: "button", onclick: (event) => act(event.target, () => copyText(line)) }, "Copy"));
 }
 

@@ -1,0 +1,384 @@
+"""The Build page: its form is the command line that it shows, its plan and jobs are those of that command."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from qwen_cache.format.cache import open_cache
+from qwen_cache.inspect import page as document
+from qwen_cache.inspect.images import stored_images
+from qwen_cache.inspect.summary import survey
+from qwen_cache.settings.load import load_config
+from qwen_cache.ui.build import MAX_LISTED, found_folders, shortened
+from qwen_cache.ui.build_command import Form, checked
+from qwen_cache.ui.devices import Device, Found, found
+from qwen_cache.ui.jobs import Checked
+from qwen_cache.ui.workspace import Workspace
+
+from .support.browser import chromium
+from .support.commands import command
+from .support.paths import load_tool
+from .support.ui import TOKEN, opened, served
+from .support.waiting import wait_until
+
+SETTINGS = """
+model: {path: tiny}
+data: {source: photos}
+cache: {path: kept, text_device: "cuda:1", reuse: [older]}
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "qwen.yaml").write_text(SETTINGS, encoding="utf-8")
+    for name, file in (("tiny", "model_index.json"), ("kept", "cache.json"), ("a/b/shards", "cache.json")):
+        (folder / name).mkdir(parents=True)
+        (folder / name / file).write_text("{}", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def own(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+    monkeypatch.chdir(project)
+    with opened(project) as client:
+        client.post("/api/queue/pause", json={})
+        yield client
+
+
+def built(project: Path, **given: Any) -> list[str]:
+    """The arguments of a form without problems."""
+    build, problems = checked(Workspace.open(project), Form(**given))
+    assert build is not None, problems
+    return list(build.arguments)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ({}, ""),
+        ({"source": "photos", "model": "tiny", "cache": "kept", "text_device": "cuda:1"}, ""),  # as in qwen.yaml
+        ({"source": "other photos", "cache": "s3://bucket/shards"}, "'other photos' --out s3://bucket/shards"),
+        ({"model": "Qwen/Qwen-Image-Edit-2509", "format": "v1"}, "--model Qwen/Qwen-Image-Edit-2509 --format v1"),
+        ({"vae_device": "cuda:0,cuda:1", "text_device": "cpu"}, "--vae-device cuda:0,cuda:1 --text-device cpu"),
+        ({"reuse": ["a b", "c"], "mode": "replace", "rehash": True}, "--reuse 'a b' --reuse c --replace --rehash"),
+        ({"reuse": ["older"]}, ""),
+        ({"reuse": []}, "--set cache.reuse=[]"),
+        ({"mode": "watch", "watch": 2.5, "rehash": True}, "--watch 2.5"),
+        ({"mode": "repair"}, "--repair"),
+        (
+            {"changes": {"data.vae_image_size": 65536, "data.trigger_word": "sks 'x'"}},
+            "--set data.trigger_word='\"sks '\"'\"'x'\"'\"'\"' --set data.vae_image_size=65536",
+        ),
+    ],
+    ids=str,
+)
+def test_a_form_is_a_command_line(own: TestClient, project: Path, given: dict[str, Any], options: str) -> None:
+    answer = own.post("/api/build/command", json=given).json()
+    assert answer["problems"] == []
+    assert shlex.split(answer["line"]) == shlex.split(f"qwen-cache build {options}")
+    assert built(project, **given) == shlex.split(answer["line"])[1:]
+
+
+def test_the_command_line_gives_the_settings_of_the_form(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    changes = {"cache.dtype": "float32", "data.resolution": [[64, 32]], "data.prompt_prefix": "1e-5"}
+    build, _ = checked(Workspace.open(project), Form(cache="new", changes=changes))
+    assert build is not None
+    arguments = [*build.arguments]
+    sets = [arguments[at + 1] for at, each in enumerate(arguments) if each == "--set"]
+    assert load_config(None, sets, cache__path="new") == build.settings
+    assert build.settings.data.source == "photos"
+
+
+def test_a_plan_of_what_is_watched_is_that_of_one_build(project: Path) -> None:
+    build, _ = checked(Workspace.open(project), Form(mode="watch", changes={"cache.dtype": "float32"}))
+    assert build is not None
+    assert build.plan.arguments == ("build", "--set", 'cache.dtype="float32"', "--dry-run", "--json")
+    assert build.measure.arguments == (*build.plan.arguments, "--measure")
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "what"),
+    [
+        ({"source": "../elsewhere"}, "data.source", "../elsewhere is outside the opened folders"),
+        ({"cache": "/etc"}, "cache.path", "/etc is outside the opened folders"),
+        ({"model": "--set"}, "model.path", "a path cannot begin with a dash"),
+        ({"reuse": ["shards", "/root"]}, "cache.reuse", "/root is outside the opened folders"),
+        ({"changes": {"cache.reuse": ["../x"]}}, "cache.reuse", "../x is outside the opened folders"),
+        ({"changes": {"cache.local_copies": "/tmp"}}, "cache.local_copies", "/tmp is outside the opened folders"),
+        ({"changes": {"data.mask_head": "/x.pt"}}, "data.mask_head", "/x.pt is outside the opened folders"),
+        ({"changes": {"cache.path": "/etc"}}, "cache.path", "/etc is outside the opened folders"),
+        ({"changes": {"cache": {"path": "/etc"}}}, "cache", "this is no setting of a build"),
+        ({"changes": {"validation.cache": "/etc"}}, "validation.cache", "this is no setting of a build"),
+        ({"vae_device": "cuda:0; rm"}, "cache.vae_device", "no name of a device"),
+        ({"mode": "watch", "watch": 0}, "watch", "too short"),
+        ({"format": "v7"}, "cache.format", "not a valid value"),
+        ({"changes": {"data.on_error": "stopp"}}, "data.on_error", "not a valid value"),
+        ({"changes": {"cache.shard_size": "many"}}, "cache.shard_size", "could not parse value and unit"),
+    ],
+    ids=str,
+)
+def test_a_problem_names_its_setting(own: TestClient, given: dict[str, Any], key: str, what: str) -> None:
+    answer = own.post("/api/build/command", json=given).json()
+    assert answer["line"] == ""
+    (problem,) = answer["problems"]
+    assert problem["key"] == key
+    assert what in problem["what"]
+    for name in ("plan", "measure", "start"):
+        refused = own.post(f"/api/build/{name}", json=given)
+        assert (refused.status_code, refused.json()["where"]) == (422, key)
+    assert own.get("/api/jobs").json()["jobs"] == []
+
+
+def test_a_model_is_needed(tmp_path: Path) -> None:
+    build, (problem,) = checked(Workspace.open(tmp_path), Form(source="photos"))
+    assert (build, problem.key, problem.what) == (None, "model.path", "no model is named")
+
+
+def test_models_and_caches_of_the_folder_are_offered(own: TestClient, project: Path) -> None:
+    answer = own.get("/api/build").json()
+    assert (answer["models"], answer["caches"]) == (["tiny"], ["kept", "a/b/shards"])
+    assert answer["values"] == {
+        "data.source": "photos",
+        "model.path": "tiny",
+        "cache.path": "kept",
+        "cache.vae_device": "auto",
+        "cache.text_device": "cuda:1",
+        "cache.format": "v2",
+        "cache.reuse": ["older"],
+    }
+    (project / "tiny" / "inside").mkdir(exist_ok=True)
+    (project / "tiny" / "inside" / "cache.json").write_text("{}", encoding="utf-8")
+    assert ("tiny/inside", "cache") not in list(found_folders(Workspace.open(project)))
+
+
+# ---- jobs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_start_is_a_job_with_the_line_that_is_shown(own: TestClient) -> None:
+    form = {"vae_device": "cuda:0,cuda:1", "mode": "replace"}
+    line = own.post("/api/build/command", json=form).json()["line"]
+    job = own.post("/api/build/start", json=form).json()
+    assert (job["kind"], job["state"], job["line"]) == ("build", "queued", line)
+    assert job["devices"] == ["cuda:0", "cuda:1", "cuda:1"][:2]
+    assert job["about"] == {"cache": "kept", "source": "photos"}
+    measure = own.post("/api/build/measure", json=form).json()
+    assert (measure["kind"], measure["line"]) == ("measure", f"{line} --dry-run --json --measure")
+    assert measure["about"]["build"] == line
+    for each in (job, measure):
+        own.post(f"/api/jobs/{each['id']}/remove", json={})
+
+
+def test_a_plan_is_cut_and_says_how_long_it_is() -> None:
+    samples = [{"name": str(at)} for at in range(MAX_LISTED + 7)]
+    plan = {"to_encode": 3, "samples": samples, "problems": [], "validation": {"samples": samples[:2]}}
+    short = shortened(plan)
+    assert short is not None
+    assert (short["samples"], short["to_encode"]) == (samples[:MAX_LISTED], 3)
+    assert short["lengths"] == {"samples": MAX_LISTED + 7, "problems": 0}
+    assert short["validation"]["lengths"] == {"samples": 2}
+    assert shortened("no document") is None
+
+
+def test_what_the_command_says_is_the_answer(own: TestClient) -> None:
+    """A source that does not exist: a plan that fails, by the command itself."""
+    answer = own.post("/api/build/plan", json={}).json()
+    assert (answer["plan"], answer["line"]) == (None, "qwen-cache build")
+    assert answer["message"].startswith("error:")
+
+
+@pytest.mark.parametrize("name", ["look", "verify"])
+def test_caches_outside_are_not_looked_at(own: TestClient, name: str) -> None:
+    assert own.post(f"/api/build/{name}", json={"cache": "/etc"}).status_code == 403
+    assert own.post(f"/api/build/{name}", json={"cache": "--help"}).status_code == 422
+
+
+# ---- the page about a cache ------------------------------------------------------------------------------------------
+
+
+def test_a_written_page_is_served_in_a_sandbox(own: TestClient, project: Path) -> None:
+    """It has no cookie: its address has a key, which opens nothing else."""
+    folder = project / ".qwen-ui" / "inspect"
+    (folder / "x_files").mkdir(parents=True, exist_ok=True)
+    for name in ("x.html", "x_files/rows-0.js", "x.txt"):
+        (folder / name).write_text("text", encoding="utf-8")
+    (project / "secret.html").write_text("secret", encoding="utf-8")
+    (folder / "link.html").unlink(missing_ok=True)
+    (folder / "link.html").symlink_to(project / "secret.html")
+    pages = own.get("/api/build").json()["pages"]
+    assert re.fullmatch(r"/written/[0-9a-f]{64}/inspect/", pages)
+    sandboxed = TestClient(own.app, base_url=str(own.base_url), headers={"Sec-Fetch-Site": "cross-site"})
+    page = sandboxed.get(f"{pages}x.html")
+    assert page.headers["content-security-policy"].startswith("sandbox allow-scripts allow-forms; default-src 'none'")
+    assert "allow-same-origin" not in page.headers["content-security-policy"]
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert sandboxed.get(f"{pages}x_files/rows-0.js").text == "text"
+    for name in ("x.txt", "none.html", "link.html", "..%2f..%2fsecret.html", "%2e%2e/%2e%2e/secret.html", "a%00.html"):
+        assert sandboxed.get(pages + name).status_code == 404, name
+    for path in (pages.replace("/written/", "/written/0"), "/written/x/inspect/x.html", "/api/jobs", "/build"):
+        assert sandboxed.get(path).status_code == 403, path
+    assert sandboxed.post(f"{pages}x.html", json={}).status_code == 403
+    assert sandboxed.post("/api/queue/pause", json={}, headers={"Origin": "null"}).status_code == 403
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+GPU = {"place": "cuda:0", "name": "NVIDIA H200", "total": 141, "free": 140, "bf16": True}
+MEMORY = {"name": "memory", "status": "ok", "found": "", "do": None, "facts": {"total": 64, "free": 32}}
+CPU = Device("cpu", "CPU", 64, 32)
+
+
+@pytest.mark.parametrize(
+    ("checks", "expected"),
+    [
+        (
+            [{"name": "cuda:0", "status": "ok", "facts": GPU}],
+            Found((Device("cuda:0", "NVIDIA H200", 141, 140, True), CPU)),
+        ),
+        (
+            [{"name": "accelerator", "status": "warning", "found": "none", "do": "buy one", "facts": {}}],
+            Found((CPU,), "accelerator: none", "buy one"),
+        ),
+        (
+            [{"name": "torch's build", "status": "missing", "found": "fails: x", "do": None, "facts": {}}],
+            Found((CPU,), "torch's build: fails: x"),
+        ),
+    ],
+)
+def test_devices_are_those_of_doctor(checks: list[dict[str, Any]], expected: Found) -> None:
+    assert found(Checked(1, {"ok": False, "checks": [*checks, MEMORY]}, "")) == expected
+
+
+def test_a_doctor_that_fails_leaves_the_cpu() -> None:
+    failed = found(Checked(2, None, "error: no python"))
+    assert failed.devices == (Device("cpu", "CPU"),)
+    assert failed.problem == "qwen-cache doctor failed: error: no python"
+
+
+# ---- with encoders, and in a browser ---------------------------------------------------------------------------------
+
+
+def stored(folder: Path) -> dict[str, dict[str, bytes]]:
+    """Every tensor of every sample, by the key of the sample."""
+    cache = open_cache(folder)
+    names = [cache.row(at).meta.tensors for at in range(len(cache))]
+    return {each.key: {name: bytes(each.buffer(name)) for name in names[at]} for at, each in enumerate(cache)}
+
+
+@pytest.mark.slow
+def test_a_build_that_is_stopped_and_resumed_is_that_of_the_command(
+    tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    load_tool("make_demo_data").make_demo_data(tmp_path / "data")  # type: ignore[attr-defined]
+    (tmp_path / "tiny").symlink_to(tiny_model("edit-plus"))
+    form = {"vae_device": "cpu", "text_device": "cpu"}
+    changes = {"data.vae_image_size": 250_000, "cache.dtype": "float32"}  # sizes that leave time to stop it
+    form |= {"model": "tiny", "cache": "shards", "changes": changes}  # type: ignore[dict-item]
+    with opened(tmp_path, tiny_model("edit-plus")) as client:
+
+        def job(id: str) -> dict[str, Any]:
+            return dict(client.get(f"/api/jobs/{id}").json())
+
+        def has_ended(id: str) -> bool:
+            return bool(job(id)["ended"])
+
+        planned = client.post("/api/build/plan", json=form).json()
+        assert (planned["plan"]["to_encode"], planned["plan"]["refused"]) == (13, [])
+        measure = client.post("/api/build/measure", json=form).json()
+        wait_until(lambda: has_ended(measure["id"]))
+        measured = client.get(f"/api/build/measured/{measure['id']}").json()
+        assert measured["line"] == planned["line"]
+        assert measured["plan"]["seconds"] > 0
+        assert not (tmp_path / "shards").exists()
+
+        first = client.post("/api/build/start", json=form).json()
+        assert first["line"] == planned["line"]
+        seen: list[dict[str, Any]] = []
+
+        def is_between() -> bool:
+            now = job(first["id"])["progress"] or {"total": None, "what": "", "done": 0}
+            seen.append(now)
+            assert not job(first["id"])["ended"], "it ended before it could be stopped"
+            return now["what"] == "encoding" and 0 < now["done"] < 13
+
+        wait_until(is_between)
+        lanes = {lane["name"]: lane["device"] for lane in seen[-1]["lanes"]}
+        assert lanes == {"vae-0": "cpu", "text-0": "cpu"}
+        assert all(lane["done"] > 0 and 0 <= lane["busy"] <= 1 for lane in seen[-1]["lanes"])
+        client.post(f"/api/jobs/{first['id']}/stop", json={})
+        wait_until(lambda: has_ended(first["id"]))
+        assert job(first["id"])["state"] == "stopped"
+
+        rest = client.post("/api/build/plan", json=form).json()["plan"]
+        assert rest["kept"] > 0
+        assert rest["to_encode"] > 0
+        assert rest["kept"] + rest["to_encode"] == 13
+        again = client.post(f"/api/jobs/{first['id']}/again", json={}).json()
+        wait_until(lambda: has_ended(again["id"]))
+        assert job(again["id"])["state"] == "done"
+        assert "done in" in client.get(f"/api/jobs/{again['id']}/output").json()["text"]
+
+        verify = client.post("/api/build/verify", json={"cache": "shards"}).json()
+        look = client.post("/api/build/look", json={"cache": "shards"}).json()
+        for each in (verify, look):
+            wait_until(lambda id=each["id"]: has_ended(id))  # type: ignore[misc]
+        assert client.get(f"/api/jobs/{verify['id']}/result").json()["document"]["ok"] is True
+        address = client.get("/api/build").json()["pages"] + look["about"]["page"]
+        assert "<title>shards" in client.get(address).text
+    by_hand = command("qwen-cache", *shlex.split(planned["line"])[1:], "--out", "by-hand", cwd=tmp_path)
+    assert by_hand.code == 0, by_hand.stderr
+    assert open_cache(tmp_path / "by-hand").identity == open_cache(tmp_path / "shards").identity
+    assert stored(tmp_path / "by-hand") == stored(tmp_path / "shards")
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser(project: Path, built: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Problems at their fields, the newest build after a reload, and the page about a cache in its sandbox."""
+    page_file = project / ".qwen-ui" / "inspect" / "large.html"
+    monkeypatch.setattr(document, "ONE_FILE", 2)
+    surveyed = survey(str(built("edit-plus")), scan=False)
+    monkeypatch.chdir(project)
+    document.write_page(page_file, surveyed, stored_images, 4)
+    assert page_file.with_name("large_files").is_dir()
+    with served(project) as address, chromium() as browser:
+        page = browser.new_context().new_page()
+        page.goto(f"{address}/?token={TOKEN}")
+        page.wait_for_url(f"{address}/")
+        page.request.post(f"{address}/api/queue/pause", data={}, headers={"Origin": address})
+        page.goto(f"{address}/build")
+        line = page.locator("#command code")
+        line.wait_for()
+        assert line.inner_text() == "qwen-cache build"
+        page.fill("#source", "../elsewhere")
+        page.locator("#source-problem:visible").wait_for()
+        assert page.get_attribute("#source", "aria-invalid") == "true"
+        assert page.is_disabled("#start")
+        page.fill("#source", "other photos")
+        page.locator("#start:enabled").wait_for()
+        assert line.inner_text() == "qwen-cache build 'other photos'"
+        page.click("#start")
+        page.locator(".job .state").wait_for()
+        page.reload()
+        page.locator(".job .state").wait_for()
+        assert page.locator(".job .state").inner_text() == "queued: the queue is paused, see the Queue page"
+        assert page.input_value("#source") == "other photos"
+
+        pages = page.request.get(f"{address}/api/build").json()["pages"]
+        about = browser.new_context().new_page()  # without a cookie
+        about.goto(f"{address}{pages}large.html")
+        about.locator("article:not(.waiting) img").first.wait_for()
+        assert about.locator("article").count() == 4
+        assert about.evaluate("window.origin") == "null"
+        assert about.evaluate("fetch('/api/jobs').then(() => 'read', () => 'refused')") == "refused"
