@@ -27,11 +27,12 @@ from qwen_cache.ui.train import folders, images, metrics
 from qwen_cache.ui.workspace import Workspace
 from qwen_cache.web import RefusedError
 
+from .support.browser import chromium
 from .support.commands import command as command_line
 from .support.commands import run
 from .support.runs import EVERYTHING_RANDOM, column, differences, outcome
-from .support.ui import opened
-from .support.waiting import wait_until
+from .support.ui import TOKEN, opened, served
+from .support.waiting import HANG, wait_until
 
 KEY, OTHER = "0123456789abcdef" * 2, "f" * 32
 NAN = math.nan
@@ -138,8 +139,12 @@ def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
 
 def test_a_line_without_end_stays_small(tmp_path: Path) -> None:
     path = tmp_path / metrics.NAME
-    path.write_bytes(b'{"step": 1, "loss": 1}\n' + b"x" * (3 << 20) + b'\n{"step": 2, "loss": 2}\n')
+    path.write_bytes(b'{"step": 1, "loss": 1}\n' + b"x" * (3 << 20))
     file = read(path)
+    assert not file.is_incomplete, "what is no line is not kept"
+    with path.open("ab") as opened_again:
+        opened_again.write(b'xxx\n{"step": 2, "loss": 2}\n')
+    file.look()
     assert series(file, "loss") == [(1, 1.0), (2, 2.0)]
     assert file.damaged == 1
 
@@ -335,8 +340,9 @@ def test_a_small_copy_is_on_white_and_a_damaged_png_is_refused(tmp_path: Path) -
     with Image.open(io.BytesIO(images.small(data, 16))) as copy:
         assert (copy.format, copy.size) == ("JPEG", (16, 8))
         assert min(np.asarray(copy).ravel()) > 250
-    with pytest.raises(RefusedError):
-        images.small(data[:-30], 16)
+    for damaged in (data[:-30], data[:-16] + bytes(4) + data[-12:]):  # cut off; another checksum
+        with pytest.raises(RefusedError):
+            images.small(damaged, 16)
 
 
 # ---- routes ----------------------------------------------------------------------------------------------------------
@@ -600,7 +606,7 @@ def test_a_run_that_is_saved_stopped_and_resumed_equals_one_that_was_not(
     cache, model = built("edit-plus"), tiny_model("edit-plus")
     changes = {
         **EVERYTHING_RANDOM,
-        "train.max_steps": 400,
+        "train.max_steps": 150,
         "cache.path": str(cache),
         "model.path": str(model),
         "train.checkpointing_steps": 1000,
@@ -622,7 +628,7 @@ def test_a_run_that_is_saved_stopped_and_resumed_equals_one_that_was_not(
         assert page.post(f"/api/jobs/{job['id']}/stop").status_code == 200
         assert wait_for(page, job, lambda it: it["ended"] is not None)["state"] == "stopped"
         (found,) = page.get("/api/train/runs").json()["runs"]
-        assert 0 < found["step"] < 400
+        assert 0 < found["step"] < 150
         assert found["checkpoint"] == found["step"]
         (sample,) = page.get("/api/train/images", params={"folder": "stopped"}).json()["samples"]
         assert [step["step"] for step in sample["steps"]] == [0]
@@ -633,5 +639,46 @@ def test_a_run_that_is_saved_stopped_and_resumed_equals_one_that_was_not(
     done = command_line("qwen-train", "run", *assignments, "--out", "whole", cwd=tmp_path)
     assert done.code == 0, done.stderr
     assert differences(outcome(tmp_path / "stopped"), outcome(tmp_path / "whole")) == []
-    assert curves["series"]["loss"]["steps"] == list(range(1, 401))
+    assert curves["series"]["loss"]["steps"] == list(range(1, 151))
     assert curves["series"]["loss"]["values"] == column(tmp_path / "whole", "loss")
+
+
+# ---- the page in a browser -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_curves_show_the_points_of_the_files_and_runs_are_laid_over_one_another(project: Path) -> None:
+    """By keyboard: values at a step, a curve hidden, a second run beside the first, an image enlarged, all kept."""
+    lines = [{"step": step, "loss": NAN if step == 4 else 1 / step, "grad_norm": 0} for step in range(1, 9)]
+    write_lines(project / "out", *lines)
+    write_run(project / "two", "train: {max_steps: 9, seed: 7}\nvalidation: {vae_device: cuda:1}\n", steps=5)
+    write_image(project / "two", "step-5", prompt="red")
+    with served(project) as address, chromium() as browser:
+        page = browser.new_context().new_page()
+        page.set_default_timeout(1000 * HANG)
+        page.goto(f"{address}/?token={TOKEN}")
+        page.wait_for_url(f"{address}/")
+        page.goto(f"{address}/train#run=out")
+        plot = page.get_by_role("slider", name="Loss", exact=True)
+        plot.locator(".curve").first.wait_for(state="attached")
+        spoken = []
+        plot.focus()
+        for key in ("End", "ArrowLeft", "Home", "ArrowRight"):
+            plot.press(key)
+            spoken.append(plot.get_attribute("aria-valuetext").split(", ")[0])
+        assert spoken == [f"step {n}: as logged {value}" for n, value in ((8, 0.125), (7, 0.1429), (1, 1), (2, 0.5))]
+        commands = plot.locator(".curve.faint > path").first.get_attribute("d")
+        assert [commands.count(letter) for letter in "ML"] == [2, 5], "a break at the value that is not finite"
+        assert page.locator(".chart.large .chart-note").inner_text() == "× 1 value is not finite."
+        page.get_by_role("checkbox", name="Show two").press("Space")
+        page.locator("#differences tbody tr").wait_for()
+        assert page.locator("#differences tbody").inner_text().split() == ["train.seed", "(not", "set)", "7"]
+        assert page.locator(".by-step tbody tr").count() == 2
+        page.get_by_role("button", name="two, as logged", exact=True).press("Enter")
+        page.locator(".chart.large [aria-pressed=false]").wait_for()
+        page.locator(".by-step button").last.press("Enter")
+        page.locator("#enlarged[open]").wait_for()
+        assert page.locator("#enlarged-title").inner_text() == "red: two, step 5"
+        page.reload()
+        page.locator("#differences tbody tr").wait_for()
+        assert page.locator("#view-title").inner_text() == "2 runs compared"

@@ -6,7 +6,7 @@ import { SettingsForm } from "./settings_form.js";
 import { MemoryBar } from "./train_memory.js";
 import { Prompts } from "./train_prompts.js";
 
-const KEEP = "qwen-cache train";
+const KEEP = `qwen-cache train ${document.querySelector(".folder").textContent}`;
 const OWN = ["cache.path", "model.path", "train.output_dir"];
 const PROMPTS = "validation.prompts";
 const SECTIONS = ["train", "optimizer", "lr_scheduler", "validation", "logging", "model"];

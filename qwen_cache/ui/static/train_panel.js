@@ -60,7 +60,7 @@ export class RunPanel {
     this.bar.hidden = !progress?.total;
     if (progress?.total) { this.bar.max = progress.total; this.bar.value = progress.done; }
     say(this.text, progress ? [progress.what && `${progress.what}: ${progress.text}`, progress.left !== null && progress.left !== undefined
-      ? `about ${time(progress.left)} left` : ""].filter(Boolean).join("\n") : this.facts());
+      ? `about ${time(progress.left)} left` : "", run?.checkpoint ? `newest checkpoint: step ${run.checkpoint.toLocaleString("en")}` : ""].filter(Boolean).join("\n") : this.facts());
     const error = job?.state === "failed" || job?.state === "lost" ? job.error || "the run has ended without a message" : "";
     this.error.hidden = !error || !isAlone;
     say(this.error.firstChild, error);

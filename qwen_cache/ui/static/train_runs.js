@@ -6,6 +6,7 @@ import { Images } from "./train_images.js";
 import { RunPanel } from "./train_panel.js";
 
 const LOOK = 1000; // ms
+const REST = 10; // times as long as the last list took: a folder of thousands of folders is looked at less often
 const EVERY = 3; // looks between two lists of runs; the jobs are asked for at each
 const MOST = 8; // runs that are compared: as many as there are styles of curves
 const at = (id) => document.getElementById(id);
@@ -39,12 +40,16 @@ export class Runs {
     this.jobs = jobs.filter((job) => job.kind === "train" || job.about?.decoded);
     const hasEnded = this.active !== undefined && this.active !== this.activeNow();
     this.active = this.activeNow();
-    if (this.looks % EVERY === 0 || hasEnded) this.runs = (await get("/api/train/runs")).runs;
+    const began = performance.now();
+    if ((this.looks % EVERY === 0 && began >= (this.rest ?? 0)) || hasEnded || !this.looks) {
+      this.runs = (await get("/api/train/runs")).runs;
+      this.rest = began + (performance.now() - began) * REST;
+    }
     this.looks += 1;
     if (!this.wasLooked) {
       this.wasLooked = true;
       const active = this.jobs.find((job) => job.kind === "train" && isActive(job)), running = this.runs.find((run) => run.running);
-      this.onactive?.(Boolean(active ?? running));
+      this.onactive?.(Boolean(active) || this.runs.length > 0);
       if (!this.chosen.length) {
         const first = active?.about.output_dir ?? running?.folder ?? this.runs[0]?.folder;
         if (first) this.show([first]);
@@ -171,7 +176,8 @@ function stateOf(run, job) {
   if (job && isActive(job)) return { queued: "waits in the queue", running: "running", stopping: "stopping" }[job.state];
   if (run.running) return "running, started elsewhere";
   if (job?.state === "failed") return "failed";
-  if (run.max_steps && run.step >= run.max_steps) return "finished";
+  if (run.max_steps && run.step >= run.max_steps) return "done";
+  if (job?.state === "stopped") return `stopped after step ${run.step.toLocaleString("en")}`;
   return `ended at step ${run.step.toLocaleString("en")}`;
 }
 

@@ -170,11 +170,11 @@ def on_devices(
     """
     chosen = list(dict.fromkeys(devices))
     gpus = [found[1] for each in chosen if (found := GPU.fullmatch(each))]
-    if len(gpus) != len(chosen) and chosen != [CPU]:
-        what, do = "a run trains on the CPU or on GPUs", "choose cpu alone, or GPUs such as cuda:0"
+    if len(gpus) != len(chosen) and len(chosen) > 1:
+        what, do = "a run trains on GPUs, or on one other device", "choose GPUs such as cuda:0, or cpu alone"
         raise ConfigError(what, where="devices", found=", ".join(chosen), do=do)
     if not gpus:
-        hidden = {VISIBLE: ""} if chosen and has_gpus else {}
+        hidden = {VISIBLE: ""} if chosen == [CPU] and has_gpus else {}
         return hidden, changes, tuple(chosen) or (AUTO,), 1
     match = GPU.fullmatch(decoder or "")
     number = match[1] if match else None

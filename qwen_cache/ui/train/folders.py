@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from qwen_cache.web import RefusedError
 
 DEPTH = 4  # levels of folders: runs/2026/cats/out
 MOST_FOLDERS = 4000
+KEPT_SETTINGS = 512  # runs; 10 kB each
 LOCK = ".lock"
 REPORT = "report.html"
 MODEL_INDEX = "model_index.json"
@@ -190,10 +192,23 @@ def _finite(value: float | None) -> float | None:
 def settings_of(folder: Path) -> dict[str, Any]:
     """The settings that a run saved, by their dotted names; {} if its file cannot be read."""
     with suppress(ConfigError, OSError):
-        value = read_yaml(folder / CONFIG_NAME)
-        if isinstance(value, dict):
-            return flat(value, frozenset(each.key for each in all_settings()))
+        file = folder / CONFIG_NAME
+        stat = file.stat()
+        return dict(_settings_in(file, stat.st_mtime_ns, stat.st_size))
     return {}
+
+
+@lru_cache(KEPT_SETTINGS)
+def _settings_in(file: Path, changed: int, size: int) -> dict[str, Any]:
+    """`settings_of`, kept until the file changes: the list of runs asks for all of them every few seconds."""
+    value = read_yaml(file)
+    return flat(value, known_settings()) if isinstance(value, dict) else {}
+
+
+@cache
+def known_settings() -> frozenset[str]:
+    """The dotted names of all settings."""
+    return frozenset(each.key for each in all_settings())
 
 
 def flat(value: Mapping[Any, Any], known: frozenset[str], prefix: str = "") -> dict[str, Any]:

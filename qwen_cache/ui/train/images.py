@@ -88,7 +88,7 @@ def _images(run: Path, folder: str) -> dict[str, list[dict[str, Any]]]:
     for name in _names(run / VALIDATION / folder):
         match = PNG.fullmatch(name)
         path = run / VALIDATION / folder / name
-        if match and not is_link(path):
+        if match:
             with suppress(OSError):
                 stat, size = path.stat(), _size(path)
                 image = {"path": f"{folder}/{name}", "version": f"{stat.st_mtime_ns}-{stat.st_size}", "size": size}
@@ -97,7 +97,7 @@ def _images(run: Path, folder: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def _size(path: Path) -> tuple[int, int]:
-    """Width and height in the header of a PNG; zeros if it has none."""
+    """Width and height in the header of a PNG; zeros if it has none. OSError for a link."""
     with open(open_file(path, follow_links=False), "rb") as file:
         head = file.read(24)
     if len(head) < 24 or not head.startswith(SIGNATURE):

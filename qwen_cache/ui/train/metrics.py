@@ -92,7 +92,7 @@ class MetricsFile:
         for line in lines:
             if line.strip():
                 self._add(line)
-        if len(self._rest) > LONGEST:
+        if self._too_long or len(self._rest) > LONGEST:  # until the end of that line, nothing is kept
             self.damaged, self._too_long, self._rest = self.damaged + (not self._too_long), True, b""
 
     def _add(self, line: bytes) -> None:
