@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from types import FrameType
 
 import uvicorn
 
@@ -63,8 +65,16 @@ def serve(workspace: Workspace, listener: socket.socket, token: str) -> int:
             server_header=False,
             timeout_graceful_shutdown=SECONDS_TO_END,
         )
-        uvicorn.Server(config).run(sockets=[listener])
+        Server(config).run(sockets=[listener])
     return sum(job.state in ("running", "stopping") for job in queue.list())
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which a signal ends without being raised again: it is how a user ends the UI."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
 
 
 def address(listener: socket.socket, token: str) -> str:

@@ -73,6 +73,8 @@ function changed() {
 
 async function showCommand() {
   const question = (asked += 1);
+  at("start").disabled = !prompt.value.trim();
+  if (at("start").disabled) { at("command").replaceChildren(); return; }
   try {
     const { line } = await post("/api/generate/command", wish());
     if (question === asked) { at("command").replaceChildren(commandLine(line)); at("start").disabled = false; }

@@ -1,0 +1,224 @@
+"""The whole way of the demo in the web UI, in a real Chromium, by keyboard alone: open the photographs, correct a
+prompt, build, train, see an image come in, stop, resume, generate. On a desktop and a phone, in light and in dark.
+
+All pages are then checked by axe-core (https://github.com/dequelabs/axe-core), which must find nothing serious.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .support.browser import chromium
+from .support.paths import ROOT
+from .support.waiting import HANG, wait_until
+
+pytestmark = pytest.mark.slow
+
+NAME, PROMPT = "china_black_and_white", "make it black and white, with soft contrast"
+CONTROL = f"data/control_images/{NAME}.jpg"
+SETTINGS = f"""
+model: {{path: tiny/}}
+data: {{vae_image_size: 16384}}
+cache: {{dtype: float32}}
+train:
+  max_steps: 50
+  gradient_accumulation_steps: 2
+  gradient_checkpointing: false
+  mixed_precision: "no"
+  checkpointing_steps: 25
+optimizer: {{learning_rate: 1.0e-3}}
+validation:
+  images_every_steps: 25
+  num_inference_steps: 2
+  vae_device: cpu
+  prompts: [{{prompt: make it black and white, control: {CONTROL}}}]
+predict: {{dtype: float32, num_inference_steps: 2}}
+"""
+SCREENS: dict[str, dict[str, Any]] = {
+    "desktop": {"viewport": {"width": 1280, "height": 900}, "color_scheme": "light"},
+    "phone": {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"},
+}
+SHOWN = {
+    "data": "#rows [role=row]",
+    "build": "#jobs .job",
+    "train": "#charts svg",
+    "generate": ".flip img",
+    "queue": "#ended .job",
+}
+"""What each page shows after the whole way."""
+TABS = 600
+"""More than any page has stops for the Tab key."""
+HAS_FOCUS = """([css, text]) => {
+  const node = document.activeElement;
+  return node.matches(css) && (!text || node.textContent.trim() === text);
+}"""
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[str]:
+    """The address of the UI of a folder."""
+    program = Path(sys.executable).parent / "qwen-cache"
+    arguments = [program, "ui", folder, "--port", "0", "--no-browser", "--json"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment) as ui:
+        assert ui.stdout is not None
+        yield json.loads("".join(ui.stdout.readline() for _ in range(3)))["url"]
+        ui.send_signal(signal.SIGINT)
+        assert ui.wait(HANG) == 0
+
+
+@dataclass(frozen=True)
+class Keyboard:
+    """A user of a page who has only a keyboard."""
+
+    page: Any
+
+    def to(self, css: str, text: str = "") -> None:
+        """Move the focus with the Tab key to what matches."""
+        for _ in range(TABS):
+            if self.page.evaluate(HAS_FOCUS, [css, text]):
+                return
+            self.page.keyboard.press("Tab")
+        raise AssertionError(f"the Tab key does not reach {css} {text}")
+
+    def press(self, css: str, text: str = "", key: str = "Enter") -> None:
+        self.to(css, text)
+        self.page.keyboard.press(key)
+
+    def write(self, css: str, text: str) -> None:
+        self.to(css)
+        self.page.keyboard.press("Control+a")
+        self.page.keyboard.type(text)
+
+    def open(self, name: str) -> None:
+        self.press(f"nav a[href='/{name}']")
+        self.page.wait_for_url(f"**/{name}", timeout=1000 * HANG)
+
+    def wait(self, css: str, text: str = "") -> Any:
+        """What matches, as soon as it is there."""
+        found = self.page.locator(css, has_text=text).first if text else self.page.locator(css).first
+        found.wait_for(timeout=1000 * HANG)
+        return found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module", params=SCREENS)
+def walked(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A page of the UI, and its folder, after the whole way; it wrote nothing to the console."""
+    folder, said = tmp_path_factory.mktemp("project"), list[str]()
+    for tool, *arguments in (["make_tiny_model.py", "tiny", "--variant", "edit-plus"], ["make_demo_data.py", "data"]):
+        subprocess.run([sys.executable, ROOT / "tools" / tool, *arguments], cwd=folder, check=True, capture_output=True)
+    (folder / "qwen.yaml").write_text(SETTINGS, encoding="utf-8")
+    context = browser.new_context(**SCREENS[request.param], reduced_motion="reduce")
+    page = context.new_page()
+    page.set_default_timeout(1000 * HANG)
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    with running(folder) as url:
+        page.goto(url)
+        page.wait_for_url("**/", timeout=1000 * HANG)
+        walk(Keyboard(page), folder)
+        yield page, folder
+    assert not said
+    context.close()
+
+
+def walk(user: Keyboard, folder: Path) -> None:
+    correct_a_prompt(user, folder)
+    user.open("build")
+    user.wait("#command code", "qwen-cache build")
+    user.press("#start")
+    user.wait("#jobs .state", "done")
+    train(user)
+    generate(user)
+
+
+def correct_a_prompt(user: Keyboard, folder: Path) -> None:
+    user.wait("#rows [role=row]")
+    user.write("#search", NAME)
+    user.wait("#range", "1 of 1")
+    user.press("#rows")
+    user.wait("#editor[open] textarea")
+    user.write("#prompt-0", PROMPT)
+    user.page.keyboard.press("Control+Enter")
+    wait_until(lambda: (folder / f"data/target_images/{NAME}.txt").read_text(encoding="utf-8").strip() == PROMPT)
+    user.page.keyboard.press("Escape")
+
+
+def train(user: Keyboard) -> None:
+    user.open("train")
+    user.wait("#line code", "qwen-train run")
+    user.press("#start")
+    user.wait("#images img")
+    user.press("#jobs button", "Stop")
+    user.wait("#jobs .job-title", "stopped")
+    user.press("#jobs button", "Resume")
+    user.wait("#jobs .job-title", "done")
+
+
+def generate(user: Keyboard) -> None:
+    user.open("generate")
+    user.write("#from-folder", CONTROL)
+    user.page.keyboard.press("Enter")
+    user.wait("#chosen img")
+    user.write("#prompt", PROMPT)
+    user.to("[name=several]")
+    user.page.keyboard.press("ArrowDown")
+    user.wait("#command code", "--grid lora_weight=0,1")
+    user.press("#start")
+    user.wait(".result[data-state=done] .flip img")
+    before = user.page.locator(".flip img").get_attribute("src")
+    user.press(".flip input", key="ArrowLeft")
+    assert user.page.locator(".flip output").text_content() == "strength 0"
+    assert user.page.locator(".flip img").get_attribute("src") != before
+
+
+def test_what_the_way_leaves_is_what_the_commands_leave(walked: Any) -> None:
+    _, folder = walked
+    metrics = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in metrics][-1] == 50
+    assert (folder / "out/pytorch_lora_weights.safetensors").is_file()
+    assert (folder / "qwen.yaml").read_text(encoding="utf-8") == SETTINGS
+    kept = list((folder / ".qwen-ui/kept").rglob(f"{NAME}.txt"))
+    assert [path.read_text(encoding="utf-8").strip() for path in kept] == ["Make the photograph black and white."]
+    generated = sorted(path.name for path in (folder / ".qwen-ui/generated").rglob("*.png"))
+    assert generated == ["image-grid.png", "image-lora_weight=0.png", "image-lora_weight=1.png"]
+    program = Path(sys.executable).parent / "qwen-cache"
+    again = subprocess.run([program, "build", "--dry-run", "--json"], cwd=folder, capture_output=True, check=True)
+    assert json.loads(again.stdout)["to_encode"] == 0
+
+
+@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_is_accessible_and_fits(walked: Any, name: str, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    page, _ = walked
+    page.emulate_media(color_scheme=scheme)
+    page.goto(f"{page.url.rpartition('/')[0]}/{name}")
+    Keyboard(page).wait(
+        {"data": "#rows [role=row]", "build": "#jobs .job", "train": "#charts svg", "generate": ".flip img"}.get(
+            name, "article"
+        )
+    )
+    found = axe.run(page).response["violations"]
+    serious = [each for each in found if each["impact"] in ("serious", "critical")]
+    assert not serious, json.dumps(
+        [(each["id"], [node["html"] for node in each["nodes"]]) for each in serious], indent=1
+    )
+    assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")
