@@ -125,6 +125,7 @@ def test_a_plan_of_what_is_watched_is_that_of_one_build(project: Path) -> None:
         ({"mode": "watch", "watch": 0}, "watch", "too short"),
         ({"format": "v7"}, "cache.format", "not a valid value"),
         ({"changes": {"data.on_error": "stopp"}}, "data.on_error", "not a valid value"),
+        ({"changes": {"data.vae_image_size": -5}}, "data.vae_image_size", "not a valid value"),
         ({"changes": {"cache.shard_size": "many"}}, "cache.shard_size", "could not parse value and unit"),
     ],
     ids=str,
@@ -171,11 +172,11 @@ def test_a_start_is_a_job_with_the_line_that_is_shown(own: TestClient) -> None:
     line = own.post("/api/build/command", json=form).json()["line"]
     job = own.post("/api/build/start", json=form).json()
     assert (job["kind"], job["state"], job["line"]) == ("build", "queued", line)
-    assert job["devices"] == ["cuda:0", "cuda:1", "cuda:1"][:2]
+    assert job["devices"] == ["cuda:0", "cuda:1"]
     assert job["about"] == {"cache": "kept", "source": "photos"}
     measure = own.post("/api/build/measure", json=form).json()
     assert (measure["kind"], measure["line"]) == ("measure", f"{line} --dry-run --json --measure")
-    assert measure["about"]["build"] == line
+    assert measure["about"] == {"cache": "kept", "source": "photos", "build": line}
     for each in (job, measure):
         own.post(f"/api/jobs/{each['id']}/remove", json={})
 
@@ -194,7 +195,7 @@ def test_a_plan_is_cut_and_says_how_long_it_is() -> None:
 def test_what_the_command_says_is_the_answer(own: TestClient) -> None:
     """A source that does not exist: a plan that fails, by the command itself."""
     answer = own.post("/api/build/plan", json={}).json()
-    assert (answer["plan"], answer["line"]) == (None, "qwen-cache build")
+    assert (answer["plan"], answer["line"], answer["source"]) == (None, "qwen-cache build", "photos")
     assert answer["message"].startswith("error:")
 
 

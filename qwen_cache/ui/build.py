@@ -78,13 +78,13 @@ class BuildPage:
         """What the build would do. `plan` is None if it cannot be planned; `message` is what the command says."""
         build, made = self._build(form), time.time()
         answer = self._checks.check(build.plan, key="plan of a build")
-        line, plan = build.command.line, shortened(answer.document)
-        return {"line": line, "plan": plan, "message": answer.message, "made": made}
+        answered = {"line": build.command.line, "source": build.settings.data.source, "made": made}
+        return answered | {"plan": shortened(answer.document), "message": answer.message}
 
     def measure(self, form: Form) -> dict[str, Any]:
         """A job that plans and measures."""
         build = self._build(form)
-        about = {"cache": build.settings.cache.path, "build": build.command.line}
+        about = _about(build) | {"build": build.command.line}
         return self._add(f"Measure {build.settings.cache.path}", "measure", build.measure, about, build.devices)
 
     def measured(self, id: str) -> dict[str, Any]:
@@ -92,15 +92,15 @@ class BuildPage:
         job = self._queue.get(id)
         result = self._queue.result(id)
         document = result if isinstance(result, dict) else None
-        return {"line": job.about.get("build", ""), "plan": shortened(document), "message": job.error()}
+        told = {"line": job.about.get("build", ""), "source": job.about.get("source")}
+        return told | {"plan": shortened(document), "message": job.error()}
 
     def start(self, form: Form) -> dict[str, Any]:
         """A job that builds."""
         build = self._build(form)
         cache = build.settings.cache.path
         verb = {"new": "Build", "watch": "Watch and build", "replace": "Build again", "repair": "Repair"}[build.mode]
-        about = {"cache": cache, "source": build.settings.data.source}
-        return self._add(f"{verb} {cache}", "build", build.command, about, build.devices)
+        return self._add(f"{verb} {cache}", "build", build.command, _about(build), build.devices)
 
     def look(self, named: Named) -> dict[str, Any]:
         """A job that writes the page about a cache; `about.page` is its file."""
@@ -148,6 +148,10 @@ class BuildPage:
     ) -> dict[str, Any]:
         job: Job = self._queue.add(plain(title), kind, command, devices, about)
         return job.to_json()
+
+
+def _about(build: Build) -> dict[str, Any]:
+    return {"cache": build.settings.cache.path, "source": build.settings.data.source}
 
 
 def shortened(plan: Any) -> dict[str, Any] | None:

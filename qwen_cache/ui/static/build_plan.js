@@ -1,21 +1,21 @@
 // A plan of a build, as `build --dry-run --json` gives it: what is to encode and why, what it costs, what is refused.
 
-import { bytes, element, plural, time } from "./api.js";
+import { bytes, commandLine, element, plural, time } from "./api.js";
 
 const number = (count) => count.toLocaleString("en");
 
 // The nodes that show the answer of the plan's route.
-export function showPlan(place, { plan, message }) {
+export function showPlan(place, { plan, message, source }) {
   if (!plan) {
     place.replaceChildren(element("p", { class: "problem" }, "This cannot be planned."), element("pre", {}, message || "no reason was given"));
     return;
   }
-  place.replaceChildren(...parts(plan));
+  place.replaceChildren(...parts(plan, source));
   if (plan.validation) place.append(element("h3", {}, "The cache of validation images"), ...parts(plan.validation));
 }
 
-function parts(plan) {
-  const shown = [why(plan), sizes(plan), disk(plan), memory(plan), problems(plan)].filter((each) => each.length);
+function parts(plan, source = null) {
+  const shown = [why(plan), sizes(plan), disk(plan), memory(plan), problems(plan, source)].filter((each) => each.length);
   return [...refused(plan), facts(plan), element("div", { class: "plan-parts" }, ...shown.map((each) => element("div", {}, ...each))), ...samples(plan)];
 }
 
@@ -36,7 +36,7 @@ function facts(plan) {
 function refused(plan) {
   return (plan.refused ?? []).map((each) => element("div", { class: "error" },
     element("p", {}, `This build would be refused: ${each.what}`), each.do ? element("p", { class: "do" }, `→ ${each.do}`) : null,
-    ...(each.commands ?? []).map((line) => element("pre", {}, line))));
+    ...(each.commands ?? []).map((line, at) => commandLine(line.replace(" --dry-run --json", "").replace(" --measure", ""), `way ${at + 1}`))));
 }
 
 function why(plan) {
@@ -53,14 +53,16 @@ function sizes(plan) {
     left > 0 ? element("p", { class: "muted" }, `and ${plural(left, "other size")}`) : null].filter(Boolean);
 }
 
-// A bar for each [label, count].
+// A bar for each [label, count]. Text says the same as every bar.
 function bars(rows) {
   const most = Math.max(...rows.map(([, count]) => count));
   return element("div", { class: "chart" }, ...rows.flatMap(([label, count]) =>
     [element("span", {}, label), bar(count / most), element("span", {}, number(count))]));
 }
 
+// A bar of a share; without one, if that is not known.
 function bar(share, isOver = false) {
+  if (share === null) return element("span");
   const part = element("i", { class: isOver ? "over" : null });
   part.style.width = `${Math.min(100, 100 * share)}%`;
   return element("div", { class: "track", "aria-hidden": "true" }, part);
@@ -71,7 +73,7 @@ function disk(plan) {
   const { bytes_to_write: needed, bytes_free: free } = plan;
   const text = free === null ? `${bytes(needed)} to write, free space unknown` : `${bytes(needed)} to write, ${bytes(free)} free`;
   return [element("h3", {}, "Disk"), element("div", { class: "chart wide" },
-    element("span", {}, "cache"), bar(free ? needed / free : 0, free !== null && needed > free), element("span", {}, text))];
+    element("span", {}, "cache"), bar(free === null ? null : needed / Math.max(free, 1), free !== null && needed > free), element("span", {}, text))];
 }
 
 function memory(plan) {
@@ -83,20 +85,20 @@ function memory(plan) {
       each.host ? `${bytes(each.host)} of weights wait in host memory` : "",
       isOver ? "this may not fit" + each.savings.map(({ set, needed }) => `; ${set} needs ${bytes(needed)}`).join("") : "",
     ].filter(Boolean).join(", ");
-    return [element("span", {}, each.device), bar(each.capacity ? each.needed / each.capacity : 0, isOver), element("span", { class: isOver ? "problem" : null }, text)];
+    return [element("span", {}, each.device), bar(each.capacity ? each.needed / each.capacity : null, isOver), element("span", { class: isOver ? "problem" : null }, text)];
   });
   return [element("h3", {}, "Memory"), element("div", { class: "chart wide" }, ...rows)];
 }
 
-function problems(plan) {
+function problems(plan, source) {
   const count = plan.lengths.problems;
   if (!count) return [];
   const rest = count - plan.problems.length;
   return [element("h3", {}, `Unusable samples: ${number(count)}`),
-    element("p", {}, element("a", { href: "/data" }, "See them on the Data page")),
+    source && element("p", {}, element("a", { href: `/data?${new URLSearchParams({ source, filter: "problems" })}` }, "See them on the Data page")),
     element("details", {}, element("summary", {}, "List"), element("ul", { class: "listed" },
       ...plan.problems.map((each) => element("li", {}, `${each.where}: ${each.what}`, each.do ? element("span", { class: "muted" }, ` → ${each.do}`) : null)),
-      rest > 0 ? element("li", {}, `and ${number(rest)} more`) : null))];
+      rest > 0 ? element("li", {}, `and ${number(rest)} more`) : null))].filter(Boolean);
 }
 
 function samples(plan) {
