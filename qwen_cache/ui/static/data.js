@@ -83,7 +83,7 @@ async function look() {
   if (!page.source) return;
   const source = page.source, fresh = await get(`/api/data?${new URLSearchParams({ source })}`);
   if (source !== page.source) return;
-  const old = summary;
+  const old = summary, wasEditable = page.isEditable;
   summary = fresh;
   Object.assign(page, { labels: fresh.labels, groups: fresh.groups, isEditable: fresh.editable, whyNot: fresh.not_editable });
   if (old && old.order !== fresh.order) { page.selected.clear(); showSelection(); list.renew(); }
@@ -95,6 +95,7 @@ async function look() {
       if (comparing) groups.refresh().catch(showError);
     }
   }
+  if (editor.isOpen && !editor.isUnsaved && wasEditable !== page.isEditable) editor.renew();
   showSummary();
   const isRunning = fresh.listing || fresh.check?.state === "running" || fresh.scan?.state === "running";
   clearTimeout(look.timer);

@@ -40,6 +40,12 @@ export class RowEditor {
     if (value) { this.index = index; await this.show(value); }
   }
 
+  // The same row, after it has become known whether the source can be edited.
+  renew() {
+    this.shots.key = this.notes.json = "";
+    this.take(this.value, false);
+  }
+
   // Another row, from wherever it is.
   async show(value) {
     if (this.painter && !this.closePainter()) return;

@@ -67,7 +67,8 @@ export function makeRow(page) {
     const [first, ...others] = value.prompts;
     prompt.textContent = (first || "(no prompt)") + (others.length ? `  (and ${others.length} more)` : "");
     const [what] = value.problems;
-    problem.textContent = what ? `⚠ ${what.what}${value.problems.length > 1 ? ` (and ${value.problems.length - 1} more)` : ""}` : "";
+    const further = value.problems.length > 1 ? ` (and ${value.problems.length - 1} more)` : "";
+    problem.textContent = what ? `⚠ ${what.what}${further} → ${what.do}` : "";
     problem.title = what ? `${what.what}\n→ ${what.do}` : "";
     tags.replaceChildren(...[
       value.left_out ? "left out" : null,

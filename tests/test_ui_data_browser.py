@@ -1,0 +1,319 @@
+"""The Data page in a browser: a hundred thousand rows, and edits by keyboard, mouse and finger."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from qwen_cache.sources.detect import read_content
+
+from .support.browser import chromium
+from .support.ui import TOKEN, served
+from .support.waiting import HANG, wait_until
+
+pytestmark = pytest.mark.slow
+
+ROWS = 100_000
+HOSTILE = "<img src=x onerror=\"document.title='broken'\"> <b>bold</b> & {{7*7}}"
+SIZE = (96, 64)
+FILLED = ".data-row:not(.waiting)"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as started:
+        yield started
+
+
+def write_image(path: Path, seed: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    small = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), np.uint8)
+    Image.fromarray(small).resize(SIZE, Image.Resampling.BICUBIC).save(path)
+
+
+def write_source(folder: Path) -> Path:
+    for i, name in enumerate("abcdefgh"):
+        write_image(folder / f"target_images/{name}.png", i)
+        write_image(folder / f"control_images/{name}.png", 100 + i)
+        (folder / f"target_images/{name}.txt").write_text(HOSTILE if name == "b" else f"make it {name}\n", "utf-8")
+    (folder / "target_images/c.txt").unlink()
+    (folder / "target_images/h.png").write_bytes((folder / "target_images/g.png").read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a UI whose source is a table of many rows about few images."""
+    folder = tmp_path_factory.mktemp("large")
+    for i in range(10):
+        write_image(folder / f"{i}.png", i)
+    with open(folder / "rows.csv", "w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(["target", "control", "prompt"])
+        table.writerows([f"{i % 10}.png", f"{(i + 1) % 10}.png", f"prompt of row {i + 1}"] for i in range(ROWS))
+    with served(folder) as address:
+        yield address
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    write_source(tmp_path / "data")
+    return tmp_path
+
+
+@pytest.fixture
+def address(project: Path) -> Iterator[str]:
+    with served(project) as address:
+        yield address
+
+
+def opened(browser: Any, address: str, query: str = "", **context: Any) -> Any:
+    """The page, with its first rows; every error of its scripts fails the test."""
+    own = browser.new_context(**context)
+    own.add_cookies([{"name": f"qwen_cache_ui_{address.rpartition(':')[2]}", "value": TOKEN, "url": address}])
+    page = own.new_page()
+    page.set_default_timeout(HANG * 1000)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(f"{address}/data?{query}")
+    page.wait_for_selector(FILLED)
+    page.errors = errors
+    return page
+
+
+def position(page: Any) -> str:
+    return str(page.locator("#range").text_content())
+
+
+def test_a_hundred_thousand_rows(browser: Any, large: str) -> None:
+    page = opened(browser, large, "source=rows.csv", viewport={"width": 1280, "height": 900})
+    page.wait_for_selector(f"#rows[aria-rowcount='{ROWS}']")
+    page.wait_for_selector("text=all rows (100,000)", state="attached")
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.reload()
+    page.wait_for_selector(FILLED)
+    paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    rows = page.evaluate("performance.now()")
+    print(f"\nfirst paint after {paint:.0f} ms, first rows after less than {rows:.0f} ms")
+    page.wait_for_selector(f"#rows[aria-rowcount='{ROWS}']")
+    assert sum("/api/data/rows" in url for url in requests) <= 3
+    assert page.locator(".data-row").count() < 40
+
+    requests.clear()
+    page.evaluate(
+        """async () => {  // as a bar is dragged
+            const rows = document.querySelector("#rows");
+            window.frames_ = [];
+            for (let i = 0, last = performance.now(); i <= 60; i++) {
+                rows.scrollTop = i / 60 * rows.scrollHeight;
+                await new Promise(requestAnimationFrame);
+                window.frames_.push(performance.now() - last);
+                last = performance.now();
+            }
+        }"""
+    )
+    page.wait_for_selector(f"{FILLED} >> text=prompt of row {ROWS}")
+    frames = sorted(page.evaluate("window.frames_"))
+    print(f"frames while scrolling: median {frames[30]:.0f} ms, longest {frames[-1]:.0f} ms")
+    assert sum("/api/data/rows" in url for url in requests) <= 70
+    assert sum("/api/data/image" in url for url in requests) < 400
+    assert page.locator(".data-row").count() < 40
+    assert position(page).endswith("100,000 of 100,000 rows")
+
+    page.locator("#rows").focus()
+    page.keyboard.press("Home")
+    page.wait_for_selector(f"{FILLED} >> text=/prompt of row 1$/")
+    page.keyboard.press("End")
+    page.wait_for_selector(f"{FILLED}.active >> text=prompt of row {ROWS}")
+    page.keyboard.press("PageUp")
+    assert page.locator("#rows").get_attribute("aria-activedescendant") != f"row-{ROWS - 1}"
+    page.locator("#jump").fill("54321")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(f"{FILLED}.active >> text=prompt of row 54321")
+    page.locator("#search").fill("row 77777")
+    page.wait_for_selector(f"{FILLED} >> text=prompt of row 77777")
+    assert page.locator("#rows").get_attribute("aria-rowcount") == "1"
+    assert page.errors == []
+
+
+def test_a_million_rows(browser: Any, large: str) -> None:
+    """More than an element has pixels: every row can be reached, by keys and by small scrolls."""
+    page = opened(browser, large, "source=rows.csv", viewport={"width": 1280, "height": 900})
+    million = 1_000_000
+
+    def answer(route: Any) -> None:
+        start, count = (int(re.search(rf"{name}=(\d+)", route.request.url)[1]) for name in ("start", "count"))  # type: ignore[index]
+        row = {"where": "", "version": "", "phrase": "", "left_out": False, "problems": [], "changed": False}
+        row |= {"findings": [], "images": []}
+        rows = [row | {"row": i, "name": f"n{i}", "prompts": [f"prompt {i}"]} for i in range(start, start + count)]
+        body = {"total": million, "start": start, "order": 0, "revision": 1, "rows": rows[: million - start]}
+        route.fulfill(content_type="application/json", body=json.dumps(body))
+
+    page.route("**/api/data/rows?**", answer)
+    page.locator("#sort").select_option("name")
+    page.wait_for_selector(f"#rows[aria-rowcount='{million}']")
+    page.locator("#rows").focus()
+    page.keyboard.press("End")
+    page.wait_for_selector(f"{FILLED}.active >> text=prompt {million - 1}")
+    for step in range(1, 40):
+        page.keyboard.press("ArrowUp")
+        page.wait_for_selector(f"{FILLED}.active >> text=/^prompt {million - 1 - step}$/")
+    page.keyboard.press("Home")
+    page.wait_for_selector(f"{FILLED}.active >> text=/^prompt 0$/")
+    page.evaluate("document.querySelector('#rows').scrollTop = document.querySelector('#rows').scrollHeight / 2")
+    page.wait_for_selector(f"{FILLED} >> text=/^prompt (49|50)/")
+    page.wait_for_timeout(500)  # the bar is corrected when it rests
+    before = int(position(page).split()[0].replace(",", ""))
+    page.evaluate("document.querySelector('#rows').scrollTop += 1120")
+    wait_until(lambda: int(position(page).split()[0].replace(",", "")) == before + 10)
+    assert page.locator(".data-row").count() < 40
+    assert page.errors == []
+
+
+def test_a_prompt_by_keyboard(browser: Any, project: Path, address: str) -> None:
+    page = opened(browser, address)
+    file = project / "data/target_images/b.txt"
+    row = page.locator(FILLED, has_text="<b>bold</b>")
+    assert row.locator(".prompt").text_content() == HOSTILE
+    assert page.title() != "broken"
+    page.locator("#rows").focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#editor textarea:not([readonly])")
+    area = page.get_by_label("Prompt", exact=True)
+    assert area.input_value() == HOSTILE
+    assert page.locator("#editor h2").text_content() == "Row 2: b"
+    area.focus()
+    page.keyboard.press("End")
+    page.keyboard.type(" and <i>more</i>")
+    page.wait_for_timeout(4000)  # a poll
+    page.keyboard.press("Alt+ArrowDown")
+    page.wait_for_selector("#editor h2 >> text=Row 3: c")
+    assert page.get_by_label("Prompt", exact=True).input_value() == ""
+    assert "the prompt target_images/c.txt is missing" in page.locator("#editor .notes").text_content()
+    page.keyboard.press("Alt+ArrowUp")
+    page.wait_for_selector("#editor h2 >> text=Row 2: b")
+    assert area.input_value() == HOSTILE + " and <i>more</i>"
+    assert file.read_text(encoding="utf-8") == HOSTILE
+    area.focus()
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector("#editor >> text=/^saved$/")
+    assert file.read_text(encoding="utf-8") == HOSTILE + " and <i>more</i>"
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#editor", state="hidden")
+    assert page.evaluate("document.activeElement.id") == "rows"
+    assert page.locator("#unsaved").text_content() == ""
+
+    page.keyboard.press("x")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("x")
+    page.wait_for_selector("text=2 rows selected")
+    page.keyboard.press("l")
+    wait_until(lambda: len(read_content(project / "data", needs_control=True).rows) == 6)
+    page.wait_for_selector(".data-row.left-out >> text=left out")
+    assert page.errors == []
+
+
+def test_two_windows(browser: Any, project: Path, address: str) -> None:
+    """What another window wrote is shown beside one's own text, and neither is lost."""
+    first, second = opened(browser, address), opened(browser, address)
+    for page in (first, second):
+        page.locator("#rows").focus()
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#editor textarea:not([readonly])")
+    mine, theirs = (page.get_by_label("Prompt", exact=True) for page in (first, second))
+    mine.fill("mine")
+    theirs.fill("theirs")
+    theirs.press("Control+Enter")
+    second.wait_for_selector("#editor >> text=/^saved$/")
+    first.wait_for_selector("text=The file has changed meanwhile")
+    assert first.locator(".theirs").text_content() == "theirs"
+    assert mine.input_value() == "mine"
+    assert (project / "data/target_images/a.txt").read_text(encoding="utf-8") == "theirs\n"
+    mine.press("Control+Enter")
+    first.wait_for_selector("#editor >> text=/^saved$/")
+    assert (project / "data/target_images/a.txt").read_text(encoding="utf-8") == "mine\n"
+
+
+def painted(project: Path) -> Any:
+    [file] = (project / "data/control_images").glob("a_mask.png")
+    with Image.open(file) as image:
+        assert (image.mode, image.size) == ("L", SIZE)
+        return np.asarray(image)
+
+
+def test_a_mask_by_keyboard_and_mouse(browser: Any, project: Path, address: str) -> None:
+    grey = np.zeros(SIZE[::-1], np.uint8)
+    grey[:8] = 77
+    Image.fromarray(grey).save(project / "data/control_images/a_mask.png")
+    page = opened(browser, address, viewport={"width": 1100, "height": 800})
+    page.locator("#rows").focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Edit the mask").press("Enter")
+    page.wait_for_selector(".stage:focus")
+    page.keyboard.down("Space")
+    for _ in range(6):
+        page.keyboard.press("ArrowRight")
+    page.keyboard.up("Space")
+    page.keyboard.press("Control+s")
+    page.wait_for_selector(".painter >> text=/^saved$/")
+    mask = painted(project)
+    middle = mask[SIZE[1] // 2]
+    assert (mask[:8] == 77).all()
+    assert middle[SIZE[0] // 2] == middle[SIZE[0] // 2 + 5] == 255
+    assert middle[10] == 0
+
+    box = page.locator(".stage").bounding_box()
+    page.mouse.move(box["x"] + 0.1 * box["width"], box["y"] + 0.5 * box["height"])
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.5 * box["height"], steps=5)
+    page.mouse.up()
+    page.get_by_role("button", name="Save the mask").click()
+    page.wait_for_selector(".painter >> text=/^saved$/")
+    stroke = painted(project)
+    assert stroke[SIZE[1] // 2, 12:26].min() == 255
+    page.get_by_role("button", name="Undo").click()
+    page.get_by_role("button", name="Save the mask").click()
+    page.wait_for_selector(".painter >> text=/^saved$/")
+    wait_until(lambda: np.array_equal(painted(project), mask))
+    page.get_by_role("button", name="Invert").click()
+    page.get_by_role("button", name="Save the mask").click()
+    wait_until(lambda: np.array_equal(painted(project), 255 - mask))
+    page.wait_for_selector(".painter >> text=/^saved$/")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".shots .overlay")
+    assert page.errors == []
+
+
+def test_duplicates_side_by_side(browser: Any, project: Path, address: str) -> None:
+    page = opened(browser, address)
+    page.get_by_role("button", name="Find duplicates and outliers").click()
+    page.get_by_role("button", name="repeated target 2").click()
+    page.wait_for_selector(".card img[data-state=there]")
+    assert page.locator(".card .name").all_text_contents() == ["7: g", "8: h"]
+    page.get_by_role("button", name="Leave out h").click()
+    page.wait_for_selector(".card >> text=Put back")
+    assert "h" not in {row.name for row in read_content(project / "data", needs_control=True).rows}
+    assert page.errors == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_a_phone(browser: Any, address: str, scheme: str) -> None:
+    page = opened(browser, address, viewport={"width": 360, "height": 740}, color_scheme=scheme, has_touch=True)
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    page.locator(FILLED).first.tap()
+    page.wait_for_selector("#editor[open] .shots img")
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    page.get_by_role("button", name="Paint a mask").tap()
+    page.locator(".stage").tap(position={"x": 50, "y": 50})
+    page.wait_for_selector(".painter >> text=not saved")
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
