@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import struct
 import threading
 import zlib
@@ -27,6 +28,7 @@ from qwen_cache.ui.data.routes import routes_of
 from qwen_cache.ui.data.row_images import Thumbnails
 from qwen_cache.ui.jobs import Checked, Command, OutdatedError
 from qwen_cache.ui.workspace import Workspace
+from qwen_cache.web import open_socket
 
 from .support.ui import opened
 from .support.waiting import HANG, wait_until
@@ -525,3 +527,11 @@ def test_a_scan_can_be_stopped(page: Page, monkeypatch: pytest.MonkeyPatch) -> N
     goes_on.set()
     wait_until(lambda: page.get()["scan"]["state"] == "stopped")
     assert page.get("/groups", finding="tiny") == {"total": 0, "order": 0, "groups": []}
+
+
+def test_answers_do_not_wait_for_acknowledgements() -> None:
+    """The headers and the body of an answer are two writes: the second is sent at once."""
+    with open_socket("127.0.0.1:0") as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
