@@ -474,6 +474,12 @@ def test_what_a_run_would_refuse_is_refused_before(
     assert page.get("/api/jobs").json()["jobs"] == []
 
 
+@pytest.mark.parametrize("devices", [["cpu", "cuda:0"], ["xpu:1"], ["xpu:0", "xpu:1"]])
+def test_devices_on_which_the_run_would_not_train_are_refused(page: TestClient, devices: list[str]) -> None:
+    assert command(page, devices)["where"] == "devices"
+    assert command(page, ["xpu:0"])["devices"] == ["xpu:0"]
+
+
 def test_urls_are_no_paths(page: TestClient) -> None:
     assert "s3://bucket/cache" in command(page, cache__path="s3://bucket/cache")["line"]
 

@@ -37,6 +37,8 @@ OF_ENCODING = ("cache.", "model.", "validation.prompts", "validation.source", "v
 CPU = "cpu"
 AUTO = "auto"
 GPU = re.compile(r"cuda:(\d{1,3})")
+NOT_FIRST = re.compile(r"[a-z]+:0*[1-9]\d*")
+"""A device that is not the first of its kind: a run takes the first one, and only GPUs of CUDA are hidden here."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 VAE_DEVICE = "validation.vae_device"
 
@@ -173,6 +175,9 @@ def on_devices(
     if len(gpus) != len(chosen) and len(chosen) > 1:
         what, do = "a run trains on GPUs, or on one other device", "choose GPUs such as cuda:0, or cpu alone"
         raise ConfigError(what, where="devices", found=", ".join(chosen), do=do)
+    if not gpus and any(NOT_FIRST.fullmatch(each) for each in chosen):
+        what, do = "a run takes the first device of this kind", "choose that one, or start the run in a terminal"
+        raise ConfigError(what, where="devices", found=chosen[0], do=do)
     if not gpus:
         hidden = {VISIBLE: ""} if chosen == [CPU] and has_gpus else {}
         return hidden, changes, tuple(chosen) or (AUTO,), 1
