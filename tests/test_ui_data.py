@@ -75,6 +75,10 @@ class FakeChecks:
     document: Any = None
     fails: QwenCacheError | None = None
     commands: list[Command] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+
+    def end(self, key: str) -> None:
+        self.ended.append(key)
 
     def check(self, command: Command, key: str = "") -> Checked:
         assert key
@@ -189,7 +193,7 @@ def test_views(page: Page) -> None:
     assert page.names(start=1, count=2) == ["b", "c"]
     assert page.names(filter="problems") == page.names(filter="no_prompt") == ["b"]
     assert page.names(search="MAKE it") == ["a", "c", "d"]
-    assert page.names(search="alert(2)") == ["c"]
+    assert page.names(search="it alert(2)") == ["c"]
     assert page.names(sort="longest") == ["c", "a", "d", "b"]
     assert page.names(sort="shortest")[0] == "b"
     assert page.get("/positions", search="make")["rows"] == [0, 2, 3]
@@ -447,6 +451,8 @@ def test_problems_of_a_check_stand_at_their_rows(project: Path) -> None:
     assert (checked()["state"], checked()["message"]) == ("failed", "error: qwen.yaml: no such setting")
     checks.fails = OutdatedError("a newer check has taken the place of this one")
     assert checked()["state"] == "stopped"
+    page.post("/check/stop")
+    assert len(checks.ended) == 1
 
 
 def scanned(page: Page) -> dict[str, list[list[str]]]:
@@ -525,7 +531,8 @@ def test_a_scan_can_be_stopped(page: Page, monkeypatch: pytest.MonkeyPatch) -> N
     assert begun.wait(HANG)
     page.post("/scan/stop")
     goes_on.set()
-    wait_until(lambda: page.get()["scan"]["state"] == "stopped")
+    wait_until(lambda: page.get()["scan"]["state"] != "running")
+    assert page.get()["scan"]["state"] == "stopped"
     assert page.get("/groups", finding="tiny") == {"total": 0, "order": 0, "groups": []}
 
 

@@ -27,7 +27,7 @@ from qwen_cache.sources.rows import Readable
 from qwen_cache.sources.text_table import READERS
 from qwen_cache.storage.url import Url
 from qwen_cache.ui.data import row_images
-from qwen_cache.ui.data.check import Check, command_of
+from qwen_cache.ui.data.check import KEY, Check, command_of
 from qwen_cache.ui.data.opened import OpenSource, version_of
 from qwen_cache.ui.data.scan import FINDINGS, IN_GROUPS, titled_groups
 from qwen_cache.ui.data.view import FILTERS, View
@@ -237,6 +237,11 @@ def _add_checks(router: APIRouter, sources: Sources) -> None:
     @router.post("/check")
     def check(body: OfSource) -> dict[str, Any]:
         return sources.start_check(sources.get(body.source)).as_json()
+
+    @router.post("/check/stop")
+    def stop_check(body: OfSource) -> dict[str, Any]:
+        sources.checks.end(KEY)
+        return {}
 
     @router.post("/scan")
     def scan(body: OfSource) -> dict[str, Any]:

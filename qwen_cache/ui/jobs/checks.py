@@ -68,6 +68,13 @@ class Checks:
             with self._lock:
                 del self._under_way[check]
 
+    def end(self, key: str) -> None:
+        """End the checks with this key; those who wait for them get OutdatedError."""
+        with self._lock:
+            for check, its_key in self._under_way.items():
+                if its_key == key:
+                    _end(check)
+
     def close(self) -> None:
         """End all checks, now and from now on."""
         with self._lock:

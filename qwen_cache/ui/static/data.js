@@ -146,12 +146,18 @@ function replace(place, nodes) {
   place.replaceChildren(...nodes);
 }
 
+const stopButton = (path) => element("button", { type: "button", onclick: (event) => act(event.target, async () => {
+  await post(path, { source: page.source });
+  lookAgain();
+}) }, "Stop");
+
 function showTask(check, scan) {
   const parts = [];
   if (check) {
-    const texts = { running: "checking: every image is read once", done: `checked in ${time(check.seconds)}: ${check.summary}`, failed: "the check failed", stopped: "a newer check replaced this one" };
+    const texts = { running: "checking: every image is read once", done: `checked in ${time(check.seconds)}: ${check.summary}`, failed: "the check failed", stopped: "the check was stopped" };
     parts.push(element("div", { class: "task-line" }, check.state === "running" ? element("progress", { "aria-label": "check" }) : null,
-      element("span", { class: check.state === "failed" ? "problem" : "muted" }, texts[check.state])));
+      element("span", { class: check.state === "failed" ? "problem" : "muted" }, texts[check.state]),
+      check.state === "running" ? stopButton("/api/data/check/stop") : null));
     if (check.message) parts.push(element("pre", { class: "log", tabindex: "0", "aria-label": "what the check says" }, check.message));
     if (check.state !== "done" || check.message) parts.push(commandLine(check.line));
   }
@@ -162,10 +168,7 @@ function showTask(check, scan) {
       scan.state === "running" ? element("progress", { max: scan.total || 1, value: scan.done, "aria-label": scan.what }) : null,
       element("span", { class: scan.state === "failed" ? "problem" : "muted" },
         { running: `${scan.what}: ${left}`, done: found.length ? "found:" : "no duplicates or outliers", stopped: "stopped before the end", failed: scan.error }[scan.state]),
-      scan.state === "running" ? element("button", { type: "button", onclick: (event) => act(event.target, async () => {
-        await post("/api/data/scan/stop", { source: page.source });
-        lookAgain();
-      }) }, "Stop") : null,
+      scan.state === "running" ? stopButton("/api/data/scan/stop") : null,
       ...scan.state === "done" ? found.map(([name, count]) => element("button", { type: "button", class: "quiet", title: page.labels[name], onclick: () => choose(name) },
         `${name.replaceAll("_", " ")} ${count.toLocaleString("en")}`)) : []));
   }
