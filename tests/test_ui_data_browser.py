@@ -310,6 +310,11 @@ def test_duplicates_side_by_side(browser: Any, project: Path, address: str) -> N
 def test_on_a_phone(browser: Any, address: str, scheme: str) -> None:
     page = opened(browser, address, viewport={"width": 360, "height": 740}, color_scheme=scheme, has_touch=True)
     assert page.evaluate("document.documentElement.scrollWidth") == 360
+    page.get_by_role("button", name="Find duplicates and outliers").tap()
+    page.get_by_role("button", name="repeated target 2").tap()  # whose filter has a long name
+    page.wait_for_selector(".card")
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    page.locator("#filter").select_option("all")
     page.locator(FILLED).first.tap()
     page.wait_for_selector("#editor[open] .shots img")
     assert page.evaluate("document.documentElement.scrollWidth") == 360

@@ -48,7 +48,7 @@ const page = {
 };
 
 const list = page.list = new RowList(byId("rows"), {
-  load: (start, count, signal) => get(`/api/data/rows?${query({ start, count })}`, { signal }),
+  load: (start, count, signal) => !page.source ? Promise.resolve({ rows: [], total: 0 }) : get(`/api/data/rows?${query({ start, count })}`, { signal }),
   make: () => makeRow(page),
   onopen: (index) => page.open(index),
   onrange: (first, last, total) => {
@@ -81,7 +81,13 @@ function remember() {
 
 async function look() {
   if (!page.source) return;
-  const source = page.source, fresh = await get(`/api/data?${new URLSearchParams({ source })}`);
+  const { source } = page, fresh = await get(`/api/data?${new URLSearchParams({ source })}`).catch((error) => {
+    if (error.status === 403 || error.status === 422) {  // as long as nothing else is opened
+      page.source = "";
+      list.resize(0);
+    }
+    throw error;
+  });
   if (source !== page.source) return;
   const old = summary, wasEditable = page.isEditable;
   summary = fresh;
