@@ -211,11 +211,7 @@ def test_every_page_is_accessible_and_fits(walked: Any, name: str, scheme: str) 
     page, _ = walked
     page.emulate_media(color_scheme=scheme)
     page.goto(f"{page.url.rpartition('/')[0]}/{name}")
-    Keyboard(page).wait(
-        {"data": "#rows [role=row]", "build": "#jobs .job", "train": "#charts svg", "generate": ".flip img"}.get(
-            name, "article"
-        )
-    )
+    Keyboard(page).wait(SHOWN[name])
     found = axe.run(page).response["violations"]
     serious = [each for each in found if each["impact"] in ("serious", "critical")]
     assert not serious, json.dumps(

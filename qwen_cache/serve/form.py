@@ -36,7 +36,7 @@ class Uploaded:
 
 
 Fetch = Callable[[str, str, int], Awaitable[Uploaded]]
-"""Reads the image of a field at an address, of at most so many bytes."""
+"""Reads the image of a field at an address, of at most this many bytes."""
 
 
 async def read_row(form: FormData, fetch: Fetch, most: int) -> tuple[Row, int]:

@@ -97,7 +97,7 @@ def routes_of(workspace: Workspace, queue: Queue) -> APIRouter:
         name = time.strftime("%Y%m%d-%H%M%S-", time.localtime()) + secrets.token_hex(4)
         folder = workspace.state / "generated" / name
         made = command_of(workspace, wish, workspace.shown(folder / f"{STEM}.png"))
-        about = {"folder": name, "prompt": wish.prompt, "images": wish.images, "lora": wish.lora}
+        about: dict[str, Any] = {"folder": name, "prompt": wish.prompt, "images": wish.images, "lora": wish.lora}
         about |= {"strength": wish.strength, "grid": [axis.model_dump() for axis in wish.grid]}
         make_folder(folder)
         return queue.add(title_of(wish), KIND, made, devices_of(wish.devices), about).to_json()
@@ -195,7 +195,7 @@ def files_of(folder: Path, endings: Sequence[str], depth: int = DEPTH) -> Iterat
 
 def loras_of(workspace: Workspace) -> list[dict[str, Any]]:
     """LoRAs in the opened folder: those of runs with the steps of their checkpoints, and single files."""
-    found: list[dict[str, Any]] = []
+    found = list[dict[str, Any]]()
     for path in islice(files_of(workspace.folder, [".safetensors"]), MOST_FILES):
         if path.name == LORA_NAME:
             steps = [int(match[1]) for each in path.parent.iterdir() if (match := CHECKPOINT.fullmatch(each.name))]

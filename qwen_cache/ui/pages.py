@@ -40,7 +40,8 @@ def page_of(workspace: Workspace, name: str) -> Callable[[], HTMLResponse]:
 
     def page() -> HTMLResponse:
         values: dict[str, Any] = {"title": PAGES[name], "name": name, "pages": PAGES, "version": __version__}
-        return HTMLResponse(render(f"{name}.html.jinja", HERE, folder=workspace.folder.name or "/", **values))
+        folder = {"folder": workspace.folder.name or "/", "path": str(workspace.folder)}
+        return HTMLResponse(render(f"{name}.html.jinja", HERE, **values, **folder))
 
     return page
 

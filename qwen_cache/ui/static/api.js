@@ -40,6 +40,9 @@ export const post = (path, body = {}, options = {}) =>
 export const upload = (path, blob, options = {}) =>
   request(path, { method: "POST", headers: { "Content-Type": "application/octet-stream" }, body: blob, ...options });
 
+// The name under which this browser keeps something for the opened folder.
+export const keptAs = (name) => `qwen-cache ${document.body.dataset.folder} ${name}`;
+
 // An element. Properties that start with `on` are listeners, others are attributes; true is an empty attribute, and
 // null, undefined and false leave one out. Children are elements or text, never markup.
 export function element(tag, properties = {}, ...children) {

@@ -1,13 +1,13 @@
 // The Build page: a form that is a command line, its plan, and the jobs that build, verify and inspect.
 
-import { act, announce, clearError, commandLine, element, get, poll, post, showError } from "./api.js";
+import { act, announce, clearError, commandLine, element, get, keptAs, poll, post, showError } from "./api.js";
 import { isActive, JobCards, setText } from "./build_jobs.js";
 import { showPlan } from "./build_plan.js";
 import { deviceList, deviceSelect } from "./devices.js";
 import { SettingsForm } from "./settings_form.js";
 
 const at = (id) => document.getElementById(id);
-const KEEP = "qwen-cache build", PAUSE = 300; // milliseconds without a key, before the command is asked for
+const KEEP = keptAs("build"), PAUSE = 300; // milliseconds without a key, before the command is asked for
 const FIELDS = { source: "data.source", model: "model.path", cache: "cache.path", format: "cache.format" };
 const OWN = [...Object.values(FIELDS), "cache.vae_device", "cache.text_device", "cache.reuse"];
 const COMMON = [

@@ -1,12 +1,12 @@
 // The Generate page: the wish of the user as a command, and the images that it has written.
 
-import { act, announce, clearError, commandLine, element, get, poll, post, showError, upload } from "./api.js";
+import { act, announce, clearError, commandLine, element, get, keptAs, poll, post, showError, upload } from "./api.js";
 import { deviceSelect } from "./devices.js";
 import { SettingsForm } from "./settings_form.js";
 
 const at = (id) => document.getElementById(id);
 const form = at("wish"), prompt = at("prompt"), model = at("model"), lora = at("lora"), strength = at("strength");
-const WISH = "qwen-cache wish";
+const WISH = keptAs("wish");
 const AXES = {
   "": "no second axis", lora_weight: "strength of the LoRA", checkpoint: "training step", num_inference_steps: "inference steps",
   true_cfg_scale: "guidance", seed: "seed",

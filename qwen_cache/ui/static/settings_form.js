@@ -1,15 +1,13 @@
 // A form of settings: each with its description, its value in qwen.yaml and its default. Only what differs from
 // qwen.yaml is a change; changes are kept in this browser for the opened folder.
 
-import { element, get } from "./api.js";
-
-const KEEP = "qwen-cache settings";
+import { element, get, keptAs } from "./api.js";
 
 export class SettingsForm {
   // `sections`: of qwen.yaml. `common`: the settings that are shown first, in this order; the others are behind a summary,
   // except those in `without`, which the page asks for itself.
   constructor(place, { sections, common, without = [], onchange = () => {} }) {
-    Object.assign(this, { place, sections, common, without, onchange, storage: `${KEEP} ${location.pathname}` });
+    Object.assign(this, { place, sections, common, without, onchange, storage: keptAs(`settings ${location.pathname}`) });
     this.changes = JSON.parse(localStorage.getItem(this.storage) ?? "{}");
   }
 

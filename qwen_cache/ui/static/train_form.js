@@ -1,12 +1,12 @@
 // The form of a new run: its own fields, the settings of qwen.yaml, prompts, the memory bar, and the command line.
 
-import { act, announce, commandLine, element, get, plural, post } from "./api.js";
+import { act, announce, commandLine, element, get, keptAs, plural, post } from "./api.js";
 import { deviceSelect, onDevices } from "./devices.js";
 import { SettingsForm } from "./settings_form.js";
 import { MemoryBar } from "./train_memory.js";
 import { Prompts } from "./train_prompts.js";
 
-const KEEP = `qwen-cache train ${document.querySelector(".folder").textContent}`;
+const KEEP = keptAs("train");
 const OWN = ["cache.path", "model.path", "train.output_dir"];
 const PROMPTS = "validation.prompts";
 const SECTIONS = ["train", "optimizer", "lr_scheduler", "validation", "logging", "model"];

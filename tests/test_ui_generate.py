@@ -1,0 +1,155 @@
+"""The Generate page: a wish as a command of `predict`, what is refused, and which images come back."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from starlette.testclient import TestClient
+
+from .support.ui import opened
+
+WISH: dict[str, Any] = {"prompt": "make it red", "images": ["data/a b.png"]}
+
+
+def png(size: tuple[int, int] = (64, 32)) -> bytes:
+    data = BytesIO()
+    Image.new("RGB", size, "red").save(data, "PNG")
+    return data.getvalue()
+
+
+def size(data: bytes) -> tuple[int, int]:
+    with Image.open(BytesIO(data)) as image:
+        return image.size
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generate") / "project"
+    for each in ("data", "out/checkpoint-100", "out/checkpoint-20", "loras", ".hidden", "shards"):
+        (folder / each).mkdir(parents=True)
+    for name in ("data/a b.png", "data/-x.png", ".hidden/b.png", "shards/c.png"):
+        (folder / name).write_bytes(png())
+    (folder / "shards/cache.json").write_text("{}", encoding="utf-8")
+    (folder / "data/photo.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n")
+    for name in ("out/pytorch_lora_weights.safetensors", "loras/cats.safetensors", "data/other.safetensors"):
+        (folder / name).write_bytes(b"")
+    secret = folder.parent / "secret.png"
+    secret.write_bytes(png())
+    (folder / "data/link.png").symlink_to(secret)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(project: Path) -> Iterator[TestClient]:
+    with opened(project) as client:
+        client.post("/api/queue/pause", json={})  # no command runs
+        yield client
+
+
+def line(page: TestClient, **wish: Any) -> list[str]:
+    answer = page.post("/api/generate/command", json=WISH | wish)
+    assert answer.status_code == 200, answer.text
+    return shlex.split(answer.json()["line"])
+
+
+def options(arguments: list[str], name: str) -> list[str]:
+    return [arguments[i + 1] for i, each in enumerate(arguments) if each == name]
+
+
+def test_a_wish_is_one_command(page: TestClient) -> None:
+    grid = [{"name": "checkpoint", "values": "20,final"}, {"name": "seed", "values": "0,1"}]
+    devices = {"device": "cuda:1", "vae_device": "cpu"}
+    found = line(page, lora="out", strength=0.6, grid=grid, devices=devices, changes={"predict.seed": 3}, model="m")
+    assert found[:2] == ["qwen-train", "predict"]
+    expected = {
+        "--image": ["data/a b.png"],
+        "--prompt": ["make it red"],
+        "--model": ["m"],
+        "--lora": ["out:0.6"],
+        "--grid": ["checkpoint=20,final", "seed=0,1"],
+        "--device": ["cuda:1"],
+        "--vae-device": ["cpu"],
+        "--text-device": [],
+        "--set": ["predict.seed=3"],
+    }
+    assert {name: options(found, name) for name in expected} == expected
+    varied = line(page, lora="out", strength=0.6, grid=[{"name": "lora_weight", "values": "0,1"}])
+    assert options(varied, "--lora") == ["out"]  # the grid has its weights
+    assert options(line(page, prompt="--lora /etc"), "--prompt") == ["--lora /etc"]
+
+
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    ({"prompt": " \n"}, 422, "nothing to generate"),
+    ({"images": ["data/missing.png"]}, 422, "no such image"),
+    ({"images": ["../secret.png"]}, 403, "../secret.png is outside the opened folders"),
+    ({"images": ["data/link.png"]}, 403, "data/link.png is outside the opened folders"),
+    ({"images": ["/etc/passwd"]}, 403, "/etc/passwd is outside the opened folders"),
+    ({"lora": "../elsewhere"}, 403, "../elsewhere is outside the opened folders"),
+    ({"lora": "missing"}, 422, "no such LoRA"),
+    ({"changes": {"predict.sed": 1}}, 422, "unknown key predict.sed"),
+]
+
+
+@pytest.mark.parametrize(("wish", "status", "what"), REFUSED, ids=str)
+def test_what_cannot_be_generated_is_refused_before_it_is_queued(
+    page: TestClient, wish: dict[str, Any], status: int, what: str
+) -> None:
+    for path in ("command", "start"):
+        answer = page.post(f"/api/generate/{path}", json=WISH | wish)
+        assert (answer.status_code, answer.json()["error"]) == (status, what)
+    assert page.get("/api/generate/results").json() == []
+
+
+def test_choices_are_those_of_the_folder(page: TestClient) -> None:
+    choices = page.get("/api/generate/choices").json()
+    assert choices["images"] == ["data/-x.png", "data/a b.png", "data/link.png"]
+    assert choices["loras"] == [
+        {"path": "loras/cats.safetensors", "checkpoints": []},
+        {"path": "out", "checkpoints": [20, 100, "final"]},
+    ]
+
+
+def test_previews_and_uploads_are_images(page: TestClient, project: Path) -> None:
+    shown = page.get("/api/generate/preview", params={"path": "data/a b.png"})
+    assert size(shown.content) == (64, 32)
+    for path, status in [
+        ("data/photo.eps", 422),
+        ("data/link.png", 403),
+        ("data/missing.png", 500),
+        ("qwen.yaml", 500),
+    ]:
+        assert page.get("/api/generate/preview", params={"path": path}).status_code == status, path
+    kept = page.post("/api/generate/upload", content=png((30, 20))).json()["path"]
+    assert size((project / kept).read_bytes()) == (30, 20)
+    assert options(line(page, images=[kept]), "--image") == [kept]
+    assert page.post("/api/generate/upload", content=b"%!PS-Adobe-3.0").status_code == 422
+
+
+def test_images_come_back_in_the_order_of_the_grid(page: TestClient, project: Path) -> None:
+    grid = [{"name": "lora_weight", "values": "1, 0.50,0"}, {"name": "checkpoint", "values": "20,final"}]
+    job = page.post("/api/generate/start", json=WISH | {"lora": "out", "grid": grid}).json()
+    folder = project / ".qwen-ui/generated" / job["about"]["folder"]
+    assert options(shlex.split(job["line"]), "--out") == [f".qwen-ui/generated/{folder.name}/image.png"]
+    for weight in ("0.5", "0", "1"):
+        for checkpoint in ("final", "20"):
+            (folder / f"image-lora_weight={weight}-checkpoint={checkpoint}.png").write_bytes(png())
+    (folder / "image-grid.png").write_bytes(png())
+    (folder / "secret.png").symlink_to(project.parent / "secret.png")
+    (result,) = page.get("/api/generate/results").json()
+    values = [(image["values"]["lora_weight"], image["values"]["checkpoint"]) for image in result["images"]]
+    assert values == [(weight, checkpoint) for checkpoint in ("20", "final") for weight in ("1", "0.5", "0")]
+    assert page.get(result["images"][0]["url"]).content == png()
+    for name, status in [("secret.png", 403), ("missing.png", 404), ("..%2fjobs", 404), ("image.txt", 404)]:
+        assert page.get(f"/api/generate/results/{folder.name}/{name}").status_code == status, name
+    assert page.get("/api/generate/results/..%2f..%2fdata/a b.png").status_code == 404
+    assert (
+        json.loads((folder.parent.parent / "jobs" / job["id"] / "job.json").read_text(encoding="utf-8"))["kind"]
+        == "generate"
+    )
