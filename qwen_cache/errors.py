@@ -122,6 +122,14 @@ class TooLargeError(QwenCacheError):
     """A file or a listing on a server is larger than what is read into memory."""
 
 
+class JobError(QwenCacheError):
+    """A job of `qwen-cache ui` does not allow this now, or there is no such job."""
+
+
+class OutdatedError(QwenCacheError):
+    """A newer check of `qwen-cache ui` has taken the place of this one."""
+
+
 class TrainError(QwenCacheError):
     """A run cannot start, continue or resume."""
 

@@ -24,7 +24,8 @@ def folder(path: Path) -> Path:
     for name in ("good", "out", "bare", "horizon"):
         (path / "target_images").mkdir(parents=True, exist_ok=True)
         (path / "target_images" / f"{name}.png").touch()
-        (path / "target_images" / f"{'horizno' if name == 'horizon' else name}.txt").write_text(f" [[{name}]] \r\nred\n")
+        prompt = "horizno" if name == "horizon" else name
+        (path / "target_images" / f"{prompt}.txt").write_text(f" [[{name}]] \r\nred\n")
     (path / "control_images").mkdir()
     for name in ("good", "horizon", "good_mask", "good_control_1", "stray"):
         (path / "control_images" / f"{name}.png").touch()

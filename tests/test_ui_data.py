@@ -20,13 +20,13 @@ from fastapi import FastAPI
 from PIL import Image
 from starlette.testclient import TestClient
 
-from qwen_cache.errors import QwenCacheError
+from qwen_cache.errors import OutdatedError, QwenCacheError
 from qwen_cache.sources.detect import read_content
 from qwen_cache.sources.images import open_mask
 from qwen_cache.ui.data import scan
 from qwen_cache.ui.data.routes import routes_of
 from qwen_cache.ui.data.row_images import Thumbnails
-from qwen_cache.ui.jobs import Checked, Command, OutdatedError
+from qwen_cache.ui.jobs import Checked, Command
 from qwen_cache.ui.workspace import Workspace
 from qwen_cache.web import open_socket
 

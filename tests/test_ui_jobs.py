@@ -19,8 +19,9 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from qwen_cache.errors import JobError, OutdatedError
 from qwen_cache.storage.durable import locked
-from qwen_cache.ui.jobs import Checks, Command, Job, JobError, NoJobError, OutdatedError, Queue
+from qwen_cache.ui.jobs import Checks, Command, Job, NoJobError, Queue
 from qwen_cache.ui.jobs.job import ENDED, LOCK, OUTPUT, OUTPUT_BYTES, PROGRESS, STARTED, read_job, write_json
 from qwen_cache.ui.jobs.process import began
 from qwen_cache.ui.jobs.routes import routes_of

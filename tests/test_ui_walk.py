@@ -135,8 +135,8 @@ def walked(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytes
         page.wait_for_url("**/", timeout=1000 * HANG)
         walk(Keyboard(page), folder)
         yield page, folder
+        context.close()
     assert not said
-    context.close()
 
 
 def walk(user: Keyboard, folder: Path) -> None:

@@ -1,5 +1,5 @@
 """Make the images of the README from the folder of `make demo`: docs/inspect.svg, docs/page.jpg (with a Chromium from
-PATH) and docs/prediction.jpg.
+PATH), docs/prediction.jpg, and the pages of the web UI: docs/ui-data.jpg, docs/ui-build.jpg and docs/ui-train.jpg.
 
     make demo && .venv/bin/python tools/make_readme_images.py
 """
@@ -7,11 +7,15 @@ PATH) and docs/prediction.jpg.
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from rich.console import Console
@@ -37,20 +41,55 @@ def inspect_image() -> None:
     console.save_svg(str(DOCS / "inspect.svg"), title="qwen-cache inspect shards")
 
 
-def page_image() -> None:
-    """A screenshot of `inspect --html` at the width of a desktop: the list of samples, searched for a word."""
+@contextmanager
+def browser() -> Iterator[Any]:
+    """A page of the width of a desktop in a Chromium."""
     from playwright.sync_api import sync_playwright
 
-    browser = next(path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name)))
+    program = next(path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name)))
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        page = chromium.new_page(viewport={"width": 1200, "height": 900}, color_scheme="light")
-        page.goto((DEMO / "shards.html").as_uri())
-        page.locator("#search").fill("photograph")
-        page.evaluate("document.getElementById('list').scrollIntoView()")
-        page.wait_for_load_state("networkidle")
-        page.screenshot(path=DOCS / "page.jpg", type="jpeg", quality=80)
+        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield chromium.new_page(viewport={"width": 1200, "height": 900}, color_scheme="light")
         chromium.close()
+
+
+def page_image(page: Any) -> None:
+    """A screenshot of `inspect --html`: the list of samples, searched for a word."""
+    page.goto((DEMO / "shards.html").as_uri())
+    page.locator("#search").fill("photograph")
+    page.evaluate("document.getElementById('list').scrollIntoView()")
+    page.wait_for_load_state("networkidle")
+    page.screenshot(path=DOCS / "page.jpg", type="jpeg", quality=80)
+
+
+def ui_images(page: Any) -> None:
+    """Screenshots of the web UI: the photographs, a plan, and two runs side by side."""
+    program = Path(sys.executable).parent
+    other = ["--out", "slower", "--set", "optimizer.learning_rate=1e-3"]
+    subprocess.run([program / "qwen-train", "run", "shards", *other], cwd=DEMO, check=True)
+    with subprocess.Popen(
+        [program / "qwen-cache", "ui", DEMO, "--port", "0", "--no-browser", "--json"], stdout=subprocess.PIPE, text=True
+    ) as ui:
+        assert ui.stdout is not None
+        url = json.loads("".join(ui.stdout.readline() for _ in range(3)))["url"]
+        page.goto(url)
+        page.wait_for_url("**/")
+        page.wait_for_selector("#rows img")
+        page.wait_for_load_state("networkidle")
+        page.screenshot(path=DOCS / "ui-data.jpg", type="jpeg", quality=80)
+        page.goto(f"{url.partition('/?')[0]}/build")
+        page.locator("#cache").fill("other")
+        page.locator("#plan:enabled").click()
+        page.wait_for_selector("#plan-result *", timeout=300_000)
+        page.locator("#plan-title").scroll_into_view_if_needed()
+        page.locator("#plan-place").screenshot(path=DOCS / "ui-build.jpg", type="jpeg", quality=80)
+        page.goto(f"{url.partition('/?')[0]}/train?folder=out&folder=slower")
+        for name in ("out", "slower"):
+            page.locator("#runs tr", has_text=name).get_by_role("checkbox").check()
+        page.wait_for_selector("#images img")
+        page.wait_for_load_state("networkidle")
+        page.locator("#view").screenshot(path=DOCS / "ui-train.jpg", type="jpeg", quality=80)
+        ui.terminate()
 
 
 def predict(out: str, *options: str) -> Image.Image:
@@ -81,5 +120,7 @@ def strip() -> None:
 if __name__ == "__main__":
     DOCS.mkdir(exist_ok=True)
     inspect_image()
-    page_image()
     strip()
+    with browser() as page:
+        page_image(page)
+        ui_images(page)

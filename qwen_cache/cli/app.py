@@ -421,7 +421,9 @@ def ui(
     ] = None,
     port: Annotated[
         int,
-        typer.Option(help="The port on this machine; 0: any that is free.", metavar="PORT", min=0, rich_help_panel=INPUT),
+        typer.Option(
+            help="The port on this machine; 0: any that is free.", metavar="PORT", min=0, rich_help_panel=INPUT
+        ),
     ] = 8078,
     no_browser: Annotated[
         bool, typer.Option("--no-browser", help="Print the address, and open no browser.", rich_help_panel=OUTPUT)

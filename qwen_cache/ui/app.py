@@ -11,13 +11,13 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from qwen_cache.errors import QwenCacheError
+from qwen_cache.errors import OutdatedError, QwenCacheError
 from qwen_cache.ui.access import Access, written_pages
 from qwen_cache.ui.build import routes_of as build_routes
 from qwen_cache.ui.data.routes import routes_of as data_routes
 from qwen_cache.ui.devices import routes_of as device_routes
 from qwen_cache.ui.generate import routes_of as generate_routes
-from qwen_cache.ui.jobs import Checks, OutdatedError, Queue
+from qwen_cache.ui.jobs import Checks, Queue
 from qwen_cache.ui.jobs.routes import routes_of as job_routes
 from qwen_cache.ui.pages import pages_of
 from qwen_cache.ui.settings import routes_of as settings_routes

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.errors import Problem, QwenCacheError
-from qwen_cache.ui.jobs import Checked, Checks, Command, OutdatedError
+from qwen_cache.errors import OutdatedError, Problem, QwenCacheError
+from qwen_cache.ui.jobs import Checked, Checks, Command
 
 KEY = "data-check"
 

@@ -15,16 +15,12 @@ from pathlib import Path
 from threading import Lock, Semaphore
 from typing import Any
 
-from qwen_cache.errors import QwenCacheError
+from qwen_cache.errors import OutdatedError
 from qwen_cache.plain_text import without_controls
 from qwen_cache.ui.jobs.command import STARTS, Command, Starts
 
 AT_ONCE = 2
 MESSAGE_CHARACTERS = 20_000
-
-
-class OutdatedError(QwenCacheError):
-    """A newer check has taken the place of this one."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from qwen_cache.errors import QwenCacheError
+from qwen_cache.errors import JobError
 from qwen_cache.plain_text import without_controls
 from qwen_cache.storage.durable import LockHeldError, locked, write_durably
 from qwen_cache.ui.jobs.command import Command
@@ -41,10 +41,6 @@ _ERROR = re.compile(r"^(?:error: |Traceback )", re.MULTILINE)
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 State = Literal["queued", "running", "stopping", "done", "failed", "stopped", "lost"]
-
-
-class JobError(QwenCacheError):
-    """A job does not allow this now."""
 
 
 class NoJobError(JobError):

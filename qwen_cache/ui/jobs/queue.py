@@ -21,6 +21,7 @@ from threading import Event, Lock, Thread
 from types import TracebackType
 from typing import Any, Self
 
+from qwen_cache.errors import JobError
 from qwen_cache.storage.durable import (
     LockHeldError,
     locked,
@@ -37,7 +38,6 @@ from qwen_cache.ui.jobs.job import (
     OUTPUT,
     STOP,
     Job,
-    JobError,
     NoJobError,
     Output,
     read_job,

@@ -10,7 +10,8 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from qwen_cache.ui.jobs.job import Job, JobError, NoJobError
+from qwen_cache.errors import JobError
+from qwen_cache.ui.jobs.job import Job, NoJobError
 from qwen_cache.ui.jobs.queue import Queue
 from qwen_cache.web import RefusedError
 
