@@ -124,7 +124,7 @@ def test_a_plan_of_what_is_watched_is_that_of_one_build(project: Path) -> None:
         ({"vae_device": "cuda:0; rm"}, "cache.vae_device", "no name of a device"),
         ({"mode": "watch", "watch": 0}, "watch", "too short"),
         ({"format": "v7"}, "cache.format", "not a valid value"),
-        ({"changes": {"data.on_error": "stopp"}}, "data.on_error", "not a valid value"),
+        ({"changes": {"data.on_error": "halt"}}, "data.on_error", "not a valid value"),
         ({"changes": {"data.vae_image_size": -5}}, "data.vae_image_size", "not a valid value"),
         ({"changes": {"cache.shard_size": "many"}}, "cache.shard_size", "could not parse value and unit"),
     ],
