@@ -219,6 +219,25 @@ def test_sources_outside_the_folder_are_refused(project: Path, page: Page, tmp_p
     assert missing["error"]["what"].startswith("there is no such source")
 
 
+def test_images_that_a_table_names_outside_the_folder_are_not_shown(project: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "photographs"
+    write_image(outside / "a.png", 1)
+    write_image(project / "b.png", 2)
+    (project / "link.png").symlink_to(outside / "a.png")
+    rows = [f"{outside}/a.png,b.png,red", f"b.png,{outside}/a.png,blue", "b.png,link.png,green"]
+    (project / "table.csv").write_text("\n".join(["target,control,prompt", *rows]), encoding="utf-8")
+    for allowed, status in ((), 422), ((outside,), 200):
+        with opened(project, *allowed) as client:
+            page = Page(client, "table.csv")
+            assert page.listed()["listed"] == 3
+            for row, role in (0, "target"), (1, "control-0"), (2, "control-0"):
+                for size in ("thumbnail", "whole"):
+                    answer = page.get("/image", status, row=row, role=role, size=size)
+                    assert allowed or answer["error"] == "this image is outside the opened folders"
+                details = {each["role"]: each for each in page.get("/row", row=row)["details"]}
+                assert bool(details[role]["error"]) == (not allowed)
+
+
 def test_images_are_those_of_rows_alone(project: Path, page: Page) -> None:
     page.listed()
     for wrong in ({"row": 99}, {"role": "mask"}, {"role": "control-1"}, {"role": "names"}, {"role": "../a.png"}):

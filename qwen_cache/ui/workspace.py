@@ -46,10 +46,17 @@ class Workspace:
             resolved = (self.folder / path).resolve()
         except (OSError, ValueError, RuntimeError):  # a null byte, a loop of links
             raise RefusedError(403, "this is no path", "name a file in the opened folder") from None
-        if any(resolved.is_relative_to(each) for each in (self.folder, *self.allowed)):
+        if self._has(resolved):
             return resolved
         do = "open its folder too: qwen-cache ui --allow FOLDER"
         raise RefusedError(403, f"{path} is outside the opened folders", do)
+
+    def is_inside(self, path: Path) -> bool:
+        """Whether a path is in an opened folder, after links are followed."""
+        return self._has((self.folder / path).resolve())
+
+    def _has(self, resolved: Path) -> bool:
+        return any(resolved.is_relative_to(each) for each in (self.folder, *self.allowed))
 
     def location(self, text: str) -> Path | Url:
         """A path of `inside`, or a URL."""

@@ -26,8 +26,10 @@ from qwen_cache.sources.listing import Entry, Listing, as_entry
 from qwen_cache.sources.places import Location
 from qwen_cache.sources.rows import Draft, Readable
 from qwen_cache.storage.url import Url
+from qwen_cache.ui.data.inside import readable
 from qwen_cache.ui.data.scan import Scan, areas
 from qwen_cache.ui.data.view import Positions, Shown, View, counts, positions, text_of
+from qwen_cache.ui.workspace import Workspace
 from qwen_cache.web import RefusedError
 
 WATCHED = 4096  # folders and files whose times say whether a source has changed
@@ -62,9 +64,9 @@ def version_of(entry: Entry) -> str:
 class OpenSource:
     """The rows of a source, and what is known of them."""
 
-    def __init__(self, place: Location, data: DataConfig, top: Path, state: Path) -> None:
-        """`top` is the opened folder, `state` that for what the UI keeps."""
-        self.place, self.data, self.top, self.folder = place, data, top, state
+    def __init__(self, place: Location, data: DataConfig, workspace: Workspace) -> None:
+        self.place, self.data, self.workspace = place, data, workspace
+        self.top, self.folder = workspace.folder, workspace.state
         self.entries: list[Entry] = []
         self.state = "listing"
         self.error: QwenCacheError | None = None
@@ -211,6 +213,10 @@ class OpenSource:
             raise RefusedError(404, "there is no such row", "reload the page: the source has changed")
         return entries[row]
 
+    def readable(self, row: int) -> Entry:
+        """A row as `entry`, without reading images outside the opened folders."""
+        return readable(self.entry(row), self.workspace.is_inside)
+
     def problems_of(self, entry: Entry) -> list[Problem]:
         """What the listing and the last check say about a row."""
         if entry.is_left_out:
@@ -292,9 +298,13 @@ class OpenSource:
         with self.lock:
             if self.scan is None or self.scan.state != "running":
                 store = self.folder / "scan" / content_hash(str(self.place).encode("utf-8", "surrogateescape"))
-                self.scan = Scan(tuple(self.entries), store, min(areas(self.data.vae_image_size)), self._touch)
+                self.scan = self._new_scan(store)
                 self.scan.start()
             return self.scan
+
+    def _new_scan(self, store: Path) -> Scan:
+        area, is_inside = min(areas(self.data.vae_image_size)), self.workspace.is_inside
+        return Scan(tuple(self.entries), lambda entry: readable(entry, is_inside), store, area, self._touch)
 
     def _touch(self) -> None:
         self.revision += 1

@@ -79,7 +79,7 @@ class Sources:
         key = str(place), data.model_dump_json()
         with self._lock:
             if key not in self._open:
-                self._open[key] = OpenSource(place, data, self.workspace.folder, self.workspace.state)
+                self._open[key] = OpenSource(place, data, self.workspace)
                 self._open[key].list_again()
             self._open.move_to_end(key)
             while len(self._open) > MOST_OPEN:
@@ -184,7 +184,7 @@ def _add_images(router: APIRouter, sources: Sources, thumbnails: row_images.Thum
         size: Literal["thumbnail", "whole", "overlay"] = "thumbnail",
         v: Text = "",
     ) -> Response:
-        found = image_at(sources.get(source).entry(row), role)
+        found = image_at(sources.get(source).readable(row), role)
         version = row_images.version_of(found)
         tag, is_mask = f'"{version}-{size}"', role == "mask"
         headers = {"ETag": tag, "Cache-Control": FOREVER if v == version else "private, no-cache"}
@@ -200,7 +200,7 @@ def _add_images(router: APIRouter, sources: Sources, thumbnails: row_images.Thum
     @router.get("/mask")
     def mask(source: Text, row: Number) -> Response:
         """The values of a mask at the target's size, deflated."""
-        (width, height), values, seen, is_scaled = row_images.mask_values(sources.get(source).entry(row))
+        (width, height), values, seen, is_scaled = row_images.mask_values(sources.get(source).readable(row))
         about = {"width": width, "height": height, "seen": seen, "scaled": is_scaled}
         headers = {"X-About": json.dumps(about)}
         return Response(row_images.deflated(values), headers=headers, media_type="application/octet-stream")
@@ -227,8 +227,7 @@ def _add_edits(router: APIRouter, sources: Sources) -> None:
         source: Text, row: Number, seen: Text, body: Annotated[bytes, Body()], seen_mask: Text = ""
     ) -> dict[str, Any]:
         opened = sources.get(source)
-        entry = opened.entry(row)
-        png = row_images.mask_png(entry, body)
+        png = row_images.mask_png(opened.readable(row), body)
         new = opened.set_mask(row, seen, png, seen_mask or None)
         return answer(opened, row) | {"seen": "" if new.mask is None else content_hash(new.mask.read())}
 
@@ -314,7 +313,7 @@ def row_json(opened: OpenSource, row: int) -> dict[str, Any]:
 def details_of(opened: OpenSource, row: int) -> list[dict[str, Any]]:
     """Where each image is, and its size or what is wrong with it."""
     found: list[dict[str, Any]] = []
-    entry = opened.entry(row)
+    entry = opened.readable(row)
     for role in row_images.roles_of(entry):
         image = image_at(entry, role)
         about: dict[str, Any] = {"role": role, "where": opened.shown(str(image)), "size": None, "error": None}

@@ -90,9 +90,17 @@ class StoppedError(Exception):
 class Scan:
     """A scan of the rows of a source, which `start` begins."""
 
-    def __init__(self, entries: Sequence[Entry], store: Path, area: int, ended: Callable[[], object]) -> None:
-        """`area` is what images are enlarged to, in pixels; `ended` is called at the end."""
-        self.entries, self.area, self.store, self._ended = entries, area, store, ended
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        readable: Callable[[Entry], Entry],
+        store: Path,
+        area: int,
+        ended: Callable[[], object],
+    ) -> None:
+        """`readable` gives a row whose images may be read; `area` is what images are enlarged to, in pixels; `ended` is
+        called at the end."""
+        self.entries, self.readable, self.area, self.store, self._ended = entries, readable, area, store, ended
         self.state, self.what, self.error = "running", "reading images", ""
         self.done, self.total, self.began = 0, len(entries), time.monotonic()
         self.findings: Findings | None = None
@@ -138,7 +146,7 @@ class Scan:
         with ThreadPoolExecutor(WORKERS, "scan", yield_to_others) as pool, memory.saved():
             for begin in range(0, len(self.entries), AT_ONCE):
                 chunk = self.entries[begin : begin + AT_ONCE]
-                for each in pool.map(lambda entry: facts_of(entry, memory), chunk):
+                for each in pool.map(lambda entry: facts_of(self.readable(entry), memory), chunk):
                     facts.append(each)
                     self._advance(1)
         return facts
