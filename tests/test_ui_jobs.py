@@ -19,7 +19,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from qwen_cache.errors import JobError, OutdatedError
+from qwen_cache.errors import ConfigError, JobError, OutdatedError
 from qwen_cache.storage.durable import locked
 from qwen_cache.ui.jobs import Checks, Command, Job, NoJobError, Queue
 from qwen_cache.ui.jobs.job import ENDED, LOCK, OUTPUT, OUTPUT_BYTES, PROGRESS, STARTED, read_job, write_json
@@ -146,6 +146,15 @@ def test_a_command_is_shown_as_a_user_types_it() -> None:
     two = Command("qwen-train", ["run"], processes=2)
     assert two.line == "torchrun --standalone --nproc-per-node 2 -m qwen_train run"
     assert two.argv()[:3] == [sys.executable, "-m", "torch.distributed.run"]
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\ud800"], ids=ascii)
+def test_a_text_that_no_command_takes_is_refused(queue: Queue, folder: Path, text: str) -> None:
+    command = Command("qwen-train", ["predict", "--prompt", text])
+    for run in (lambda: queue.add("Generate", "generate", command), lambda: Checks(folder).check(command)):
+        with pytest.raises(ConfigError, match="cannot take this text"):
+            run()
+    assert queue.list() == []
 
 
 def test_a_real_command_runs_without_modules_of_the_folder(folder: Path) -> None:
@@ -439,6 +448,48 @@ def test_a_damaged_job_is_left_out(queue: Queue, folder: Path) -> None:
     assert queue.get(id).progress() is None
     (job.folder / ENDED).write_bytes(b"")  # as a power loss may leave a file that was not synced
     assert read_job(job.folder).state == "lost"
+
+
+@pytest.mark.parametrize("change", ["unsigned", "other arguments"])
+def test_jobs_that_came_with_a_folder_do_not_start(folder: Path, starts: dict[str, Sequence[str]], change: str) -> None:
+    """Opening a folder runs nothing that somebody else has put there."""
+    id = add(Queue(folder, starts), "say", "", "")
+    file = folder / ".qwen-ui/jobs" / id / "job.json"
+    written = json.loads(file.read_text())
+    written["argv"] = [sys.executable, "-c", "open('foreign', 'w')"]
+    if change == "unsigned":
+        del written["signature"]
+    file.write_text(json.dumps(written))
+    with Queue(folder, starts) as queue:
+        job = wait_for(queue, id, "failed")
+        assert "was not added by you on this machine" in job.error()
+        assert not (folder / "foreign").exists()
+        wait_for(queue, queue.again(id).id, "done")
+    assert not (folder / "foreign").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"command": {"program": "sh"}},
+        {"command": {"program": "qwen-cache", "environment": {"LD_PRELOAD": "./x.so"}}},
+        {"command": {"program": "qwen-cache", "environment": 1}},
+        {"about": []},
+        {"created": "now"},
+        {"signature": "\u00e9"},
+    ],
+    ids=str,
+)
+def test_a_planted_job_neither_runs_nor_ends_the_queue(
+    folder: Path, starts: dict[str, Sequence[str]], change: dict[str, Any]
+) -> None:
+    id = add(Queue(folder, starts), "fail")
+    file = folder / ".qwen-ui/jobs" / id / "job.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with Queue(folder, starts) as queue:
+        wait_for(queue, add(queue, "say", "", ""), "done")
+        assert all(job.id != id or job.state in ("queued", "failed") for job in queue.list())
+        assert ("signature" in change) == any(job.id == id for job in queue.list())
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from qwen_cache.errors import ConfigError
 from qwen_cache.plain_text import shell_line
 
 Program = Literal["qwen-cache", "qwen-train"]
@@ -23,8 +24,17 @@ STARTS: Starts = {
     "torchrun": (sys.executable, "-m", "torch.distributed.run"),
 }
 """What starts each program."""
+VARIABLES = ("CUDA_VISIBLE_DEVICES",)
+"""What a job that is read from a folder may set: others, such as LD_PRELOAD, run any program."""
 COLUMNS = "110"  # of tables: wider than an unknown terminal, and still without a scroll bar on a laptop
 COLOURS = ("CLICOLOR_FORCE", "FORCE_COLOR", "PY_COLORS", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+
+
+def _can_be_given(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half of a letter, as from a program that cuts text
+        return False
 
 
 @dataclass(frozen=True)
@@ -47,8 +57,12 @@ class Command:
         return "".join(variables) + shell_line(self._words)
 
     def argv(self, starts: Starts = STARTS) -> list[str]:
-        """What the system starts."""
+        """What the system starts; ConfigError for a text that no command can be given."""
         program, *arguments = self._words
+        for text in arguments:
+            if not _can_be_given(text):
+                do = "write it again without hidden characters"
+                raise ConfigError("a command cannot take this text", found=ascii(text)[:80], do=do)
         return [*starts[program], *arguments]
 
     @property

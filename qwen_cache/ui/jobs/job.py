@@ -27,7 +27,8 @@ from typing import Any, Literal
 from qwen_cache.errors import JobError
 from qwen_cache.plain_text import without_controls
 from qwen_cache.storage.durable import LockHeldError, locked, write_durably
-from qwen_cache.ui.jobs.command import Command
+from qwen_cache.ui.jobs.command import STARTS, VARIABLES, Command
+from qwen_cache.ui.jobs.signature import is_signed
 
 JOB, LOCK, STARTED, STOP, ENDED = "job.json", "lock", "started.json", "stop.json", "ended.json"
 OUTPUT, RESULT, PROGRESS = "output.log", "result.json", "progress.json"
@@ -76,6 +77,8 @@ class Job:
     pid: int | None = None
     since: str = ""
     """When the command's process began."""
+    is_own: bool = True
+    """Whether this user has added it on this machine."""
 
     @property
     def is_ended(self) -> bool:
@@ -179,7 +182,10 @@ def read_job(folder: Path) -> Job:
         command = Command(**written["command"])
         job = {name: written[name] for name in ("id", "title", "kind", "about", "created")}
         job |= {name: tuple(written[name]) for name in ("argv", "devices")} | {"command": command, "folder": folder}
-    except (KeyError, TypeError):
+        job["is_own"] = is_signed(written)
+        if not _is_valid(job):
+            raise KeyError
+    except (KeyError, TypeError, ValueError):
         raise NoJobError("there is no such job", found=folder.name, do="reload the page") from None
     started = read_json(folder / STARTED)
     if started:
@@ -191,6 +197,14 @@ def read_job(folder: Path) -> Job:
         return Job(**job, state=_end_state(folder, ended), ended=ended.get("time"), code=ended.get("code"))
     is_stopped = (folder / STOP).exists()
     return Job(**job, state="queued" if not started else "stopping" if is_stopped else "running")
+
+
+def _is_valid(job: Mapping[str, Any]) -> bool:
+    """Whether a job that was read is one that can be listed and run again; its folder may come from elsewhere."""
+    kinds = {"title": str, "kind": str, "about": dict, "created": float}
+    command = job["command"]
+    is_known = command.program in STARTS and set(command.environment) <= set(VARIABLES)
+    return is_known and all(isinstance(job[name], kind) for name, kind in kinds.items())
 
 
 def _end_state(folder: Path, ended: Mapping[str, Any]) -> State:

@@ -28,6 +28,7 @@ from qwen_cache.storage.durable import (
     make_folder,
     remove_folder,
     whole_folder,
+    write_durably,
 )
 from qwen_cache.ui.jobs.command import STARTS, Command, Starts
 from qwen_cache.ui.jobs.job import (
@@ -46,9 +47,14 @@ from qwen_cache.ui.jobs.job import (
 )
 from qwen_cache.ui.jobs.process import began, children, kill, send
 from qwen_cache.ui.jobs.scheduler import to_start
+from qwen_cache.ui.jobs.signature import signed
 
 PAUSE = 0.5  # seconds between two looks at what has ended
 QUEUE = "queue.json"
+FOREIGN = (
+    b"error: this job was not added by you on this machine, so it does not start by itself\n  -> read its command, \
+and run it again if you want it\n"
+)
 
 
 class Queue:
@@ -137,7 +143,7 @@ class Queue:
         }
         make_folder(self._jobs)
         with whole_folder(self._jobs / id) as folder:
-            write_json(folder / JOB, job)
+            write_json(folder / JOB, signed(job))
         self._wake.set()
         return self.get(id)
 
@@ -223,13 +229,19 @@ class Queue:
 
     def _start_next(self) -> None:
         for job in [] if self.paused else to_start(self.list()):
-            if not self._ends.is_set() and not _start(job):
+            if self._ends.is_set():
+                return
+            if not job.is_own:
+                self._note_failed_start(job, FOREIGN)
+            elif not _start(job):
                 self._note_failed_start(job)
 
-    def _note_failed_start(self, job: Job) -> None:
+    def _note_failed_start(self, job: Job, why: bytes = b"") -> None:
         """Let a job that could not be started fail, or it would be tried for ever."""
         with suppress(LockHeldError, FileNotFoundError), locked(job.folder / LOCK):
             if read_job(job.folder).state == "queued":
+                if why:
+                    write_durably(job.folder / OUTPUT, why)
                 write_json(job.folder / ENDED, {"time": time.time(), "code": 1})
 
     # ---- the disk ----------------------------------------------------------------------------------------------------
