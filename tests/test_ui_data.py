@@ -238,6 +238,23 @@ def test_images_that_a_table_names_outside_the_folder_are_not_shown(project: Pat
                 assert bool(details[role]["error"]) == (not allowed)
 
 
+@pytest.mark.parametrize("link", ["target_images/a.txt", "control_images/more", "metadata.csv", "notes.txt"])
+def test_a_source_with_a_link_out_of_the_folder_is_not_listed(project: Path, tmp_path: Path, link: str) -> None:
+    outside = tmp_path / "other/a.csv"
+    outside.parent.mkdir()
+    outside.write_text("target,control,prompt\ntarget_images/a.png,control_images/a.png,secret\n", encoding="utf-8")
+    (project / "data" / link).unlink(missing_ok=True)
+    (project / "data" / link).symlink_to(outside.parent if "more" in link else outside)
+    (project / "data/again").symlink_to(project / "data")  # round and round
+    with opened(project) as client:
+        summary = Page(client).listed()
+        assert (summary["state"], summary["error"]["where"]) == ("failed", f"data/{link}")
+        assert summary["error"]["what"] == "this link leads out of the opened folders"
+        assert Page(client).get("/rows")["rows"] == []
+    with opened(project, outside.parent) as client:
+        assert "link" not in str(Page(client).listed()["error"])
+
+
 def test_images_are_those_of_rows_alone(project: Path, page: Page) -> None:
     page.listed()
     for wrong in ({"row": 99}, {"role": "mask"}, {"role": "control-1"}, {"role": "names"}, {"role": "../a.png"}):

@@ -26,7 +26,7 @@ from qwen_cache.sources.listing import Entry, Listing, as_entry
 from qwen_cache.sources.places import Location
 from qwen_cache.sources.rows import Draft, Readable
 from qwen_cache.storage.url import Url
-from qwen_cache.ui.data.inside import readable
+from qwen_cache.ui.data.inside import check_links, readable
 from qwen_cache.ui.data.scan import Scan, areas
 from qwen_cache.ui.data.view import Positions, Shown, View, counts, positions, text_of
 from qwen_cache.ui.workspace import Workspace
@@ -141,6 +141,8 @@ class OpenSource:
             settings = settings_of(self.data)
             while True:
                 edits, stamp, needs = self._edits, self._stamp_now(), needs_of(**settings)
+                if isinstance(self.place, Path):
+                    check_links(self.place, self.workspace.is_inside)
                 drafts, empty = drafts_of(self.place, needs), settings["allow_empty_prompt"]
                 with without_gc():
                     content = read_drafts(drafts, str(self.place), needs, allow_empty_prompt=empty, on_draft=take)
