@@ -1,4 +1,4 @@
-"""What is read of a source: files in the opened folders. A table may name any file of the machine, and a link lead to it.
+"""What is read of a source: files in the opened folders. A table may name any file of the machine, a link lead to it.
 
 An image elsewhere is shown as one that cannot be read. A source with a link to other files elsewhere, such as prompts,
 is not listed. `build` reads them all: it runs as the user does. Images on servers are left to `data.allow_urls`.
