@@ -33,7 +33,7 @@ data: {{vae_image_size: 16384}}
 cache: {{dtype: float32}}
 train:
   max_steps: 50
-  gradient_accumulation_steps: 2
+  gradient_accumulation_steps: 12
   gradient_checkpointing: false
   mixed_precision: "no"
   checkpointing_steps: 25
@@ -73,8 +73,10 @@ def running(folder: Path) -> Iterator[str]:
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment) as ui:
         assert ui.stdout is not None
-        yield json.loads("".join(ui.stdout.readline() for _ in range(3)))["url"]
-        ui.send_signal(signal.SIGINT)
+        try:
+            yield json.loads("".join(ui.stdout.readline() for _ in range(3)))["url"]
+        finally:
+            ui.send_signal(signal.SIGINT)
         assert ui.wait(HANG) == 0
 
 
