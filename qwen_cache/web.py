@@ -57,7 +57,12 @@ class RefusedError(Exception):
 
 def as_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON answer."""
-    return Response(json.dumps(value, ensure_ascii=False), status, headers, "application/json")
+    return Response(json_bytes(value), status, headers, "application/json")
+
+
+def json_bytes(value: Any) -> bytes:
+    """JSON in UTF-8; what is no letter there, such as a byte of a file's name, is escaped."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
 def answer(error: RefusedError) -> Response:

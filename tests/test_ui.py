@@ -80,6 +80,15 @@ def test_a_stranger_gets_nothing(stranger: TestClient, headers: dict[str, str]) 
     assert not stranger.get(JOBS, headers=OWN).json()["paused"]
 
 
+@pytest.mark.parametrize("other", ['a={"b": 1}', "a=b c", '="', "a=\u00e9", "expires", ""])
+def test_cookies_of_other_programs_of_this_machine_are_passed_over(stranger: TestClient, other: str) -> None:
+    """Browsers send them to every port; many hold JSON, which is no well-formed cookie."""
+    cookies = f"{other}; {OWN['Cookie']}; {other}".encode("latin-1")
+    assert stranger.get(JOBS, headers=[(b"cookie", cookies)]).status_code == 200
+    wrong = cookies.replace(TOKEN.encode(), b"wrong")
+    assert stranger.get(JOBS, headers=[(b"cookie", wrong)]).status_code == 403
+
+
 def test_a_change_needs_a_page_of_the_program(stranger: TestClient) -> None:
     assert stranger.get(JOBS, headers=COOKIE).status_code == 200  # typed into the address line
     assert stranger.post(QUEUE, headers=COOKIE, content=b"{}").status_code == 403  # no browser omits Origin here
@@ -91,6 +100,8 @@ def test_a_change_needs_a_page_of_the_program(stranger: TestClient) -> None:
 def test_bodies_have_a_length_and_a_limit(own: TestClient) -> None:
     endless = own.post(QUEUE, content=iter([b"{}"]))
     assert (endless.status_code, endless.json()["error"]) == (411, "the body has no length")
+    both = own.post(QUEUE, content=b"{}", headers={"Transfer-Encoding": "chunked", "Content-Length": "2"})
+    assert both.status_code == 411
     huge = own.post(QUEUE, content=b"", headers={"Content-Length": "300000000"})
     assert (huge.status_code, huge.json()["do"]) == (413, "send at most 256000000")
 
@@ -153,6 +164,41 @@ def test_paths_outside_the_folder_are_refused(tmp_path: Path, path: str) -> None
     with pytest.raises(RefusedError) as refused:
         workspace.inside(path)
     assert refused.value.status == 403
+
+
+@pytest.mark.parametrize("link", [".qwen-ui", ".qwen-ui/uploads", ".qwen-ui/thumbnails/ab"])
+def test_a_state_that_leads_elsewhere_is_not_used(tmp_path: Path, link: str) -> None:
+    """It may have come with the folder: uploads would be written there, and old thumbnails removed."""
+    folder, other = tmp_path / "project", tmp_path / "other"
+    other.mkdir()
+    (folder / link).parent.mkdir(parents=True)
+    (folder / link).symlink_to(other)
+    with pytest.raises(ConfigError, match="leads out of the opened folders"):
+        Workspace.open(folder)
+    Workspace.open(folder, [other])
+
+
+def test_a_path_never_looks_like_an_option(tmp_path: Path) -> None:
+    workspace = Workspace.open(tmp_path)
+    for typed in ("./--out=x", "a/../-x"):
+        shown = workspace.shown(workspace.inside(typed))
+        assert shown.startswith("./-")
+        assert workspace.inside(shown) == workspace.inside(typed)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have names in Unicode alone")
+def test_names_that_are_no_text_do_not_break_pages(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"\xff\xfe.png")).write_bytes(b"")
+    (tmp_path / "<img src=x onerror=alert(1)>\n\x1b[2J'\".png").write_bytes(b"")
+    with opened(tmp_path) as client:
+        for path in ("/api/generate/choices", "/api/train/controls"):
+            answer = client.get(path)
+            assert answer.status_code == 200
+            assert answer.headers["content-type"] == "application/json"
+            assert sorted(answer.json()["images"]) == sorted(each.name for each in tmp_path.glob("*.png"))
+        body, kind = b'{"changes": {"\\ud800": NaN}}', {"Content-Type": "application/json"}
+        answer = client.post("/api/settings/check", content=body, headers=kind)
+        assert answer.status_code == 422
 
 
 def test_allowed_folders_are_reached(tmp_path: Path) -> None:

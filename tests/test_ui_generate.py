@@ -117,13 +117,18 @@ def test_choices_are_those_of_the_folder(page: TestClient) -> None:
 
 
 def test_previews_and_uploads_are_images(page: TestClient, project: Path) -> None:
+    assert page.get("/api/generate/preview", params={"path": "."}).status_code == 422
+    with (project / "huge.png").open("wb") as file:
+        file.truncate(1 << 40)
+    assert "too large" in page.get("/api/generate/preview", params={"path": "huge.png"}).json()["error"]
+    (project / "huge.png").unlink()
     shown = page.get("/api/generate/preview", params={"path": "data/a b.png"})
     assert size(shown.content) == (64, 32)
     for path, status in [
         ("data/photo.eps", 422),
         ("data/link.png", 403),
-        ("data/missing.png", 500),
-        ("qwen.yaml", 500),
+        ("data/missing.png", 422),
+        ("qwen.yaml", 422),
     ]:
         assert page.get("/api/generate/preview", params={"path": path}).status_code == status, path
     kept = page.post("/api/generate/upload", content=png((30, 20))).json()["path"]

@@ -461,6 +461,8 @@ def test_devices_are_those_that_the_run_sees(
         ({"train.caches": [{"path": "/etc"}]}, 403, None, "outside the opened folders"),
         ({"validation.cache": "../x"}, 403, None, "outside the opened folders"),
         ({"validation.prompts": [{"prompt": "a", "control": "/etc/x.png"}]}, 403, None, "outside"),
+        ({"logging.run_name": "../../../x"}, 422, "logging.run_name", "outside of its own"),
+        ({"cache.local_copies": "/tmp/copies"}, 403, None, "outside the opened folders"),
     ],
 )
 def test_what_a_run_would_refuse_is_refused_before(
@@ -581,7 +583,9 @@ def test_the_report_of_a_run_is_served_in_a_sandbox(page: TestClient, project: P
     (found,) = page.get("/api/train/runs").json()["runs"]
     answer = page.get(found["report"])
     assert answer.text == "<p>a run"
-    assert answer.headers["content-security-policy"].startswith("sandbox ")
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("sandbox ")
+    assert "'self'" not in policy  # nor reads it what other pages show
     (project / "out" / "report.html").unlink()
     (project / "out" / "report.html").symlink_to(project / "out" / "qwen.yaml")
     assert page.get(found["report"]).status_code == 404
@@ -594,6 +598,13 @@ def test_no_other_folder_is_read(page: TestClient, name: str) -> None:
         assert answer.status_code in (403, 404), answer.text
     for path in ("resume", "resume/command", "decode"):
         assert page.post(f"/api/train/{path}", json={"folder": name}).status_code in (403, 404)
+
+
+def test_a_run_that_continues_writes_nowhere_else(page: TestClient) -> None:
+    for changes in {"logging.run_name": "../../x"}, {"cache.local_copies": "/tmp/copies"}:
+        answer = page.post("/api/train/resume", json={"folder": "out", "changes": changes, "devices": ["cpu"]})
+        assert answer.status_code in (403, 422)
+        assert "outside" in answer.text
 
 
 # ---- a run through the page ------------------------------------------------------------------------------------------

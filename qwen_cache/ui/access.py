@@ -10,7 +10,6 @@ Bodies without a length, and too long ones, are refused.
 from __future__ import annotations
 
 import hmac
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -116,11 +115,9 @@ class Access:
         return scope["method"] in READING and hmac.compare_digest(begin, self.pages)
 
     def _has_cookie(self, headers: Headers) -> bool:
-        try:
-            cookie = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
-        except CookieError:
-            return False
-        return cookie is not None and self._is_right(cookie.value)
+        """Whether our cookie is there, among those of other programs of this machine, which may hold anything."""
+        given = (each.strip().partition("=") for each in headers.get("cookie", "").split(";"))
+        return any(name == self.cookie and self._is_right(value) for name, _, value in given)
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
         """RefusedError for a request that a page of another origin caused."""
@@ -135,7 +132,7 @@ class Access:
         if scope["method"] in READING:
             return
         length = headers.get("content-length")
-        if length is None or not length.isdecimal():
+        if length is None or not length.isdecimal() or "transfer-encoding" in headers:
             raise RefusedError(411, "the body has no length", "send Content-Length")
         if int(length) > MAX_BODY:
             raise RefusedError(413, f"the body has {length} bytes", f"send at most {MAX_BODY}")

@@ -8,8 +8,9 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic_core import PydanticSerializationError, to_json
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from qwen_cache.errors import OutdatedError, QwenCacheError
 from qwen_cache.ui.access import Access, written_pages
@@ -23,14 +24,24 @@ from qwen_cache.ui.pages import pages_of
 from qwen_cache.ui.settings import routes_of as settings_routes
 from qwen_cache.ui.train.routes import routes_of as train_routes
 from qwen_cache.ui.workspace import Workspace
-from qwen_cache.web import RefusedError, answer, as_json
+from qwen_cache.web import RefusedError, answer, as_json, json_bytes
 
 LOG = logging.getLogger("qwen_cache.ui")
 
 
+class Json(JSONResponse):
+    """JSON of any text, also a file's name that is no UTF-8; NaN and infinities are null."""
+
+    def render(self, content: Any) -> bytes:
+        try:
+            return to_json(content, inf_nan_mode="null")
+        except PydanticSerializationError:
+            return json_bytes(content)
+
+
 def make_app(workspace: Workspace, queue: Queue, checks: Checks, token: str, port: int) -> FastAPI:
     """The application for an opened folder, whose queue is entered elsewhere."""
-    app = FastAPI(title="qwen-cache ui", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="qwen-cache ui", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=Json)
     app.include_router(pages_of(workspace))
     app.include_router(settings_routes(workspace))
     app.include_router(job_routes(queue))

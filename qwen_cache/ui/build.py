@@ -118,7 +118,7 @@ class BuildPage:
 
     def cache_page(self, name: str) -> Response:
         """A page about a cache, or one of the files beside it."""
-        return written_page(self._workspace.state / INSPECTED, name)
+        return written_page(self._workspace.inside(self._workspace.state / INSPECTED), name)
 
     def _build(self, form: Form) -> Build:
         build, problems = checked(self._workspace, form)

@@ -27,8 +27,8 @@ from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.sources.images import open_rgba
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
+from qwen_cache.sources.places import read_bytes
 from qwen_cache.storage.durable import make_folder, write_durably
-from qwen_cache.storage.mapped import read_file
 from qwen_cache.ui.jobs import Command, Job, Queue
 from qwen_cache.ui.settings import Changes, options_of
 from qwen_cache.ui.workspace import Workspace
@@ -207,7 +207,7 @@ def loras_of(workspace: Workspace) -> list[dict[str, Any]]:
 
 def preview_of(path: Path) -> bytes:
     """A small WebP of an image file; SourceError if it is none."""
-    image = open_rgba(read_file(path), path.name)
+    image = open_rgba(read_bytes(path), path.name)
     image.thumbnail((PREVIEW, PREVIEW))
     return _webp(image)
 

@@ -6,7 +6,9 @@ refused. The working directory of the process is the folder, as it is for the co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +31,19 @@ class Workspace:
 
     @classmethod
     def open(cls, folder: Path, allowed: Sequence[Path] = ()) -> Workspace:
-        """The workspace of existing folders; ConfigError if one does not exist."""
+        """The workspace of existing folders; ConfigError if one does not exist, or the state of the UI is elsewhere."""
         for each in (folder, *allowed):
             if not each.is_dir():
                 raise ConfigError("no such folder", where=each, do="name the folder of a project, or create it")
-        return cls(folder.resolve(), tuple(each.resolve() for each in allowed))
+        opened = cls(folder.resolve(), tuple(each.resolve() for each in allowed))
+        for path in _links(opened.state):
+            if not opened.is_inside(path):
+                what, do = (
+                    "a link in the UI's state leads out of the opened folders",
+                    "remove it, or --allow its folder",
+                )
+                raise ConfigError(what, where=path, found=path.resolve(), do=do)
+        return opened
 
     @property
     def state(self) -> Path:
@@ -64,8 +74,9 @@ class Workspace:
         return place if isinstance(place, Url) else self.inside(place)
 
     def shown(self, path: Path) -> str:
-        """A path as it is typed in the folder: relative if it is inside."""
-        return str(path.relative_to(self.folder)) if path.is_relative_to(self.folder) else str(path)
+        """A path as it is typed in the folder: relative if it is inside, and never like an option."""
+        text = str(path.relative_to(self.folder)) if path.is_relative_to(self.folder) else str(path)
+        return f"./{text}" if text.startswith("-") else text
 
     @property
     def config_file(self) -> Path | None:
@@ -77,3 +88,16 @@ class Workspace:
         """The settings of qwen.yaml with these changes, by dotted name; ConfigError names the setting at fault."""
         given = [Given(key, key, value) for key, value in (changes or {}).items()]
         return load_config(self.config_file, (), given)
+
+
+def _links(folder: Path, depth: int = 2) -> Iterator[Path]:
+    """The links among a folder and what is in it, down to the folders that the UI keeps files in."""
+    if folder.is_symlink():
+        yield folder
+    elif depth:
+        with suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    yield Path(entry.path)
+                elif depth > 1 and entry.is_dir():
+                    yield from _links(Path(entry.path), depth - 1)

@@ -24,9 +24,15 @@ SANDBOX = {
 """To a page without an origin, the files beside it are those of another; and a browser shows no page that has both a
 sandbox and an opener policy. Forms are for the filters of a list: they are sent nowhere."""
 
+POLICY = "Content-Security-Policy"
+ALONE = SANDBOX | {POLICY: SANDBOX[POLICY].replace(" 'self'", "")}
 
-def written_page(folder: Path, name: str) -> FileResponse:
-    """A page below a folder, or a script beside it; RefusedError (404) for everything else."""
+
+def written_page(folder: Path, name: str, *, is_alone: bool = False) -> FileResponse:
+    """A page below a folder, or a script beside it; RefusedError (404) for everything else.
+
+    A page that `is_alone` needs no scripts beside it, and can load none: those of other pages have what these show.
+    """
     root = folder.resolve()
     try:
         file = (root / name).resolve()
@@ -35,4 +41,4 @@ def written_page(folder: Path, name: str) -> FileResponse:
         is_page = False
     if not is_page:
         raise RefusedError(404, "there is no such page", "write it again")
-    return FileResponse(file, media_type=KINDS[file.suffix], headers=SANDBOX)
+    return FileResponse(file, media_type=KINDS[file.suffix], headers=ALONE if is_alone else SANDBOX)

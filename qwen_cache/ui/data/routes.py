@@ -163,7 +163,7 @@ def _add_reading(router: APIRouter, sources: Sources) -> None:
         return row_json(opened, row) | {"details": details_of(opened, row)}
 
     @router.get("/groups")
-    def groups(source: Text, finding: Text, start: Number = 0, count: Annotated[int, Query(le=50)] = 20) -> Any:
+    def groups(source: Text, finding: Text, start: Number = 0, count: Annotated[int, Query(ge=0, le=50)] = 20) -> Any:
         opened = sources.get(source)
         findings = opened.scan.findings if opened.scan else None
         every = [] if findings is None else list(titled_groups(findings, finding))

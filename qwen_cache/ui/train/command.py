@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -41,6 +42,7 @@ NOT_FIRST = re.compile(r"[a-z]+:0*[1-9]\d*")
 """A device that is not the first of its kind: a run takes the first one, and only GPUs of CUDA are hidden here."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 VAE_DEVICE = "validation.vae_device"
+LOGS = "logs"  # of TensorBoard, in the folder of a run
 
 
 class Form(BaseModel):
@@ -91,6 +93,7 @@ def resumed(workspace: Workspace, asked: Continued, earlier: Job | None) -> Prep
     changes = {key: value for key, value in asked.changes.items() if key != "train.output_dir"}
     config = load_config(run / CONFIG_NAME, (), [Given(key, key, value) for key, value in changes.items()])
     arguments = ["run", "--resume", *_given("--out", workspace.shown(run))]
+    check_written(workspace, config, run)
     check_read(workspace, config)
     if earlier and not asked.devices:
         environment, devices, processes = earlier.command.environment, earlier.devices, earlier.command.processes
@@ -202,7 +205,18 @@ def check_paths(workspace: Workspace, config: Config) -> None:
             found=config.train.output_dir,
             do="name a folder inside, such as out",
         )
+    check_written(workspace, config, out)
     check_read(workspace, config)
+
+
+def check_written(workspace: Workspace, config: Config, out: Path) -> None:
+    """An error for what a run writes besides its folder `out`; a folder for copies that qwen.yaml names is taken."""
+    if not (out / LOGS / (config.logging.run_name or "")).resolve().is_relative_to(out):
+        what, do = "the folder of this run's metrics is outside of its own", "give a name without .."
+        raise ConfigError(what, where="logging.run_name", found=config.logging.run_name, do=do)
+    copies = config.cache.local_copies
+    if copies and copies != workspace.settings().cache.local_copies:
+        workspace.inside(copies)
 
 
 def check_read(workspace: Workspace, config: Config) -> None:

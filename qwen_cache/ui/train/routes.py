@@ -202,7 +202,7 @@ def _add_runs(router: APIRouter, workspace: Workspace, pages: str) -> None:
     @router.get(f"{pages}{{name:path}}")
     def report(name: str) -> Response:
         """The page that a run has written."""
-        return written_page(folders.run_at(workspace, name), folders.REPORT)
+        return written_page(folders.run_at(workspace, name), folders.REPORT, is_alone=True)
 
     @router.get("/api/train/runs")
     def runs() -> dict[str, Any]:
