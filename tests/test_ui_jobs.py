@@ -492,6 +492,50 @@ def test_a_planted_job_neither_runs_nor_ends_the_queue(
         assert ("signature" in change) == any(job.id == id for job in queue.list())
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (ENDED, {"time": "x", "code": "y"}),
+        (STARTED, {"time": [1], "pid": "a", "began": 3}),
+        ("job.json", {"devices": [1, {}]}),
+        ("job.json", {"argv": [[]]}),
+        ("job.json", {"id": "../../x"}),
+        ("../queue.json", {"order": 5}),
+        ("../queue.json", {"order": [[1]]}),
+    ],
+)
+def test_a_planted_file_does_not_end_the_queue(
+    folder: Path, starts: dict[str, Sequence[str]], name: str, content: dict[str, Any]
+) -> None:
+    """Of times and codes that are none, the jobs of others could not be put in order any more."""
+    ids = [add(Queue(folder, starts), "fail") for _ in range(2)]
+    jobs = folder / ".qwen-ui/jobs"
+    for id in ids:
+        (jobs / id / ENDED).write_text(json.dumps({"time": 1, "code": 1}))
+    file = jobs / ids[0] / name
+    before = json.loads(file.read_text()) if name == "job.json" else {}
+    file.write_text(json.dumps(before | content))
+    with Queue(folder, starts) as queue:
+        wait_for(queue, add(queue, "say", "", ""), "done")
+        assert ids[1] in [job.id for job in queue.list()]
+        assert all(type(job.ended) in (int, float, type(None)) for job in queue.list())
+
+
+@pytest.mark.parametrize("name", [OUTPUT, "result.json", "job.json", ENDED, PROGRESS])
+def test_no_link_in_the_folder_of_a_job_is_followed(folder: Path, starts: dict[str, Sequence[str]], name: str) -> None:
+    """It may have come with the opened folder, and shown a file from elsewhere as the job's."""
+    queue = Queue(folder, starts)
+    id = add(queue, "fail")
+    file, other = folder / ".qwen-ui/jobs" / id / name, folder.parent / "other"
+    other.write_bytes(file.read_bytes() if file.exists() else b"{}")
+    file.unlink(missing_ok=True)
+    file.symlink_to(other)
+    assert queue.list() == []
+    for read in (queue.output, queue.result, queue.get):
+        with pytest.raises(NoJobError):
+            read(id)
+
+
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 

@@ -10,13 +10,15 @@
     progress.json  its progress line
 
 Every file but the last three is written as a whole. A started job without a lock and without ended.json is lost: a kill
-or a power loss has ended it. Whoever finds this first writes it down.
+or a power loss has ended it. Whoever finds this first writes it down. A folder may come from elsewhere: one with
+anything but files in it, such as a link to other files, is no job.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -26,7 +28,7 @@ from typing import Any, Literal
 
 from qwen_cache.errors import JobError
 from qwen_cache.plain_text import without_controls
-from qwen_cache.storage.durable import LockHeldError, locked, write_durably
+from qwen_cache.storage.durable import LockHeldError, is_link, locked, write_durably
 from qwen_cache.ui.jobs.command import STARTS, VARIABLES, Command
 from qwen_cache.ui.jobs.signature import is_signed
 
@@ -177,7 +179,7 @@ class Job:
 
 def read_job(folder: Path) -> Job:
     """The job of a folder; NoJobError if it is none."""
-    written = read_json(folder / JOB)
+    written = read_json(folder / JOB) if _has_files_alone(folder) else {}
     try:
         command = Command(**written["command"])
         job = {name: written[name] for name in ("id", "title", "kind", "about", "created")}
@@ -189,12 +191,12 @@ def read_job(folder: Path) -> Job:
         raise NoJobError("there is no such job", found=folder.name, do="reload the page") from None
     started = read_json(folder / STARTED)
     if started:
-        job |= {"started": started.get("time"), "pid": started.get("pid"), "since": started.get("began") or ""}
+        job |= {"started": _time(started), "pid": _whole(started, "pid"), "since": str(started.get("began") or "")}
     ended = read_json(folder / ENDED)
     if not ended and started and not _lives(folder):
         ended = read_json(folder / ENDED)
     if ended:
-        return Job(**job, state=_end_state(folder, ended), ended=ended.get("time"), code=ended.get("code"))
+        return Job(**job, state=_end_state(folder, ended), ended=_time(ended), code=_whole(ended, "code"))
     is_stopped = (folder / STOP).exists()
     return Job(**job, state="queued" if not started else "stopping" if is_stopped else "running")
 
@@ -204,7 +206,28 @@ def _is_valid(job: Mapping[str, Any]) -> bool:
     kinds = {"title": str, "kind": str, "about": dict, "created": float}
     command = job["command"]
     is_known = command.program in STARTS and set(command.environment) <= set(VARIABLES)
-    return is_known and all(isinstance(job[name], kind) for name, kind in kinds.items())
+    texts = (*job["argv"], *job["devices"], *command.environment.values())
+    is_text = all(isinstance(text, str) for text in texts) and type(command.processes) is int
+    is_here = job["id"] == job["folder"].name
+    return is_known and is_text and is_here and all(isinstance(job[name], kind) for name, kind in kinds.items())
+
+
+def _has_files_alone(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return not is_link(folder) and all(each.is_file(follow_symlinks=False) for each in entries)
+    except OSError:
+        return False
+
+
+def _time(written: Mapping[str, Any]) -> float | None:
+    value = written.get("time")
+    return value if type(value) in (int, float) else None
+
+
+def _whole(written: Mapping[str, Any], name: str) -> int | None:
+    value = written.get(name)
+    return value if type(value) is int else None
 
 
 def _end_state(folder: Path, ended: Mapping[str, Any]) -> State:

@@ -92,7 +92,7 @@ class Queue:
     def list(self) -> list[Job]:
         """Active jobs, then queued ones in their order, then those that have ended, the newest first."""
         jobs = list(self._every())
-        order = {id: i for i, id in enumerate(self._written().get("order", ()))}
+        order = {str(id): i for i, id in enumerate(self._order())}
         ended = sorted((job for job in jobs if job.is_ended), key=lambda job: (job.ended or 0, job.id), reverse=True)
         active = sorted((job for job in jobs if job.is_active), key=lambda job: (job.started or 0, job.id))
         queued = [job for job in jobs if job.state == "queued"]
@@ -262,6 +262,10 @@ class Queue:
 
     def _written(self) -> dict[str, Any]:
         return read_json(self._jobs / QUEUE)
+
+    def _order(self) -> Sequence[Any]:
+        order = self._written().get("order")
+        return order if isinstance(order, list) else ()
 
     @contextmanager
     def _change(self) -> Iterator[dict[str, Any]]:
