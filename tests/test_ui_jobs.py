@@ -614,6 +614,41 @@ def test_the_routes_of_a_job(client: TestClient, queue: Queue, folder: Path) -> 
     assert client.get(path).status_code == 404
 
 
+def test_a_stop_from_two_windows_is_one(client: TestClient, queue: Queue, folder: Path) -> None:
+    """A second one would end the command before it has saved."""
+    id = add(queue, "stop", "late")
+    wait_until((folder / "ready").exists)
+    wait_for_pid(queue, id)
+    asked = {"args": [f"/api/jobs/{id}/stop"], "kwargs": {"json": {"seen": "running"}}}
+    threads = [Thread(target=client.post, **asked) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert json.loads((queue.get(id).folder / "stop.json").read_text())["stops"] == 1
+    assert queue.get(id).state == "stopping"
+    assert client.post(f"/api/jobs/{id}/stop", json={"seen": "stopping"}).status_code == 200
+    wait_for(queue, id, "stopped")
+
+
+def test_jobs_moved_in_two_windows_stay_all(client: TestClient, queue: Queue) -> None:
+    queue.pause()
+    ids = [add(queue, "say", "", "") for _ in range(6)]
+
+    def move(id: str) -> None:
+        for by in (-1, 1, -2):
+            assert client.post(f"/api/jobs/{id}/move", json={"by": by}).status_code == 200
+
+    threads = [Thread(target=move, args=[id]) for id in ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    listed = [job.id for job in queue.list()]
+    assert sorted(listed) == sorted(ids)
+    assert json.loads((queue.get(ids[0]).folder.parent / "queue.json").read_text())["order"] == listed
+
+
 HOSTILE = ["..", "%2e%2e", "..%2f..%2fjob", "20200101-000000-0000000g", "20200101-000000-00000000%0a"]
 
 

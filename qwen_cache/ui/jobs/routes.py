@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from threading import Lock
 from typing import Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel
 
 from qwen_cache.errors import JobError
-from qwen_cache.ui.jobs.job import Job, NoJobError
+from qwen_cache.ui.jobs.job import Job, NoJobError, State
 from qwen_cache.ui.jobs.queue import Queue
 from qwen_cache.web import RefusedError
 
@@ -20,6 +21,12 @@ class Move(BaseModel, extra="forbid"):
     """How many places a queued job moves to the back; to the front if it is negative."""
 
     by: int
+
+
+class Stop(BaseModel, extra="forbid"):
+    """What the page showed: who saw a job run wants it to save, though another window has stopped it meanwhile."""
+
+    seen: State = "stopping"
 
 
 def routes_of(queue: Queue) -> APIRouter:
@@ -55,13 +62,21 @@ def _add_views(router: APIRouter, queue: Queue) -> None:
 
 def _add_actions(router: APIRouter, queue: Queue) -> None:
     actions: dict[str, Callable[[str], Job]] = {
-        "stop": queue.stop,
         "kill": queue.kill,
         "save": queue.save_now,
         "again": queue.again,
     }
     for name, action in actions.items():
         router.add_api_route(f"/jobs/{{id}}/{name}", _acting(action), methods=["POST"])
+
+    stopping = Lock()
+
+    @router.post("/jobs/{id}/stop")
+    def stop(id: str, stop: Stop | None = None) -> dict[str, Any]:
+        with refusals(), stopping:
+            job = queue.get(id)
+            is_repeated = stop is not None and stop.seen == "running" and job.state == "stopping"
+            return (job if is_repeated else queue.stop(id)).to_json()
 
     @router.post("/jobs/{id}/remove")
     def remove(id: str) -> dict[str, Any]:

@@ -211,7 +211,7 @@ class Result {
     this.state = element("p", { class: "muted" });
     this.bar = element("progress", { hidden: true, "aria-label": "progress" });
     this.problem = element("p", { class: "problem", hidden: true });
-    this.stop = element("button", { type: "button", onclick: () => act(this.stop, () => post(`/api/jobs/${job.id}/stop`).then(look)) }, "Stop");
+    this.stop = element("button", { type: "button", onclick: () => act(this.stop, () => post(`/api/jobs/${job.id}/stop`, { seen: this.node.dataset.state }).then(look)) }, "Stop");
     this.node = element("article", { class: "panel result", "data-state": "" },
       element("h3", {}, job.about.prompt), element("p", { class: "muted" }, describe(job)), this.state, this.bar, this.problem, this.images,
       element("div", { class: "row" }, this.stop), element("details", {}, element("summary", {}, "Command"), commandLine(job.line)));

@@ -10,7 +10,7 @@ const ACTIONS = { // by what a job says it can: the label, the class, and what i
   up: ["Up", "", (id) => post(`/api/jobs/${id}/move`, { by: -1 })],
   down: ["Down", "", (id) => post(`/api/jobs/${id}/move`, { by: 1 })],
   save: ["Save now", "", (id) => post(`/api/jobs/${id}/save`)],
-  stop: ["Stop", "", (id) => post(`/api/jobs/${id}/stop`)],
+  stop: ["Stop", "", (id, seen) => post(`/api/jobs/${id}/stop`, { seen })],
   kill: ["Kill", "danger", (id) => confirm("Kill it? What it has not saved is lost.") && post(`/api/jobs/${id}/kill`)],
   again: ["Run again", "", (id) => post(`/api/jobs/${id}/again`)],
   remove: ["Remove", "", (id) => post(`/api/jobs/${id}/remove`)],
@@ -56,6 +56,8 @@ class Card {
     setText(this.error, job.error ?? "");
     this.result.hidden = isActive(job) || job.state === "queued";
     this.offer(job.can.flatMap((name) => name === "move" ? ["up", "down"] : [name]));
+    const stop = this.actions.get("stop"), label = job.state === "stopping" ? "Stop now" : "Stop";
+    if (stop) { setText(stop, label); stop.setAttribute("aria-label", `${label}: ${job.title}`); }
     this.read();
   }
 
@@ -76,7 +78,7 @@ class Card {
     for (const name of names.filter((each) => !this.actions.has(each))) {
       const [label, kind, action] = ACTIONS[name];
       const button = element("button", { type: "button", class: kind, "aria-label": `${label}: ${this.job.title}`,
-        onclick: () => act(null, async () => { await action(this.id); await look(); }) }, label);
+        onclick: () => act(null, async () => { await action(this.id, this.job.state); await look(); }) }, label);
       this.actions.set(name, button);
       this.buttons.append(button);
     }

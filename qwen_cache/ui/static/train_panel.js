@@ -38,7 +38,7 @@ export class RunPanel {
   }
 
   async job_(what) {
-    await post(`/api/jobs/${this.job.id}/${what}`);
+    await post(`/api/jobs/${this.job.id}/${what}`, what === "stop" ? { seen: this.job.state } : {});
     announce({ save: "a checkpoint is saved after this step", stop: "the run saves and ends", kill: "the run is ended", remove: "removed" }[what]);
   }
 
