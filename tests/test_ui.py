@@ -9,7 +9,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx2
@@ -24,8 +28,9 @@ from qwen_cache.ui.settings import options_of
 from qwen_cache.ui.workspace import Workspace
 from qwen_cache.web import RefusedError
 
+from .support.browser import chromium
 from .support.commands import command
-from .support.ui import ORIGIN, OWN, PORT, TOKEN, opened
+from .support.ui import ORIGIN, OWN, PORT, TOKEN, opened, served
 from .support.waiting import HANG
 
 QUEUE, JOBS = "/api/queue/pause", "/api/jobs"
@@ -280,3 +285,68 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     result = command("qwen-cache", "ui", tmp_path / "missing", "--no-browser")
     assert result.code == 2
     assert "no such folder" in result.stderr
+
+
+# ---- a browser with the cookie of the UI -----------------------------------------------------------------------------
+
+ATTACKS = """async (ui) => {
+  const load = (name, attributes) => new Promise((done) => {
+    const made = Object.assign(document.createElement(name), attributes);
+    made.onload = () => done("loaded");
+    made.onerror = () => done("refused");
+    document.body.append(made);
+  });
+  const send = (path, options) =>
+    fetch(ui + path, { credentials: "include", ...options }).then(() => "sent", () => "refused");
+  navigator.sendBeacon(ui + "/api/queue/pause", "{}");
+  return [
+    await send("/api/jobs", {}),
+    await send("/api/queue/pause", { method: "POST", mode: "no-cors", body: "{}" }),
+    await load("script", { type: "module", src: ui + "/static/api.js" }),
+    await load("img", { src: ui + "/static/icon.svg" }),
+  ];
+}"""
+REPORT = """<p id="tried"></p><script>
+const tried = [];
+const note = (name) => (how) => document.getElementById("tried").textContent = tried.push(name + how) && tried.sort();
+const other = document.createElement("script");
+other.src = location.pathname.replace(/runs.*/, "inspect/data.js");
+other.onload = () => note("script ")("loaded");
+other.onerror = () => note("script ")("refused");
+document.head.append(other);
+fetch("/api/jobs", { credentials: "include" }).then(() => "sent", () => "refused").then(note("fetch "));
+try { note("cookie ")(document.cookie); } catch { note("cookie ")("refused"); }
+</script>"""
+
+
+@pytest.mark.slow  # a browser
+def test_other_pages_in_the_browser_reach_nothing(project: Path, tmp_path: Path) -> None:
+    """Those of another port and another name of this machine, and one that came with a run and was opened."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    for name, text in ("metrics.jsonl", '{"step": 1}\n'), ("qwen.yaml", "{}"), ("report.html", REPORT):
+        (project / "run").mkdir(exist_ok=True)
+        (project / "run" / name).write_text(text, encoding="utf-8")
+    (project / ".qwen-ui/inspect").mkdir(parents=True, exist_ok=True)
+    (project / ".qwen-ui/inspect/data.js").write_text("const prompts = 1")
+    with closing(server.socket), served(project) as ui, chromium() as browser:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(f"{ui}/?token={TOKEN}")
+        page.wait_for_url(f"{ui}/")
+        for host in "127.0.0.1", "localhost":
+            other = context.new_page()
+            other.goto(f"http://{host}:{server.server_port}/")
+            assert other.evaluate(ATTACKS, ui) == ["refused"] * 4
+            other.set_content(f'<form method="post" action="{ui}/api/queue/pause"><button>Win</button></form>')
+            other.click("button")
+            other.wait_for_url(f"{ui}/api/queue/pause")
+            assert '"error"' in other.content()
+        jobs = "async () => (await fetch('/api/jobs')).json()"
+        assert page.evaluate(jobs) == {"paused": False, "jobs": []}
+        report = page.evaluate("async () => (await (await fetch('/api/train/runs')).json()).runs[0].report")
+        with context.expect_page() as shown:
+            page.evaluate("(url) => { window.open(url); }", report)
+        tried = shown.value.locator("#tried", has_text=re.compile("cookie.*fetch.*script"))
+        assert tried.text_content() == "cookie refused,fetch refused,script refused"
+        server.shutdown()
