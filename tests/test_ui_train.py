@@ -551,6 +551,42 @@ def test_prompts_are_encoded_by_a_job(page: TestClient) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cache.path": "../elsewhere", "train.caches": [{"path": "shards"}]},
+        {"cache.path": "..", "validation.cache": "shards"},
+        {"cache.path": "shards", "validation.cache": "/elsewhere"},
+        {"cache.path": "linked"},
+        {"cache.path": "shards", "cache.reuse": ["/elsewhere"]},
+    ],
+)
+def test_prompts_are_encoded_into_opened_folders_alone(
+    page: TestClient, project: Path, changes: dict[str, object]
+) -> None:
+    (project / "linked").symlink_to(project.parent)
+    answer = page.post("/api/train/encode", json={"changes": changes})
+    assert answer.status_code == 403
+    assert "is outside the opened folders" in answer.json()["error"]
+    assert page.get("/api/jobs").json()["jobs"] == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"validation.cache": "/elsewhere", "validation": {"cache": "shards"}},
+        {"cache.local_copies": "/elsewhere", "cache": {"local_copies": "copies"}},
+        {"train": {"caches": [{"path": "shards"}]}, "cache.path": "/elsewhere"},
+    ],
+    ids=str,
+)
+def test_no_section_hides_a_setting(page: TestClient, changes: dict[str, object]) -> None:
+    """The command line has them in another order than a request, so another of the two would count."""
+    for path in ("command", "plan", "encode"):
+        answer = page.post(f"/api/train/{path}", json={"changes": changes})
+        assert (answer.status_code, answer.json()["error"]) == (422, "this is a section, not a setting")
+
+
 def test_a_run_is_shown_by_its_folder(page: TestClient, project: Path) -> None:
     (found,) = page.get("/api/train/runs").json()["runs"]
     assert {key: found[key] for key in ("folder", "running", "step", "max_steps", "loss", "checkpoint", "report")} == {

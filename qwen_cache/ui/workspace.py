@@ -15,6 +15,7 @@ from typing import Any
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.given import Given
+from qwen_cache.settings.listing import all_settings
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.url import Url, location
 from qwen_cache.web import RefusedError
@@ -86,8 +87,15 @@ class Workspace:
 
     def settings(self, changes: Mapping[str, Any] | None = None) -> Config:
         """The settings of qwen.yaml with these changes, by dotted name; ConfigError names the setting at fault."""
-        given = [Given(key, key, value) for key, value in (changes or {}).items()]
-        return load_config(self.config_file, (), given)
+        return load_config(self.config_file, (), given(changes or {}))
+
+
+def given(changes: Mapping[str, Any]) -> list[Given]:
+    """The changes as settings take them; ConfigError for a whole section, which may hide a setting that is checked."""
+    for key in changes:
+        if any(each.key.startswith(f"{key}.") for each in all_settings()):
+            raise ConfigError("this is a section, not a setting", where=key, do="change its settings one by one")
+    return [Given(key, key, value) for key, value in changes.items()]
 
 
 def _links(folder: Path, depth: int = 2) -> Iterator[Path]:

@@ -14,13 +14,12 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.settings.train import NO_CACHE
 from qwen_cache.ui.jobs import Command, Job
 from qwen_cache.ui.settings import Changes, options_of
 from qwen_cache.ui.train.folders import run_at
-from qwen_cache.ui.workspace import STATE, Workspace
+from qwen_cache.ui.workspace import STATE, Workspace, given
 
 OPTIONS = {
     "model.path": "--model",
@@ -91,7 +90,7 @@ def resumed(workspace: Workspace, asked: Continued, earlier: Job | None) -> Prep
     """The command that continues a run with its own settings and these changes, where `earlier` ran unless told."""
     run = run_at(workspace, asked.folder)
     changes = {key: value for key, value in asked.changes.items() if key != "train.output_dir"}
-    config = load_config(run / CONFIG_NAME, (), [Given(key, key, value) for key, value in changes.items()])
+    config = load_config(run / CONFIG_NAME, (), given(changes))
     arguments = ["run", "--resume", *_given("--out", workspace.shown(run))]
     check_written(workspace, config, run)
     check_read(workspace, config)
@@ -129,6 +128,9 @@ def encoding(workspace: Workspace, form: Form) -> Prepared:
     config = workspace.settings(form.changes)
     check_paths(workspace, config)
     changes = {key: value for key, value in form.changes.items() if key.startswith(OF_ENCODING)}
+    before = workspace.settings().cache.reuse
+    for name in (config.cache.path, config.validation_cache, *(set(config.cache.reuse) - set(before))):
+        workspace.location(name)
     path = changes.pop("cache.path", None)
     device = form.devices[0] if form.devices else AUTO
     on = [part for option in ("--vae-device", "--text-device") for part in (option, device)]
