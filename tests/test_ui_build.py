@@ -16,6 +16,7 @@ from qwen_cache.inspect import page as document
 from qwen_cache.inspect.images import stored_images
 from qwen_cache.inspect.summary import survey
 from qwen_cache.settings.load import load_config
+from qwen_cache.ui.access import RUNS, written_pages
 from qwen_cache.ui.build import MAX_LISTED, found_folders, shortened
 from qwen_cache.ui.build_command import Form, checked
 from qwen_cache.ui.devices import Device, Found, found
@@ -227,6 +228,9 @@ def test_a_written_page_is_served_in_a_sandbox(own: TestClient, project: Path) -
     assert sandboxed.get(f"{pages}x_files/rows-0.js").text == "text"
     for name in ("x.txt", "none.html", "link.html", "..%2f..%2fsecret.html", "%2e%2e/%2e%2e/secret.html", "a%00.html"):
         assert sandboxed.get(pages + name).status_code == 404, name
+    of_runs = written_pages(TOKEN, RUNS)  # known to a page that came with a run, and to whom it tells it
+    for path in (f"{of_runs}../inspect/x.html", of_runs.replace("runs", "inspect") + "x.html"):
+        assert sandboxed.get(path).status_code in (403, 404), path
     for path in (pages.replace("/written/", "/written/0"), "/written/x/inspect/x.html", "/api/jobs", "/build"):
         assert sandboxed.get(path).status_code == 403, path
     assert sandboxed.post(f"{pages}x.html", json={}).status_code == 403

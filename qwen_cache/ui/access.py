@@ -3,8 +3,8 @@
 The address with `?token=` sets a cookie; without it, or a `Bearer` header, nothing is answered. The name of the host
 must be this machine's, against names that resolve to it (DNS rebinding). A page of another origin can neither change
 nor read anything: its `Origin` and `Sec-Fetch-Site` tell, since other ports of this machine share cookies. Pages that
-commands have written run in a sandbox, without cookies and origin: the key in their addresses opens nothing else.
-Bodies without a length, and too long ones, are refused.
+commands have written run in a sandbox, without cookies and origin: the key in their addresses opens pages of their kind
+alone. Bodies without a length, and too long ones, are refused.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from qwen_cache.web import RefusedError, answer, is_loopback
 
 MAX_BODY = 256_000_000  # bytes: images that are uploaded
 READING = ("GET", "HEAD")
+INSPECTED, RUNS = WRITTEN = ("inspect", "runs")
+"""The kinds of pages that commands have written."""
 SAFE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
@@ -40,9 +42,12 @@ another origin would not send the new cookie."""
 STRANGER = RefusedError(403, "the token is missing or wrong", "open the address that `qwen-cache ui` printed")
 
 
-def written_pages(token: str) -> str:
-    """The path of pages that commands have written, which nobody guesses."""
-    return f"/written/{hmac.new(token.encode(), b'written pages', 'sha256').hexdigest()}/"
+def written_pages(token: str, kind: str) -> str:
+    """The path of pages that commands have written, which nobody guesses.
+
+    Each kind has a key of its own: a page that came with a run, and gives its address away, opens no page of a cache.
+    """
+    return f"/written/{hmac.new(token.encode(), f'written pages, {kind}'.encode(), 'sha256').hexdigest()}/{kind}/"
 
 
 class Access:
@@ -50,7 +55,7 @@ class Access:
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         self.app, self.token = app, token.encode()
-        self.pages = written_pages(token).encode()
+        self.pages = [written_pages(token, kind).encode() for kind in WRITTEN]
         self.cookie = f"qwen_cache_ui_{port}"  # cookies are shared by all ports of a host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,8 +116,9 @@ class Access:
 
     def _is_written_page(self, scope: Scope) -> bool:
         """Whether a page that a command has written, or a file beside it, is read."""
-        begin = scope["path"].encode("utf-8", "surrogateescape")[: len(self.pages)]
-        return scope["method"] in READING and hmac.compare_digest(begin, self.pages)
+        path = scope["path"].encode("utf-8", "surrogateescape")
+        is_below = [hmac.compare_digest(path[: len(pages)], pages) for pages in self.pages]
+        return scope["method"] in READING and any(is_below)
 
     def _has_cookie(self, headers: Headers) -> bool:
         """Whether our cookie is there, among those of other programs of this machine, which may hold anything."""

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from qwen_cache.errors import OutdatedError, QwenCacheError
-from qwen_cache.ui.access import Access, written_pages
+from qwen_cache.ui.access import INSPECTED, RUNS, Access, written_pages
 from qwen_cache.ui.build import routes_of as build_routes
 from qwen_cache.ui.data.routes import routes_of as data_routes
 from qwen_cache.ui.devices import routes_of as device_routes
@@ -47,8 +47,8 @@ def make_app(workspace: Workspace, queue: Queue, checks: Checks, token: str, por
     app.include_router(job_routes(queue))
     app.include_router(device_routes(checks))
     app.include_router(data_routes(workspace, checks))
-    app.include_router(build_routes(workspace, queue, checks, written_pages(token)))
-    app.include_router(train_routes(workspace, queue, checks, written_pages(token)))
+    app.include_router(build_routes(workspace, queue, checks, written_pages(token, INSPECTED)))
+    app.include_router(train_routes(workspace, queue, checks, written_pages(token, RUNS)))
     app.include_router(generate_routes(workspace, queue))
     _add_errors(app)
     app.add_middleware(Access, token=token, port=port)

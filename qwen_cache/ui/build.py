@@ -41,14 +41,14 @@ class Named(BaseModel):
 
 
 def routes_of(workspace: Workspace, queue: Queue, checks: Checks, pages: str) -> APIRouter:
-    """The routes; `pages` is the path of pages that commands have written."""
+    """The routes; `pages` is the path of the pages about caches."""
     router = APIRouter()
-    page = BuildPage(workspace, queue, checks, f"{pages}{INSPECTED}/")
+    page = BuildPage(workspace, queue, checks, pages)
     for path, handler in (("/api/build", page.start_values), ("/api/build/measured/{id}", page.measured)):
         router.add_api_route(path, handler, methods=["GET"])
     for name in ("command", "plan", "measure", "start", "look", "verify"):
         router.add_api_route(f"/api/build/{name}", getattr(page, name), methods=["POST"])
-    router.add_api_route(f"{pages}{INSPECTED}/{{name:path}}", page.cache_page, methods=["GET"])
+    router.add_api_route(f"{pages}{{name:path}}", page.cache_page, methods=["GET"])
     return router
 
 

@@ -64,11 +64,11 @@ class MetricsFiles:
 
 
 def routes_of(workspace: Workspace, queue: Queue, checks: Checks, pages: str) -> APIRouter:
-    """The routes; `pages` is the path of pages that commands have written."""
+    """The routes; `pages` is the path of the pages that runs have written."""
     router = APIRouter()
     _add_form(router, workspace, checks)
     _add_jobs(router, workspace, queue)
-    _add_runs(router, workspace, f"{pages}runs/")
+    _add_runs(router, workspace, pages)
     _add_images(router, workspace)
     return router
 
