@@ -219,6 +219,17 @@ def test_sources_outside_the_folder_are_refused(project: Path, page: Page, tmp_p
     assert missing["error"]["what"].startswith("there is no such source")
 
 
+def test_sources_are_offered_from_opened_folders_alone(project: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "table.csv").write_text("image,prompt\n", encoding="utf-8")
+    (project / "linked").symlink_to(other)
+    for allowed, is_offered in ((), False), ((other,), True):
+        with opened(project, *allowed) as client:
+            offered = client.get("/api/data/sources").json()["sources"]
+            assert ("linked/table.csv" in offered) == is_offered
+
+
 def test_images_that_a_table_names_outside_the_folder_are_not_shown(project: Path, tmp_path: Path) -> None:
     outside = tmp_path / "photographs"
     write_image(outside / "a.png", 1)

@@ -158,3 +158,37 @@ def test_images_come_back_in_the_order_of_the_grid(page: TestClient, project: Pa
         json.loads((folder.parent.parent / "jobs" / job["id"] / "job.json").read_text(encoding="utf-8"))["kind"]
         == "generate"
     )
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[tuple[TestClient, Path, dict[str, Any]]]:
+    """A client of a new folder, and a job that waits there."""
+    with opened(tmp_path) as client:
+        client.post("/api/queue/pause", json={})
+        yield (
+            client,
+            tmp_path / ".qwen-ui",
+            client.post("/api/generate/start", json={"prompt": "a", "model": "m"}).json(),
+        )
+
+
+@pytest.mark.parametrize("about", [{"grid": "x"}, {"grid": [{"name": "seed"}]}, {"folder": [1]}], ids=str)
+def test_a_planted_job_does_not_hide_the_results(started: Any, about: dict[str, Any]) -> None:
+    client, state, job = started
+    (state / "generated" / job["about"]["folder"] / "image.png").write_bytes(png())
+    file = state / "jobs" / job["id"] / "job.json"
+    written = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(written | {"about": written["about"] | about}), encoding="utf-8")
+    (result,) = client.get("/api/generate/results").json()
+    assert len(result["images"]) == ("grid" in about)
+
+
+def test_a_link_in_place_of_results_is_not_followed(started: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    client, state, job = started
+    folder, other = state / "generated" / job["about"]["folder"], tmp_path_factory.mktemp("other")
+    (other / "image.png").write_bytes(png())
+    folder.rmdir()
+    folder.symlink_to(other)
+    (result,) = client.get("/api/generate/results").json()
+    assert result["images"] == []
+    assert client.get(f"/api/generate/results/{folder.name}/image.png").status_code == 403

@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
 from PIL import Image
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.responses import Response
 
 from qwen_cache.errors import ConfigError
@@ -251,13 +252,13 @@ class Results:
     def images(self, job: Job) -> list[dict[str, Any]]:
         """The images of a job in the order of its grid, each with its values and its URL."""
         name = str(job.about.get("folder", ""))
-        if not FOLDER.fullmatch(name):
+        if not (FOLDER.fullmatch(name) and self.workspace.is_inside(self.folder / name)):
             return []
         found = sorted((self.folder / name).glob(f"{STEM}*.png"))
         images = [
             {"values": dict(VALUE.findall(path.stem)), "url": url_of(path)} for path in found if path.name != GRID
         ]
-        axes = {axis["name"]: axis["values"].split(",") for axis in reversed(job.about.get("grid", []))}
+        axes = {axis.name: axis.values.split(",") for axis in reversed(_axes(job.about.get("grid")))}
         return sorted(images, key=lambda image: [_place(image["values"].get(axis), axes[axis]) for axis in axes])
 
     def image(self, folder: str, name: str) -> Path:
@@ -271,6 +272,13 @@ class Results:
 def url_of(path: Path) -> str:
     """The URL of a generated image, which changes with the file."""
     return f"/api/generate/results/{path.parent.name}/{path.name}?{path.stat().st_mtime_ns}"
+
+
+def _axes(written: Any) -> list[Axis]:
+    """The grid of a job; none if its file, which may come from elsewhere, has another value there."""
+    with suppress(ValidationError):
+        return TypeAdapter(list[Axis]).validate_python(written)
+    return []
 
 
 def _place(value: str | None, values: Sequence[str]) -> int:

@@ -347,7 +347,7 @@ def error_json(opened: OpenSource, error: QwenCacheError) -> dict[str, str]:
 def suggested(workspace: Workspace) -> list[str]:
     """What looks like a source in the opened folder, one level deep or two."""
     found: list[str] = []
-    for folder in (workspace.folder, *_folders(workspace.folder)):
+    for folder in filter(workspace.is_inside, (workspace.folder, *_folders(workspace.folder))):
         found += (workspace.shown(path) for path in _in(folder, workspace.folder))
         if len(found) >= MOST_SUGGESTIONS:
             break
