@@ -112,11 +112,16 @@ def test_too_much_at_a_time_is_refused_until_later(tiny_model: Callable[[str], P
             while answers[-1].status_code == 202:
                 answers.append(send(http, len(answers)))
             assert refusal(answers[-1]) == (429, "2", "the queue of this server is full (found 1 samples)")
-            uploads.enter_context(connected(url)).sendall(BODY + b"Content-Length: 999000\r\n\r\n--x\r\n")
-            wait_until(lambda: refusal(send(http, 0)) == (429, "1", "too many uploads at a time"))
-            for _ in range(2):
-                uploads.enter_context(connected(url)).sendall(BODY + b"Content-Length: 100\r\n\r\n--x\r\n")
-            wait_until(lambda: refusal(http.get("/v1")) == (503, "1", "too many requests at a time"))
+
+            def after_another(length: int, ask: Callable[[], httpx2.Response]) -> tuple[int, str | None, str | None]:
+                """An answer after one more upload, which is refused while an earlier request still counts."""
+                head = BODY + f"Content-Length: {length}\r\n\r\n--x\r\n".encode()
+                uploads.enter_context(connected(url)).sendall(head)
+                return refusal(ask())
+
+            uploaded, asked = (lambda: send(http, 0)), (lambda: http.get("/v1"))
+            wait_until(lambda: after_another(999_000, uploaded) == (429, "1", "too many uploads at a time"))
+            wait_until(lambda: after_another(100, asked) == (503, "1", "too many requests at a time"))
             uploads.close()
         finally:
             go.set()
