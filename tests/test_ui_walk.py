@@ -106,6 +106,17 @@ class Keyboard:
     def open(self, name: str) -> None:
         self.press(f"nav a[href='/{name}']")
         self.page.wait_for_url(f"**/{name}", timeout=1000 * HANG)
+        self.page.wait_for_load_state("networkidle", timeout=1000 * HANG)  # the devices are known
+
+    def start(self, css: str) -> None:
+        """Press the button of the form until its job is shown: while the form is checked, the button does nothing."""
+        shown = self.page.locator(css)
+        while not shown.count():
+            self.press("#start:enabled")
+            for _ in range(100):
+                self.page.wait_for_timeout(200)
+                if shown.count():
+                    break
 
     def wait(self, css: str, text: str = "") -> Any:
         """What matches, as soon as it is there."""
@@ -145,7 +156,7 @@ def walk(user: Keyboard, folder: Path) -> None:
     correct_a_prompt(user, folder)
     user.open("build")
     user.wait("#command code", "qwen-cache build")
-    user.press("#start")
+    user.start("#jobs .job")
     user.wait("#jobs .state", "done")
     train(user)
     generate(user)
@@ -166,7 +177,7 @@ def correct_a_prompt(user: Keyboard, folder: Path) -> None:
 def train(user: Keyboard) -> None:
     user.open("train")
     user.wait("#line code", "qwen-train run")
-    user.press("#start")
+    user.start("#jobs .job-title")
     user.wait("#images img")
     user.press("#jobs button", "Stop")
     user.wait("#jobs .job-title", "stopped")
@@ -183,7 +194,7 @@ def generate(user: Keyboard) -> None:
     user.to("[name=several]")
     user.page.keyboard.press("ArrowDown")
     user.wait("#command code", "--grid lora_weight=0,1")
-    user.press("#start")
+    user.start(".result")
     user.wait(".result[data-state=done] .flip img")
     before = user.page.locator(".flip img").get_attribute("src")
     user.press(".flip input", key="ArrowLeft")
