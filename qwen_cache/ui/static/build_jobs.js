@@ -80,7 +80,7 @@ class Card {
   }
 
   offer(job) {
-    this.state = job.state;
+    this.seen = job.state;
     const wanted = [];
     if (job.can.includes("stop")) wanted.push(["stop", job.state === "stopping" ? "Stop now" : "Stop", ""]);
     if (job.can.includes("kill") && job.state === "stopping") wanted.push(["kill", "End it by force", "danger"]);
@@ -92,7 +92,7 @@ class Card {
     for (const [name, label, kind] of wanted) {
       let button = this.made.get(name);
       if (!button) {
-        button = element("button", { type: "button", class: kind, onclick: () => act(button, async () => { await post(`/api/jobs/${job.id}/${name}`, name === "stop" ? { seen: this.state } : {}); this.cards.onchange(); }) });
+        button = element("button", { type: "button", class: kind, onclick: () => act(button, async () => { await post(`/api/jobs/${job.id}/${name}`, name === "stop" ? { seen: this.seen } : {}); this.cards.onchange(); }) });
         this.made.set(name, button);
         this.buttons.append(button);
       }

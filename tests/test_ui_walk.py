@@ -1,8 +1,6 @@
 """The whole way of the demo in the web UI, in a real Chromium, by keyboard alone: open the photographs, correct a
 prompt, build, train, see an image come in, stop, resume, generate. On a desktop and a phone, in light and in dark.
 
-`pytest tests/walk_ui.py -m slow` runs it; no suite does, since the way to the Train page can wait for ever.
-
 All pages are then checked by axe-core (https://github.com/dequelabs/axe-core), which must find nothing serious.
 """
 
