@@ -234,6 +234,7 @@ CHANGES: list[dict[str, Any]] = [
     {"train.max_steps": 50, "optimizer.learning_rate": 1e-5},
     {"train.output_dir": "a: b # c", "train.gradient_checkpointing": False},
     {"train.output_dir": "1e-5"},  # text that YAML would read as a number
+    {"data.trigger_word": "a\x7f\x85\xa0\u2028b 😀"},
     {"train.lora.rank_pattern": {"to_q": 4}, "model.transformer": None},
     {"validation.prompts": [{"prompt": 'quotes " and \\ and\nlines', "control": ["ä b.png"], "seed": 3}]},
 ]

@@ -119,9 +119,14 @@ class Keyboard:
                     break
 
     def wait(self, css: str, text: str = "") -> Any:
-        """What matches, as soon as it is there."""
+        """What matches, as soon as it is there; the page must show no error meanwhile."""
         found = self.page.locator(css, has_text=text).first if text else self.page.locator(css).first
-        found.wait_for(timeout=1000 * HANG)
+
+        def is_there() -> bool:
+            assert not (problem := self.page.locator("#errors").text_content()), problem
+            return bool(found.is_visible())
+
+        wait_until(is_there)
         return found
 
 

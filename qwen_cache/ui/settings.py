@@ -7,6 +7,7 @@ the same code as there.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from qwen_cache.settings.describe import Setting
 from qwen_cache.settings.listing import all_settings, other_names
 from qwen_cache.ui.workspace import Workspace
 
+NOT_IN_YAML = re.compile("[\x7f-\xa0\u2028\u2029\ufeff]")
+"""Characters of JSON that YAML refuses, or takes for white space."""
 Changes = dict[str, Any]
 """New values by the dotted names of the settings."""
 
@@ -78,9 +81,10 @@ def kind_of(setting: Setting) -> str:
 
 
 def options_of(changes: Mapping[str, Any]) -> list[str]:
-    """The changes as `--set` takes them: values as JSON, which YAML reads; plain text stays as it is."""
+    """The changes as `--set` takes them: values as JSON, which YAML reads."""
     return [part for key, value in sorted(changes.items()) for part in ("--set", f"{key}={_typed(value)}")]
 
 
 def _typed(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False)
+    return NOT_IN_YAML.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
