@@ -34,6 +34,7 @@ def run(tool: Any, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, A
     return exit_.value.code, json.loads(capsys.readouterr().out)  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of other people's readers
 def test_all_readers_give_equal_batches(bench_read: Any, capsys: pytest.CaptureFixture[str]) -> None:
     code, report = run(bench_read, capsys)

@@ -99,6 +99,7 @@ NOTICED = {
 """The promise that each fault breaks; some break others too."""
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("fault", NOTICED)
 def test_a_planted_fault_breaks_its_promise(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, replacement = "rotary_embeddings", ROPE_MUTANTS.get(fault, (None, None))[1]
@@ -253,6 +254,7 @@ def test_an_exact_cache_keeps_every_promise(tmp_path: Path) -> None:
     assert broken(caches.PROMISES, caches.Workplace(tmp_path / "work", Trainer())) == set()
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("fault", CACHE_FAULTS)
 def test_a_fault_of_a_cache_breaks_its_promises(fault: str, tmp_path: Path) -> None:
     found = {

@@ -492,6 +492,18 @@ def test_a_planted_job_neither_runs_nor_ends_the_queue(
         assert ("signature" in change) == any(job.id == id for job in queue.list())
 
 
+def test_an_ended_job_that_was_changed_is_nobodys_own(folder: Path, starts: dict[str, Sequence[str]]) -> None:
+    """Pages show no link to what such a job claims to have written."""
+    with Queue(folder, starts) as queue:
+        id = add(queue, "say", "", "")
+        wait_for(queue, id, "done")
+        assert queue.get(id).to_json()["is_own"]
+        file = folder / ".qwen-ui/jobs" / id / "job.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"about": {"page": "planted.html"}}))
+    found = Queue(folder, starts).get(id).to_json()
+    assert (found["state"], found["about"], found["is_own"]) == ("done", {"page": "planted.html"}, False)
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [

@@ -150,7 +150,7 @@ class Job:
         return self.kind == TRAIN and self.state == "running" and (self.progress() or {}).get("what") == "training"
 
     def to_json(self) -> dict[str, Any]:
-        names = ("id", "title", "kind", "about", "state", "created", "started", "ended", "code")
+        names = ("id", "title", "kind", "about", "state", "created", "started", "ended", "code", "is_own")
         more = {"error": self.error()} if self.state in ("failed", "lost") else {}
         return {
             **{name: getattr(self, name) for name in names},

@@ -173,7 +173,7 @@ function buildLinks(job, card) {
 }
 
 async function cacheLinks(job, card) {
-  if (job.kind === "inspect" && job.state === "done" && !card.extra.firstChild) {
+  if (job.kind === "inspect" && job.state === "done" && job.is_own && !card.extra.firstChild) { // a page that came with the folder knows no key
     card.extra.append(element("p", {}, element("a", { href: base.pages + job.about.page, target: "_blank", rel: "noopener" }, `Open the page about ${job.about.cache}`)));
   }
   if (job.kind === "verify" && ["done", "failed"].includes(job.state) && !card.extra.firstChild) {
