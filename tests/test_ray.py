@@ -25,6 +25,7 @@ import pytest
 from qwen_cache import open_cache
 from qwen_cache.cli import build as build_command
 from qwen_cache.encode import builder, write
+from qwen_cache.encode import cluster as on_ray
 from qwen_cache.encode.cluster import Node, WorkerResources, choose_nodes, choose_resources
 from qwen_cache.extras import install_command
 from qwen_cache.format.manifest import SHARD_PATTERN
@@ -214,10 +215,16 @@ def test_commits_are_made_while_workers_write(
 
 @pytest.mark.slow
 def test_new_masks_are_made_here_and_the_rest_by_workers(
-    cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path
+    cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The head of the cluster encodes nothing."""
-    out = tmp_path / "many"
+    """The head of the cluster encodes nothing, and what Ray prints of a dead node is not in the JSON."""
+    out, write_chunks = tmp_path / "many", on_ray.Cluster.write
+
+    def told(self: on_ray.Cluster, *arguments: Any) -> Any:
+        print("(raylet) a node has died")
+        return write_chunks(self, *arguments)
+
+    monkeypatch.setattr(on_ray.Cluster, "write", told)
     assert build_on(cluster, table, out, model).code == 0
     table.write_text(table.read_text().replace('"cup, 4"', '"cup, changed"'))
     log.clear()

@@ -13,9 +13,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -137,15 +139,18 @@ class Cluster:
     def __enter__(self) -> Self:
         import ray
 
-        _connect(self.address)
-        nodes = ray.nodes()
-        has_gpus = any(node["Alive"] and node["Resources"].get("GPU", 0) >= 1 for node in nodes)
-        self.resources = choose_resources(self.job.config.cache, has_gpus=has_gpus)
-        if not choose_nodes(nodes, self.resources):
-            ray.shutdown()
-            found = f"{len(nodes)} nodes without" if nodes else "no nodes"
-            raise DeviceError("no node of the Ray cluster has these devices", expected=self.resources, found=found)
-        self._fill()
+        with ExitStack() as opened:
+            opened.enter_context(redirect_stdout(sys.stderr))  # Ray prints there that a node has died, with --json too
+            _connect(self.address)
+            opened.callback(ray.shutdown)
+            nodes = ray.nodes()
+            has_gpus = any(node["Alive"] and node["Resources"].get("GPU", 0) >= 1 for node in nodes)
+            self.resources = choose_resources(self.job.config.cache, has_gpus=has_gpus)
+            if not choose_nodes(nodes, self.resources):
+                found = f"{len(nodes)} nodes without" if nodes else "no nodes"
+                raise DeviceError("no node of the Ray cluster has these devices", expected=self.resources, found=found)
+            self._fill()
+            self._opened = opened.pop_all()
         return self
 
     def __exit__(
@@ -155,7 +160,7 @@ class Cluster:
 
         for worker in self.workers:
             ray.kill(worker.actor)
-        ray.shutdown()
+        self._opened.close()
 
     @property
     def count(self) -> int:
