@@ -6,8 +6,9 @@ cache folder. Each running build has such a folder to itself, and the next one t
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import count, takewhile
 from pathlib import Path
@@ -69,6 +70,13 @@ class RemoteBuild:
         """A sample of such a shard, and the bytes of the shard's local copy."""
         row = self._left.get(key)
         return (row.entry, self.shards.bytes_of(row)) if row else None
+
+    def remove_left(self) -> None:
+        """Remove what processes that were killed have left of this build on this machine, once it is committed."""
+        for path in takewhile(Path.is_dir, _folders(self.folder)):
+            if path != self.scratch.parent:
+                with suppress(LockHeldError, NoLocksError), locked(path / LOCK):
+                    shutil.rmtree(path / self.scratch.name, ignore_errors=True)
 
     def close(self) -> None:
         """End the uploads, and leave the local folder to the next build."""

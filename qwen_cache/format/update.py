@@ -282,6 +282,8 @@ def commit_update(
     manifest = _commit(update, staging, staging.take(set(staging.order)), recipes, written_by)
     with suppress(OSError):  # the dataset is complete; `gc` removes what stays
         shutil.rmtree(staging.folder)
+        if staging.remote:
+            staging.remote.remove_left()
     return manifest
 
 
