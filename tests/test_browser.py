@@ -32,7 +32,7 @@ from qwen_cache.inspect.images import TitledImage
 from qwen_cache.inspect.page import write_page
 from qwen_cache.inspect.summary import Survey, survey
 
-from .support.browser import chromium
+from .support.browser import chromium, new_page
 from .support.commands import run
 from .support.large_caches import write_large
 from .support.marks import slow
@@ -115,8 +115,7 @@ def is_on_screen(element: Any, height: int = 900) -> bool:
 
 @contextmanager
 def opened(browser: Any, path: Path, anchor: str = "", width: int = DESK, **options: Any) -> Iterator[Any]:
-    context = browser.new_context(viewport={"width": width, "height": 900}, **options)
-    shown = context.new_page()
+    shown = new_page(browser, viewport={"width": width, "height": 900}, **options)
     console: list[str] = []
     requests: set[str] = set()
     shown.on("console", lambda message: console.append(message.text))
@@ -130,7 +129,7 @@ def opened(browser: Any, path: Path, anchor: str = "", width: int = DESK, **opti
         files = path.with_name(f"{path.stem}_files").as_uri()
         assert {url for url in requests if not url.startswith(("data:", f"{files}/"))} == {path.as_uri()}
     finally:
-        context.close()
+        shown.context.close()
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
@@ -332,7 +331,7 @@ def test_a_page_without_its_files_says_so(browser: Any, surveyed: Survey, tmp_pa
     path = tmp_path / "inspect.html"
     write_split(path, surveyed)
     shutil.rmtree(tmp_path / "inspect_files")
-    shown = browser.new_page()
+    shown = new_page(browser)
     shown.goto(path.as_uri())
     wait_until(lambda: "cannot be loaded" in shown.locator("#found").inner_text())
     assert (
@@ -340,7 +339,7 @@ def test_a_page_without_its_files_says_so(browser: Any, surveyed: Survey, tmp_pa
         .inner_text()
         .endswith("rows-0.js cannot be loaded: keep the folder beside this page; if it was written again, reload it")
     )
-    shown.close()
+    shown.context.close()
 
 
 @pytest.mark.parametrize("either", FORMS, indirect=True)
@@ -415,13 +414,13 @@ def served(browser: Any, path: Path) -> Iterator[Any]:
     """The page, opened from a server."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=path.parent)) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        shown = browser.new_page(viewport={"width": DESK, "height": 900})
+        shown = new_page(browser, viewport={"width": DESK, "height": 900})
         errors: list[str] = []
         shown.on("console", lambda message: errors.append(message.text))
         shown.goto(f"http://127.0.0.1:{server.server_port}/{path.name}")
         yield shown
         assert errors == []
-        shown.close()
+        shown.context.close()
         server.shutdown()
 
 

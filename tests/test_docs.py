@@ -36,7 +36,7 @@ from qwen_cache.settings.load import Config, known_keys, load_config
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.memory.predict import SampleSize, predict_memory, tokens_of
 
-from .support.browser import chromium
+from .support.browser import chromium, new_page
 from .support.commands import run
 from .support.imports import make, write_diffusion_pipe, write_musubi, write_qflux
 from .support.marks import slow
@@ -454,7 +454,7 @@ def test_the_site_builds_without_warnings_and_is_searched_from_the_disk(tmp_path
     assert process.returncode == 0, process.stderr
     assert 'id="qwen_cache.Cache.__getitem__"' in (tmp_path / "site/reference/python.html").read_text(encoding="utf-8")
     with chromium() as browser:
-        page, asked = browser.new_page(), list[str]()
+        page, asked = new_page(browser), list[str]()
         page.on("request", lambda request: asked.append(request.url))
         page.goto((tmp_path / "site" / "howto" / "resume-a-run.html").as_uri())
         page.click(".md-search__input")

@@ -28,9 +28,9 @@ from qwen_cache.ui.settings import options_of
 from qwen_cache.ui.workspace import Workspace
 from qwen_cache.web import RefusedError
 
-from .support.browser import chromium
+from .support.browser import chromium, new_page
 from .support.commands import command
-from .support.ui import ORIGIN, OWN, PORT, TOKEN, opened, served
+from .support.ui import ORIGIN, OWN, PORT, TOKEN, enter, opened, served
 from .support.waiting import HANG
 
 QUEUE, JOBS = "/api/queue/pause", "/api/jobs"
@@ -331,12 +331,10 @@ def test_other_pages_in_the_browser_reach_nothing(project: Path, tmp_path: Path)
     (project / ".qwen-ui/inspect").mkdir(parents=True, exist_ok=True)
     (project / ".qwen-ui/inspect/data.js").write_text("const prompts = 1")
     with closing(server.socket), served(project) as ui, chromium() as browser:
-        context = browser.new_context()
-        page = context.new_page()
-        page.goto(f"{ui}/?token={TOKEN}")
-        page.wait_for_url(f"{ui}/")
+        page = new_page(browser)
+        enter(page, ui)
         for host in "127.0.0.1", "localhost":
-            other = context.new_page()
+            other = page.context.new_page()
             other.goto(f"http://{host}:{server.server_port}/")
             assert other.evaluate(ATTACKS, ui) == ["refused"] * 4
             other.set_content(f'<form method="post" action="{ui}/api/queue/pause"><button>Win</button></form>')
@@ -346,7 +344,7 @@ def test_other_pages_in_the_browser_reach_nothing(project: Path, tmp_path: Path)
         jobs = "async () => (await fetch('/api/jobs')).json()"
         assert page.evaluate(jobs) == {"paused": False, "jobs": []}
         report = page.evaluate("async () => (await (await fetch('/api/train/runs')).json()).runs[0].report")
-        with context.expect_page() as shown:
+        with page.context.expect_page() as shown:
             page.evaluate("(url) => { window.open(url); }", report)
         tried = shown.value.locator("#tried", has_text=re.compile("cookie.*fetch.*script"))
         assert tried.text_content() == "cookie refused,fetch refused,script refused"

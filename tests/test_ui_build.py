@@ -23,10 +23,10 @@ from qwen_cache.ui.devices import Device, Found, found
 from qwen_cache.ui.jobs import Checked
 from qwen_cache.ui.workspace import Workspace
 
-from .support.browser import chromium
+from .support.browser import chromium, new_page
 from .support.commands import command
 from .support.paths import load_tool
-from .support.ui import TOKEN, opened, served
+from .support.ui import TOKEN, enter, opened, served
 from .support.waiting import wait_until
 
 SETTINGS = """
@@ -358,9 +358,8 @@ def test_the_page_in_a_browser(project: Path, built: Callable[[str], Path], monk
     document.write_page(page_file, surveyed, stored_images, 4)
     assert page_file.with_name("large_files").is_dir()
     with served(project) as address, chromium() as browser:
-        page = browser.new_context().new_page()
-        page.goto(f"{address}/?token={TOKEN}")
-        page.wait_for_url(f"{address}/")
+        page = new_page(browser)
+        enter(page, address)
         page.request.post(f"{address}/api/queue/pause", data={}, headers={"Origin": address})
         page.goto(f"{address}/build")
         line = page.locator("#command code")
@@ -381,7 +380,7 @@ def test_the_page_in_a_browser(project: Path, built: Callable[[str], Path], monk
         assert page.input_value("#source") == "other photos"
 
         pages = page.request.get(f"{address}/api/build").json()["pages"]
-        about = browser.new_context().new_page()  # without a cookie
+        about = new_page(browser)  # without a cookie
         about.goto(f"{address}{pages}large.html")
         about.locator("article:not(.waiting) img").first.wait_for()
         assert about.locator("article").count() == 4

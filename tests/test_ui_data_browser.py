@@ -15,9 +15,9 @@ from PIL import Image
 
 from qwen_cache.sources.detect import read_content
 
-from .support.browser import chromium
+from .support.browser import chromium, new_page
 from .support.ui import TOKEN, served
-from .support.waiting import HANG, wait_until
+from .support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -77,10 +77,8 @@ def address(project: Path) -> Iterator[str]:
 
 def opened(browser: Any, address: str, query: str = "", **context: Any) -> Any:
     """The page, with its first rows; every error of its scripts fails the test."""
-    own = browser.new_context(**context)
-    own.add_cookies([{"name": f"qwen_cache_ui_{address.rpartition(':')[2]}", "value": TOKEN, "url": address}])
-    page = own.new_page()
-    page.set_default_timeout(HANG * 1000)
+    page = new_page(browser, **context)
+    page.context.add_cookies([{"name": f"qwen_cache_ui_{address.rpartition(':')[2]}", "value": TOKEN, "url": address}])
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(f"{address}/data?{query}")

@@ -28,8 +28,8 @@ from qwen_cache.ui.jobs.routes import routes_of
 from qwen_cache.ui.jobs.scheduler import to_start
 from qwen_cache.web import RefusedError, answer
 
-from .support.browser import chromium
-from .support.ui import TOKEN, served
+from .support.browser import chromium, new_page
+from .support.ui import enter, served
 from .support.waiting import wait_until
 
 STAND_IN = """
@@ -680,10 +680,10 @@ def test_an_id_is_never_a_path(client: TestClient, queue: Queue, folder: Path, i
 def test_the_page_in_a_browser(folder: Path, queue: Queue) -> None:
     """Focus stays where it is while jobs move from list to list, and a screen reader hears of changed states alone."""
     with served(folder) as address, chromium() as browser:
-        page = browser.new_context().new_page()
+        page = new_page(browser)
         errors = list[str]()
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(f"{address}/?token={TOKEN}")
+        enter(page, address)
         page.goto(f"{address}/queue")
         page.get_by_text("No job is running.").wait_for()
         first, second, third = (add(queue, "wait", str(i), on="cpu") for i in range(3))

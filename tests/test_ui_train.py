@@ -27,12 +27,12 @@ from qwen_cache.ui.train import folders, images, metrics
 from qwen_cache.ui.workspace import Workspace
 from qwen_cache.web import RefusedError
 
-from .support.browser import chromium
+from .support.browser import chromium, new_page
 from .support.commands import command as command_line
 from .support.commands import run
 from .support.runs import EVERYTHING_RANDOM, column, differences, outcome
-from .support.ui import TOKEN, opened, served
-from .support.waiting import HANG, wait_until
+from .support.ui import enter, opened, served
+from .support.waiting import wait_until
 
 KEY, OTHER = "0123456789abcdef" * 2, "f" * 32
 NAN = math.nan
@@ -707,10 +707,8 @@ def test_curves_show_the_points_of_the_files_and_runs_are_laid_over_one_another(
     write_run(project / "two", "train: {max_steps: 9, seed: 7}\nvalidation: {vae_device: cuda:1}\n", steps=5)
     write_image(project / "two", "step-5", prompt="red")
     with served(project) as address, chromium() as browser:
-        page = browser.new_context().new_page()
-        page.set_default_timeout(1000 * HANG)
-        page.goto(f"{address}/?token={TOKEN}")
-        page.wait_for_url(f"{address}/")
+        page = new_page(browser)
+        enter(page, address)
         page.goto(f"{address}/train#run=out")
         plot = page.get_by_role("slider", name="Loss", exact=True)
         plot.locator(".curve").first.wait_for(state="attached")

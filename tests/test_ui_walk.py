@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from .support.browser import chromium
+from .support.browser import chromium, new_page
 from .support.paths import ROOT
 from .support.waiting import HANG, wait_until
 
@@ -105,8 +105,8 @@ class Keyboard:
 
     def open(self, name: str) -> None:
         self.press(f"nav a[href='/{name}']")
-        self.page.wait_for_url(f"**/{name}", timeout=1000 * HANG)
-        self.page.wait_for_load_state("networkidle", timeout=1000 * HANG)  # the devices are known
+        self.page.wait_for_url(f"**/{name}")
+        self.page.wait_for_load_state("networkidle")  # the devices are known
 
     def start(self, css: str) -> None:
         """Press the button of the form until its job is shown: while the form is checked, the button does nothing."""
@@ -143,17 +143,15 @@ def walked(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytes
     for tool, *arguments in (["make_tiny_model.py", "tiny", "--variant", "edit-plus"], ["make_demo_data.py", "data"]):
         subprocess.run([sys.executable, ROOT / "tools" / tool, *arguments], cwd=folder, check=True, capture_output=True)
     (folder / "qwen.yaml").write_text(SETTINGS, encoding="utf-8")
-    context = browser.new_context(**SCREENS[request.param], reduced_motion="reduce")
-    page = context.new_page()
-    page.set_default_timeout(1000 * HANG)
+    page = new_page(browser, **SCREENS[request.param], reduced_motion="reduce")
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
     with running(folder) as url:
         page.goto(url)
-        page.wait_for_url("**/", timeout=1000 * HANG)
+        page.wait_for_url("**/")
         walk(Keyboard(page), folder)
         yield page, folder
-        context.close()
+        page.context.close()
     assert not said
 
 

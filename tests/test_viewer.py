@@ -21,7 +21,7 @@ from PIL import Image
 
 from qwen_cache import open_cache
 
-from .support.browser import chromium
+from .support.browser import chromium, new_page
 from .support.large_caches import write_large
 from .support.paths import ROOT
 from .support.server import Server, serving
@@ -60,8 +60,7 @@ def browser() -> Iterator[Any]:
 def viewed(browser: Any, packages: Path, folder: Path, width: int = 1200) -> Iterator[tuple[Any, Server]]:
     """The viewer beside a dataset, and the server; it writes nothing to the console."""
     shutil.copy(VIEWER, folder)
-    context = browser.new_context(viewport={"width": width, "height": 900})
-    page, console = context.new_page(), list[str]()
+    page, console = new_page(browser, viewport={"width": width, "height": 900}), list[str]()
     page.on("console", lambda message: console.append(message.text))
     page.on("pageerror", lambda error: console.append(str(error)))
 
@@ -74,7 +73,7 @@ def viewed(browser: Any, packages: Path, folder: Path, width: int = 1200) -> Ite
     with serving(Server(folder)) as server:
         page.goto(f"{server.url}/viewer.html")
         yield page, server
-    context.close()
+    page.context.close()
     assert console == []
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from .waiting import HANG
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -23,3 +25,10 @@ def chromium() -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+def new_page(browser: Any, **options: Any) -> Any:
+    """A page in a context of its own, with the options of the context; a busy machine may take its time."""
+    page = browser.new_context(**options).new_page()
+    page.set_default_timeout(1000 * HANG)
+    return page

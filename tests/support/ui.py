@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import uvicorn
 from starlette.testclient import TestClient
@@ -44,3 +45,9 @@ def served(folder: Path) -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join()
+
+
+def enter(page: Any, address: str) -> None:
+    """Open the UI with its token, until the page to which the first answer leads is shown."""
+    page.goto(f"{address}/?token={TOKEN}")
+    page.wait_for_url(f"{address}/")
