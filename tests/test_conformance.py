@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from PIL import Image
 
 from qwen_cache import open_cache
 from qwen_cache.conformance import cache as caches
-from qwen_cache.conformance import loader, model
+from qwen_cache.conformance import loader, model, step, values
 from qwen_cache.format.identity import content_hash
 from qwen_train import conformance
 from qwen_train.model import transformer
 
-from .support.caches import build
+from .support.caches import SMALL
+from .support.commands import run
 from .support.paths import ROOT
 from .support.transformer_mutants import MASK_MUTANTS, ROPE_MUTANTS
 from .support.waiting import HANG
@@ -108,6 +110,58 @@ def test_a_planted_fault_breaks_its_promise(fault: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(transformer, name, replacement)
     with pytest.raises(AssertionError, match="is off by"):
         model.PROMISES[NOTICED[fault]](conformance.padded)
+
+
+# ---- the step --------------------------------------------------------------------------------------------------------
+
+
+def faulty_step(fault: str, model: Any) -> step.Step:
+    """A step of a padded batch, with one fault."""
+    forward = conformance.padded(model)
+
+    def take(batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        clean, shapes = batch["latents"], batch["img_shapes"]
+        tokens, targets = ([sum(h * w for _, h, w in s[:n]) for s in shapes] for n in (None, 1))
+        is_target = torch.arange(clean.shape[1]) < torch.tensor(targets)[:, None]
+        sigma, noise = torch.rand(len(clean)), torch.randn(clean.shape)
+        if fault == "one level for the batch":
+            sigma[:] = sigma[0].item()
+        if fault == "one noise for the batch":
+            noise[:] = noise[0].clone()
+        noised = torch.ones_like(is_target) if fault == "controls noised" else is_target
+        level = sigma[:, None, None]
+        latents = torch.where(noised[..., None], (1 - level) * clean + level * noise, clean)
+        told = sigma / 1000 if fault == "level divided twice" else sigma
+        velocity = forward({**batch, "latents": latents, "sigma": told})
+        difference = velocity - (clean - noise if fault == "data minus noise" else noise - clean)
+        last = {"padding in the loss": [max(targets)] * len(clean), "controls in the loss": tokens}.get(fault, targets)
+        loss = torch.stack([rows[:end].square().mean() for rows, end in zip(difference, last, strict=True)])
+        return {"noise": noise, "sigma": 1000 * sigma if fault == "level in thousands" else sigma, "loss": loss}
+
+    return take
+
+
+STEP_FAULTS: dict[str, set[str]] = {
+    "": set(),
+    "one level for the batch": {"own noise"},
+    "one noise for the batch": {"own noise"},
+    "controls noised": {"own loss", "loss without padding"},
+    "level divided twice": {"own loss", "loss without padding"},
+    "data minus noise": {"own loss", "loss without padding"},
+    "padding in the loss": {"loss without padding"},
+    "controls in the loss": {"own loss", "loss without padding"},
+    "level in thousands": set(step.PROMISES),
+}
+
+
+def test_our_step_keeps_every_promise() -> None:
+    assert broken(step.PROMISES, conformance.step) == set()
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("fault", STEP_FAULTS)
+def test_a_fault_of_a_step_breaks_its_promises(fault: str) -> None:
+    assert broken(step.PROMISES, partial(faulty_step, fault)) == STEP_FAULTS[fault]
 
 
 # ---- the loader ------------------------------------------------------------------------------------------------------
@@ -265,30 +319,87 @@ def test_a_fault_of_a_cache_breaks_its_promises(fault: str, tmp_path: Path) -> N
     assert found == CACHE_FAULTS[fault]
 
 
-@pytest.mark.slow
-def test_build_keeps_every_promise(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
-    """With the tiny model, from a table of the rows."""
-
-    def encode(rows: Sequence[caches.Row], folder: Path) -> list[Any]:
-        table = folder / "rows.jsonl"
-        lines = [
-            {"id": row.name, "target": str(row.target), "control": [*map(str, row.controls)], "prompt": row.prompt}
-            for row in rows
-        ]
-        table.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-        result = build(table, folder / "shards", tiny_model("edit-plus"))
-        assert result.code == 0, result.stderr
-        samples = {
-            (s.prompt, s.row.meta.inputs.target, s.row.meta.inputs.controls): s for s in open_cache(folder / "shards")
-        }
-        return [samples[row.prompt, *_inputs(row)].tensors() for row in rows]
-
-    assert broken(caches.PROMISES, caches.Workplace(tmp_path / "work", encode)) == set()
+def built(model: Path, options: Sequence[str], rows: Sequence[caches.Row], folder: Path) -> list[Any]:
+    """The samples that `qwen-cache build` makes of a table of the rows."""
+    table = folder / "rows.jsonl"
+    lines = [
+        {"id": row.name, "target": str(row.target), "prompt": row.prompt}
+        | ({"control": [*map(str, row.controls)]} if row.controls else {})
+        for row in rows
+    ]
+    table.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    result = run("qwen-cache", "build", table, "--out", folder / "shards", "--model", model, *options)
+    assert result.code == 0, result.stderr
+    samples = {
+        (s.prompt, s.row.meta.inputs.target, s.row.meta.inputs.controls): s for s in open_cache(folder / "shards")
+    }
+    return [samples[row.prompt, *_inputs(row)].tensors() for row in rows]
 
 
 def _inputs(row: caches.Row) -> tuple[str, tuple[str, ...]]:
     target, *controls = (content_hash(path.read_bytes()) for path in (row.target, *row.controls))
     return target, tuple(controls)
+
+
+@pytest.mark.slow
+def test_build_keeps_every_promise(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
+    encode = partial(built, tiny_model("edit-plus"), SMALL)
+    assert broken(caches.PROMISES, caches.Workplace(tmp_path / "work", encode)) == set()
+
+
+# ---- the values of a cache -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["t2i", "edit", "edit-plus"])
+def test_build_has_the_values_of_stock_diffusers(
+    variant: str, tmp_path: Path, tiny_model: Callable[[str], Path]
+) -> None:
+    """In bfloat16, the default; other values break the promise about them."""
+    model = tiny_model(variant)
+    compared = values.compare(caches.Workplace(tmp_path / "work", partial(built, model, [])), model)
+    assert broken(values.PROMISES, compared) == set()
+    if variant == "edit-plus":
+        for fault, name, changed in faulty_values(compared, model, tmp_path / "work"):
+            found = values.Compared({**compared.found, name: changed}, compared.expected)
+            assert broken(values.PROMISES, found) == {PROMISE_OF[name]}, fault
+
+
+PROMISE_OF = {
+    "image_latents": "stock latents",
+    "control_latents": "stock control latents",
+    "prompt_embeds": "stock embeddings",
+    "empty_prompt_embeds": "stock empty prompt",
+}
+
+
+def faulty_values(compared: values.Compared, model: Path, folder: Path) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Of a fault, its name, the tensor that has it, and its values."""
+    right = compared.expected[1]
+    config = json.loads((model / "vae" / "config.json").read_text(encoding="utf-8"))
+    mean, std = (torch.tensor(config[f"latents_{name}"]).repeat_interleave(4) for name in ("mean", "std"))
+    yield "not normalised", "image_latents", right["image_latents"] * std + mean
+    yield "normalised twice", "image_latents", (right["image_latents"] - mean) / std
+    (width, height), rows = (side // 16 for side in values.SIZES[1]), right["control_latents"]
+    turned = rows[: height * width].view(height, width, 64).transpose(0, 1).reshape(-1, 64)
+    yield "height and width exchanged", "control_latents", torch.cat([turned, rows[height * width :]])
+    yield "one control", "control_latents", rows[: height * width]
+    yield "the template kept", "prompt_embeds", torch.cat([right["prompt_embeds"][:30], right["prompt_embeds"]])
+    yield "zeros", "empty_prompt_embeds", torch.zeros_like(right["empty_prompt_embeds"])
+    pipeline = values.stock_pipeline(model, "QwenImageEditPlusPipeline")
+    scale = pipeline.image_processor.resize
+
+    def plain(image: Any, height: int, width: int, **options: Any) -> Any:
+        return image.resize((width, height), Image.Resampling.NEAREST)
+
+    def twice(image: Any, height: int, width: int, **options: Any) -> Any:
+        return scale(scale(image, height // 2, width // 2), height, width)
+
+    controls = [Image.open(folder / f"{i}.png") for i in (1, 2)]
+    for resize in (plain, twice):
+        pipeline.image_processor.resize = resize
+        scaled = values.transformer_inputs(pipeline, controls)
+        yield f"controls scaled {resize.__name__}", "prompt_embeds", scaled["prompt_embeds"]
 
 
 # ---- as a user runs it -----------------------------------------------------------------------------------------------
@@ -312,4 +423,5 @@ def test_the_suite_prints_which_promises_hold(tmp_path: Path) -> None:
     assert table["one sample"] == "holds"
     assert table["swapped sides"] == "BROKEN"
     assert table.keys() == model.PROMISES.keys()
-    assert f"{len(loader.PROMISES) + len(caches.PROMISES)} skipped" in done.stdout
+    skipped = [step.PROMISES, loader.PROMISES, caches.PROMISES, values.PROMISES]
+    assert f"{sum(map(len, skipped))} skipped" in done.stdout

@@ -3,8 +3,8 @@
 A cache adapter is a function `adapter(rows, folder) -> samples` that encodes rows with the trainer's own code and the
 model of its choice, keeps its cache in `folder`, and returns for each row, in order, `image_latents`,
 `control_latents`, `prompt_embeds` and, if it has them, `empty_prompt_embeds`: tensors without padding, of any shape.
-It is called several times with the same folder, and with changed files. Encoders and sizes may be small; values are
-compared with those of other rows and of other calls, never with a reference.
+It is called several times with the same folder, and with changed files. Encoders and sizes may be small: values are
+compared with those of other rows and of other calls (with a reference in `qwen_cache.conformance.values` alone).
 """
 
 from __future__ import annotations

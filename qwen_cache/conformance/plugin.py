@@ -13,8 +13,10 @@ SUITE = "test_promises.py::test_the_"  # however the folder is called from where
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("conformance", "qwen_cache.conformance")
     group.addoption("--model-adapter", metavar="MODULE:FUNCTION", help="the forward of a trainer")
+    group.addoption("--step-adapter", metavar="MODULE:FUNCTION", help="the training step of a trainer")
     group.addoption("--loader-adapter", metavar="MODULE:FUNCTION", help="the batches of a trainer")
     group.addoption("--cache-adapter", metavar="MODULE:FUNCTION", help="the embedding cache of a trainer")
+    group.addoption("--encoders", metavar="FOLDER", help="the model, in diffusers' format, of the cache adapter")
 
 
 def adapter(config: pytest.Config, option: str) -> Any:
