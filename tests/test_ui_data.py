@@ -9,6 +9,8 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -22,10 +24,13 @@ from starlette.testclient import TestClient
 
 from qwen_cache.errors import OutdatedError, QwenCacheError
 from qwen_cache.sources.detect import read_content
-from qwen_cache.sources.images import open_mask
-from qwen_cache.ui.data import scan
+from qwen_cache.sources.images import open_mask, open_rgb
+from qwen_cache.sources.places import File
+from qwen_cache.ui import decoding
+from qwen_cache.ui.data import row_images, scan
 from qwen_cache.ui.data.routes import routes_of
 from qwen_cache.ui.data.row_images import Thumbnails
+from qwen_cache.ui.decoding import Room
 from qwen_cache.ui.jobs import Checked, Command
 from qwen_cache.ui.workspace import Workspace
 from qwen_cache.web import open_socket
@@ -329,6 +334,29 @@ def test_thumbnails_on_disk_are_bounded(tmp_path: Path) -> None:
     [path] = [path for path in tmp_path.glob("*/*") if path.read_bytes() == data[-1]]
     path.write_bytes(b"")  # the power failed
     assert thumbnails.get(images[-1], is_mask=False) == data[-1]
+
+
+def test_images_that_are_decoded_at_once_have_limited_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image that is larger than all of it has it alone."""
+    room = Room(10)
+    with ThreadPoolExecutor(1) as pool, ExitStack() as entered:
+        with room.taken(6):
+            waiting = pool.submit(entered.enter_context, room.taken(5))
+            wait_until(room._turn.locked)
+            assert not waiting.done()
+        waiting.result()
+        assert room.used == 5
+    write_image(tmp_path / "a.png", 1)
+    image, taken = File(tmp_path / "a.png"), list[int]()
+    monkeypatch.setattr(decoding, "ROOM", room := Room(10))
+    monkeypatch.setattr(row_images, "open_rgb", lambda *data: taken.append(room.used) or open_rgb(*data))
+    monkeypatch.setattr(row_images, "open_mask", lambda *data: taken.append(room.used) or open_mask(*data))
+    Thumbnails(tmp_path).get(image, is_mask=False)
+    for is_mask in (True, False):
+        row_images.whole(image, is_mask=is_mask)
+    row_images.overlay(image)
+    assert taken == [10] * 4
+    assert room.used == 0
 
 
 def test_a_prompt_lands_in_its_file(project: Path, page: Page) -> None:

@@ -30,6 +30,7 @@ from qwen_cache.sources.images import open_rgba
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
 from qwen_cache.sources.places import read_bytes
 from qwen_cache.storage.durable import make_folder, write_durably
+from qwen_cache.ui.decoding import decoded
 from qwen_cache.ui.jobs import Command, Job, Queue
 from qwen_cache.ui.settings import Changes, options_of
 from qwen_cache.ui.workspace import Workspace
@@ -208,8 +209,8 @@ def loras_of(workspace: Workspace) -> list[dict[str, Any]]:
 
 def preview_of(path: Path) -> bytes:
     """A small WebP of an image file; SourceError if it is none."""
-    image = open_rgba(read_bytes(path), path.name)
-    image.thumbnail((PREVIEW, PREVIEW))
+    with decoded(read_bytes(path), path.name, open_rgba) as image:
+        image.thumbnail((PREVIEW, PREVIEW))
     return _webp(image)
 
 

@@ -25,6 +25,7 @@ from qwen_cache.sources.listing import Entry
 from qwen_cache.sources.rows import Readable
 from qwen_cache.storage.durable import replace, unless_in_use
 from qwen_cache.storage.url import Url
+from qwen_cache.ui.decoding import decoded
 
 THUMBNAIL, WHOLE = 288, 4096  # pixels of the longer side: sharp on a screen of twice the density; what phones show
 LIMIT = 500_000_000  # bytes of thumbnails on disk: those of some 50,000 images
@@ -64,23 +65,23 @@ def _state(file: Path) -> str:
 
 def whole(image: Readable, *, is_mask: bool) -> bytes:
     """A JPEG of an image, or a PNG of a mask, of at most `WHOLE` pixels."""
-    decoded = open_mask(image.read(), str(image)) if is_mask else open_rgb(image.read(), str(image))
-    decoded.thumbnail((WHOLE, WHOLE), Image.Resampling.LANCZOS)
-    return _encoded(decoded, "PNG") if is_mask else _encoded(decoded, "JPEG", quality=92)
+    with decoded(image.read(), str(image), open_mask if is_mask else open_rgb) as pixels:
+        pixels.thumbnail((WHOLE, WHOLE), Image.Resampling.LANCZOS)
+    return _encoded(pixels, "PNG") if is_mask else _encoded(pixels, "JPEG", quality=92)
 
 
 def overlay(image: Readable) -> bytes:
     """A PNG in one colour, which covers as much as the mask is white."""
-    mask = open_mask(image.read(), str(image))
-    mask.thumbnail((WHOLE // 2, WHOLE // 2), Image.Resampling.BOX)
+    with decoded(image.read(), str(image), open_mask) as mask:
+        mask.thumbnail((WHOLE // 2, WHOLE // 2), Image.Resampling.BOX)
     coloured = Image.new("RGB", mask.size, MASK_COLOUR)
     coloured.putalpha(mask)
     return _encoded(coloured, "PNG", compress_level=1)
 
 
-def _encoded(decoded: Image.Image, form: str, **options: int) -> bytes:
+def _encoded(image: Image.Image, form: str, **options: int) -> bytes:
     buffer = io.BytesIO()
-    decoded.save(buffer, form, **options)
+    image.save(buffer, form, **options)
     return buffer.getvalue()
 
 
@@ -95,8 +96,8 @@ def mask_values(entry: Entry) -> tuple[tuple[int, int], bytes, str, bool]:
     if entry.mask is None:
         return size, bytes(size[0] * size[1]), "", False
     data = entry.mask.read()
-    mask = open_mask(data, str(entry.mask))
-    fitted = mask if mask.size == size else mask.resize(size, Image.Resampling.BILINEAR)
+    with decoded(data, str(entry.mask), open_mask) as mask:
+        fitted = mask if mask.size == size else mask.resize(size, Image.Resampling.BILINEAR)
     return size, fitted.tobytes(), content_hash(data), fitted is not mask
 
 
@@ -139,9 +140,9 @@ class Thumbnails:
             data = path.read_bytes()
             if data.endswith(END_OF_JPEG):  # else the power failed while it was written
                 return data
-        decoded = open_mask(image.read(), str(image)) if is_mask else open_rgb(image.read(), str(image))
-        decoded.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX, reducing_gap=2)
-        data = _encoded(decoded, "JPEG", quality=80)
+        with decoded(image.read(), str(image), open_mask if is_mask else open_rgb) as pixels:
+            pixels.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX, reducing_gap=2)
+        data = _encoded(pixels, "JPEG", quality=80)
         with suppress(OSError):  # a full disk only costs time
             self._keep(path, data)
         return data

@@ -30,6 +30,7 @@ from qwen_cache.sources.images import open_mask, open_rgb
 from qwen_cache.sources.listing import Entry
 from qwen_cache.sources.rows import Readable
 from qwen_cache.storage.remembered_files import RememberedFiles
+from qwen_cache.ui.decoding import decoded
 from qwen_cache.version import __version__
 
 FINDINGS = {
@@ -212,10 +213,10 @@ def _read(role: str, image: Readable) -> bytes:
     if role == "control":
         return FACTS.pack(digest, 0, 0, 0)
     if role == "mask":
-        mask = open_mask(data, str(image))
-        return FACTS.pack(digest, *mask.size, float(np.asarray(mask).mean()) / 255)
-    decoded = open_rgb(data, str(image))
-    return FACTS.pack(digest, *decoded.size, 0) + thumbnail_signature(decoded).tobytes()
+        with decoded(data, str(image), open_mask) as mask:
+            return FACTS.pack(digest, *mask.size, float(np.asarray(mask).mean()) / 255)
+    with decoded(data, str(image), open_rgb) as pixels:
+        return FACTS.pack(digest, *pixels.size, 0) + thumbnail_signature(pixels).tobytes()
 
 
 # ---- findings --------------------------------------------------------------------------------------------------------
