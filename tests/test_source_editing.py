@@ -21,6 +21,7 @@ from PIL import Image
 from qwen_cache.errors import SourceError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.settings.data import ColumnsConfig
+from qwen_cache.sources import editing
 from qwen_cache.sources.detect import SourceSettings
 from qwen_cache.sources.editing import ChangedError, Editor, open_editor
 from qwen_cache.sources.listing import Entry, list_source
@@ -391,6 +392,19 @@ def test_masks_of_a_table(tmp_path: Path, name: str) -> None:
     path = table(tmp_path / "new", name, text.replace("mask", "other"))
     edited = [editor(path).set_mask(entries(path)[0], png(), None)]
     assert (edited[0].mask, entries(path)[0]) == (entries(path)[0].mask, edited[0])
+
+
+def test_of_many_copies_the_original_and_the_newest_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(editing, "LARGE_COPY", 10)
+    path = table(tmp_path / "rows", "rows.csv", "target,control,prompt\na.png,b.png,0\n")
+    monkeypatch.setattr(editing, "MOST_COPIES", 3 * path.stat().st_size)
+    for number in range(1, 7):
+        editor(path).set_prompt(entries(path)[0], str(number))
+    assert [text.splitlines()[-1][-1:] for _, text in old_files(path)] == [b"0", b"4", b"5"]
+    monkeypatch.setattr(editing, "MOST_COPIES", 0)
+    editor(path).set_prompt(entries(path)[0], "7")
+    assert [text.splitlines()[-1][-1:] for _, text in old_files(path)] == [b"0", b"6"]
+    assert len(list(kept(path).iterdir())) == 2
 
 
 def refused_mask(source: Path, data: bytes, seen: str | None = None) -> SourceError:

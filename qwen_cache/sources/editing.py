@@ -14,7 +14,7 @@ import stat
 import time
 from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Unpack
@@ -44,6 +44,8 @@ from qwen_cache.storage.durable import LockHeldError, locked, make_folder, sync,
 
 PATIENCE = 10.0
 """Seconds to wait for another program's edit, which takes a fraction of one."""
+LARGE_COPY, MOST_COPIES = 1_000_000, 1_000_000_000
+"""Bytes of a copy that makes older ones go, and of those that stay. A table is copied at each edit, whatever its size."""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -158,12 +160,28 @@ class OldFiles:
             for place, content in old.items():
                 make_folder((folder / place).parent)
                 write_durably(folder / place, content)
+            if sum(map(len, old.values())) > LARGE_COPY:
+                self._remove_old_copies(folder)
         for path, data in changed.items():
             if data is None:
                 path.unlink()
             else:
                 make_folder(path.parent)
                 _replace(path, data)
+
+    def _remove_old_copies(self, newest: Path) -> None:
+        """Down to `MOST_COPIES` bytes, the oldest first; the first copy of each file, its original, and the newest
+        stay."""
+        copies = [path for path in self.kept.rglob("*") if path.is_file()]
+        size, seen = sum(path.stat().st_size for path in copies), set[Path]()
+        for path in sorted(copies, key=lambda path: (path.stat().st_mtime_ns, path)):
+            place = Path(*path.relative_to(self.kept).parts[1:])
+            if size > MOST_COPIES and place in seen and not path.is_relative_to(newest):
+                size -= path.stat().st_size
+                path.unlink()
+                with suppress(OSError):  # other files were copied with it
+                    path.parent.rmdir()
+            seen.add(place)
 
     def _new_folder(self) -> Path:
         make_folder(self.kept)

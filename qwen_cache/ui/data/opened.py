@@ -325,7 +325,8 @@ class OpenSource:
             do = "copy it to a disk, and open the copy"
             return SourceError("a source behind an address can be looked at, not edited", where=self.place, do=do)
         try:
-            return open_editor(self.place, self.folder / "kept", **settings_of(self.data))
+            name = f"{self.place.name[:50]}-{content_hash(str(self.place).encode('utf-8', 'surrogateescape'))[:8]}"
+            return open_editor(self.place, self.folder / "kept" / name, **settings_of(self.data))
         except SourceError as error:
             return error
 
