@@ -45,7 +45,7 @@ from qwen_cache.storage.durable import LockHeldError, locked, make_folder, sync,
 PATIENCE = 10.0
 """Seconds to wait for another program's edit, which takes a fraction of one."""
 LARGE_COPY, MOST_COPIES = 1_000_000, 1_000_000_000
-"""Bytes of a copy that makes older ones go, and of those that stay. A table is copied at each edit, whatever its size."""
+"""Bytes of a copy that makes older ones go, and of those that stay. Every edit copies a table, whatever its size."""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
