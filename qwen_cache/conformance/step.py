@@ -1,14 +1,14 @@
 """The promises of a training step: the loss of a batch is that of its samples alone, each at its noise level.
 
 A step adapter is a function `adapter(transformer) -> step`. `transformer` and the batch are those of a model adapter
-(`qwen_cache.conformance.model`), but `latents` are clean and there is no `sigma`: `step(batch)` draws noise with the
+(`qwen_cache.conformance.model`), but `latents` are clean and there is no `sigma`: `step(batch)` samples noise with the
 trainer's own code, and returns a dictionary:
 
     noise   [B, N, 64]  the noise; the rows of each sample's target are compared
     sigma   [B]         the noise level, 0 to 1
     loss    [B]         the mean squared error of each sample, before a weight by its noise level
 
-Which levels are drawn, and how often, is the trainer's choice.
+Which levels are sampled, and how often, is the trainer's choice.
 """
 
 from __future__ import annotations
