@@ -360,7 +360,7 @@ def test_build_has_the_values_of_stock_diffusers(
     compared = values.compare(caches.Workplace(tmp_path / "work", partial(built, model, [])), model)
     assert broken(values.PROMISES, compared) == set()
     if variant == "edit-plus":
-        for fault, name, changed in faulty_values(compared, model, tmp_path / "work"):
+        for fault, name, changed in faulty_values(compared, model):
             found = values.Compared({**compared.found, name: changed}, compared.expected)
             assert broken(values.PROMISES, found) == {PROMISE_OF[name]}, fault
 
@@ -373,7 +373,7 @@ PROMISE_OF = {
 }
 
 
-def faulty_values(compared: values.Compared, model: Path, folder: Path) -> Iterator[tuple[str, str, torch.Tensor]]:
+def faulty_values(compared: values.Compared, model: Path) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Of a fault, its name, the tensor that has it, and its values."""
     right = compared.expected[1]
     config = json.loads((model / "vae" / "config.json").read_text(encoding="utf-8"))
@@ -395,10 +395,9 @@ def faulty_values(compared: values.Compared, model: Path, folder: Path) -> Itera
     def twice(image: Any, height: int, width: int, **options: Any) -> Any:
         return scale(scale(image, height // 2, width // 2), height, width)
 
-    controls = [Image.open(folder / f"{i}.png") for i in (1, 2)]
     for resize in (plain, twice):
         pipeline.image_processor.resize = resize
-        scaled = values.transformer_inputs(pipeline, controls)
+        scaled = values.transformer_inputs(pipeline, values.row_images()[1:])
         yield f"controls scaled {resize.__name__}", "prompt_embeds", scaled["prompt_embeds"]
 
 

@@ -60,27 +60,32 @@ def compare(place: Workplace, encoders: Path) -> Compared:
     kind = str(json.loads((encoders / "model_index.json").read_text(encoding="utf-8"))["_class_name"])
     if kind not in CONTROLS:
         raise ValueError(f"--encoders {encoders}: {kind} is none of {', '.join(CONTROLS)}")
-    target, *controls = (_image(place, i, size) for i, size in enumerate(SIZES[: 1 + CONTROLS[kind]]))
-    (found,) = place.encode(Row("row", PROMPT, target, tuple(controls)))
-    pipeline = stock_pipeline(encoders, kind)
-    latents = {"image_latents": target_latents(pipeline.vae, Image.open(target))}
-    images = [Image.open(path) for path in controls]
-    expected = [latents | transformer_inputs(pipeline, images)]
+    images = row_images()[: 1 + CONTROLS[kind]]
+    files = [place.folder / f"{i}.png" for i in range(len(images))]
+    for file, image in zip(files, images, strict=True):
+        image.save(file)
+    (found,) = place.encode(Row("row", PROMPT, files[0], tuple(files[1:])))
+    pipeline, (target, *controls) = stock_pipeline(encoders, kind), images
+    latents = {"image_latents": target_latents(pipeline.vae, target)}
+    expected = [latents | transformer_inputs(pipeline, controls)]
     if controls:
         pipeline.text_encoder.register_forward_pre_hook(_with_token_types, with_kwargs=True)
-        expected.append(latents | transformer_inputs(pipeline, images))
+        expected.append(latents | transformer_inputs(pipeline, controls))
     return Compared(found, expected)
 
 
-def _image(place: Workplace, seed: int, size: tuple[int, int]) -> Path:
+def row_images() -> list[Image.Image]:
+    """The target and the controls."""
+    return [_image(seed, size) for seed, size in enumerate(SIZES)]
+
+
+def _image(seed: int, size: tuple[int, int]) -> Image.Image:
     """An image with detail at every scale, so that each way of scaling it gives another result."""
     generator, pixels = np.random.default_rng(seed), np.zeros((size[1], size[0], 3), np.float32)
     for cells in (4, 64, 1024):
         coarse = Image.fromarray(generator.integers(0, 255, (cells, cells, 3), np.uint8))
         pixels += np.asarray(coarse.resize(size, Image.Resampling.BICUBIC)) / 3
-    path = place.folder / f"{seed}.png"
-    Image.fromarray(pixels.astype(np.uint8)).save(path)
-    return path
+    return Image.fromarray(pixels.astype(np.uint8))
 
 
 # ---- stock diffusers -------------------------------------------------------------------------------------------------
@@ -133,7 +138,7 @@ def _with_token_types(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 @torch.no_grad()
 def target_latents(vae: Any, image: Image.Image) -> Tensor:
     """`[S, 64]`: the mode of the posterior, normalised by mean and deviation of the VAE's configuration."""
-    pixels = torch.from_numpy(np.asarray(image.convert("RGB"), dtype=np.float32)) / 127.5 - 1
+    pixels = torch.from_numpy(np.asarray(image, dtype=np.float32)) / 127.5 - 1
     latents = vae.encode(pixels.permute(2, 0, 1)[None, :, None]).latent_dist.mode()[0, :, 0]
     mean, std = (torch.tensor(values)[:, None, None] for values in (vae.config.latents_mean, vae.config.latents_std))
     return tokens((latents - mean) / std)
