@@ -5,7 +5,6 @@ No page may write to the console or request anything but itself and its files; `
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from collections import Counter
@@ -492,7 +491,8 @@ def number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-@pytest.mark.parametrize("touch", [slow(False), True])
+@pytest.mark.slow  # a run
+@pytest.mark.parametrize("touch", [False, True])
 def test_the_numbers_under_the_pointer_are_those_of_the_metrics(browser: Any, report: Path, touch: bool) -> None:
     """Before and after, those of the last step; on a phone a tap stays."""
     logged = (report.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -519,6 +519,7 @@ def test_the_numbers_under_the_pointer_are_those_of_the_metrics(browser: Any, re
                 assert (number(at.inner_text()), chart.locator(".rule").get_attribute("d")) == (300, None)
 
 
+@pytest.mark.slow
 def test_images_of_a_sample_are_in_strips(browser: Any, report: Path) -> None:
     """Its steps one below the other for each guidance."""
     with opened(browser, report) as shown:
@@ -538,17 +539,10 @@ def test_images_of_a_sample_are_in_strips(browser: Any, report: Path) -> None:
 # ---- legibility ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "scheme", "width"),
-    [
-        ("report", "dark", PHONE),
-        *(
-            slow(name, scheme, width)
-            for name, scheme, width in itertools.product(("many", "report"), ("light", "dark"), (PHONE, DESK))
-            if (name, scheme, width) != ("report", "dark", PHONE)
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["many", "report"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [PHONE, DESK])
 def test_everything_can_be_read(
     browser: Any, name: str, width: int, scheme: str, request: pytest.FixtureRequest
 ) -> None:
