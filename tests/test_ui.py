@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from PIL import Image
 from starlette.testclient import TestClient
 
 from qwen_cache.errors import ConfigError
@@ -30,8 +32,8 @@ from qwen_cache.web import RefusedError
 
 from .support.browser import chromium, new_page
 from .support.commands import command
-from .support.ui import ORIGIN, OWN, PORT, TOKEN, enter, opened, served
-from .support.waiting import HANG
+from .support.ui import ORIGIN, OWN, PORT, TOKEN, enter, opened, running, served
+from .support.waiting import HANG, wait_until
 
 QUEUE, JOBS = "/api/queue/pause", "/api/jobs"
 COOKIE = {"Cookie": OWN["Cookie"]}
@@ -280,6 +282,36 @@ def test_one_ui_for_a_folder_and_an_end_by_ctrl_c(tmp_path: Path) -> None:
         assert "this folder is already open in another `qwen-cache ui`" in second.stderr
         ui.send_signal(signal.SIGINT)
         assert ui.wait(HANG) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read in Linux's /proc")
+def test_many_large_images_take_the_memory_of_one(tmp_path: Path) -> None:
+    (tmp_path / "data/target_images").mkdir(parents=True)
+    for i in range(8):
+        Image.new("RGB", (8000, 8000), (20 * i, 80, 120)).save(tmp_path / f"data/target_images/{i}.png")
+        (tmp_path / f"data/target_images/{i}.txt").write_text("a prompt")
+    with running(tmp_path) as (url, pid):
+        address, _, token = url.partition("/?token=")
+
+        def peak(*rows: int) -> int:
+            """In kB, after these images were asked for at once."""
+
+            def ask(row: int) -> None:
+                assert get("/api/data/image", row=row, size="whole").status_code == 200
+
+            with ThreadPoolExecutor(len(rows)) as pool:
+                list(pool.map(ask, rows))
+            return int(re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[0])
+
+        def get(path: str, **query: Any) -> Any:
+            headers, query = {"Authorization": f"Bearer {token}"}, {"source": "data"} | query
+            return httpx2.get(address + path, params=query, headers=headers, timeout=HANG)
+
+        wait_until(lambda: not get("/api/data").json()["listing"])
+        one = peak(0)
+        assert one > 8000 * 8000 * 3 / 1024
+        assert peak(*range(1, 8)) < 1.5 * one
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

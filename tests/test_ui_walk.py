@@ -7,12 +7,9 @@ All pages are then checked by axe-core (https://github.com/dequelabs/axe-core), 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,8 @@ import pytest
 
 from .support.browser import chromium, new_page
 from .support.paths import ROOT
-from .support.waiting import HANG, wait_until
+from .support.ui import running
+from .support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -63,21 +61,6 @@ HAS_FOCUS = """([css, text]) => {
   const node = document.activeElement;
   return node.matches(css) && (!text || node.textContent.trim() === text);
 }"""
-
-
-@contextmanager
-def running(folder: Path) -> Iterator[str]:
-    """The address of the UI of a folder."""
-    program = Path(sys.executable).parent / "qwen-cache"
-    arguments = [program, "ui", folder, "--port", "0", "--no-browser", "--json"]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment) as ui:
-        assert ui.stdout is not None
-        try:
-            yield json.loads("".join(ui.stdout.readline() for _ in range(3)))["url"]
-        finally:
-            ui.send_signal(signal.SIGINT)
-        assert ui.wait(HANG) == 0
 
 
 @dataclass(frozen=True)
@@ -146,7 +129,7 @@ def walked(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytes
     page = new_page(browser, **SCREENS[request.param], reduced_motion="reduce")
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
-    with running(folder) as url:
+    with running(folder) as (url, _):
         page.goto(url)
         page.wait_for_url("**/")
         walk(Keyboard(page), folder)

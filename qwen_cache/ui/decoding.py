@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Condition, Lock
 
 from PIL import Image
 
 from qwen_cache.sources.images import upright_size
 
+M_MMAP_THRESHOLD = -3
+"""Of mallopt(3)."""
 PIXELS = 100_000_000
 """Of the images that are decoded at once. Each pixel takes about 8 bytes until it is scaled down, so that is 0.8 GB."""
+
+
+def return_large_blocks() -> None:
+    """Let this process return freed blocks of a megabyte and more to the system, where malloc is glibc's.
+
+    Otherwise each of the threads that answer requests, up to 40, keeps what its largest image took.
+    """
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 class Room:

@@ -19,6 +19,7 @@ import uvicorn
 from qwen_cache.errors import ConfigError
 from qwen_cache.storage.durable import LockHeldError, NoLocksError, locked, make_folder
 from qwen_cache.ui.app import make_app
+from qwen_cache.ui.decoding import return_large_blocks
 from qwen_cache.ui.jobs import Checks, Queue
 from qwen_cache.ui.workspace import Workspace
 from qwen_cache.web import address_of
@@ -51,6 +52,7 @@ def only_ui(workspace: Workspace) -> Iterator[None]:
 
 def serve(workspace: Workspace, listener: socket.socket, token: str) -> int:
     """Answer until Ctrl-C or SIGTERM; return how many jobs are still running."""
+    return_large_blocks()
     os.chdir(workspace.folder)  # as for the commands: paths in settings begin there
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
     with Queue(workspace.folder) as queue, closing(Checks(workspace.folder)) as checks:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -15,6 +20,8 @@ from qwen_cache.ui.app import make_app
 from qwen_cache.ui.jobs import Checks, Queue
 from qwen_cache.ui.workspace import Workspace
 from qwen_cache.web import address_of, open_socket
+
+from .waiting import HANG
 
 PORT, TOKEN = 8078, "a-token"
 ORIGIN = f"http://127.0.0.1:{PORT}"
@@ -45,6 +52,21 @@ def served(folder: Path) -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join()
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[tuple[str, int]]:
+    """The address, with its token, and the process of `qwen-cache ui`."""
+    program = Path(sys.executable).parent / "qwen-cache"
+    arguments = [program, "ui", folder, "--port", "0", "--no-browser", "--json"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment) as ui:
+        assert ui.stdout is not None
+        try:
+            yield json.loads("".join(ui.stdout.readline() for _ in range(3)))["url"], ui.pid
+        finally:
+            ui.send_signal(signal.SIGINT)
+        assert ui.wait(HANG) == 0
 
 
 def enter(page: Any, address: str) -> None:
