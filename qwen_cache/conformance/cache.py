@@ -15,12 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torch import Tensor
 
 Samples = Sequence[Mapping[str, Tensor]]
 SIZE = (160, 128)
+NO_EMPTY_PROMPT = "the adapter returns no empty_prompt_embeds"
 WORDS = 700
 """Of a long prompt: more than the 512 tokens at which trainers have cut the instruction off."""
 
@@ -108,10 +110,11 @@ def own_embeddings(place: Workplace) -> None:
 
 
 def own_empty_prompt(place: Workplace) -> None:
-    """The empty prompt is about the row's own images too. Without `empty_prompt_embeds` there is nothing to check."""
+    """The empty prompt is about the row's own images too."""
     a, b = place.encode(place.row("a", 1), place.row("b", 2))
-    if "empty_prompt_embeds" in a:
-        assert differ(a, b, "empty_prompt_embeds"), "two rows share empty_prompt_embeds, and differ in their controls"
+    if "empty_prompt_embeds" not in a:
+        pytest.skip(NO_EMPTY_PROMPT)
+    assert differ(a, b, "empty_prompt_embeds"), "two rows share empty_prompt_embeds, and differ in their controls"
 
 
 def similar_images(place: Workplace) -> None:
@@ -168,6 +171,7 @@ def changed_prompt(place: Workplace) -> None:
 def missing_control(place: Workplace) -> None:
     """A missing image is an error, not a row less or the image of a neighbour."""
     rows = [place.row(name, seed) for seed, name in enumerate("abc")]
+    place.encode(*rows)  # what fails here is another fault
     rows[1].controls[0].unlink()
     try:
         place.encode(*rows)
