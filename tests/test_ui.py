@@ -87,6 +87,13 @@ def test_a_stranger_gets_nothing(stranger: TestClient, headers: dict[str, str]) 
     assert not stranger.get(JOBS, headers=OWN).json()["paused"]
 
 
+def test_a_person_without_the_token_gets_a_page(stranger: TestClient) -> None:
+    """Such as in a window that was open before the UI was started again."""
+    page = stranger.get("/data", headers={"Accept": "text/html,*/*"})
+    assert (page.status_code, page.headers["content-type"]) == (403, "text/html; charset=utf-8")
+    assert "open the address that `qwen-cache ui` printed" in page.text
+
+
 @pytest.mark.parametrize("other", ['a={"b": 1}', "a=b c", '="', "a=\u00e9", "expires", ""])
 def test_cookies_of_other_programs_of_this_machine_are_passed_over(stranger: TestClient, other: str) -> None:
     """Browsers send them to every port; many hold JSON, which is no well-formed cookie."""

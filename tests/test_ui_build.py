@@ -372,6 +372,13 @@ def test_the_page_in_a_browser(project: Path, built: Callable[[str], Path], monk
         page.fill("#source", "other photos")
         page.locator("#start:enabled").wait_for()
         assert line.inner_text() == "qwen-cache build 'other photos'"
+        size = page.locator("[id='setting-data.vae_image_size']")
+        size.fill("big")
+        size.press("Tab")
+        page.locator("[id='setting-data.vae_image_size-problem']", has_text="a valid integer").wait_for()
+        assert page.is_disabled("#start")
+        page.get_by_label("Undo the change of data.vae_image_size").click()
+        page.locator("#start:enabled").wait_for()
         page.click("#start")
         page.locator(".job .state").wait_for()
         page.reload()

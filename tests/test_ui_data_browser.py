@@ -292,6 +292,22 @@ def test_a_mask_by_keyboard_and_mouse(browser: Any, project: Path, address: str)
     assert page.errors == []
 
 
+def test_a_refused_source_leaves_nothing_of_the_last_one(browser: Any, project: Path, address: str) -> None:
+    page = opened(browser, address, "source=data")
+    page.locator("#about b", has_text="rows").wait_for()
+    page.fill("#source", "/etc")
+    page.press("#source", "Enter")
+    page.get_by_text("outside the opened folders").wait_for()
+    assert page.locator("#about").inner_text() == ""
+    assert page.locator("#filter option").all_inner_texts() == ["all rows"]
+    assert page.locator(FILLED).count() == 0
+    page.fill("#source", "data")
+    page.press("#source", "Enter")
+    page.locator("#about b", has_text="rows").wait_for()
+    page.locator(FILLED).first.wait_for()
+    assert page.errors == []
+
+
 def test_duplicates_side_by_side(browser: Any, project: Path, address: str) -> None:
     page = opened(browser, address)
     page.get_by_role("button", name="Find duplicates and outliers").click()

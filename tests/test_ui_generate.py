@@ -94,6 +94,9 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"lora": "../elsewhere"}, 403, "../elsewhere is outside the opened folders"),
     ({"lora": "missing"}, 422, "no such LoRA"),
     ({"changes": {"predict.sed": 1}}, 422, "unknown key predict.sed"),
+    ({"grid": [{"name": "seed", "values": "0,abc"}]}, 422, "a value of the grid is no number"),
+    ({"grid": [{"name": "lora_weight", "values": ",,"}]}, 422, "a value of the grid is no number"),
+    ({"grid": [{"name": "seed", "values": "0"}] * 2}, 422, "the columns and the rows are one setting"),
 ]
 
 

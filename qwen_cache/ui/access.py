@@ -39,6 +39,11 @@ WELCOME = (
 )
 """The answer to the address with the token: a page that opens `/`. After a redirect, a browser that came from a page of
 another origin would not send the new cookie."""
+REFUSAL = (
+    '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    '<link rel="icon" href="data:,"><title>qwen-cache ui</title><h1>{}</h1><p>{}</html>'
+)
+"""To a person who opens a page without the token, such as after the UI was started again."""
 STRANGER = RefusedError(403, "the token is missing or wrong", "open the address that `qwen-cache ui` printed")
 
 
@@ -84,7 +89,10 @@ class Access:
             self._check_body(scope, headers)
         except RefusedError as error:
             error.headers["Connection"] = "close"  # of the body, nothing is read
-            await answer(error)(scope, receive, send_safely)
+            accepts = Headers(scope=scope).get("accept", "")
+            is_page = error is STRANGER and scope["method"] == "GET" and accepts.startswith("text/html")
+            page = HTMLResponse(REFUSAL.format(error.what.capitalize(), error.do), error.status, error.headers)
+            await (page if is_page else answer(error))(scope, receive, send_safely)
             return
         await self.app(scope, receive, send_safely)
 

@@ -7,6 +7,7 @@ come from there alone; what is uploaded is decoded first, as any image of a sour
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import time
@@ -141,13 +142,32 @@ def command_of(workspace: Workspace, wish: Wish, out: str) -> Command:
             raise ConfigError("no such image", where="images", found=path, do="choose another")
         arguments += ["--image", workspace.shown(found)]
     arguments += ["--prompt", wish.prompt, *(["--model", wish.model] if wish.model else []), *_lora(workspace, wish)]
-    for axis in wish.grid:
+    for axis in checked(wish.grid):
         arguments += ["--grid", f"{axis.name}={axis.values}"]
     for name, device in wish.devices.model_dump().items():
         if device not in ("", "auto"):
             arguments += [f"--{name.replace('_', '-')}", device]
     config = ["--config", "qwen.yaml"] if workspace.config_file else []
     return Command("qwen-train", (*arguments, "--out", out, "--json", *config, *options_of(wish.changes)))
+
+
+def checked(grid: list[Axis]) -> list[Axis]:
+    """The grid; ConfigError for an axis given twice, or for values that are no numbers."""
+    if len({axis.name for axis in grid}) < len(grid):
+        raise ConfigError("the columns and the rows are one setting", where="grid", do="choose another for one of them")
+    for axis in grid:
+        for value in (each.strip() for each in axis.values.split(",")):
+            if not _is_number(value) and (axis.name, value) != ("checkpoint", "final"):
+                do = "write numbers with commas between them, such as 0,0.5,1"
+                raise ConfigError("a value of the grid is no number", where=f"grid, {axis.name}", found=value, do=do)
+    return grid
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _lora(workspace: Workspace, wish: Wish) -> Iterator[str]:

@@ -37,7 +37,7 @@ FINDINGS = {
     "repeated_target": "the same target in several rows",
     "near_duplicate": "targets that are nearly the same",
     "identity_pair": "a control that is the target: nothing is edited",
-    "unreadable": "an image that cannot be read",
+    "unreadable": "a target or mask that cannot be decoded, or an image that is missing",
     "tiny": "a target that has to be enlarged to more than four times its area",
     "unusual_size": "a target much larger or smaller than the others",
     "unusual_shape": "a target much wider or taller than the others",

@@ -60,6 +60,7 @@ class Card {
     this.progress(job);
     this.error.hidden = !job.error;
     setText(this.error, job.error ?? "");
+    if (job.state === "failed" && isActive({ state: this.seen })) this.details.open = true; // it says what to fix
     this.offer(job);
     this.cards.links(job, this);
     if (this.details.open || this.wantsSummary(job)) this.read().catch(() => {});
@@ -84,7 +85,7 @@ class Card {
     const wanted = [];
     if (job.can.includes("stop")) wanted.push(["stop", job.state === "stopping" ? "Stop now" : "Stop", ""]);
     if (job.can.includes("kill") && job.state === "stopping") wanted.push(["kill", "End it by force", "danger"]);
-    if (job.can.includes("again") && ["stopped", "failed", "lost"].includes(job.state)) wanted.push(["again", this.cards.again, "primary"]);
+    if (job.can.includes("again") && ["stopped", "failed", "lost"].includes(job.state)) wanted.push(["again", job.state === "failed" ? "Run again" : this.cards.again, "primary"]);
     if (job.can.includes("remove") && job.state === "queued") wanted.push(["remove", "Remove from the queue", ""]);
     for (const [name, button] of this.made) {
       if (!wanted.some(([each]) => each === name)) { button.remove(); this.made.delete(name); }

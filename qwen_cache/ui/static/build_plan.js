@@ -29,7 +29,7 @@ function facts(plan) {
   ].filter(([label, count]) => count || label === "to encode" || label === "cached");
   const cells = counts.map(([label, count]) => element("li", {}, element("b", {}, number(count ?? 0)), label));
   if (plan.seconds) cells.push(element("li", {}, element("b", {}, plan.seconds < 1 ? "under 1 s" : time(plan.seconds)), "estimated, without loading the encoders"));
-  const nothing = hasWork(plan) ? null : element("p", { class: "ok" }, "Nothing to do: the cache already holds this source.");
+  const nothing = hasWork(plan) || plan.refused?.length ? null : element("p", { class: "ok" }, "Nothing to do: the cache already holds this source.");
   return element("div", {}, nothing, element("ul", { class: "facts-grid" }, ...cells));
 }
 

@@ -70,7 +70,8 @@ async function open(source) {
   showSelection();
   list.renew();
   remember();
-  await lookAgain();
+  if (source) await lookAgain();
+  else showNothing();
 }
 
 function remember() {
@@ -84,7 +85,7 @@ async function look() {
   const { source } = page, fresh = await get(`/api/data?${new URLSearchParams({ source })}`).catch((error) => {
     if (error.status === 403 || error.status === 422) {  // as long as nothing else is opened
       page.source = "";
-      list.resize(0);
+      showNothing();
     }
     throw error;
   });
@@ -115,6 +116,18 @@ async function settled() {
     if (!listing) return;
     await new Promise((resolve) => setTimeout(resolve, QUICK));
   }
+}
+
+// No source is open: neither rows nor facts of another one.
+function showNothing() {
+  summary = null;
+  list.resize(0);
+  for (const id of ["about", "general"]) replace(byId(id), []);
+  byId("task").hidden = byId("compare").hidden = true;
+  byId("task").key = "";
+  byId("filter").replaceChildren(element("option", { value: "all" }, "all rows"));
+  byId("check").disabled = byId("scan").disabled = true;
+  if (comparing) compare(false);
 }
 
 function showSummary() {

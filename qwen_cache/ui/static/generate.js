@@ -211,10 +211,18 @@ class Result {
     this.state = element("p", { class: "muted" });
     this.bar = element("progress", { hidden: true, "aria-label": "progress" });
     this.problem = element("p", { class: "problem", hidden: true });
-    this.stop = element("button", { type: "button", onclick: () => act(this.stop, () => post(`/api/jobs/${job.id}/stop`, { seen: this.node.dataset.state }).then(look)) }, "Stop");
+    this.stop = element("button", { type: "button", onclick: () => act(this.stop, () => this.end(job.id).then(look)) }, "Stop");
     this.node = element("article", { class: "panel result", "data-state": "" },
       element("h3", {}, job.about.prompt), element("p", { class: "muted" }, describe(job)), this.state, this.bar, this.problem, this.images,
       element("div", { class: "row" }, this.stop), element("details", {}, element("summary", {}, "Command"), commandLine(job.line)));
+  }
+
+  async end(id) {
+    const { state } = this.node.dataset;
+    if (state !== "queued") return post(`/api/jobs/${id}/stop`, { seen: state });
+    await post(`/api/jobs/${id}/remove`);
+    this.node.remove();
+    shown.delete(id);
   }
 
   update(job) {
@@ -225,7 +233,8 @@ class Result {
     if (progress?.total) { this.bar.max = progress.total; this.bar.value = progress.done; } else this.bar.removeAttribute("value");
     this.problem.textContent = job.problem;
     this.problem.hidden = !job.problem;
-    this.stop.hidden = !job.can.includes("stop");
+    this.stop.hidden = !job.can.includes("stop") && job.state !== "queued";
+    this.stop.textContent = job.state === "queued" ? "Remove from the queue" : "Stop";
     const urls = job.images.map((image) => image.url).join() + job.state;
     if (urls === this.urls) return;
     this.urls = urls;

@@ -73,10 +73,7 @@ export class SettingsForm {
       onclick: () => { show(input, setting, setting.value); this.set(setting.key, setting.value); back.hidden = true; input.focus(); },
     }, "Undo");
     input.addEventListener("change", () => {
-      const [given, problem] = read(input, setting);
-      input.setCustomValidity(problem);
-      if (problem) { input.reportValidity(); return; }
-      this.set(setting.key, given);
+      this.set(setting.key, read(input, setting));
       back.hidden = !(setting.key in this.changes);
     });
     const note = setting.default === null || setting.default === "" ? "" : ` Default: ${text(setting.default)}.`;
@@ -96,9 +93,7 @@ function control(setting, value, id) {
     const choices = setting.value === null || setting.default === null ? ["", ...setting.choices] : setting.choices;
     made = element("select", shared, ...choices.map((choice) => element("option", { value: choice }, choice || "(none)")));
   } else if (setting.kind === "flag") made = element("input", { ...shared, type: "checkbox" });
-  else if (setting.kind === "integer") made = element("input", { ...shared, type: "number", step: "1" });
-  else if (setting.kind === "number") made = element("input", { ...shared, type: "text", inputmode: "decimal" });
-  else made = element("input", { ...shared, type: "text" });
+  else made = element("input", { ...shared, type: "text", inputmode: { integer: "numeric", number: "decimal" }[setting.kind] ?? "text" });
   show(made, setting, value);
   return made;
 }
@@ -108,18 +103,12 @@ function show(input, setting, value) {
   else input.value = text(value);
 }
 
-// The value of a control, and what is wrong with it.
+// The value of a control. What is no number, list or mapping stays text: the command's own check says what is wrong.
 function read(input, setting) {
-  if (setting.kind === "flag") return [input.checked, ""];
+  if (setting.kind === "flag") return input.checked;
   const given = input.value.trim();
-  if (given === "") return [setting.kind === "text" && setting.default === "" ? "" : null, ""];
-  if (setting.kind === "integer" || setting.kind === "number") {
-    const number = Number(given);
-    const isRight = Number.isFinite(number) && (setting.kind === "number" || Number.isInteger(number));
-    return [number, isRight ? "" : setting.kind === "integer" ? "a whole number" : "a number, such as 1e-4"];
-  }
-  if (setting.kind === "yaml" || /^[[{]/.test(given)) {
-    try { return [JSON.parse(given), ""]; } catch { if (setting.kind === "yaml") return [null, "a list or mapping in JSON, or null"]; }
-  }
-  return [given, ""];
+  if (given === "") return setting.kind === "text" && setting.default === "" ? "" : null;
+  if (setting.kind === "integer" || setting.kind === "number") return Number.isFinite(Number(given)) ? Number(given) : given;
+  if (setting.kind === "yaml" || /^[[{]/.test(given)) try { return JSON.parse(given); } catch { /* text */ }
+  return given;
 }
