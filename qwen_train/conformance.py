@@ -47,11 +47,8 @@ def _forward(transformer: Any, layout: str) -> Callable[[dict[str, Any]], Tensor
 
 def step(transformer: Any) -> Callable[[dict[str, Any]], dict[str, Tensor]]:
     """`compute_loss` of each sample of a batch, with noise levels as the model's scheduler shifts them."""
-    model, schedule, generator = (
-        QwenImageMultiResTransformer2DModel.from_stock(transformer),
-        NoiseSchedule(),
-        Generator(),
-    )
+    model = QwenImageMultiResTransformer2DModel.from_stock(transformer)
+    schedule, generator = NoiseSchedule(), Generator()
 
     def losses(given: dict[str, Any]) -> dict[str, Tensor]:
         shapes, clean = given["img_shapes"], given["latents"]
