@@ -10,7 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
@@ -109,7 +109,7 @@ def browser() -> Iterator[Any]:
 
 def is_on_screen(element: Any, height: int = 900) -> bool:
     box = element.bounding_box()
-    return bool(box["y"] > -1 and box["y"] + box["height"] <= height)
+    return bool(box and box["y"] > -1 and box["y"] + box["height"] <= height)
 
 
 @contextmanager
@@ -207,9 +207,47 @@ def report(built: Built, tiny_model: Built, tmp_path_factory: pytest.TempPathFac
 # ---- the list of samples ---------------------------------------------------------------------------------------------
 
 
-def keys(shown: Any) -> list[str]:
-    ids: list[str] = shown.eval_on_selector_all("article", "cards => cards.map(card => card.id)")
-    return ids
+@dataclass(frozen=True)
+class Look:
+    """What the list shows at one moment: the samples in the window with their images, and what the bar says."""
+
+    settled: bool
+    """Whether no card waits for its file, no filter for another one, and no text to be typed."""
+    keys: list[str]
+    titles: list[str]
+    pictured: list[bool]
+    range: str
+    found: str
+
+
+def look(shown: Any) -> Look:
+    """In one call: between two calls the page may show something else."""
+    return Look(
+        **shown.evaluate("""() => {
+          const cards = [...document.querySelectorAll("article")], byId = (id) => document.getElementById(id);
+          const images = [...document.images].every((each) => each.src);
+          return {
+            settled: images && !document.querySelector(".waiting") && byId("stop").hidden,
+            keys: cards.map((card) => card.id),
+            titles: cards.map((card) => card.querySelector("h3")?.textContent),
+            pictured: cards.map((card) => !!card.querySelector("img")),
+            range: byId("range").textContent,
+            found: byId("found").textContent,
+          };
+        }""")
+    )
+
+
+def settled(shown: Any, test: Callable[[Look], object] = lambda _: True) -> Look:
+    """What the list shows as soon as it waits for nothing, shows a sample and passes the test."""
+    last: list[Look] = []
+
+    def passes() -> bool:
+        last[:] = [now := look(shown)]
+        return bool(now.settled and now.keys and test(now))
+
+    wait_until(passes)
+    return last[0]
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -221,29 +259,20 @@ def expected(path: Path, test: Callable[[dict[str, Any]], bool]) -> list[str]:
     return [row["key"] for row in rows(path) if test(row)]
 
 
-def filled(shown: Any) -> bool:
-    """Whether no card waits for its file, no filter for another one, and no text to be typed."""
-    return bool(shown.evaluate("!document.querySelector('.waiting') && document.getElementById('stop').hidden"))
-
-
 def wait_for_list(shown: Any, path: Path, matches: list[str]) -> None:
     """Wait for exactly these samples; of a page with files, for those of them that are near the window."""
-    whole = Page(path).folder is None
-
-    def there() -> bool:
-        found, count = keys(shown), shown.locator("#range").inner_text()
-        if not matches or whole:
-            return found == matches
-        return filled(shown) and count.endswith(f" of {len(matches):,}") and found == matches[: len(found)] != []
-
-    wait_until(there)
+    if not matches or Page(path).folder is None:
+        wait_until(lambda: look(shown).keys == matches)
+    else:
+        count = f" of {len(matches):,}"
+        settled(shown, lambda now: now.range.endswith(count) and now.keys == matches[: len(now.keys)])
 
 
 def test_the_page_of_a_built_cache(browser: Any, built: Built, tmp_path: Path) -> None:
     path, cache = tmp_path / "inspect.html", open_cache(built("edit-plus"))
     assert run("qwen-cache", "inspect", cache.folder, "--html", path).code == 0
     with opened(browser, path) as shown:
-        assert keys(shown) == [each.key for each in cache]
+        assert look(shown).keys == [each.key for each in cache]
         for each in cache:
             card = shown.locator(f"[id='{each.key}']")
             assert card.locator("h3").inner_text() == each.name
@@ -307,13 +336,11 @@ def test_every_sample_of_the_files_can_be_scrolled_to(browser: Any, split: Path,
     with opened(browser, split, width=width) as shown:
         height = shown.evaluate("document.documentElement.scrollHeight")
         for _ in range(1000):
-            wait_until(lambda: filled(shown))
-            found = keys(shown)
+            now = settled(shown)
+            found = now.keys
             first = next(i for i, row in enumerate(all_rows) if row["key"] == found[0])
             assert found == [row["key"] for row in all_rows[first : first + len(found)]]
-            wait_until(lambda: shown.evaluate("[...document.images].every((each) => each.src)"))
-            pictured = shown.eval_on_selector_all("article", "all => all.map(each => !!each.querySelector('img'))")
-            seen |= dict(zip(found, pictured, strict=True))
+            seen |= dict(zip(found, now.pictured, strict=True))
             if found[-1] == all_rows[-1]["key"]:
                 break
             shown.mouse.wheel(0, 700)
@@ -322,8 +349,8 @@ def test_every_sample_of_the_files_can_be_scrolled_to(browser: Any, split: Path,
         assert shown.evaluate("document.documentElement.scrollHeight") == height
         shown.get_by_label("Go to number").fill("123")
         shown.keyboard.press("Enter")
-        wait_until(lambda: filled(shown) and all_rows[122]["key"] in keys(shown))
-        assert is_on_screen(shown.locator(f"[id='{all_rows[122]['key']}']"))
+        settled(shown, lambda now: all_rows[122]["key"] in now.keys)
+        wait_until(partial(is_on_screen, shown.locator(f"[id='{all_rows[122]['key']}']")))
 
 
 def test_a_page_without_its_files_says_so(browser: Any, surveyed: Survey, tmp_path: Path) -> None:
@@ -346,8 +373,8 @@ def test_a_key_in_the_address(browser: Any, either: Path) -> None:
     """Its card is shown and marked, anywhere in the list, even if a filter hides it."""
 
     def marked(shown: Any, key: str) -> None:
-        wait_until(lambda: shown.locator(f"article.chosen[id='{key}']").count())
-        assert 0 <= shown.locator("article.chosen").bounding_box()["y"] < 900
+        card = shown.locator(f"article.chosen[id='{key}']")
+        wait_until(lambda: (box := card.bounding_box()) and 0 <= box["y"] < 900)
 
     far, near = rows(either)[234]["key"], expected(either, lambda row: row["name"] == "photo-8")[0]
     with opened(browser, either, f"#{far}") as shown:
@@ -387,25 +414,21 @@ def test_a_hundred_thousand_samples(browser: Any, tmp_path: Path, over_http: boo
     write_page(path, survey(write_large(tmp_path / "shards", count)))
     names = [f"photo-{i}" for i in range(count)]
 
-    def titles() -> list[str]:
-        found: list[str] = shown.locator("article h3").all_inner_texts()
-        return found
-
     with opened(browser, path) if not over_http else served(browser, path) as shown:
-        wait_until(lambda: filled(shown) and (now := titles()) and now == names[: len(now)])
+        settled(shown, lambda now: now.titles == names[: len(now.titles)])
         shown.evaluate("scrollTo(0, byId('space').offsetHeight)")
-        wait_until(lambda: filled(shown) and (now := titles()) and now == names[-len(now) :])
+        settled(shown, lambda now: now.titles == names[-len(now.titles) :])
         shown.evaluate("scrollTo(0, byId('space').offsetHeight / 2)")
-        wait_until(lambda: filled(shown) and any(49_000 < int(title[6:]) < 51_000 for title in titles()))
-        top = int(titles()[0][6:])
+        middle = settled(shown, lambda now: any(49_000 < int(title[6:]) < 51_000 for title in now.titles))
+        top = int(middle.titles[0][6:])
         shown.mouse.wheel(0, -1200)
-        wait_until(lambda: filled(shown) and titles() and 0 < top - int(titles()[0][6:]) < 60)
+        settled(shown, lambda now: 0 < top - int(now.titles[0][6:]) < 60)
         shown.get_by_label("Search").fill("number 98765.")
-        wait_until(lambda: filled(shown) and titles() == ["photo-98765"])
+        settled(shown, lambda now: now.titles == ["photo-98765"])
         shown.get_by_label("Search").fill("number")
-        wait_until(lambda: shown.locator("#found").inner_text() == "100,000 found")
+        settled(shown, lambda now: now.found == "100,000 found")
         shown.get_by_label("Flags").select_option("repeated_target")
-        wait_until(lambda: shown.locator("#found").inner_text() == "2,000 found" and titles()[0] == "photo-98")
+        settled(shown, lambda now: now.found == "2,000 found" and now.titles[0] == "photo-98")
 
 
 @contextmanager

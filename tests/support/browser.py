@@ -29,6 +29,6 @@ def chromium() -> Iterator[Any]:
 
 def new_page(browser: Any, **options: Any) -> Any:
     """A page in a context of its own, with the options of the context; a busy machine may take its time."""
-    page = browser.new_context(**options).new_page()
-    page.set_default_timeout(1000 * HANG)
-    return page
+    context = browser.new_context(**options)
+    context.set_default_timeout(1000 * HANG)
+    return context.new_page()
