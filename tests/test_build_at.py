@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
@@ -38,16 +39,24 @@ def model(tiny_model: Callable[[str], Path]) -> Path:
 
 
 def test_it_builds_the_bytes_of_a_build(pairs: Path, tmp_path: Path, model: Path) -> None:
-    assert build(pairs, tmp_path / "here", model).code == 0
+    """Also those of the validation cache, with it or alone."""
+    prompts = [{"prompt": "make it red", "control": str(next((pairs / "control_images").iterdir()))}]
+    wanted = ("--set", f"validation.prompts={json.dumps(prompts)}")
+    assert build(pairs, tmp_path / "here", model, *wanted).code == 0
     with running(service_job(model, tmp_path / "pool"), load_lanes) as url:
-        result = build_at(url, pairs, tmp_path / "at")
+        result = build_at(url, pairs, tmp_path / "at", *wanted)
         assert result.code == 0, result.stderr
+        assert build_at(url, pairs, tmp_path / "alone", *wanted, "--only-validation").code == 0
         assert "--measure" not in build_at(url, pairs, tmp_path / "new", "--dry-run").stderr
         assert not (tmp_path / "new").exists()
-    here, there = contents(tmp_path / "here"), contents(tmp_path / "at")
-    assert there == here
-    assert "nothing to do" in build(pairs, tmp_path / "at", model).stderr
-    assert {sample.key for sample in open_cache(tmp_path / "pool")} == {s.key for s in open_cache(tmp_path / "at")}
+    for folder in ("here", "here/validation"):
+        there = tmp_path / folder.replace("here", "at")
+        assert contents(there) == contents(tmp_path / folder)
+    assert contents(tmp_path / "alone" / "validation") == contents(tmp_path / "here" / "validation")
+    assert not (tmp_path / "alone" / "cache.json").exists()
+    assert "nothing to do" in build(pairs, tmp_path / "at", model, *wanted).stderr
+    keys = {s.key for folder in ("at", "at/validation") for s in open_cache(tmp_path / folder)}
+    assert {sample.key for sample in open_cache(tmp_path / "pool")} == keys
 
 
 def test_what_the_server_knows_is_not_encoded_again(pairs: Path, tmp_path: Path, model: Path) -> None:
@@ -116,7 +125,7 @@ def test_what_cannot_work_is_refused(pairs: Path, tmp_path: Path, model: Path) -
         refused(build_at(url, pairs, out, "--repair"), "--repair")
         refused(build_at(url, pairs, out, "--ray", "auto"), "--ray")
         refused(build_at(url, pairs, out, "--dry-run", "--measure"), "--measure")
-        refused(build_at(url, pairs, out, "--validation", str(pairs)), "validation")
+        refused(build_at(url, pairs, out, "--only-validation"), "nothing to build for validation")
     refused(build_at(url, pairs, out), "does not answer", "qwen-cache serve")
     refused(build_at("ftp://x", pairs, out), "no address")
     assert not out.exists()

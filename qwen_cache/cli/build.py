@@ -40,7 +40,7 @@ from qwen_cache.encode.obstacles import changed_recipe, empty_source, full_disk,
 from qwen_cache.encode.plan import BuildPlan
 from qwen_cache.encode.repair import plan_repair
 from qwen_cache.encode.saved_settings import save_settings
-from qwen_cache.encode.validation import is_wanted, loaded_once, prepare_with_validation
+from qwen_cache.encode.validation import loaded_once, prepare_with_validation
 from qwen_cache.encode.write import Progress
 from qwen_cache.errors import ConfigError, QwenCacheError, ShardError
 from qwen_cache.extras import require
@@ -54,6 +54,7 @@ from qwen_cache.storage.upload import destination
 from qwen_cache.storage.url import Url
 
 if TYPE_CHECKING:
+    from qwen_cache.client import Client
     from qwen_cache.encode.micro_batches import LaneState
     from qwen_cache.plain_output import PlainConsole
 
@@ -113,8 +114,9 @@ def run_build(
     if repair and replace_recipe:
         raise ConfigError("--repair keeps the recipe, and --replace replaces it", do="give only one of them")
     if at is not None:
-        check_at(config, ray=ray, measure=measure, repair=repair, only_validation=only_validation)
-        return _build_at(config, at, dry_run=dry_run, check=check, replace_recipe=replace_recipe, as_json=as_json)
+        check_at(ray=ray, measure=measure, repair=repair)
+        planned = partial(plan_build, replace_recipe=replace_recipe, takes_latents=False)
+        return _build_at(config, at, planned, dry_run=dry_run, check=check, alone=only_validation, as_json=as_json)
     if not dry_run:
         require("torch")
     encoders = Encoders(load_lanes, takes_latents=True) if ray is None else on_cluster(ray, load_lanes)
@@ -131,50 +133,53 @@ def run_build(
 
     if dry_run:
         return _dry_run([plan(job) for job in jobs], check=check, measure=measure, as_json=as_json)
-    with ExitStack() as locks:
-        for job in jobs:
-            locks.enter_context(directory.writing(job.folder))
-        return build([plan(job) for job in jobs], encoders, as_json)
+    return _build_locked(jobs, plan, encoders, as_json)
 
 
-def check_at(config: Config, **given: object) -> None:
-    """ConfigError for options that need the encoders on this machine; `given` are those of the command line."""
-    options = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
-    options |= {"a validation source or prompts": is_wanted(config)}
-    for option, value in options.items():
+def check_at(**given: object) -> None:
+    """ConfigError for options of the command line that need the encoders on this machine."""
+    for name, value in given.items():
         if value:
-            do = "leave one of them out" if option.startswith("--") else "set validation.cache=none, and build it there"
-            raise ConfigError(f"--at does not go with {option}", do=do)
+            raise ConfigError(f"--at does not go with --{name}", do="leave one of them out")
 
 
 @contextmanager
-def open_at(config: Config, at: str) -> Iterator[tuple[Callable[[], BuildJob], Encoders]]:
-    """A function that reads the source, and the encoders of the server `at`; without any on this machine."""
+def open_at(at: str) -> Iterator[tuple[Client, Encoders]]:
+    """A client of the server `at`, and its encoders; without any on this machine."""
     require("httpx2")
     from qwen_cache.client import Client
-    from qwen_cache.client.encoding import IN_FLIGHT, ServerEncoding, prepare_at
+    from qwen_cache.client.encoding import IN_FLIGHT, ServerEncoding
 
     with Client(at) as client:
-
-        def prepare() -> BuildJob:
-            job = prepare_at(config, None, client)
-            if job.config.data.edit_mask in ("head", "auto"):
-                what, do = "edit masks of a mask head are not built through a server", "build where the encoders are"
-                raise ConfigError(what, where=at, found=f"data.edit_mask={job.config.data.edit_mask}", do=do)
-            return job
-
-        yield prepare, Encoders(lambda _: ServerEncoding(client), IN_FLIGHT)
+        yield client, Encoders(lambda _: ServerEncoding(client), IN_FLIGHT)
 
 
-def _build_at(config: Config, at: str, *, dry_run: bool, check: bool, replace_recipe: bool, as_json: bool) -> int:
+def _build_at(
+    config: Config,
+    at: str,
+    make: Callable[[BuildJob], Task],
+    *,
+    dry_run: bool,
+    check: bool,
+    alone: bool,
+    as_json: bool,
+) -> int:
     """`run_build` with the encoders of the server `at`."""
-    with open_at(config, at) as (prepare, encoders):
-        job = prepare()
+    with open_at(at) as (client, encoders):
+        from qwen_cache.client.encoding import prepare_all_at
+
+        jobs = prepare_all_at(config, client, alone=alone)
         if dry_run:
-            task = plan_build(job, replace_recipe=replace_recipe, takes_latents=False)
-            return _dry_run([task], check=check, measure=False, as_json=as_json, can_measure=False)
-        with directory.writing(job.folder):
-            return build([plan_build(job, replace_recipe=replace_recipe, takes_latents=False)], encoders, as_json)
+            return _dry_run(list(map(make, jobs)), check=check, measure=False, as_json=as_json, can_measure=False)
+        return _build_locked(jobs, make, encoders, as_json)
+
+
+def _build_locked(jobs: Sequence[BuildJob], make: Callable[[BuildJob], Task], encoders: Encoders, as_json: bool) -> int:
+    """Plan and build with no other writer in any of the folders."""
+    with ExitStack() as locks:
+        for job in jobs:
+            locks.enter_context(directory.writing(job.folder))
+        return build(list(map(make, jobs)), encoders, as_json)
 
 
 def is_main(job: BuildJob) -> bool:

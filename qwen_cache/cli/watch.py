@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from qwen_cache.cli.build import build, check_at, open_at, plan_build
+from qwen_cache.cli.build import build, open_at, plan_build
 from qwen_cache.console import console, print_problems, verbatim
 from qwen_cache.encode import builder
 from qwen_cache.encode.builder import BuildJob, Encoders
@@ -60,9 +60,10 @@ def _check(config: Config, given: Sequence[str]) -> None:
 def _preparing(config: Config, at: str | None) -> Iterator[tuple[Callable[[], BuildJob], Encoders]]:
     """A function that reads the source, and the encoders: of the server `at`, or of this machine."""
     if at is not None:
-        check_at(config)
-        with open_at(config, at) as (prepare, encoders):
-            yield prepare, encoders
+        with open_at(at) as (client, encoders):
+            from qwen_cache.client.encoding import prepare_all_at
+
+            yield lambda: prepare_all_at(config, client, alone=False)[0], encoders
         return
     require("torch")
     check_devices(config)

@@ -11,6 +11,7 @@ from qwen_cache.client.description import served_model, served_settings
 from qwen_cache.console import counting, print_problems
 from qwen_cache.encode.builder import BuildJob, as_encoded, check_family, check_tokens, plan_build, read_rows
 from qwen_cache.encode.plan import PlannedSample, read_again
+from qwen_cache.encode.validation import ValidationRows, check_wanted, is_wanted
 from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Sample
@@ -25,6 +26,20 @@ from qwen_cache.storage.url import location
 
 THREADS = 16  # requests at a time: several are in each batch of the server's lanes
 IN_FLIGHT = 48  # samples ahead of the writer
+
+
+def prepare_all_at(config: Config, client: Client, *, alone: bool) -> list[BuildJob]:
+    """As `validation.prepare_with_validation`, with the recipe of a server; the errors of `prepare_at`."""
+    description = client.description
+    served, model = served_settings(config, description, client.url), served_model(description)
+    if served.data.edit_mask in ("head", "auto"):
+        what, do = "edit masks of a mask head are not built through a server", "build where the encoders are"
+        raise ConfigError(what, where=client.url, found=f"data.edit_mask={served.data.edit_mask}", do=do)
+    check_wanted(config, alone=alone)
+    validation = []
+    if is_wanted(config):
+        validation = [ValidationRows.read(served, model).job(served, model, description.recipe)]
+    return validation if alone else [prepare_at(config, None, client), *validation]
 
 
 def prepare_at(config: Config, source: str | None, client: Client) -> BuildJob:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from qwen_cache.encode.builder import (
     BuildJob,
@@ -47,6 +47,13 @@ def is_wanted(config: Config) -> bool:
     return has_rows and (config.data.slice is None or SourceSlice.parse(config.data.slice).number == 1)
 
 
+def check_wanted(config: Config, *, alone: bool) -> None:
+    """ConfigError if the validation cache is wanted `alone` and has no rows."""
+    if alone and not is_wanted(config):
+        do = "give --validation SOURCE, or set validation.source or validation.prompts"
+        raise ConfigError("there is nothing to build for validation", found="no source and no prompts", do=do)
+
+
 def prepare_with_validation(
     config: Config, source: str | None, on_bytes: Callable[[int], None], *, alone: bool = False
 ) -> list[BuildJob]:
@@ -54,22 +61,35 @@ def prepare_with_validation(
 
     Raises ConfigError if it is wanted alone and has no rows, else the errors of `prepare_build`.
     """
-    if alone and not is_wanted(config):
-        do = "give --validation SOURCE, or set validation.source or validation.prompts"
-        raise ConfigError("there is nothing to build for validation", found="no source and no prompts", do=do)
+    check_wanted(config, alone=alone)
     if not is_wanted(config):
         return [prepare_build(config, source, on_bytes)]
-    folder = _folder(config)
     model = fitting_model(config)
-    rows, problems = _read(config, model)
-    job = (
-        BuildJob(config, folder, model, make_recipe(model, config, on_bytes), [], [])
-        if alone
-        else prepare_build(config, source, on_bytes, model)
-    )
-    source = config.validation.source or str(folder)  # where what is known of the images is remembered
-    validation = BuildJob(config, folder, model, job.recipe, rows, problems, source=source)
-    return [validation] if alone else [job, validation]
+    rows = ValidationRows.read(config, model)  # before the weights, which take longer
+    if alone:
+        return [rows.job(config, model, make_recipe(model, config, on_bytes))]
+    job = prepare_build(config, source, on_bytes, model)
+    return [job, rows.job(config, model, job.recipe)]
+
+
+@dataclass(frozen=True)
+class ValidationRows:
+    """The usable rows of a validation cache, its folder, and the problems of the other rows."""
+
+    folder: Path | Url
+    rows: list[Row]
+    problems: list[Problem]
+
+    @classmethod
+    def read(cls, config: Config, model: ModelFolder) -> Self:
+        """ConfigError if the cache cannot be written, SourceError if the source cannot be read."""
+        folder = _folder(config)
+        return cls(folder, *_read(config, model))
+
+    def job(self, config: Config, model: ModelFolder, recipe: dict[str, Any]) -> BuildJob:
+        """Their build with the recipe of the cache."""
+        source = config.validation.source or str(self.folder)  # where what is known of the images is remembered
+        return BuildJob(config, self.folder, model, recipe, self.rows, self.problems, source=source)
 
 
 def _folder(config: Config) -> Path | Url:
