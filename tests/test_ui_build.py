@@ -26,6 +26,7 @@ from qwen_cache.ui.workspace import Workspace
 from .support.browser import chromium, new_page
 from .support.commands import command
 from .support.paths import load_tool
+from .support.serving import running, service_job
 from .support.ui import TOKEN, enter, opened, served
 from .support.waiting import wait_until
 
@@ -77,6 +78,7 @@ def built(project: Path, **given: Any) -> list[str]:
         ({"reuse": []}, "--set cache.reuse=[]"),
         ({"mode": "watch", "watch": 2.5, "rehash": True}, "--watch 2.5"),
         ({"mode": "repair"}, "--repair"),
+        ({"at": " http://127.0.0.1:8077", "vae_device": "cuda:0", "model": "new"}, "--at http://127.0.0.1:8077"),
         (
             {"changes": {"data.vae_image_size": 65536, "data.trigger_word": "sks 'x'"}},
             "--set data.trigger_word='\"sks '\"'\"'x'\"'\"'\"' --set data.vae_image_size=65536",
@@ -123,6 +125,8 @@ def test_a_plan_of_what_is_watched_is_that_of_one_build(project: Path) -> None:
         ({"changes": {"cache": {"path": "/etc"}}}, "cache", "this is no setting of a build"),
         ({"changes": {"validation.cache": "/etc"}}, "validation.cache", "this is no setting of a build"),
         ({"vae_device": "cuda:0; rm"}, "cache.vae_device", "no name of a device"),
+        ({"at": "127.0.0.1:8077"}, "at", "no address of a server"),
+        ({"at": "http://127.0.0.1:8077", "mode": "repair"}, "at", "not repaired through a server"),
         ({"mode": "watch", "watch": 0}, "watch", "too short"),
         ({"format": "v7"}, "cache.format", "not a valid value"),
         ({"changes": {"data.on_error": "halt"}}, "data.on_error", "not a valid value"),
@@ -178,7 +182,11 @@ def test_a_start_is_a_job_with_the_line_that_is_shown(own: TestClient) -> None:
     measure = own.post("/api/build/measure", json=form).json()
     assert (measure["kind"], measure["line"]) == ("measure", f"{line} --dry-run --json --measure")
     assert measure["about"] == {"cache": "kept", "source": "photos", "build": line}
-    for each in (job, measure):
+    elsewhere = own.post("/api/build/start", json={"at": "http://127.0.0.1:8077"}).json()
+    assert elsewhere["devices"] == []
+    refused = own.post("/api/build/measure", json={"at": "http://127.0.0.1:8077"})
+    assert (refused.status_code, refused.json()["where"]) == (422, "at")
+    for each in (job, measure, elsewhere):
         own.post(f"/api/jobs/{each['id']}/remove", json={})
 
 
@@ -230,11 +238,11 @@ def test_a_written_page_is_served_in_a_sandbox(own: TestClient, project: Path) -
         assert sandboxed.get(pages + name).status_code == 404, name
     of_runs = written_pages(TOKEN, RUNS)  # known to a page that came with a run, and to whom it tells it
     for path in (f"{of_runs}../inspect/x.html", of_runs.replace("runs", "inspect") + "x.html"):
-        assert sandboxed.get(path).status_code in (403, 404), path
+        assert sandboxed.get(path).status_code in (401, 404), path
     for path in (pages.replace("/written/", "/written/0"), "/written/x/inspect/x.html", "/api/jobs", "/build"):
-        assert sandboxed.get(path).status_code == 403, path
-    assert sandboxed.post(f"{pages}x.html", json={}).status_code == 403
-    assert sandboxed.post("/api/queue/pause", json={}, headers={"Origin": "null"}).status_code == 403
+        assert sandboxed.get(path).status_code == 401, path
+    assert sandboxed.post(f"{pages}x.html", json={}).status_code == 401
+    assert sandboxed.post("/api/queue/pause", json={}, headers={"Origin": "null"}).status_code == 401
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
@@ -349,6 +357,24 @@ def test_a_build_that_is_stopped_and_resumed_is_that_of_the_command(
 
 
 @pytest.mark.slow
+def test_a_build_with_the_encoders_of_a_server(
+    tmp_path: Path, pairs: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder names no model; the server has one."""
+    (tmp_path / "ui").mkdir()
+    monkeypatch.chdir(tmp_path / "ui")
+    with running(service_job(tiny_model("edit-plus"), tmp_path / "pool")) as url, opened(tmp_path / "ui", pairs) as own:
+        form = {"source": str(pairs), "at": url}
+        plan = own.post("/api/build/plan", json=form).json()
+        job = own.post("/api/build/start", json=form).json()
+        wait_until(lambda: own.get(f"/api/jobs/{job['id']}").json()["ended"])
+        assert own.get(f"/api/jobs/{job['id']}").json()["state"] == "done"
+    keys = {sample.key for sample in open_cache(tmp_path / "ui" / "shards")}
+    assert len(keys) == plan["plan"]["to_encode"] > 0
+    assert {sample.key for sample in open_cache(tmp_path / "pool")} == keys
+
+
+@pytest.mark.slow
 def test_the_page_in_a_browser(project: Path, built: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Problems at their fields, the newest build after a reload, and the page about a cache in its sandbox."""
     page_file = project / ".qwen-ui" / "inspect" / "large.html"
@@ -379,6 +405,12 @@ def test_the_page_in_a_browser(project: Path, built: Callable[[str], Path], monk
         assert page.is_disabled("#start")
         page.get_by_label("Undo the change of data.vae_image_size").click()
         page.locator("#start:enabled").wait_for()
+        page.fill("#server", "http://127.0.0.1:8077")
+        page.locator("#command code", has_text="--at http://127.0.0.1:8077").wait_for()
+        assert page.is_disabled("#measure")
+        assert not page.is_visible("#own-devices")
+        page.fill("#server", "")
+        page.locator("#measure:enabled").wait_for()
         page.click("#start")
         page.locator(".job .state").wait_for()
         page.reload()

@@ -695,6 +695,10 @@ def test_the_page_in_a_browser(folder: Path, queue: Queue) -> None:
         page.keyboard.press("Enter")
         wait_until(lambda: titles.all_inner_texts() == ["wait 2", "wait 1"])
         assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Up: wait 2"
+        page.locator("[aria-label='Up: wait 2'][aria-disabled=true]").wait_for()
+        page.keyboard.press("Enter")
+        page.locator("[aria-label='Up: wait 1'][aria-disabled=false]").wait_for()
+        assert titles.all_inner_texts() == ["wait 2", "wait 1"]
         job = queue.get(first)
         write_json(
             job.folder / PROGRESS,

@@ -213,7 +213,7 @@ def _error_of(first: ErrorDetails, origins: _Origins) -> ConfigError:
     if first["type"] == "literal_error" and (near := difflib.get_close_matches(str(value), _choices(expected), n=1)):
         do = f"did you mean {near[0]}?"
     name = f"{key}: " if where in ("--set", origins.otherwise) else ""
-    found = value if isinstance(value, str) and value else repr(value)
+    found = "nothing" if value is None else value if isinstance(value, str) and value else repr(value)
     return ConfigError(f"{name}{what}", where=where, expected=expected, found=found, do=do)
 
 

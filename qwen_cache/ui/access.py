@@ -44,7 +44,9 @@ REFUSAL = (
     '<link rel="icon" href="data:,"><title>qwen-cache ui</title><h1>{}</h1><p>{}</html>'
 )
 """To a person who opens a page without the token, such as after the UI was started again."""
-STRANGER = RefusedError(403, "the token is missing or wrong", "open the address that `qwen-cache ui` printed")
+STRANGER = RefusedError(
+    401, "the token is missing or wrong", "open the address that `qwen-cache ui` printed", WWW_Authenticate="Bearer"
+)
 
 
 def written_pages(token: str, kind: str) -> str:

@@ -82,8 +82,11 @@ class BuildPage:
         return answered | {"plan": shortened(answer.document), "message": answer.message}
 
     def measure(self, form: Form) -> dict[str, Any]:
-        """A job that plans and measures."""
+        """A job that plans and measures. ConfigError for a build on a server: it has no time of its own."""
         build = self._build(form)
+        if build.at:
+            do = "start the build, which shows the time that is left"
+            raise ConfigError("the encoders of a server are not measured", where="at", found=build.at, do=do)
         about = _about(build) | {"build": build.command.line}
         return self._add(f"Measure {build.settings.cache.path}", "measure", build.measure, about, build.devices)
 

@@ -40,7 +40,9 @@ READ_OR_WRITTEN = (
     "cache.local_copies",
 )
 """The settings that name files."""
+DEVICE_SETTINGS = ("cache.vae_device", "cache.text_device")
 DEVICE = re.compile(r"[a-z]+(:\d+)?")
+SERVER = re.compile(r"https?://[^\s/]+\S*")
 
 Mode = Literal["new", "watch", "replace", "repair"]
 
@@ -53,6 +55,8 @@ class Form(BaseModel):
     cache: str = ""
     vae_device: str = ""
     text_device: str = ""
+    at: str = ""
+    """The address of a server that encodes in place of this machine, which then needs neither model nor devices."""
     format: str = ""
     reuse: list[str] | None = None
     mode: Mode = "new"
@@ -63,9 +67,11 @@ class Form(BaseModel):
     """Other settings."""
 
     def fields(self) -> dict[str, str]:
-        """The settings with a field of their own, without empty ones."""
+        """The settings with a field of their own, without empty ones and those that a server does not need."""
         values = (self.source, self.model, self.cache, self.vae_device, self.text_device, self.format)
-        return {key: value.strip() for key, value in zip(OPTIONS, values, strict=True) if value.strip()}
+        given = {key: value.strip() for key, value in zip(OPTIONS, values, strict=True) if value.strip()}
+        unused = ("model.path", *DEVICE_SETTINGS) if self.at.strip() else ()
+        return {key: value for key, value in given.items() if key not in unused}
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,7 @@ class Build:
     arguments: tuple[str, ...]
     settings: Config
     mode: Mode
+    at: str = ""
 
     @property
     def command(self) -> Command:
@@ -108,7 +115,9 @@ class Build:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices of both encoders."""
+        """The devices of both encoders on this machine."""
+        if self.at:
+            return ()
         cache = self.settings.cache
         names = [name.strip() for text in (cache.vae_device, cache.text_device) for name in text.split(",")]
         return tuple(dict.fromkeys(names))
@@ -124,13 +133,14 @@ def checked(workspace: Workspace, form: Form) -> tuple[Build | None, list[Proble
         settings = workspace.settings(form.changes | given)
     except ConfigError as error:
         return None, [_problem(error)]
-    if not settings.model.path:
+    at = form.at.strip()
+    if not settings.model.path and not at:
         do = "name a diffusers folder, or a repository on the hub"
         return None, [Problem("model.path", "no model is named", do=do)]
     before = workspace.settings().flat()
     fields = {key: value for key, value in given.items() if value != before[key]}
     changes = {key: value for key, value in form.changes.items() if key not in given}
-    return Build(tuple(_arguments(form, fields, changes)), settings, form.mode), []
+    return Build(tuple(_arguments(form, fields, changes)), settings, form.mode, at), []
 
 
 def _reuse(form: Form) -> dict[str, Any]:
@@ -142,6 +152,8 @@ def _arguments(form: Form, fields: dict[str, Any], changes: Changes) -> Iterator
     for key, option in OPTIONS.items():
         if key in fields:
             yield from (option, fields[key]) if option else (fields[key],)
+    if at := form.at.strip():
+        yield from ("--at", at)
     reuse = fields.get("cache.reuse")
     for name in reuse or ():
         yield from ("--reuse", name)
@@ -168,10 +180,16 @@ def _problems(workspace: Workspace, form: Form) -> Iterator[Problem]:
     for key, value in (*named, *others):
         if problem := _path_problem(workspace, key, str(value).strip()):
             yield problem
-    for key in ("cache.vae_device", "cache.text_device"):
+    for key in DEVICE_SETTINGS:
         for name in str(values.get(key, "auto")).split(","):
             if not DEVICE.fullmatch(name.strip()):
                 yield Problem(key, "no name of a device", "such as cuda:0", name, "choose a device")
+    at = form.at.strip()
+    if at and not SERVER.fullmatch(at):
+        yield Problem("at", "no address of a server", "such as http://127.0.0.1:8077", at, "give its address")
+    if at and form.mode == "repair":
+        do = "repair where the encoders are, or encode on this machine"
+        yield Problem("at", "damaged samples are not repaired through a server", do=do)
     if form.mode == "watch" and not form.watch >= 0.1:
         yield Problem("watch", "too short", "at least 0.1 seconds", str(form.watch), "give a longer time")
 

@@ -89,7 +89,9 @@ export async function act(control, action) {
   }
 }
 
-// Call `look` now and after every pause, while the page is visible. The returned function calls it at once.
+// Call `look` now and after every pause, while the page is visible. The returned function calls it at once. A program that
+// was started again knows this window no longer: then it is called when the window is shown again, as the new address may
+// have been opened beside it.
 export function poll(look, pause = 1000) {
   let timer, running = false, again = false, isLost = false;
   async function now() {
@@ -101,7 +103,8 @@ export function poll(look, pause = 1000) {
       if (isLost) { clearError(); isLost = false; }
     } catch (error) {
       showError(error);
-      isLost = error.status === 0;
+      isLost = error.status === 0 || error.status === 401;
+      if (error.status === 401) { running = again = false; return; }
     }
     running = false;
     timer = setTimeout(now, again ? 0 : document.hidden ? 10 * pause : pause);
@@ -117,10 +120,13 @@ export async function copyText(text) {
   announce("copied");
 }
 
+// A line that is broken between words alone: a browser also breaks one after a hyphen.
+const words = (line) => line.split(" ").flatMap((word, i) => [i ? " " : null, element("span", {}, word)]);
+
 // A command line with a button that copies it; `label` tells it from others on the page.
 export function commandLine(line, label = "command line") {
   return element("div", { class: "command" },
-    element("code", { tabindex: "0", role: "region", "aria-label": label }, line),
+    element("code", { tabindex: "0", role: "region", "aria-label": label }, ...words(line)),
     element("button", { type: "button", onclick: (event) => act(event.target, () => copyText(line)) }, "Copy"));
 }
 

@@ -17,6 +17,10 @@ const COMMON = [
 
 let base, line = "", timer, asked = 0, planned = null, jobs = [], shownMeasure = "";
 const devices = {};
+const BUTTONS = ["plan", "measure", "start"];
+
+// Whether a button has nothing to do: there is no command, or it would measure a server.
+const isUseless = (name) => !line || (name === "measure" && form().at !== "");
 
 const settings = new SettingsForm(at("settings"), { sections: ["data", "cache", "model"], common: COMMON, without: OWN, onchange: changed });
 
@@ -27,7 +31,7 @@ const mode = () => at("build").elements.mode.value;
 function form() {
   return {
     ...Object.fromEntries(Object.keys(FIELDS).map((name) => [name, at(name).value.trim()])),
-    vae_device: devices.vae.value, text_device: devices.text.value,
+    vae_device: devices.vae.value, text_device: devices.text.value, at: at("server").value.trim(),
     reuse: at("reuse").value.split(",").map((each) => each.trim()).filter(Boolean),
     mode: mode(), watch: Number(at("watch").value), rehash: at("rehash").checked, changes: settings.values,
   };
@@ -44,6 +48,7 @@ function fill(values) {
   for (const name of Object.keys(FIELDS)) at(name).value = values[name] ?? "";
   devices.vae.set(values.vae_device);
   devices.text.set(values.text_device);
+  at("server").value = values.at;
   at("reuse").value = values.reuse.join(", ");
   at("watch").value = values.watch;
   at("rehash").checked = values.rehash;
@@ -53,6 +58,7 @@ function fill(values) {
 function showMode() {
   at("watch-setting").hidden = mode() !== "watch";
   at("rehash-setting").hidden = mode() === "watch";
+  at("own-devices").hidden = at("model").disabled = Boolean(at("server").value.trim());
 }
 
 function changed() {
@@ -74,14 +80,14 @@ async function ask() {
     at("command").replaceChildren(line ? commandLine(line) : element("p", { class: "muted" }, "No command yet: see below what is missing."));
   }
   showProblems(answer.problems);
-  for (const name of ["plan", "measure", "start"]) at(name).disabled = !line;
+  for (const name of BUTTONS) at(name).disabled = isUseless(name);
   showOutdated();
 }
 
 function showProblems(problems) {
   const texts = {};
   for (const each of problems) texts[each.key] ??= text(each);
-  for (const [key, id] of Object.entries({ ...swapped(FIELDS), "cache.reuse": "reuse", watch: "watch" })) {
+  for (const [key, id] of Object.entries({ ...swapped(FIELDS), "cache.reuse": "reuse", watch: "watch", at: "server" })) {
     const note = at(`${id}-problem`);
     note.textContent = texts[key] ?? "";
     note.hidden = !(key in texts);
@@ -227,7 +233,7 @@ async function open() {
   base = {
     ...Object.fromEntries(Object.entries(FIELDS).map(([name, key]) => [name, values[key] ?? ""])), pages,
     vae_device: values["cache.vae_device"], text_device: values["cache.text_device"], reuse: values["cache.reuse"],
-    mode: "new", watch: 10, rehash: false,
+    at: "", mode: "new", watch: 10, rehash: false,
   };
   at("models").replaceChildren(...models.map((name) => element("option", { value: name })));
   at("caches").replaceChildren(...caches.map((name) => element("option", { value: name })));
@@ -248,7 +254,7 @@ async function open() {
     });
   }
   for (const [name, action] of [["plan", plan], ["measure", () => start("measure")], ["start", () => start("start")]]) {
-    at(name).addEventListener("click", () => act(at(name), action).then(() => { at(name).disabled = !line; }));
+    at(name).addEventListener("click", () => act(at(name), action).then(() => { at(name).disabled = isUseless(name); }));
   }
   for (const name of ["look", "verify"]) at(name).addEventListener("click", () => act(at(name), () => begin(name, at("looked").value)));
   await ask();

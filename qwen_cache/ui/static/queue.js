@@ -46,7 +46,8 @@ class Card {
       this.buttons, element("details", {}, element("summary", {}, "Command"), commandLine(job.line, `command line of ${job.title}`)), this.output, this.result);
   }
 
-  update(job) {
+  // `canMove`: whether it can go up and down, by the names of the buttons.
+  update(job, canMove) {
     if (this.job && this.job.state !== job.state) announce(`${job.title}: ${WORDS[job.state]}`);
     this.job = job;
     setText(this.state, stateText(job));
@@ -58,6 +59,7 @@ class Card {
     this.offer(job.can.flatMap((name) => name === "move" ? ["up", "down"] : [name]));
     const stop = this.actions.get("stop"), label = job.state === "stopping" ? "Stop now" : "Stop";
     if (stop) { setText(stop, label); stop.setAttribute("aria-label", `${label}: ${job.title}`); }
+    for (const name of ["up", "down"]) this.actions.get(name)?.setAttribute("aria-disabled", !canMove[name]); // it keeps the focus
     this.read();
   }
 
@@ -78,7 +80,7 @@ class Card {
     for (const name of names.filter((each) => !this.actions.has(each))) {
       const [label, kind, action] = ACTIONS[name];
       const button = element("button", { type: "button", class: kind, "aria-label": `${label}: ${this.job.title}`,
-        onclick: () => act(null, async () => { await action(this.id, this.job.state); await look(); }) }, label);
+        onclick: () => button.getAttribute("aria-disabled") === "true" || act(null, async () => { await action(this.id, this.job.state); await look(); }) }, label);
       this.actions.set(name, button);
       this.buttons.append(button);
     }
@@ -143,19 +145,20 @@ function show({ paused, jobs }) {
   at("is-paused").hidden = !paused;
   setText(at("pause"), paused ? "Resume the queue" : "Pause the queue");
   const focused = document.activeElement, of = focused?.closest?.("[data-job]"), list = of?.parentElement;
+  const queued = jobs.filter((job) => job.state === "queued");
   for (const job of jobs) {
     if (!cards.has(job.id)) {
       cards.set(job.id, new Card(job));
       if (!isFirst) announce(`${job.title}: ${WORDS[job.state]}`);
     }
-    cards.get(job.id).update(job);
+    cards.get(job.id).update(job, { up: job !== queued[0], down: job !== queued.at(-1) });
   }
   for (const id of cards.keys()) {
     if (!jobs.some((job) => job.id === id)) cards.delete(id);
   }
   const ended = jobs.filter((job) => !isActive(job) && job.state !== "queued");
   fill("active", jobs.filter(isActive));
-  fill("queued", jobs.filter((job) => job.state === "queued"));
+  fill("queued", queued);
   fill("ended", showsAll ? ended : ended.slice(0, FEW));
   at("more").hidden = showsAll || ended.length <= FEW;
   isFirst = false;

@@ -36,7 +36,8 @@ export class Runs {
   }
 
   async look() {
-    const { jobs } = await get("/api/jobs");
+    const { jobs, paused } = await get("/api/jobs");
+    this.isPaused = paused;
     this.jobs = jobs.filter((job) => job.kind === "train" || job.about?.decoded);
     const hasEnded = this.active !== undefined && this.active !== this.activeNow();
     this.active = this.activeNow();
@@ -148,7 +149,7 @@ export class Runs {
     const isChosen = this.chosen.includes(run.folder), [show, , state, step, loss, date] = row.children, job = this.jobsOf(run.folder)[0];
     show.querySelector("input").checked = isChosen;
     swatch(show.querySelector(".swatch"), isChosen && this.chosen.length > 1 ? this.styleOf(run.folder) : null);
-    say(state, stateOf(run, job));
+    say(state, stateOf(run, job, this.isPaused));
     say(step, run.max_steps ? `${run.step.toLocaleString("en")} of ${run.max_steps.toLocaleString("en")}` : run.step ? String(run.step) : "–");
     say(loss, run.loss === null || run.loss === undefined ? "–" : run.loss.toPrecision(4));
     say(date, run.time ? new Date(run.time * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) : "–");
@@ -164,7 +165,7 @@ export class Runs {
       if (!this.panels.has(folder)) this.panels.set(folder, new RunPanel(folder, () => { this.looks = 0; this.now(); }));
       const panel = this.panels.get(folder), run = this.runs.find((each) => each.folder === folder);
       panel.update({ run, job: this.jobsOf(folder)[0], decoding: this.jobs.find((job) => job.about?.decoded === folder && isActive(job)),
-        waiting: this.images.waiting(folder), isAlone: chosen.length === 1, state: stateOf(run ?? { step: 0 }, this.jobsOf(folder)[0]) });
+        waiting: this.images.waiting(folder), isAlone: chosen.length === 1, state: stateOf(run ?? { step: 0 }, this.jobsOf(folder)[0], this.isPaused) });
       if (at("jobs").children[i] !== panel.node) at("jobs").insertBefore(panel.node, at("jobs").children[i] ?? null);
     });
   }
@@ -172,8 +173,8 @@ export class Runs {
 
 const isActive = (job) => ["queued", "running", "stopping"].includes(job.state);
 
-function stateOf(run, job) {
-  if (job && isActive(job)) return { queued: "waits in the queue", running: "running", stopping: "stopping" }[job.state];
+function stateOf(run, job, isPaused) {
+  if (job && isActive(job)) return { queued: `waits in the queue${isPaused ? ", which is paused" : ""}`, running: "running", stopping: "stopping" }[job.state];
   if (run.running) return "running, started elsewhere";
   if (job?.state === "failed") return "failed";
   if (run.max_steps && run.step >= run.max_steps) return "done";
