@@ -33,6 +33,14 @@ def browser() -> Iterator[Any]:
         yield started
 
 
+@pytest.fixture(autouse=True)
+def closing(browser: Any) -> Iterator[None]:
+    """Pages that stay open would ask a program that has ended, again and again."""
+    yield
+    for context in browser.contexts:
+        context.close()
+
+
 def write_image(path: Path, seed: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     small = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), np.uint8)
