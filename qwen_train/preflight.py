@@ -49,7 +49,7 @@ def starting(
     samples, validation_cache, taken = None, None, tuple[TakenIn, ...]()
     if not config.train.follow:
         samples = open_samples(config) if to_encode is None else None
-        validation_cache = open_validation_cache(config, encodes=to_encode is not None)
+        validation_cache = open_validation_cache(config, to_encode)
     with only_run(out, launch):
         earlier = checkpoints(out)
         if earlier and not resume:

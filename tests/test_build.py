@@ -605,7 +605,7 @@ def test_every_problem_is_listed_before_anything_is_encoded(
     damaged.write_bytes(damaged.read_bytes()[:-500])
     result = build(pairs, out, model)
     told = (
-        "error: nothing will be encoded until these are fixed (found 3 problems)\n  → fix them, or leave them out with"
+        "error: nothing will be encoded until these are fixed (found 3 problems)\n  → fix them, or skip their rows with"
     )
     failing(result, "china", "flower", "empty", "cup.png: the image is damaged", told + " --on-error skip\n")
     for options in ((), ("--check",)):  # a dry run ends as the build would

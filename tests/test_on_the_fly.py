@@ -59,12 +59,12 @@ def model(tiny_model: Callable[[str], Path]) -> Path:
 
 
 def processes() -> list[str]:
-    """Processes that encode for a trainer."""
-    found = []
+    """Processes that encode for a trainer of this test; other tests may run beside it."""
+    found, mine = [], os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0].encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            line = (entry / "cmdline").read_bytes()
-            found += [entry.name] if b"encode-worker" in line else []
+            line, environment = ((entry / name).read_bytes() for name in ("cmdline", "environ"))
+            found += [entry.name] if b"encode-worker" in line and mine in environment else []
     return found
 
 

@@ -125,8 +125,8 @@ def test_a_plan_of_what_is_watched_is_that_of_one_build(project: Path) -> None:
         ({"changes": {"cache": {"path": "/etc"}}}, "cache", "this is no setting of a build"),
         ({"changes": {"validation.cache": "/etc"}}, "validation.cache", "this is no setting of a build"),
         ({"vae_device": "cuda:0; rm"}, "cache.vae_device", "no name of a device"),
-        ({"at": "127.0.0.1:8077"}, "at", "no address of a server"),
-        ({"at": "http://127.0.0.1:8077", "mode": "repair"}, "at", "not repaired through a server"),
+        ({"at": "127.0.0.1:8077"}, "at", "not the address of a server"),
+        ({"at": "http://127.0.0.1:8077", "mode": "repair"}, "at", "a server cannot repair"),
         ({"mode": "watch", "watch": 0}, "watch", "too short"),
         ({"format": "v7"}, "cache.format", "not a valid value"),
         ({"changes": {"data.on_error": "halt"}}, "data.on_error", "not a valid value"),
@@ -183,7 +183,7 @@ def test_a_start_is_a_job_with_the_line_that_is_shown(own: TestClient) -> None:
     assert (measure["kind"], measure["line"]) == ("measure", f"{line} --dry-run --json --measure")
     assert measure["about"] == {"cache": "kept", "source": "photos", "build": line}
     elsewhere = own.post("/api/build/start", json={"at": "http://127.0.0.1:8077"}).json()
-    assert elsewhere["devices"] == []
+    assert elsewhere["devices"] == ["server:0"]
     refused = own.post("/api/build/measure", json={"at": "http://127.0.0.1:8077"})
     assert (refused.status_code, refused.json()["where"]) == (422, "at")
     for each in (job, measure, elsewhere):

@@ -28,6 +28,7 @@ from qwen_cache.settings.train import ValidationConfig
 from qwen_cache.settings.yaml_text import parse_yaml
 from qwen_train.data.mixture import Mixture
 from qwen_train.data.validation_cache import check_validation_cache, open_validation_cache
+from qwen_train.run_settings import ToEncode
 
 from .support.caches import SMALL as SMALL_BUILD
 from .support.commands import refused, run
@@ -183,9 +184,9 @@ def test_images_of_other_prompts_than_those_of_the_settings_are_never_shown(trai
     prompts = parse_yaml(saved.read_text())["validation"]["prompts"]
     build, none = "`qwen-cache build --only-validation`", "validation.cache=none"
 
-    def check(encodes: bool = False, path: Path = cache, **validation: Any) -> Mixture | None:
+    def check(to_encode: ToEncode | None = None, path: Path = cache, **validation: Any) -> Mixture | None:
         given = [f"validation.{name}={json.dumps(value)}" for name, value in validation.items()]
-        return open_validation_cache(load_config(None, given, cache__path=str(path)), encodes=encodes)
+        return open_validation_cache(load_config(None, given, cache__path=str(path)), to_encode)
 
     def message(**validation: Any) -> str:
         with pytest.raises(ConfigError) as error:
@@ -213,7 +214,9 @@ def test_images_of_other_prompts_than_those_of_the_settings_are_never_shown(trai
         f"{nowhere}/validation: the images to generate are not in a cache (found validation.prompts)\n"
         f"  → encode them with {build}; or set {none}"
     )
-    assert f"{build}, and set validation.cache={to_generate}; or" in message(encodes=True, source="new.csv")
+    for at, option in ((None, ""), ("http://there:8077", " --at http://there:8077")):
+        told = f"`qwen-cache build --only-validation{option}`, and set validation.cache={to_generate}; or"
+        assert told in message(to_encode=ToEncode("data", at), source="new.csv")
 
 
 def test_guidance_without_the_empty_prompt_is_refused(train: Trainer) -> None:

@@ -38,7 +38,11 @@ def prepare_all_at(config: Config, client: Client, *, alone: bool) -> list[Build
     check_wanted(config, alone=alone)
     validation = []
     if is_wanted(config):
-        validation = [ValidationRows.read(served, model).job(served, model, description.recipe)]
+        if description.format_version == 1:
+            do = "leave the prompts out, or start the server with --format v2"
+            raise ConfigError("format v1 cannot hold images to generate", where=client.url, do=do)
+        rows = ValidationRows.read(served, model, check_tokens)  # the server checks the lengths
+        validation = [rows.job(served, model, description.recipe)]
     return validation if alone else [prepare_at(config, None, client), *validation]
 
 

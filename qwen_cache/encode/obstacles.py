@@ -30,8 +30,8 @@ def unusable_rows(job: BuildJob, plan: BuildPlan) -> SourceError | None:
     """The error for rows that cannot be used, unless they are to be skipped."""
     if not plan.problems or job.config.data.on_error == "skip":
         return None
-    this, it = ("this is", "it") if len(plan.problems) == 1 else ("these are", "them")
-    do = f"fix {it}, or leave {it} out with --on-error skip"
+    this, it, rows = ("this is", "it", "its row") if len(plan.problems) == 1 else ("these are", "them", "their rows")
+    do = f"fix {it}, or skip {rows} with --on-error skip"
     what = f"nothing will be encoded until {this} fixed"
     return SourceError(what, found=plural(len(plan.problems), "problem"), do=do)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -49,9 +50,12 @@ def is_wanted(config: Config) -> bool:
 
 def check_wanted(config: Config, *, alone: bool) -> None:
     """ConfigError if the validation cache is wanted `alone` and has no rows."""
-    if alone and not is_wanted(config):
-        do = "give --validation SOURCE, or set validation.source or validation.prompts"
-        raise ConfigError("there is nothing to build for validation", found="no source and no prompts", do=do)
+    if not alone or is_wanted(config):
+        return
+    found, do = "no source and no prompts", "give --validation SOURCE, or set validation.source or validation.prompts"
+    if config.validation.source or config.validation.prompts:
+        found, do = f"slice {config.data.slice}", "leave --slice out: the first slice alone builds the validation cache"
+    raise ConfigError("there is nothing to build for validation", found=found, do=do)
 
 
 def prepare_with_validation(
@@ -65,7 +69,7 @@ def prepare_with_validation(
     if not is_wanted(config):
         return [prepare_build(config, source, on_bytes)]
     model = fitting_model(config)
-    rows = ValidationRows.read(config, model)  # before the weights, which take longer
+    rows = ValidationRows.read(config, model, partial(check_prompts, model))  # before the weights, which take longer
     if alone:
         return [rows.job(config, model, make_recipe(model, config, on_bytes))]
     job = prepare_build(config, source, on_bytes, model)
@@ -81,10 +85,13 @@ class ValidationRows:
     problems: list[Problem]
 
     @classmethod
-    def read(cls, config: Config, model: ModelFolder) -> Self:
-        """ConfigError if the cache cannot be written, SourceError if the source cannot be read."""
+    def read(cls, config: Config, model: ModelFolder, check: Callable[[list[Row]], list[Problem]]) -> Self:
+        """Those of the settings; a row in which `check` finds a problem is not usable.
+
+        ConfigError if the cache cannot be written, SourceError if the source cannot be read.
+        """
         folder = _folder(config)
-        return cls(folder, *_read(config, model))
+        return cls(folder, *_read(config, model, check))
 
     def job(self, config: Config, model: ModelFolder, recipe: dict[str, Any]) -> BuildJob:
         """Their build with the recipe of the cache."""
@@ -111,7 +118,9 @@ def _folder(config: Config) -> Path | Url:
     return folder
 
 
-def _read(config: Config, model: ModelFolder) -> tuple[list[Row], list[Problem]]:
+def _read(
+    config: Config, model: ModelFolder, check: Callable[[list[Row]], list[Problem]]
+) -> tuple[list[Row], list[Problem]]:
     """The usable rows of source and prompts, and the problems of the others."""
     rows: list[Row] = []
     problems: list[Problem] = []
@@ -139,7 +148,7 @@ def _read(config: Config, model: ModelFolder) -> tuple[list[Row], list[Problem]]
     taken = {row.name: 1 for row in rows}
     more = [replace(row, name=unique(row.name, taken)) for row in more]
     rows = as_encoded([*rows, *more], masks=False, phrases=EditMasks.of(config).attend)
-    unfit = [*check_prompts(model, rows), *_check_sizes(model, rows)]
+    unfit = [*check(rows), *_check_sizes(model, rows)]
     rows = [row for row in rows if row.where not in {problem.where for problem in unfit}]
     return rows, [*problems, *unusable, *unfit]
 

@@ -86,7 +86,7 @@ class BuildPage:
         build = self._build(form)
         if build.at:
             do = "start the build, which shows the time that is left"
-            raise ConfigError("the encoders of a server are not measured", where="at", found=build.at, do=do)
+            raise ConfigError("a server cannot be measured", where="at", found=build.at, do=do)
         about = _about(build) | {"build": build.command.line}
         return self._add(f"Measure {build.settings.cache.path}", "measure", build.measure, about, build.devices)
 

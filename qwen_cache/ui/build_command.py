@@ -41,6 +41,8 @@ READ_OR_WRITTEN = (
 )
 """The settings that name files."""
 DEVICE_SETTINGS = ("cache.vae_device", "cache.text_device")
+ELSEWHERE = "server:0"
+"""In place of a device: builds with the encoders of a server run one at a time, beside jobs on other devices."""
 DEVICE = re.compile(r"[a-z]+(:\d+)?")
 SERVER = re.compile(r"https?://[^\s/]+\S*")
 
@@ -115,9 +117,9 @@ class Build:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices of both encoders on this machine."""
+        """The devices of both encoders; of those on a server, a name that stands for any."""
         if self.at:
-            return ()
+            return (ELSEWHERE,)
         cache = self.settings.cache
         names = [name.strip() for text in (cache.vae_device, cache.text_device) for name in text.split(",")]
         return tuple(dict.fromkeys(names))
@@ -186,10 +188,10 @@ def _problems(workspace: Workspace, form: Form) -> Iterator[Problem]:
                 yield Problem(key, "no name of a device", "such as cuda:0", name, "choose a device")
     at = form.at.strip()
     if at and not SERVER.fullmatch(at):
-        yield Problem("at", "no address of a server", "such as http://127.0.0.1:8077", at, "give its address")
+        yield Problem("at", "not the address of a server", "such as http://127.0.0.1:8077", at, "give its address")
     if at and form.mode == "repair":
-        do = "repair where the encoders are, or encode on this machine"
-        yield Problem("at", "damaged samples are not repaired through a server", do=do)
+        do = "repair where the server's encoders are, or leave the server out"
+        yield Problem("at", "a server cannot repair damaged samples", do=do)
     if form.mode == "watch" and not form.watch >= 0.1:
         yield Problem("watch", "too short", "at least 0.1 seconds", str(form.watch), "give a longer time")
 

@@ -23,19 +23,22 @@ from qwen_train.data.mixture import Mixture, entries_to_match
 from qwen_train.data.planning import no_empty_prompt
 from qwen_train.data.samples import Samples
 from qwen_train.latents import GENERATE
+from qwen_train.run_settings import ToEncode
 
 
-def open_validation_cache(config: Config, *, encodes: bool = False) -> Mixture | None:
+def open_validation_cache(config: Config, to_encode: ToEncode | None = None) -> Mixture | None:
     """The cache of `validation.cache`, or the one inside `cache.path` if that is what the run trains on; None without.
 
     Raises ConfigError if its prompts are not those of the settings or were never encoded, and for
     `validation.vae_device` if no images are generated; and the errors of `open_cache`.
     """
     settings, path = config.validation, config.validation_cache
-    is_given, may_be_inside = settings.cache is not None, not encodes and not config.train.caches
+    at = f" --at {to_encode.at}" if to_encode and to_encode.at else ""
+    build = f"`qwen-cache build --only-validation{at}`"
+    is_given, may_be_inside = settings.cache is not None, to_encode is None and not config.train.caches
     if path != NO_CACHE and (is_given or (may_be_inside and (location(path) / MANIFEST_NAME).is_file())):
         cache = Mixture.of(open_configured(config.cache, path))
-        _check_prompts(settings, path)
+        _check_prompts(settings, path, build)
         return cache
     if not is_given and (settings.prompts or settings.source):
         set_cache = "" if may_be_inside else f", and set validation.cache={path}"
@@ -43,7 +46,7 @@ def open_validation_cache(config: Config, *, encodes: bool = False) -> Mixture |
             "the images to generate are not in a cache",
             where=path if may_be_inside else None,
             found="validation.prompts" if settings.prompts else f"validation.source={settings.source}",
-            do=f"encode them with `qwen-cache build --only-validation`{set_cache}; or set validation.cache=none",
+            do=f"encode them with {build}{set_cache}; or set validation.cache=none",
         )
     if settings.vae_device and not settings.num_images:
         raise ConfigError(
@@ -54,7 +57,7 @@ def open_validation_cache(config: Config, *, encodes: bool = False) -> Mixture |
     return None
 
 
-def _check_prompts(settings: ValidationConfig, path: str) -> None:
+def _check_prompts(settings: ValidationConfig, path: str, build: str) -> None:
     """ConfigError if the settings that the cache was built with, as far as it has them, name other images to generate.
 
     A cache that `validation.cache` names, without prompts beside it, is taken as it is; so is a source that was given
@@ -76,7 +79,7 @@ def _check_prompts(settings: ValidationConfig, path: str) -> None:
         return
     empty = "[]" if name == "prompts" else "null"
     also = f" and validation.{name}={empty}" if getattr(settings, name) else ""
-    first = "run `qwen-cache build --only-validation`, or " if settings.prompts or settings.source else ""
+    first = f"run {build}, or " if settings.prompts or settings.source else ""
     raise ConfigError(
         f"the validation cache was built from another validation.{name}",
         where=file,

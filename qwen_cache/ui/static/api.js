@@ -90,8 +90,8 @@ export async function act(control, action) {
 }
 
 // Call `look` now and after every pause, while the page is visible. The returned function calls it at once. A program that
-// was started again knows this window no longer: then it is called when the window is shown again, as the new address may
-// have been opened beside it.
+// was started again knows this window no longer: then it is called when the window is shown or used again, as the new
+// address may have been opened beside it.
 export function poll(look, pause = 1000) {
   let timer, running = false, again = false, isLost = false;
   async function now() {
@@ -111,6 +111,7 @@ export function poll(look, pause = 1000) {
     again = false;
   }
   document.addEventListener("visibilitychange", () => { if (!document.hidden) now(); });
+  window.addEventListener("focus", () => { if (isLost) now(); });
   now();
   return now;
 }
@@ -121,7 +122,7 @@ export async function copyText(text) {
 }
 
 // A line that is broken between words alone: a browser also breaks one after a hyphen.
-const words = (line) => line.split(" ").flatMap((word, i) => [i ? " " : null, element("span", {}, word)]);
+const words = (line) => line.split(/(\s+)/).map((part, i) => i % 2 ? part : element("span", {}, part));
 
 // A command line with a button that copies it; `label` tells it from others on the page.
 export function commandLine(line, label = "command line") {
