@@ -166,7 +166,7 @@ def test_diffusion_pipe_finds_its_pieces(made: list[TrainerSample], tmp_path: Pa
 @pytest.mark.parametrize(
     ("tool", "message"),
     [
-        ("qflux", "its images have other sizes than those of the first sample"),
+        ("qflux", "its images have other sizes than those of most samples"),
         ("diffusion-pipe", "it has 2 controls, and diffusion-pipe has at most one"),
     ],
 )
@@ -174,16 +174,28 @@ def test_what_a_tool_cannot_hold_is_refused_by_name(
     tool: str, message: str, built: Callable[..., Path], tmp_path: Path
 ) -> None:
     cache, out = built("edit-plus"), tmp_path / "out"
-    without = "musubi-tuner cannot hold edit_mask of 1 samples and empty_prompt_embeds of 4 samples"
+    without = "musubi-tuner cannot hold edit_mask of 1 sample and empty_prompt_embeds of 4 samples"
     refused(export(cache, "musubi", out), without, "add --leave-out edit_mask --leave-out empty_prompt_embeds")
     options = ("--leave-out", "edit_mask", *NO_EMPTY)
     result = export(cache, tool, out, *options)
     assert (result.code, out.exists()) == (2, False)
     assert message in result.stderr
-    facts = json.loads(export(cache, tool, out, *options, "--dry-run", "--json").stdout)
+    planned = export(cache, tool, out, *options, "--dry-run", "--json")
+    facts = json.loads(planned.stdout)
+    assert planned.code == 2
     assert facts["samples"] + len(facts["problems"]) == len(open_cache(cache))
+    both = export(cache, tool, out, "--dry-run")
+    assert (both.code, message in both.stderr, "cannot hold" in both.stderr) == (2, True, True)
     result = export(cache, tool, out, *options, "--on-error", "skip")
     assert (result.code == 0) == (facts["samples"] > 0)
+
+
+@pytest.mark.parametrize("tool", ["qflux", "diffusion-pipe"])
+def test_most_samples_decide_which_size_is_the_one(tool: str, tmp_path: Path) -> None:
+    samples = [make(name, name, [(side, side)] * 2, 4, seed=side) for name, side in (("a", 2), ("b", 4), ("c", 4))]
+    cache = imported("musubi", write_musubi(tmp_path / "theirs", samples), tmp_path / "cache")
+    facts = json.loads(export(cache, tool, tmp_path / "out", "--dry-run", "--json", "--on-error", "skip").stdout)
+    assert (facts["samples"], [each["where"].partition(" ")[0] for each in facts["problems"]]) == (2, ["a"])
 
 
 def test_folders_and_models_are_checked_first(

@@ -12,7 +12,7 @@ Its units store more, such as the images; training reads what is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import SampleMeta
 
 
-def refusing() -> Callable[[SampleMeta], Refusal | None]:
+def refusing(_: Iterable[SampleMeta]) -> Callable[[SampleMeta], Refusal | None]:
     """Every size and any number of controls fits: a batch is one sample."""
     return lambda meta: None
 

@@ -20,7 +20,7 @@ import io
 import json
 import math
 import sqlite3
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
@@ -37,10 +37,17 @@ MULTIPLE = 32
 SHARD_BYTES = 10_000_000_000
 
 
-def refusing() -> Callable[[SampleMeta], Refusal | None]:
-    """One control of the target's size, or none, the same for all; one size for each ratio of width and height."""
-    controls: set[int] = set()
+def refusing(samples: Iterable[SampleMeta]) -> Callable[[SampleMeta], Refusal | None]:
+    """One control of the target's size, or none, the same for all; one size for each ratio of width and height.
+
+    Where samples differ, most of them decide.
+    """
+    counts = Counter(tuple(meta.img_shapes) for meta in samples if _is_alone_or_paired(meta))
+    with_control = sum(count * (1 if len(shapes) > 1 else -1) for shapes, count in counts.items()) > 0
     sizes: dict[str, tuple[int, int, int]] = {}
+    for (target, *others), _ in counts.most_common():
+        if bool(others) == with_control:
+            sizes.setdefault(_ratio(target), target)
 
     def refusal(meta: SampleMeta) -> Refusal | None:
         target, *others = meta.img_shapes
@@ -49,15 +56,21 @@ def refusing() -> Callable[[SampleMeta], Refusal | None]:
         if others and others[0] != target:
             what = "its control has another size than its target, which diffusion-pipe does not have"
             return Refusal(what, "build a cache of controls that were cropped to their targets' sizes")
-        controls.add(len(others))
-        if len(controls) > 1:
-            return Refusal("samples with and without control are mixed", "export them from two caches")
-        if sizes.setdefault(_ratio(target), target) != target:
-            what = "it has the ratio of width and height of another sample, and another size"
+        if bool(others) != with_control:
+            what = "it has no control, unlike most samples" if with_control else "it has a control, unlike most samples"
+            return Refusal(what, "export samples with and without control from two caches")
+        if sizes[_ratio(target)] != target:
+            what = "it has the ratio of width and height of other samples, and another size"
             return Refusal(what, "build a cache with one size for each ratio")
         return None
 
     return refusal
+
+
+def _is_alone_or_paired(meta: SampleMeta) -> bool:
+    """Whether diffusion-pipe can hold the images of a sample."""
+    target, *others = meta.img_shapes
+    return others in ([], [target])
 
 
 def write(export: Export) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from safetensors.torch import save_file
@@ -22,7 +22,7 @@ from qwen_cache.format.shard import MAX_HEADER
 ARCHITECTURE, FORMAT = "qwen_image", "1.0.1"
 
 
-def refusing() -> Callable[[SampleMeta], Refusal | None]:
+def refusing(_: Iterable[SampleMeta]) -> Callable[[SampleMeta], Refusal | None]:
     """Every size and any number of controls fits."""
 
     def refusal(meta: SampleMeta) -> Refusal | None:

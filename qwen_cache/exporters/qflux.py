@@ -14,7 +14,7 @@ import hashlib
 import io
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -24,23 +24,22 @@ from PIL.PngImagePlugin import PngInfo
 
 from qwen_cache.exporters.target import ALWAYS, Export, NamedSample, Refusal, Tool
 from qwen_cache.format.cache import Sample
-from qwen_cache.format.sample import PIXELS_PER_TOKEN, ImgShapes, SampleMeta
+from qwen_cache.format.sample import PIXELS_PER_TOKEN, SampleMeta
 from qwen_cache.inspect.images import stored_thumbnails
 
 GREY = (128, 128, 128)
 DROPPED = ["empty_prompt_embeds", "empty_prompt_embeds_mask"]
 
 
-def refusing() -> Callable[[SampleMeta], Refusal | None]:
-    """One size for all targets, one for each control; at least one control."""
-    sizes: list[ImgShapes] = []
+def refusing(samples: Iterable[SampleMeta]) -> Callable[[SampleMeta], Refusal | None]:
+    """One size for all targets, one for each control: those of most samples; at least one control."""
+    sizes = Counter(tuple(meta.img_shapes) for meta in samples if len(meta.img_shapes) > 1).most_common(1)
 
     def refusal(meta: SampleMeta) -> Refusal | None:
         if len(meta.img_shapes) < 2:
             return Refusal("it has no control image, which qwen-image-finetune needs", "leave it out")
-        sizes.append(meta.img_shapes)
-        if meta.img_shapes != sizes[0]:
-            what = "its images have other sizes than those of the first sample; qwen-image-finetune has one for all"
+        if tuple(meta.img_shapes) != sizes[0][0]:
+            what = "its images have other sizes than those of most samples; qwen-image-finetune has one for all"
             return Refusal(what, "build a cache of images that were cropped to one size")
         return None
 

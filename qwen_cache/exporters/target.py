@@ -5,7 +5,7 @@ An exporter is a `Tool`: which tensors it holds, which samples it refuses, and `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -59,7 +59,7 @@ class Tool:
     title: str
     holds: frozenset[str]
     """The tensors that its files hold."""
-    refusing: Callable[[], Callable[[SampleMeta], Refusal | None]]
+    refusing: Callable[[Iterable[SampleMeta]], Callable[[SampleMeta], Refusal | None]]
     """A function that says of one sample after another why the tool cannot hold it, beside those that it can."""
     write: Callable[[Export], None]
     command: str

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from qwen_cache.console import plural
 from qwen_cache.errors import ConfigError, Problem
 from qwen_cache.exporters import diffsynth, diffusion_pipe, musubi, qflux
 from qwen_cache.exporters.target import FOR_PEOPLE, Export, NamedSample, Refusal, Tool
@@ -41,15 +42,17 @@ class ExportPlan:
     left_out: Counter[str]
     """In how many of its samples each tensor is left out."""
     bytes: int
+    refusal: ConfigError | None
+    """For tensors that the tool cannot hold and that are not to be left out."""
 
 
 def plan_export(cache: Cache, name: ToolName, leave_out: Sequence[str]) -> ExportPlan:
-    """Read the index. ConfigError for a cache that the tool's models cannot read, and for tensors that it cannot hold
-    and that `leave_out` does not name."""
+    """Read the index. ConfigError for a cache that the tool's models cannot read, and for an unknown `leave_out`."""
     tool = TOOLS[name]
     _check_family(cache, tool)
+    _check_names(leave_out)
     rows, problems, left_out, size = dict[int, IndexRow](), list[Problem](), Counter[str](), 0
-    refusal_of = tool.refusing()
+    refusal_of = tool.refusing(row.meta for row in cache.rows() if "image_latents" in row.meta.tensors)
     for i, row in enumerate(cache.rows()):
         if refusal := refusal_of(row.meta) if "image_latents" in row.meta.tensors else NO_TARGET:
             problems.append(Problem(row.label, refusal.what, refusal.do))
@@ -57,8 +60,7 @@ def plan_export(cache: Cache, name: ToolName, leave_out: Sequence[str]) -> Expor
         rows[i] = row
         left_out.update(row.meta.tensors.keys() - tool.holds - FOR_PEOPLE)
         size += sum(spec.nbytes for name, spec in row.meta.tensors.items() if name in tool.holds)
-    _check_left_out(tool, left_out, leave_out)
-    return ExportPlan(cache, tool, _stems(rows), problems, left_out, size)
+    return ExportPlan(cache, tool, _stems(rows), problems, left_out, size, _left_out(tool, left_out, leave_out))
 
 
 def write_export(
@@ -102,16 +104,21 @@ def _check_family(cache: Cache, tool: Tool) -> None:
         raise ConfigError(what, where=cache.folder, expected=" or ".join(sorted(pipelines)), found=found)
 
 
-def _check_left_out(tool: Tool, left_out: Counter[str], named: Sequence[str]) -> None:
+def _check_names(named: Sequence[str]) -> None:
     known = {"empty_prompt_embeds", "edit_mask"}
     if unknown := [name for name in named if name not in known]:
         raise ConfigError(
             "this tensor cannot be left out", where="--leave-out", expected=" or ".join(sorted(known)), found=unknown[0]
         )
-    if missing := sorted(left_out.keys() - set(named)):
-        counts = " and ".join(f"{name} of {left_out[name]} samples" for name in missing)
-        options = " ".join(f"--leave-out {name}" for name in missing)
-        raise ConfigError(f"{tool.title} cannot hold {counts}", do=f"export without them: add {options}")
+
+
+def _left_out(tool: Tool, left_out: Counter[str], named: Sequence[str]) -> ConfigError | None:
+    missing = sorted(left_out.keys() - set(named))
+    if not missing:
+        return None
+    counts = " and ".join(f"{name} of {plural(left_out[name], 'sample')}" for name in missing)
+    options = " ".join(f"--leave-out {name}" for name in missing)
+    return ConfigError(f"{tool.title} cannot hold {counts}", do=f"export without them: add {options}")
 
 
 def _stems(rows: dict[int, IndexRow]) -> dict[int, str]:
