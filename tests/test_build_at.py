@@ -119,10 +119,12 @@ def test_a_row_that_fails_there_is_named(pairs: Path, tmp_path: Path, model: Pat
 
 def test_what_cannot_work_is_refused(pairs: Path, tmp_path: Path, model: Path) -> None:
     out = tmp_path / "at"
-    with running(service_job(model, tmp_path / "pool")) as url:
+    with running(service_job(model, tmp_path / "pool", "data.upscale=false")) as url:
         refused(build_at(url, pairs, out, "--set", "data.vae_image_size=20000"), "vae_image_size", "expected [16384]")
         refused(build_at(url, pairs, out, "--dtype", "float32", "--format", "v1"), "format")
-        refused(build_at(url, pairs, out, "--repair"), "--repair")
+        refused(build_at(url, pairs, out, "--set", "data.upscale=true"), "expected False, found True")
+        for option in (("--repair",), ("--model", str(model)), ("--vae-device", "cpu")):
+            refused(build_at(url, pairs, out, *option), option[0])
         refused(build_at(url, pairs, out, "--ray", "auto"), "--ray")
         refused(build_at(url, pairs, out, "--dry-run", "--measure"), "--measure")
         refused(build_at(url, pairs, out, "--only-validation"), "nothing to build for validation")

@@ -284,7 +284,7 @@ def build(
     set_: Assignments = None,
 ) -> int:
     """Encode new and changed samples from SOURCE into the cache."""
-    from qwen_cache.cli.build import run_build
+    from qwen_cache.cli.build import check_at, run_build
     from qwen_cache.cli.watch import run_watch
     from qwen_cache.settings.load import load_config
     from qwen_cache.storage.remembered import rehashing
@@ -298,6 +298,8 @@ def build(
     given = (source, model, dtype, *columns, on_error, *masks, slice_, validation, *devices, *places)
     settings = load_config(config, set_, given)
     destination(settings.cache.path)  # before anything slow
+    if at is not None:
+        check_at(model=model, vae_device=vae_device, text_device=text_device)
     if watch is not None:
         single = {"--ray": ray, "--dry-run": dry_run, "--repair": repair, "--replace": replace_recipe}
         single |= {"--only-validation": only_validation, "--rehash": rehash, "--json": json}

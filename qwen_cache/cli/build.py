@@ -137,10 +137,10 @@ def run_build(
 
 
 def check_at(**given: object) -> None:
-    """ConfigError for options of the command line that need the encoders on this machine."""
+    """ConfigError for options of the command line that are about encoders on this machine."""
     for name, value in given.items():
         if value:
-            raise ConfigError(f"--at does not go with --{name}", do="leave one of them out")
+            raise ConfigError(f"--at does not go with --{name.replace('_', '-')}", do="leave one of them out")
 
 
 @contextmanager

@@ -72,8 +72,11 @@ def served_model(description: Description) -> ServedModel:
     return ServedModel(description.model, Path(), description.pipeline, width=description.prompt_embeds_width)  # type: ignore[arg-type]
 
 
-def served_settings(config: Config, description: Description, where: str) -> Config:
-    """The settings with those of the server; ConfigError for one that was given here and differs there."""
+def served_settings(config: Config, description: Description, where: str, *, all_given: bool = False) -> Config:
+    """The settings with those of the server; ConfigError for one that was given here and differs there.
+
+    A default value counts as given with `all_given` alone: the settings that a run has saved name all.
+    """
     recipe = description.recipe
     served_cache = {
         "format": f"v{description.format_version}",
@@ -82,8 +85,9 @@ def served_settings(config: Config, description: Description, where: str) -> Con
         "thumbnails": description.thumbnails,
         "store_attention": bool(recipe.get("attention", False)),
     }
-    data = _merged("data", config.data.model_dump(mode="json"), description.data, where)
-    cache = _merged("cache", config.cache.model_dump(mode="json"), served_cache, where)
+    given = {name: getattr(config, name).model_fields_set if all_given else set() for name in ("data", "cache")}
+    data = _merged("data", config.data.model_dump(mode="json"), description.data, where, given["data"])
+    cache = _merged("cache", config.cache.model_dump(mode="json"), served_cache, where, given["cache"])
     try:
         sections = {"data": DataConfig.model_validate(data), "cache": CacheConfig.model_validate(cache)}
     except ValidationError as error:
@@ -93,10 +97,11 @@ def served_settings(config: Config, description: Description, where: str) -> Con
     return config.model_copy(update=sections)
 
 
-def _merged(section: str, own: dict[str, Any], served: dict[str, Any], where: str) -> dict[str, Any]:
+def _merged(section: str, own: dict[str, Any], served: dict[str, Any], where: str, given: set[str]) -> dict[str, Any]:
     standard = Config().model_dump(mode="json")[section]
     for name, value in served.items():
-        if own.get(name) not in (value, standard.get(name)):
+        accepted = (value, None) if name in given else (value, standard.get(name))
+        if own.get(name) not in accepted:
             raise ConfigError(
                 f"the server has another {section}.{name}",
                 where=where,

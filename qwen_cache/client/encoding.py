@@ -31,7 +31,8 @@ IN_FLIGHT = 48  # samples ahead of the writer
 def prepare_all_at(config: Config, client: Client, *, alone: bool) -> list[BuildJob]:
     """As `validation.prepare_with_validation`, with the recipe of a server; the errors of `prepare_at`."""
     description = client.description
-    served, model = served_settings(config, description, client.url), served_model(description)
+    served = served_settings(config, description, client.url, all_given=True)
+    model = served_model(description)
     if served.data.edit_mask in ("head", "auto"):
         what, do = "edit masks of a mask head are not built through a server", "build where the encoders are"
         raise ConfigError(what, where=client.url, found=f"data.edit_mask={served.data.edit_mask}", do=do)
