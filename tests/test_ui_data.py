@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from PIL import Image
 from starlette.testclient import TestClient
 
-from qwen_cache.errors import OutdatedError, QwenCacheError
+from qwen_cache.errors import ConfigError, OutdatedError, QwenCacheError
 from qwen_cache.sources.detect import read_content
 from qwen_cache.sources.images import open_mask, open_rgb
 from qwen_cache.sources.places import File
@@ -502,14 +502,16 @@ def test_problems_of_a_check_stand_at_their_rows(project: Path) -> None:
     checks = FakeChecks(found(damaged, general))
     page = with_checks(project, checks)
     page.listed()
+    with pytest.raises(ConfigError, match="Model on the Build page"):
+        page.post("/check")
 
     def checked() -> Any:
-        page.post("/check")
+        page.post("/check", form={"model": "tiny", "source": "elsewhere", "mode": "watch"})
         wait_until(lambda: page.get()["check"]["state"] != "running")
         return page.get()["check"]
 
     assert (checked()["state"], checked()["summary"]) == ("done", "3 to encode, 1 in the cache")
-    assert checks.commands[0].arguments == ("build", "data", "--dry-run", "--json")
+    assert checks.commands[0].arguments == ("build", "--model", "tiny", "--dry-run", "--json")
     assert page.names(filter="problems") == ["a", "b"]
     assert page.row("a")["problems"] == [damaged]
     assert page.row("a")["where"] == damaged["where"]

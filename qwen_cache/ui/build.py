@@ -21,7 +21,7 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.plain_text import plain
-from qwen_cache.ui.build_command import OPTIONS, Build, Form, checked
+from qwen_cache.ui.build_command import OPTIONS, Build, Form, build_of, checked
 from qwen_cache.ui.jobs import Checks, Command, Job, Queue
 from qwen_cache.ui.workspace import STATE, Workspace
 from qwen_cache.ui.written_pages import written_page
@@ -76,14 +76,14 @@ class BuildPage:
 
     def plan(self, form: Form) -> dict[str, Any]:
         """What the build would do. `plan` is None if it cannot be planned; `message` is what the command says."""
-        build, made = self._build(form), time.time()
+        build, made = build_of(self._workspace, form), time.time()
         answer = self._checks.check(build.plan, key="plan of a build")
         answered = {"line": build.command.line, "source": build.settings.data.source, "made": made}
         return answered | {"plan": shortened(answer.document), "message": answer.message}
 
     def measure(self, form: Form) -> dict[str, Any]:
         """A job that plans and measures. ConfigError for a build on a server: it has no time of its own."""
-        build = self._build(form)
+        build = build_of(self._workspace, form)
         if build.at:
             do = "start the build, which shows the time that is left"
             raise ConfigError("a server cannot be measured", where="at", found=build.at, do=do)
@@ -100,7 +100,7 @@ class BuildPage:
 
     def start(self, form: Form) -> dict[str, Any]:
         """A job that builds."""
-        build = self._build(form)
+        build = build_of(self._workspace, form)
         cache = build.settings.cache.path
         verb = {"new": "Build", "watch": "Watch and build", "replace": "Build again", "repair": "Repair"}[build.mode]
         return self._add(f"{verb} {cache}", "build", build.command, _about(build), build.devices)
@@ -122,19 +122,6 @@ class BuildPage:
     def cache_page(self, name: str) -> Response:
         """A page about a cache, or one of the files beside it."""
         return written_page(self._workspace.inside(self._workspace.state / INSPECTED), name)
-
-    def _build(self, form: Form) -> Build:
-        build, problems = checked(self._workspace, form)
-        if build is None:
-            first = problems[0]
-            raise ConfigError(
-                first.what,
-                where=first.key,
-                expected=first.expected or None,
-                found=first.found or None,
-                do=first.do or None,
-            )
-        return build
 
     def _cache(self, named: Named) -> str:
         """The cache as a command takes it."""

@@ -137,12 +137,22 @@ def checked(workspace: Workspace, form: Form) -> tuple[Build | None, list[Proble
         return None, [_problem(error)]
     at = form.at.strip()
     if not settings.model.path and not at:
-        do = "name a diffusers folder, or a repository on the hub"
+        do = "name a diffusers folder or a repository on the hub: Model on the Build page, or model.path in qwen.yaml"
         return None, [Problem("model.path", "no model is named", do=do)]
     before = workspace.settings().flat()
     fields = {key: value for key, value in given.items() if value != before[key]}
     changes = {key: value for key, value in form.changes.items() if key not in given}
     return Build(tuple(_arguments(form, fields, changes)), settings, form.mode, at), []
+
+
+def build_of(workspace: Workspace, form: Form) -> Build:
+    """The build of a form; ConfigError for the first of its problems."""
+    build, problems = checked(workspace, form)
+    if build is None:
+        first = problems[0]
+        given = {name: getattr(first, name) or None for name in ("expected", "found", "do")}
+        raise ConfigError(first.what, where=first.key, **given)
+    return build
 
 
 def _reuse(form: Form) -> dict[str, Any]:

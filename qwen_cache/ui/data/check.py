@@ -15,12 +15,6 @@ from qwen_cache.ui.jobs import Checked, Checks, Command
 KEY = "data-check"
 
 
-def command_of(source: str, config: str | None) -> Command:
-    """The command that checks a source with the settings of the folder."""
-    settings = () if config is None else ("--config", config)
-    return Command("qwen-cache", ("build", source, *settings, "--dry-run", "--json"))
-
-
 def located(where: str, folder: Path) -> str:
     """The place of a problem as a list of the source has it, which begins with an absolute path."""
     return where if "://" in where else os.path.join(folder, where)

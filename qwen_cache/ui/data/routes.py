@@ -26,8 +26,9 @@ from qwen_cache.sources.places import open_regular, suffix
 from qwen_cache.sources.rows import Readable
 from qwen_cache.sources.text_table import READERS
 from qwen_cache.storage.url import Url
+from qwen_cache.ui.build_command import Form, build_of
 from qwen_cache.ui.data import row_images
-from qwen_cache.ui.data.check import KEY, Check, command_of
+from qwen_cache.ui.data.check import KEY, Check
 from qwen_cache.ui.data.opened import OpenSource, version_of
 from qwen_cache.ui.data.scan import FINDINGS, IN_GROUPS, titled_groups
 from qwen_cache.ui.data.view import FILTERS, View
@@ -49,6 +50,11 @@ Sort = Literal["source", "name", "longest", "shortest", "largest", "smallest"]
 
 class OfSource(BaseModel):
     source: str
+
+
+class Checked(OfSource):
+    form: Form = Form()
+    """What the Build page has, whose source is replaced."""
 
 
 class NewPrompt(OfSource):
@@ -91,10 +97,12 @@ class Sources:
     def check(self, source: OpenSource) -> Check | None:
         return self._checks.get(id(source))
 
-    def start_check(self, source: OpenSource) -> Check:
-        place, config = source.place, self.workspace.config_file
+    def start_check(self, source: OpenSource, form: Form) -> Check:
+        """Plan the build of a form; ConfigError for a form with problems."""
+        place = source.place
         shown = str(place) if isinstance(place, Url) else self.workspace.shown(place)
-        command = command_of(shown, None if config is None else self.workspace.shown(config))
+        once = {"source": shown, "mode": "new", "rehash": False}
+        command = build_of(self.workspace, form.model_copy(update=once)).plan
         check = self._checks[id(source)] = Check(self.checks, command, self.workspace.folder, source.take_check)
         check.start()
         return check
@@ -234,8 +242,8 @@ def _add_edits(router: APIRouter, sources: Sources) -> None:
 
 def _add_checks(router: APIRouter, sources: Sources) -> None:
     @router.post("/check")
-    def check(body: OfSource) -> dict[str, Any]:
-        return sources.start_check(sources.get(body.source)).as_json()
+    def check(body: Checked) -> dict[str, Any]:
+        return sources.start_check(sources.get(body.source), body.form).as_json()
 
     @router.post("/check/stop")
     def stop_check(body: OfSource) -> dict[str, Any]:

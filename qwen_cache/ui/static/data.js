@@ -1,10 +1,11 @@
 // The Data page: a source, its rows, and what to do about them. Rows, dialog and groups are modules of their own.
 
-import { act, announce, commandLine, element, get, plural, poll, post, showError, time } from "./api.js";
+import { act, announce, commandLine, element, get, keptAs, plural, poll, post, showError, time } from "./api.js";
 import { RowEditor } from "./data_editor.js";
 import { GroupView } from "./data_groups.js";
 import { RowList } from "./data_list.js";
 import { makeRow } from "./data_row.js";
+import { keptChanges } from "./settings_form.js";
 
 const byId = (id) => document.getElementById(id);
 const BASIC = ["problems", "left_out", "kept", "no_mask", "no_control", "no_prompt"];
@@ -267,7 +268,8 @@ byId("jump").addEventListener("change", (event) => act(null, async () => {
 byId("jump").addEventListener("input", (event) => event.target.setCustomValidity(""));
 byId("compare").addEventListener("click", () => compare(!comparing));
 byId("check").addEventListener("click", (event) => act(event.target, async () => {
-  await post("/api/data/check", { source: page.source });
+  const form = { ...JSON.parse(localStorage.getItem(keptAs("build")) ?? "{}"), changes: keptChanges("/build") }; // of the Build page
+  await post("/api/data/check", { source: page.source, form });
   lookAgain();
 }));
 byId("scan").addEventListener("click", (event) => act(event.target, async () => {

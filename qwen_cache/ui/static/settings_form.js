@@ -3,12 +3,17 @@
 
 import { element, get, keptAs } from "./api.js";
 
+const storageOf = (path) => keptAs(`settings ${path}`);
+
+// The changes that this browser keeps for the form of the page at `path`.
+export const keptChanges = (path) => JSON.parse(localStorage.getItem(storageOf(path)) ?? "{}");
+
 export class SettingsForm {
   // `sections`: of qwen.yaml. `common`: the settings that are shown first, in this order; the others are behind a summary,
   // except those in `without`, which the page asks for itself.
   constructor(place, { sections, common, without = [], onchange = () => {} }) {
-    Object.assign(this, { place, sections, common, without, onchange, storage: keptAs(`settings ${location.pathname}`) });
-    this.changes = JSON.parse(localStorage.getItem(this.storage) ?? "{}");
+    Object.assign(this, { place, sections, common, without, onchange, storage: storageOf(location.pathname) });
+    this.changes = keptChanges(location.pathname);
   }
 
   async load() {
