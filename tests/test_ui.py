@@ -20,11 +20,13 @@ from typing import Any
 import httpx2
 import pytest
 from PIL import Image
+from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.listing import all_settings
 from qwen_cache.settings.load import load_config
+from qwen_cache.ui.access import Access
 from qwen_cache.ui.pages import HERE, PAGES
 from qwen_cache.ui.settings import options_of
 from qwen_cache.ui.workspace import Workspace
@@ -131,6 +133,17 @@ def test_the_address_with_the_token_opens_the_pages(stranger: TestClient) -> Non
         answer = stranger.get(f"/?token={wrong}", headers=COOKIE)
         assert "set-cookie" not in answer.headers
         assert answer.status_code == (200 if wrong == "" else 401)  # an empty one is none
+
+
+def test_the_address_that_a_browser_is_given_opens_the_pages_once() -> None:
+    """Other users see it in the list of processes."""
+    client = TestClient(Access(PlainTextResponse("a page"), TOKEN, PORT, "once"), base_url=ORIGIN)
+    welcome = client.get("/?token=once")
+    assert welcome.headers["set-cookie"].startswith(f"qwen_cache_ui_{PORT}={TOKEN};")
+    assert client.get("/").text == "a page"
+    client.cookies.clear()
+    assert client.get("/?token=once").status_code == 401
+    assert client.get(f"/?token={TOKEN}").status_code == 200
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -19,14 +19,14 @@ def run_ui(folder: Path, allowed: Sequence[Path], port: int, *, browser: bool, a
     from qwen_cache.ui.workspace import Workspace
     from qwen_cache.web import open_socket
 
-    workspace, token = Workspace.open(folder, allowed), new_token()
+    workspace, token, token_once = Workspace.open(folder, allowed), new_token(), new_token()
     with only_ui(workspace), open_socket(f"127.0.0.1:{port}", "--port") as listener:
         url = address(listener, token)
         print_json({"url": url}) if as_json else print_text(f"open {url}")
         console().print(f"{verbatim(workspace.folder)}; Ctrl-C ends the UI, and jobs continue", highlight=False)
         if browser:
-            Thread(target=webbrowser.open, args=(url,), daemon=True).start()
-        running = serve(workspace, listener, token)
+            Thread(target=webbrowser.open, args=(address(listener, token_once),), daemon=True).start()
+        running = serve(workspace, listener, token, token_once)
     if running:
         text = f"{plural(running, 'job')} still running: `qwen-cache ui` shows them again, and continues the queue"
         console().print(text, markup=False)

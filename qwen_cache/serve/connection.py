@@ -1,6 +1,7 @@
 """A connection ends if its next request does not begin, or if its answer is not read.
 
-uvicorn itself ends only connections that are silent between two requests. A head has `seconds`, and so has whatever
+uvicorn itself ends only connections that are silent between two requests, and answers a damaged head with text; here
+it is JSON as in every other answer. A head has `seconds`, and so has whatever
 else a client sends while nothing is being answered. An answer is read at `SLOWEST` or faster. How long the body of a
 request may take is in `access.py`.
 """
@@ -9,11 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qwen_cache.storage.bounds import SLOWEST
+from qwen_cache.web import json_bytes
 
 
 class Timer:
@@ -53,6 +57,9 @@ def protocol(seconds: float) -> type[H11Protocol]:
             elif not self._request.is_running:
                 self._request.start(seconds, self._close_unless_answering)
 
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(400, "this is no request of HTTP/1.1, or its headers have more than 64 KB", "send another one")
+
         def pause_writing(self) -> None:
             super().pause_writing()
             self._watch_reader()
@@ -71,8 +78,22 @@ def protocol(seconds: float) -> type[H11Protocol]:
 
         def _close_unless_answering(self) -> None:
             self._request.stop()
-            if not self._is_answering():
+            if self._is_answering() or self.transport.is_closing():
+                return
+            if self.conn.trailing_data[0] and self.conn.our_state is h11.IDLE:
+                self._refuse(408, f"the head of the request took more than {seconds:g} seconds", "send it faster")
+            else:
                 self.transport.close()
+
+        def _refuse(self, status: int, what: str, do: str) -> None:
+            """Answer in place of the application, and end the connection."""
+            body = json_bytes({"error": what, "do": do})
+            length = str(len(body)).encode()
+            headers = [(b"Content-Type", b"application/json"), (b"Content-Length", length), (b"Connection", b"close")]
+            begin = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode())
+            for event in (begin, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+            self.transport.close()
 
         def _watch_reader(self) -> None:
             most = self.transport.get_write_buffer_size() - SLOWEST * seconds

@@ -1,10 +1,11 @@
 """Which requests the UI answers: those of its own pages, in a browser that was opened with its token.
 
-The address with `?token=` sets a cookie; without it, or a `Bearer` header, nothing is answered. The name of the host
-must be this machine's, against names that resolve to it (DNS rebinding). A page of another origin can neither change
-nor read anything: its `Origin` and `Sec-Fetch-Site` tell, since other ports of this machine share cookies. Pages that
-commands have written run in a sandbox, without cookies and origin: the key in their addresses opens pages of their kind
-alone. Bodies without a length, and too long ones, are refused.
+The address with `?token=` sets a cookie; without it, or a `Bearer` header, nothing is answered. The address that is
+given to the browser is on its command line, which other users of the machine see: its token is another one, for one
+use. The name of the host must be this machine's, against names that resolve to it (DNS rebinding). A page of another
+origin can neither change nor read anything: its `Origin` and `Sec-Fetch-Site` tell, since other ports of this machine
+share cookies. Pages that commands have written run in a sandbox, without cookies and origin: the key in their addresses
+opens pages of their kind alone. Bodies without a length, and too long ones, are refused.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def written_pages(token: str, kind: str) -> str:
 class Access:
     """ASGI middleware that refuses other requests, and adds the headers that protect the pages."""
 
-    def __init__(self, app: ASGIApp, token: str, port: int) -> None:
-        self.app, self.token = app, token.encode()
+    def __init__(self, app: ASGIApp, token: str, port: int, token_once: str = "") -> None:
+        self.app, self.token, self.token_once = app, token.encode(), token_once
         self.pages = [written_pages(token, kind).encode() for kind in WRITTEN]
         self.cookie = f"qwen_cache_ui_{port}"  # cookies are shared by all ports of a host
 
@@ -111,10 +112,13 @@ class Access:
         return hmac.compare_digest(token.encode(), self.token)
 
     def _is_invited(self, scope: Scope) -> bool:
-        """Whether this is the address with the token; RefusedError if the token is wrong."""
+        """Whether this is the address with a token; RefusedError if the token is wrong."""
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token")
         if given is None or scope["method"] != "GET" or scope["path"] != "/":
             return False
+        if self.token_once and hmac.compare_digest(given[0].encode(), self.token_once.encode()):
+            self.token_once = ""
+            return True
         if not self._is_right(given[0]):
             raise STRANGER
         return True

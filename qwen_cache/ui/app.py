@@ -39,7 +39,9 @@ class Json(JSONResponse):
             return json_bytes(content)
 
 
-def make_app(workspace: Workspace, queue: Queue, checks: Checks, token: str, port: int) -> FastAPI:
+def make_app(
+    workspace: Workspace, queue: Queue, checks: Checks, token: str, port: int, token_once: str = ""
+) -> FastAPI:
     """The application for an opened folder, whose queue is entered elsewhere."""
     app = FastAPI(title="qwen-cache ui", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=Json)
     app.include_router(pages_of(workspace))
@@ -51,7 +53,7 @@ def make_app(workspace: Workspace, queue: Queue, checks: Checks, token: str, por
     app.include_router(train_routes(workspace, queue, checks, written_pages(token, RUNS)))
     app.include_router(generate_routes(workspace, queue))
     _add_errors(app)
-    app.add_middleware(Access, token=token, port=port)
+    app.add_middleware(Access, token=token, port=port, token_once=token_once)
     return app
 
 

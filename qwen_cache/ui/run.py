@@ -50,13 +50,13 @@ def only_ui(workspace: Workspace) -> Iterator[None]:
         raise ConfigError(what, where=workspace.state, found=error.strerror, do=do) from None
 
 
-def serve(workspace: Workspace, listener: socket.socket, token: str) -> int:
-    """Answer until Ctrl-C or SIGTERM; return how many jobs are still running."""
+def serve(workspace: Workspace, listener: socket.socket, token: str, token_once: str) -> int:
+    """Answer until Ctrl-C or SIGTERM; return how many jobs are still running. `token_once` opens the pages once."""
     return_large_blocks()
     os.chdir(workspace.folder)  # as for the commands: paths in settings begin there
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
     with Queue(workspace.folder) as queue, closing(Checks(workspace.folder)) as checks:
-        app = make_app(workspace, queue, checks, token, listener.getsockname()[1])
+        app = make_app(workspace, queue, checks, token, listener.getsockname()[1], token_once)
         config = uvicorn.Config(
             app,
             http="h11",
