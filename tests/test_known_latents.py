@@ -19,9 +19,11 @@ from qwen_cache.format.manifest import SHARD_PATTERN
 from qwen_cache.serve.engine import Engine
 from qwen_cache.serve.states import State
 from qwen_cache.sources.rows import Row
+from qwen_cache.storage.url import Url
 
 from .support.caches import build, contents, plan
 from .support.commands import refused, run
+from .support.server import BUCKET, Server, serving
 from .support.serving import row, service_job
 from .support.sources import change_prompt
 from .support.waiting import HANG
@@ -62,6 +64,34 @@ def test_new_prompts_need_no_vae(pairs: Path, tmp_path: Path, model: Path, encod
     assert build(pairs, tmp_path / "alone", model).code == 0
     assert contents(tmp_path / "mine") == contents(tmp_path / "alone")
     assert run("qwen-cache", "verify", tmp_path / "shards").code == 0
+
+
+@pytest.mark.slow
+def test_latents_elsewhere_are_read_by_their_ranges(
+    s3: tuple[str, int], pairs: Path, tmp_path: Path, model: Path, encoded: list[int]
+) -> None:
+    """Of a bucket that is built, and of a cache on another server."""
+    bucket = f"s3://{BUCKET}/latents"
+    assert build(pairs, tmp_path / "shards", model).code == build(pairs, bucket, model).code == 0
+    known = {
+        sample.row.meta.tensors[name].stored_bytes
+        for sample in open_cache(tmp_path / "shards")
+        for name in ("image_latents", "control_latents")
+    }
+    for path in pairs.rglob("*.txt"):
+        path.write_text(f"another prompt for {path.stem}", encoding="utf-8")
+    assert build(pairs, tmp_path / "alone", model).code == 0
+    encoded.clear()
+    with serving(Server(tmp_path / "shards")) as server:
+        assert build(pairs, tmp_path / "mine", model, "--reuse", server.url).code == 0
+    asked = {end - begin for name, begin, end in server.requests if SHARD_PATTERN.fullmatch(name)}
+    assert asked
+    assert asked <= known
+    assert plan(pairs, bucket, model)["text_only"] == 4
+    assert build(pairs, bucket, model).code == 0
+    assert sum(encoded) == 0
+    assert contents(tmp_path / "mine") == contents(tmp_path / "alone")
+    assert by_key(Url(bucket)) == by_key(tmp_path / "alone")
 
 
 @pytest.mark.slow
@@ -115,7 +145,7 @@ def test_a_server_takes_them_from_its_cache_and_from_others(tmp_path: Path, mode
     assert served(job, new[1])["reused"] == 1, "the control"
 
 
-def by_key(folder: Path) -> dict[str, dict[str, bytes]]:
+def by_key(folder: Path | Url) -> dict[str, dict[str, bytes]]:
     return {
         sample.key: {name: bytes(sample.buffer(name)) for name in sample.row.meta.tensors}
         for sample in open_cache(folder)

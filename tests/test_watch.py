@@ -36,6 +36,8 @@ class Watched:
                 raise KeyboardInterrupt from None
 
         self._patch.setattr(watch_command.time, "sleep", sleep)
+        if "--at" in options:
+            return run("qwen-cache", "build", self.source, "--out", self.out, "--watch", "5", *options)
         return build(self.source, self.out, self.model, "--watch", "5", *options)
 
     def names(self) -> list[str]:

@@ -381,11 +381,10 @@ def without_encoder(job: BuildJob, existing: Existing, plan: BuildPlan, cached: 
     )
 
 
-def other_caches(job: BuildJob, *, only_local: bool = False) -> OtherCaches:
+def other_caches(job: BuildJob) -> OtherCaches:
     """The caches of `cache.reuse`."""
     cache = job.config.cache
-    names = [name for name in cache.reuse if not (only_local and isinstance(location(name), Url))]
-    return OtherCaches(names, job.folder, job.format_version, LocalCopies.of_settings(cache))
+    return OtherCaches(cache.reuse, job.folder, job.format_version, LocalCopies.of_settings(cache))
 
 
 def staging_name(job: BuildJob, *, repair: bool = False) -> str:

@@ -306,7 +306,7 @@ class Sample:
     def _checked(self, name: str, target: memoryview | None) -> memoryview:
         """The bytes of a tensor after a check of their hash, also copied to `target`; ChecksumError, CodecError."""
         spec, offset = self.row.meta.tensors[name], self.row.entry.tensor_offsets()[name]
-        stored = self._shards.bytes_of(self.row)[offset : offset + spec.stored_bytes]
+        stored = self._shards.part(self.row, offset, offset + spec.stored_bytes)
         if stored.nbytes != spec.stored_bytes:
             size = f"{stored.nbytes} of {spec.stored_bytes} bytes"
             raise self._damaged(name, "reaches beyond its shard", found=size)

@@ -27,8 +27,8 @@ class OneSample:
     folder: Path
     data: memoryview
 
-    def bytes_of(self, row: IndexRow) -> memoryview:
-        return self.data
+    def part(self, row: IndexRow, begin: int, end: int) -> memoryview:
+        return self.data[begin:end]
 
     def renew(self, row: IndexRow) -> bool:
         return False

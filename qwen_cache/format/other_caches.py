@@ -15,7 +15,7 @@ from qwen_cache.format import directory
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.shard import Entry, check_tensors
-from qwen_cache.format.shards import LocalShards, RemoteShards
+from qwen_cache.format.shards import LocalShards, RangedShards, RemoteShards
 from qwen_cache.format.update import Existing, read_existing
 from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.url import Url, location
@@ -65,6 +65,12 @@ class OtherCaches:
     def local(self) -> list[tuple[KeyedRows, LocalShards]]:
         """The rows and the shards of the caches on this machine."""
         return [(each.existing.rows, each.shards) for each in self._caches if isinstance(each.shards, LocalShards)]
+
+    @property
+    def ranged(self) -> list[tuple[KeyedRows, RangedShards]]:
+        """The rows and the shards of the others, to read single tensors."""
+        remote = [(each.existing, each.shards.folder) for each in self._caches if isinstance(each.shards, RemoteShards)]
+        return [(existing.rows, RangedShards(folder, existing.manifest)) for existing, folder in remote]
 
     def sample(self, key: str) -> tuple[Entry, memoryview, str]:
         """A sample, its shard and where that is; FormatError if it is lost or damaged there."""

@@ -1,4 +1,4 @@
-"""The bytes of shards: mapped from a local folder, or from local copies of a remote cache."""
+"""The bytes of shards: mapped from a local folder, from local copies of a remote cache, or read by ranges."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SampleBytes(Protocol):
     @property
     def folder(self) -> Path | Url: ...
 
-    def bytes_of(self, row: IndexRow) -> memoryview: ...
+    def part(self, row: IndexRow, begin: int, end: int) -> memoryview: ...
 
     def renew(self, row: IndexRow) -> bool: ...
 
@@ -44,6 +44,10 @@ class LocalShards:
     def bytes_of(self, row: IndexRow) -> memoryview:
         """The mapped shard of a sample."""
         return self.map(row.shard)
+
+    def part(self, row: IndexRow, begin: int, end: int) -> memoryview:
+        """These bytes of the shard of a sample; fewer if it ends before."""
+        return self.map(row.shard)[begin:end]
 
     def map(self, name: str) -> memoryview:
         """A mapped shard; ShardError if it is missing or not in the manifest."""
@@ -111,6 +115,10 @@ class RemoteShards:
         if not copy.has(row.entry.offset):
             self._request(row, copy).result()
         return copy.data
+
+    def part(self, row: IndexRow, begin: int, end: int) -> memoryview:
+        """These bytes of the shard of a sample, which is fetched."""
+        return self.bytes_of(row)[begin:end]
 
     def renew(self, row: IndexRow) -> bool:
         """Fetch a sample again whose bytes do not match the index; ChecksumError if they still do not."""
@@ -184,3 +192,29 @@ class RemoteShards:
         with self._lock:
             for name in [name for name, copy in self._open.items() if copy.is_removed()]:
                 del self._open[name]
+
+
+class RangedShards:
+    """The shards of a remote cache, for a few tensors of a sample: their ranges are read, and not kept."""
+
+    def __init__(self, folder: Url, manifest: Manifest) -> None:
+        self.folder = folder
+        self._listed = {shard.name for shard in manifest.shards}
+        self._has_ranges = False
+
+    def part(self, row: IndexRow, begin: int, end: int) -> memoryview:
+        """These bytes of the shard of a sample; ShardError if it is missing or not in the manifest."""
+        directory.shard_paths(self.folder, row.shard)  # refuses names that lead out of the folder
+        if row.shard not in self._listed:
+            raise ShardError("the index names a shard that is not in the manifest", where=self.folder / row.shard)
+        if not self._has_ranges:
+            (self.folder / MANIFEST_NAME).require_ranges()  # a small file: otherwise, whole shards would be sent
+            self._has_ranges = True
+        data = directory.find_shard(self.folder, row.shard, lambda url: url.read_range(begin, end))
+        if data is None:
+            raise directory.missing_shard(self.folder, row.shard)
+        return memoryview(bytearray(data))  # torch warns of bytes, which cannot be written
+
+    def renew(self, row: IndexRow) -> bool:
+        """False: nothing is kept that could be damaged."""
+        return False
