@@ -34,10 +34,11 @@ from qwen_cache.inspect.summary import Survey, survey
 from .support.browser import chromium, new_page
 from .support.commands import run
 from .support.large_caches import write_large
-from .support.marks import slow
 from .support.pages import HOSTILE, CacheSample, Page, write
 from .support.runs import IMAGES, Trainer
 from .support.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 PHONE, DESK = 390, 1600
 GENERATED = ("before training", "after step 1", "after step 2")
@@ -293,7 +294,7 @@ def either(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize("either", FORMS, indirect=True)
-@pytest.mark.parametrize("text", [slow("to gold"), slow("PHOTO-17"), "key", slow("nothing like it")])
+@pytest.mark.parametrize("text", ["to gold", "PHOTO-17", "key", "nothing like it"])
 def test_search(browser: Any, either: Path, text: str) -> None:
     """In prompts, names and keys, ignoring case, while typing."""
     text = rows(either)[42]["key"][5:20] if text == "key" else text
@@ -329,7 +330,7 @@ def test_filters(browser: Any, either: Path) -> None:
         wait_for_list(shown, either, expected(either, lambda row: row["name"].startswith("photo-1")))
 
 
-@pytest.mark.parametrize("width", [PHONE, slow(DESK)])
+@pytest.mark.parametrize("width", [PHONE, DESK])
 def test_every_sample_of_the_files_can_be_scrolled_to(browser: Any, split: Path, width: int) -> None:
     """In order, each with its images; the bar is as long as the list, and neither jumps."""
     all_rows, seen = rows(split), dict[str, bool]()
@@ -406,7 +407,6 @@ def test_a_hostile_source_is_text(browser: Any, tmp_path: Path, in_files: bool) 
         assert shown.locator("img, b, script[src]").count() == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("over_http", [False, True])
 def test_a_hundred_thousand_samples(browser: Any, tmp_path: Path, over_http: bool) -> None:
     """The page opens, scrolls to its end and is searched; from a disk and from a server."""
@@ -457,7 +457,7 @@ class Quiet(SimpleHTTPRequestHandler):
         self.end_headers()
 
 
-@pytest.mark.parametrize("width", [PHONE, slow(DESK)])
+@pytest.mark.parametrize("width", [PHONE, DESK])
 def test_the_page_begins_with_samples_and_the_search_stays(browser: Any, many: Path, width: int) -> None:
     with opened(browser, many, width=width) as shown:
         search = shown.get_by_label("Search")
@@ -514,7 +514,6 @@ def number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-@pytest.mark.slow  # a run
 @pytest.mark.parametrize("touch", [False, True])
 def test_the_numbers_under_the_pointer_are_those_of_the_metrics(browser: Any, report: Path, touch: bool) -> None:
     """Before and after, those of the last step; on a phone a tap stays."""
@@ -542,7 +541,6 @@ def test_the_numbers_under_the_pointer_are_those_of_the_metrics(browser: Any, re
                 assert (number(at.inner_text()), chart.locator(".rule").get_attribute("d")) == (300, None)
 
 
-@pytest.mark.slow
 def test_images_of_a_sample_are_in_strips(browser: Any, report: Path) -> None:
     """Its steps one below the other for each guidance."""
     with opened(browser, report) as shown:
@@ -562,7 +560,6 @@ def test_images_of_a_sample_are_in_strips(browser: Any, report: Path) -> None:
 # ---- legibility ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["many", "report"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [PHONE, DESK])
