@@ -174,15 +174,19 @@ def test_workers_write_into_a_bucket(
     arguments = ["build", table, "--out", url, "--model", model, *SMALL, *SHARDS, "--ray", cluster.address]
 
     def add_some(staging: Staging, shard: Any) -> None:
-        if len(staging.sealed) == 2:
+        if len(staging.sealed) == 1:
             raise KeyboardInterrupt
         add(staging, shard)
 
+    log.doom(cluster.nodes[0], "hang")  # or too little may be left for the death
+    log.doom(cluster.nodes[1], "2")
     with monkeypatch.context() as patch:
         patch.setattr(Staging, "add_shard", add_some)
         assert run("qwen-cache", *arguments).code == 130
     first = len(log.encoded())
     log.clear()
+    for node in cluster.nodes:
+        log.doom(node, "")
     log.command_kill("worker", 1)
     continued = run("qwen-cache", *arguments, "--set", "cache.commit_every=8")
     assert continued.code == 0, continued.stderr
