@@ -41,6 +41,7 @@ def model(tiny_model: Callable[[str], Path]) -> Path:
 def test_it_builds_the_bytes_of_a_build(pairs: Path, tmp_path: Path, model: Path) -> None:
     """Also those of the validation cache, with it or alone."""
     prompts = [{"prompt": "make it red", "control": str(next((pairs / "control_images").iterdir()))}]
+    prompts += [{"prompt": "a cat " * 50}]  # whose tokens are counted there
     wanted = ("--set", f"validation.prompts={json.dumps(prompts)}")
     assert build(pairs, tmp_path / "here", model, *wanted).code == 0
     with running(service_job(model, tmp_path / "pool"), load_lanes) as url:

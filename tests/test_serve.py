@@ -199,8 +199,8 @@ HEAD = b"POST /v1/samples HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart
 )
 def test_raw_bytes(url: str, http: httpx2.Client, parts: list[bytes], answer: bytes) -> None:
     found = raw(url, *parts)
-    assert not found or found.split(b" ")[1] == answer, found  # a connection may be closed before the answer is read
-    if found:
+    if found or len(parts[0]) < 1000:  # a connection may be closed before the answer is read, if more was sent
+        assert found.split(b" ")[1] == answer, found
         assert set(json.loads(found.partition(b"\r\n\r\n")[2])) == {"error", "do"}
 
 

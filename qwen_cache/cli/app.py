@@ -299,7 +299,8 @@ def build(
     settings = load_config(config, set_, given)
     destination(settings.cache.path)  # before anything slow
     if at is not None:
-        check_at(model=model, vae_device=vae_device, text_device=text_device)
+        own = {"vae_device": vae_device, "text_device": text_device}
+        check_at(model=model, **own, ray=ray, measure=measure, repair=repair)
     if watch is not None:
         single = {"--ray": ray, "--dry-run": dry_run, "--repair": repair, "--replace": replace_recipe}
         single |= {"--only-validation": only_validation, "--rehash": rehash, "--json": json}

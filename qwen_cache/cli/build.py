@@ -114,7 +114,6 @@ def run_build(
     if repair and replace_recipe:
         raise ConfigError("--repair keeps the recipe, and --replace replaces it", do="give only one of them")
     if at is not None:
-        check_at(ray=ray, measure=measure, repair=repair)
         planned = partial(plan_build, replace_recipe=replace_recipe, takes_latents=False)
         return _build_at(config, at, planned, dry_run=dry_run, check=check, alone=only_validation, as_json=as_json)
     if not dry_run:

@@ -26,11 +26,12 @@ def run_export(
     check_folder(out)
     plan = plan_export(open_configured(config.cache), tool, leave_out)
     _print_plan(plan, as_json=as_json and dry_run)
-    if plan.problems and config.data.on_error == "stop":
+    has_refused = bool(plan.problems) and config.data.on_error == "stop"
+    if has_refused:
         console().print("nothing is exported: fix these samples, or skip them with --on-error skip")
     if plan.refusal:
         raise plan.refusal
-    if plan.problems and config.data.on_error == "stop":
+    if has_refused:
         return FAILED
     if not plan.stems:
         console().print("[bold red]error:[/] no sample is left that can be exported")
