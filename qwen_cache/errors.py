@@ -114,6 +114,14 @@ class StoppingError(QwenCacheError):
     """A server is about to end."""
 
 
+class ServerFaultError(QwenCacheError):
+    """A server cannot work for now, and `code` says why: its disk is full, for example."""
+
+    def __init__(self, code: str, what: str, *, do: str) -> None:
+        super().__init__(what, do=do)
+        self.code = code
+
+
 class ServerSilentError(QwenCacheError):
     """A server did not answer, or was too busy, for as long as the client waits."""
 

@@ -93,6 +93,10 @@ _WINDOWS = {
 """Errors of Windows (winerror.h) that Python gives another name in `errno`, or EINVAL."""
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk, and of a quota that is used up."""
+
+
 def message_of(error: OSError | MemoryError) -> str | None:
     """The message for an error of the system; None for an error that no user can cause."""
     if isinstance(error, MemoryError):

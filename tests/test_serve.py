@@ -116,6 +116,23 @@ def bomb() -> bytes:
 
 
 JSON = {"Content-Type": "application/json"}
+
+
+def generate(http: httpx2.Client, **fields: str) -> httpx2.Response:
+    return http.post("/v1/samples", data={"generate": "1", "prompt": "x", **fields}, files={"control": png(2)})
+
+
+def in_charset(http: httpx2.Client, charset: str, prompt: bytes) -> httpx2.Response:
+    """A form whose charset the client names."""
+    parts = {"name": b"x", "prompt": prompt}
+    body = b"".join(
+        b'--x\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n' % (name.encode(), value)
+        for name, value in parts.items()
+    )
+    kind = f"multipart/form-data; boundary=x; charset={charset}"
+    return http.post("/v1/samples", content=body + b"--x--\r\n", headers={"Content-Type": kind})
+
+
 REFUSED: dict[str, tuple[int, Callable[[httpx2.Client], httpx2.Response]]] = {
     "no form": (415, lambda http: http.post("/v1/samples", content=b"{}")),
     "no boundary": (
@@ -133,7 +150,21 @@ REFUSED: dict[str, tuple[int, Callable[[httpx2.Client], httpx2.Response]]] = {
     "a bomb": (422, lambda http: send(http, target=bomb())),
     "many pixels": (413, lambda http: send(http, target=png(1, (200, 200)))),
     "a large body": (413, lambda http: send(http, target=bytes(500_000))),
-    "many images": (400, lambda http: http.post("/v1/samples", files=[("control", b"x")] * 40)),
+    "many images": (400, lambda http: http.post("/v1/samples", files=[("control", b"x")] * 103)),
+    "a long prompt": (400, lambda http: send(http, "x" * ((1 << 17) + 1))),
+    "a long name": (422, lambda http: generate(http, name="x" * 8193)),
+    "a side of no token": (422, lambda http: generate(http, width="10", height="1024")),
+    "a side beyond all positions": (422, lambda http: generate(http, width="1024", height="1000000")),
+    "a side beyond 64 bits": (422, lambda http: generate(http, width="9" * 18, height="1024")),
+    "a seed beyond 64 bits": (422, lambda http: generate(http, seed=str(1 << 63))),
+    "a phrase without end": (422, lambda http: generate(http, phrase="[[0, 1e999]]")),
+    "a phrase that is no list": (422, lambda http: generate(http, phrase="5")),
+    "a deep phrase": (422, lambda http: generate(http, phrase="[" * 100_000)),
+    "text that is not UTF-8": (422, lambda http: in_charset(http, "utf-8", b"caf\xe9")),
+    **{
+        f"a form in {charset}": (415, lambda http, charset=charset: in_charset(http, charset, b"\\ud800 " * 10_000))
+        for charset in ("punycode", "unicode_escape", "idna", "utf-7", "undefined", "hex", "latin-1")
+    },
     "an unknown field": (422, lambda http: http.post("/v1/samples", data={"prompt": "x", "colour": "1"}, files=ROW)),
     "a phrase outside": (
         422,
@@ -143,6 +174,13 @@ REFUSED: dict[str, tuple[int, Callable[[httpx2.Client], httpx2.Response]]] = {
     "a pixel token": (422, lambda http: send(http, "an <|image_pad|>")),
     "no key": (422, lambda http: http.get("/v1/samples/abc")),
     "an unknown key": (404, lambda http: http.get(f"/v1/samples/{'0' * 32}")),
+    "many prompts": (422, lambda http: http.post("/v1/lengths", json={"prompts": [{"prompt": "x"}] * 1001})),
+    "half an emoji": (
+        422,
+        lambda http: http.post("/v1/lengths", content=b'{"prompts": [{"prompt": "\\ud800"}]}', headers=JSON),
+    ),
+    "a large body of JSON": (413, lambda http: http.post("/v1/lengths", content=b" " * 2_100_000, headers=JSON)),
+    "deep JSON": (400, lambda http: http.post("/v1/states", content=b"[" * 1_000_000, headers=JSON)),
     "many keys": (422, lambda http: http.post("/v1/states", json={"keys": ["0" * 32] * 10_001})),
     "a long wait": (422, lambda http: http.post("/v1/states", json={"keys": [], "seconds": 1e9})),
     "broken JSON": (
@@ -155,6 +193,7 @@ REFUSED: dict[str, tuple[int, Callable[[httpx2.Client], httpx2.Response]]] = {
     "no route": (404, lambda http: http.get("/v2")),
     "another host": (403, lambda http: http.get("/v1", headers={"Host": "evil.example:80"})),
     "another page": (403, lambda http: http.get("/v1", headers={"Origin": "http://evil.example"})),
+    "a damaged origin": (403, lambda http: http.get("/v1", headers={"Origin": "http://["})),
 }
 
 
@@ -167,6 +206,15 @@ def test_an_error_says_what_and_what_to_do(http: httpx2.Client, what: str) -> No
     assert error["error"]
     assert error["do"]
     assert "Traceback" not in answer.text
+
+
+def test_what_is_refused_disturbs_no_other_row(http: httpx2.Client) -> None:
+    """Every request above, and then a row is stored."""
+    for _, request in REFUSED.values():
+        request(http)
+    key = send(http, "an innocent row").json()["samples"][0]["key"]
+    assert http.post("/v1/states", json={"keys": [key], "wait": "stored"}).json()["states"][0]["state"] == "stored"
+    assert http.get("/readyz").json() == {"ready": True, "why": None}
 
 
 def raw(url: str, *parts: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,13 +13,16 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import httpx2
 import pytest
 
 from qwen_cache import open_cache
 from qwen_cache.encode.builder import BuildJob, rules
 from qwen_cache.encode.load import load_lanes
 from qwen_cache.encode.plan import PlannedSample, plan_row
-from qwen_cache.errors import BusyError, ConfigError, QwenCacheError, SourceError, StoppingError
+from qwen_cache.errors import BusyError, ConfigError, QwenCacheError, ServerFaultError, SourceError, StoppingError
+from qwen_cache.format.shard import ShardWriter
+from qwen_cache.format.staging import Destination
 from qwen_cache.serve import pool as pool_module
 from qwen_cache.serve.engine import Engine
 from qwen_cache.serve.form import Uploaded
@@ -28,7 +32,7 @@ from qwen_cache.serve.states import State
 from .support.commands import run
 from .support.fake_lanes import FakeLanes
 from .support.server import BUCKET
-from .support.serving import png, row, service_job
+from .support.serving import png, row, running, service_job
 from .support.waiting import wait_until
 
 NEVER = ("serve.commit_seconds=1000", "serve.commit_samples=1000")
@@ -183,23 +187,113 @@ def test_what_a_killed_service_encoded_is_found(job_at: Jobs, tmp_path: Path) ->
 
 def test_a_commit_that_fails_is_tried_again(job_at: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_at("pool", "serve.commit_seconds=0.05")
-    failures = [OSError(28, "No space left on device")] * 2
-    commit = pool_module.commit_update
+    room, commit = Event(), pool_module.commit_update
 
     def failing(*arguments: Any) -> Any:
-        if failures:
-            raise failures.pop()
+        if not room.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
         return commit(*arguments)
 
     monkeypatch.setattr(pool_module, "commit_update", failing)
     with started(job) as engine:
-        keys = [send(engine, 1)]
-        wait_until(lambda: engine.failure)
-        keys.append(send(engine, 2))
+        keys = [send(engine, number) for number in range(2)]
+        wait_until(lambda: engine.fault)
+        with pytest.raises(ServerFaultError, match="disk is full"):
+            send(engine, 3)
+        room.set()
         assert {engine.reached(key, State.STORED).result(WAIT).state for key in keys} == {State.STORED}
-        assert engine.observer.counts["failed_commits"] == 2
-        assert engine.failure is None
+        assert engine.observer.counts["failed_commits"]
+        assert engine.fault is None
     assert len(open_cache(job.folder)) == 2
+    assert run("qwen-cache", "verify", job.folder).code == 0
+
+
+def test_a_full_disk_is_no_sample_s_fault(job_at: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was accepted waits for room; meanwhile nothing new is accepted, and a client learns why."""
+    job, room = job_at("pool", "serve.commit_seconds=0.05"), Event()
+    finish = ShardWriter._finish
+
+    def full(writer: ShardWriter, entry: Any) -> None:
+        if not room.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device", str(writer.path))
+        finish(writer, entry)
+
+    monkeypatch.setattr(ShardWriter, "_finish", full)
+    with running(job) as url, httpx2.Client(base_url=url, timeout=WAIT) as http:
+
+        def post(number: int) -> httpx2.Response:
+            return http.post("/v1/samples", data={"prompt": f"number {number}"}, files={"target": png(number)})
+
+        keys = [post(1).json()["samples"][0]["key"]]
+        wait_until(lambda: http.get("/readyz").json().get("code") == "storage_full")
+        for answer in (post(2), http.get(f"/v1/samples/{keys[0]}"), http.get("/readyz")):
+            assert (answer.status_code, answer.json()["code"]) == (503, "storage_full")
+            assert "No space left on device" in answer.text
+        assert post(2).headers["Retry-After"] == "10"
+        room.set()
+        wait_until(lambda: http.get("/readyz").is_success)
+        keys.append(post(2).json()["samples"][0]["key"])
+        states = http.post("/v1/states", json={"keys": keys, "wait": "stored", "seconds": 60}).json()["states"]
+        assert [each["state"] for each in states] == ["stored", "stored"]
+    assert run("qwen-cache", "verify", job.folder).code == 0
+
+
+def test_too_little_memory_is_no_sample_s_fault(job_at: Jobs) -> None:
+    """The sample fails for now; then it is unknown, so that it is sent again."""
+    now, errors = [0.0], [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")]
+
+    class Failing(FakeLanes):
+        def result(self, sample: PlannedSample) -> Any:
+            if errors:
+                raise errors.pop()
+            return super().result(sample)
+
+    job = job_at()
+    with Engine(job, lambda job: Failing(job), job.config.serve, clock=lambda: now[0]) as engine:
+        for _ in range(2):
+            failed = engine.reached(key := send(engine, 1), State.ENCODED).result(WAIT)
+            assert (failed.state, failed.code) == (State.FAILED, "out_of_memory")
+            assert engine.status([key])[0] == failed
+            now[0] += 11
+            assert engine.status([key])[0].state is State.UNKNOWN
+        assert engine.reached(send(engine, 1), State.ENCODED).result(WAIT).state is State.ENCODED
+        assert engine.fault is None
+
+
+@pytest.mark.parametrize("harm", ["flip", "remove", "name"])
+def test_a_sample_that_cannot_be_stored_is_dropped_and_the_others_are_kept(
+    job_at: Jobs, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    """A shard that changes on the disk before it is committed, or a name that no index can hold."""
+    job = job_at("pool", *NEVER)
+    with started(job) as engine:
+        keys = [send(engine, number) for number in range(3)]
+        for key in keys:
+            engine.reached(key, State.ENCODED).result(WAIT)
+        (shard,) = engine.store._open  # type: ignore[attr-defined]
+        if harm == "flip":
+            data = shard.bytes()
+            with open(shard.writer.path, "r+b") as file:
+                file.seek(shard.entries[keys[1]].data)
+                file.write(bytes([data[file.tell()] ^ 1]))
+        elif harm == "remove":
+            deliver = Destination.deliver
+
+            def removed(self: Destination, stored: Any, folder: Path) -> None:
+                monkeypatch.setattr(Destination, "deliver", deliver)
+                (folder / stored[0].name).unlink()
+
+            monkeypatch.setattr(Destination, "deliver", removed)
+        else:
+            shard.names[keys[1]] = "half \ud83d"
+        waiting = [engine.reached(key, State.STORED) for key in keys]
+    found = [each.result(WAIT) for each in waiting]
+    expected = [State.STORED] * 3
+    if harm != "remove":
+        expected[1] = State.FAILED
+        assert found[1].code == "lost"
+    assert [each.state for each in found] == expected
+    assert len(open_cache(job.folder)) == expected.count(State.STORED)
     assert run("qwen-cache", "verify", job.folder).code == 0
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -14,6 +19,7 @@ import pytest
 
 from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.plan import PlannedSample
+from qwen_cache.sources.rows import MAX_CONTROLS, MAX_SPANS, MAX_TEXT
 
 from .support.fake_lanes import FakeLanes
 from .support.server import Server
@@ -23,6 +29,7 @@ from .support.waiting import HANG, wait_until
 
 FILE = f"{'0' * 32}.tar"
 SIZE = 50_000_000
+JSON = {"Content-Type": "application/json"}
 BODY = b"POST /v1/samples HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\n"
 
 
@@ -96,7 +103,7 @@ def test_what_a_client_makes_up_is_not_counted_by_its_name(url: str, capfd: pyte
 
 
 def test_too_much_at_a_time_is_refused_until_later(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """A full queue, too many uploads, too many requests."""
+    """A full queue, too many uploads."""
     go = Event()
 
     class Waiting(FakeLanes):
@@ -104,7 +111,7 @@ def test_too_much_at_a_time_is_refused_until_later(tiny_model: Callable[[str], P
             go.wait(HANG)
             return super().result(sample)
 
-    limits = ("serve.queue_samples=1", "serve.queue_bytes=1000000", "serve.connections=3")
+    limits = ("serve.queue_samples=1", "serve.queue_bytes=1000000")
     job = service_job(tiny_model("edit-plus"), tmp_path / "pool", *limits)
     with running(job, Waiting) as url, httpx2.Client(base_url=url, timeout=HANG) as http, ExitStack() as uploads:
         try:
@@ -119,13 +126,59 @@ def test_too_much_at_a_time_is_refused_until_later(tiny_model: Callable[[str], P
                 uploads.enter_context(connected(url)).sendall(head)
                 return refusal(ask())
 
-            uploaded, asked = (lambda: send(http, 0)), (lambda: http.get("/v1"))
-            wait_until(lambda: after_another(999_000, uploaded) == (429, "1", "too many uploads at a time"))
-            wait_until(lambda: after_another(100, asked) == (503, "1", "too many requests at a time"))
+            wait_until(
+                lambda: after_another(999_000, lambda: send(http, 0)) == (429, "1", "too many uploads at a time")
+            )
             uploads.close()
         finally:
             go.set()
         wait_until(lambda: send(http, len(answers)).status_code == 202)
+
+
+def test_connections_are_counted(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """The one that has waited longest for a request gives way; a new one is refused if all have a request."""
+    job = service_job(tiny_model("edit-plus"), tmp_path / "pool", "serve.connections=4")
+    with running(job) as url, ExitStack() as open_ones:
+        idle = [open_ones.enter_context(connected(url)) for _ in range(4)]
+        idle[0].sendall(b"GET / HTTP/1.1\r\nHost: local")  # half a head holds no place either
+        assert [httpx2.get(f"{url}/healthz", timeout=HANG).status_code for _ in range(2)] == [200, 200]
+        with suppress(ConnectionResetError):
+            assert idle[0].recv(100) == b""
+        uploads = [open_ones.enter_context(connected(url)) for _ in range(4)]
+        for upload in uploads:
+            upload.sendall(BODY + b"Content-Length: 100\r\n\r\n--x\r\n")
+        full = (503, "1", "too many connections at a time")
+        wait_until(lambda: refusal(httpx2.get(f"{url}/readyz", timeout=HANG)) == full)
+        uploads[0].close()
+        wait_until(lambda: httpx2.get(f"{url}/readyz", timeout=HANG).is_success)
+
+
+def test_no_request_holds_up_the_others(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest allowed of each field takes less than a second of the thread that answers everybody."""
+    slowest = [0.0]
+    run_handle = asyncio.events.Handle._run  # type: ignore[attr-defined]
+
+    def timed(handle: Any) -> None:
+        begin = time.thread_time()
+        run_handle(handle)
+        slowest[0] = max(slowest[0], time.thread_time() - begin)
+
+    monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
+    controls = [("control", (None, "x" * MAX_TEXT))] * MAX_CONTROLS
+    spans = [[2 * i, 2 * i + 1] for i in range(MAX_SPANS)]
+    images = [(role, ("x" * 4000, png(1))) for role in ("target", "control")]
+    with httpx2.Client(base_url=url, timeout=HANG) as http:
+        for fields in ({"prompt": "é" * (MAX_TEXT // 2)}, {"prompt": "x" * MAX_TEXT, "phrase": str(spans)}):
+            assert http.post("/v1/samples", data=fields, files=images).status_code == 202
+        assert http.post("/v1/samples", data={"prompt": "x"}, files=controls).status_code == 422
+        words = [{"prompt": "word " * 400, "controls": [[96, 64]] * 4}] * 900
+        deep: Any = "[" * ((1 << 21) - 20)
+        for content in (json.dumps({"prompts": words}), json.dumps({"prompts": [{"prompt": "x" * MAX_TEXT}] * 15})):
+            assert len(content) < 1 << 21
+            assert http.post("/v1/lengths", content=content, headers=JSON).status_code == 200
+        assert http.post("/v1/lengths", content=deep, headers=JSON).status_code == 400
+        assert http.post("/v1/states", json={"keys": ["0" * 32] * 10_000}).status_code == 200
+    assert 0 < slowest[0] < 1, slowest
 
 
 def refusal(answer: httpx2.Response) -> tuple[int, str | None, str | None]:
@@ -151,6 +204,13 @@ def test_only_allowed_addresses_are_read(
                 form = [("prompt", (None, b"number 1")), ("target", (None, address.encode()))]
                 return http.post("/v1/samples", files=form)
 
+            form = [
+                ("prompt", (None, b"x")),
+                ("name", (None, b"n")),
+                ("target", (None, f"{files.url}/open/1.png".encode())),
+            ]
+            form += [("control", (None, f"{files.url}/open/1.png".encode()))] * 8
+            assert http.post("/v1/samples", files=form).status_code == 202
             refused = ["closed/1.png", "open", "open/../closed/1.png", "open/%2e%2e/closed/1.png", "opening/1.png"]
             addresses = [f"{files.url}/{path}" for path in refused]
             addresses += [f"file://{tmp_path}/open/1.png", f"zip://a::{files.url}/open/1.png", "1.png", "x" * 5000]
@@ -163,3 +223,38 @@ def test_only_allowed_addresses_are_read(
                 named(f"{files.url}/open/1.png").json()["samples"][0]["key"]
                 == send(http, 1).json()["samples"][0]["key"]
             )
+
+
+SERVER = """
+import sys, uvicorn
+from qwen_cache.web import address_of, open_socket
+from qwen_cache.web.connection import limits, protocol
+
+async def app(scope, receive, send):
+    with open(sys.executable, "rb"):  # as every answer with a file does
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+listener = open_socket("127.0.0.1:0")
+print(address_of(listener), flush=True)
+connections, backlog = limits(1024)
+config = uvicorn.Config(app, http=protocol(connections, 60), backlog=backlog, lifespan="off", log_config=None)
+uvicorn.Server(config).run(sockets=[listener])
+"""
+
+
+def test_more_connections_than_descriptors_disturb_nobody() -> None:
+    """The protocol of both servers, under `ulimit -n 128`: 300 half heads, and then requests that open a file."""
+    limited = ["sh", "-c", 'ulimit -n 128; exec "$0" -c "$1"', sys.executable, SERVER]
+    with subprocess.Popen(limited, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stderr is not None
+        url = server.stdout.readline().strip()
+        try:
+            with ExitStack() as strangers:
+                for _ in range(300):
+                    strangers.enter_context(connected(url)).sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-a: b")
+                assert {httpx2.get(url, timeout=HANG).text for _ in range(20)} == {"ok"}
+        finally:
+            server.terminate()
+        assert server.stderr.read() == ""

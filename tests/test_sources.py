@@ -25,7 +25,8 @@ from qwen_cache.sources.pairs import (
     PAIRED_TARGET_FOLDERS,
     TARGET_FOLDERS,
 )
-from qwen_cache.sources.places import MAX_TEXT, File
+from qwen_cache.sources.places import File
+from qwen_cache.sources.rows import MAX_TEXT
 
 
 def fill(folder: Path, files: dict[str, str | bytes] | list[str]) -> Path:

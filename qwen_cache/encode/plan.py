@@ -26,6 +26,7 @@ from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.sources.detect import Readable, Row
 from qwen_cache.sources.garbage import without_gc
+from qwen_cache.sources.rows import limits_exceeded
 from qwen_cache.sources.sizes import (
     Resolution,
     Size,
@@ -265,6 +266,8 @@ def _plan_row(row: Row, rules: Rules, cached: Container[str], memory: Remembered
 
     NotRememberedError if an image has to be read and `may_read` is False.
     """
+    if exceeded := limits_exceeded(row):
+        return tuple(Problem(row.where, f"{row.name}: {what}", do) for what, do in exceeded.values())
     if rules.max_controls is not None and len(row.controls) > rules.max_controls:
         takes = f"{rules.pipeline} takes {plural(rules.max_controls, 'control image')}"
         what = f"{row.name}: {takes}, found {len(row.controls)}"

@@ -77,13 +77,14 @@ class ShardWriter:
     def add(self, meta: SampleMeta, tensors: Mapping[str, memoryview]) -> None:
         """Append a sample; `tensors` are the stored bytes of each of `meta.tensors`, by name.
 
-        Raises MemberError for metadata that readers refuse: too long a prompt.
+        Raises FormatError, and appends nothing, for metadata that readers refuse, such as too long a prompt.
         """
         start = self.size
         metadata = meta.to_bytes(self.format_version)
         if len(metadata) > MAX_HEADER:
             what, expected = "the metadata of a sample is too large", f"at most {MAX_HEADER} bytes"
             raise MemberError(what, where=meta.key, expected=expected, found=len(metadata), do="shorten its prompt")
+        parse_sample(metadata, meta.key, self.format_version)
         header = safetensors_header(meta.tensors)
         data = sum(spec.stored_bytes for spec in meta.tensors.values())
         self._write(_tar_header(f"{meta.key}.json", len(metadata)), metadata, _padding(len(metadata)))

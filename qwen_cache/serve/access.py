@@ -21,6 +21,8 @@ from qwen_cache.storage.mapped import read_file
 from qwen_cache.web import RefusedError, answer, is_loopback
 
 OPEN_TO_ALL = ("/healthz", "/readyz")
+FORM_PATH = "/v1/samples"
+MAX_JSON = 1 << 21  # bytes of every other body: it is parsed where all requests wait
 MAX_TOKEN = 4096
 
 
@@ -42,7 +44,6 @@ class Access:
 
     def __init__(self, app: ASGIApp, settings: ServeConfig, token: bytes | None) -> None:
         self.app, self.settings, self.token = app, settings, token
-        self._requests = 0
         self._uploading = 0
         """Bytes of the bodies that are being received."""
 
@@ -50,32 +51,32 @@ class Access:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        self._requests += 1
-        size = 0
+        size, most = 0, self._most(scope["path"])
         try:
-            size = self._admit(scope)
+            size = self._admit(scope, most)
             self._uploading += size
-            await self.app(scope, Body(receive, self.settings).receive, send)
+            await self.app(scope, Body(receive, most, self.settings.body_seconds).receive, send)
         except RefusedError as error:
             error.headers["Connection"] = "close"  # of the body, nothing more is read
             await answer(error)(scope, receive, send)
         finally:
-            self._requests -= 1
             self._uploading -= size
 
-    def _admit(self, scope: Scope) -> int:
-        """The most bytes that the body may have; RefusedError for a request that is not answered."""
+    def _most(self, path: str) -> int:
+        """The bytes that the body of a request may have."""
+        return int(self.settings.max_body) if path == FORM_PATH else MAX_JSON
+
+    def _admit(self, scope: Scope, most: int) -> int:
+        """The most bytes that this body may have; RefusedError for a request that is not answered."""
         headers, settings = Headers(scope=scope), self.settings
         if scope["path"] not in OPEN_TO_ALL:
             self._check_sender(headers)
-        if self._requests > settings.connections:
-            raise RefusedError(503, "too many requests at a time", "send it again in a second", Retry_After="1")
         if scope["method"] != "POST":
             return 0
         length = headers.get("content-length")
-        size = int(settings.max_body) if length is None or not length.isdecimal() else int(length)
-        if size > settings.max_body:
-            raise RefusedError(413, f"the body has {size} bytes", f"send at most {int(settings.max_body)}")
+        size = most if length is None or not length.isdecimal() else int(length)
+        if size > most:
+            raise RefusedError(413, f"the body has {size} bytes", f"send at most {most}")
         if self._uploading and self._uploading + size > settings.queue_bytes:
             raise RefusedError(429, "too many uploads at a time", "send it again in a second", Retry_After="1")
         return size
@@ -92,7 +93,7 @@ class Access:
         if not is_loopback(_host_of(f"//{host}")):
             raise RefusedError(403, f"this server is for this machine alone, not for {host!r}", "start it with a token")
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin.partition("://")[2] != host:
             raise RefusedError(403, f"requests from pages of {origin!r} are refused", "use a program")
 
 
@@ -106,9 +107,9 @@ def _host_of(url: str) -> str:
 class Body:
     """The body of a request, refused as soon as it is too long or takes too long."""
 
-    def __init__(self, receive: Receive, settings: ServeConfig) -> None:
-        self._receive, self._settings = receive, settings
-        self._left, self._until = int(settings.max_body), time.monotonic() + settings.body_seconds
+    def __init__(self, receive: Receive, most: int, seconds: float) -> None:
+        self._receive, self._most, self._seconds = receive, most, seconds
+        self._left, self._until = most, time.monotonic() + seconds
         self._is_whole = False
 
     async def receive(self) -> Message:
@@ -119,13 +120,12 @@ class Body:
             async with asyncio.timeout(self._until - time.monotonic()):
                 message = await self._receive()
         except TimeoutError:
-            seconds = f"{self._settings.body_seconds:g} seconds"
+            seconds = f"{self._seconds:g} seconds"
             raise RefusedError(
                 408, f"the body did not arrive within {seconds}", "send it again", Connection="close"
             ) from None
         self._is_whole = not message.get("more_body", False)
         self._left -= len(message.get("body", b""))
         if self._left < 0:
-            most = int(self._settings.max_body)
-            raise RefusedError(413, "the body is too large", f"send at most {most} bytes", Connection="close")
+            raise RefusedError(413, "the body is too large", f"send at most {self._most} bytes", Connection="close")
         return message

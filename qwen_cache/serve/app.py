@@ -19,7 +19,7 @@ from qwen_cache.serve.description import describe
 from qwen_cache.serve.engine import Engine
 from qwen_cache.serve.log import Log, Logged
 from qwen_cache.serve.metrics import Metrics
-from qwen_cache.serve.refusals import refused
+from qwen_cache.serve.refusals import out_of_resources, refused
 from qwen_cache.serve.routes import routes_of
 from qwen_cache.version import __version__
 from qwen_cache.web import RefusedError, answer, as_json
@@ -29,7 +29,7 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 def make_app(engine: Engine, token: bytes | None, log: Log) -> FastAPI:
     """The application for an engine that is entered elsewhere; `token`: what each request must have."""
-    app = FastAPI(title="qwen-cache serve", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="qwen-cache serve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     metrics = Metrics(engine)
     engine.observer.listen = log
     app.include_router(routes_of(engine))
@@ -47,8 +47,10 @@ def _add_health(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
 
     @app.get("/readyz", summary="Whether the encoders are loaded, and commits succeed")
     async def ready() -> Response:
-        why = engine.failure or (None if engine.ready else "the encoders are being loaded, or the server is stopping")
-        return as_json({"ready": why is None, "why": why}, 200 if why is None else 503)
+        fault, loading = engine.fault, "the encoders are being loaded, or the server is stopping"
+        why = fault.problem if fault else None if engine.ready else loading
+        code = {"code": fault.code} if fault else {}
+        return as_json({"ready": why is None, "why": why, **code}, 200 if why is None else 503)
 
     @app.get("/metrics", response_class=Response, summary="Metrics for Prometheus")
     def text() -> Response:
@@ -73,6 +75,12 @@ def _add_errors(app: FastAPI, log: Log) -> None:
     @app.exception_handler(QwenCacheError)
     async def problem(_: Request, error: Any) -> Response:
         return answer(refused(error))
+
+    @app.exception_handler(OSError)
+    @app.exception_handler(MemoryError)
+    async def system(_: Request, error: Any) -> Response:
+        log("error", {"problem": f"{type(error).__name__}: {first_line(error)}"})
+        return answer(out_of_resources(error))
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: Any) -> Response:

@@ -4,7 +4,8 @@ Samples of many clients meet in one queue, in the order in which they came, and 
 build, which batch them by shape and size. A sample that is stored, encoded or in the queue is not encoded again, and
 one that a cache of `cache.reuse` had when the service started is copied. Of a sample of which only the prompt or one
 image is new, the latents of the other images are taken from there, or from the store. One thread takes results, adds
-them to the store, and commits. A sample that cannot be encoded fails alone.
+them to the store, and commits. A sample that cannot be encoded or stored fails alone. A fault of the server, such as a
+full disk, is no sample's: what is encoded waits until it is over, and new samples are refused meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Condition, Thread
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 from qwen_cache.encode.builder import (
     IN_FLIGHT,
@@ -29,20 +30,25 @@ from qwen_cache.encode.builder import (
 from qwen_cache.encode.edit_mask import EditMasks
 from qwen_cache.encode.known_latents import ImageRows, of_recipe
 from qwen_cache.encode.plan import PlannedSample, plan_row
-from qwen_cache.errors import BusyError, QwenCacheError, SourceError, StoppingError, first_line
+from qwen_cache.errors import BusyError, QwenCacheError, ServerFaultError, SourceError, StoppingError, first_line
 from qwen_cache.format.codec import decode
 from qwen_cache.format.one_sample import uncompressed
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.shard import tensor_bytes
 from qwen_cache.serve.observer import Observer
 from qwen_cache.serve.pool import Memory, Pool, Store
-from qwen_cache.serve.states import State, Status
+from qwen_cache.serve.states import Fault, State, Status
 from qwen_cache.settings.serve import ServeConfig
 from qwen_cache.sources.rows import Row
 from qwen_cache.sources.sizes import Size, calculate_dimensions
+from qwen_cache.system_errors import FULL
 
 FAILURES_KEPT = 10_000
 RETRY_AFTER = 2  # seconds until a client whose samples found the queue full tries again
+FAULT_KEPT = 10.0  # seconds, after which a sample that failed by a fault of the server is unknown: it is sent again
+NO_CPU_MEMORY = "DefaultCPUAllocator"
+"""What torch's RuntimeError of too little memory of the CPU names: it has no class of its own."""
+LATER = "send the request again later; the server's log says more"
 
 
 @dataclass
@@ -78,8 +84,8 @@ class Engine:
         """The rows of `serve.source` by name."""
         self.ready = False
         """Whether the encoders are loaded and the service takes samples."""
-        self.failure: str | None = None
-        """Why the last commit failed; None once one succeeds."""
+        self.fault: Fault | None = None
+        """Why nothing can be stored for now; None once it can."""
         self.ended: Future[None] = Future()
         """Done when nothing is encoded any more, with the error that ended it."""
         self._load, self._clock = load, clock
@@ -89,7 +95,8 @@ class Engine:
         self._queue: deque[Work] = deque()
         self._works: dict[str, Work] = {}
         """Everything accepted that is not stored (without a store: not encoded), by key."""
-        self._failed: OrderedDict[str, str] = OrderedDict()
+        self._failed: OrderedDict[str, tuple[Status, float]] = OrderedDict()
+        """The samples that failed last, and when."""
         self._waiting_bytes = 0
         self._stopping, self._give_up_at = False, float("inf")
         self._oldest: float | None = None
@@ -120,12 +127,14 @@ class Engine:
     def submit(self, samples: Sequence[PlannedSample], size: int) -> list[Status]:
         """Accept all of these samples or none; `size`: the bytes that their images take until they are encoded.
 
-        Raises BusyError if the queue is full, StoppingError if the service is about to end.
+        Raises BusyError if the queue is full, ServerFaultError if nothing more can be stored for now, StoppingError if
+        the service is about to end.
         """
         with self._changed:
             if self._stopping or self.ended.done():
                 raise StoppingError("this server is about to end", do="send the request again in a minute")
             new = {sample.key: sample for sample in samples if self._state(sample.key).state in _TO_ENCODE}
+            self._check_fault(len(new))
             self._check_room(len(new), size)
             for each, (key, sample) in enumerate(new.items()):
                 self._failed.pop(key, None)
@@ -214,9 +223,16 @@ class Engine:
             return Status(key, State.ENCODED if work.encoded.done() else State.ACCEPTED)
         if self.store.is_stored(key):
             return Status(key, State.STORED)
-        if key in self._failed:
-            return Status(key, State.FAILED, self._failed[key])
+        failed, since = self._failed.get(key, (None, 0.0))
+        if failed is not None and (failed.code is None or self._clock() < since + FAULT_KEPT):
+            return failed
         return Status(key, State.ENCODED if self.store.has(key) else State.UNKNOWN)
+
+    def _check_fault(self, samples: int) -> None:
+        """Refuse new samples while nothing can be stored: at once on a full disk, else when too many wait."""
+        is_full = self.fault is not None and self.fault.code == STORAGE_FULL
+        if samples and self.fault and (is_full or len(self._works) + samples > self.settings.queue_samples):
+            raise ServerFaultError(self.fault.code, self.fault.problem, do=LATER)
 
     def _check_room(self, samples: int, size: int) -> None:
         waiting, settings = len(self._queue), self.settings
@@ -225,13 +241,15 @@ class Engine:
             what = "the queue of this server is full"
             raise BusyError(what, found=f"{waiting} samples", do=f"send the request again in {RETRY_AFTER} seconds")
 
-    def _fail(self, work: Work, problem: str) -> None:
+    def _fail(self, work: Work, problem: str, code: str | None = None) -> None:
+        """Give a sample up: its row cannot be encoded, or with a `code` the server could not do it this time."""
+        failed = Status(work.key, State.FAILED, problem, code)
         with self._changed:
-            self._failed[work.key] = problem
+            self._failed[work.key] = failed, self._clock()
             while len(self._failed) > FAILURES_KEPT:
                 self._failed.popitem(last=False)
         self.observer.failed()
-        self._drop(work, Status(work.key, State.FAILED, problem))
+        self._drop(work, failed)
 
     def _drop(self, work: Work, status: Status) -> None:
         """Tell those who wait that the sample will not come."""
@@ -279,7 +297,7 @@ class Engine:
                     assert work.sample is not None
                     running.append((work, lanes.submit(work.sample, self._latents)))  # type: ignore[call-arg]
                 except Exception as error:  # noqa: BLE001
-                    self._fail(work, _problem(error))
+                    self._fail_by(work, error)
             if running:
                 self._finish(lanes, *running.popleft())
             elif self._stopping and not self._queue:
@@ -315,24 +333,51 @@ class Engine:
             entry, shard, where = self._others.sample(work.key)
             stored, specs = dict(tensor_bytes(entry, shard)), entry.meta.tensors
             tensors = {name: decode(stored[name], spec, where) for name, spec in specs.items()}
-            self.store.add(work.name, uncompressed(entry.meta), tensors)
         except (QwenCacheError, OSError) as error:
             self.observer.copy_failed(_problem(error))
             return False
-        self._done(work)
-        self.observer.copied()
+        if self._add(work, uncompressed(entry.meta), tensors):
+            self.observer.copied()
         return True
 
     def _finish(self, lanes: Encoding, work: Work, running: Any) -> None:
         """Take the result of a sample into the store."""
         try:
             meta, tensors = lanes.result(running)
-            self.store.add(work.name, meta, tensors)
-        except Exception as error:  # noqa: BLE001 (of this sample: a damaged image, no memory, a full disk)
-            self._fail(work, _problem(error))
+        except Exception as error:  # noqa: BLE001 (of this sample: a damaged image, no memory)
+            self._fail_by(work, error)
             return
-        self._done(work)
-        self.observer.encoded()
+        if self._add(work, meta, tensors):
+            self.observer.encoded()
+
+    def _add(self, work: Work, meta: SampleMeta, tensors: Mapping[str, memoryview]) -> bool:
+        """Add a sample to the store, as soon as the store can take it; False if it has failed."""
+        while True:
+            try:
+                self.store.add(work.name, meta, tensors)
+            except OSError as error:
+                self._suffer(fault := fault_of(error, storing=True))
+                with self._changed:
+                    if self._clock() < self._give_up_at:
+                        self._changed.wait(min(self.settings.commit_seconds, self._give_up_at - self._clock()))
+                        continue
+                self._fail(work, fault.problem, fault.code)
+                return False
+            except Exception as error:  # noqa: BLE001 (of this sample: it could not be read back)
+                self._fail_by(work, error)
+                return False
+            self._done(work)
+            return True
+
+    def _fail_by(self, work: Work, error: Exception) -> None:
+        fault = fault_of(error)
+        self._fail(work, fault.problem if fault else _problem(error), fault.code if fault else None)
+
+    def _suffer(self, fault: Fault) -> None:
+        """Work on with this fault, which is reported once."""
+        if fault != self.fault:
+            self.observer.store_failed(fault)
+        self.fault = fault
 
     def _done(self, work: Work) -> None:
         """Tell those who wait that the sample is there."""
@@ -349,7 +394,7 @@ class Engine:
         if self._oldest is None:
             return False
         full = len(self._uncommitted) >= self.settings.commit_samples
-        return (full and not self.failure) or self._clock() >= self._oldest + self.settings.commit_seconds
+        return (full and not self.fault) or self._clock() >= self._oldest + self.settings.commit_seconds
 
     def _commit(self) -> None:
         """Store what is encoded; after an error it is tried again after `commit_seconds`."""
@@ -357,15 +402,19 @@ class Engine:
             return
         begin = self._clock()
         try:
-            self.store.commit()
-        except (QwenCacheError, OSError) as error:
-            self.failure, self._oldest = _problem(error), self._clock()
-            self.observer.commit_failed(self.failure)
+            lost = self.store.commit()
+        except Exception as error:  # (whatever it is, the next commit tries again)
+            self._oldest = self._clock()
+            self.observer.commit_failed(_problem(error))
+            self._suffer(fault_of(error, storing=True))
             if self._stopping:
                 raise
             return
+        for work in [each for each in self._uncommitted if each.key in lost]:
+            self._fail(work, lost[work.key], "lost")
         with self._changed:
-            stored, self._uncommitted, self._oldest, self.failure = self._uncommitted, [], None, None
+            stored = [work for work in self._uncommitted if work.key not in lost]
+            self._uncommitted, self._oldest, self.fault = [], None, None
             for work in stored:
                 del self._works[work.key]
         self.observer.committed(len(stored), self._clock() - begin)
@@ -384,6 +433,28 @@ class _Known:
 
 
 _TO_ENCODE = (State.UNKNOWN, State.FAILED)
+
+
+STORAGE_FULL = "storage_full"
+
+
+@overload
+def fault_of(error: BaseException, *, storing: Literal[True]) -> Fault: ...
+
+
+@overload
+def fault_of(error: BaseException, *, storing: bool = False) -> Fault | None: ...
+
+
+def fault_of(error: BaseException, *, storing: bool = False) -> Fault | None:
+    """The fault of the server that an error shows; None if there is none. Every error of `storing` is one."""
+    import torch
+
+    if isinstance(error, OSError) and error.errno in FULL:
+        return Fault(STORAGE_FULL, f"the server's disk is full: {_problem(error)}")
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_CPU_MEMORY in str(error):
+        return Fault("out_of_memory", f"the server has too little memory: {_problem(error)}")
+    return Fault("storage_failed", f"the server cannot store samples: {_problem(error)}") if storing else None
 
 
 def _problem(error: BaseException) -> str:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData
 
+from qwen_cache.errors import FormatError
+from qwen_cache.format.fields import parse_json
 from qwen_cache.format.identity import Phrase
+from qwen_cache.format.sample import parse_phrase
 from qwen_cache.sources.images import upright_size
-from qwen_cache.sources.places import MAX_TEXT
-from qwen_cache.sources.rows import Row
+from qwen_cache.sources.rows import MAX_CONTROLS, MAX_TEXT, Row, limits_exceeded
 from qwen_cache.web import RefusedError
 
-MAX_IMAGES = 32
+MAX_IMAGES = MAX_CONTROLS + 2  # with a target and a mask
 TEXTS = ("prompt", "name", "generate", "seed", "width", "height", "phrase")
 IMAGES = ("target", "control", "mask")
-MAX_NAME = 1000  # characters
+LIMITS = {"max_files": MAX_IMAGES, "max_fields": len(TEXTS) + MAX_IMAGES, "max_part_size": MAX_TEXT}
+"""Of a form, whose images may be files, or text that says where they are."""
+BYTES = "latin-1"
+"""The charset in which a form is read, so that no byte of it is changed before it is decoded here."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,22 @@ Fetch = Callable[[str, str, int], Awaitable[Uploaded]]
 """Reads the image of a field at an address, of at most this many bytes."""
 
 
+def content_type_for_bytes(content_type: str) -> str:
+    """The header for reading a form as `BYTES`; RefusedError unless it is a form in UTF-8.
+
+    The client must not choose the codec: Python has some that take minutes, and some that raise.
+    """
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data":
+        raise RefusedError(415, "the body is no multipart form", "send multipart/form-data, as `curl -F` does")
+    charset = options.get(b"charset", b"utf-8").decode("latin-1")
+    if charset.lower() not in ("utf-8", "utf8"):
+        raise RefusedError(415, f"the charset of the form is {charset[:100]!r}", "send UTF-8")
+    return f"{content_type}; charset={BYTES}"
+
+
 async def read_row(form: FormData, fetch: Fetch, most: int) -> tuple[Row, int]:
-    """The row in a form, and the bytes of its images; RefusedError for a form that is not one row.
+    """The row in a form that was read as `BYTES`, and the bytes of its images; RefusedError unless it is one row.
 
     Images that the form names by their addresses have at most `most` bytes together.
     """
@@ -49,7 +68,7 @@ async def read_row(form: FormData, fetch: Fetch, most: int) -> tuple[Row, int]:
     images: dict[str, list[Uploaded]] = {name: [] for name in IMAGES}
     for name, value in form.multi_items():
         if name in images and isinstance(value, str):
-            images[name].append(fetched := await fetch(name, value, most))
+            images[name].append(fetched := await fetch(name, _decoded(name, value), most))
             most -= len(fetched.data)
         elif name in images:
             images[name].append(Uploaded(await value.read(), name))  # type: ignore[union-attr]
@@ -62,13 +81,13 @@ async def read_row(form: FormData, fetch: Fetch, most: int) -> tuple[Row, int]:
     if prompt is None:
         raise RefusedError(422, "the form has no prompt", "send the field prompt")
     row = Row(
-        (texts["name"] or "")[:MAX_NAME],
+        texts["name"] or "",
         "the request",
         target,
         tuple(images["control"]),
         mask,
         prompt,
-        _phrase(texts["phrase"], prompt),
+        _phrase(texts["phrase"]),
         _number("seed", texts["seed"]),
         _size(texts["width"], texts["height"]),
     )
@@ -76,6 +95,8 @@ async def read_row(form: FormData, fetch: Fetch, most: int) -> tuple[Row, int]:
     if generates == (target is not None) or (generates and mask is not None):
         what = "an image to generate has no target and no mask" if generates else "the form has no target"
         raise RefusedError(422, what, "send a target, or for an image to generate the field generate=1")
+    for what, do in limits_exceeded(row).values():
+        raise RefusedError(422, what, do)
     return row, sum(len(image.data) for some in images.values() for image in some)
 
 
@@ -91,7 +112,14 @@ def check_pixels(row: Row, most: int) -> None:
 def _text(name: str, values: list[Any]) -> str | None:
     if len(values) > 1 or not all(isinstance(value, str) for value in values):
         raise RefusedError(422, f"{name} is not one text", "send it once, as text")
-    return values[0] if values else None
+    return _decoded(name, values[0]) if values else None
+
+
+def _decoded(name: str, text: str) -> str:
+    try:
+        return text.encode(BYTES).decode("utf-8")
+    except UnicodeDecodeError:
+        raise RefusedError(422, f"{name} is not UTF-8 text", "send UTF-8") from None
 
 
 def _number(name: str, text: str | None) -> int | None:
@@ -111,18 +139,13 @@ def _size(width: str | None, height: str | None) -> tuple[int, int] | None:
     return sides  # type: ignore[return-value]
 
 
-def _phrase(text: str | None, prompt: str) -> Phrase:
-    if text is None:
-        return ()
+def _phrase(text: str | None) -> Phrase:
+    """The spans in JSON, which may lie outside of the prompt."""
     try:
-        spans = tuple((int(begin), int(end)) for begin, end in json.loads(text))
-    except (ValueError, TypeError, RecursionError):
-        spans = ((-1, -1),)
-    ends = [0, *(end for _, end in spans)]
-    if not all(last <= begin < end <= len(prompt) for last, (begin, end) in zip(ends, spans, strict=False)):
-        raise RefusedError(422, "phrase is not within the prompt", "send spans of characters, such as [[5, 12]]")
-    return spans
-
-
-MAX_PART = MAX_TEXT
-"""The longest text of a form, in bytes."""
+        spans = [] if text is None else parse_json(text)
+        if isinstance(spans, list):
+            return parse_phrase(spans, "phrase")
+        raise ValueError
+    except (ValueError, FormatError):
+        do = "send spans of characters, such as [[5, 12]]"
+        raise RefusedError(422, "phrase is no list of spans", do) from None

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,7 +27,8 @@ Log = Callable[[str, dict[str, Any]], None]
 def log(event: str, facts: dict[str, Any]) -> None:
     """Write an event with the time."""
     value = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **facts}
-    print(json.dumps(value), file=sys.stderr, flush=True)
+    with suppress(OSError):  # the disk with the log is full: the service goes on
+        print(json.dumps(value), file=sys.stderr, flush=True)
 
 
 def no_log(event: str, facts: dict[str, Any]) -> None:

@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from qwen_cache.format.identity import HASH_PATTERN
-from qwen_cache.serve.form import IMAGES, MAX_IMAGES, MAX_PART, TEXTS
+from qwen_cache.serve.form import IMAGES, TEXTS
 from qwen_cache.serve.states import State
+from qwen_cache.sources.rows import MAX_CONTROLS, MAX_TEXT
 
-MOST = 10_000  # keys or prompts in a request
+MOST = 10_000  # keys in a request, or names in an answer
+MOST_PROMPTS = 1000  # in a request
 MOST_ROWS = 100  # in a request: their images are read before it is answered
 LONGEST_WAIT = 60.0  # seconds
 
@@ -19,11 +21,12 @@ Side = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 class SampleState(BaseModel):
-    """The state of a sample; `problem` if it failed."""
+    """The state of a sample; `problem` if it failed, and a `code` if that was a fault of the server."""
 
     key: str
     state: State
     problem: str | None = None
+    code: str | None = None
 
 
 class RowsRequest(BaseModel):
@@ -65,15 +68,15 @@ class Prompt(BaseModel):
     """A prompt, and the width and height of each control in its file."""
 
     model_config = ConfigDict(extra="forbid")
-    prompt: Annotated[str, Field(max_length=MAX_PART)]
-    controls: Annotated[list[tuple[Side, Side]], Field(max_length=MAX_IMAGES)] = []
+    prompt: Annotated[str, Field(max_length=MAX_TEXT)]
+    controls: Annotated[list[tuple[Side, Side]], Field(max_length=MAX_CONTROLS)] = []
 
 
 class LengthsRequest(BaseModel):
     """Prompts to measure."""
 
     model_config = ConfigDict(extra="forbid")
-    prompts: Annotated[list[Prompt], Field(max_length=MOST)]
+    prompts: Annotated[list[Prompt], Field(max_length=MOST_PROMPTS)]
 
 
 class Lengths(BaseModel):
@@ -83,10 +86,11 @@ class Lengths(BaseModel):
 
 
 class Failure(BaseModel):
-    """The answer to a request that is refused."""
+    """The answer to a request that is refused, with a `code` for a fault of the server."""
 
     error: str
     do: str
+    code: str | None = None
 
 
 FAILURES: dict[int | str, dict[str, Any]] = {
@@ -96,6 +100,7 @@ FAILURES: dict[int | str, dict[str, Any]] = {
         413: "too large",
         422: "this cannot be encoded",
         429: "too much at a time; send it again after Retry-After seconds",
+        503: "a fault of the server, such as a full disk; send it again after Retry-After seconds",
     }.items()
 }
 _BINARY = {"type": "string", "format": "binary"}

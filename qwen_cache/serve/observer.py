@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from threading import Lock
 
+from qwen_cache.serve.states import Fault
+
 
 class Observer:
     """Counters since the start; `listen` is called with the name and the facts of each event."""
@@ -40,6 +42,10 @@ class Observer:
         self._count(commits=1, stored=samples)
         self.commit_seconds += seconds
         self.listen("commit", {"samples": samples, "seconds": round(seconds, 3)})
+
+    def store_failed(self, fault: Fault) -> None:
+        """Nothing can be stored for now."""
+        self.listen("fault", {"code": fault.code, "problem": fault.problem})
 
     def commit_failed(self, problem: str) -> None:
         self._count(failed_commits=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +21,21 @@ from qwen_cache.encode.known_latents import ImageRows, of_recipe
 from qwen_cache.encode.recipe import recipe_changes
 from qwen_cache.encode.saved_settings import save_settings
 from qwen_cache.encode.write import written_by
-from qwen_cache.errors import ConfigError, ConflictError, ShardError
+from qwen_cache.errors import ConfigError, ConflictError, FormatError, ShardError
 from qwen_cache.format import directory
+from qwen_cache.format.identity import content_hash
 from qwen_cache.format.remote import Stored
 from qwen_cache.format.rows import KeyedRows, ListedSample, ListedSamples
 from qwen_cache.format.sample import SampleMeta
-from qwen_cache.format.shard import Entry, ShardWriter, check_tensors, compress, tensor_bytes
+from qwen_cache.format.shard import (
+    END_OF_ARCHIVE,
+    Entry,
+    ShardWriter,
+    check_tensors,
+    compress,
+    scan_shard,
+    tensor_bytes,
+)
 from qwen_cache.format.shards import LocalShards, RemoteShards
 from qwen_cache.format.staging import Destination, Staging, staging_folder
 from qwen_cache.format.update import Existing, Update, commit_update, copy_if_there, open_staging, plan_update
@@ -63,7 +72,9 @@ class Store(Protocol):
 
     def add(self, name: str, meta: SampleMeta, tensors: Tensors) -> None: ...
 
-    def commit(self) -> None: ...
+    def commit(self) -> Mapping[str, str]:
+        """Store what was added; the keys of samples that cannot be, each with the problem. An error stores nothing."""
+        ...
 
 
 class Memory:
@@ -107,15 +118,15 @@ class Memory:
                 _, (oldest, _) = self._samples.popitem(last=False)
                 self._bytes -= _size(oldest)
 
-    def commit(self) -> None:
-        pass
+    def commit(self) -> Mapping[str, str]:
+        return {}
 
 
 def _size(meta: SampleMeta) -> int:
     return sum(spec.stored_bytes for spec in meta.tensors.values())
 
 
-@dataclass
+@dataclass(eq=False)
 class OpenShard:
     """A shard that is not in the dataset yet: its samples by key, and their names."""
 
@@ -210,19 +221,37 @@ class Pool:
         return self._images
 
     def add(self, name: str, meta: SampleMeta, tensors: Tensors) -> None:
-        """Append a sample to the open shard. An OSError, such as of a full disk, leaves the shard as it was."""
+        """Append a sample to the open shard; the errors of `ShardWriter.add` leave the shard as it was."""
         shard = self._growing()
         try:
             shard.writer.add(*compress(meta, tensors, self.job.config.cache.compression))
         except OSError:
             self._reopen(shard)
             raise
-        with self._lock:
-            shard.entries[meta.key] = shard.writer.entries[-1]
-            shard.names[meta.key] = name or meta.key[:NAME_LENGTH]
+        self._enter(shard, name or meta.key[:NAME_LENGTH])
 
-    def commit(self) -> None:
-        """Make the samples of the open shard part of the dataset; after an error the next commit tries again."""
+    def commit(self) -> Mapping[str, str]:
+        """Make the samples of the open shards part of the dataset; those that are damaged are left out.
+
+        After an error the next commit tries again.
+        """
+        try:
+            self._commit()
+        except (FormatError, ValueError, TypeError):  # of a sample, or else of the dataset
+            damaged = {key: why for shard in self._open for key in shard.entries if (why := self._damage(shard, key))}
+            if not self._write_again(damaged):
+                raise
+            self._commit()
+            return damaged
+        return {}
+
+    def _enter(self, shard: OpenShard, name: str) -> None:
+        """Let the sample that was appended last be found."""
+        entry = shard.writer.entries[-1]
+        with self._lock:
+            shard.entries[entry.meta.key], shard.names[entry.meta.key] = entry, name
+
+    def _commit(self) -> None:
         for shard in self._open:
             if shard.stored is None:
                 shard.stored = self._seal(shard)
@@ -232,6 +261,45 @@ class Pool:
         self._add_to_dataset({key: name for shard in self._open for key, name in shard.names.items()})
         with self._lock:
             self._open.clear()
+
+    def _damage(self, shard: OpenShard, key: str) -> str | None:
+        """Why a sample of an open shard cannot be part of the dataset; None if it can."""
+        entry, data = shard.entries[key], shard.bytes()
+        alone = memoryview(bytes(data[entry.offset : entry.offset + entry.length]) + END_OF_ARCHIVE)
+        try:
+            list(scan_shard(alone, key, self.job.format_version))
+            check_tensors(entry, data, key)
+            ListedSamples.of([ListedSample(shard.names[key], key)])
+        except (FormatError, ValueError, TypeError) as error:
+            return str(error)
+        return None
+
+    def _write_again(self, without: Container[str]) -> bool:
+        """Write the open shards again that hold one of these samples, or are not on the disk as they were written.
+
+        False if there is none. The other samples of these shards are kept.
+        """
+        bad = [shard for shard in self._open if any(key in without for key in shard.entries) or self._is_gone(shard)]
+        if not bad:
+            return False
+        with self._lock:
+            self._open = [shard for shard in self._open if shard not in bad]
+        for shard in bad:
+            shard.mapped = shard.bytes()
+            for key in [key for key in shard.entries if key not in without]:
+                entry, new = shard.entries[key], self._growing()
+                new.writer.add_copy(entry, shard.mapped[entry.offset : entry.offset + entry.length])
+                self._enter(new, shard.names[key])
+            if shard.stored is None:
+                shard.writer.close()
+                shard.writer.path.unlink(missing_ok=True)
+        return True
+
+    def _is_gone(self, shard: OpenShard) -> bool:
+        if shard.stored is None or isinstance(self.job.folder, Url):
+            return False
+        path = self._folder / shard.stored[0].name
+        return not path.is_file() or content_hash(map_file(path)) != path.stem
 
     def _seal(self, shard: OpenShard) -> Stored:
         """Seal a shard. An error leaves it as it was. Readers never see its file move."""

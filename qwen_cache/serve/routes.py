@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,13 +17,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
 from qwen_cache.encode.plan import PlannedSample
+from qwen_cache.errors import ServerFaultError
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN
 from qwen_cache.format.one_sample import sample_file
 from qwen_cache.serve.description import describe
-from qwen_cache.serve.engine import Engine
+from qwen_cache.serve.engine import LATER, Engine
 from qwen_cache.serve.fetch import Fetch
-from qwen_cache.serve.form import MAX_IMAGES, MAX_PART, TEXTS, check_pixels, read_row
+from qwen_cache.serve.form import LIMITS, check_pixels, content_type_for_bytes, read_row
 from qwen_cache.serve.messages import (
     FAILURES,
     FORM,
@@ -38,7 +40,7 @@ from qwen_cache.serve.messages import (
     States,
     StatesRequest,
 )
-from qwen_cache.serve.states import State, Status
+from qwen_cache.serve.states import Fault, State, Status
 from qwen_cache.sources.rows import Row
 from qwen_cache.web import RefusedError, as_json
 
@@ -101,22 +103,24 @@ def routes_of(engine: Engine) -> APIRouter:
         return await run_in_threadpool(_sample, engine, key)
 
     @routes.post("/lengths", summary="The number of rows that prompts take, without encoding them")
-    def lengths(wanted: LengthsRequest) -> Lengths:
-        return Lengths(lengths=engine.lengths([(each.prompt, each.controls) for each in wanted.prompts]))
+    async def lengths(wanted: LengthsRequest) -> Lengths:
+        prompts = [(each.prompt, each.controls) for each in wanted.prompts]
+        async with planning:
+            return Lengths(lengths=await run_in_threadpool(engine.lengths, prompts))
 
     @routes.get("/cache/{name}", response_class=FileResponse, summary="A file of the cache, or a range of its bytes")
     def file(name: str) -> FileResponse:
-        return FileResponse(_file(engine, name), media_type="application/octet-stream")
+        path, stat = _file(engine, name)
+        return FileResponse(path, media_type="application/octet-stream", stat_result=stat)
 
     return routes
 
 
 async def _received(request: Request, fetch: Fetch, most: int) -> tuple[Row, int]:
     """The row in the body of a request, and the bytes of its images."""
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        raise RefusedError(415, "the body is no multipart form", "send multipart/form-data, as `curl -F` does")
-    limits = {"max_files": MAX_IMAGES, "max_fields": len(TEXTS), "max_part_size": MAX_PART}
-    async with request.form(**limits) as form:
+    headers = request.headers.mutablecopy()
+    headers["content-type"] = content_type_for_bytes(headers.get("content-type", ""))
+    async with Request({**request.scope, "headers": headers.raw}, request.receive).form(**LIMITS) as form:
         return await read_row(form, fetch, most)
 
 
@@ -133,7 +137,7 @@ def _planned_by_name(engine: Engine, names: Sequence[str]) -> list[PlannedSample
 
 
 def _states(statuses: Sequence[Status]) -> list[SampleState]:
-    return [SampleState(key=each.key, state=each.state, problem=each.problem) for each in statuses]
+    return [SampleState(key=each.key, state=each.state, problem=each.problem, code=each.code) for each in statuses]
 
 
 async def _wait(engine: Engine, keys: Sequence[str], state: State, seconds: float) -> None:
@@ -150,26 +154,32 @@ async def _wait(engine: Engine, keys: Sequence[str], state: State, seconds: floa
 def _sample(engine: Engine, key: str) -> Response:
     found = engine.sample(key)
     if found is None:
-        return _not_there(engine.status([key])[0])
+        return _not_there(engine.status([key])[0], engine.fault)
     pieces = sample_file(*found, engine.job.format_version)
     return Response(b"".join(pieces), media_type="application/octet-stream")
 
 
-def _not_there(status: Status) -> Response:
+def _not_there(status: Status, fault: Fault | None) -> Response:
+    """The answer about a sample that cannot be fetched; `fault`: why nothing can be stored for now."""
     if status.state is State.FAILED:
+        if status.code:
+            raise ServerFaultError(status.code, status.problem or "", do=LATER)
         raise RefusedError(422, status.problem or "it cannot be encoded", "correct the row, and send it again")
     if status.state is State.ACCEPTED:
+        if fault:
+            raise ServerFaultError(fault.code, fault.problem, do=LATER)
         return as_json({"key": status.key, "state": status.state}, 202)
     raise RefusedError(404, f"this server has no sample {status.key}", "send its row")
 
 
-def _file(engine: Engine, name: str) -> Path:
-    """The path of a file of the dataset."""
+def _file(engine: Engine, name: str) -> tuple[Path, os.stat_result]:
+    """The path of a file of the dataset, and what the system says of it."""
     folder = engine.job.folder
     if not engine.store.stores or not isinstance(folder, Path):
         do = f"read {folder}" if engine.store.stores else "fetch samples by their keys"
         raise RefusedError(404, "this server has no local cache", do)
-    for path in (folder / name, folder / ".replaced" / name):
-        if (name in (MANIFEST_NAME, INDEX_NAME) or SHARD_PATTERN.fullmatch(name)) and path.is_file():
-            return path
+    if name in (MANIFEST_NAME, INDEX_NAME) or SHARD_PATTERN.fullmatch(name):
+        for path in (folder / name, folder / ".replaced" / name):
+            with suppress(FileNotFoundError):
+                return path, path.stat()
     raise HTTPException(404)

@@ -14,11 +14,11 @@ import uvicorn
 from qwen_cache.errors import ConfigError
 from qwen_cache.serve.access import read_token
 from qwen_cache.serve.app import make_app
-from qwen_cache.serve.connection import protocol
 from qwen_cache.serve.engine import Engine
 from qwen_cache.serve.log import Log, no_log
 from qwen_cache.settings.serve import ServeConfig
 from qwen_cache.web import is_loopback
+from qwen_cache.web.connection import limits, protocol
 
 KEEP_ALIVE = 75  # seconds of an idle connection: longer than balancers keep theirs, which is 60 by default
 GRACE = 10  # seconds for the last answers, after the engine has ended
@@ -48,9 +48,11 @@ def serve(
     """
     settings = engine.settings
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)  # the log has these errors, as JSON
+    connections, backlog = limits(settings.connections)
     config = uvicorn.Config(
         make_app(engine, token, log),
-        http=protocol(settings.body_seconds),
+        http=protocol(connections, settings.body_seconds),
+        backlog=backlog,
         ws="none",
         lifespan="off",
         log_config=None,

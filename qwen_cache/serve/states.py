@@ -21,9 +21,20 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
+class Fault:
+    """A fault of the server, not of the row: the client sends the same request again later."""
+
+    code: str
+    """A word for programs: `storage_full`, `storage_failed`, `out_of_memory` or `lost`."""
+    problem: str
+
+
+@dataclass(frozen=True)
 class Status:
     """The state of the sample with this key, and its problem if it failed."""
 
     key: str
     state: State
     problem: str | None = None
+    code: str | None = None
+    """That of a `Fault`; None if the row cannot be encoded."""

@@ -38,8 +38,9 @@ class ServeConfig(Section):
     max_pixels: Positive = 100_000_000
     """The most pixels of an image."""
     body_seconds: Seconds = 60.0
-    """How long a client may take to send the headers and the body of a request."""
+    """How long a client may take to send the body of a request. Its head has 10 seconds, or this if it is less."""
     connections: Positive = 1024
-    """Requests at a time; more are refused with 503."""
+    """Connections at a time, and at most half of the file descriptors of the process. The one that has waited longest
+    for its next request gives way to a new one; if all have a request, a new one is refused with 503."""
     stop_seconds: Seconds = 600.0
     """After SIGTERM or Ctrl-C: how long the accepted samples may take to be encoded and stored."""

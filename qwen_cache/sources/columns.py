@@ -23,7 +23,18 @@ from qwen_cache.settings.data import ColumnsConfig
 from qwen_cache.settings.yaml_text import assignment
 from qwen_cache.sources import left_out
 from qwen_cache.sources.places import Location, TableFolder
-from qwen_cache.sources.rows import Draft, Embedded, FieldProblems, Needs, Readable, Row, unique
+from qwen_cache.sources.rows import (
+    MAX_SEED,
+    MAX_SIDE,
+    MIN_SIDE,
+    Draft,
+    Embedded,
+    FieldProblems,
+    Needs,
+    Readable,
+    Row,
+    unique,
+)
 
 LIST_COLUMNS = ("prompts", "captions", "edited_prompt_list")
 """The names of columns that hold a list of captions."""
@@ -48,7 +59,6 @@ TO_GENERATE = {"seed": ("seed",), "width": ("width",), "height": ("height",)}
 """Columns of numbers, in tables of images to generate alone: others may have numbers of these names too."""
 LEFT_OUT = {left_out.COLUMN: (left_out.COLUMN,)}
 """The column that leaves rows out; a column that `data.columns` names is another."""
-MAX_SEED, MAX_SIDE = (1 << 63) - 1, 1 << 15
 GENERIC = {"target": ("output",), "control": ("input", "source", "original"), "prompt": ("edit",)}
 """Ambiguous names, which may also say, for example, where an image is from: recognised only if no column has one of the
 names above."""
@@ -366,7 +376,7 @@ def _number(role: str, column: str, value: Any, field_problems: FieldProblems) -
     text = str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
     if value is None or not text:
         return [None]
-    least, most = (0, MAX_SEED) if role == "seed" else (1, MAX_SIDE)
+    least, most = (0, MAX_SEED) if role == "seed" else (MIN_SIDE, MAX_SIDE)
     if isinstance(value, bool) or not re.fullmatch(r"\d{1,19}", text) or not least <= int(text) <= most:
         what = f"the {role} {column!r} is {_short(value)}, expected a whole number from {least} to {most}"
         field_problems[role] = what, "correct it, or leave it empty"

@@ -71,7 +71,7 @@ from qwen_cache.sources.columns import read_rows as read_records
 from qwen_cache.sources.hub import dataset_files, is_dataset
 from qwen_cache.sources.pairs import CONTROL_FOLDERS, IMAGE_EXTENSIONS, TARGET_FOLDERS, read_pairs
 from qwen_cache.sources.places import File, Folder, Location, TableFolder, base_name, file_at, open_folder, suffix
-from qwen_cache.sources.rows import Draft, FieldProblems, Needs, NoControl, Readable, Row
+from qwen_cache.sources.rows import Draft, FieldProblems, Needs, NoControl, Readable, Row, limits_exceeded
 from qwen_cache.sources.text_table import PROMPTS, READERS, read_text_table
 from qwen_cache.sources.webdataset import read_tars
 from qwen_cache.storage.url import Url, location
@@ -203,6 +203,8 @@ def checked(draft: Draft, needs: Needs, *, allow_empty_prompt: bool) -> tuple[li
         return [], [draft.unusable]
     samples, unmarked = _phrases(draft)
     field_problems = draft.field_problems | unmarked | _missing(draft, draft.field_problems, needs, allow_empty_prompt)
+    for sample in samples:
+        field_problems = limits_exceeded(sample) | field_problems
     if not needs.prompt:
         field_problems.pop("prompt", None)
     problems = [Problem(draft.samples[0].where, what, do) for what, do in field_problems.values()]

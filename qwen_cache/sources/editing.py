@@ -36,8 +36,8 @@ from qwen_cache.sources.detect import (
 from qwen_cache.sources.images import open_mask, upright_size
 from qwen_cache.sources.listing import Entry, as_entry
 from qwen_cache.sources.pairs import Layout, beside, find_layout, mask_name, read_some
-from qwen_cache.sources.places import MAX_TEXT, File, Folder, Location, TableFolder, open_folder, read_bytes, suffix
-from qwen_cache.sources.rows import Draft, Needs
+from qwen_cache.sources.places import File, Folder, Location, TableFolder, open_folder, read_bytes, suffix
+from qwen_cache.sources.rows import MAX_TEXT, Draft, Needs
 from qwen_cache.sources.table_text import CsvText, TableText, changed, open_text
 from qwen_cache.sources.text_table import READERS
 from qwen_cache.storage.durable import LockHeldError, locked, make_folder, sync, whole_file, write_durably

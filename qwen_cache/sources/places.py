@@ -32,7 +32,6 @@ from qwen_cache.storage.url import Url, location
 Location = Path | Url
 
 MAX_FILE = 1 << 31  # bytes read at once: an uncompressed image of the most pixels, 16 bits and alpha has 1.4 GB
-MAX_TEXT = 1 << 20  # bytes of a prompt: far more than an encoder takes
 MAX_NAME = 4096  # bytes of a path, URL or name in a tar: the limit of Linux
 MAX_PATHS_TO_A_FOLDER = 100  # by links; links to links to links have more paths than anybody can read
 PLAIN_PATH = re.compile(r"(?:[^/\\:.][^/\\:]*/)*[^/\\:.][^/\\:]*")

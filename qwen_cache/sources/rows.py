@@ -10,7 +10,16 @@ from typing import Literal, Protocol
 
 from qwen_cache.errors import Problem
 from qwen_cache.format.identity import Phrase
+from qwen_cache.plain_text import plain
 from qwen_cache.settings.data import ColumnsConfig
+
+MAX_TEXT = 1 << 17
+"""Bytes of a prompt. A transformer has positions for some 4,000 tokens; and the metadata of a sample stay below their
+bound (F9) even if every character is escaped."""
+MAX_NAME = 8192  # bytes: a path of Linux's longest, and a number behind it
+MAX_CONTROLS, MAX_SPANS = 100, 5000
+MAX_SEED = (1 << 63) - 1
+MIN_SIDE, MAX_SIDE = 16, 1 << 15  # pixels: one token, and more than positions exist for
 
 
 class Readable(Protocol):
@@ -89,6 +98,35 @@ class Row:
 
 FieldProblems = dict[str, tuple[str, str]]
 """By field of a row, the problem and what to do."""
+
+
+def limits_exceeded(row: Row) -> FieldProblems:
+    """What of a row no cache could hold: from a folder, a table, a tar or a request alike."""
+    found: FieldProblems = {}
+    for role, text, most in (("name", row.name, MAX_NAME), ("prompt", row.prompt, MAX_TEXT)):
+        try:
+            size = len(text) if text.isascii() else len(text.encode())
+        except UnicodeEncodeError:
+            found[role] = f"the {role} {plain(text)!r} is not UTF-8 text", f"correct the {role}"
+            continue
+        if size > most:
+            found[role] = f"the {role} has {size} bytes, expected at most {most}", "shorten it"
+    if len(row.controls) > MAX_CONTROLS:
+        what = f"the row has {len(row.controls)} controls, expected at most {MAX_CONTROLS}"
+        found["control"] = what, "leave out the others"
+    ends = [0, *(end for _, end in row.phrase)]
+    spans = zip(ends, row.phrase, strict=False)
+    if not all(last <= begin < end <= len(row.prompt) for last, (begin, end) in spans):
+        found["phrase"] = "the phrase is not within the prompt", "correct it"
+    elif len(row.phrase) > MAX_SPANS:
+        what = f"the phrase has {len(row.phrase)} parts, expected at most {MAX_SPANS}"
+        found["phrase"] = what, "mark fewer words"
+    numbers = {"seed": (row.seed, 0, MAX_SEED)}
+    numbers |= dict(zip(("width", "height"), ((side, MIN_SIDE, MAX_SIDE) for side in row.size or ()), strict=False))
+    for role, (number, least, most) in numbers.items():
+        if number is not None and not least <= number <= most:
+            found[role] = f"the {role} is {number}, expected a whole number from {least} to {most}", "correct it"
+    return found
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ from qwen_cache.sources.columns import (
 )
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
 from qwen_cache.sources.places import (
-    MAX_TEXT,
     Location,
     RangeFile,
     TableFolder,
@@ -53,7 +52,7 @@ from qwen_cache.sources.places import (
     parent,
     read_range,
 )
-from qwen_cache.sources.rows import Draft, Needs
+from qwen_cache.sources.rows import MAX_TEXT, Draft, Needs
 from qwen_cache.storage.remembered_files import RememberedFiles
 from qwen_cache.storage.url import BLOCK, Url
 

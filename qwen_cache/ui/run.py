@@ -23,8 +23,11 @@ from qwen_cache.ui.decoding import return_large_blocks
 from qwen_cache.ui.jobs import Checks, Queue
 from qwen_cache.ui.workspace import Workspace
 from qwen_cache.web import address_of
+from qwen_cache.web.connection import limits, protocol
 
 SECONDS_TO_END = 3  # for the last answers
+CONNECTIONS = 256  # at a time; a browser opens six
+ANSWER_SECONDS = 60.0  # for each part of an answer to be read
 
 
 def new_token() -> str:
@@ -57,9 +60,11 @@ def serve(workspace: Workspace, listener: socket.socket, token: str, token_once:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
     with Queue(workspace.folder) as queue, closing(Checks(workspace.folder)) as checks:
         app = make_app(workspace, queue, checks, token, listener.getsockname()[1], token_once)
+        connections, backlog = limits(CONNECTIONS)
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=protocol(connections, ANSWER_SECONDS),
+            backlog=backlog,
             ws="none",
             lifespan="off",
             log_config=None,

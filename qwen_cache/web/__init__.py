@@ -47,11 +47,11 @@ def is_loopback(host: str) -> bool:
 
 
 class RefusedError(Exception):
-    """A request that is answered with an HTTP error."""
+    """A request that is answered with an HTTP error; `code` is a word for programs."""
 
-    def __init__(self, status: int, what: str, do: str, **headers: str) -> None:
+    def __init__(self, status: int, what: str, do: str, code: str | None = None, **headers: str) -> None:
         super().__init__(what)
-        self.status, self.what, self.do = status, what, do
+        self.status, self.what, self.do, self.code = status, what, do, code
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
@@ -67,4 +67,5 @@ def json_bytes(value: Any) -> bytes:
 
 def answer(error: RefusedError) -> Response:
     """The answer to a refused request."""
-    return as_json({"error": error.what, "do": error.do}, error.status, error.headers)
+    value = {"error": error.what, "do": error.do, **({"code": error.code} if error.code else {})}
+    return as_json(value, error.status, error.headers)
