@@ -351,3 +351,22 @@ def _seek_and_write(file: int, begin: int, data: memoryview) -> int:
     with _SEEKING:
         os.lseek(file, begin, os.SEEK_SET)
         return os.write(file, data)
+
+
+def allow_descriptors(wanted: int) -> int:
+    """Let this process open `wanted` files and sockets, or as many as the system allows; returns how many.
+
+    Windows has no such limit.
+    """
+    if sys.platform == "win32":
+        return wanted
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    highest = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    with suppress(ValueError, OSError):  # macOS states a higher limit than it grants
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+        return highest
+    return soft

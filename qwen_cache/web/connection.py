@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -19,6 +18,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qwen_cache.storage.bounds import SLOWEST
+from qwen_cache.storage.durable import allow_descriptors
 from qwen_cache.web import RefusedError, answer
 
 HEAD_SECONDS = 10.0  # of the slowest honest client; curl and browsers send a head in one packet
@@ -52,17 +52,7 @@ def limits(connections: int) -> tuple[int, int]:
 
     Raises the limit of the process (`ulimit -n`) as far as the system lets it.
     """
-    descriptors = MOST_DESCRIPTORS
-    with suppress(ImportError):  # on Windows sockets are not limited in this way
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        highest = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-        if soft != resource.RLIM_INFINITY and soft < highest:
-            with suppress(ValueError, OSError):  # macOS states a higher limit than it grants
-                resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
-                soft = highest
-        descriptors = MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, MOST_DESCRIPTORS)
+    descriptors = allow_descriptors(MOST_DESCRIPTORS)
     return min(connections, descriptors // 2), min(BACKLOG, descriptors // 8)
 
 
